@@ -1,0 +1,1 @@
+"""Agent rollouts as explicit finite state machines."""

@@ -1,0 +1,111 @@
+"""Every error this package raises on purpose.
+
+A bad trajectory is data (its stop reason says why it ended), never one of these. These are for the caller:
+
+    RolloutError
+    ├── ConfigError           a YAML, a prompts file or an override is wrong; holds every problem found
+    ├── ChatTemplateError     a chat template cannot give exact tokens; says which rule it hit
+    ├── ToolError             a tool cannot be built (its signature, its import)
+    ├── EngineError           an engine cannot start, or failed for good
+    │   └── PromptTooLong     one request does not fit the engine's window
+    ├── StreamError           a token stream was used against its invariants (a bug in a handler)
+    ├── BatchError            rows do not fit the widths asked for
+    └── JournalError          a run's journal cannot be written or read
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+class RolloutError(Exception):
+    """Base of all errors raised on purpose by this package."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong in a file: where, what, and what to try.
+
+    ``rule`` is the number of the verification rule (0 for problems of form).
+    """
+
+    message: str
+    file: str | None = None
+    line: int | None = None
+    rule: int = 0
+
+    def __str__(self) -> str:
+        """Format as ``file:line: message``."""
+        where = "".join(f"{part}:" for part in (self.file, self.line) if part is not None)
+        tag = f" [rule {self.rule}]" if self.rule else ""
+        return f"{where} {self.message}{tag}".lstrip()
+
+
+class ConfigError(RolloutError):
+    """Input written by the user is wrong. ``problems`` lists everything found, in file order."""
+
+    def __init__(self, problems: Sequence[Problem] | Problem | str) -> None:
+        if isinstance(problems, str):
+            problems = Problem(problems)
+        self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        super().__init__("\n".join(map(str, self.problems)))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
+        """Pickle by the problems (errors cross process boundaries)."""
+        return (ConfigError, (self.problems,))
+
+
+class ChatTemplateError(RolloutError):
+    """A chat template (or the messages given to it) has no single exact token sequence.
+
+    ``rule`` is a short stable slug naming the rule that was hit, listed in :mod:`fsm_rollout.chat`.
+    """
+
+    def __init__(self, rule: str, message: str) -> None:
+        self.rule = rule
+        super().__init__(f"[{rule}] {message}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle without formatting the message twice."""
+        return (_rebuild_chat_error, (self.rule, str(self)))
+
+
+def _rebuild_chat_error(rule: str, text: str) -> ChatTemplateError:
+    return ChatTemplateError(rule, text.removeprefix(f"[{rule}] "))
+
+
+class ToolError(RolloutError):
+    """A tool cannot be built: its import, its signature or its schema."""
+
+
+class EngineError(RolloutError):
+    """An engine cannot start, or a request failed for good."""
+
+
+class PromptTooLong(EngineError):
+    """A request's input does not fit into the engine's context window."""
+
+
+class StreamError(RolloutError):
+    """A token stream was used against its invariants."""
+
+
+class BatchError(RolloutError):
+    """Rows cannot be put into a batch of the asked-for shape."""
+
+
+class JournalError(RolloutError):
+    """A run's journal cannot be written or read."""
+
+
+def did_you_mean(word: str, candidates: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the closest candidate, the short list of them, or ``""``."""
+    pool = sorted(set(candidates))
+    close = difflib.get_close_matches(word, pool, n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean '{close[0]}'?"
+    if 0 < len(pool) <= 12:
+        return f"; known: {', '.join(pool)}"
+    return ""
