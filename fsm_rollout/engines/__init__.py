@@ -1,0 +1,1 @@
+"""Engines: whatever turns token ids into sampled token ids. See :mod:`fsm_rollout.engines.base` for the protocol."""

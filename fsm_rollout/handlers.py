@@ -1,0 +1,85 @@
+"""What each state handler declares: the triggers it may raise, what a visit spends, and its own keys.
+
+Invariant: this table is all that the loader, the proof and the diagrams know of a handler, so an agent can be checked
+and drawn without importing an engine. The handlers themselves (:mod:`fsm_rollout.states`) read their declaration from
+here; a custom handler carries the same three things as class attributes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+
+from fsm_rollout.errors import ConfigError, did_you_mean
+
+
+@dataclass(frozen=True, slots=True)
+class HandlerSpec:
+    """The declaration of one handler.
+
+    ``spends`` names the limit that every visit is charged at least 1 of on entry, or ``None`` when a visit may be
+    free: a cycle of free states is only bounded by ``max_visits``.
+    ``keys`` are the YAML keys of a state that mean something only to this handler.
+    """
+
+    name: str
+    triggers: tuple[str, ...]
+    spends: str | None = None
+    keys: tuple[str, ...] = ()
+
+
+BUILT_IN_HANDLERS = {
+    spec.name: spec
+    for spec in (
+        HandlerSpec("prompt", ("prompted",)),
+        HandlerSpec("generate", ("generated", "truncated"), spends="assistant_turns", keys=("sampling",)),
+        HandlerSpec("call_tools", ("tools_done",), spends="tool_calls", keys=("parallel",)),
+        HandlerSpec("interact", ("replied", "interaction_done"), spends="user_turns", keys=("interaction",)),
+        HandlerSpec("write", ("written",)),
+    )
+}
+
+BUILT_IN_STATES = {
+    "PENDING": "prompt",
+    "GENERATING": "generate",
+    "PROCESSING_TOOLS": "call_tools",
+    "INTERACTING": "interact",
+}
+"""The state names that know their handler."""
+
+
+def load_object(path: str) -> object:
+    """Import ``module:attribute`` (dots allowed in both).
+
+    Raises:
+        ConfigError: the module cannot be imported or lacks the attribute; says which, and names a close match.
+    """
+    module_name, _, attribute = path.partition(":")
+    try:
+        found: object = importlib.import_module(module_name)
+    except Exception as error:  # whatever a user's module raises at import is their mistake to see, not a crash
+        raise ConfigError(f"cannot import '{module_name}' (from '{path}'): {type(error).__name__}: {error}") from error
+    for part in attribute.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError as error:
+            hint = did_you_mean(part, (n for n in dir(found) if not n.startswith("_")))
+            raise ConfigError(f"'{module_name}' has no '{part}' (from '{path}'){hint}") from error
+    return found
+
+
+def handler_spec(handler: str) -> HandlerSpec:
+    """Return the declaration of a built-in handler or of the class that ``module:Class`` names.
+
+    Raises:
+        ConfigError: unknown name, failing import, or a class that declares no ``triggers``.
+    """
+    if ":" not in handler:
+        if handler not in BUILT_IN_HANDLERS:
+            raise ConfigError(f"handler '{handler}' is not defined{did_you_mean(handler, BUILT_IN_HANDLERS)}")
+        return BUILT_IN_HANDLERS[handler]
+    found = load_object(handler)
+    triggers = getattr(found, "triggers", None)
+    if not isinstance(triggers, tuple) or not triggers or not all(isinstance(t, str) for t in triggers):
+        raise ConfigError(f"handler '{handler}': the class must declare `triggers`, a tuple of names; got {triggers!r}")
+    return HandlerSpec(handler, triggers, spends=getattr(found, "spends", None), keys=("options",))

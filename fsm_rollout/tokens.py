@@ -1,0 +1,208 @@
+"""Token streams: what was sampled, what was written, and the mask that follows from it.
+
+Invariant: a :class:`TokenStream` only grows, and every token belongs to exactly one :class:`Span` that says who put it
+there. Mask, state ids and weight versions are *derived* from the spans, so they cannot disagree with the ids; nobody
+sets a mask by hand.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from fsm_rollout.errors import StreamError
+
+if TYPE_CHECKING:
+    Ids = array[int]
+    """Token ids: an ``array`` of int32."""
+    Logprobs = array[float]
+    """Natural-log probabilities: an ``array`` of float32."""
+else:  # ``array`` takes no type parameter at run time before Python 3.12
+    Ids = Logprobs = array
+
+NO_VERSION = -1
+"""The weight version of a token that no engine sampled."""
+
+
+def as_ids(ids: Sequence[int] | Ids) -> Ids:
+    """Return ``ids`` as an int32 array (the same object when it is one already)."""
+    return ids if isinstance(ids, array) and ids.typecode == "i" else array("i", ids)
+
+
+def as_logprobs(values: Sequence[float] | Logprobs) -> Logprobs:
+    """Return ``values`` as a float32 array (the same object when it is one already)."""
+    return values if isinstance(values, array) and values.typecode == "f" else array("f", values)
+
+
+class Owner(Enum):
+    """Who put a span's tokens into the stream."""
+
+    PROMPT = "prompt"
+    """The stream's opening prompt: the row's `prompts`, never trained."""
+    ENVIRONMENT = "environment"
+    """Written between generations: tool results, user turns, the template's own glue. Never trained."""
+    MODEL = "model"
+    """Sampled by the context's engine: trained if and only if the context is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A run of tokens ``[start, end)`` with one origin."""
+
+    start: int
+    end: int
+    owner: Owner
+    state: str
+    turn: int
+    """Index of the generation (within the trajectory) that sampled the span, or that the span leads up to."""
+    version: int = NO_VERSION
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return self.end - self.start
+
+
+class TokenStream:
+    """An append-only sequence of tokens with their provenance.
+
+    The first span is the opening prompt; all that follows is the response. Arrays handed out are copies, so no caller
+    can reach the stream's own.
+    """
+
+    __slots__ = ("_ids", "_logprobs", "_spans", "trained")
+
+    def __init__(self, prompt: Sequence[int] | Ids, *, state: str, turn: int = 0, trained: bool = True) -> None:
+        self.trained = trained
+        self._ids: Ids = array("i")
+        self._logprobs: Logprobs = array("f")
+        self._spans: list[Span] = []
+        self._append(as_ids(prompt), None, Span(0, len(prompt), Owner.PROMPT, state, turn))
+
+    def write(self, ids: Sequence[int] | Ids, *, state: str, turn: int) -> None:
+        """Append tokens of the environment (mask 0, logprob 0.0)."""
+        start = len(self._ids)
+        self._append(as_ids(ids), None, Span(start, start + len(ids), Owner.ENVIRONMENT, state, turn))
+
+    def sample(
+        self,
+        ids: Sequence[int] | Ids,
+        logprobs: Sequence[float] | Logprobs,
+        *,
+        state: str,
+        turn: int,
+        version: int,
+    ) -> None:
+        """Append tokens that the engine sampled under the weights ``version``.
+
+        Raises:
+            StreamError: not exactly one logprob per token.
+        """
+        if len(ids) != len(logprobs):
+            raise StreamError(f"{len(ids)} sampled tokens came with {len(logprobs)} logprobs; they must be as many")
+        start = len(self._ids)
+        span = Span(start, start + len(ids), Owner.MODEL, state, turn, version)
+        self._append(as_ids(ids), as_logprobs(logprobs), span)
+
+    def _append(self, ids: Ids, logprobs: Logprobs | None, span: Span) -> None:
+        if not len(span) and self._spans:
+            return
+        self._ids.extend(ids)
+        self._logprobs.extend(logprobs if logprobs is not None else array("f", bytes(4 * len(ids))))
+        last = self._spans[-1] if self._spans else None
+        if last and (last.owner, last.state, last.turn, last.version) == (
+            span.owner, span.state, span.turn, span.version,
+        ):  # fmt: skip
+            span = Span(last.start, span.end, span.owner, span.state, span.turn, span.version)
+            self._spans[-1] = span
+        else:
+            self._spans.append(span)
+
+    def __len__(self) -> int:
+        """Return the number of tokens, prompt included."""
+        return len(self._ids)
+
+    def __eq__(self, other: object) -> bool:
+        """Compare tokens, logprobs (bit for bit) and provenance."""
+        if not isinstance(other, TokenStream):
+            return NotImplemented
+        return (
+            self._ids == other._ids
+            and self._logprobs.tobytes() == other._logprobs.tobytes()
+            and self._spans == other._spans
+            and self.trained == other.trained
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # mutable
+
+    @property
+    def ids(self) -> Ids:
+        """All token ids, a copy."""
+        return self._ids[:]
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """All spans, in order; together they cover the stream without gap or overlap."""
+        return tuple(self._spans)
+
+    @property
+    def prompt_length(self) -> int:
+        """The number of tokens of the opening prompt."""
+        return self._spans[0].end
+
+    @property
+    def response_length(self) -> int:
+        """The number of tokens after the opening prompt."""
+        return len(self._ids) - self.prompt_length
+
+    @property
+    def trained_length(self) -> int:
+        """The number of tokens with mask 1."""
+        return sum(map(len, self.sampled())) if self.trained else 0
+
+    def sampled(self) -> Iterator[Span]:
+        """Yield the spans that the engine sampled."""
+        return (span for span in self._spans if span.owner is Owner.MODEL)
+
+    def tail(self, start: int) -> Ids:
+        """Return the ids from position ``start`` on."""
+        return self._ids[start:]
+
+    def response_ids(self) -> npt.NDArray[np.int32]:
+        """Return the response's token ids, int32 ``[R]``."""
+        return np.array(self._ids[self.prompt_length :], dtype=np.int32)
+
+    def prompt_ids(self) -> npt.NDArray[np.int32]:
+        """Return the opening prompt's token ids, int32 ``[P]``."""
+        return np.array(self._ids[: self.prompt_length], dtype=np.int32)
+
+    def response_logprobs(self) -> npt.NDArray[np.float32]:
+        """Return the response's logprobs, float32 ``[R]``; 0.0 where no engine sampled."""
+        return np.array(self._logprobs[self.prompt_length :], dtype=np.float32)
+
+    def response_mask(self) -> npt.NDArray[np.int8]:
+        """Return the mask, int8 ``[R]``: 1 exactly on the tokens that the policy learns from."""
+        mask = np.zeros(self.response_length, dtype=np.int8)
+        if self.trained:
+            for span in self.sampled():
+                mask[span.start - self.prompt_length : span.end - self.prompt_length] = 1
+        return mask
+
+    def response_versions(self) -> npt.NDArray[np.int32]:
+        """Return the weight version of each response token, int32 ``[R]``; -1 where no engine sampled."""
+        versions = np.full(self.response_length, NO_VERSION, dtype=np.int32)
+        for span in self.sampled():
+            versions[span.start - self.prompt_length : span.end - self.prompt_length] = span.version
+        return versions
+
+    def response_states(self, state_ids: dict[str, int]) -> npt.NDArray[np.int32]:
+        """Return each response token's origin state as a number, int32 ``[R]``; -1 for a state not in ``state_ids``."""
+        states = np.full(self.response_length, -1, dtype=np.int32)
+        for span in self._spans[1:]:
+            states[span.start - self.prompt_length : span.end - self.prompt_length] = state_ids.get(span.state, -1)
+        return states
