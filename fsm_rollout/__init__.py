@@ -1,1 +1,90 @@
-"""Agent rollouts as explicit finite state machines."""
+"""Agent rollouts as explicit finite state machines.
+
+An agent is a YAML state graph; it is proven to end before it runs; what comes out are batches in which every token is
+exactly what the engine sampled or the environment wrote, and a mask, derived, that says which. See the README.
+
+Everything is imported on first use, so ``import fsm_rollout`` loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "AgentGraph": "graph",
+    "ChatTemplate": "chat",
+    "ConfigError": "errors",
+    "Group": "scheduler",
+    "Journal": "journal",
+    "Outcome": "trajectory",
+    "Prompt": "prompts",
+    "Rollout": "rollout",
+    "RolloutError": "errors",
+    "ScriptedEngine": "engines.scripted",
+    "State": "states",
+    "ToolContext": "tools",
+    "ToolResult": "tools",
+    "Trajectory": "trajectory",
+    "TrajectoryBatch": "batch",
+    "TransformersEngine": "engines.transformers",
+    "load_agent": "loader",
+    "prove": "proof",
+    "read_prompts": "prompts",
+    "verify": "verify",
+}
+
+__all__ = [  # as in the table above; the type checker wants the literals
+    "AgentGraph",
+    "ChatTemplate",
+    "ConfigError",
+    "Group",
+    "Journal",
+    "Outcome",
+    "Prompt",
+    "Rollout",
+    "RolloutError",
+    "ScriptedEngine",
+    "State",
+    "ToolContext",
+    "ToolResult",
+    "Trajectory",
+    "TrajectoryBatch",
+    "TransformersEngine",
+    "load_agent",
+    "prove",
+    "read_prompts",
+    "verify",
+]
+
+if TYPE_CHECKING:
+    from fsm_rollout.batch import TrajectoryBatch
+    from fsm_rollout.chat import ChatTemplate
+    from fsm_rollout.engines.scripted import ScriptedEngine
+    from fsm_rollout.engines.transformers import TransformersEngine
+    from fsm_rollout.errors import ConfigError, RolloutError
+    from fsm_rollout.graph import AgentGraph
+    from fsm_rollout.journal import Journal
+    from fsm_rollout.loader import load_agent
+    from fsm_rollout.prompts import Prompt, read_prompts
+    from fsm_rollout.proof import prove
+    from fsm_rollout.rollout import Rollout
+    from fsm_rollout.scheduler import Group
+    from fsm_rollout.states import State
+    from fsm_rollout.tools import ToolContext, ToolResult
+    from fsm_rollout.trajectory import Outcome, Trajectory
+    from fsm_rollout.verify import verify
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fsm_rollout' has no attribute '{name}'")
+    value = getattr(import_module(f"fsm_rollout.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -6,6 +6,7 @@ A bad trajectory is data (its stop reason says why it ended), never one of these
     ├── ConfigError           a YAML, a prompts file or an override is wrong; holds every problem found
     ├── ChatTemplateError     a chat template cannot give exact tokens; says which rule it hit
     ├── ToolError             a tool cannot be built (its signature, its import)
+    │   └── BadArguments      a model's arguments do not fit a tool's parameters; the text is meant for the model
     ├── EngineError           an engine cannot start, or failed for good
     │   └── PromptTooLong     one request does not fit the engine's window
     ├── StreamError           a token stream was used against its invariants (a bug in a handler)
@@ -80,8 +81,20 @@ class ToolError(RolloutError):
     """A tool cannot be built: its import, its signature or its schema."""
 
 
+class BadArguments(ToolError):
+    """A model's arguments do not fit a tool's parameters; the message is written for the model to read."""
+
+
 class EngineError(RolloutError):
-    """An engine cannot start, or a request failed for good."""
+    """An engine cannot start, or a request failed for good.
+
+    ``kind`` is the class name of the engine's own error where that is known (it may have come as text, from another
+    process); it becomes the stop reason ``failed:<kind>``.
+    """
+
+    def __init__(self, message: str, kind: str | None = None) -> None:
+        self.kind = kind
+        super().__init__(message)
 
 
 class PromptTooLong(EngineError):

@@ -37,6 +37,7 @@ class Prompted(Event, frozen=True, kw_only=True, tag="prompted"):
     extra: dict[str, Any]
     limits: dict[str, float | None]
     seed: int
+    date: str
     validate: bool = False
     parent_id: str | None = None
 
@@ -85,6 +86,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
 class Attempt(msgspec.Struct, frozen=True, kw_only=True, tag="broken"):
     """A call the model tried to make and that cannot be read; ``kind`` is the tool format's slug for why."""
 
+    id: str
     kind: str
     message: str
 
@@ -106,6 +108,9 @@ class Generated(Event, frozen=True, kw_only=True, tag="generated"):
     message: Message
     attempts: list[ToolCall | Attempt] = []
     continued: bool = False
+    """It goes on with the assistant turn that stands last in the history."""
+    resumed: bool = False
+    """What it goes on from was an abort: the same generation, and not counted again."""
     queue_seconds: float = 0.0
     seconds: float = 0.0
     cached_tokens: int = 0
@@ -131,6 +136,14 @@ class Called(Event, frozen=True, kw_only=True, tag="called"):
     tries: int = 1
     truncated_tokens: int = 0
     child_id: str | None = None
+
+
+class Interacted(Event, frozen=True, kw_only=True, tag="interacted"):
+    """An interaction answered a context; what it said comes as ``wrote``."""
+
+    context: str
+    state: str
+    seconds: float
 
 
 class Charged(Event, frozen=True, kw_only=True, tag="charged"):
@@ -166,10 +179,6 @@ class Suspended(Event, frozen=True, kw_only=True, tag="suspended"):
     reason: str
 
 
-class Resumed(Event, frozen=True, kw_only=True, tag="resumed"):
-    """A suspended trajectory goes on, in the state in which it was set aside."""
-
-
 class Ended(Event, frozen=True, kw_only=True, tag="ended"):
     """The trajectory ended; the one and only stop reason."""
 
@@ -184,11 +193,11 @@ AnyEvent = (
     | Extended
     | Generated
     | Called
+    | Interacted
     | Charged
     | Transitioned
     | Scored
     | Suspended
-    | Resumed
     | Ended
 )
 

@@ -9,10 +9,11 @@ here by content, so a graph can be sent anywhere.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
+from fsm_rollout.frozen import FrozenMap
 from fsm_rollout.handlers import BUILT_IN_STATES
 
 PENDING = "PENDING"
@@ -33,6 +34,10 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
+V = TypeVar("V")
+Named = Annotated[Mapping[Name, V], AfterValidator(FrozenMap)]
+FreeForm = Annotated[Mapping[str, Any], AfterValidator(FrozenMap)]
+"""Plain data that the YAML passes on as it is."""
 
 
 class Model(BaseModel):
@@ -86,7 +91,7 @@ class Context(Model):
     system: str | None = None
     tools: tuple[Name, ...] | None = Field(None, description="None: every tool in `main`, none elsewhere")
     tool_format: str = "auto"
-    template_kwargs: Mapping[str, Any] = Field(default_factory=dict)
+    template_kwargs: FreeForm = Field(default_factory=dict)
     history: Literal["keep", "split"] = "keep"
     injection: Literal["guard", "allow", "raise"] = "guard"
     engine: Name = POLICY
@@ -110,7 +115,7 @@ class Tool(Model):
 
     use: ImportPath | None = None
     agent: AgentGraph | None = None
-    kwargs: Mapping[str, Any] = Field(default_factory=dict)
+    kwargs: FreeForm = Field(default_factory=dict)
     description: str | None = None
     timeout: Seconds | None = None
     retry: Retry = Retry()
@@ -124,7 +129,7 @@ class Interaction(Model):
     """Who answers in INTERACTING: a simulated user or an environment."""
 
     use: ImportPath
-    kwargs: Mapping[str, Any] = Field(default_factory=dict)
+    kwargs: FreeForm = Field(default_factory=dict)
 
 
 class State(Model):
@@ -143,7 +148,7 @@ class State(Model):
     sampling: Sampling = Sampling()
     parallel: Annotated[int, Field(ge=1)] | None = Field(None, description="calls of one turn that run at once")
     interaction: Interaction | None = None
-    options: Mapping[str, Any] = Field(default_factory=dict, description="the custom handler's own keys")
+    options: FreeForm = Field(default_factory=dict, description="the custom handler's own keys")
     final: bool = False
 
 
@@ -167,7 +172,9 @@ class Row(Model):
     @field_validator("source", mode="before")
     @classmethod
     def _listify(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value
+        if isinstance(value, str):
+            return (value,)
+        return tuple(value) if isinstance(value, list) else value
 
 
 class AgentGraph(Model):
@@ -176,12 +183,16 @@ class AgentGraph(Model):
     agent: Name
     description: str = ""
     initial: Name = PENDING
-    contexts: Mapping[Name, Context] = Field(default_factory=dict)
+    contexts: Named[Context] = Field(default_factory=dict)
     limits: Limits = Limits()
-    tools: Mapping[Name, Tool] = Field(default_factory=dict)
+    tools: Named[Tool] = Field(default_factory=dict)
     interaction: Interaction | None = None
-    states: Mapping[Name, State]
+    states: Named[State]
     transitions: tuple[Row, ...]
+
+    def __hash__(self) -> int:
+        """Hash a few names: enough to tell graphs apart, and defined whatever free-form data they hold."""
+        return hash((self.agent, self.initial, self.states, len(self.transitions)))
 
     def context(self, name: str) -> Context:
         """Return the context called ``name``; ``main`` exists without being named."""

@@ -82,4 +82,4 @@ def handler_spec(handler: str) -> HandlerSpec:
     triggers = getattr(found, "triggers", None)
     if not isinstance(triggers, tuple) or not triggers or not all(isinstance(t, str) for t in triggers):
         raise ConfigError(f"handler '{handler}': the class must declare `triggers`, a tuple of names; got {triggers!r}")
-    return HandlerSpec(handler, triggers, spends=getattr(found, "spends", None), keys=("options",))
+    return HandlerSpec(handler, triggers, spends=getattr(found, "spends", None), keys=("sampling", "options"))

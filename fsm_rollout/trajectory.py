@@ -21,9 +21,9 @@ from fsm_rollout.events import (
     Event,
     Extended,
     Generated,
+    Interacted,
     Message,
     Prompted,
-    Resumed,
     Scored,
     Suspended,
     Transitioned,
@@ -75,8 +75,10 @@ class Stream:
         "glued",
         "messages",
         "open",
+        "opening",
         "pending_state",
         "tokens",
+        "turn",
         "turn_at",
     )
 
@@ -85,9 +87,13 @@ class Stream:
         self.engine = event.engine
         self.messages: list[Message] = list(event.messages)
         self.glued = len(self.messages)
+        self.opening = len(self.messages)
+        """How many of the messages the stream was opened with; no assistant message among them is this stream's."""
         self.pending_state: str | None = None
         self.tokens = TokenStream(event.ids, state=event.state, turn=turn, trained=event.trained)
         self.turn_at = len(self.tokens)
+        self.turn: int | None = None
+        """Index of the latest generation in this stream."""
         self.finish_reason: str | None = None
         self.open = True
 
@@ -117,12 +123,16 @@ class Trajectory:
         "called",
         "calls_failed",
         "calls_seen",
+        "context_turns",
+        "date",
         "detail",
         "ended_at",
+        "exit",
         "extra",
         "generate_seconds",
         "group_id",
         "guarded",
+        "interact_seconds",
         "last",
         "limits",
         "messages",
@@ -159,6 +169,8 @@ class Trajectory:
         """The prompt's other fields: the answer and whatever the user put there."""
         self.limits: Mapping[str, float | None] = event.limits
         self.seed = event.seed
+        self.date = event.date
+        """When it started, as ISO 8601: what the chat template's clock shows, for good."""
         self.validate = event.validate
         self.state = event.initial
         self.visits: dict[str, int] = {event.initial: 1}
@@ -169,6 +181,8 @@ class Trajectory:
         self._contexts: dict[str, Stream] = {}
         self.turn = 0
         """Number of generations so far; the index of the next one."""
+        self.context_turns: dict[str, int] = {}
+        """The same, by context."""
         self.last: Generated | None = None
         """The latest generation, of any context."""
         self.called: list[Called] = []
@@ -181,10 +195,13 @@ class Trajectory:
         self.stop_reason: str | None = None
         self.detail: str | None = None
         self.suspended: str | None = None
+        self.exit: Transitioned | None = None
+        """The row that led to a final state."""
         self.transitions = 0
         self.guarded = 0
         self.generate_seconds = 0.0
         self.tool_seconds = 0.0
+        self.interact_seconds = 0.0
         self.started_at = event.at
         self.ended_at: float | None = None
 
@@ -209,6 +226,11 @@ class Trajectory:
         """Whether the trajectory has its stop reason."""
         return self.stop_reason is not None
 
+    @property
+    def wall_seconds(self) -> float | None:
+        """Seconds from its start to its end; ``None`` while it has not ended."""
+        return None if self.ended_at is None else self.ended_at - self.started_at
+
     def stream(self, context: str) -> Stream | None:
         """Return the open stream of ``context``, or ``None`` when the context has not been used yet."""
         return self._contexts.get(context)
@@ -222,6 +244,11 @@ class Trajectory:
     def text(self) -> str:
         """The content of the latest assistant turn (without its tool calls), of any context."""
         return str(self.last.message.get("content") or "") if self.last else ""
+
+    def last_turn(self, context: str) -> int | None:
+        """Return the index of the latest generation in a context's open stream, if there has been one."""
+        stream = self._contexts.get(context)
+        return stream.turn if stream is not None else None
 
     def assistant_texts(self, context: str = "main") -> Iterator[str]:
         """Yield the content of every assistant turn of a context, in order, across its streams."""
@@ -246,7 +273,7 @@ class Trajectory:
 
         Raises:
             StreamError: the event does not fit: it names a context with no open stream, its logprobs or versions are
-                not as many as its ids, or the trajectory has ended.
+                not as many as its ids, or the trajectory has ended (or is prompted again).
         """
         if self.ended and not isinstance(event, Scored):
             raise StreamError(f"trajectory {self.trajectory_id} has ended; it cannot take {type(event).__name__}")
@@ -257,6 +284,9 @@ class Trajectory:
             return self._contexts[context]
         except KeyError:
             raise StreamError(f"context '{context}' of trajectory {self.trajectory_id} has no open stream") from None
+
+    def _prompted_again(self, event: Prompted) -> None:
+        raise StreamError(f"trajectory {self.trajectory_id} has begun; it cannot take a second 'prompted'")
 
     def _context_opened(self, event: ContextOpened) -> None:
         before = self._contexts.get(event.context)
@@ -294,16 +324,18 @@ class Trajectory:
         else:
             stream.turn_at = len(stream.tokens)
             stream.messages.append(event.message)
+        turn = stream.turn if event.resumed and stream.turn is not None else self.turn
         start = 0
         for count, version in event.versions:
             piece = slice(start, start + count)
-            stream.tokens.sample(
-                event.ids[piece], event.logprobs[piece], state=event.state, turn=self.turn, version=version
-            )
+            stream.tokens.sample(event.ids[piece], event.logprobs[piece], state=event.state, turn=turn, version=version)
             start += count
         stream.glued = len(stream.messages)
         stream.finish_reason = event.finish_reason
-        self.turn += 1
+        stream.turn = turn
+        if not event.resumed:
+            self.turn += 1
+            self.context_turns[event.context] = self.context_turns.get(event.context, 0) + 1
         self.last = event
         self.called = []
         self.generate_seconds += event.seconds
@@ -318,6 +350,9 @@ class Trajectory:
         if event.reward is not None:
             self.tool_rewards.append(event.reward)
 
+    def _interacted(self, event: Interacted) -> None:
+        self.interact_seconds += event.seconds
+
     def _charged(self, event: Charged) -> None:
         self.spent[event.limit] = self.spent.get(event.limit, 0) + event.amount
 
@@ -328,6 +363,8 @@ class Trajectory:
             self.routed |= {routing_key(str(event.limit), event.source)}
         self.transitions += 1
         self.state = event.dest
+        if event.stop_reason is not None:
+            self.exit = event
         self.visits[event.dest] = self.visits.get(event.dest, 0) + 1
         for limit, amount in event.spent.items():
             self.spent[limit] = self.spent.get(limit, 0) + amount
@@ -340,9 +377,6 @@ class Trajectory:
 
     def _suspended(self, event: Suspended) -> None:
         self.suspended = event.reason
-
-    def _resumed(self, event: Resumed) -> None:
-        self.suspended = None
 
     def _ended(self, event: Ended) -> None:
         self.stop_reason = event.stop_reason
@@ -367,15 +401,16 @@ def routing_key(limit: str, state: str) -> str:
 
 
 _APPLY: Mapping[type[Event], Callable[[Trajectory, Any], None]] = {
+    Prompted: Trajectory._prompted_again,
     ContextOpened: Trajectory._context_opened,
     Wrote: Trajectory._wrote,
     Extended: Trajectory._extended,
     Generated: Trajectory._generated,
     Called: Trajectory._called,
+    Interacted: Trajectory._interacted,
     Charged: Trajectory._charged,
     Transitioned: Trajectory._transitioned,
     Scored: Trajectory._scored,
     Suspended: Trajectory._suspended,
-    Resumed: Trajectory._resumed,
     Ended: Trajectory._ended,
 }

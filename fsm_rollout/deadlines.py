@@ -1,0 +1,65 @@
+"""Deadlines that can stand still: a visit's timeout does not run while its generation waits for the engine.
+
+Invariant: a deadline expires when it has *run* for its seconds; every ``hold`` is matched by one ``run``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class Deadline:
+    """The timeout of one visit, as an async context manager. ``None`` seconds never expire.
+
+    Counted: while no hold is in force. ``expired`` tells, after the block, whether it was this deadline that ended it.
+    """
+
+    __slots__ = ("_holds", "_left", "_since", "_timeout")
+
+    def __init__(self, seconds: float | None) -> None:
+        self._left = seconds
+        self._holds = 0
+        self._since = 0.0
+        self._timeout: asyncio.Timeout | None = None
+
+    async def __aenter__(self) -> Deadline:
+        """Start counting."""
+        loop = asyncio.get_running_loop()
+        self._since = loop.time()
+        self._timeout = asyncio.timeout_at(None if self._left is None else self._since + self._left)
+        await self._timeout.__aenter__()
+        return self
+
+    async def __aexit__(self, *exception: object) -> bool | None:
+        """Stop counting; raises TimeoutError in place of the cancellation when the deadline expired."""
+        assert self._timeout is not None
+        return await self._timeout.__aexit__(*exception)  # type: ignore[arg-type]
+
+    @property
+    def expired(self) -> bool:
+        """Whether this deadline ended its block."""
+        return self._timeout is not None and self._timeout.expired()
+
+    def hold(self) -> None:
+        """Stand still until :meth:`run`. Holds nest."""
+        self._holds += 1
+        if self._holds == 1 and self._left is not None and self._live():
+            self._left -= asyncio.get_running_loop().time() - self._since
+            self._reschedule(None)
+
+    def run(self) -> None:
+        """Undo one :meth:`hold`; with the last one, count on."""
+        self._holds -= 1
+        if self._holds == 0 and self._left is not None and self._live():
+            self._since = asyncio.get_running_loop().time()
+            self._reschedule(self._since + max(0.0, self._left))
+
+    def _live(self) -> bool:
+        return self._timeout is not None and not self._timeout.expired()
+
+    def _reschedule(self, when: float | None) -> None:
+        assert self._timeout is not None
+        try:
+            self._timeout.reschedule(when)
+        except RuntimeError:  # expiring or over already: nothing left to move
+            return

@@ -1,0 +1,280 @@
+"""Dispatch: every generate request made in one flush of the event loop goes to the engine in one call.
+
+Invariants: a flush is not a barrier (no request waits for another's end); every submitted request's ticket ends exactly
+once, whatever the engine does; every token that the engine streamed for a request is in its ticket, in order. A failed
+engine call is tried again from the tokens already streamed, so nothing sampled is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from fsm_rollout.deadlines import Deadline
+from fsm_rollout.engines.base import Chunk, Engine, Request
+from fsm_rollout.errors import EngineError, PromptTooLong
+from fsm_rollout.tokens import Ids, Logprobs
+
+if TYPE_CHECKING:
+    from fsm_rollout.chat import ChatTemplate
+
+logger = logging.getLogger(__name__)
+
+ABORT_GRACE = 10.0
+"""Seconds that an aborted request's last tokens are waited for."""
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One request on its way: what has been streamed for it so far, and how it ended."""
+
+    request: Request
+    submitted_at: float
+    deadline: Deadline | None = None
+    """The timeout of the visit that waits for it: stands still while queued, and while the engine is paused."""
+    ids: Ids = field(default_factory=lambda: array("i"))
+    logprobs: Logprobs = field(default_factory=lambda: array("f"))
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """Run lengths ``(tokens, weight version)`` over ``ids``."""
+    finish_reason: str | None = None
+    error: EngineError | None = None
+    admitted_at: float | None = None
+    attempt: int = 1
+    request_id: str = ""
+    cached_tokens: int = 0
+    replica: str = ""
+    aborted: bool = False
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    holds: int = 0
+
+    def hold(self) -> None:
+        """Let the deadline stand still for one more reason."""
+        if self.deadline is not None and not self.done.is_set():
+            self.holds += 1
+            self.deadline.hold()
+
+    def release(self) -> None:
+        """Take one reason back."""
+        if self.deadline is not None and self.holds:
+            self.holds -= 1
+            self.deadline.run()
+
+    def take(self, chunk: Chunk, now: float) -> None:
+        """Append one chunk.
+
+        Raises:
+            EngineError: its logprobs are not as many as its ids, or it would exceed what was asked for.
+        """
+        if len(chunk.ids) != len(chunk.logprobs):
+            raise EngineError(
+                f"the engine returned {len(chunk.ids)} tokens with {len(chunk.logprobs)} logprobs for request "
+                f"{chunk.request_id}; there must be one logprob per token"
+            )
+        if len(self.ids) + len(chunk.ids) > self.request.sampling.max_tokens:
+            raise EngineError(
+                f"the engine returned more than the {self.request.sampling.max_tokens} tokens asked for "
+                f"(request {chunk.request_id})"
+            )
+        if self.admitted_at is None:
+            self.admitted_at = now
+            self.release()
+        if len(chunk.ids):
+            self.ids.extend(chunk.ids)
+            self.logprobs.extend(chunk.logprobs)
+            if self.versions and self.versions[-1][1] == chunk.weight_version:
+                self.versions[-1] = (self.versions[-1][0] + len(chunk.ids), chunk.weight_version)
+            else:
+                self.versions.append((len(chunk.ids), chunk.weight_version))
+        self.cached_tokens = max(self.cached_tokens, chunk.cached_tokens)
+        self.replica = chunk.replica or self.replica
+
+    def end(self, finish_reason: str, error: EngineError | None = None) -> None:
+        """Close the ticket; only the first call counts."""
+        if not self.done.is_set():
+            self.finish_reason = finish_reason
+            self.error = error
+            self.done.set()
+            while self.holds:
+                self.release()
+
+
+class Dispatcher:
+    """The only way to one engine. All methods are called on the scheduler's event loop."""
+
+    def __init__(
+        self, engine: Engine, *, attempts: int = 3, backoff: float = 0.1, queue_timeout: float = 600.0
+    ) -> None:
+        self.engine = engine
+        self.attempts = attempts
+        self.backoff = backoff
+        self.queue_timeout = queue_timeout
+        self.dispatches = 0
+        """Engine calls so far."""
+        self.requests = 0
+        """Requests submitted so far; over ``dispatches`` it is the mean batch."""
+        self.paused = False
+        self.chats: dict[object, ChatTemplate] = {}
+        """The chat templates of this engine's model, by settings."""
+        self._waiting: list[Ticket] = []
+        self._tickets: dict[str, Ticket] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def submit(self, request: Request, deadline: Deadline | None = None) -> Ticket:
+        """Queue one request for the next flush and return its ticket; ``deadline`` runs from its first chunk."""
+        ticket = Ticket(request, asyncio.get_running_loop().time(), deadline, request_id=request.request_id)
+        ticket.hold()
+        if self.paused:
+            ticket.hold()
+        self.requests += 1
+        self._enqueue(ticket)
+        return ticket
+
+    async def pause(self) -> None:
+        """Let the engine sample nothing until :meth:`resume`; timeouts of what waits for it stand still."""
+        if not self.paused:
+            self.paused = True
+            for ticket in self._tickets.values():
+                ticket.hold()
+            await self.engine.pause()
+
+    async def resume(self) -> None:
+        """Go on after :meth:`pause`."""
+        if self.paused:
+            await self.engine.resume()
+            self.paused = False
+            for ticket in self._tickets.values():
+                ticket.release()
+
+    def _enqueue(self, ticket: Ticket) -> None:
+        self._tickets[ticket.request_id] = ticket
+        self._waiting.append(ticket)
+        if len(self._waiting) == 1:
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        tickets = [ticket for ticket in self._waiting if not ticket.done.is_set()]
+        self._waiting.clear()
+        if tickets:
+            self.dispatches += 1
+            self._spawn(self._serve(tickets))
+
+    def _spawn(self, coroutine: Coroutine[object, object, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, tickets: Sequence[Ticket]) -> None:
+        """Run one engine call to its end and route its chunks."""
+        loop = asyncio.get_running_loop()
+        open_ids = {ticket.request_id for ticket in tickets}
+        failure: EngineError | None = None
+        try:
+            async with asyncio.timeout(self.queue_timeout) as queue_timeout:
+                async for chunk in self.engine.generate([self._ask(ticket) for ticket in tickets]):
+                    if queue_timeout.when() is not None:  # the engine is alive: requests are on their own timeouts now
+                        queue_timeout.reschedule(None)
+                    ticket = self._tickets.get(chunk.request_id)
+                    if ticket is None or chunk.request_id not in open_ids:
+                        logger.warning("the engine answered an unknown or ended request %r", chunk.request_id)
+                        continue
+                    if self._route(ticket, chunk, loop.time()):
+                        open_ids.discard(chunk.request_id)
+        except TimeoutError:
+            failure = EngineError(f"the engine sent nothing for {self.queue_timeout:g} s; is it alive?")
+            await self._abort_quietly(open_ids)
+        except Exception as error:  # whatever an engine raises is the engine's failure, never the scheduler's
+            name = type(error).__name__
+            failure = error if isinstance(error, EngineError) else EngineError(f"{name}: {error}", kind=name)
+        for ticket in [self._tickets[request_id] for request_id in open_ids if request_id in self._tickets]:
+            self._failed(ticket, failure or EngineError(f"the engine never finished request {ticket.request_id}"))
+
+    def _ask(self, ticket: Ticket) -> Request:
+        if ticket.attempt == 1:
+            return ticket.request
+        return ticket.request.continued(ticket.ids, ticket.request_id)
+
+    def _route(self, ticket: Ticket, chunk: Chunk, now: float) -> bool:
+        """Give a chunk to its ticket; return whether this engine call is over for it."""
+        try:
+            ticket.take(chunk, now)
+        except EngineError as error:
+            self._spawn(self._abort_quietly([ticket.request_id]))
+            self._end(ticket, "abort", error)  # not tried again: an engine that miscounts would do so again
+            return True
+        if chunk.error is not None:
+            if chunk.error.startswith("PromptTooLong"):
+                self._end(ticket, "abort", PromptTooLong(chunk.error))  # it would not fit the next time either
+            else:
+                kind, colon, _ = chunk.error.partition(":")
+                self._failed(ticket, EngineError(chunk.error, kind=kind if colon and kind.isidentifier() else None))
+        elif chunk.finish_reason == "abort" and not ticket.aborted:
+            self._failed(ticket, EngineError(f"the engine aborted request {ticket.request_id} by itself"))
+        elif chunk.finish_reason is not None:
+            self._end(ticket, chunk.finish_reason)
+        return chunk.finish_reason is not None or chunk.error is not None
+
+    def _failed(self, ticket: Ticket, error: EngineError) -> None:
+        """Try a ticket again from where its tokens stand, or give it up."""
+        if ticket.done.is_set():
+            return
+        self._tickets.pop(ticket.request_id, None)
+        if ticket.aborted:
+            ticket.end("abort")
+        elif len(ticket.ids) >= ticket.request.sampling.max_tokens:
+            ticket.end("length")  # all that was asked for had come; only the last word was lost
+        elif ticket.attempt >= self.attempts:
+            ticket.end("abort", error)
+        else:
+            logger.warning("request %s failed (%s); trying again", ticket.request_id, error)
+            delay = self.backoff * 2 ** (ticket.attempt - 1)
+            ticket.attempt += 1
+            ticket.request_id = f"{ticket.request.request_id}#{ticket.attempt}"
+            asyncio.get_running_loop().call_later(delay, self._retry, ticket)
+
+    def _retry(self, ticket: Ticket) -> None:
+        if not ticket.done.is_set():
+            self._enqueue(ticket)
+
+    def _end(self, ticket: Ticket, finish_reason: str, error: EngineError | None = None) -> None:
+        self._tickets.pop(ticket.request_id, None)
+        ticket.end(finish_reason, error)
+
+    async def abort(self, ticket: Ticket) -> None:
+        """End a request soon and wait (a bounded time) for its last tokens; the ticket is done afterwards."""
+        if ticket.done.is_set():
+            return
+        ticket.aborted = True
+        if (
+            ticket in self._waiting or ticket.request_id not in self._tickets
+        ):  # not with the engine yet, or between tries
+            self._waiting = [other for other in self._waiting if other is not ticket]
+            self._end(ticket, "abort")
+            return
+        try:
+            await self._abort_quietly([ticket.request_id])
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ABORT_GRACE):
+                    await ticket.done.wait()
+        finally:
+            self._end(ticket, "abort")
+
+    async def _abort_quietly(self, request_ids: Sequence[str] | set[str]) -> None:
+        try:
+            await self.engine.abort(list(request_ids))
+        except Exception:  # an engine that cannot even abort has failed; its tickets end all the same
+            logger.warning("the engine failed to abort %s", request_ids, exc_info=True)
+
+    async def settle(self) -> None:
+        """End every ticket and every task; the engine itself stays open (whoever made it closes it)."""
+        if self._tickets:
+            await self._abort_quietly(list(self._tickets))
+        for ticket in list(self._tickets.values()):
+            self._end(ticket, "abort")
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

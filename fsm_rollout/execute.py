@@ -1,0 +1,129 @@
+"""Carrying out a run YAML: from the file to the run's folder.
+
+Invariant: every mistake in the input is found before the first file is written. A run's folder holds ``journal.sqlite``
+from the first event on; ``batch/`` and ``summary.json`` are put in place whole, at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsm_rollout.engines.build import build_engine
+from fsm_rollout.errors import ConfigError, Problem
+from fsm_rollout.graph import POLICY, AgentGraph
+from fsm_rollout.journal import Journal
+from fsm_rollout.live import Group
+from fsm_rollout.loader import dump, load_agent
+from fsm_rollout.prompts import Prompt, read_prompts
+from fsm_rollout.rollout import Rollout
+from fsm_rollout.run_config import RunConfig
+from fsm_rollout.scheduler import Listener
+from fsm_rollout.summary import summarize
+
+if TYPE_CHECKING:
+    from fsm_rollout.engines.base import Engine
+
+Progress = Callable[[int], AbstractContextManager[Listener]]
+"""Makes the listener that shows a run of so many trajectories."""
+
+OWN_FILES = ("journal.sqlite", "journal.sqlite-wal", "journal.sqlite-shm", "batch", "summary.json", "report.html")
+"""What a run writes into its folder, hence what the next run of that name replaces."""
+
+
+def execute(config: RunConfig, progress: Progress) -> dict[str, Any]:
+    """Run a config to its end, write its folder, and return the summary.
+
+    Raises:
+        ConfigError: something in the run, its agents, prompts or engines is wrong; nothing has been written.
+        EngineError: an engine cannot start; nothing has been written.
+    """
+    agents = load_agents(config)
+    prompts = read_prompts(config.prompts, limit=config.limit)
+    with ExitStack() as stack:
+        engines = {name: _engine(name, spec, config) for name, spec in {POLICY: config.engine, **config.engines}.items()}
+        listener = stack.enter_context(progress(len(prompts) * config.n))
+        return asyncio.run(_run(config, agents, prompts, engines, listener))
+
+
+def load_agents(config: RunConfig) -> dict[str, AgentGraph]:
+    """Load the run's agents by name, with the overrides that the command line gives for them."""
+    if isinstance(config.agent, Mapping):
+        return {name: load_agent(path, config.agent_overrides) for name, path in config.agent.items()}
+    graph = load_agent(config.agent, config.agent_overrides)
+    return {graph.agent: graph}
+
+
+def _engine(name: str, spec: Mapping[str, Any], config: RunConfig) -> Engine:
+    try:
+        return build_engine(spec, config.base)
+    except ConfigError as error:
+        raise ConfigError([Problem(f"engine '{name}': {p.message}", p.file, p.line) for p in error.problems]) from error
+
+
+async def _run(
+    config: RunConfig,
+    agents: Mapping[str, AgentGraph],
+    prompts: list[Prompt],
+    engines: Mapping[str, Engine],
+    listener: Listener,
+) -> dict[str, Any]:
+    try:
+        rollout = Rollout(
+            agents,
+            engines[POLICY],
+            engines={name: engine for name, engine in engines.items() if name != POLICY},
+            seed=config.seed,
+            sampling=config.sampling,
+            validate=config.validate_run,
+            validation_sampling=config.validation_sampling,
+            reward=config.reward,
+            concurrency=config.concurrency,
+            engine_attempts=config.failures.engine.attempts,
+            queue_timeout=config.queue_timeout,
+            on_tool_failure=config.failures.tool,
+            on_event=[listener],
+        )
+        rollout.scheduler.check(prompts)
+        folder = fresh_folder(config.out)
+        metadata = {"agents": {name: dump(graph) for name, graph in agents.items()}, "run": config.to_json()}
+        with Journal(folder / "journal.sqlite", metadata=metadata) as journal:
+            rollout.scheduler.journal = journal
+            started = time.monotonic()
+            groups = [group async for group in rollout.stream(prompts, config.n)]
+            seconds = time.monotonic() - started
+        return _write(folder, rollout, groups, seconds)
+    finally:
+        for engine in engines.values():
+            await engine.aclose()
+
+
+def fresh_folder(path: Path) -> Path:
+    """Make the run's folder, without what an earlier run of the same name has written there."""
+    path.mkdir(parents=True, exist_ok=True)
+    for name in OWN_FILES:
+        old = path / name
+        if old.is_dir():
+            shutil.rmtree(old)
+        else:
+            old.unlink(missing_ok=True)
+    return path
+
+
+def _write(folder: Path, rollout: Rollout, groups: list[Group], seconds: float) -> dict[str, Any]:
+    trajectories = [trajectory for group in groups for trajectory in group.all]
+    summary = summarize(trajectories, wall_seconds=seconds, engine=rollout.engine_stats())
+    errors = [error for group in groups for error in group.reward_errors]
+    if errors:
+        summary["reward_errors"] = errors
+    rollout.batch(groups).save(folder / "batch")
+    partial = folder / "summary.json.partial"
+    partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    partial.replace(folder / "summary.json")
+    return summary

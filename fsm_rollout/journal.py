@@ -1,0 +1,313 @@
+"""The journal: every event of a run in one SQLite file, written behind the run's back.
+
+Invariant: at any moment, also after a crash, the file holds of each trajectory a prefix of its events; so each can be
+folded, and a run that is still being written can be read. The order of all events is kept too. One thread owns the
+connection, so no event loop ever waits for a disk; a crash of the process loses what was appended within the last
+``interval`` and was not yet flushed.
+
+Tables: ``run(key, value)``; ``trajectories(trajectory_id, group_id, sample, agent, parent_id)``;
+``events(id, trajectory_id, seq, at, kind, payload)``, where ``id`` is the place in the run, ``seq`` the place in the
+trajectory, and ``payload`` what :func:`fsm_rollout.events.encode` gives. SQLite's ``application_id`` marks the file as
+a journal and its ``user_version`` is the format.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from types import TracebackType
+
+import msgspec
+
+from fsm_rollout import __version__
+from fsm_rollout.errors import JournalError, StreamError
+from fsm_rollout.events import AnyEvent, Prompted, decode, encode
+from fsm_rollout.trajectory import Trajectory
+
+APPLICATION_ID = 0x46534D52  # "FSMR"
+FORMAT = 1
+
+_SCHEMA = f"""
+PRAGMA application_id = {APPLICATION_ID};
+PRAGMA user_version = {FORMAT};
+CREATE TABLE run (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE trajectories (
+    trajectory_id TEXT PRIMARY KEY, group_id TEXT NOT NULL, sample INTEGER NOT NULL, agent TEXT NOT NULL, parent_id TEXT
+);
+CREATE TABLE events (
+    id INTEGER PRIMARY KEY, trajectory_id TEXT NOT NULL, seq INTEGER NOT NULL, at REAL NOT NULL, kind TEXT NOT NULL,
+    payload BLOB NOT NULL, UNIQUE (trajectory_id, seq)
+);
+"""
+_INSERT_EVENT = "INSERT INTO events (trajectory_id, seq, at, kind, payload) VALUES (?, ?, ?, ?, ?)"
+_INSERT_TRAJECTORY = "INSERT INTO trajectories VALUES (?, ?, ?, ?, ?)"
+
+_EventRow = tuple[str, int, float, str, bytes]
+_TrajectoryRow = tuple[str, str, int, str, str | None]
+
+
+class _Flush:
+    """Asks the writer to commit all that was appended before it."""
+
+    def __init__(self, last: bool = False) -> None:
+        self.done = threading.Event()
+        self.last = last
+
+
+class Journal:
+    """Writes the events of one run to a new file.
+
+    Args:
+        path: the file, ``journal.sqlite`` in a run's folder.
+        run: facts about the run to keep with it as text, by name: the agents' YAML, the run's configuration. The
+            package's version is added as ``code_version``.
+        replace: an earlier journal at ``path`` gives way; anything else that stands there is left alone.
+        interval: seconds over which events are gathered into one transaction.
+
+    Raises:
+        JournalError: there is something at ``path`` already, or the file cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        run: Mapping[str, str] | None = None,
+        *,
+        replace: bool = False,
+        interval: float = 0.1,
+    ) -> None:
+        self.path = Path(path)
+        self._interval = interval
+        self._next: dict[str, int] = {}
+        self._queue: SimpleQueue[_EventRow | _TrajectoryRow | _Flush] = SimpleQueue()
+        self._hurry = threading.Event()
+        self._failure: Exception | None = None
+        self._closed = False
+        if self.path.exists():
+            _make_way(self.path, replace)
+        self._connection = _create(self.path, {**(run or {}), "code_version": __version__})
+        self._thread = threading.Thread(target=self._write, name=f"journal {self.path.name}", daemon=True)
+        self._thread.start()
+
+    def append(self, trajectory_id: str, event: AnyEvent) -> None:
+        """Take in the next event of a trajectory; microseconds, from any one thread. It is on disk after a flush.
+
+        Raises:
+            JournalError: the journal is closed or cannot be written to any more, or a trajectory's first event is not
+                ``prompted``.
+            TypeError: the event holds something that is not plain data.
+        """
+        if self._closed or self._failure is not None:
+            raise self._broken()
+        payload = encode(event)
+        seq = self._next.get(trajectory_id, 0)
+        if isinstance(event, Prompted) != (seq == 0):
+            raise JournalError(
+                f"event {seq} of trajectory {trajectory_id} is {_kind(event)}; 'prompted' comes first and only there"
+            )
+        if isinstance(event, Prompted):
+            self._queue.put((trajectory_id, event.group_id, event.sample, event.agent, event.parent_id))
+        self._next[trajectory_id] = seq + 1
+        self._queue.put((trajectory_id, seq, event.at, _kind(event), payload))
+
+    def flush(self) -> None:
+        """Return once everything appended so far is committed. Blocks: in async code, call it in a thread.
+
+        Raises:
+            JournalError: the journal is closed or something could not be written.
+        """
+        if self._closed:
+            raise self._broken()
+        self._finish(_Flush())
+
+    def close(self) -> None:
+        """Flush, and leave one self-contained file. Safe to call twice.
+
+        Raises:
+            JournalError: something could not be written.
+        """
+        if not self._closed:
+            self._closed = True
+            self._finish(_Flush(last=True))
+            self._thread.join()
+
+    def _finish(self, flush: _Flush) -> None:
+        self._queue.put(flush)
+        self._hurry.set()
+        flush.done.wait()
+        if self._failure is not None:
+            raise self._broken()
+
+    def _broken(self) -> JournalError:
+        why = f"cannot be written: {self._failure}" if self._failure is not None else "is closed"
+        error = JournalError(f"journal {self.path} {why}")
+        error.__cause__ = self._failure
+        return error
+
+    def __enter__(self) -> Journal:
+        """Use as a context manager to close it."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Close."""
+        self.close()
+
+    # -- the writer's thread ------------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        last = False
+        while not last:
+            batch = [self._queue.get()]
+            self._hurry.wait(self._interval)
+            self._hurry.clear()
+            while True:
+                try:
+                    batch.append(self._queue.get_nowait())
+                except Empty:
+                    break
+            flushes = [item for item in batch if isinstance(item, _Flush)]
+            last = any(flush.last for flush in flushes)
+            if self._failure is None:
+                try:
+                    self._commit([item for item in batch if not isinstance(item, _Flush)])
+                    if last:
+                        _fold_log_in(self._connection)
+                except (sqlite3.Error, OSError) as error:
+                    self._failure = error
+            if last:
+                self._connection.close()
+            for flush in flushes:
+                flush.done.set()
+
+    def _commit(self, batch: list[_EventRow | _TrajectoryRow]) -> None:
+        with self._connection:  # one transaction, in the order of appending
+            self._connection.execute("BEGIN")
+            self._connection.executemany(_INSERT_TRAJECTORY, (r for r in batch if not isinstance(r[4], bytes)))
+            self._connection.executemany(_INSERT_EVENT, (r for r in batch if isinstance(r[4], bytes)))
+
+
+def _kind(event: AnyEvent) -> str:
+    return str(event.__struct_config__.tag)
+
+
+def _create(path: Path, run: Mapping[str, str]) -> sqlite3.Connection:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        try:
+            # WAL: readers and the writer do not wait for each other, and a torn write is never seen.
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = NORMAL")
+            connection.executescript(f"BEGIN; {_SCHEMA}")
+            connection.executemany("INSERT INTO run VALUES (?, ?)", run.items())
+            connection.execute("COMMIT")
+        except BaseException:
+            connection.close()
+            raise
+    except (sqlite3.Error, OSError) as error:
+        raise JournalError(f"journal {path} cannot be written: {error}") from error
+    return connection
+
+
+def _make_way(path: Path, replace: bool) -> None:
+    if not replace:
+        raise JournalError(f"{path} exists; a journal holds one run: choose another folder, or replace it")
+    with _reading(path):  # raises when it is not a journal
+        pass
+    for suffix in ("-wal", "-shm", ""):
+        Path(f"{path}{suffix}").unlink(missing_ok=True)
+
+
+def _fold_log_in(connection: sqlite3.Connection) -> None:
+    """Leave one file that can be read from read-only media too; a reader that is busy with it keeps the log."""
+    connection.execute("PRAGMA busy_timeout = 0")
+    try:
+        connection.execute("PRAGMA journal_mode = DELETE")
+    except sqlite3.OperationalError as error:
+        if "locked" not in str(error):
+            raise
+
+
+# -- reading ----------------------------------------------------------------------------------------------------
+
+
+def run_facts(path: str | os.PathLike[str]) -> dict[str, str]:
+    """Return what the journal was given about its run, and ``code_version``.
+
+    Raises:
+        JournalError: no journal at ``path``, or one that this version cannot read.
+    """
+    with _reading(path) as connection:
+        return dict(connection.execute("SELECT key, value FROM run"))
+
+
+def events(path: str | os.PathLike[str], trajectory_id: str) -> list[AnyEvent]:
+    """Return the events of one trajectory, in order.
+
+    Raises:
+        JournalError: as for :func:`run_facts`; or no such trajectory, or an event that cannot be read.
+    """
+    with _reading(path) as connection:
+        found = _events(connection, path, trajectory_id)
+    if not found:
+        raise JournalError(f"{os.fspath(path)} has no trajectory '{trajectory_id}'")
+    return found
+
+
+def read(path: str | os.PathLike[str]) -> Iterator[Trajectory]:
+    """Yield every trajectory, in the order in which they began, as it stood when reading began.
+
+    The file may still be written to: what is read is one moment of the run.
+
+    Raises:
+        JournalError: as for :func:`run_facts`; or an event that cannot be read or does not fit those before it.
+    """
+    with _reading(path) as connection:
+        connection.execute("BEGIN")  # one snapshot for all that follows
+        for (trajectory_id,) in connection.execute("SELECT trajectory_id FROM trajectories ORDER BY rowid"):
+            try:
+                yield Trajectory.fold(_events(connection, path, trajectory_id))
+            except StreamError as error:
+                raise JournalError(
+                    f"{os.fspath(path)}: trajectory {trajectory_id} cannot be rebuilt: {error}"
+                ) from error
+
+
+def _events(connection: sqlite3.Connection, path: str | os.PathLike[str], trajectory_id: str) -> list[AnyEvent]:
+    found: list[AnyEvent] = []
+    query = "SELECT seq, payload FROM events WHERE trajectory_id = ? ORDER BY seq"
+    for seq, payload in connection.execute(query, (trajectory_id,)):
+        try:
+            found.append(decode(payload))
+        except (msgspec.DecodeError, ValueError, TypeError) as error:
+            where = f"{os.fspath(path)}: event {seq} of trajectory {trajectory_id}"
+            raise JournalError(f"{where} cannot be read: {error}") from error
+    return found
+
+
+@contextmanager
+def _reading(path: str | os.PathLike[str]) -> Iterator[sqlite3.Connection]:
+    path = Path(path)
+    if not path.is_file():
+        raise JournalError(f"there is no journal at {path}")
+    try:
+        with closing(
+            sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+        ) as connection:
+            (application,) = connection.execute("PRAGMA application_id").fetchone()
+            (form,) = connection.execute("PRAGMA user_version").fetchone()
+            if application != APPLICATION_ID:
+                raise JournalError(f"{path} is not a journal: it is empty, or an SQLite file of something else")
+            if form > FORMAT:
+                raise JournalError(
+                    f"{path} has journal format {form} and this version reads up to {FORMAT}; "
+                    "use the version of fsm-rollout that wrote it, or a later one"
+                )
+            yield connection
+    except sqlite3.DatabaseError as error:
+        raise JournalError(f"{path} is not a journal that can be read: {error}") from error

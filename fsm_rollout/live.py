@@ -1,0 +1,113 @@
+"""Trajectories under way: what one holds open, and the group it comes back in.
+
+Invariant: what a trajectory holds open (tools, interactions) is released exactly once, however it ends.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from fsm_rollout.events import AnyEvent
+from fsm_rollout.graph import AgentGraph
+from fsm_rollout.interactions import BoundInteraction, build_interaction
+from fsm_rollout.program import Program
+from fsm_rollout.prompts import Prompt
+from fsm_rollout.tools import AgentAnswer
+from fsm_rollout.trajectory import Outcome, Trajectory
+
+if TYPE_CHECKING:
+    from fsm_rollout.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """The trajectories of one prompt. ``trajectories`` has one per sample; ``children`` are those of sub-agents."""
+
+    group_id: str
+    index: int
+    """Its place among the prompts of the run."""
+    prompt: Prompt
+    trajectories: list[Trajectory] = field(default_factory=list)
+    children: list[Trajectory] = field(default_factory=list)
+    reward_errors: list[str] = field(default_factory=list)
+    """What went wrong in scoring; those trajectories have no score."""
+
+    @property
+    def all(self) -> list[Trajectory]:
+        """Samples and sub-agents' trajectories."""
+        return [*self.trajectories, *self.children]
+
+
+class LiveTrajectory:
+    """One trajectory under way, with what it holds open: its tools, its interactions, its task."""
+
+    __slots__ = ("_interactions", "_spawned", "group", "program", "prompt", "scheduler", "stop", "tools", "trajectory")
+
+    def __init__(
+        self, scheduler: Scheduler, program: Program, prompt: Prompt, group: Group, trajectory: Trajectory
+    ) -> None:
+        self.scheduler = scheduler
+        self.program = program
+        self.prompt = prompt
+        self.group = group
+        self.trajectory = trajectory
+        self.stop: Outcome | str | None = None
+        """Why it is being stopped from outside: an outcome to end with, or the reason of a suspension."""
+        self.tools = program.toolbox.open(
+            trajectory_id=trajectory.trajectory_id,
+            group_id=trajectory.group_id,
+            seed=trajectory.seed,
+            tools_kwargs=prompt.extra.get("tools_kwargs") or {},
+            extra=trajectory.extra,
+            run_agent=self._run_agent,
+        )
+        self._interactions: dict[str, BoundInteraction] = {}
+        self._spawned = 0
+
+    def emit(self, event: AnyEvent) -> None:
+        """Apply an event; then journal it and tell the listeners."""
+        self.trajectory.apply(event)
+        self.scheduler.tell(self.trajectory, event)
+
+    def interaction(self, state: str) -> BoundInteraction:
+        """Return the interaction of a state, built at its first use and kept for the trajectory."""
+        spec = self.program.graph.states[state].interaction
+        key = state if spec is not None else ""
+        if key not in self._interactions:
+            spec = spec or self.program.graph.interaction
+            assert spec is not None  # verified
+            self._interactions[key] = build_interaction(spec, self.prompt.extra.get("interaction_kwargs") or {})
+        return self._interactions[key]
+
+    async def _run_agent(self, tool: str, graph: AgentGraph, task: str) -> AgentAnswer:
+        """LiveTrajectory a sub-agent to its end, as a child trajectory of the same group, in the calling task."""
+        self._spawned += 1
+        parent = self.trajectory
+        child_id = f"{parent.trajectory_id}/{tool}.{self._spawned}"
+        prompt = Prompt(prompt_id=self.prompt.prompt_id, messages=({"role": "user", "content": task},))
+        live = self.scheduler.begin(
+            self.scheduler.program(graph), prompt, self.group, child_id, parent.sample, parent_id=parent.trajectory_id
+        )
+        self.group.children.append(live.trajectory)
+        await self.scheduler.drive(live)
+        child = live.trajectory
+        failure = None if child.stop_reason in ("answered", "interaction_done") else child.stop_reason
+        texts = list(child.assistant_texts())
+        return AgentAnswer(text=texts[-1] if texts else "", failure=failure, child_id=child_id)
+
+    async def close(self) -> None:
+        """Release the tools and close the interactions, each once; what fails is reported, never fatal."""
+        trajectory_id = self.trajectory.trajectory_id
+        for failure in await self.tools.release():
+            logger.warning("trajectory %s: %s", trajectory_id, failure)
+        for interaction in self._interactions.values():
+            try:
+                await interaction.close()
+            except Exception:
+                logger.warning(
+                    "trajectory %s: closing an interaction failed", self.trajectory.trajectory_id, exc_info=True
+                )

@@ -1,0 +1,89 @@
+"""Live progress of a run in a terminal: where the trajectories are, how fast tokens come, and what the tail waits for.
+
+Invariant: it only listens to events; a run without a terminal prints a plain line now and then instead.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from fsm_rollout.events import AnyEvent, Ended, Generated, Prompted, Suspended, Transitioned
+from fsm_rollout.trajectory import Trajectory
+
+PLAIN_EVERY = 10.0
+"""Seconds between two lines where there is no terminal."""
+
+
+class RunProgress:
+    """A listener that shows a run; use it as a context manager around the run."""
+
+    def __init__(self, total: int, console: Console) -> None:
+        self._total = total
+        self._console = console
+        self._states: Counter[str] = Counter()
+        self._open: dict[str, Trajectory] = {}
+        self._done = 0
+        self._tokens = 0
+        self._started = self._plain_at = time.monotonic()
+        self._bar = Progress(
+            TextColumn("trajectories"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+        )
+        self._task = self._bar.add_task("", total=total)
+        self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> RunProgress:
+        """Start showing."""
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Take the display away; what remains is the caller's to print."""
+        self._live.stop()
+
+    def __call__(self, trajectory: Trajectory, event: AnyEvent) -> None:
+        """Take one event in."""
+        match event:
+            case Prompted():
+                self._open[trajectory.trajectory_id] = trajectory
+                self._states[event.initial] += 1
+            case Transitioned():
+                self._states[event.source] -= 1
+                self._states[event.dest] += 1
+            case Generated():
+                self._tokens += len(event.ids)
+            case Ended() | Suspended():
+                self._open.pop(trajectory.trajectory_id, None)
+                if trajectory.parent_id is None:
+                    self._done += 1
+                    self._bar.update(self._task, completed=self._done)
+            case _:
+                pass
+        if not self._console.is_terminal and time.monotonic() - self._plain_at >= PLAIN_EVERY:
+            self._plain_at = time.monotonic()
+            self._console.print(f"{self._done}/{self._total} trajectories, {self._speed()}")
+
+    def _speed(self) -> str:
+        seconds = max(time.monotonic() - self._started, 1e-9)
+        return f"{self._tokens:,} tokens sampled, {self._tokens / seconds:,.0f} tokens/s"
+
+    def _render(self) -> RenderableType:
+        states = Table.grid(padding=(0, 2))
+        for state, count in self._states.items():
+            if count:
+                states.add_row(Text(state), Text(f"{count:,}", justify="right"))
+        lines: list[RenderableType] = [self._bar, states, Text(self._speed(), style="dim")]
+        left = self._total - self._done
+        if self._open and left <= max(4, self._total // 20):
+            oldest = list(self._open.values())[:4]
+            tail = ", ".join(f"{t.trajectory_id} {t.state} (turn {t.turn})" for t in oldest)
+            lines.append(Text(f"tail: {tail}", style="dim"))
+        return Group(*lines)

@@ -1,0 +1,141 @@
+"""What a trajectory is worth.
+
+Invariant: a reward that fails, or has nothing to say, costs nobody else theirs: every trajectory gets its own finite
+number, its own ``None`` (no score, which is not 0), or its own exception.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from typing import Any, cast, get_origin, get_type_hints
+
+from fsm_rollout.answers import gives_answer
+from fsm_rollout.errors import ConfigError
+from fsm_rollout.graph import MAIN
+from fsm_rollout.handlers import load_object
+from fsm_rollout.tools.call import invoke
+from fsm_rollout.trajectory import Trajectory
+
+Score = float | None | Exception
+
+
+class Reward:
+    """A reward function, of one trajectory or of a whole group, sync (then it runs in a thread) or async.
+
+    It is a group's when its first parameter is called ``group`` or annotated as a sequence; it then gets the group's
+    trajectories and returns as many scores, in their order. A score is a number, a bool, or ``None``.
+
+    It may be given as ``module:function``.
+
+    Raises:
+        ConfigError: it cannot be imported, is not callable, or does not take exactly one argument.
+    """
+
+    def __init__(self, function: Callable[..., Any] | str) -> None:
+        if isinstance(function, str):
+            function = cast(Callable[..., Any], load_object(function))
+        self.name: str = getattr(function, "__name__", type(function).__name__)
+        self._function = function
+        if not callable(function):
+            raise ConfigError(f"reward {function!r} is no function; it is called with a trajectory or a group")
+        try:
+            signature = inspect.signature(function)
+            signature.bind(None)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"reward '{self.name}' must take one argument, a trajectory or a group: {error}"
+            ) from error
+        first = next(iter(signature.parameters.values()))
+        self.of_group = first.name == "group" or _is_sequence(function, first)
+
+    async def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+        """Return one score per trajectory of a group, in order."""
+        if not self.of_group:
+            values = await asyncio.gather(*map(self._call, trajectories))
+            return [self._read(t, value) for t, value in zip(trajectories, values, strict=True)]
+        found = await self._call(list(trajectories))
+        if isinstance(found, Exception):
+            return [found] * len(trajectories)
+        if not isinstance(found, Iterable) or isinstance(found, str | Mapping | Set):
+            got: object = type(found).__name__
+        else:
+            scores = list(found)
+            got = len(scores)
+        if got != len(trajectories):
+            error = ValueError(f"group reward '{self.name}' must return {len(trajectories)} scores in order, got {got}")
+            return [error] * len(trajectories)
+        return [self._read(t, score) for t, score in zip(trajectories, scores, strict=True)]
+
+    async def _call(self, argument: Any) -> Any:
+        try:
+            return await invoke(functools.partial(self._function, argument), {})
+        except Exception as error:
+            return error
+
+    def _read(self, trajectory: Trajectory, value: Any) -> Score:
+        if value is None or isinstance(value, Exception):
+            return value
+        try:
+            if isinstance(value, str):
+                raise TypeError("a string")
+            number = float(value)
+        except (TypeError, ValueError) as error:
+            return TypeError(f"{self._about(trajectory)}, got {value!r} ({error})")
+        return number if math.isfinite(number) else ValueError(f"{self._about(trajectory)}, got {number}")
+
+    def _about(self, trajectory: Trajectory) -> str:
+        return f"reward '{self.name}' of trajectory {trajectory.trajectory_id} must be a finite number or None"
+
+
+def exact_answer(trajectory: Trajectory) -> float:
+    """Return 1.0 when every answer that the prompt expects is given by the turn that should give it, else 0.0.
+
+    Expected are the prompt's ``answer`` and then its ``interaction_kwargs.answers``; they are given, one each, by the
+    turns of the context ``main`` that call no tool, in order (how: :mod:`fsm_rollout.answers`).
+
+    Raises:
+        ValueError: the prompt has no ``answer``.
+    """
+    return float(all(_given(trajectory)))
+
+
+def fraction_answered(trajectory: Trajectory) -> float:
+    """Return how large a part of the expected answers was given, each by its own turn; see :func:`exact_answer`."""
+    given = _given(trajectory)
+    return sum(given) / len(given)
+
+
+def _given(trajectory: Trajectory) -> list[bool]:
+    """Say of each expected answer whether its turn gives it."""
+    if "answer" not in trajectory.extra:
+        raise ValueError("the prompt has no `answer` to compare with; add one, or use another reward")
+    script: Any = trajectory.extra.get("interaction_kwargs") or {}
+    expected = [trajectory.extra["answer"], *(script.get("answers") or ())]
+    texts = list(_answering_texts(trajectory))
+    return [index < len(texts) and gives_answer(texts[index], answer) for index, answer in enumerate(expected)]
+
+
+def _answering_texts(trajectory: Trajectory) -> Iterator[str]:
+    """Yield the texts of the turns of `main` that try to call nothing (a broken call is answered by a tool too)."""
+    for stream in trajectory.streams:
+        if stream.context == MAIN:
+            sampled = stream.messages[stream.opening :]
+            for message, following in zip(sampled, [*sampled[1:], None], strict=True):
+                called = message.get("tool_calls") or (following is not None and following["role"] == "tool")
+                if message["role"] == "assistant" and not called:
+                    yield str(message.get("content") or "")
+
+
+def _is_sequence(function: Callable[..., Any], first: inspect.Parameter) -> bool:
+    """Whether a function's first parameter is annotated as many of something."""
+    target = function if inspect.isroutine(function) else type(function).__call__
+    try:
+        hint = get_type_hints(target).get(first.name)
+    except Exception:  # an annotation that cannot be resolved says nothing
+        return False
+    origin = get_origin(hint) or hint
+    return isinstance(origin, type) and issubclass(origin, Iterable)

@@ -1,0 +1,201 @@
+"""Rollouts from Python: an agent, an engine, prompts in, a batch out.
+
+Invariant: a rollout owns what it builds (engines named by a spec, its event loop) and leaves alone what it is given.
+
+    import fsm_rollout as fr
+
+    agent = fr.load_agent("configs/agents/tool_user.yaml")
+    with fr.Rollout(agent, engine={"kind": "transformers", "model": "embedded"}) as rollout:
+        batch = rollout.run(fr.read_prompts("configs/data/arithmetic.jsonl", limit=8), n=4)
+    print(batch.tensordict)
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from fsm_rollout.dispatch import Dispatcher
+from fsm_rollout.engines.base import Engine
+from fsm_rollout.engines.build import build_engine
+from fsm_rollout.errors import ConfigError, Problem
+from fsm_rollout.graph import POLICY, AgentGraph, Sampling
+from fsm_rollout.journal import Journal
+from fsm_rollout.prompts import Prompt, as_prompts
+from fsm_rollout.rewards import Reward
+from fsm_rollout.scheduler import Group, Listener, OnToolFailure, Scheduler
+from fsm_rollout.trajectory import Trajectory
+from fsm_rollout.verify import verify
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from fsm_rollout.batch import TrajectoryBatch
+
+EngineLike = Engine | Mapping[str, Any]
+
+
+class Rollout:
+    """Runs prompts through one or more agents.
+
+    Args:
+        agent: an agent, or several by name (a prompt chooses by its ``agent`` field).
+        engine: the policy: an engine, or its spec as in a run YAML (``{"kind": "transformers", "model": …}``).
+        engines: further, untrained engines by name.
+        seed: everything random follows from it.
+        sampling: laid over the agents' own in the policy's contexts.
+        validate: use ``validation_sampling`` and mark the trajectories.
+        validation_sampling: see ``validate``.
+        reward: ``module:function``, or a function of a trajectory or of a whole group, sync or async.
+        concurrency: trajectories under way at once.
+        engine_attempts: how often a failing generation is tried.
+        queue_timeout: seconds that a silent engine is waited for.
+        on_tool_failure: ``tell_model``, or ``end`` to fail the trajectory.
+        on_event: called with each trajectory and event as it happens; must not block.
+        journal: where to keep all events.
+
+    Raises:
+        ConfigError: an agent is not sound, or does not fit its engines; all problems at once.
+        EngineError: an engine cannot start.
+    """
+
+    def __init__(
+        self,
+        agent: AgentGraph | Mapping[str, AgentGraph],
+        engine: EngineLike,
+        *,
+        engines: Mapping[str, EngineLike] | None = None,
+        seed: int = 0,
+        sampling: Sampling | Mapping[str, Any] | None = None,
+        validate: bool = False,
+        validation_sampling: Sampling | Mapping[str, Any] | None = None,
+        reward: str | Callable[..., Any] | None = None,
+        concurrency: int = 1024,
+        engine_attempts: int = 3,
+        queue_timeout: float = 600.0,
+        on_tool_failure: OnToolFailure = "tell_model",
+        on_event: Sequence[Listener] = (),
+        journal: Journal | None = None,
+    ) -> None:
+        self.agents = {agent.agent: agent} if isinstance(agent, AgentGraph) else dict(agent)
+        problems = [problem for graph in self.agents.values() for problem in verify(graph)]
+        if problems:
+            raise ConfigError(problems)
+        self.validate = validate
+        self.journal = journal
+        said = _sampling(validation_sampling).over(_sampling(sampling)) if validate else _sampling(sampling)
+        self._portal: BlockingPortal | None = None
+        self._portal_context: AbstractContextManager[BlockingPortal] | None = None
+        self._owned: list[Engine] = []
+        try:
+            self.engines = {
+                name: self._engine(name, spec) for name, spec in {POLICY: engine, **(engines or {})}.items()
+            }
+            self.dispatchers = {
+                name: Dispatcher(one, attempts=engine_attempts, queue_timeout=queue_timeout)
+                for name, one in self.engines.items()
+            }
+            self.scheduler = Scheduler(
+                self.agents,
+                self.dispatchers,
+                seed=seed,
+                concurrency=concurrency,
+                sampling=said,
+                validate=validate,
+                reward=Reward(reward) if reward is not None else None,
+                journal=journal,
+                listeners=on_event,
+                on_tool_failure=on_tool_failure,
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def _engine(self, name: str, spec: EngineLike) -> Engine:
+        if not isinstance(spec, Mapping):
+            return spec
+        try:
+            engine = build_engine(spec, Path.cwd())
+        except ConfigError as error:
+            raise ConfigError([Problem(f"engine '{name}': {problem}") for problem in error.problems]) from error
+        self._owned.append(engine)
+        return engine
+
+    # -- async --------------------------------------------------------------------------------------------------
+
+    async def stream(self, prompts: Iterable[Prompt | Mapping[str, Any] | str], n: int = 1) -> AsyncIterator[Group]:
+        """Yield each prompt's group of ``n`` trajectories as it ends, in the order in which groups end."""
+        async for group in self.scheduler.run(as_prompts(prompts), n):
+            yield group
+
+    async def arun(
+        self, prompts: Iterable[Prompt | Mapping[str, Any] | str], n: int = 1, **batch: Any
+    ) -> TrajectoryBatch:
+        """Run all prompts and return one batch, groups in the order of the prompts.
+
+        Further arguments are those of :meth:`TrajectoryBatch.from_trajectories` (widths, ``packed``, …).
+        """
+        listed = as_prompts(prompts)
+        groups = [group async for group in self.stream(listed, n)]
+        return self.batch(groups, **batch)
+
+    def batch(self, groups: Iterable[Group], **options: Any) -> TrajectoryBatch:
+        """Return the batch of some groups, in the order of their prompts' first appearance in the run."""
+        from fsm_rollout.batch import TrajectoryBatch  # torch: only when there are tensors to make
+
+        ordered = sorted(groups, key=lambda group: group.index)
+        trajectories: list[Trajectory] = [trajectory for group in ordered for trajectory in group.all]
+        tokenizer = self.engines[POLICY].tokenizer
+        pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        return TrajectoryBatch.from_trajectories(trajectories, pad_id=pad_id or 0, **options)
+
+    async def update_weights(self, weights: Any, version: int | None = None) -> int:
+        """Load new policy weights while trajectories go on, and return their version."""
+        return await self.engines[POLICY].update_weights(weights, version)
+
+    async def aclose(self) -> None:
+        """Close the engines that this rollout built."""
+        while self._owned:
+            await self._owned.pop().aclose()
+
+    # -- plain --------------------------------------------------------------------------------------------------
+
+    def run(self, prompts: Iterable[Prompt | Mapping[str, Any] | str], n: int = 1, **batch: Any) -> TrajectoryBatch:
+        """Do what :meth:`arun` does, from ordinary code and from notebooks alike. Ctrl-C cancels what runs."""
+        future = self._loop().start_task_soon(lambda: self.arun(prompts, n, **batch))
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _loop(self) -> BlockingPortal:
+        """Return the event loop that plain calls share: in a thread of its own, so that any caller may wait for it."""
+        if self._portal is None:
+            self._portal_context = start_blocking_portal()
+            self._portal = self._portal_context.__enter__()
+        return self._portal
+
+    def close(self) -> None:
+        """Close the engines that this rollout built, and its event loop. Safe to call twice."""
+        if self._owned:
+            self._loop().call(self.aclose)
+        if self._portal_context is not None:
+            self._portal_context.__exit__(None, None, None)
+            self._portal_context = self._portal = None
+
+    def __enter__(self) -> Rollout:
+        """Use as a context manager to close what was built."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Close."""
+        self.close()
+
+
+def _sampling(value: Sampling | Mapping[str, Any] | None) -> Sampling:
+    return value if isinstance(value, Sampling) else Sampling(**(value or {}))

@@ -1,0 +1,60 @@
+"""PROCESSING_TOOLS: every call that the latest turn attempted is carried out, and the model is told the results."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from fsm_rollout.events import Attempt, Called, Message, ToolCall
+from fsm_rollout.handlers import BUILT_IN_HANDLERS
+from fsm_rollout.states.base import State
+from fsm_rollout.trajectory import Outcome, Trajectory
+
+if TYPE_CHECKING:
+    from fsm_rollout.visit import Visit
+
+
+class CallTools(State):
+    """Runs the attempted calls, at most ``parallel`` at once, and writes one tool message each, in the calls' order.
+
+    Broken calls are answered too, so nothing that looks like a call is ever passed over. Calls that an earlier,
+    interrupted visit has finished are not made again.
+    """
+
+    triggers = BUILT_IN_HANDLERS["call_tools"].triggers
+    spends = BUILT_IN_HANDLERS["call_tools"].spends
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        """Call, wait for all, write."""
+        slots = asyncio.Semaphore(self.spec.parallel or 2**31)
+
+        async def call(attempt: ToolCall | Attempt) -> None:
+            async with slots:
+                await visit.call_tool(attempt, prepaid=True)
+
+        async with asyncio.TaskGroup() as calls:
+            for attempt in self._open(trajectory):
+                calls.create_task(call(attempt))
+        self._tell(trajectory, visit)
+        visit.check("bad_calls")
+        return Outcome("tools_done")
+
+    def timed_out(self, trajectory: Trajectory, visit: Visit) -> None:
+        """Answer the calls still open, so that the history stays one that any template can render."""
+        for attempt in self._open(trajectory):
+            visit.record_unfinished_call(attempt, "timed_out", "error: the call took too long and was stopped")
+        self._tell(trajectory, visit)
+
+    @staticmethod
+    def _open(trajectory: Trajectory) -> list[ToolCall | Attempt]:
+        done = {called.id for called in trajectory.called}
+        return [attempt for attempt in trajectory.attempts if attempt.id not in done]
+
+    def _tell(self, trajectory: Trajectory, visit: Visit) -> None:
+        results: dict[str, Called] = {called.id: called for called in trajectory.called}
+        messages: list[Message] = []
+        for attempt in trajectory.attempts:
+            called = results[attempt.id]
+            message = {"role": "tool", "content": called.result, "tool_call_id": called.id}
+            messages.append(message | {"name": called.name} if called.name else message)
+        visit.write(messages, context=trajectory.last.context if trajectory.last else self.spec.context)

@@ -1,0 +1,304 @@
+"""A visit of one state by one trajectory: what a handler may do, and the price of it.
+
+Invariant: all that happens in a visit happens through here, so it is recorded as events and charged against the limits
+before it is done; and whatever the engine has sampled for the trajectory is recorded, also when the visit is cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from fsm_rollout.deadlines import Deadline
+from fsm_rollout.engines.base import Request, SamplingParams
+from fsm_rollout.errors import PromptTooLong, StreamError
+from fsm_rollout.events import (
+    AnyEvent,
+    Attempt,
+    Called,
+    Charged,
+    ContextOpened,
+    Generated,
+    Interacted,
+    Message,
+    Scored,
+    ToolCall,
+    Wrote,
+)
+from fsm_rollout.graph import MAIN, Context, Sampling
+from fsm_rollout.interactions import Conversation, Reply
+from fsm_rollout.limits import LimitReached, remaining
+from fsm_rollout.program import BoundContext, Program, shared_chat
+from fsm_rollout.seeds import derive_seed
+from fsm_rollout.tokens import as_ids
+from fsm_rollout.trajectory import Stream, Trajectory
+from fsm_rollout.turn import sample_turn
+
+if TYPE_CHECKING:
+    from fsm_rollout.live import LiveTrajectory
+
+DEFAULTS = Sampling(temperature=1.0, top_p=1.0, top_k=0, ignore_eos=False)
+
+
+class Visit:
+    """What a state handler works with. Methods that act raise ``LimitReached`` instead of exceeding a limit."""
+
+    def __init__(self, live: LiveTrajectory, deadline: Deadline) -> None:
+        self.live = live
+        self.deadline = deadline
+        self.trajectory: Trajectory = live.trajectory
+        self.program: Program = live.program
+        self.state = live.trajectory.state
+        self._prepaid = 1 if live.program.machine.spends[self.state] == "assistant_turns" else 0
+        self._visit = self.trajectory.visits[self.state]
+        self._asked = 0
+        self._sampling_in: set[str] = set()
+        self.rng = random.Random(derive_seed(self.trajectory.seed, self.state, self._visit))
+        """Random numbers that depend on the trajectory and the visit only."""
+
+    # -- time, facts and limits ---------------------------------------------------------------------------------
+
+    def clock(self) -> float:
+        """Return the scheduler's time in seconds (virtual in simulation)."""
+        return asyncio.get_running_loop().time()
+
+    def emit(self, event: AnyEvent) -> None:
+        """Apply an event to the trajectory and tell the journal and the listeners."""
+        self.live.emit(event)
+
+    def remaining(self, limit: str) -> float:
+        """Return how much of a limit is left; infinity where it does not hold."""
+        trajectory = self.trajectory
+        used = trajectory.response_tokens if limit == "response_tokens" else trajectory.spent.get(limit, 0)
+        return remaining(self.program.graph, trajectory, limit, used)
+
+    def check(self, limit: str) -> None:
+        """Raise ``LimitReached`` when more than the limit allows has been spent."""
+        if self.remaining(limit) < 0:
+            raise LimitReached(limit)
+
+    def charge(self, limit: str) -> None:
+        """Spend one of a counted limit, or raise ``LimitReached``."""
+        self.emit(Charged(at=self.clock(), limit=limit))
+        self.check(limit)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a state's prompt template may use."""
+        trajectory = self.trajectory
+        return {
+            "agent": trajectory.agent,
+            "state": self.state,
+            "messages": trajectory.messages,
+            "task": str(trajectory.messages[-1].get("content") or ""),
+            "text": trajectory.text,
+            "texts": {name: list(trajectory.assistant_texts(name)) for name in self.program.contexts},
+            "history": {name: s.messages for name in self.program.contexts if (s := trajectory.stream(name))},
+            "extra": trajectory.extra,
+            "visits": trajectory.visits,
+            "spent": trajectory.spent,
+            "turn": trajectory.turn,
+            "score": trajectory.score,
+            "turn_scores": trajectory.turn_scores,
+        }
+
+    # -- contexts and messages ----------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """Do what every working state does on entry: reset its context, write its prompt."""
+        spec = self.program.graph.states[self.state]
+        text = self.program.prompts[self.state].render(self.facts()) if spec.prompt is not None else None
+        prompt: list[Message] | None = None if text is None else [{"role": "user", "content": text}]
+        if spec.reset:
+            self._open(spec.context, prompt)
+        elif prompt is not None:
+            if self.trajectory.stream(spec.context) is None:
+                self._open(spec.context, prompt)
+            else:
+                self.write(prompt, context=spec.context)
+
+    def open_context(self, context: str) -> Stream:
+        """Return the open stream of ``context``; a first use opens it with the trajectory's prompt.
+
+        Raises:
+            PromptTooLong: the prompt leaves no room for a single token.
+        """
+        return self.trajectory.stream(context) or self._open(context, None)
+
+    def _open(self, context: str, messages: Sequence[Message] | None) -> Stream:
+        bound = self.program.contexts[context]
+        opening = list(self.trajectory.messages if messages is None else messages)
+        if bound.spec.system is not None and opening[0]["role"] != "system":
+            opening.insert(0, {"role": "system", "content": bound.spec.system})
+        return self.open_with(bound, opening)
+
+    def open_with(self, bound: BoundContext, messages: list[Message]) -> Stream:
+        """Open a context's next stream with exactly these messages.
+
+        Raises:
+            PromptTooLong: they leave no room for a single token.
+        """
+        encoded = bound.chat.prompt_detailed(messages, bound.tools, now=self.date)
+        room = min(self.room_in_context(len(encoded.ids)), bound.dispatcher.engine.max_context - len(encoded.ids))
+        if room < 1:
+            raise PromptTooLong(
+                f"context '{bound.name}': a prompt of {len(encoded.ids)} tokens leaves no room to answer; "
+                f"the engine's window is {bound.dispatcher.engine.max_context}, "
+                f"context_tokens is {self.trajectory.limits.get('context_tokens')}"
+            )
+        self.emit(
+            ContextOpened(
+                at=self.clock(),
+                context=bound.name,
+                state=self.state,
+                messages=messages,
+                ids=as_ids(encoded.ids),
+                trained=bound.spec.trained,
+                engine=bound.spec.engine,
+                guarded=encoded.guarded,
+            )
+        )
+        return self.trajectory.streams[-1]
+
+    def write(self, messages: Sequence[Message], *, context: str) -> None:
+        """Append the environment's messages to a context; they enter its tokens with the next generation."""
+        if messages:
+            self.open_context(context)
+            self.emit(Wrote(at=self.clock(), context=context, state=self.state, messages=list(messages)))
+
+    @property
+    def date(self) -> datetime:
+        """What the chat template's clock shows: when the trajectory started."""
+        return datetime.fromisoformat(self.trajectory.date)
+
+    def room_in_context(self, length: int) -> float:
+        """Return how many tokens ``context_tokens`` leaves a stream of that length."""
+        return remaining(self.program.graph, self.trajectory, "context_tokens", length)
+
+    # -- generation ---------------------------------------------------------------------------------------------
+
+    async def generate(self, context: str, sampling: Sampling | None = None) -> Generated:
+        """Sample one assistant turn in a context (or go on with one that was cut) and return the event.
+
+        Costs one of ``assistant_turns`` unless entering the state has paid for it. ``finish_reason`` is "length" only
+        when the turn's own ``max_tokens`` cut it.
+
+        Raises:
+            LimitReached: no turn, or no token, is left; or a token limit cut the turn (which is recorded).
+            PromptTooLong: a first turn's prompt leaves no room.
+            EngineError: the engine failed for good (what it had sampled is recorded).
+            StreamError: another generation of this context is under way.
+        """
+        if self._prepaid:
+            self._prepaid -= 1
+        else:
+            self.charge("assistant_turns")
+        if context in self._sampling_in:
+            raise StreamError(f"two generations at once in context '{context}'; give each a context of its own")
+        self._sampling_in.add(context)
+        try:
+            return await sample_turn(self, context, sampling)
+        finally:
+            self._sampling_in.discard(context)
+
+    # -- tools, interactions, scores ----------------------------------------------------------------------------
+
+    async def call_tool(self, attempt: ToolCall | Attempt, *, prepaid: bool = False) -> Called:
+        """Carry out one attempted call and return its event; failures are results, never exceptions.
+
+        Costs one of ``tool_calls`` unless entering the state has paid for it (``prepaid``).
+        """
+        if not prepaid:
+            self.charge("tool_calls")
+        last = self.trajectory.last
+        bound = self.program.contexts[last.context if last is not None else MAIN]
+        result = await self.live.tools.call(attempt, tokenizer=bound.dispatcher.engine.tokenizer)
+        called = Called(
+            at=self.clock(),
+            state=self.state,
+            id=attempt.id,
+            name=attempt.name if isinstance(attempt, ToolCall) else "",
+            arguments=attempt.arguments if isinstance(attempt, ToolCall) else {},
+            result=result.text,
+            failure=result.failure,
+            bad=result.bad,
+            reward=result.reward,
+            seconds=result.seconds,
+            tries=result.tries,
+            truncated_tokens=result.truncated_tokens,
+            child_id=result.child_id,
+        )
+        self.emit(called)
+        return called
+
+    def record_unfinished_call(self, attempt: ToolCall | Attempt, failure: str, told: str) -> None:
+        """Record a call that was cut off, with what the model is told about it."""
+        name = attempt.name if isinstance(attempt, ToolCall) else ""
+        arguments = attempt.arguments if isinstance(attempt, ToolCall) else {}
+        self.emit(
+            Called(
+                at=self.clock(), state=self.state, id=attempt.id, name=name, arguments=arguments, result=told,
+                failure=failure,
+            )
+        )  # fmt: skip
+
+    async def interact(self, context: str) -> Reply:
+        """Let the state's interaction answer a context, and return its reply."""
+        stream = self.open_context(context)
+        conversation = Conversation(
+            messages=list(stream.messages),
+            trajectory=self.trajectory,
+            extra=self.trajectory.extra,
+            rng=self.rng,
+            ask=self.ask,
+        )
+        started = self.clock()
+        reply = await self.live.interaction(self.state).reply(conversation)
+        self.emit(Interacted(at=self.clock(), state=self.state, context=context, seconds=self.clock() - started))
+        return reply
+
+    async def ask(self, engine: str, messages: Sequence[Message], sampling: Sampling | None = None) -> str:
+        """Ask a model on a named engine, in its own tokenizer and template, and return its text.
+
+        Nothing of this enters a stream or is charged: it is the environment's own business.
+        """
+        dispatcher = self.live.scheduler.dispatchers[engine]
+        chat = shared_chat(dispatcher, Context(engine=engine))
+        ids = as_ids(chat.prompt(messages, None, now=self.date))
+        said = (sampling or Sampling()).over(DEFAULTS)
+        room = dispatcher.engine.max_context - len(ids)
+        if room < 1:
+            raise PromptTooLong(f"engine '{engine}': a prompt of {len(ids)} tokens leaves no room to answer")
+        self._asked += 1
+        request = Request(
+            request_id=f"{self.trajectory.trajectory_id}/{self.state}/{self._visit}/ask{self._asked}",
+            ids=ids,
+            sampling=SamplingParams(
+                max_tokens=min(room, said.max_tokens or room),
+                temperature=said.temperature if said.temperature is not None else 1.0,
+                top_p=said.top_p or 1.0,
+                top_k=said.top_k or 0,
+                stop_ids=chat.stop_ids | dispatcher.engine.eos_ids,
+                seed=derive_seed(self.trajectory.seed, self.state, self._visit, "ask", self._asked),
+            ),
+            trajectory_id=self.trajectory.trajectory_id,
+            group_id=self.trajectory.group_id,
+            agent=engine,
+            context=engine,
+            turn=self._asked - 1,
+        )
+        ticket = dispatcher.submit(request, self.deadline)
+        try:
+            await ticket.done.wait()
+        finally:
+            await dispatcher.abort(ticket)
+        if ticket.error is not None:
+            raise ticket.error
+        stop_ids = request.sampling.stop_ids
+        return chat.decode(ticket.ids[:-1] if len(ticket.ids) and ticket.ids[-1] in stop_ids else ticket.ids)
+
+    def score_turn(self, turn: int, value: float) -> None:
+        """Give a score to the turn with that generation index."""
+        self.emit(Scored(at=self.clock(), value=float(value), turn=turn, source=self.state))

@@ -1,0 +1,57 @@
+"""Tools and interactions of the law tests: each keeps a log of its own, which the oracles read."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fsm_rollout.interactions import Conversation, Reply
+from fsm_rollout.tools import ToolContext, ToolResult
+
+CALLS: list[tuple[str, str]] = []
+"""(trajectory id, what the tool returned), in the order in which calls ended."""
+
+
+async def echo(text: str, context: ToolContext) -> ToolResult:
+    """Say it again, after a while.
+
+    Args:
+        text: What to say.
+    """
+    await asyncio.sleep(len(text) % 5 / 10)
+    CALLS.append((context.trajectory_id, text))
+    return ToolResult(text, reward=len(text) / 10)
+
+
+async def fail(text: str) -> str:
+    """Always fail.
+
+    Args:
+        text: Why.
+    """
+    raise ValueError(text)
+
+
+async def hang(text: str) -> str:
+    """Never return.
+
+    Args:
+        text: Ignored.
+    """
+    await asyncio.Event().wait()
+    return text
+
+
+class Chatty:
+    """An interaction that replies a few times, scoring each turn, then is done."""
+
+    def __init__(self, replies: int = 2, texts: tuple[str, ...] = ("Go on.",), seconds: float = 0.0) -> None:
+        self.left = replies
+        self.texts = texts
+        self.seconds = seconds
+
+    async def reply(self, conversation: Conversation) -> Reply:
+        await asyncio.sleep(self.seconds)
+        self.left -= 1
+        if self.left < 0:
+            return Reply(None, score=0.25, done=True)
+        return Reply(self.texts[self.left % len(self.texts)], score=0.5)

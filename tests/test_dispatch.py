@@ -1,0 +1,230 @@
+"""The dispatcher: one engine call per flush, every ticket ends once, nothing streamed is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from embedded import tokenizer
+
+from fsm_rollout.deadlines import Deadline
+from fsm_rollout.dispatch import Dispatcher, Ticket
+from fsm_rollout.engines.base import Chunk, Request, SamplingParams
+from fsm_rollout.engines.scripted import ScriptedEngine, Turn
+from fsm_rollout.errors import EngineError, PromptTooLong
+from fsm_rollout.testing.virtual_time import run_virtual
+
+
+def request(name: str, *, max_tokens: int = 50, ids: int = 3) -> Request:
+    sampling = SamplingParams(max_tokens=max_tokens, stop_ids=frozenset({tokenizer().eos_token_id}))
+    return Request(name, array("i", range(ids)), sampling, trajectory_id=name)
+
+
+def scripted(*turns: Turn, **options: Any) -> ScriptedEngine:
+    return ScriptedEngine(list(turns), tokenizer=tokenizer(), log=True, **options)
+
+
+def run(engine: Any, body: Callable[[Dispatcher], Any], **options: Any) -> Any:
+    async def main() -> Any:
+        dispatcher = Dispatcher(engine, **options)
+        try:
+            return await body(dispatcher)
+        finally:
+            await dispatcher.settle()
+
+    return run_virtual(main())
+
+
+async def done(*tickets: Ticket) -> list[tuple[str | None, int]]:
+    for ticket in tickets:
+        await ticket.done.wait()
+    return [(ticket.finish_reason, len(ticket.ids)) for ticket in tickets]
+
+
+def test_one_flush_is_one_dispatch_and_no_barrier() -> None:
+    """Requests made in one turn of the loop share a call; the short one does not wait for the long one."""
+    engine = ScriptedEngine(
+        lambda r: Turn(text="yes", delay=10.0 if r.trajectory_id == "slow" else 1.0), tokenizer=tokenizer()
+    )
+
+    async def body(dispatcher: Dispatcher) -> tuple[int, float, float]:
+        loop = asyncio.get_running_loop()
+        ends: dict[str, float] = {}
+
+        async def one(name: str) -> None:
+            await dispatcher.submit(request(name)).done.wait()
+            ends[name] = loop.time()
+
+        await asyncio.gather(*(one(name) for name in ("slow", "a", "b", "c")))
+        return dispatcher.dispatches, ends["a"], ends["slow"]
+
+    assert run(engine, body) == (1, 1.0, 10.0)
+
+
+def test_a_failed_request_goes_on_from_what_was_streamed() -> None:
+    turn = Turn(text="one two three four five", delay=1.0, chunks=3, crash="lost", fails=1)
+
+    async def body(dispatcher: Dispatcher) -> Ticket:
+        ticket = dispatcher.submit(request("a"))
+        await ticket.done.wait()
+        return ticket
+
+    engine = scripted(turn)
+    ticket = run(engine, body)
+    whole = tokenizer().encode("one two three four five") + [tokenizer().eos_token_id]
+    assert ticket.finish_reason == "stop"
+    assert ticket.ids.tolist() == whole
+    asked = [line.what for line in engine.log if isinstance(line.what, Request)]
+    assert len(asked) == 2
+    assert asked[1].ids.tolist() == [0, 1, 2, *whole[: asked[1].sampled]], "the rest is asked for, not the whole again"
+    assert asked[1].sampled > 0
+
+
+@pytest.mark.parametrize("attempts", [1, 3])
+def test_gives_up_after_its_attempts(attempts: int) -> None:
+    engine = scripted(Turn(text="", error="Overload: full"))
+
+    async def body(dispatcher: Dispatcher) -> Ticket:
+        ticket = dispatcher.submit(request("a"))
+        await ticket.done.wait()
+        return ticket
+
+    ticket = run(engine, body, attempts=attempts)
+    assert isinstance(ticket.error, EngineError)
+    assert ticket.error.kind == "Overload"
+    assert sum(isinstance(line.what, Request) for line in engine.log) == attempts
+
+
+def test_a_prompt_that_does_not_fit_is_not_tried_again() -> None:
+    engine = scripted(Turn(text="hi"), max_context=4)
+
+    async def body(dispatcher: Dispatcher) -> list[Any]:
+        long, short = dispatcher.submit(request("long", ids=9)), dispatcher.submit(request("short", ids=1))
+        await done(long, short)
+        return [type(long.error), short.finish_reason]
+
+    assert run(engine, body) == [PromptTooLong, "stop"]
+
+
+def test_abort_keeps_what_was_sampled_and_silence_is_given_up() -> None:
+    turn = Turn(text="one two three four", delay=1.0, chunks=4, hang=True)
+
+    async def body(dispatcher: Dispatcher) -> tuple[Any, Any]:
+        ticket = dispatcher.submit(request("a"))
+        await asyncio.sleep(2.5)
+        so_far = len(ticket.ids)
+        await dispatcher.abort(ticket)
+        return so_far, (ticket.finish_reason, len(ticket.ids), ticket.done.is_set())
+
+    so_far, end = run(scripted(turn), body)
+    assert 0 < so_far
+    assert end == ("abort", so_far, True)
+
+    async def silent(dispatcher: Dispatcher) -> Any:
+        ticket = dispatcher.submit(request("a"))
+        await ticket.done.wait()
+        return ticket.error
+
+    class Silent(ScriptedEngine):
+        async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:  # type: ignore[override]
+            await asyncio.Event().wait()
+            yield Chunk("", array("i"), array("f"))
+
+    error = run(Silent([], tokenizer=tokenizer()), silent, attempts=1, queue_timeout=60.0)
+    assert "nothing for 60 s" in str(error)
+
+
+class Broken(ScriptedEngine):
+    """Answers wrongly, in one way of several."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__([Turn(text="one two three")], tokenizer=tokenizer())
+        self.how = how
+
+    async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:  # type: ignore[override]
+        for one in requests:
+            match self.how:
+                case "logprobs":
+                    yield Chunk(one.request_id, array("i", [1, 2]), array("f", [-1.0]), finish_reason="stop")
+                case "too many":
+                    ids = array("i", [1] * 99)
+                    yield Chunk(one.request_id, ids, array("f", [-1.0] * 99), finish_reason="length")
+                case "other id":
+                    yield Chunk("who?", array("i", [1]), array("f", [-1.0]), finish_reason="stop")
+                case "no end":
+                    yield Chunk(one.request_id, array("i", [1]), array("f", [-1.0]))
+                case "raises":
+                    raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("how", ["logprobs", "too many", "other id", "no end", "raises"])
+def test_a_broken_engine_ends_tickets_with_an_error(how: str) -> None:
+    async def body(dispatcher: Dispatcher) -> list[Any]:
+        tickets = [dispatcher.submit(request(name)) for name in "ab"]
+        await done(*tickets)
+        return [type(ticket.error) for ticket in tickets]
+
+    assert run(Broken(how), body, attempts=2) == [EngineError, EngineError]
+
+
+@given(
+    st.lists(st.sampled_from(["stop", "mended", "crash", "error", "abort"]), min_size=1, max_size=8),
+    st.integers(1, 3),
+)
+def test_every_ticket_ends_once_with_all_that_was_emitted(kinds: list[str], max_running: int) -> None:
+    """Oracle: the engine's log, request by request."""
+    more = {
+        "stop": {},
+        "abort": {"hang": True},
+        "mended": {"error": "Overload: x", "fails": 1},
+        "crash": {"crash": "y", "fails": 1},
+        "error": {"error": "Overload: x"},
+    }
+
+    def script(asked: Request) -> Turn:
+        kind = kinds[int(asked.trajectory_id)]
+        return Turn(text=f"number {asked.trajectory_id} says {kind}", chunks=3, delay=0.5, **more[kind])  # type: ignore[arg-type]
+
+    engine = ScriptedEngine(script, tokenizer=tokenizer(), log=True, max_running=max_running)
+
+    async def body(dispatcher: Dispatcher) -> list[Ticket]:
+        tickets = [dispatcher.submit(request(str(index))) for index in range(len(kinds))]
+        await asyncio.sleep(100)
+        for ticket in tickets:
+            await dispatcher.abort(ticket)
+        return tickets
+
+    tickets = run(engine, body)
+    for index, ticket in enumerate(tickets):
+        emitted = array("i")
+        for line in engine.log:
+            if isinstance(line.what, Chunk) and line.what.request_id.split("#")[0] == str(index):
+                emitted.extend(line.what.ids)
+        assert ticket.done.is_set()
+        assert ticket.ids == emitted
+        assert len(ticket.logprobs) == sum(count for count, _ in ticket.versions) == len(emitted)
+
+
+def test_deadlines_stand_still_while_queued_and_while_paused() -> None:
+    """Two requests of 4 s, one at a time, the engine paused for 100 s: neither has used more than 4 of its 5 s."""
+    engine = scripted(Turn(text="yes", delay=4.0), max_running=1)
+
+    async def body(dispatcher: Dispatcher) -> list[bool]:
+        async def one(name: str) -> bool:
+            async with Deadline(5.0) as deadline:
+                await dispatcher.submit(request(name), deadline).done.wait()
+            return deadline.expired
+
+        ones = asyncio.gather(one("a"), one("b"))
+        await asyncio.sleep(1.0)
+        await dispatcher.pause()
+        await asyncio.sleep(100.0)
+        await dispatcher.resume()
+        return await ones
+
+    assert run(engine, body) == [False, False]
