@@ -32,7 +32,9 @@ async def sample_turn(visit: Visit, context: str, sampling: Sampling | None) -> 
     stream = visit.open_context(context)
     going_on = stream.finish_reason in ("length", "abort") and not stream.pending
     resumed = going_on and stream.finish_reason == "abort"
-    if stream.finish_reason is not None and not going_on:
+    if stream.turn is None and stream.pending:
+        stream = visit.open_with(bound, list(stream.messages))  # nothing sampled yet: the prompt itself has grown
+    elif stream.turn is not None and not going_on:
         stream = _glue(visit, bound, stream)
     request, cut_by = _request(visit, bound, stream, sampling, resumed=resumed)
     ticket = bound.dispatcher.submit(request, visit.deadline)

@@ -1,0 +1,180 @@
+"""The laws of DESIGN, held on generated agents, engines that misbehave, and schedules, in virtual time.
+
+Each oracle reads the other side's log (the engine's, the tools'); none calls the code under test.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+from embedded import tokenizer
+from hypothesis import given, note
+from hypothesis import strategies as st
+from laws.agents import agents
+from laws.world import World, run_world, turns
+
+from fsm_rollout.events import decode, encode
+from fsm_rollout.graph import AgentGraph
+from fsm_rollout.proof import prove
+from fsm_rollout.trajectory import Trajectory
+from fsm_rollout.verify import verify
+
+SCRIPTS = st.lists(turns(), min_size=1, max_size=6)
+CALM_SCRIPTS = st.lists(turns(failures=False), min_size=1, max_size=6)
+
+
+def streams_of(trajectory: Trajectory, context: str) -> list[Any]:
+    return [stream for stream in trajectory.streams if stream.context == context]
+
+
+def check_streams(world: World) -> None:
+    """Laws 3, 4, 5 and 7 against the engine's log."""
+    logged = world.sampled()
+    for trajectory in world.trajectories:
+        contexts = {stream.context for stream in trajectory.streams}
+        for context in contexts:
+            asked = list(logged.get((trajectory.trajectory_id, context), []))
+            for stream in streams_of(trajectory, context):
+                ids = stream.tokens.ids.tolist()
+                mask = np.zeros(len(ids), dtype=int)
+                logprobs = np.zeros(len(ids), dtype=np.float32)
+                versions = np.full(len(ids), -1)
+                end = stream.tokens.prompt_length
+                while asked and len(asked[0][0]) >= end and asked[0][0].tolist() == ids[: len(asked[0][0])]:
+                    given_ids, sampled, given_logprobs, given_versions = asked.pop(0)
+                    start = len(given_ids)
+                    assert start >= end, "an input that does not extend the one before it"
+                    end = start + len(sampled)
+                    assert ids[start:end] == sampled.tolist(), "a sampled token was lost or changed"
+                    mask[start:end] = 1
+                    logprobs[start:end] = given_logprobs
+                    versions[start:end] = given_versions
+                prompt = stream.tokens.prompt_length
+                assert not mask[:prompt].any()
+                trained = mask * stream.tokens.trained
+                assert stream.tokens.response_mask().tolist() == trained[prompt:].tolist(), "the mask lies"
+                assert stream.tokens.response_logprobs().tolist() == logprobs[prompt:].tolist()
+                assert stream.tokens.response_versions().tolist() == versions[prompt:].tolist()
+                spans = stream.tokens.spans
+                assert [s.start for s in spans] == [0, *(s.end for s in spans[:-1])]
+                assert spans[-1].end == len(ids)
+            assert all(not len(sampled) for _, sampled, _, _ in asked), "the engine sampled tokens that are in no stream"
+    known = {(t.trajectory_id, s.context) for t in world.trajectories for s in t.streams}
+    assert {key for key, asked in logged.items() if any(len(a[1]) for a in asked)} <= known
+
+
+def check_ends(world: World, prompts: int, n: int) -> None:
+    """Law 8, and one stop reason each."""
+    assert sorted(group.group_id for group in world.groups) == [f"p{i}" for i in range(prompts)]
+    for group in world.groups:
+        assert [t.trajectory_id for t in group.trajectories] == [f"{group.group_id}/{k}" for k in range(n)]
+    for trajectory in world.trajectories:
+        assert trajectory.ended != (trajectory.suspended is not None)
+        kinds = [type(event).__name__ for event in world.events[trajectory.trajectory_id]]
+        assert kinds.count("Ended") + kinds.count("Suspended") == 1
+
+
+def check_limits(graph: AgentGraph, world: World) -> None:
+    """What was spent, counted from the events alone, never exceeds a limit (of a limit that no row routed)."""
+    routed = {row.trigger for row in graph.transitions} & {"limit_reached"}
+    for trajectory in world.trajectories:
+        events = [json.loads(json.dumps(type(e).__name__)) for e in world.events[trajectory.trajectory_id]]
+        generations = events.count("Generated")
+        if not routed:
+            assert generations <= (graph.limits.assistant_turns or 0)
+        assert events.count("Called") <= (graph.limits.tool_calls or 0)
+        if graph.limits.response_tokens is not None and not routed:
+            assert trajectory.response_tokens <= graph.limits.response_tokens
+        if graph.limits.context_tokens is not None and not routed:
+            assert all(len(s.tokens) <= graph.limits.context_tokens for s in trajectory.streams)
+
+
+@given(agents(), SCRIPTS, st.integers(1, 3), st.sampled_from([None, 1]))
+def test_streams_ends_and_bounds(graph: AgentGraph, script: list[Any], n: int, max_running: int | None) -> None:
+    assert verify(graph) == []
+    world = run_world(graph, script, n=n, max_running=max_running)
+    for trajectory in world.trajectories:
+        note(f"{trajectory} {trajectory.detail or ''}")
+    check_streams(world)
+    check_ends(world, prompts=2, n=n)
+    check_limits(graph, world)
+    bound = prove(graph)
+    for trajectory in world.trajectories:
+        assert trajectory.transitions <= bound.transitions
+        assert trajectory.turn <= bound.generations
+
+
+@given(agents(), SCRIPTS)
+def test_folding_the_events_gives_the_trajectory(graph: AgentGraph, script: list[Any]) -> None:
+    world = run_world(graph, script, n=1)
+    for trajectory in world.trajectories:
+        events = [decode(encode(event)) for event in world.events[trajectory.trajectory_id]]
+        assert Trajectory.fold(events) == trajectory
+
+
+def outline(world: World) -> dict[str, Any]:
+    """All that must not depend on the schedule: tokens, provenance, messages, reasons, scores. Not times."""
+    return {
+        t.trajectory_id: (
+            t.stop_reason, t.visits, t.spent, t.turn_scores, t.tool_rewards,
+            [(s.context, s.tokens.ids.tolist(), s.tokens.spans, s.messages) for s in t.streams],
+        )
+        for t in world.trajectories
+    }  # fmt: skip
+
+
+@given(
+    agents(timeouts=False), CALM_SCRIPTS, st.sampled_from([0.0, 3.0]), st.integers(1, 5), st.sampled_from([None, 1, 2])
+)
+def test_results_do_not_depend_on_the_schedule(
+    graph: AgentGraph, script: list[Any], slow: float, concurrency: int, max_running: int | None
+) -> None:
+    """Law 6: other delays, other batches, other admission: the same trajectories."""
+    one = run_world(graph, script)
+    other = run_world(graph, script, slow=slow, concurrency=concurrency, max_running=max_running)
+    assert outline(one) == outline(other)
+
+
+def chatml(messages: list[dict[str, Any]]) -> str:
+    """The embedded model's template by hand, for histories whose assistant turns are given as sampled text."""
+    text, open_tools = "", False
+    for message in messages:
+        if message["role"] == "tool":
+            text += ("" if open_tools else "<|im_start|>user") + f"\n<tool_response>\n{message['content']}\n</tool_response>"
+            open_tools = True
+            continue
+        text += "<|im_end|>\n" * open_tools
+        open_tools = False
+        text += f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n"
+    return text + "<|im_end|>\n" * open_tools
+
+
+@given(agents(timeouts=False), CALM_SCRIPTS)
+def test_a_stream_is_the_conversation_it_stands_for(graph: AgentGraph, script: list[Any]) -> None:
+    """The stream's text is the hand-rendered conversation, with each assistant turn as it was sampled."""
+    world = run_world(graph, script, n=1)
+    tok = tokenizer()
+    for trajectory in world.trajectories:
+        for stream in trajectory.streams:
+            if any(marker in str(m.get("content")) for m in stream.messages for marker in ("<|im", "<tool")):
+                continue  # markers in text are the injection tests' matter
+            ids, spans = stream.tokens.ids, stream.tokens.spans
+            sampled = [tok.decode(ids[s.start : s.end]) for s in spans if s.owner.value == "model"]
+            turns_of = {s.turn: "" for s in spans if s.owner.value == "model"}
+            for span, text in zip([s for s in spans if s.owner.value == "model"], sampled, strict=True):
+                turns_of[span.turn] += text
+            if any(m["role"] == "assistant" and "tool_calls" in m for m in stream.messages[:1]):
+                continue
+            texts = iter(turns_of.values())
+            messages = [
+                m | {"content": next(texts).removesuffix("<|im_end|>")} if m["role"] == "assistant" else m
+                for m in stream.messages[: stream.glued]
+            ]
+            if len(turns_of) != sum(m["role"] == "assistant" for m in messages):
+                continue  # a turn that went on after its cut spans several generations
+            rendered = chatml(messages)
+            text = tok.decode(ids)
+            head = text[: text.index("<|im_start|>user")] if graph.tools and stream.context == "main" else ""
+            assert text.removeprefix(head).rstrip() in (rendered.rstrip(), rendered.rstrip().removesuffix("<|im_end|>"))
