@@ -15,7 +15,7 @@ from jinja2.sandbox import SandboxedEnvironment
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.dispatch import Dispatcher
 from fsm_rollout.errors import ChatTemplateError, ConfigError, Problem, did_you_mean
-from fsm_rollout.graph import MAIN, POLICY, AgentGraph, Context, Sampling
+from fsm_rollout.graph import MAIN, POLICY, AgentGraph, Context, Interaction, Sampling
 from fsm_rollout.handlers import load_object
 from fsm_rollout.machine import AgentMachine
 from fsm_rollout.states import HANDLERS, State
@@ -92,6 +92,12 @@ class Program:
             auto = spec.tool_format == "auto"
             tool_format = get_format(detect_format(chat.source) if auto else spec.tool_format)
         return BoundContext(name, spec, chat, tool_format, dispatcher, tools)
+
+    @property
+    def interactions(self) -> list[Interaction]:
+        """The interactions that its states may use, each once."""
+        specs = [self.graph.interaction, *(self.graph.states[state].interaction for state in self.graph.working_states)]
+        return [spec for spec in specs if spec is not None]
 
     def sampling_of(self, state: str, context: str) -> Sampling:
         """Return what the agent and the run say about sampling in a state; the prompt may still lower it."""

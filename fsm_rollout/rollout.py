@@ -128,8 +128,14 @@ class Rollout:
     # -- async --------------------------------------------------------------------------------------------------
 
     async def stream(self, prompts: Iterable[Prompt | Mapping[str, Any] | str], n: int = 1) -> AsyncIterator[Group]:
-        """Yield each prompt's group of ``n`` trajectories as it ends, in the order in which groups end."""
-        async for group in self.scheduler.run(as_prompts(prompts), n):
+        """Yield each prompt's group of ``n`` trajectories as it ends, in the order in which groups end.
+
+        Raises:
+            ConfigError: a prompt asks for what its agent does not have; nothing has run.
+        """
+        listed = as_prompts(prompts)
+        self.scheduler.check(listed)
+        async for group in self.scheduler.run(listed, n):
             yield group
 
     async def arun(
@@ -152,6 +158,17 @@ class Rollout:
         tokenizer = self.engines[POLICY].tokenizer
         pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         return TrajectoryBatch.from_trajectories(trajectories, pad_id=pad_id or 0, **options)
+
+    def engine_stats(self) -> dict[str, Any]:
+        """Return per engine: requests, dispatches, and the version of its weights."""
+        return {
+            name: {
+                "requests": dispatcher.requests,
+                "dispatches": dispatcher.dispatches,
+                "weight_version": dispatcher.engine.weight_version,
+            }
+            for name, dispatcher in self.dispatchers.items()
+        }
 
     async def update_weights(self, weights: Any, version: int | None = None) -> int:
         """Load new policy weights while trajectories go on, and return their version."""

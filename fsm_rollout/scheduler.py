@@ -17,9 +17,10 @@ from typing import Literal
 
 from fsm_rollout.deadlines import Deadline
 from fsm_rollout.dispatch import Dispatcher
-from fsm_rollout.errors import ConfigError, EngineError, did_you_mean
+from fsm_rollout.errors import ConfigError, EngineError, Problem, ToolError, did_you_mean
 from fsm_rollout.events import AnyEvent, Ended, Prompted, Scored, Suspended
 from fsm_rollout.graph import POLICY, AgentGraph, Sampling
+from fsm_rollout.interactions import build_interaction
 from fsm_rollout.journal import Journal
 from fsm_rollout.limits import LimitReached, reached_on_entry, remaining
 from fsm_rollout.live import Group, LiveTrajectory
@@ -100,6 +101,26 @@ class Scheduler:
 
     # -- the run ------------------------------------------------------------------------------------------------
 
+    def check(self, prompts: Iterable[Prompt]) -> None:
+        """Check what prompts ask of their agents: that they exist, and take their tools' and interactions' kwargs.
+
+        Raises:
+            ConfigError: all that is wrong, each with its prompt.
+        """
+        problems: list[Problem] = []
+        for prompt in prompts:
+            try:
+                program = self._program_of(prompt)
+                program.toolbox.check(prompt.extra.get("tools_kwargs") or {})
+                for spec in program.interactions:
+                    build_interaction(spec, prompt.extra.get("interaction_kwargs"))
+            except ConfigError as error:
+                problems += error.problems
+            except ToolError as error:
+                problems.append(Problem(f"prompt '{prompt.prompt_id}': {error}"))
+        if problems:
+            raise ConfigError(problems)
+
     async def run(self, prompts: Iterable[Prompt], n: int = 1) -> AsyncIterator[Group]:
         """LiveTrajectory every prompt ``n`` times and yield each group as its last trajectory ends and is scored.
 
@@ -111,7 +132,7 @@ class Scheduler:
         try:
             while (group := await ended.get()) is not None:
                 yield group
-            await feeder
+            await _unwrapped(feeder)
         finally:
             feeder.cancel()
             await asyncio.gather(feeder, return_exceptions=True)
@@ -321,10 +342,23 @@ class Scheduler:
         return True
 
 
-def _outcome_of(error: BaseException) -> Outcome:
-    """Return the outcome of a visit that raised; a group of one error is that error."""
+async def _unwrapped(task: asyncio.Task[None]) -> None:
+    try:
+        await task
+    except ExceptionGroup as group:
+        raise _single(group) from None
+
+
+def _single(error: BaseException) -> BaseException:
+    """Return the one error in a group of one."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
+    return error
+
+
+def _outcome_of(error: BaseException) -> Outcome:
+    """Return the outcome of a visit that raised."""
+    error = _single(error)
     if isinstance(error, LimitReached):
         return Outcome("limit_reached", limit=error.limit)
     kind = error.kind if isinstance(error, EngineError) else None

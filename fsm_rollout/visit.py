@@ -56,14 +56,20 @@ class Visit:
         self._visit = self.trajectory.visits[self.state]
         self._asked = 0
         self._sampling_in: set[str] = set()
-        self.rng = random.Random(derive_seed(self.trajectory.seed, self.state, self._visit))
-        """Random numbers that depend on the trajectory and the visit only."""
+        self._rng: random.Random | None = None
 
     # -- time, facts and limits ---------------------------------------------------------------------------------
 
     def clock(self) -> float:
         """Return the scheduler's time in seconds (virtual in simulation)."""
         return asyncio.get_running_loop().time()
+
+    @property
+    def rng(self) -> random.Random:
+        """Random numbers that depend on the trajectory and the visit only (made when asked for: they are large)."""
+        if self._rng is None:
+            self._rng = random.Random(derive_seed(self.trajectory.seed, self.state, self._visit))
+        return self._rng
 
     def emit(self, event: AnyEvent) -> None:
         """Apply an event to the trajectory and tell the journal and the listeners."""

@@ -1,0 +1,352 @@
+"""The scheduler: cancellation, suspension, sub-agents, pauses, weight updates, rewards, hooks, bad handlers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any, ClassVar
+
+import pytest
+from embedded import tokenizer
+from laws.world import call
+from pydantic import BaseModel
+
+from fsm_rollout.dispatch import Dispatcher
+from fsm_rollout.engines.base import Chunk, Request
+from fsm_rollout.engines.scripted import ScriptedEngine, Turn
+from fsm_rollout.errors import ConfigError
+from fsm_rollout.graph import AgentGraph, Sampling
+from fsm_rollout.live import Group
+from fsm_rollout.prompts import Prompt
+from fsm_rollout.rewards import Reward
+from fsm_rollout.scheduler import Scheduler
+from fsm_rollout.states import State
+from fsm_rollout.testing.virtual_time import run_virtual
+from fsm_rollout.trajectory import Outcome, Trajectory
+from fsm_rollout.visit import Visit
+
+LIMITS = {"assistant_turns": 6, "tool_calls": 6, "wall_seconds": 1000.0}
+SINGLE = {
+    "states": {"PENDING": {}, "GENERATING": {"timeout": 100.0}},
+    "transitions": [
+        {"trigger": "prompted", "source": "PENDING", "dest": "GENERATING"},
+        {"trigger": "generated", "source": "GENERATING", "dest": "TERMINATED"},
+    ],
+}
+TOOLS = {
+    "states": {"PENDING": {}, "GENERATING": {"timeout": 100.0}, "PROCESSING_TOOLS": {"timeout": 200.0}},
+    "transitions": [
+        {"trigger": "prompted", "source": "PENDING", "dest": "GENERATING"},
+        {
+            "trigger": "generated", "source": "GENERATING", "dest": "PROCESSING_TOOLS",
+            "conditions": [{"name": "has_tool_calls"}],
+        },
+        {"trigger": "generated", "source": "GENERATING", "dest": "TERMINATED"},
+        {"trigger": "tools_done", "source": "PROCESSING_TOOLS", "dest": "GENERATING"},
+    ],
+}  # fmt: skip
+
+
+def agent(frame: dict[str, Any], **more: Any) -> AgentGraph:
+    return AgentGraph(**{"agent": "a", "limits": LIMITS, **frame, **more})
+
+
+def prompts(count: int = 1, **extra: Any) -> list[Prompt]:
+    return [
+        Prompt(prompt_id=f"p{i}", messages=({"role": "user", "content": f"Question {i}?"},), **extra)
+        for i in range(count)
+    ]
+
+
+Body = Callable[[Scheduler, ScriptedEngine], AsyncIterator[Group]]
+
+
+def run(
+    graph: AgentGraph,
+    script: Any,
+    listed: list[Prompt] | None = None,
+    n: int = 1,
+    *,
+    during: Callable[[Scheduler, ScriptedEngine], Any] | None = None,
+    **options: Any,
+) -> tuple[list[Group], ScriptedEngine]:
+    """Run on a scripted engine in virtual time; `during` runs beside it."""
+    engine = ScriptedEngine(script, tokenizer=tokenizer(), log=True)
+
+    async def main() -> list[Group]:
+        scheduler = Scheduler({graph.agent: graph}, {"policy": Dispatcher(engine)}, **options)
+        beside = asyncio.ensure_future(during(scheduler, engine)) if during else None
+        groups = [group async for group in scheduler.run(listed or prompts(), n)]
+        if beside is not None:
+            await beside
+        return groups
+
+    return run_virtual(main()), engine
+
+
+def only(groups: list[Group]) -> Trajectory:
+    (group,) = groups
+    (trajectory,) = group.trajectories
+    return trajectory
+
+
+SLOW = Turn(text="one two three four five six", delay=10.0, chunks=4)
+
+
+def test_cancel_keeps_what_was_sampled_and_leaves_the_others_alone() -> None:
+    async def during(scheduler: Scheduler, engine: ScriptedEngine) -> None:
+        await asyncio.sleep(25.0)
+        assert scheduler.cancel("p0/0")
+        assert not scheduler.cancel("nobody")
+
+    groups, engine = run(agent(SINGLE), [SLOW], prompts(2), during=during)
+    reasons = {t.trajectory_id: t.stop_reason for g in groups for t in g.trajectories}
+    assert reasons == {"p0/0": "cancelled", "p1/0": "answered"}
+    cancelled = next(t for g in groups for t in g.trajectories if t.stop_reason == "cancelled")
+    emitted = [i for line in engine.log if isinstance(line.what, Chunk) and "p0" in line.what.request_id for i in line.what.ids]
+    assert 0 < cancelled.trained_tokens == len(emitted)
+    assert engine.load().running == 0
+
+
+def test_stop_gives_every_prompt_back_started_or_not() -> None:
+    async def during(scheduler: Scheduler, engine: ScriptedEngine) -> None:
+        await asyncio.sleep(15.0)
+        scheduler.stop(suspend="new weights")
+
+    groups, _ = run(agent(SINGLE), [SLOW], prompts(5), during=during, concurrency=2)
+    trajectories = [t for g in groups for t in g.trajectories]
+    assert len(trajectories) == 5
+    assert {t.suspended for t in trajectories} == {"new weights"}
+    assert all(t.stop_reason is None for t in trajectories)
+    assert sum(t.trained_tokens > 0 for t in trajectories) == 2
+
+
+def test_closing_the_iterator_cancels_the_rest_and_leaves_nothing_running() -> None:
+    seen: list[Trajectory] = []
+    engine = ScriptedEngine(
+        lambda r: Turn(text="x", delay=1.0 if "p0" in r.trajectory_id else 1e6), tokenizer=tokenizer()
+    )
+
+    async def main() -> int:
+        graph = agent(SINGLE, states={"PENDING": {}, "GENERATING": {"timeout": 1e7}}, limits={"assistant_turns": 1})
+        scheduler = Scheduler(
+            {"a": graph}, {"policy": Dispatcher(engine)}, listeners=[lambda t, e: seen.append(t)] if True else []
+        )
+        iterator = scheduler.run(prompts(3))
+        first = await anext(iterator)
+        assert first.group_id == "p0"
+        await iterator.aclose()
+        return len(asyncio.all_tasks())
+
+    assert run_virtual(main()) == 1
+    assert {t.trajectory_id: t.stop_reason for t in seen} == {
+        "p0/0": "answered", "p1/0": "cancelled", "p2/0": "cancelled",
+    }  # fmt: skip
+    assert engine.load().running == 0
+
+
+def test_a_sub_agent_is_a_trajectory_of_the_same_group() -> None:
+    child = agent(SINGLE, agent="child", description="Knows.")
+    graph = agent(TOOLS, tools={"ask": {"agent": child, "timeout": 100.0}})
+
+    def script(request: Request) -> str:
+        if request.agent == "child":
+            return "It is blue."
+        return ['<tool_call>\n{"name": "ask", "arguments": {"task": "Colour?"}}\n</tool_call>', "Blue."][request.turn]
+
+    groups, _ = run(graph, script, reward=Reward(lambda trajectory: 0.5))
+    (group,) = groups
+    (parent,), (helper,) = group.trajectories, group.children
+    assert (helper.parent_id, helper.group_id, helper.agent) == ("p0/0", "p0", "child")
+    assert helper.trajectory_id != parent.trajectory_id
+    assert [m["content"] for m in helper.messages] == ["Colour?"]
+    assert [m["content"] for m in parent.streams[0].messages if m["role"] == "tool"] == ["It is blue."]
+    assert parent.score == helper.score == 0.5
+
+
+def test_cancelling_the_parent_ends_the_child_too() -> None:
+    child = agent(SINGLE, agent="child", description="Slow.")
+    graph = agent(TOOLS, tools={"ask": {"agent": child, "timeout": 1000.0}})
+    call_child = '<tool_call>\n{"name": "ask", "arguments": {"task": "?"}}\n</tool_call>'
+
+    async def during(scheduler: Scheduler, engine: ScriptedEngine) -> None:
+        await asyncio.sleep(5.0)
+        scheduler.cancel("p0/0")
+
+    groups, engine = run(
+        graph, lambda r: Turn(text="late", delay=50.0) if r.agent == "child" else Turn(text=call_child), during=during
+    )
+    assert [t.stop_reason for t in groups[0].all] == ["cancelled", "cancelled"]
+    assert engine.load().running == 0
+
+
+def test_timeouts_stand_still_while_the_engine_is_paused_and_tokens_carry_their_weights() -> None:
+    async def during(scheduler: Scheduler, engine: ScriptedEngine) -> None:
+        await asyncio.sleep(15.0)
+        dispatcher = scheduler.dispatchers["policy"]
+        await dispatcher.pause()
+        await asyncio.sleep(1e5)
+        await engine.update_weights("new", 7)
+        await dispatcher.resume()
+
+    graph = agent(SINGLE, limits={"assistant_turns": 1})
+    groups, _ = run(graph, [SLOW], during=during)
+    trajectory = only(groups)
+    assert trajectory.stop_reason == "answered"
+    versions = trajectory.streams[0].tokens.response_versions().tolist()
+    assert versions == sorted(versions)
+    assert set(versions) == {0, 7}
+
+
+@pytest.mark.parametrize(
+    ("limits", "turn", "reason"),
+    [
+        ({"wall_seconds": 5.0}, SLOW, "limit:wall_seconds"),
+        ({"wall_seconds": 5000.0}, Turn(text="", hang=True), "timed_out"),
+        ({"wall_seconds": 100.0}, Turn(text="", hang=True), "limit:wall_seconds"),  # both are due: the wall comes first
+        ({"response_tokens": 3}, SLOW, "limit:response_tokens"),
+        ({"context_tokens": 20}, SLOW, "limit:context_tokens"),
+        ({"context_tokens": 5}, SLOW, "prompt_too_long"),
+        ({}, Turn(text="", error="Boom: no"), "failed:Boom"),
+    ],
+)
+def test_every_end_has_its_reason(limits: dict[str, float], turn: Turn, reason: str) -> None:
+    groups, _ = run(agent(SINGLE, limits={"assistant_turns": 1, **limits}), [turn])
+    assert only(groups).stop_reason == reason
+
+
+def test_a_turn_cut_by_its_own_bound_is_truncated_and_may_go_on() -> None:
+    short = {"PENDING": {}, "GENERATING": {"timeout": 100.0, "sampling": {"max_tokens": 3}}}
+    groups, _ = run(agent(SINGLE, states=short), ["one two three four five six seven"])
+    assert only(groups).stop_reason == "truncated"
+    rows = [*SINGLE["transitions"], {"trigger": "truncated", "source": "GENERATING", "dest": "GENERATING"}]
+    groups, engine = run(agent(SINGLE, states=short, transitions=rows), lambda r: Turn(text=f"part {r.turn} " * 3))
+    trajectory = only(groups)
+    assert trajectory.stop_reason == "limit:assistant_turns"
+    (stream,) = trajectory.streams
+    assert [m["role"] for m in stream.messages] == ["user", "assistant"], "one turn, however often it was cut"
+    inputs = [line.what.ids.tolist() for line in engine.log if isinstance(line.what, Request)]
+    assert all(longer[: len(shorter)] == shorter for shorter, longer in zip(inputs, inputs[1:], strict=False))
+    assert len(inputs) == 6
+
+
+def test_glue_that_does_not_fit_is_not_written() -> None:
+    tools = {"echo": {"use": "law_tools:echo", "timeout": 50.0}}
+    groups, _ = run(
+        agent(TOOLS, tools=tools, limits={**LIMITS, "response_tokens": 60}), [call("echo", "word " * 60), "never"]
+    )
+    trajectory = only(groups)
+    assert trajectory.stop_reason == "limit:response_tokens"
+    assert trajectory.response_tokens == trajectory.trained_tokens
+
+
+class Blurt(State):
+    """A handler of a user's own: generates twice, and says a word."""
+
+    triggers: ClassVar = ("said",)
+
+    class Options(BaseModel):
+        word: str = "hm"
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        await visit.generate("main", Sampling(max_tokens=2))
+        visit.write([{"role": "user", "content": self.options.word}], context="main")  # type: ignore[union-attr]
+        await visit.generate("main")
+        return Outcome("said")
+
+
+class Liar(State):
+    """Returns what it has not declared."""
+
+    triggers: ClassVar = ("said",)
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        return Outcome("something else")
+
+
+class Twice(State):
+    """Samples one context twice at once."""
+
+    triggers: ClassVar = ("said",)
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        await asyncio.gather(visit.generate("main"), visit.generate("main"))
+        return Outcome("said")
+
+
+def custom(handler: str, **state: Any) -> AgentGraph:
+    states = {"PENDING": {}, "OWN": {"handler": f"test_scheduler:{handler}", "timeout": 50.0, "max_visits": 1, **state}}
+    rows = [
+        {"trigger": "prompted", "source": "PENDING", "dest": "OWN"},
+        {"trigger": "said", "source": "OWN", "dest": "TERMINATED", "stop_reason": "said"},
+    ]
+    return agent({"states": states, "transitions": rows})
+
+
+def test_a_custom_handler_generates_writes_and_pays() -> None:
+    groups, _ = run(custom("Blurt", options={"word": "more"}), ["one two three", "four"])
+    trajectory = only(groups)
+    assert trajectory.stop_reason == "said"
+    assert trajectory.spent["assistant_turns"] == trajectory.turn == 2
+    assert [m["content"] for m in trajectory.streams[0].messages if m["role"] == "user"] == ["Question 0?", "more"]
+
+
+@pytest.mark.parametrize(("handler", "reason"), [("Liar", "failed:UndeclaredOutcome"), ("Twice", "failed:StreamError")])
+def test_a_bad_handler_is_named(handler: str, reason: str) -> None:
+    groups, engine = run(custom(handler), [SLOW])
+    assert only(groups).stop_reason == reason
+    assert engine.load().running == 0
+
+
+def test_limits_and_sampling_may_be_lowered_by_a_prompt_only() -> None:
+    listed = prompts(1, limits={"response_tokens": 4}, sampling={"max_tokens": 100})
+    short = {"PENDING": {}, "GENERATING": {"timeout": 100.0, "sampling": {"max_tokens": 6}}}
+    graph = agent(SINGLE, states=short, limits={"assistant_turns": 1, "response_tokens": 50})
+    groups, engine = run(graph, [SLOW], listed)
+    assert only(groups).stop_reason == "limit:response_tokens"
+    (asked,) = [line.what for line in engine.log if isinstance(line.what, Request)]
+    assert asked.sampling.max_tokens == 4
+
+
+def test_rewards_of_a_group_and_their_failures() -> None:
+    def spread(group: list[Trajectory]) -> list[float | None]:
+        return [float(t.sample) if t.sample != 1 else None for t in group]
+
+    groups, _ = run(agent(SINGLE), ["x"], n=3, reward=Reward(spread))
+    assert [t.score for t in groups[0].trajectories] == [0.0, None, 2.0]
+
+    def moody(trajectory: Trajectory) -> float:
+        return 1.0 / trajectory.sample
+
+    groups, _ = run(agent(SINGLE), ["x"], n=2, reward=Reward(moody))
+    assert [t.score for t in groups[0].trajectories] == [None, 1.0]
+    assert "ZeroDivisionError" in groups[0].reward_errors[0]
+
+
+def test_a_failing_listener_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    def bad(trajectory: Trajectory, event: object) -> None:
+        raise RuntimeError("listener")
+
+    groups, _ = run(agent(SINGLE), ["x"], listeners=[bad])
+    assert only(groups).stop_reason == "answered"
+    assert "listener failed" in caplog.text
+
+
+def test_prompts_choose_their_agent() -> None:
+    engine = ScriptedEngine(lambda r: r.agent, tokenizer=tokenizer())
+
+    async def main(names: list[str | None]) -> list[str]:
+        agents = {name: agent(SINGLE, agent=name) for name in ("one", "two")}
+        scheduler = Scheduler(agents, {"policy": Dispatcher(engine)})
+        listed = [prompts(1, agent=name)[0].model_copy(update={"prompt_id": str(i)}) for i, name in enumerate(names)]
+        return [t.text async for g in scheduler.run(listed) for t in g.trajectories]
+
+    assert sorted(run_virtual(main(["one", "two"]))) == ["one", "two"]
+    with pytest.raises(ConfigError, match="did you mean 'two'"):
+        run_virtual(main(["twoo"]))
+
+
+def test_a_context_on_an_unknown_engine_is_refused() -> None:
+    graph = agent(SINGLE, contexts={"main": {"engine": "judge"}})
+    with pytest.raises(ConfigError, match="engine 'judge' is not one of the run's"):
+        Scheduler({"a": graph}, {"policy": Dispatcher(ScriptedEngine([], tokenizer=tokenizer()))})
