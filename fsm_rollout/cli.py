@@ -1,4 +1,4 @@
-"""The command line: ``fsm-rollout check | schema | new``.
+"""The command line: ``fsm-rollout check | run | schema | new``.
 
 Invariant: bad input ends with exit code 2 and one line per problem on stderr, never with a traceback. What a command
 needs is imported inside it, so that each starts as fast as it can.
@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from fsm_rollout.errors import ConfigError
+from fsm_rollout.errors import ConfigError, Problem
 
 app = typer.Typer(
     name="fsm-rollout",
@@ -27,7 +27,8 @@ app = typer.Typer(
 def _commands() -> None:
     """Agent rollouts as explicit state machines.
 
-    Start with `fsm-rollout new my_agent`, then `fsm-rollout check my_agent.yaml`.
+    Start with `fsm-rollout new my_agent`, then `fsm-rollout check my_agent.yaml`, then a run of it:
+    `fsm-rollout run configs/runs/demo.yaml` shows how.
     """
 
 
@@ -46,7 +47,7 @@ def check(
     from fsm_rollout.loader import read_agent
     from fsm_rollout.proof import prove
 
-    problems = []
+    problems: list[Problem] = []
     for file in files:
         reading = read_agent(file)
         problems += reading.problems
@@ -54,6 +55,43 @@ def check(
             typer.echo(f"{reading.graph.agent} ({file}): {prove(reading.graph)}")
     if problems:
         _refuse(ConfigError(problems))
+
+
+@app.command()
+def run(
+    file: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="the run's file", show_default=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[key=value ...]", help="changes to the run", show_default=False)
+    ] = None,
+) -> None:
+    """Run an agent on prompts and write the run's folder: journal.sqlite, batch/ and summary.json.
+
+    Example: fsm-rollout run configs/runs/demo.yaml n=8 sampling.temperature=0.7 engine.model=embedded:early
+
+    A key that starts with `agent.` changes the agent: agent.limits.tool_calls=3
+    """
+    from rich.console import Console
+
+    from fsm_rollout.errors import EngineError
+    from fsm_rollout.execute import execute
+    from fsm_rollout.progress import RunProgress, summary_table
+    from fsm_rollout.run_config import load_run
+
+    console = Console(stderr=True)
+    try:
+        config = load_run(file, overrides or [])
+        summary = execute(config, lambda total: RunProgress(total, console))
+    except ConfigError as error:
+        _refuse(error)
+    except EngineError as error:
+        _refuse(ConfigError(str(error)))
+    except KeyboardInterrupt:
+        typer.echo("interrupted; what was done until then is in the run's journal.sqlite", err=True)
+        raise typer.Exit(130) from None
+    Console().print(summary_table(summary))
+    for error_text in summary.get("reward_errors", [])[:5]:
+        typer.echo(f"no score: {error_text}", err=True)
+    typer.echo(f"{_short(config.out)}: journal.sqlite, batch/, summary.json")
 
 
 @app.command()
@@ -84,6 +122,10 @@ def new(name: Annotated[str, typer.Argument(help="what to call the agent", show_
     except ConfigError as error:
         _refuse(error)
     typer.echo(f"{path} written; try: fsm-rollout check {path}")
+
+
+def _short(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _refuse(error: ConfigError) -> NoReturn:

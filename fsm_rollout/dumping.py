@@ -46,7 +46,7 @@ def dump(graph: AgentGraph) -> str:
 
 
 def _agent(graph: AgentGraph) -> dict[str, Any]:
-    data = graph.model_dump(mode="json", exclude_defaults=True)
+    data = graph.model_dump(exclude_defaults=True)
     for name, context in data.get("contexts", {}).items():
         if "system" in context:
             context["system"] = _literal(graph.contexts[name].system)

@@ -5,7 +5,7 @@ folded, and a run that is still being written can be read. The order of all even
 connection, so no event loop ever waits for a disk; a crash of the process loses what was appended within the last
 ``interval`` and was not yet flushed.
 
-Tables: ``run(key, value)``; ``trajectories(trajectory_id, group_id, sample, agent, parent_id)``;
+Tables: ``run(key, value)``, values as JSON; ``trajectories(trajectory_id, group_id, sample, agent, parent_id)``;
 ``events(id, trajectory_id, seq, at, kind, payload)``, where ``id`` is the place in the run, ``seq`` the place in the
 trajectory, and ``payload`` what :func:`fsm_rollout.events.encode` gives. SQLite's ``application_id`` marks the file as
 a journal and its ``user_version`` is the format.
@@ -13,6 +13,7 @@ a journal and its ``user_version`` is the format.
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import threading
@@ -21,6 +22,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
+from typing import Any
 
 import msgspec
 
@@ -64,9 +66,8 @@ class Journal:
 
     Args:
         path: the file, ``journal.sqlite`` in a run's folder.
-        run: facts about the run to keep with it as text, by name: the agents' YAML, the run's configuration. The
-            package's version is added as ``code_version``.
-        replace: an earlier journal at ``path`` gives way; anything else that stands there is left alone.
+        metadata: plain data about the run to keep with it: the agents' YAML, the run's configuration. The package's
+            version is added as ``code_version``.
         interval: seconds over which events are gathered into one transaction.
 
     Raises:
@@ -76,9 +77,8 @@ class Journal:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        run: Mapping[str, str] | None = None,
+        metadata: Mapping[str, Any] | None = None,
         *,
-        replace: bool = False,
         interval: float = 0.1,
     ) -> None:
         self.path = Path(path)
@@ -88,9 +88,7 @@ class Journal:
         self._hurry = threading.Event()
         self._failure: Exception | None = None
         self._closed = False
-        if self.path.exists():
-            _make_way(self.path, replace)
-        self._connection = _create(self.path, {**(run or {}), "code_version": __version__})
+        self._connection = _create(self.path, {**(metadata or {}), "code_version": __version__})
         self._thread = threading.Thread(target=self._write, name=f"journal {self.path.name}", daemon=True)
         self._thread.start()
 
@@ -195,7 +193,9 @@ def _kind(event: AnyEvent) -> str:
     return str(event.__struct_config__.tag)
 
 
-def _create(path: Path, run: Mapping[str, str]) -> sqlite3.Connection:
+def _create(path: Path, metadata: Mapping[str, Any]) -> sqlite3.Connection:
+    if path.exists():
+        raise JournalError(f"{path} exists, and a journal holds one run; choose another folder or remove it")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
@@ -204,7 +204,9 @@ def _create(path: Path, run: Mapping[str, str]) -> sqlite3.Connection:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
             connection.executescript(f"BEGIN; {_SCHEMA}")
-            connection.executemany("INSERT INTO run VALUES (?, ?)", run.items())
+            connection.executemany(
+                "INSERT INTO run VALUES (?, ?)", ((key, json.dumps(value)) for key, value in metadata.items())
+            )
             connection.execute("COMMIT")
         except BaseException:
             connection.close()
@@ -212,15 +214,6 @@ def _create(path: Path, run: Mapping[str, str]) -> sqlite3.Connection:
     except (sqlite3.Error, OSError) as error:
         raise JournalError(f"journal {path} cannot be written: {error}") from error
     return connection
-
-
-def _make_way(path: Path, replace: bool) -> None:
-    if not replace:
-        raise JournalError(f"{path} exists; a journal holds one run: choose another folder, or replace it")
-    with _reading(path):  # raises when it is not a journal
-        pass
-    for suffix in ("-wal", "-shm", ""):
-        Path(f"{path}{suffix}").unlink(missing_ok=True)
 
 
 def _fold_log_in(connection: sqlite3.Connection) -> None:
@@ -236,21 +229,21 @@ def _fold_log_in(connection: sqlite3.Connection) -> None:
 # -- reading ----------------------------------------------------------------------------------------------------
 
 
-def run_facts(path: str | os.PathLike[str]) -> dict[str, str]:
-    """Return what the journal was given about its run, and ``code_version``.
+def metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what the journal was told about its run, and ``code_version``.
 
     Raises:
         JournalError: no journal at ``path``, or one that this version cannot read.
     """
     with _reading(path) as connection:
-        return dict(connection.execute("SELECT key, value FROM run"))
+        return {key: json.loads(value) for key, value in connection.execute("SELECT key, value FROM run")}
 
 
 def events(path: str | os.PathLike[str], trajectory_id: str) -> list[AnyEvent]:
     """Return the events of one trajectory, in order.
 
     Raises:
-        JournalError: as for :func:`run_facts`; or no such trajectory, or an event that cannot be read.
+        JournalError: as for :func:`metadata`; or no such trajectory, or an event that cannot be read.
     """
     with _reading(path) as connection:
         found = _events(connection, path, trajectory_id)
@@ -265,7 +258,7 @@ def read(path: str | os.PathLike[str]) -> Iterator[Trajectory]:
     The file may still be written to: what is read is one moment of the run.
 
     Raises:
-        JournalError: as for :func:`run_facts`; or an event that cannot be read or does not fit those before it.
+        JournalError: as for :func:`metadata`; or an event that cannot be read or does not fit those before it.
     """
     with _reading(path) as connection:
         connection.execute("BEGIN")  # one snapshot for all that follows

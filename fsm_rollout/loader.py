@@ -91,7 +91,7 @@ def _read(text: str, source: SourceMap, base: Path, overrides: Sequence[str], in
         graph = _validated(normal)
     except ValidationError as error:
         wrong = {tuple(item["loc"]): item for item in error.errors(include_url=False)}
-        problems += [source.problem(*explain(path, item)) for path, item in wrong.items()]
+        problems += [source.problem(*explain(path, item)) for path, item in wrong.items() if not source.is_wrong(path)]
         return Reading(None, source, tuple(in_file_order([*problems, *_names_all_the_same(normal, source)])))
     if problems:  # the graph is whole, but not what was meant: its structure is not worth judging yet
         problems += [source.problem(found.path, found.message, found.rule) for found in names(graph)]

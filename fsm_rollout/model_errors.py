@@ -33,10 +33,15 @@ def _explained(path: ConfigPath, item: dict[str, Any], root: type[BaseModel]) ->
         case "extra_forbidden":
             above = describe(path[:-1])
             model = _model_at(root, path[:-1])
-            hint = did_you_mean(str(path[-1]), model.model_fields if model else ())
+            fields = model.model_fields.items() if model else ()
+            hint = did_you_mean(str(path[-1]), (field.alias or name for name, field in fields))
             return path, f"{above}: unknown key '{path[-1]}'{hint}".lstrip(": ")
         case "value_error":
             return path, ": ".join(part for part in (describe(path), str(item["ctx"]["error"])) if part)
+        case "dict_type" | "mapping_type":
+            return path, f"{describe(path)} must be a mapping, got {item['input']!r}"
+        case "string_pattern_mismatch" if ":" in item["ctx"]["pattern"]:
+            return path, f"{describe(path)} must be 'module:name', got {item['input']!r}"
     return explain(path, item)
 
 

@@ -7,10 +7,13 @@ loaded into place, predicates become ``{name, argument}``, and a custom handler'
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from fsm_rollout.errors import ConfigError, Problem, did_you_mean
 from fsm_rollout.form import STATE_KEYS, explain
@@ -102,19 +105,20 @@ class Normaliser:
         model: Any = getattr(found, "Options", None)
         if model is None:
             for key in given:
-                self._report(
-                    (*at, key), f"unknown key; '{handler}' takes no keys of its own{did_you_mean(key, STATE_KEYS)}"
-                )
+                hint = did_you_mean(key, STATE_KEYS)
+                message = f"{describe(at)}: unknown key '{key}'; '{handler}' takes no keys of its own{hint}"
+                self.problems.append(self.source.problem((*at, key), message))
             return
         if given:
             entry["options"] = given
         known = {field.alias or name for name, field in model.model_fields.items()}
         for key in set(given) - known:
-            self._report((*at, key), f"unknown key{did_you_mean(key, known | STATE_KEYS)}")
+            message = f"{describe(at)}: unknown key '{key}'{did_you_mean(key, known | STATE_KEYS)}"
+            self.problems.append(self.source.problem((*at, key), message))
         try:
-            model.model_validate({key: value for key, value in given.items() if key in known})
-        except ValueError as error:  # pydantic's, and what its validators raise
-            for item in getattr(error, "errors", list)():
+            model.model_validate_json(json.dumps({k: v for k, v in given.items() if k in known}), strict=True)
+        except ValidationError as error:
+            for item in error.errors(include_url=False):
                 self.problems.append(self.source.problem(*explain((*at, *item["loc"]), item)))
 
     def _sub_agent(self, entry: dict[str, Any], at: ConfigPath, base: Path, inside: tuple[Path, ...]) -> None:

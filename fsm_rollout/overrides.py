@@ -33,7 +33,9 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str], source: Sour
             continue
         value, wrong = read_yaml(text, SourceMap(shown))
         problem = _set(data, path, value)
-        problems.extend(Problem(p.message, shown) for p in wrong)
+        if wrong:
+            problems.extend(Problem(p.message, shown) for p in wrong)
+            source.wrong.add(path)
         if problem is not None:
             problems.append(Problem(problem, shown))
         source.overrides[path] = shown
@@ -83,6 +85,7 @@ def interpolate(data: dict[str, Any], source: SourceMap) -> list[Problem]:
             text = "it refers to itself"
         message = f"interpolation failed: {text}; write \\${{ for a literal ${{"
         problems.append(source.problem(path, message))
+        source.wrong.add(path)
         _put(data, path, "")
 
     readable = []

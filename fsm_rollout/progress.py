@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Mapping
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -87,3 +89,34 @@ class RunProgress:
             tail = ", ".join(f"{t.trajectory_id} {t.state} (turn {t.turn})" for t in oldest)
             lines.append(Text(f"tail: {tail}", style="dim"))
         return Group(*lines)
+
+
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """Return a run's summary (see :mod:`fsm_rollout.summary`) as a table for people."""
+    table = Table(show_header=False, box=None, padding=(0, 2))
+    trajectories, tokens, trained = summary["trajectories"], summary["tokens"], summary["trained_tokens"]
+    timing = summary["timing"]
+    table.add_row("trajectories", f"{trajectories:,} in {summary['groups']:,} groups, {summary['wall_seconds']:.1f} s")
+    reasons = ", ".join(f"{reason} {count:,}" for reason, count in summary["stop_reasons"].items())
+    table.add_row("stop reasons", reasons or "-")
+    table.add_row("states", ", ".join(f"{state} {visits:,}" for state, visits in summary["states"].items()))
+    table.add_row("turns", f"{_number(summary['turns_mean'])} on average, {summary['transitions']:,} transitions")
+    share = f"{trained / tokens:.0%}" if tokens else "-"
+    table.add_row("tokens", f"{tokens:,} after the prompts, {trained:,} trained ({share})")
+    table.add_row("tool calls", f"{summary['tool_calls']:,}, {summary['tool_failures']:,} failed")
+    table.add_row("score", _number(summary["score_mean"], digits=3))
+    for name in ("generate", "tools", "interact"):
+        spread = timing[name]
+        if spread["max"]:
+            seconds = " / ".join(_number(spread[key], digits=2) for key in ("min", "mean", "max"))
+            table.add_row(f"{name} (s)", f"{seconds} (min / mean / max per trajectory)")
+    slowest = timing["slowest"]
+    if slowest is not None:
+        table.add_row("slowest", ", ".join(f"{key} {_number(value, digits=2)}" for key, value in slowest.items()))
+    return table
+
+
+def _number(value: object, digits: int = 1) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.{digits}f}" if isinstance(value, float) else str(value)

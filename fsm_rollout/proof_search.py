@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.graph import COUNTED_LIMITS, AgentGraph, Predicate, Row
+from fsm_rollout.graph import COUNTED_LIMITS, Predicate, Row
 from fsm_rollout.predicates import PREDICATES, visits_argument
 from fsm_rollout.structure import Structure
 from fsm_rollout.trajectory import routing_key
@@ -281,7 +281,7 @@ def ranking(structure: Structure) -> Counts:
 
     A state with ``max_visits`` m is entered at most m + 2 times (two more: its limit reached and routed, reached again
     and ended). The other states that spend a limit N are entered at most N + 2 times together. Between two such
-    entries, or a routed limit, a run can only follow a path of free states, of which there are no cycles.
+    entries, or a routed limit, a run can only follow a path of the other, free states, in which there is no cycle.
     """
     graph = structure.graph
     compiled = _Search(structure)
@@ -291,13 +291,10 @@ def ranking(structure: Structure) -> Counts:
         max_visits, limit = graph.states[state].max_visits, structure.spends(state)
         if max_visits is not None:
             bounded[state] = max_visits + 2
-        elif limit is None:
+        elif limit is None or getattr(graph.limits, limit) is None:
             free.append(state)
         else:
-            allowed = getattr(graph.limits, limit)
-            if allowed is None:
-                raise ConfigError(f"agent '{graph.agent}' may run for ever: limits.{limit} is not set")
-            bounded[limit] = allowed + 2
+            bounded[limit] = getattr(graph.limits, limit) + 2
     entries = sum(bounded.values())
     longest = _longest_path(structure, free)
     transitions = entries + (entries + len(compiled.bits) + 1) * longest
@@ -305,20 +302,23 @@ def ranking(structure: Structure) -> Counts:
     exempt = {(limit, s) for s in compiled.states if graph.states[s].max_visits is not None for limit in routable}
     return Counts(
         transitions,
-        _visits_of(graph, structure, compiled.states, "generate", "assistant_turns"),
-        _visits_of(graph, structure, compiled.states, "interact", "user_turns"),
+        min(transitions, _visits_of(structure, compiled.states, "generate", "assistant_turns", transitions)),
+        min(transitions, _visits_of(structure, compiled.states, "interact", "user_turns", transitions)),
         frozenset(compiled.states),
         frozenset(exempt),
         exact=False,
     )
 
 
-def _visits_of(graph: AgentGraph, structure: Structure, states: list[str], handler: str, limit: str) -> int:
-    """Return how often one kind of handler can run: what the limit allows, and each ``max_visits`` where there is one."""
-    those = [s for s in states if structure.specs[s].name == handler]
-    own = [graph.states[s].max_visits for s in those]
-    allowed = getattr(graph.limits, limit) if None in own else 0
-    return int(allowed) + sum(visits for visits in own if visits is not None)
+def _visits_of(structure: Structure, states: list[str], handler: str, limit: str, otherwise: int) -> int:
+    """Return how often one kind of handler can run.
+
+    That is what its limit allows (``otherwise`` where it is not set), and each ``max_visits`` where there is one.
+    """
+    those = [structure.graph.states[s].max_visits for s in states if structure.specs[s].name == handler]
+    allowed: int | None = getattr(structure.graph.limits, limit)
+    shared = 0 if None not in those else otherwise if allowed is None else allowed
+    return shared + sum(visits for visits in those if visits is not None)
 
 
 def _longest_path(structure: Structure, free: list[str]) -> int:

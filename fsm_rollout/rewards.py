@@ -10,7 +10,8 @@ import asyncio
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from itertools import zip_longest
 from typing import Any, cast, get_origin, get_type_hints
 
 from fsm_rollout.answers import gives_answer
@@ -92,10 +93,11 @@ class Reward:
 
 
 def exact_answer(trajectory: Trajectory) -> float:
-    """Return 1.0 when every answer that the prompt expects is given by the turn that should give it, else 0.0.
+    """Return 1.0 when the model gave every answer that the prompt expects, each in its place, else 0.0.
 
-    Expected are the prompt's ``answer`` and then its ``interaction_kwargs.answers``; they are given, one each, by the
-    turns of the context ``main`` that call no tool, in order (how: :mod:`fsm_rollout.answers`).
+    Expected are the prompt's ``answer``, then ``interaction_kwargs.answers[i]`` after the user has said
+    ``interaction_kwargs.turns[i]``. Between two of those the last turn of the context ``main`` that calls no tool
+    counts, so a revision replaces a draft. How an answer is read from a text: :mod:`fsm_rollout.answers`.
 
     Raises:
         ValueError: the prompt has no ``answer``.
@@ -110,24 +112,31 @@ def fraction_answered(trajectory: Trajectory) -> float:
 
 
 def _given(trajectory: Trajectory) -> list[bool]:
-    """Say of each expected answer whether its turn gives it."""
+    """Say of each expected answer whether it was given in its place."""
     if "answer" not in trajectory.extra:
         raise ValueError("the prompt has no `answer` to compare with; add one, or use another reward")
     script: Any = trajectory.extra.get("interaction_kwargs") or {}
     expected = [trajectory.extra["answer"], *(script.get("answers") or ())]
-    texts = list(_answering_texts(trajectory))
-    return [index < len(texts) and gives_answer(texts[index], answer) for index, answer in enumerate(expected)]
+    texts = _answering_texts(trajectory, script.get("turns") or ())
+    return [gives_answer(texts.get(place, ""), answer) for place, answer in enumerate(expected)]
 
 
-def _answering_texts(trajectory: Trajectory) -> Iterator[str]:
-    """Yield the texts of the turns of `main` that try to call nothing (a broken call is answered by a tool too)."""
+def _answering_texts(trajectory: Trajectory, turns: Sequence[str]) -> dict[int, str]:
+    """Return the last answering text of `main` by place: before the user's first scripted turn, after it, and so on."""
+    texts: dict[int, str] = {}
+    place = 0
     for stream in trajectory.streams:
-        if stream.context == MAIN:
-            sampled = stream.messages[stream.opening :]
-            for message, following in zip(sampled, [*sampled[1:], None], strict=True):
-                called = message.get("tool_calls") or (following is not None and following["role"] == "tool")
-                if message["role"] == "assistant" and not called:
-                    yield str(message.get("content") or "")
+        if stream.context != MAIN:
+            continue
+        new = stream.messages[stream.opening :]
+        for message, following in zip_longest(new, new[1:]):
+            # A broken call leaves no tool_calls, but a tool message answers it.
+            called = message.get("tool_calls") or (following is not None and following["role"] == "tool")
+            if message["role"] == "assistant" and not called:
+                texts[place] = str(message.get("content") or "")
+            elif message["role"] == "user" and place < len(turns) and message["content"] == turns[place]:
+                place += 1
+    return texts
 
 
 def _is_sequence(function: Callable[..., Any], first: inspect.Parameter) -> bool:

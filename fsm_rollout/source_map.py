@@ -23,6 +23,8 @@ class SourceMap:
         """1-based line of each key and list item."""
         self.overrides: dict[ConfigPath, str] = {}
         """What was said on the command line instead, by path."""
+        self.wrong: set[ConfigPath] = set()
+        """What has been found wrong already, so that nothing more needs to be said about its value."""
         self.parts: dict[ConfigPath, SourceMap] = {}
         """Files taken in as a part (a sub-agent), with paths that begin anew."""
         self.texts: dict[ConfigPath, tuple[str | None, int]] = {}
@@ -51,6 +53,11 @@ class SourceMap:
             return self.locate(path)
         file, first = source.texts[inner]
         return file, first + line - 1
+
+    def is_wrong(self, path: ConfigPath) -> bool:
+        """Whether a problem with the value at ``path``, or around it, is known."""
+        source, path = self.within(path)
+        return any(path[:length] in source.wrong for length in range(len(path) + 1))
 
     def problem(self, path: ConfigPath, message: str, rule: int = 0) -> Problem:
         """Build the problem that ``message`` says of ``path``."""

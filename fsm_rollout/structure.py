@@ -117,10 +117,10 @@ def _cycle_from(start: str, onward: Mapping[str, Iterable[str]]) -> tuple[str, .
         state = queue.popleft()
         for dest in onward[state]:
             if dest == start:
-                path = [start, state] if state != start else [start]
+                path = [start, state]
                 while path[-1] != start:
                     path.append(before[path[-1]])
-                return (*reversed(path), start) if state != start else (start, start)
+                return tuple(reversed(path))
             if dest not in before:
                 before[dest] = state
                 queue.append(dest)

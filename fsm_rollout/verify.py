@@ -175,7 +175,11 @@ def _outcomes(structure: Structure) -> Iterator[Finding]:
         for trigger in spec.triggers:
             if trigger in IMPLICIT_TRIGGERS:
                 continue
-            rows = [(i, row) for i, row in enumerate(graph.transitions) if row in tuple(graph.rows_of(state, trigger))]
+            rows = [
+                (i, row)
+                for i, row in enumerate(graph.transitions)
+                if row.trigger == trigger and {state, "*"} & set(row.source)
+            ]
             if not rows:
                 message = f"state '{state}' may raise '{trigger}', which no row takes; add one with source: {state}"
                 yield Finding(4, ("states", state), message)

@@ -22,6 +22,7 @@ MAX_VALUES = 100_000
 """Values in one file after its aliases are followed (an "alias bomb" has billions)."""
 
 _TAG = "tag:yaml.org,2002:"
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
 _SPECIAL_FLOATS = {".inf": math.inf, "+.inf": math.inf, "-.inf": -math.inf, ".nan": math.nan}
 
@@ -106,7 +107,11 @@ class _Reader:
         if isinstance(node, yaml.ScalarNode):
             if node.style == "|":
                 self.source.texts[path] = (self.source.file, node.start_mark.line + 2)
-            return self._scalar(node)
+            before = len(self.problems)
+            scalar = self._scalar(node)
+            if len(self.problems) > before:
+                self.source.wrong.add(path)
+            return scalar
         if id(node) in self._open:
             self._report(node, "an alias stands inside the very value that it names")
             return None
@@ -155,10 +160,12 @@ class _Reader:
         if not isinstance(node, yaml.ScalarNode):
             self._report(node, "a key must be one word; text that begins with `{` or `[` needs quotes")
             return f"?{len(self.problems)}"
+        if node.tag == _TAG + "bool" and node.value in STRICTER[0][2]:
+            return str(node.value)  # `n` is a run's own key; text to PyYAML and to YAML 1.2
         value = self._scalar(node)
         if not isinstance(value, str) and node.tag != _TAG + "bool":
             self._report(node, f'the key `{node.value}` is not text in YAML; write "{node.value}"')
-        return str(node.value)
+        return value if isinstance(value, str) else str(node.value)
 
     def _scalar(self, node: yaml.ScalarNode) -> object:
         text = str(node.value)
@@ -173,10 +180,11 @@ class _Reader:
             case "int" | "float":
                 return self._number(node, kind)
             case "str" | "timestamp" | "value":
-                if any("\ud800" <= c <= "\udfff" for c in text):
+                try:  # JSON writes what is beyond U+FFFF as a pair of surrogates
+                    return text.encode("utf-16", "surrogatepass").decode("utf-16") if _SURROGATE.search(text) else text
+                except UnicodeDecodeError:
                     self._report(node, "half of a surrogate pair is not a character")
                     return ""
-                return text
             case _:
                 self._report(node, f"the tag {_short(node.tag)} is not supported; write plain values")
                 return text

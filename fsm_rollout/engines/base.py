@@ -8,7 +8,10 @@ Invariants every engine keeps (``fsm_rollout.testing.check_engine`` tests them):
 3. A sampled stop token is part of the ids, as the last one, with ``finish_reason`` "stop".
 4. ``abort`` ends a request with ``finish_reason`` "abort" and keeps all that was sampled; unknown ids are harmless.
 5. A request's tokens depend on its ids, sampling and seed only, not on what else is in the batch.
-6. Requests join and leave while others run; no request waits for another's end.
+6. Requests join and leave while others run; no request waits for another's end (but a full engine admits later).
+7. An engine emits an empty chunk when it admits a request; visit timeouts count from a request's first chunk.
+8. Each chunk carries the version of the weights that sampled it; a request under way goes on after an update.
+9. Ids of requests under way are unique; after :meth:`Engine.aclose` an engine takes no more requests.
 """
 
 from __future__ import annotations
@@ -55,6 +58,8 @@ class Request:
     context: str = ""
     turn: int = 0
     """Index of this generation within its trajectory's context: 0, 1, …"""
+    sampled: int = 0
+    """How many of the last ``ids`` were sampled for this very generation, by requests that this one continues."""
 
     @property
     def session(self) -> str:
@@ -65,7 +70,11 @@ class Request:
         """Return the request for the rest of this one, after ``sampled`` tokens of it have been streamed."""
         rest = self.sampling.max_tokens - len(sampled)
         return replace(
-            self, request_id=request_id, ids=self.ids + sampled, sampling=replace(self.sampling, max_tokens=rest)
+            self,
+            request_id=request_id,
+            ids=self.ids + sampled,
+            sampled=self.sampled + len(sampled),
+            sampling=replace(self.sampling, max_tokens=rest),
         )
 
 

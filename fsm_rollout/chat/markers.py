@@ -1,0 +1,226 @@
+"""Text to ids, such that text of the environment never becomes a control token unless that is allowed.
+
+Invariant: for parts without an injected marker the ids are those of encoding their joined text in one go;
+with one, every marker id comes from the scaffold (what the template itself wrote) and from nowhere else.
+
+A *marker* is an added token of the vocabulary that is more than white space, special or not: Qwen's
+``<tool_call>`` and ``<think>`` are not flagged special, and ``split_special_tokens`` would leave them whole.
+Neutralised text goes through a copy of the tokenizer that has no markers at all.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+from weakref import WeakKeyDictionary
+
+from fsm_rollout.errors import ChatTemplateError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+Injection = Literal["guard", "allow", "raise"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of rendered text and who wrote it: the template (scaffold), or a message (environment)."""
+
+    text: str
+    environment: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """An added token; ``lstrip``/``rstrip`` say whether it swallows the white space beside it."""
+
+    id: int
+    text: str
+    special: bool
+    lstrip: bool
+    rstrip: bool
+
+
+class MarkerEncoder:
+    """Encodes with a private copy of the tokenizer's backend: nobody else's truncation settings apply to it."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        from tokenizers import Tokenizer
+
+        self._backend: Tokenizer = Tokenizer.from_str(backend.to_str())
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._bare: tuple[Tokenizer, dict[int, int]] | None = None
+        self.by_id: dict[int, Marker] = {
+            id_: Marker(id_, token.content, token.special, token.lstrip, token.rstrip)
+            for id_, token in self._backend.get_added_tokens_decoder().items()
+            if token.content.strip() and not token.single_word
+        }
+        self.by_text: dict[str, Marker] = {marker.text: marker for marker in self.by_id.values()}
+        self.ids: frozenset[int] = frozenset(self.by_id)
+        # Longest first: where two markers start at one place the tokenizer takes the longer one.
+        longest_first = sorted(self.by_text, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        # A marker that overlaps itself ("##") can move without changing the sequence of marker ids.
+        self._overlapping = any(text[:size] == text[-size:] for text in self.by_text for size in range(1, len(text)))
+
+    def encode(self, text: str) -> list[int]:
+        """Encode canonically: one call of the tokenizer, no tokens added around it.
+
+        Raises:
+            ChatTemplateError: ``text-not-unicode`` for a lone surrogate, which no tokenizer can encode.
+
+        """
+        try:
+            return self._backend.encode(text, add_special_tokens=False).ids  # type: ignore[no-any-return]
+        except (UnicodeError, TypeError) as error:
+            raise ChatTemplateError(
+                "text-not-unicode",
+                f"text cannot be encoded as UTF-8 ({error}); decode tool output with errors='replace' first",
+            ) from None
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Decode with markers as text and without clean-up; incomplete UTF-8 becomes U+FFFD."""
+        return self._backend.decode(ids, skip_special_tokens=False)  # type: ignore[no-any-return]
+
+    def find(self, text: str) -> list[tuple[int, Marker]]:
+        """Return the markers written in ``text`` with their positions, left to right."""
+        return [(match.start(), self.by_text[match.group()]) for match in self._pattern.finditer(text)]
+
+    def count(self, ids: Iterable[int]) -> int:
+        """Count the marker ids among ``ids``."""
+        return sum(id_ in self.ids for id_ in ids)
+
+    def encode_parts(self, parts: Sequence[Part], injection: Injection) -> tuple[list[int], int]:
+        """Encode the joined parts; return the ids and how many injected markers were neutralised.
+
+        Raises:
+            ChatTemplateError: ``injected-marker`` in mode ``raise``; ``text-not-unicode``.
+
+        """
+        ids = self.encode("".join(part.text for part in parts))
+        if injection == "allow":
+            return ids, 0
+        own = [marker.id for part in parts if not part.environment for _, marker in self.find(part.text)]
+        found = [id_ for id_ in ids if id_ in self.ids]
+        if found == own and not (self._overlapping and self._moved(parts)):
+            return ids, 0
+        guarded, injected = self._encode_between_markers(parts)
+        if injection == "raise":
+            texts = [
+                self.by_text[match].text
+                for part in parts
+                if part.environment
+                for match in self._pattern.findall(part.text)
+            ]
+            raise ChatTemplateError(
+                "injected-marker",
+                f"a message holds control tokens as text: {', '.join(map(repr, dict.fromkeys(texts)))}; "
+                "injection='guard' encodes them as plain text",
+            )
+        return guarded, max(injected, 1)
+
+    def _moved(self, parts: Sequence[Part]) -> bool:
+        """Return whether a marker was found elsewhere than where the scaffold has it."""
+        own: list[int] = []
+        start = 0
+        for part in parts:
+            own += [start + position for position, _ in self.find(part.text) if not part.environment]
+            start += len(part.text)
+        encoding = self._backend.encode("".join(part.text for part in parts), add_special_tokens=False)
+        return own != [at for id_, (at, _) in zip(encoding.ids, encoding.offsets, strict=True) if id_ in self.ids]
+
+    def _encode_between_markers(self, parts: Sequence[Part]) -> tuple[list[int], int]:
+        """Take the scaffold's own markers as given and encode what lies between them, free of markers."""
+        ids: list[int] = []
+        injected = 0
+        pending: list[str] = []
+        strip_left = False
+
+        def flush(strip_right: bool) -> None:
+            nonlocal injected
+            text = "".join(pending)
+            pending.clear()
+            if strip_left:
+                text = text.lstrip()
+            if strip_right:
+                text = text.rstrip()
+            if text:
+                canonical = self.encode(text)
+                count = self.count(canonical)
+                injected += count
+                ids.extend(self.encode_bare(text) if count else canonical)
+
+        for part in parts:
+            start = 0
+            for position, marker in [] if part.environment else self.find(part.text):
+                pending.append(part.text[start:position])
+                flush(marker.lstrip)
+                ids.append(marker.id)
+                strip_left = marker.rstrip
+                start = position + len(marker.text)
+            pending.append(part.text[start:])
+        flush(False)
+        return ids, injected
+
+    def encode_bare(self, text: str) -> list[int]:
+        """Encode ``text`` so that no marker id comes out, whatever it holds."""
+        ids = self._bare_ids(text)
+        if not self.count(ids):
+            return ids
+        # A marker may also be an ordinary entry of the model's vocabulary (Unigram). Cut it in two.
+        ids = []
+        start = 0
+        for match in self._pattern.finditer(text):
+            cut = match.start() + 1
+            ids += self._bare_ids(text[start:cut])
+            start = cut
+        ids += self._bare_ids(text[start:])
+        if self.count(ids):
+            raise ChatTemplateError("injected-marker", "this vocabulary cannot spell a marker as plain text")
+        return ids
+
+    def _bare_ids(self, text: str) -> list[int]:
+        if self._bare is None:
+            self._bare = self._without_markers()
+        bare, renamed = self._bare
+        ids: list[int] = bare.encode(text, add_special_tokens=False).ids
+        return [renamed.get(id_, id_) for id_ in ids] if renamed else ids
+
+    def _without_markers(self) -> tuple[Tokenizer, dict[int, int]]:
+        """Return the tokenizer without markers, and the ids it numbers otherwise (those of white space)."""
+        from tokenizers import Tokenizer
+
+        state = json.loads(self._backend.to_str())
+        kept = [token for token in state["added_tokens"] if not token["content"].strip()]
+        state["added_tokens"] = kept
+        state["post_processor"] = None  # may name markers; nothing is added around our text anyway
+        bare = Tokenizer.from_str(json.dumps(state))
+        renamed = {bare.token_to_id(token["content"]): token["id"] for token in kept}
+        return bare, {ours: theirs for ours, theirs in renamed.items() if ours != theirs}
+
+
+_encoders: WeakKeyDictionary[PreTrainedTokenizerFast, tuple[int, MarkerEncoder]] = WeakKeyDictionary()
+
+
+def encoder_for(tokenizer: PreTrainedTokenizerFast) -> MarkerEncoder:
+    """Return the encoder of ``tokenizer``: one copy per tokenizer, however many contexts use it.
+
+    Raises:
+        ChatTemplateError: ``slow-tokenizer`` when there is no Rust backend.
+
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ChatTemplateError(
+            "slow-tokenizer", f"{type(tokenizer).__name__} has no Rust backend; use a fast tokenizer"
+        )
+    size, encoder = _encoders.get(tokenizer, (-1, None))
+    if encoder is None or size != len(tokenizer):
+        encoder = MarkerEncoder(backend)
+        _encoders[tokenizer] = (len(tokenizer), encoder)
+    return encoder

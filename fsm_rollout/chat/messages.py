@@ -1,0 +1,134 @@
+"""Messages as a template may see them: copies, plain text only, every tool call with an id.
+
+Invariant: what comes out never aliases a dict that is changed here, so the caller's history stays as it is;
+made-up ids depend on positions alone, so two runs of one trajectory are equal.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsm_rollout.errors import ChatTemplateError
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How a template wants a tool call: arguments as an object or as JSON text; ``""`` or None beside it."""
+
+    arguments_as_text: bool = False
+    empty_as_none: bool = False
+
+
+def conform(messages: Sequence[Mapping[str, Any]], dialect: Dialect, first: int = 0) -> list[Message]:
+    """Return templates' view of ``messages``; ``first`` is the position of the first of them in the history.
+
+    Tool messages without a ``tool_call_id`` answer the calls of the preceding assistant turn in order.
+
+    Raises:
+        ChatTemplateError: ``multimodal-content`` or ``malformed-message``.
+
+    """
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise malformed(first, f"messages must be a list, got {type(messages).__name__}")
+    out: list[Message] = []
+    open_ids: list[str] = []
+    for index, message in enumerate(messages, first):
+        if not isinstance(message, Mapping):
+            raise malformed(index, f"must be a dict, got {type(message).__name__}")
+        role = message.get("role")
+        if not isinstance(role, str) or not role:
+            raise malformed(index, f"needs a role, got {role!r}")
+        copy: Message = dict(message)
+        copy["content"] = text_of(message.get("content"), index)
+        calls = copy.pop("tool_calls", None)
+        if calls:
+            copy["tool_calls"] = conform_calls(calls, dialect, index)
+            open_ids = [call["id"] for call in copy["tool_calls"]]
+            if dialect.empty_as_none and not copy["content"]:
+                copy["content"] = None
+        elif role == "assistant":
+            open_ids = []
+        elif role == "tool":
+            given = copy.get("tool_call_id")
+            if given is None:
+                copy["tool_call_id"] = open_ids.pop(0) if open_ids else made_id(index, 0)
+            elif not isinstance(given, str):
+                raise malformed(index, f"tool_call_id must be a string, got {type(given).__name__}")
+            elif given in open_ids:
+                open_ids.remove(given)
+        out.append(copy)
+    return out
+
+
+def text_of(content: object, index: int) -> str:
+    """Return the text of a message's content; a list is joined if all of it is text."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, (list, tuple)):
+        raise malformed(index, f"content must be a string, got {type(content).__name__}")
+    texts = []
+    for item in content:
+        kind = item.get("type") if isinstance(item, Mapping) else type(item).__name__
+        text = item.get("text") if isinstance(item, Mapping) else None
+        if kind != "text" or not isinstance(text, str):
+            raise ChatTemplateError(
+                "multimodal-content",
+                f"message {index} holds a part of type {kind!r}; only text is supported, and nothing is dropped",
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def conform_calls(calls: object, dialect: Dialect, index: int) -> list[Message]:
+    """Return OpenAI-style tool calls with ids, their arguments in the template's dialect."""
+    if not isinstance(calls, (list, tuple)):
+        raise malformed(index, f"tool_calls must be a list, got {type(calls).__name__}")
+    out: list[Message] = []
+    for number, call in enumerate(calls):
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise malformed(index, f"tool call {number} needs function.name")
+        arguments = function.get("arguments")
+        if not isinstance(arguments, (str, Mapping, type(None))):
+            raise malformed(index, f"arguments of tool call {number} must be a dict or JSON text")
+        given = call.get("id")
+        if given is not None and not isinstance(given, str):
+            raise malformed(index, f"id of tool call {number} must be a string")
+        view = {**function, "arguments": in_dialect(arguments, dialect)}
+        out.append({"id": given or made_id(index, number), "type": "function", "function": view})
+    return out
+
+
+def in_dialect(arguments: str | Mapping[str, Any] | None, dialect: Dialect) -> Any:
+    """Return call arguments as the template takes them; text that is not a JSON object stays text."""
+    if dialect.arguments_as_text:
+        if isinstance(arguments, str):
+            return arguments
+        try:
+            return json.dumps(arguments or {}, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ChatTemplateError("malformed-message", f"arguments are not JSON: {error}") from None
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return arguments
+        return parsed if isinstance(parsed, dict) else arguments
+    return arguments if arguments is not None else {}
+
+
+def made_id(message: int, call: int) -> str:
+    """Return nine alphanumerics (what Mistral's templates insist on), a function of the position only."""
+    return f"c{message % 100000:05d}{call % 1000:03d}"
+
+
+def malformed(index: int, what: str) -> ChatTemplateError:
+    """Build the error for a message that is not OpenAI-style."""
+    return ChatTemplateError("malformed-message", f"message {index}: {what}")

@@ -1,0 +1,111 @@
+"""Loading models and weights from local folders; nothing here ever asks a hub."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from fsm_rollout.engines.model_folders import load_tokenizer, model_folder
+from fsm_rollout.errors import EngineError, did_you_mean
+
+
+def load_checkpoint(model: str | Path, *, dtype: torch.dtype | str, device: torch.device) -> tuple[Any, Any]:
+    """Return ``(model, tokenizer)`` from a local folder, the model in evaluation mode on ``device``.
+
+    Raises:
+        EngineError: there is none, or transformers cannot load it.
+    """
+    folder = model_folder(model)
+    tokenizer = load_tokenizer(folder)
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # it would be drawn across whatever the caller shows
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, dtype=dtype, attn_implementation="sdpa"
+        )
+    except Exception as error:  # whatever a broken file makes transformers, torch or safetensors raise
+        raise EngineError(f"model '{folder}' cannot be loaded: {type(error).__name__}: {error}") from error
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+    return loaded.to(device).eval(), tokenizer
+
+
+def check_supported(model: Any) -> None:
+    """Check that the decode loop is exact for this model.
+
+    Raises:
+        EngineError: it has layers that are not full attention, or an attention kernel that takes no given mask.
+    """
+    config = model.config
+    kinds = sorted(set(getattr(config, "layer_types", None) or ["full_attention"]))
+    sliding = getattr(config, "use_sliding_window", bool(getattr(config, "sliding_window", None)))
+    if kinds != ["full_attention"] or sliding:
+        found = ", ".join(kinds) + (" and a sliding window" if sliding else "")
+        raise EngineError(
+            f"{type(model).__name__} has layers of kind {found}; the transformers engine decodes full attention "
+            f"only, the sglang engine serves such models"
+        )
+    if config._attn_implementation not in ("sdpa", "eager"):
+        raise EngineError(
+            f"the model was loaded with attn_implementation='{config._attn_implementation}'; load it with 'sdpa'"
+        )
+
+
+def window_of(model: Any) -> int:
+    """Return the longest context the model's config allows, in tokens.
+
+    Raises:
+        EngineError: the config does not say.
+    """
+    window = getattr(model.config, "max_position_embeddings", None)
+    if window is None:
+        raise EngineError(f"{type(model).__name__}'s config has no max_position_embeddings; give max_context")
+    return int(window)
+
+
+def stop_tokens_of(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Return the stop tokens of the generation config, else the config's, else the tokenizer's."""
+    generation = getattr(model, "generation_config", None)
+    for eos in (getattr(generation, "eos_token_id", None), model.config.eos_token_id, tokenizer.eos_token_id):
+        if eos is not None:
+            return frozenset(map(int, eos)) if isinstance(eos, list | tuple) else frozenset({int(eos)})
+    return frozenset()
+
+
+def read_weights(folder: str | Path, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
+    """Return the tensors of a model folder, on the CPU.
+
+    Raises:
+        EngineError: the folder cannot be loaded.
+    """
+    tensors: Mapping[str, torch.Tensor] = load_checkpoint(folder, dtype=dtype, device=torch.device("cpu"))[
+        0
+    ].state_dict()
+    return tensors
+
+
+def replace_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
+    """Copy new weights over the model's own; all of them or, on an error, none.
+
+    Tensors that are not named stay as they are, so weights may come in several parts.
+
+    Raises:
+        EngineError: a name or shape does not fit.
+    """
+    own = model.state_dict()
+    for name, tensor in weights.items():
+        if name not in own:
+            raise EngineError(f"new weights name '{name}', which the model does not have{did_you_mean(name, own)}")
+        if tensor.shape != own[name].shape:
+            raise EngineError(
+                f"new weight '{name}' has shape {list(tensor.shape)}, the model's has {list(own[name].shape)}"
+            )
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            own[name].copy_(tensor)

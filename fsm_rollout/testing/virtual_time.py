@@ -1,0 +1,241 @@
+"""An asyncio event loop whose clock jumps instead of waiting.
+
+Invariant: virtual time passes only when nothing can run. While a callback is ready the clock stands; when none is, it
+jumps to the next timer. So a program that only sleeps, waits and computes runs the same way every time, however loaded
+the machine is, and a thousand hours take no time.
+
+Work outside the loop (threads, other processes) has no virtual duration. The loop knows of an operation outside when
+it went through ``run_in_executor`` (hence ``asyncio.to_thread``), until its thread has really ended, or when it is
+inside a ``with loop.external():`` block. While any is in flight the loop waits for it in real time and the clock
+stands. File descriptors are polled before each jump; code that expects an answer from another process puts its wait
+inside ``external()``.
+
+When nothing is ready, no timer is set and nothing is in flight outside, no event can ever come: :class:`Deadlock` is
+raised and names the tasks that wait. Timers set for the same instant fire in the order in which they were set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import math
+import selectors
+from asyncio.events import TimerHandle
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from contextvars import Context
+from typing import Any, Literal, TypeVar, TypeVarTuple, Unpack, cast
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+PATIENCE = 60.0
+"""Real seconds that an operation outside the loop may take before it is given up."""
+
+
+class Deadlock(RuntimeError):
+    """Every task waits for something that cannot happen."""
+
+
+class LeakedTasks(RuntimeError):
+    """The main coroutine returned while tasks it had started were still waiting."""
+
+
+class _Timer(TimerHandle):
+    """A timer that is ordered by when it was set among those of the same instant; a heap alone is not stable."""
+
+    __slots__ = ("_order",)
+    _counter = itertools.count()
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._order = next(self._counter)
+
+    def __lt__(self, other: object) -> bool:
+        if isinstance(other, _Timer):
+            return (self.when(), self._order) < (other.when(), other._order)
+        return NotImplemented
+
+
+class _Selector(selectors.BaseSelector):
+    """The real selector, except that waiting for a timer is left to the loop's ``_wait``."""
+
+    def __init__(self, wait: Callable[[selectors.BaseSelector], list[tuple[selectors.SelectorKey, int]]]) -> None:
+        self._real = selectors.DefaultSelector()
+        self._wait = wait
+
+    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        return self._real.register(fileobj, events, data)
+
+    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
+        return self._real.unregister(fileobj)
+
+    def modify(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        return self._real.modify(fileobj, events, data)
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Poll; and when the loop has nothing else to do (``timeout`` is not 0), wait its way."""
+        return self._real.select(0) or ([] if timeout is not None and timeout <= 0 else self._wait(self._real))
+
+    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
+        return self._real.get_map()
+
+    def close(self) -> None:
+        self._real.close()
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """See the module. ``time()`` starts at 0.0; ``patience`` is in real seconds.
+
+    It reaches into three private names of asyncio's own loop (``_scheduled``, the heap of timers, its mark on a timer,
+    and ``_clock_resolution``), which have not changed since Python 3.4; the tests would notice.
+    """
+
+    _scheduled: list[TimerHandle]
+
+    def __init__(self, patience: float = PATIENCE) -> None:
+        self._now = 0.0
+        self._outside = 0
+        self._patience = patience
+        self._stop_when_idle = False
+        super().__init__(_Selector(self._wait))
+        self._advance(0.0)
+        self._threads = ThreadPoolExecutor(thread_name_prefix="virtual-time")
+        self.set_default_executor(self._threads)
+
+    def time(self) -> float:
+        """Return the virtual time, in seconds."""
+        return self._now
+
+    @property
+    def outside(self) -> int:
+        """How many operations outside the loop are in flight."""
+        return self._outside
+
+    @contextmanager
+    def external(self) -> Iterator[None]:
+        """Hold the clock while the block runs: what it awaits happens outside the loop and will call back."""
+        self._outside += 1
+        try:
+            yield
+        finally:
+            self._outside -= 1
+
+    def call_at(
+        self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
+    ) -> TimerHandle:
+        """Set a timer, as asyncio's loop does, with a stable order."""
+        timer = _Timer(when, callback, args, self, context)
+        heapq.heappush(self._scheduled, timer)
+        timer._scheduled = True  # type: ignore[attr-defined]
+        return timer
+
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
+    ) -> asyncio.Future[T]:
+        """Run ``func`` in a thread and hold the clock until that thread is done, even when the future is cancelled."""
+        job: Future[T] = (executor or self._threads).submit(func, *args)
+        future = asyncio.wrap_future(job, loop=self)
+        self._outside += 1
+
+        def release(_: object) -> None:
+            with suppress(RuntimeError):  # the loop was closed while the thread ran on
+                self.call_soon_threadsafe(self._release)
+
+        job.add_done_callback(release)  # after wrap_future's own: the result must be under way before the clock may go
+        return future
+
+    def _release(self) -> None:
+        self._outside -= 1
+
+    async def shutdown_default_executor(self, *args: Any, **kwargs: Any) -> None:
+        """Join the threads; that happens outside."""
+        with self.external():
+            await super().shutdown_default_executor(*args, **kwargs)
+
+    def run_until_idle(self) -> None:
+        """Run what can run without time passing: until every task is done or waits."""
+        self._stop_when_idle = True
+        try:
+            self.run_forever()
+        finally:
+            self._stop_when_idle = False
+
+    def _advance(self, when: float) -> None:
+        self._now = when
+        # asyncio fires timers with when < now + resolution: the next float, so exactly those with when <= now, and at
+        # least one of them however large the clock has become.
+        self._clock_resolution = math.ulp(when)
+
+    def _wait(self, real: selectors.BaseSelector) -> list[tuple[selectors.SelectorKey, int]]:
+        if self._outside:
+            events = real.select(self._patience)
+            if not events:
+                raise Deadlock(
+                    f"{self._outside} operation(s) outside the loop did not call back within {self._patience:g} s of "
+                    f"real time; their virtual duration is 0, so no timeout can end them.{_waiting(self)}"
+                )
+            return events
+        if self._stop_when_idle:
+            self.stop()
+        elif self._scheduled:
+            self._advance(max(self._now, self._scheduled[0].when()))
+        else:
+            raise Deadlock(
+                f"nothing can happen any more at {self._now:g} s: no callback is ready, no timer is set, and no "
+                f"operation outside the loop is in flight.{_waiting(self)}"
+            )
+        return []
+
+
+def run_virtual(
+    main: Coroutine[Any, Any, T], *, patience: float = PATIENCE, leaks: Literal["raise", "ignore"] = "raise"
+) -> T:
+    """Run ``main`` to its end in virtual time and return its result, as :func:`asyncio.run` does.
+
+    Tasks left over are cancelled. A task counts as leaked when it still waits after everything that can run without
+    time passing has run; ``leaks="ignore"`` lets that be.
+
+    Args:
+        main: a coroutine.
+        patience: real seconds that an operation outside the loop (a thread) may take.
+        leaks: what to do about tasks that outlive ``main``.
+
+    Raises:
+        Deadlock: every task waits for something that cannot happen.
+        LeakedTasks: ``main`` returned and left tasks waiting.
+    """
+    with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(patience)) as runner:
+        result = runner.run(main)
+        loop = cast(VirtualTimeLoop, runner.get_loop())
+        loop.run_until_idle()
+        leaked = _list(asyncio.all_tasks(loop))
+    if leaked and leaks == "raise":
+        raise LeakedTasks(
+            f"{len(leaked)} task(s) outlived the main coroutine; await or cancel them before it returns:"
+            + "".join(f"\n  {task}" for task in leaked)
+        )
+    return result
+
+
+def _waiting(loop: asyncio.AbstractEventLoop) -> str:
+    tasks = _list(asyncio.all_tasks(loop))
+    return " Waiting:" + "".join(f"\n  {task}" for task in tasks) if tasks else " No task is left."
+
+
+def _list(tasks: Iterable[asyncio.Task[Any]]) -> list[str]:
+    return sorted(f"{task.get_name()}: {_where(task.get_coro())}" for task in tasks)
+
+
+def _where(coroutine: Any) -> str:
+    """Return ``outer > … > inner (file:line)``: where a coroutine waits, down to the innermost await."""
+    names = []
+    line = ""
+    while (code := getattr(coroutine, "cr_code", None) or getattr(coroutine, "ag_code", None)) is not None:
+        frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "ag_frame", None)
+        names.append(code.co_qualname)
+        line = f" ({code.co_filename}:{frame.f_lineno})" if frame else ""
+        coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "ag_await", None)
+    return " > ".join(names) + line if names else repr(coroutine)

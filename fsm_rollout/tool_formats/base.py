@@ -1,0 +1,222 @@
+"""What a tool format answers: the calls in a turn, what is wrong with the others, and the text around them.
+
+Invariant: parsing reads text and never raises for what a model wrote; every call that was begun is either in
+``calls`` or in ``problems``, with its place. Nothing here knows a token stream, so nothing here can change one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NoReturn, Protocol, runtime_checkable
+
+Span = tuple[int, int]
+ProblemKind = Literal["unclosed", "invalid_json", "not_an_object", "no_name", "unknown_tool", "malformed"]
+
+MAX_DEPTH = 64
+"""Arguments nested deeper than this are a problem: no tool means them, and parsers of tools may not stand it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One well-formed call. ``span`` is its place in the parsed text; ``id`` is there if the model wrote one."""
+
+    name: str
+    arguments: dict[str, Any]
+    span: Span
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CallProblem:
+    """A call that was attempted and cannot be run; ``message`` is meant for the model's eyes."""
+
+    kind: ProblemKind
+    message: str
+    span: Span
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """A parsed turn. ``content`` is the text without the calls; broken calls stay in it as they are."""
+
+    content: str
+    calls: tuple[Call, ...] = ()
+    problems: tuple[CallProblem, ...] = ()
+
+    @property
+    def attempts(self) -> tuple[Call | CallProblem, ...]:
+        """Calls and problems in the order in which they were written."""
+        return tuple(sorted((*self.calls, *self.problems), key=lambda item: item.span))
+
+
+@runtime_checkable
+class ToolFormat(Protocol):
+    """How one family of models writes tool calls."""
+
+    name: str
+
+    def parse(self, text: str, ids: Sequence[int] = (), tools: Sequence[Any] | None = None) -> Parsed:
+        """Parse one assistant turn.
+
+        Args:
+            text: the turn, control tokens included, the stop token or not.
+            ids: its token ids, for formats that read those.
+            tools: the OpenAI schemas shown to the model, for formats that write values without their type.
+
+        """
+        ...
+
+
+class BadCallError(ValueError):
+    """What is wrong with one call; becomes a :class:`CallProblem`. ``at`` is where JSON stopped making sense."""
+
+    def __init__(self, kind: ProblemKind, message: str, name: str | None = None, at: int | None = None) -> None:
+        super().__init__(message)
+        self.kind: ProblemKind = kind
+        self.message = message
+        self.name = name
+        self.at = at
+
+
+@dataclass(slots=True)
+class Collector:
+    """Gathers the calls, problems and remaining text of one turn, left to right."""
+
+    text: str
+    calls: list[Call] = field(default_factory=list)
+    problems: list[CallProblem] = field(default_factory=list)
+    _kept: list[str] = field(default_factory=list)
+    _position: int = 0
+
+    def call(self, call: Call) -> None:
+        """Take a call out of the text."""
+        self.calls.append(call)
+        self.skip(call.span)
+
+    def skip(self, span: Span) -> None:
+        """Leave ``span`` out of the content."""
+        self._kept.append(self.text[self._position : span[0]])
+        self._position = max(self._position, span[1])
+
+    def problem(self, error: BadCallError, span: Span) -> None:
+        """Note a broken call; its text stays where it is."""
+        self.problems.append(CallProblem(error.kind, error.message, span, error.name))
+
+    def done(self) -> Parsed:
+        """Return the result."""
+        content = "".join(self._kept) + self.text[self._position :]
+        return Parsed(content.strip(), tuple(self.calls), tuple(self.problems))
+
+
+_THINKING = re.compile(r"<think>.*?(?:</think>|\Z)|\A(?:(?!<think>).)*?</think>", re.DOTALL)
+
+
+def thinking_spans(text: str) -> list[Span]:
+    """Return the spans of reasoning. One without its opening tag was opened by the prompt; one left open runs on."""
+    if "think>" not in text:
+        return []
+    return [match.span() for match in _THINKING.finditer(text)]
+
+
+def answer_starts(text: str) -> int:
+    """Return where the text after the reasoning starts."""
+    spans = thinking_spans(text)
+    return spans[-1][1] if spans else 0
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for index, key in enumerate(keys) if key in keys[:index])
+        raise BadCallError("invalid_json", f"key {twice!r} is given twice")
+    return out
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise BadCallError("invalid_json", f"{name} is not JSON")
+
+
+_decoder = json.JSONDecoder(object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+
+
+def read_json(text: str, start: int = 0) -> tuple[Any, int]:
+    """Read one JSON value at ``start``; return it and where it ends.
+
+    Raises:
+        BadCallError: kind ``invalid_json`` for bad syntax, duplicate keys, NaN, or nesting beyond ``MAX_DEPTH``.
+
+    """
+    try:
+        value, end = _decoder.raw_decode(text, start)
+    except BadCallError:
+        raise
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, json.JSONDecodeError):
+            at = len(text) if error.msg.startswith("Unterminated string") else error.pos
+            raise BadCallError(
+                "invalid_json", f"invalid JSON: {error.msg} at character {error.pos - start}", at=at
+            ) from None
+        raise BadCallError("invalid_json", "invalid JSON: nested too deeply, or a number too long") from None
+    if too_deep(text, start, end) and _depth_over(value):
+        raise BadCallError("invalid_json", f"nested deeper than {MAX_DEPTH} levels")
+    return value, end
+
+
+def too_deep(text: str, start: int, end: int) -> bool:
+    """Return whether a value *may* be too deep: a count of brackets, cheap for the usual small ones."""
+    return text.count("{", start, end) + text.count("[", start, end) > MAX_DEPTH
+
+
+def _depth_over(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [
+            child
+            for item in level
+            if isinstance(item, (dict, list))
+            for child in (item.values() if isinstance(item, dict) else item)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def read_whole_json(text: str) -> Any:
+    """Read ``text`` as one JSON value with nothing around it but white space."""
+    stripped = text.strip()
+    value, end = read_json(stripped)
+    if end != len(stripped):
+        raise BadCallError("invalid_json", f"invalid JSON: extra text after the value at character {end}")
+    return value
+
+
+def call_of(value: Any, span: Span, arguments_key: str = "arguments") -> Call:
+    """Return the call in a JSON object ``{"name": …, "arguments": {…}}``.
+
+    Raises:
+        BadCallError: kinds ``not_an_object`` and ``no_name``.
+
+    """
+    if not isinstance(value, dict):
+        raise BadCallError("not_an_object", f"a call is a JSON object, got {type(value).__name__}")
+    name = value.get("name")
+    if not isinstance(name, str) or not name:
+        raise BadCallError("no_name", f'a call needs a "name" that is a string, got {name!r}')
+    return Call(name, arguments_of(value.get(arguments_key, {}), name), span)
+
+
+def arguments_of(value: Any, name: str) -> dict[str, Any]:
+    """Return call arguments: an object, or a string that holds one (some models quote them)."""
+    if isinstance(value, str):
+        try:
+            value = read_whole_json(value)
+        except BadCallError as error:
+            raise BadCallError(error.kind, f"arguments of {name}: {error.message}", name) from None
+    if not isinstance(value, dict):
+        raise BadCallError("not_an_object", f"arguments of {name} must be an object, got {type(value).__name__}", name)
+    return value

@@ -1,0 +1,94 @@
+"""Formats parsed by the ``renderers`` package: it reads token ids, so it knows markers from text that looks alike.
+
+Source: https://github.com/PrimeIntellect-ai/renderers (Apache-2.0); nothing of it is copied here. Install it
+with ``pip install fsm-rollout[renderers]``. These formats need the tokenizer that made the ids.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+from fsm_rollout.errors import ChatTemplateError
+from fsm_rollout.tool_formats.base import Call, CallProblem, Parsed, ProblemKind, Span
+
+RENDERERS: dict[str, str] = {
+    "gpt_oss": "gpt-oss",
+    "deepseek": "deepseek-v3",
+    "kimi": "kimi-k2",
+    "minimax": "minimax-m2",
+    "gemma": "gemma4",
+    "nemotron": "nemotron-3",
+}
+"""Our name of a format → the name of its renderer."""
+
+PROBLEMS: dict[str, ProblemKind] = {
+    "invalid_json": "invalid_json",
+    "unclosed_block": "unclosed",
+    "missing_name": "no_name",
+    "malformed_structure": "malformed",
+}
+
+
+class RendererFormat:
+    """A format read by a renderer of the ``renderers`` package; needs the ids, not only the text."""
+
+    def __init__(self, name: str, tokenizer: Any) -> None:
+        self.name = name
+        try:
+            package = importlib.import_module("renderers")
+        except ImportError:
+            raise ChatTemplateError(
+                "missing-extra", f"tool format {name!r} needs: pip install fsm-rollout[renderers]"
+            ) from None
+        if tokenizer is None:
+            raise ChatTemplateError("format-needs-tokenizer", f"tool format {name!r} reads ids: give the tokenizer")
+        try:
+            self._renderer = package.create_renderer(tokenizer, package.config_from_name(RENDERERS[name]))
+        except Exception as error:
+            raise ChatTemplateError(
+                "tokenizer-mismatch", f"this tokenizer lacks what format {name!r} needs: {error}"
+            ) from None
+        self._tokenizer = tokenizer
+
+    def parse(self, text: str, ids: Sequence[int] = (), tools: Sequence[Any] | None = None) -> Parsed:
+        """Parse one assistant turn from its ids; see :class:`~fsm_rollout.tool_formats.base.ToolFormat`."""
+        tokens = list(ids)
+        if text and not tokens:
+            raise ChatTemplateError("format-needs-tokenizer", f"tool format {self.name!r} reads ids, and got none")
+        try:
+            response = self._renderer.parse_response(tokens, tools=list(tools) if tools else None)
+        except Exception as error:
+            # A parser that fails on a model's text must not end in silence: the whole turn is one broken call.
+            problem = CallProblem("malformed", f"{type(error).__name__}: {error}", (0, len(text)))
+            return Parsed(text, (), (problem,))
+        calls: list[Call] = []
+        problems: list[CallProblem] = []
+        cut = 0
+        for attempt in response.tool_calls:
+            span = self._span(attempt, text, tokens, cut)
+            cut = span[1]
+            status = str(attempt.status.value)
+            if status in ("ok", "unknown_tool") and attempt.name and isinstance(attempt.arguments, dict):
+                calls.append(Call(attempt.name, attempt.arguments, span, attempt.id))
+            else:
+                kind = PROBLEMS.get(status, "not_an_object" if status == "ok" else "malformed")
+                problems.append(CallProblem(kind, f"the call is broken: {status}", span, attempt.name))
+        content = ""
+        start = 0
+        for call in sorted(calls, key=lambda call: call.span):
+            content += text[start : call.span[0]]
+            start = max(start, call.span[1])
+        return Parsed((content + text[start:]).strip(), tuple(calls), tuple(problems))
+
+    def _span(self, attempt: Any, text: str, ids: list[int], cut: int) -> Span:
+        """Return an attempt's place in the text; several attempts may share one block of ids."""
+        if attempt.token_span is not None:
+            first, last = attempt.token_span
+            start, end = (len(self._tokenizer.decode(ids[:position])) for position in (first, last))
+            if attempt.raw and (at := text.find(attempt.raw, max(start, cut), end)) >= 0:
+                return at, at + len(attempt.raw)
+            return min(start, len(text)), min(end, len(text))
+        at = text.find(attempt.raw, cut) if attempt.raw else -1
+        return (at, at + len(attempt.raw)) if at >= 0 else (cut, len(text))

@@ -1,0 +1,117 @@
+"""What authors of tools write against, and what a call comes to.
+
+Invariant: nothing here runs anything. A tool is a typed function with a docstring, or a class with `execute` (see
+:class:`Tool`), or an agent; whatever else happens to a call (threads, timeouts, retries) is the toolbox's business.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from fsm_rollout.graph import AgentGraph
+
+
+class Hidden:
+    """Marks a parameter as none of the model's business: ``database: Annotated[str, Hidden]``.
+
+    Its value comes from the tool's ``kwargs`` in the agent's YAML or from the prompt's ``tools_kwargs``.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class ToolContext:
+    """Who calls. A parameter annotated with this class is filled in, and the model does not see it."""
+
+    trajectory_id: str
+    group_id: str
+    rng: Random
+    """Seeded by the trajectory, the call and the try, so it is the same in every run of the same seed."""
+    extra: Mapping[str, Any]
+    """The prompt's other fields; not to be changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What a tool returns that gives a reward with its result."""
+
+    text: str
+    reward: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.reward is not None and not math.isfinite(self.reward):
+            raise ValueError(f"a tool's reward must be a finite number or None, got {self.reward}")
+
+
+class Tool(ABC):
+    """A tool with a life in each trajectory. Inherit, or just write a class with an `execute` method.
+
+    One instance is made per trajectory that calls the tool, with the ``kwargs`` of the agent's YAML; `create` gets the
+    prompt's ``tools_kwargs`` of this tool, right before the first call; `release` runs exactly once when the
+    trajectory is over, if `create` had succeeded, whatever else failed. Each of the three may be sync (then it runs in
+    a thread) or async, and may have a :class:`ToolContext` parameter (`release`: none). The model is shown the
+    parameters and the docstring of `execute` (where that has none, the class's docstring).
+
+    Calls of one turn may run at the same time on the one instance; ``parallel: 1`` of the state forbids it.
+    """
+
+    def create(self, *args: Any, **kwargs: Any) -> Any:  # noqa: B027  # many tools need none
+        """Get ready for one trajectory."""
+
+    @abstractmethod
+    def execute(self, *args: Any, **kwargs: Any) -> Any:
+        """Carry out one call; return a `str`, a number, plain data, or a :class:`ToolResult`."""
+
+    def release(self) -> Any:  # noqa: B027
+        """Let go of what `create` took. What it raises is reported and ends nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentAnswer:
+    """What an agent used as a tool answered. ``failure`` is why it ended without an answer (``None``: it has one)."""
+
+    text: str
+    failure: str | None = None
+    child_id: str | None = None
+
+
+RunAgent = Callable[[str, AgentGraph, str], Awaitable[AgentAnswer]]
+"""Runs an agent as a child trajectory: tool name, agent, task."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallResult:
+    """One attempted call, at its end; the fields are those of :class:`fsm_rollout.events.Called`."""
+
+    text: str
+    """What the model is told."""
+    failure: str | None = None
+    """``None``, a slug (``unknown_tool``, ``bad_arguments``, ``timed_out``, a tool format's), or the error's class."""
+    bad: bool = False
+    """Whether the model is to blame; charged to ``bad_calls``."""
+    reward: float | None = None
+    seconds: float = 0.0
+    """From being asked to being answered: waiting for a free place, every try and the pauses between them."""
+    tries: int = 0
+    """How often the tool was run; 0 when the call never reached it."""
+    truncated_tokens: int = 0
+    child_id: str | None = None
+
+
+def fresh(value: Any) -> Any:
+    """Copy plain data (dicts, lists, tuples, all the way down); share everything else.
+
+    Keyword arguments and a model's arguments go into code that may change them, while the same objects stand in
+    configs, in events and in the other trajectories of the group.
+    """
+    if isinstance(value, Mapping):
+        return {key: fresh(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [fresh(item) for item in value]
+    if type(value) is tuple:
+        return tuple(fresh(item) for item in value)
+    return value

@@ -1,0 +1,104 @@
+"""Every sentence that a model is told about its tool calls.
+
+Invariant: an error reads ``error: <what was wrong>; <what to do>`` and is short, whatever an exception may hold; all
+text is valid Unicode, so that any tokenizer can encode it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic_core import to_jsonable_python
+
+from fsm_rollout.errors import did_you_mean
+
+LONGEST_MESSAGE = 500
+"""Characters of an exception's message that a model is shown."""
+
+
+def result(value: object) -> str:
+    """Return a tool's return value as text: strings and numbers as they are, the rest as JSON.
+
+    Dataclasses, pydantic models, dates, sets and arrays (what has ``tolist``) become plain data first.
+
+    Raises:
+        TypeError: the value holds something that has no JSON form.
+        ValueError: the same, or a number of more digits than Python writes out.
+    """
+    if isinstance(value, str):
+        return clean(str.__str__(value))
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    return clean(json.dumps(to_jsonable_python(value, fallback=_plain), ensure_ascii=False))
+
+
+def broken_call(message: str) -> str:
+    """Return what is told about a call that cannot be read; ``message`` is the tool format's."""
+    return _error(f"the tool call cannot be read: {message}", "write it again, in the format of the tools")
+
+
+def unknown_tool(name: str, tools: Iterable[str]) -> str:
+    """Return what is told about a call of a tool that is not there."""
+    known = list(tools)
+    hint = did_you_mean(name, known).removeprefix("; ")
+    hint = f"{hint} " if hint.startswith("did") else ""
+    listed = f"the tools are: {', '.join(known)}" if known else "there are no tools here"
+    return _error(f"there is no tool '{_short(name, 100)}'", hint + listed)
+
+
+def bad_arguments(name: str, explanation: str) -> str:
+    """Return what is told about a call whose arguments do not fit."""
+    return _error(f"{name}: {explanation}", "correct the arguments and try again")
+
+
+def raised(error: BaseException) -> str:
+    """Return what is told about a tool that raised."""
+    try:
+        message = str(error)
+    except Exception:  # an exception that cannot even be printed
+        message = ""
+    name = type(error).__name__
+    return _error(f"{name}: {_short(message, LONGEST_MESSAGE)}" if message else name, "correct the call and try again")
+
+
+def not_ready(name: str, error: BaseException) -> str:
+    """Return what is told when a tool could not be set up for this trajectory."""
+    return _error(f"{name} is not available ({type(error).__name__})", "try again later or go on without it")
+
+
+def timed_out(name: str, seconds: float | None) -> str:
+    """Return what is told about a call that took too long."""
+    after = f" after {seconds:g} s" if seconds is not None else ""
+    return _error(f"{name} did not answer and was stopped{after}", "try again or go on without it")
+
+
+def agent_failed(name: str, failure: str) -> str:
+    """Return what is told about an agent that ended without an answer."""
+    return _error(f"{name} ended without an answer ({failure})", "try again or go on without it")
+
+
+def clean(text: str) -> str:
+    """Return ``text`` as valid Unicode: surrogate pairs joined, lone surrogates replaced by U+FFFD."""
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _error(problem: str, advice: str) -> str:
+    return clean(f"error: {problem}; {advice}")
+
+
+def _short(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length // 2]} … {text[-length // 2 :]}"
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__} cannot be told to a model; return text, numbers or plain data")

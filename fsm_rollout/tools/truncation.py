@@ -1,0 +1,88 @@
+"""Shortening text to a number of *tokens*.
+
+Invariant: what comes back, encoded again, is at most ``limit`` tokens long, and consists of whole characters of the
+original. Text is cut where tokens begin and end in it, never by decoding tokens: a decoded cut can split a character,
+and may encode to more tokens than it had.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+Side = Literal["left", "right", "middle"]
+
+EXACT_CHARACTERS = 200_000
+"""Of longer text only so much is looked at (tokenising 10 MB would hold up every trajectory for seconds)."""
+
+
+def truncate(text: str, tokenizer: Any, limit: int, side: Side = "middle") -> tuple[str, int]:
+    """Shorten ``text`` to at most ``limit`` tokens and say how many were dropped.
+
+    ``side`` is what goes: ``left`` drops the beginning, ``right`` the end, ``middle`` keeps both ends. Where something
+    went stands ``…[N tokens cut]…``, counted in the limit, unless it would take more than half of it.
+
+    Args:
+        text: valid Unicode.
+        tokenizer: a transformers fast tokenizer. A control token written in the text counts as one token.
+        limit: in tokens, at least 1.
+        side: which part is dropped.
+
+    Returns:
+        The text (the same object when it fits) and the number of tokens dropped: 0 when it fits; an estimate when the
+        text is longer than ``EXACT_CHARACTERS``.
+    """
+    seen, unseen = _ends(text, side)
+    offsets = _offsets(tokenizer, seen)
+    if unseen and len(offsets) <= limit:
+        seen, unseen = text, 0
+        offsets = _offsets(tokenizer, text)
+    if len(offsets) <= limit:
+        return text, 0
+    beyond = round(unseen * len(offsets) / len(seen))
+    marker_size = len(_offsets(tokenizer, _marker(len(offsets) + beyond)))
+    if marker_size * 2 > limit:
+        marker_size = 0
+    kept = limit - marker_size
+    while True:
+        head, tail = _cut(seen, offsets, kept, side)
+        dropped = beyond + sum(1 for start, end in offsets if end > len(head) and start < len(seen) - len(tail))
+        shorter = head + (_marker(dropped) if marker_size else "") + tail
+        excess = len(_offsets(tokenizer, shorter)) - limit
+        if excess <= 0:
+            return shorter, dropped
+        # Cutting may have changed how the edges encode; a few tokens less will do. Should the marker alone be too
+        # long (its number is not the one it was measured with), it goes too; in the end nothing is left, which fits.
+        if kept == 0:
+            marker_size, kept = 0, limit
+        else:
+            kept = max(0, kept - excess)
+
+
+def _cut(text: str, offsets: list[tuple[int, int]], kept: int, side: Side) -> tuple[str, str]:
+    """Return the beginning and the end of ``text`` that hold ``kept`` tokens together, in whole characters."""
+    first = {"left": 0, "right": kept, "middle": (kept + 1) // 2}[side]
+    last = kept - first
+    # The tokens of one character share its place in the text, so the first dropped token's start and the last dropped
+    # token's end are never inside a character.
+    head = text[: offsets[first][0]] if first else ""
+    tail = text[offsets[len(offsets) - last - 1][1] :] if last else ""
+    return head, tail
+
+
+def _ends(text: str, side: Side) -> tuple[str, int]:
+    """Return the part of a very long text that is looked at, and how many characters are not."""
+    unseen = max(0, len(text) - EXACT_CHARACTERS)
+    if not unseen:
+        return text, 0
+    first = {"left": 0, "right": EXACT_CHARACTERS, "middle": EXACT_CHARACTERS // 2}[side]
+    return text[:first] + text[first + unseen :], unseen
+
+
+def _offsets(tokenizer: Any, text: str) -> list[tuple[int, int]]:
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    offsets: list[tuple[int, int]] = encoded["offset_mapping"]
+    return offsets
+
+
+def _marker(tokens: int) -> str:
+    return f"…[{tokens} tokens cut]…"

@@ -1,0 +1,236 @@
+"""The transformers engine as a whole: its thread, its event loops, its weights."""
+
+import asyncio
+import gc
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_model
+
+from fsm_rollout.engines.base import Chunk, Engine, Load, Request, SamplingParams
+from fsm_rollout.engines.checkpoints import check_supported
+from fsm_rollout.engines.transformers import TransformersEngine
+from fsm_rollout.errors import EngineError
+from fsm_rollout.tokens import as_ids
+
+
+def request(name: str, max_tokens: int = 8, prompt: int = 5, **sampling: Any) -> Request:
+    return Request(name, as_ids(range(1, 1 + prompt)), SamplingParams(max_tokens, **sampling))
+
+
+async def collect(engine: Engine, *requests: Request) -> list[Chunk]:
+    return [chunk async for chunk in engine.generate(requests)]
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "fsm-rollout-model"]
+
+
+def test_it_is_an_engine_and_leaves_no_thread(model: Any, tokenizer: Any):
+    engine = TransformersEngine(model, tokenizer)
+    assert isinstance(engine, Engine)
+    assert (engine.max_context, engine.eos_ids, engine.tokenizer) == (256, frozenset({256}), tokenizer)
+    assert threads()
+    asyncio.run(engine.aclose())
+    assert not threads()
+
+
+def test_an_engine_that_is_dropped_leaves_no_thread(model: Any, tokenizer: Any):
+    engine = TransformersEngine(model, tokenizer)
+    asyncio.run(collect(engine, request("r")))
+    del engine
+    gc.collect()
+    assert not threads()
+
+
+def test_it_serves_one_event_loop_after_another(model: Any, tokenizer: Any):
+    engine = TransformersEngine(model, tokenizer)
+    answers = [asyncio.run(collect(engine, request("r", seed=4))) for _ in range(2)]
+    assert [c.ids for c in answers[0]] == [c.ids for c in answers[1]]
+    asyncio.run(engine.aclose())
+
+
+def test_a_loop_that_is_closed_on_its_requests_hurts_nobody(model: Any, tokenizer: Any):
+    async def leave(engine: TransformersEngine) -> None:
+        await engine.pause()
+        left.append(engine.generate([request("left", 200)]))
+
+    left: list[object] = []
+    engine = TransformersEngine(model, tokenizer)
+    asyncio.run(leave(engine))
+
+    async def go_on() -> list[Chunk]:
+        await engine.resume()
+        return await collect(engine, request("r"))
+
+    assert asyncio.run(go_on())[-1].finish_reason == "length"
+    asyncio.run(engine.aclose())
+
+
+def test_weights_are_replaced_between_steps_and_tokens_say_so(tokenizer: Any, other_model: Any, tmp_path: Path):
+    own = make_model(0)
+    other_model.save_pretrained(tmp_path)
+
+    async def main() -> tuple[list[Chunk], list[Chunk]]:
+        engine = TransformersEngine(own, tokenizer, send_every=1)
+        chunks: list[Chunk] = []
+        async for chunk in engine.generate([request("r", 200)]):
+            chunks.append(chunk)
+            if sum(len(c.ids) for c in chunks) == 3 and engine.weight_version == 0:
+                assert await engine.update_weights(other_model.state_dict()) == 1
+        assert await engine.update_weights(make_model(0).state_dict(), 10) == 10
+        tokenizer.save_pretrained(tmp_path)
+        assert await engine.update_weights(tmp_path) == 11
+        last = await collect(engine, request("last", 10))
+        await engine.aclose()
+        return chunks, last
+
+    chunks, last = asyncio.run(main())
+    versions = [chunk.weight_version for chunk in chunks for _ in chunk.ids]
+    ids = [token for chunk in chunks for token in chunk.ids]
+    assert versions == sorted(versions)
+    assert set(versions) == {0, 1}
+    assert {chunk.weight_version for chunk in last} == {11}
+    with torch.no_grad():  # the models of both times, plainly, over the final sequence
+        sequence = torch.tensor([[1, 2, 3, 4, 5, *ids]])
+        both = [torch.log_softmax(m(sequence).logits[0, 4:-1].float(), -1) for m in (make_model(0), other_model)]
+    expected = [float(both[version][i, token]) for i, (version, token) in enumerate(zip(versions, ids, strict=True))]
+    assert [p for chunk in chunks for p in chunk.logprobs] == pytest.approx(expected, abs=1e-5)
+    with torch.no_grad():
+        again = torch.log_softmax(other_model(torch.tensor([[1, 2, 3, 4, 5, *last_ids(last)]])).logits[0, 4:-1], -1)
+    expected = [float(again[i, token]) for i, token in enumerate(last_ids(last))]
+    assert [p for chunk in last for p in chunk.logprobs] == pytest.approx(expected, abs=1e-5)
+
+
+def last_ids(chunks: list[Chunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.ids]
+
+
+def test_weights_that_do_not_fit_change_nothing(tokenizer: Any):
+    own = make_model(0)
+    before = {name: tensor.clone() for name, tensor in own.state_dict().items()}
+
+    async def main() -> None:
+        engine = TransformersEngine(own, tokenizer)
+        good = torch.zeros(48)
+        with pytest.raises(EngineError, match=r"'model\.norm\.wieght', which the model does not have; did you mean"):
+            await engine.update_weights({"model.norm.weight": good, "model.norm.wieght": good})
+        with pytest.raises(EngineError, match=r"'model\.norm\.weight' has shape \[7\], the model's has \[48\]"):
+            await engine.update_weights({"model.norm.weight": torch.zeros(7)})
+        with pytest.raises(EngineError, match="there is no folder"):
+            await engine.update_weights("/nowhere/at/all")
+        assert engine.weight_version == 0
+        await engine.aclose()
+
+    asyncio.run(main())
+    assert all(torch.equal(before[name], tensor) for name, tensor in own.state_dict().items())
+
+
+def test_a_failing_model_fails_what_is_under_way_and_no_more(model: Any, tokenizer: Any, monkeypatch: Any):
+    async def main() -> None:
+        engine = TransformersEngine(model, tokenizer)
+        with monkeypatch.context() as patch:
+            patch.setattr(type(model), "forward", lambda *_, **__: (_ for _ in ()).throw(MemoryError("no more")))
+            with pytest.raises(EngineError, match="the model failed: MemoryError: no more"):
+                await collect(engine, request("a"), request("b"))
+        assert engine.load() == Load()
+        assert (await collect(engine, request("a")))[-1].finish_reason == "length"
+        await engine.aclose()
+
+    asyncio.run(main())
+
+
+def test_a_paused_engine_is_silent_and_sleep_frees_its_cache(model: Any, tokenizer: Any):
+    async def main() -> None:
+        engine = TransformersEngine(model, tokenizer, send_every=1)
+        stream = engine.generate([request("r", 100, seed=1)])
+        while not (await anext(stream)).ids:
+            pass
+        with pytest.raises(EngineError, match=r"1 request\(s\) are under way; pause"):
+            await engine.sleep()
+        await engine.pause()
+        held = engine.load()
+        await engine.sleep()
+        assert not engine._thread.decode._cache.layers[0].is_initialized
+        assert engine._thread.decode._cache.layers[0].keys is None
+        await engine.resume()
+        assert engine.load() == held
+        await engine.wake()
+        rest = [chunk async for chunk in stream]
+        assert rest[-1].finish_reason == "length"
+        await engine.aclose()
+        with pytest.raises(EngineError, match="closed"):
+            await engine.pause()
+        await engine.abort(["r"])
+
+    asyncio.run(main())
+
+
+def test_an_order_that_is_cancelled_does_not_hurt_the_thread(model: Any, tokenizer: Any):
+    async def main() -> None:
+        engine = TransformersEngine(model, tokenizer)
+        for _ in range(20):
+            task = asyncio.create_task(engine.update_weights({}))
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        assert (await collect(engine, request("r")))[-1].finish_reason == "length"
+        await engine.aclose()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda m, t: TransformersEngine("no/such/folder"), "there is no folder 'no/such/folder'; give the path of a"),
+        (lambda m, t: TransformersEngine("embedded:late"), "checkpoint 'late' does not exist"),
+        (lambda m, t: TransformersEngine(Path(__file__).parent), r"has no config\.json"),
+        (lambda m, t: TransformersEngine(m), "a loaded model needs its tokenizer"),
+        (lambda m, t: TransformersEngine(m, t, dtype="float32"), "a loaded model stays as it is"),
+        (lambda m, t: TransformersEngine("embedded", t), "a model folder has its own"),
+    ],
+)
+def test_a_wrong_construction_says_what_to_try(make: Any, message: str, model: Any, tokenizer: Any):
+    with pytest.raises(EngineError, match=message):
+        make(model, tokenizer)
+    assert not threads()
+
+
+def test_a_broken_model_folder_is_an_engine_error(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(EngineError, match="cannot be loaded"):
+        TransformersEngine(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"layer_types": ["full_attention", "sliding_attention"], "_attn_implementation": "sdpa"},
+        {"sliding_window": 128, "_attn_implementation": "sdpa"},
+        {"layer_types": ["full_attention"], "_attn_implementation": "flash_attention_2"},
+    ],
+)
+def test_models_that_cannot_be_decoded_exactly_are_refused(config: dict[str, Any]):
+    with pytest.raises(EngineError):
+        check_supported(SimpleNamespace(config=SimpleNamespace(**config)))
+
+
+@pytest.mark.parametrize("name", ["embedded", "embedded:early"])
+def test_the_embedded_model_speaks(name: str):
+    async def main() -> list[Chunk]:
+        engine = TransformersEngine(name)
+        ids = engine.tokenizer.apply_chat_template(
+            [{"role": "user", "content": "What is 3 + 4?"}], add_generation_prompt=True, return_dict=False
+        )
+        sampling = SamplingParams(60, temperature=0.0, stop_ids=engine.eos_ids)
+        try:
+            return await collect(engine, Request("r", as_ids(ids), sampling))
+        finally:
+            await engine.aclose()
+
+    assert asyncio.run(main())[-1].finish_reason == "stop"

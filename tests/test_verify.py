@@ -1,0 +1,378 @@
+"""The rules: what passes passes, each mistake breaks its rule, and each message says where and what to try."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from strategies import CALCULATOR, SCRIPTED_USER, broken_graphs, graphs
+
+from fsm_rollout.errors import ConfigError
+from fsm_rollout.graph import AgentGraph
+from fsm_rollout.proof import prove
+from fsm_rollout.verify import verify
+
+Data = dict[str, Any]
+
+
+@given(graphs())
+def test_drawn_graphs_break_no_rule_and_have_a_bound(graph: AgentGraph) -> None:
+    assert verify(graph) == []
+    assert prove(graph).transitions > 0
+
+
+@given(broken_graphs())
+def test_a_mistake_breaks_its_rule(broken: tuple[AgentGraph, int]) -> None:
+    graph, rule = broken
+    assert rule in {problem.rule for problem in verify(graph)}
+
+
+@given(graphs(plain=True))
+def test_what_verification_lets_pass_without_limits_ends_too(graph: AgentGraph) -> None:
+    loose = graph.model_copy(update={"limits": type(graph.limits)()})
+    if verify(loose):
+        return
+    prove(loose)
+
+
+@given(graphs(max_states=4, plain=True))
+def test_what_may_run_for_ever_is_a_problem(graph: AgentGraph) -> None:
+    states = {name: state.model_copy(update={"max_visits": None}) for name, state in graph.states.items()}
+    loose = graph.model_copy(update={"states": states})
+    try:
+        prove(loose, situations=20_000)
+    except ConfigError:
+        assert {problem.rule for problem in verify(loose)} & {9, 10}
+
+
+def base() -> Data:
+    return {
+        "agent": "solver",
+        "limits": {"assistant_turns": 8, "tool_calls": 16},
+        "tools": {"calculate": {"use": CALCULATOR, "timeout": 5}},
+        "states": {"PENDING": {}, "GENERATING": {"timeout": 9}, "PROCESSING_TOOLS": {}},
+        "transitions": [
+            row("prompted", "PENDING", "GENERATING"),
+            row("generated", "GENERATING", "PROCESSING_TOOLS", conditions=["has_tool_calls"]),
+            row("generated", "GENERATING", "TERMINATED"),
+            row("tools_done", "PROCESSING_TOOLS", "GENERATING"),
+        ],
+    }
+
+
+def row(trigger: str, source: str | list[str], dest: str, **more: Any) -> Data:
+    for key in ("conditions", "unless"):
+        if key in more:
+            more[key] = [{"name": p} if isinstance(p, str) else {"name": p[0], "argument": p[1]} for p in more[key]]
+    return {"trigger": trigger, "source": source, "dest": dest, **more}
+
+
+def found(data: Data) -> list[str]:
+    return [str(problem) for problem in verify(AgentGraph.model_validate(data))]
+
+
+def expect(data: Data, *messages: str) -> None:
+    assert found(data) == list(messages)
+
+
+def test_the_base_is_right() -> None:
+    expect(base())
+
+
+def test_1_names() -> None:
+    data = base()
+    data["initial"] = "PENDNG"
+    data["contexts"] = {"main": {"tools": ["calculat"]}}
+    data["states"]["GENERATING"] |= {"context": "mian", "on_error": "PENDIN"}
+    data["transitions"][1] = row("generatd", ["GENERATIN", "GENERATING"], "NOWHERE", conditions=["has_calls"])
+    assert found(data)[:8] == [
+        "initial 'PENDNG' is not defined; did you mean 'PENDING'? [rule 1]",
+        "context 'main': tool 'calculat' is not defined; did you mean 'calculate'? [rule 1]",
+        "state 'GENERATING': context 'mian' is not defined; did you mean 'main'? [rule 1]",
+        "state 'GENERATING': on_error 'PENDIN' is not defined; did you mean 'PENDING'? [rule 1]",
+        "row 2: no state raises trigger 'generatd'; did you mean 'generated'? [rule 1]",
+        "row 2: source 'GENERATIN' is not defined; did you mean 'GENERATING'? [rule 1]",
+        "row 2: dest 'NOWHERE' is not defined; known: GENERATING, PENDING, PROCESSING_TOOLS, TERMINATED [rule 1]",
+        "row 2: predicate 'has_calls' is not defined; did you mean 'has_tool_calls'? [rule 1]",
+    ]
+    assert not any(f"[rule {rule}]" in line for line in found(data) for rule in (2, 3, 9, 10))
+
+
+def test_1_handlers() -> None:
+    data = base()
+    data["states"]["GENERATNG"] = {}
+    data["states"]["OTHER"] = {}
+    data["states"]["WRONG"] = {"handler": "generat"}
+    messages = [line for line in found(data) if "[rule 1]" in line]
+    assert messages == [
+        "state 'GENERATNG' names no handler; did you mean 'GENERATING'? [rule 1]",
+        "state 'OTHER' names no handler; give it one, or `final: true` [rule 1]",
+        "state 'WRONG': handler 'generat' is not defined; did you mean 'generate'? [rule 1]",
+    ]
+
+
+def test_2_unreachable() -> None:
+    data = base()
+    data["states"] |= {"LOST": {"final": True}, "TERMINATED": {}}
+    expect(data, "state 'LOST' is never entered; add a row with dest: LOST, or remove it [rule 2]")
+
+
+def test_2_rows_that_cannot_fire_lead_nowhere() -> None:
+    data = base()
+    data["states"]["LOST"] = {"final": True}
+    data["transitions"].append(row("truncated", "*", "LOST"))
+    expect(data)
+    data["transitions"][-1] = row("cancelled", "*", "LOST")
+    assert {problem.rule for problem in verify(AgentGraph.model_validate(data))} == {2, 8}
+
+
+def test_3_endless() -> None:
+    data = base()
+    data["transitions"][2]["dest"] = "PROCESSING_TOOLS"
+    messages = found(data)
+    assert len(messages) == 3
+    assert (
+        "state 'PENDING' cannot end: no rows lead from it to a final state; add one with dest: TERMINATED [rule 3]"
+        in messages
+    )
+    data["transitions"].append(row("limit_reached", "GENERATING", "TERMINATED"))
+    expect(data)
+
+
+def test_4_and_6_outcomes() -> None:
+    data = base()
+    del data["transitions"][2]
+    assert found(data)[0] == (
+        "row 2: the last row for 'generated' from 'GENERATING' is conditional; "
+        "add one without conditions after it [rule 6]"
+    )
+    del data["transitions"][2]
+    message = (
+        "state 'PROCESSING_TOOLS' may raise 'tools_done', which no row takes; add one with source: PROCESSING_TOOLS"
+    )
+    assert f"{message} [rule 4]" in found(data)
+
+
+def test_5_never_raised() -> None:
+    data = base()
+    data["transitions"] += [row("tools_done", ["GENERATING", "PROCESSING_TOOLS"], "TERMINATED")]
+    assert (
+        "row 5: state 'GENERATING' never raises 'tools_done'; its handler raises generated, truncated [rule 5]"
+    ) in found(data)
+    data["transitions"][-1] = row("truncated", "PENDING", "TERMINATED")
+    expect(data, "row 5: state 'PENDING' never raises 'truncated'; its handler raises prompted [rule 5]")
+
+
+def test_7_shadowed() -> None:
+    data = base()
+    data["transitions"].append(row("generated", "GENERATING", "TERMINATED", conditions=["last_tool_failed"]))
+    expect(
+        data,
+        "row 5 never fires from 'GENERATING': row 3 takes all its cases; put it before, or remove it [rule 7]",
+    )
+    data["transitions"].insert(
+        2, row("generated", "GENERATING", "PENDING", conditions=["all_calls_bad", "has_tool_calls"])
+    )
+    assert found(data)[0].startswith("row 3 never fires from 'GENERATING': row 2 takes all its cases")
+    data["transitions"][2:] = [
+        row("generated", "GENERATING", "PENDING", unless=["all_calls_bad"], conditions=["all_calls_bad"]),
+        *base()["transitions"][2:],
+    ]
+    expect(data, "row 3 never fires: it wants 'all_calls_bad' both to hold and not to hold [rule 7]")
+
+
+def test_7_a_star_may_be_taken_in_part() -> None:
+    data = base()
+    data["transitions"] += [
+        row("failed", "GENERATING", "TERMINATED"),
+        row("failed", "*", "TERMINATED", stop_reason="x"),
+    ]
+    expect(data)
+    data["transitions"].append(row("failed", ["*", "PENDING"], "TERMINATED"))
+    assert [line[:16] for line in found(data)] == ["row 7 never fire"]
+    data["transitions"].pop()
+    data["states"]["PENDING"]["on_error"] = "TERMINATED"
+    expect(data, "state 'PENDING': on_error never holds: row 6 takes every 'failed'; remove one of them [rule 7]")
+
+
+def test_8_cancelled() -> None:
+    data = base()
+    data["transitions"].append(row("cancelled", "GENERATING", "TERMINATED"))
+    expect(data, "row 5: 'cancelled' cannot be routed; it always ends the trajectory [rule 8]")
+
+
+def test_9_free_cycles() -> None:
+    data = base()
+    data["states"] |= {"A": {"handler": "write", "prompt": "x"}, "B": {"handler": "write", "prompt": "x"}}
+    data["transitions"] += [
+        row("failed", "PENDING", "A"),
+        row("written", "A", "B", unless=[("visits_over", 3)]),
+        row("written", "A", "TERMINATED"),
+        row("written", "B", "A"),
+    ]
+    expect(
+        data,
+        "the cycle A -> B -> A spends nothing that is counted, so it may never end; "
+        "give one of its states max_visits [rule 9]",
+    )
+    data["states"]["B"]["max_visits"] = 2
+    expect(data)
+    del data["states"]["B"]["max_visits"]
+    data["transitions"][-1] = row("limit_reached", "B", "A")
+    data["transitions"].append(row("written", "B", "TERMINATED"))
+    expect(data)
+    data["transitions"][-2] = row("failed", "B", "B")
+    assert "the cycle B -> B spends nothing" in found(data)[0]
+
+
+def test_9_what_a_custom_handler_spends_counts() -> None:
+    data = base()
+    data["initial"], data["tools"] = "OWN", {}
+    data["states"] = {"OWN": {"handler": "custom_code:Free", "timeout": 1}}
+    data["transitions"] = [row("done", "OWN", "OWN", conditions=["has_tool_calls"]), row("done", "OWN", "TERMINATED")]
+    assert [line[:19] for line in found(data)] == ["the cycle OWN -> OW"]
+    data["states"]["OWN"]["handler"] = "custom_code:Search"
+    data["transitions"] = [row("found", "OWN", "OWN"), row("lost", "OWN", "TERMINATED")]
+    expect(data)
+
+
+def test_10_limits_that_are_not_set() -> None:
+    data = base()
+    data["limits"] = {"response_tokens": 100, "wall_seconds": 5, "bad_calls": 1}
+    expect(
+        data,
+        "the cycle GENERATING -> PROCESSING_TOOLS -> GENERATING may never end: limits.assistant_turns and "
+        "limits.tool_calls is not set; set it, or give one of its states max_visits [rule 10]",
+    )
+    data["limits"] = {"tool_calls": 3}
+    expect(data)
+
+
+def test_10_agents_as_tools() -> None:
+    data = base()
+    data["tools"] = {"solve": {"agent": base(), "description": "Solves.", "timeout": 5}}
+    expect(data)
+    data["limits"] = {"assistant_turns": 3}
+    expect(data, "tool 'solve' is an agent, so its calls must be bounded; set limits.tool_calls [rule 10]")
+    data["limits"] = base()["limits"]
+    data["states"]["PROCESSING_TOOLS"]["max_visits"] = 3
+    expect(data)
+    data["transitions"].append(row("limit_reached", "*", "GENERATING"))
+    assert [line[:50] for line in found(data)] == ["state 'PROCESSING_TOOLS' has max_visits, so tool_c"]
+
+
+def test_problems_of_agents_as_tools() -> None:
+    data = base()
+    data["tools"]["solve"] = {"agent": {**base(), "initial": "PENDNG"}, "description": "Solves.", "timeout": 5}
+    expect(data, "tool 'solve': agent: initial 'PENDNG' is not defined; did you mean 'PENDING'? [rule 1]")
+
+
+def test_11_waits() -> None:
+    data = base()
+    del data["states"]["GENERATING"]["timeout"]
+    del data["tools"]["calculate"]["timeout"]
+    expect(
+        data,
+        "state 'GENERATING' may wait for ever; give it a timeout, or set limits.wall_seconds [rule 11]",
+        "state 'PROCESSING_TOOLS' may wait for ever; give it a timeout, or set limits.wall_seconds [rule 11]",
+    )
+    data["limits"]["wall_seconds"] = 5
+    expect(data)
+
+
+def test_12_arguments() -> None:
+    data = base()
+    data["transitions"][1] = row("generated", "GENERATING", "PROCESSING_TOOLS", conditions=[("text_matches", "(")])
+    (message,) = found(data)
+    assert message.startswith("row 2: predicate 'text_matches': '(' is no regular expression")
+    data["transitions"][1] = row("generated", "GENERATING", "PROCESSING_TOOLS", unless=[("limit", "tool_calls")])
+    expect(data, "row 2: predicate 'limit' says nothing about 'generated', only 'limit_reached' [rule 12]")
+
+
+def test_13_stop_reasons() -> None:
+    data = base()
+    data["transitions"][0]["stop_reason"] = "lost"
+    expect(data, "row 1: stop_reason 'lost' would be lost, as 'GENERATING' is not final [rule 13]")
+
+
+def test_14_code() -> None:
+    data = base()
+    data["tools"]["calculate"]["use"] = "fsm_rollout.tools.calculator:calculat"
+    (message,) = found(data)
+    assert "did you mean 'calculate'?" in message
+    assert message.endswith("[rule 14]")
+    data["tools"]["calculate"] = {"timeout": 5}
+    assert "give either `use`" in found(data)[0]
+    data = base()
+    data["interaction"] = {"use": "custom_code:NOT_A_FUNCTION"}
+    data["states"]["PROCESSING_TOOLS"]["interaction"] = {"use": "custom_code:missing"}
+    messages = [line for line in found(data) if "[rule 14]" in line]
+    assert (
+        messages[0] == "interaction 'custom_code:NOT_A_FUNCTION' cannot be called; name a class or a function [rule 14]"
+    )
+    assert messages[1].startswith("interaction: 'custom_code' has no 'missing'")
+
+
+def test_15_trained() -> None:
+    data = base()
+    data["contexts"] = {"critic": {"engine": "judge", "trainable": True}}
+    expect(data, "context 'critic': only contexts of engine 'policy' can be trained, this one has 'judge' [rule 15]")
+
+
+def test_16_keys() -> None:
+    data = base()
+    data["states"]["PENDING"] = {"sampling": {"top_k": 1}}
+    data["states"]["GENERATING"]["parallel"] = 3
+    data["states"]["PROCESSING_TOOLS"]["options"] = {"a": 1}
+    expect(
+        data,
+        "state 'PENDING': sampling means nothing to handler 'prompt'; it has no keys of its own [rule 16]",
+        "state 'GENERATING': parallel means nothing to handler 'generate'; it takes sampling [rule 16]",
+        "state 'PROCESSING_TOOLS': options means nothing to handler 'call_tools'; it takes parallel [rule 16]",
+    )
+    data = base()
+    data["states"]["W"] = {"handler": "write"}
+    data["transitions"] += [row("failed", "PENDING", "W"), row("written", "W", "TERMINATED")]
+    expect(data, "state 'W' writes nothing; give it a prompt [rule 16]")
+
+
+def test_17_finals() -> None:
+    data = base()
+    data["states"]["TERMINATED"] = {"final": False, "timeout": 3}
+    data["transitions"].append(row("failed", "TERMINATED", "PENDING"))
+    expect(
+        data,
+        "state 'TERMINATED' is always final; give another state the rows [rule 17]",
+        "state 'TERMINATED' is final, so its timeout would never be used [rule 17]",
+        "row 5: state 'TERMINATED' is final; nothing leaves it [rule 17]",
+    )
+
+
+def test_18_initial() -> None:
+    data = base()
+    data["initial"] = "TERMINATED"
+    assert "initial state 'TERMINATED' is final; a trajectory would end before it began [rule 18]" in found(data)
+
+
+def test_19_nobody() -> None:
+    data = base()
+    data["states"]["INTERACTING"] = {"timeout": 5}
+    data["transitions"] += [
+        row("failed", "PENDING", "INTERACTING"),
+        row("replied", "INTERACTING", "GENERATING"),
+        row("interaction_done", "INTERACTING", "TERMINATED"),
+    ]
+    expect(
+        data, "state 'INTERACTING' has nobody to answer; give it (or the agent) an `interaction: {use: …}` [rule 19]"
+    )
+    data["states"]["INTERACTING"]["interaction"] = {"use": SCRIPTED_USER}
+    expect(data)
+
+
+@pytest.mark.parametrize("prompt", ["{{ a", "{% if %}", "{# open"])
+def test_20_templates(prompt: str) -> None:
+    data = base()
+    data["states"]["GENERATING"]["prompt"] = prompt
+    (message,) = found(data)
+    assert message.startswith("state 'GENERATING': prompt is no Jinja template: ")
