@@ -1,0 +1,119 @@
+"""Bad input to `fsm-rollout run`: exit code 2, one line per problem, no traceback, nothing written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fsm_rollout.cli import app
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+AGENT = (CONFIGS / "agents/tool_user.yaml").read_text("utf-8").replace("{system: solver.md}", "{}")
+PROMPT = {"messages": [{"role": "user", "content": "What is 1 + 2?"}], "interaction_kwargs": {"turns": []}}
+RUN = """
+agent: agent.yaml
+prompts: prompts.jsonl
+engine: {kind: scripted, turns: ["The answer is 3."]}
+out: OUT
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "agent.yaml").write_text(AGENT, "utf-8")
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(PROMPT) + "\n", "utf-8")
+    (tmp_path / "run.yaml").write_text(RUN.replace("OUT", str(tmp_path / "out")), "utf-8")
+    return tmp_path
+
+
+def refused(place: Path, *overrides: str) -> str:
+    done = CliRunner().invoke(app, ["run", str(place / "run.yaml"), *overrides])
+    assert done.exit_code == 2, done.output
+    assert "Traceback" not in done.output
+    assert done.exception is None or isinstance(done.exception, SystemExit)
+    assert not (place / "out").exists(), "something was written"
+    return done.output
+
+
+def test_the_place_is_sound(place: Path) -> None:
+    done = CliRunner().invoke(app, ["run", str(place / "run.yaml")])
+    assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "says"),
+    [
+        ("run.yaml", "agent.yaml", "agnet.yaml", "agnet.yaml"),
+        ("run.yaml", "prompts.jsonl", "nothing.jsonl", "nothing.jsonl"),
+        ("run.yaml", "engine:", "engin:", "did you mean 'engine'"),
+        ("run.yaml", "kind: scripted", "kind: skripted", "scripted"),
+        ("run.yaml", "{kind: scripted, turns: ", "{kind: transformers, model: no/such/model, x: ", "x"),
+        ("run.yaml", 'kind: scripted, turns: ["The answer is 3."]', "kind: transformers, model: no/such", "no/such"),
+        ("run.yaml", "prompts.jsonl", "prompts.csv", "prompts.csv"),
+        ("run.yaml", "agent: agent.yaml", 'agent: agent.yaml\nreward: "fsm_rollout.rewards:exact_anser"', "exact_answer"),
+        ("agent.yaml", "GENERATING: {", "GENERATNG: {", "GENERATING"),
+        ("agent.yaml", "calculator:calculate", "calculator:calculat", "did you mean 'calculate'"),
+        ("agent.yaml", "fsm_rollout.tools.calculator:calculate", "json:dumps", "json:dumps"),
+        ("agent.yaml", "dest: TERMINATED", "dest: TERMINTED", "did you mean 'TERMINATED'"),
+        ("prompts.jsonl", "messages", "mesages", "'messages' is missing"),
+        ("prompts.jsonl", '{"messages"', '{"messages', "prompts.jsonl:1"),
+        ("prompts.jsonl", "turns", "turn", "turn"),
+        ("prompts.jsonl", '"turns": []', '"turns": "not a list"', "turns"),
+        ("prompts.jsonl", '"role": "user"', '"role": "usr"', "usr"),
+    ],
+)  # fmt: skip
+def test_one_mistake_one_clear_message(place: Path, file: str, old: str, new: str, says: str) -> None:
+    text = (place / file).read_text("utf-8")
+    assert old in text
+    (place / file).write_text(text.replace(old, new), "utf-8")
+    assert says in refused(place)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("sed=4", "did you mean 'seed'"),
+        ("n=zero", "n"),
+        ("n=0", "n"),
+        ("engine.kindd=x", "kindd"),
+        ("agent.limits.tool_cals=3", "did you mean 'tool_calls'"),
+        ("agent.limits.tool_calls=many", "tool_calls"),
+        ("nonsense", "nonsense"),
+    ],
+)
+def test_wrong_overrides(place: Path, override: str, says: str) -> None:
+    assert says in refused(place, override)
+
+
+def test_empty_and_missing_files(place: Path) -> None:
+    (place / "prompts.jsonl").write_text("", "utf-8")
+    assert "prompts.jsonl" in refused(place)
+    (place / "run.yaml").unlink()
+    assert "run.yaml" in refused(place)
+
+
+def test_a_prompt_longer_than_the_window_ends_alone(place: Path) -> None:
+    """It is no mistake of form: its trajectories end with their own stop reason, the others go on."""
+    long = {**PROMPT, "messages": [{"role": "user", "content": "many words " * 400}]}
+    (place / "prompts.jsonl").write_text(json.dumps(PROMPT) + "\n" + json.dumps(long) + "\n", "utf-8")
+    done = CliRunner().invoke(app, ["run", str(place / "run.yaml"), "engine.max_context=300"])
+    assert done.exit_code == 0, done.output
+    summary = json.loads((place / "out/summary.json").read_text("utf-8"))
+    assert summary["stop_reasons"] == {"answered": 1, "prompt_too_long": 1}
+
+
+def test_a_second_run_replaces_the_first_and_leaves_other_files_alone(place: Path) -> None:
+    for _ in range(2):
+        assert CliRunner().invoke(app, ["run", str(place / "run.yaml")]).exit_code == 0
+        (place / "out" / "notes.txt").write_text("mine", "utf-8")
+    assert (place / "out" / "notes.txt").exists()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["check", "--help"], ["new", "--help"]])
+def test_help_teaches_by_example(arguments: list[str]) -> None:
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0
+    assert "fsm-rollout" in done.output

@@ -1,0 +1,42 @@
+"""What is importable is what is listed, and importing is cheap."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fsm_rollout
+
+ROOT = Path(__file__).parent.parent
+HEAVY = ("torch", "transformers", "ray", "sglang", "tensordict", "graphviz", "pyarrow")
+CHECK = """
+from fsm_rollout.cli import app
+try:
+    app(['check', 'configs/agents/tool_user.yaml'])
+except SystemExit as end:
+    assert not end.code
+"""
+
+
+@pytest.mark.parametrize(
+    "code", ["import fsm_rollout", "import fsm_rollout as f; f.load_agent, f.verify, f.prove, f.AgentGraph", CHECK]
+)
+def test_importing_and_checking_load_nothing_heavy(code: str) -> None:
+    program = f"{code}\nimport sys\nsys.exit(' '.join(m for m in {HEAVY!r} if m in sys.modules) or 0)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_listed_name_exists_and_is_documented() -> None:
+    assert fsm_rollout.__all__ == sorted(fsm_rollout.__all__)
+    assert set(fsm_rollout.__all__) == set(fsm_rollout._HOMES) == set(dir(fsm_rollout))
+    for name in fsm_rollout.__all__:
+        assert getattr(fsm_rollout, name).__doc__, name
+
+
+def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="nonsense"):
+        fsm_rollout.nonsense  # noqa: B018
