@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from fsm_rollout.events import Attempt, Called, Message, ToolCall
 from fsm_rollout.handlers import BUILT_IN_HANDLERS
 from fsm_rollout.states.base import State
+from fsm_rollout.tools import told
 from fsm_rollout.trajectory import Outcome, Trajectory
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ class CallTools(State):
     def timed_out(self, trajectory: Trajectory, visit: Visit) -> None:
         """Answer the calls still open, so that the history stays one that any template can render."""
         for attempt in self._open(trajectory):
-            visit.record_unfinished_call(attempt, "timed_out", "error: the call took too long and was stopped")
+            name = attempt.name if isinstance(attempt, ToolCall) else "call"
+            visit.record_unfinished_call(attempt, "timed_out", told.timed_out(name, self.spec.timeout))
         self._tell(trajectory, visit)
 
     @staticmethod

@@ -6,15 +6,19 @@ Each oracle reads the other side's log (the engine's, the tools'); none calls th
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from embedded import tokenizer
-from hypothesis import given, note
+from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from laws.agents import agents
 from laws.world import World, run_world, turns
 
+from fsm_rollout import load_agent
+from fsm_rollout.engines.scripted import Turn
 from fsm_rollout.events import decode, encode
 from fsm_rollout.graph import AgentGraph
 from fsm_rollout.proof import prove
@@ -29,9 +33,10 @@ def streams_of(trajectory: Trajectory, context: str) -> list[Any]:
     return [stream for stream in trajectory.streams if stream.context == context]
 
 
-def check_streams(world: World) -> None:
+def check_streams(graph: AgentGraph, world: World) -> None:
     """Laws 3, 4, 5 and 7 against the engine's log."""
     logged = world.sampled()
+    untrained = {name for name, spec in graph.contexts.items() if spec.engine != "policy"}
     for trajectory in world.trajectories:
         contexts = {stream.context for stream in trajectory.streams}
         for context in contexts:
@@ -53,7 +58,7 @@ def check_streams(world: World) -> None:
                     versions[start:end] = given_versions
                 prompt = stream.tokens.prompt_length
                 assert not mask[:prompt].any()
-                trained = mask * stream.tokens.trained
+                trained = mask * (context not in untrained)
                 assert stream.tokens.response_mask().tolist() == trained[prompt:].tolist(), "the mask lies"
                 assert stream.tokens.response_logprobs().tolist() == logprobs[prompt:].tolist()
                 assert stream.tokens.response_versions().tolist() == versions[prompt:].tolist()
@@ -97,13 +102,30 @@ def test_streams_ends_and_bounds(graph: AgentGraph, script: list[Any], n: int, m
     world = run_world(graph, script, n=n, max_running=max_running)
     for trajectory in world.trajectories:
         note(f"{trajectory} {trajectory.detail or ''}")
-    check_streams(world)
+    check_streams(graph, world)
     check_ends(world, prompts=2, n=n)
     check_limits(graph, world)
     bound = prove(graph)
     for trajectory in world.trajectories:
         assert trajectory.transitions <= bound.transitions
         assert trajectory.turn <= bound.generations
+
+
+SHIPPED = sorted((Path(__file__).parents[2] / "configs/agents").glob("*.yaml"))
+CALCULATE = '<tool_call>\n{"name": "calculate", "arguments": {"left": 2, "operator": "+", "right": 2}}\n</tool_call>'
+SOLVE = '<tool_call>\n{"name": "solve", "arguments": {"task": "What is 2 + 2?"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+@settings(max_examples=15)
+@given(st.lists(st.one_of(turns(), st.sampled_from([CALCULATE, SOLVE]).map(lambda text: Turn(text=text))), min_size=1))
+def test_the_shipped_agents_keep_the_laws(path: Path, script: list[Turn]) -> None:
+    graph = load_agent(path)
+    world = run_world(graph, script, n=1, extra={"interaction_kwargs": {"turns": ["Go on.", "And now?"]}})
+    check_streams(graph, world)
+    check_ends(world, prompts=2, n=1)
+    for trajectory in world.trajectories:
+        assert trajectory.transitions <= prove(graph).transitions
 
 
 @given(agents(), SCRIPTS)
