@@ -45,7 +45,7 @@ class Group:
 class LiveTrajectory:
     """One trajectory under way, with what it holds open: its tools, its interactions, its task."""
 
-    __slots__ = ("_interactions", "_spawned", "group", "program", "prompt", "scheduler", "stop", "tools", "trajectory")
+    __slots__ = ("_interactions", "_spawned", "asked", "group", "program", "prompt", "scheduler", "stop", "tools", "trajectory")
 
     def __init__(
         self, scheduler: Scheduler, program: Program, prompt: Prompt, group: Group, trajectory: Trajectory
@@ -65,6 +65,8 @@ class LiveTrajectory:
             extra=trajectory.extra,
             run_agent=self._run_agent,
         )
+        self.asked: dict[str, int] = {}
+        """How often the environment has asked each engine."""
         self._interactions: dict[str, BoundInteraction] = {}
         self._spawned = 0
 

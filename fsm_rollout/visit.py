@@ -54,7 +54,6 @@ class Visit:
         self.state = live.trajectory.state
         self._prepaid = 1 if live.program.machine.spends[self.state] == "assistant_turns" else 0
         self._visit = self.trajectory.visits[self.state]
-        self._asked = 0
         self._sampling_in: set[str] = set()
         self._rng: random.Random | None = None
 
@@ -279,9 +278,10 @@ class Visit:
         room = dispatcher.engine.max_context - len(ids)
         if room < 1:
             raise PromptTooLong(f"engine '{engine}': a prompt of {len(ids)} tokens leaves no room to answer")
-        self._asked += 1
+        index = self.live.asked.get(engine, 0)
+        self.live.asked[engine] = index + 1
         request = Request(
-            request_id=f"{self.trajectory.trajectory_id}/{self.state}/{self._visit}/ask{self._asked}",
+            request_id=f"{self.trajectory.trajectory_id}/ask/{engine}/{index}",
             ids=ids,
             sampling=SamplingParams(
                 max_tokens=min(room, said.max_tokens or room),
@@ -289,13 +289,13 @@ class Visit:
                 top_p=said.top_p or 1.0,
                 top_k=said.top_k or 0,
                 stop_ids=chat.stop_ids | dispatcher.engine.eos_ids,
-                seed=derive_seed(self.trajectory.seed, self.state, self._visit, "ask", self._asked),
+                seed=derive_seed(self.trajectory.seed, "ask", engine, index),
             ),
             trajectory_id=self.trajectory.trajectory_id,
             group_id=self.trajectory.group_id,
             agent=engine,
             context=engine,
-            turn=self._asked - 1,
+            turn=index,
         )
         ticket = dispatcher.submit(request, self.deadline)
         try:

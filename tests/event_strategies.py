@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from operator import add
 from typing import Any
 
 from hypothesis import strategies as st
@@ -36,7 +37,7 @@ TRAINED = {"main": True, "critic": False, "notes": True}
 """The contexts that occur, and whether each is trained."""
 STATES = ("PENDING", "GENERATING", "PROCESSING_TOOLS", "REVIEWING", "TERMINATED")
 
-contexts = st.sampled_from(sorted(TRAINED, key=lambda name: name != "main"))
+contexts = st.sampled_from(["main", "main", "main", "notes", "critic"])
 states = st.sampled_from(STATES)
 token = st.integers(0, 5) | st.integers(0, 2**31 - 1)
 ids = st.lists(token, max_size=5)
@@ -65,7 +66,8 @@ def messages(*roles: str) -> st.SearchStrategy[list[dict[str, Any]]]:
     return st.lists(message, min_size=1, max_size=2)
 
 
-pieces = st.lists(st.tuples(st.lists(st.tuples(token, logprob), min_size=1, max_size=4), st.integers(0, 3)), max_size=2)
+_run = st.tuples(st.lists(st.tuples(token, logprob), min_size=1, max_size=3), st.integers(0, 3))
+pieces = st.lists(_run, min_size=1, max_size=2) | st.lists(_run, max_size=2)
 """Runs of (token, logprob) pairs, each with the weight version that sampled it; no runs at all are an empty turn."""
 
 
@@ -86,13 +88,14 @@ _attempts = st.lists(
     | st.builds(Attempt, id=texts, kind=texts, message=texts),
     max_size=2,
 )
-steps = st.one_of(
-    _step("generate", context=contexts, state=states, pieces=pieces, text=texts, attempts=_attempts),
-    _step("write", context=contexts, state=states, messages=messages("user", "tool"), ids=ids, glue=st.booleans()),
-    _step("score", value=score, turn=st.none() | st.integers(0, 3)),
-    _step(
-        "open", context=contexts, state=states, messages=messages("system", "user"), ids=ids, guarded=st.integers(0, 2)
-    ),
+_generate = _step("generate", context=contexts, state=states, pieces=pieces, text=texts, attempts=_attempts)
+_write = _step("write", context=contexts, state=states, messages=messages("user", "tool"), ids=ids, glue=st.booleans())
+_score = _step("score", value=score, turn=st.none() | st.integers(0, 3))
+_open = _step(
+    "open", context=contexts, state=states, messages=messages("system", "user"), ids=ids, guarded=st.integers(0, 2)
+)
+_rest = st.one_of(
+    _open,
     _step("transition", dest=states, limit=st.none() | st.just("tool_calls"), spent=st.integers(0, 2)),
     _step("call", state=states, failure=st.none() | st.just("unknown_tool"), reward=st.none() | score, seconds=seconds),
     _step("continue", context=contexts, pieces=pieces, text=texts, resumed=st.booleans()),
@@ -100,6 +103,8 @@ steps = st.one_of(
     _step("interact", state=states, seconds=seconds),
     _step("pause"),
 )
+# `one_of` counts equal branches once, so weights go this way: most trajectories have several turns and a score or two.
+steps = st.sampled_from([_generate] * 4 + [_write] * 3 + [_score] * 2 + [_rest] * 3).flatmap(lambda kind: kind)
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,7 @@ class Plan:
 
 plans = st.builds(
     Plan,
-    st.lists(steps, max_size=12),
+    st.builds(add, st.lists(steps, max_size=10), st.lists(steps, max_size=10)),  # twice the usual length
     extras,
     st.none() | st.sampled_from(["answered", "limit:tool_calls", "failed:ToolError"]),
     st.lists(score, max_size=2),

@@ -204,6 +204,36 @@ def test_truncated_rows_hold_what_is_left(events: list[AnyEvent], left: int, rig
     assert batch.tensordict["responses"].shape[1] == right
 
 
+@pytest.mark.parametrize(
+    ("width", "scores"),
+    [
+        (1, [0.5 + 4.0]),
+        (3, [0.0, 0.0, 0.5 + 4.0]),  # the first turn is whole
+        (4, [0.0, 0.0, 0.5 + 4.0, 0.0]),  # and what the environment wrote after it
+        (5, [0.0, 0.0, 0.5, 0.0, 1.0 + 2.0 + 4.0]),  # the second turn, scored twice, is cut short
+        (6, [0.0, 0.0, 0.5, 0.0, 0.0, 1.0 + 2.0 + 4.0]),
+        (7, [0.0, 0.0, 0.5, 0.0, 0.0, 1.0 + 2.0 + 4.0, 0.0]),
+    ],
+)
+def test_scores_stand_on_the_last_token_that_is_left(width: int, scores: list[float]) -> None:
+    events: list[AnyEvent] = [
+        prompted("t"),
+        opened(),
+        generated(3),
+        Extended(at=2.0, context="main", state="PROCESSING_TOOLS", ids=array("i", [7])),
+        generated(2),
+        Extended(at=2.0, context="main", state="PROCESSING_TOOLS", ids=array("i", [7])),
+        Scored(at=3.0, value=0.5, turn=0),
+        Scored(at=3.0, value=1.0, turn=1),
+        Scored(at=3.0, value=2.0, turn=1),
+        Scored(at=3.0, value=4.0),
+    ]
+    batch = TrajectoryBatch.from_trajectories(
+        [Trajectory.fold(events)], pad_id=0, response_width=width, overflow="truncate"
+    )
+    assert batch.tensordict["token_level_scores"].tolist() == [scores]
+
+
 @given(several_trajectories, st.integers(0, 6), st.integers(0, 8))
 def test_drop_leaves_out_exactly_the_rows_that_do_not_fit(
     trajectories: list[Trajectory], left: int, right: int
@@ -263,50 +293,54 @@ def test_extras_of_any_shape_survive(extras: list[dict[str, Any]], tmp_path_fact
     assert TensorDict.load_memmap(str(path)).get("extra").tolist() == extras, "TensorDict alone reads it too"
 
 
+def prompted(trajectory_id: str, extra: dict[str, Any] | None = None) -> Prompted:
+    return Prompted(
+        at=1.0,
+        trajectory_id=trajectory_id,
+        group_id="g",
+        sample=0,
+        agent="solver",
+        initial="PENDING",
+        messages=[{"role": "user", "content": "?"}],
+        extra=extra or {},
+        limits={},
+        seed=0,
+        date="2020-01-01T00:00:00",
+    )
+
+
+def opened() -> ContextOpened:
+    return ContextOpened(
+        at=1.0,
+        context="main",
+        state="GENERATING",
+        messages=[{"role": "system", "content": "!"}, {"role": "user", "content": "?"}],
+        ids=array("i", [1, 2]),
+        trained=True,
+        engine="policy",
+    )
+
+
+def generated(sampled: int) -> Generated:
+    return Generated(
+        at=2.0,
+        context="main",
+        state="GENERATING",
+        ids=array("i", range(10, 10 + sampled)),
+        logprobs=array("f", [-0.5] * sampled),
+        versions=[(sampled, 4)],
+        finish_reason="stop",
+        message={"role": "assistant", "content": "hi"},
+        seconds=0.75,
+    )
+
+
 def trajectory(
     trajectory_id: str, sampled: int = 2, *scores: Scored, extra: dict[str, Any] | None = None
 ) -> Trajectory:
     """Return an ended trajectory of one turn of ``sampled`` tokens at -0.5 each, after a prompt of two."""
-    message = {"role": "user", "content": "?"}
-    return Trajectory.fold(
-        [
-            Prompted(
-                at=1.0,
-                trajectory_id=trajectory_id,
-                group_id="g",
-                sample=0,
-                agent="solver",
-                initial="PENDING",
-                messages=[message],
-                extra=extra or {},
-                limits={},
-                seed=0,
-                date="2020-01-01T00:00:00",
-            ),
-            ContextOpened(
-                at=1.0,
-                context="main",
-                state="GENERATING",
-                messages=[{"role": "system", "content": "!"}, message],
-                ids=array("i", [1, 2]),
-                trained=True,
-                engine="policy",
-            ),
-            Generated(
-                at=2.0,
-                context="main",
-                state="GENERATING",
-                ids=array("i", range(10, 10 + sampled)),
-                logprobs=array("f", [-0.5] * sampled),
-                versions=[(sampled, 4)],
-                finish_reason="stop",
-                message={"role": "assistant", "content": "hi"},
-                seconds=0.75,
-            ),
-            Ended(at=3.5, stop_reason="answered"),
-            *scores,
-        ]
-    )
+    ended = Ended(at=3.5, stop_reason="answered")
+    return Trajectory.fold([prompted(trajectory_id, extra), opened(), generated(sampled), ended, *scores])
 
 
 def test_the_non_tensor_values() -> None:

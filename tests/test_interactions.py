@@ -157,6 +157,7 @@ def test_a_model_is_not_asked_beyond_its_turns():
     replies = [reply(build_interaction(MODEL), [said("x")], visit=visit, engines=engines) for visit in (1, 2, 3)]
     assert replies == [Reply("one"), Reply("two"), Reply(None, done=True)]
     assert len(engines.asked) == 2
+    assert reply(build_interaction(MODEL, {"max_turns": 0}), []) == Reply(None, done=True), "the prompt's word counts"
 
 
 class Plain:

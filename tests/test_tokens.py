@@ -6,17 +6,17 @@ from array import array
 
 import numpy as np
 import pytest
-from event_strategies import ids, logprob, states, token
+from event_strategies import ids, logprob, token
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fsm_rollout.errors import StreamError
 from fsm_rollout.tokens import NO_VERSION, Owner, TokenStream, as_ids, as_logprobs
 
-writes = st.tuples(st.just("write"), ids, states, st.integers(0, 2))
-samples = st.tuples(
-    st.just("sample"), st.lists(st.tuples(token, logprob), max_size=5), states, st.integers(0, 2), st.integers(0, 2)
-)
+states = st.sampled_from(["GENERATING", "PENDING"])  # few of each, so that neighbours often differ in one thing only
+turns = versions = st.integers(0, 1)
+writes = st.tuples(st.just("write"), ids, states, turns)
+samples = st.tuples(st.just("sample"), st.lists(st.tuples(token, logprob), max_size=5), states, turns, versions)
 histories = st.lists(writes | samples, max_size=8)
 
 
@@ -38,7 +38,7 @@ def played(prompt: list[int], history: list[tuple], trained: bool) -> tuple[Toke
 def test_every_token_is_what_was_put_there(prompt: list[int], history: list[tuple], trained: bool) -> None:
     stream, oracle = played(prompt, history, trained)
     response = oracle[len(prompt) :]
-    names = {"GENERATING": 4, "PENDING": 0}
+    names = {"GENERATING": 4}
 
     assert list(stream.ids) == [i for i, *_ in oracle]
     assert (len(stream), stream.prompt_length, stream.response_length) == (len(oracle), len(prompt), len(response))
@@ -62,6 +62,24 @@ def test_spans_cover_the_stream_without_gap_or_overlap(prompt: list[int], histor
     assert all(len(span) for span in spans[1:])
     told = [(s.owner, s.state, s.turn, s.version) for s in spans for _ in range(len(s))]
     assert told == [facts[2:] for facts in oracle]
+
+
+def test_neighbours_are_one_span_when_they_differ_in_nothing() -> None:
+    stream = TokenStream([0], state="GENERATING")
+    for state, turn, version in [("A", 0, 0), ("A", 0, 0), ("A", 0, 1), ("A", 1, 1), ("B", 1, 1), ("B", 1, 1)]:
+        stream.sample([5], [-0.5], state=state, turn=turn, version=version)
+    for state, turn in [("B", 1), ("B", 1), ("B", 2), ("C", 2)]:
+        stream.write([6], state=state, turn=turn)
+    assert [(s.state, s.turn, s.version, len(s)) for s in stream.spans[1:]] == [
+        ("A", 0, 0, 2),
+        ("A", 0, 1, 1),
+        ("A", 1, 1, 1),
+        ("B", 1, 1, 2),
+        ("B", 1, NO_VERSION, 2),
+        ("B", 2, NO_VERSION, 1),
+        ("C", 2, NO_VERSION, 1),
+    ]
+    assert stream.response_versions().tolist() == [0, 0, 1, 1, 1, 1, -1, -1, -1, -1]
 
 
 @given(ids, histories, histories)

@@ -140,7 +140,15 @@ def test_very_long_text_is_not_tokenised_whole(side: Any):
     assert max(sizes) <= EXACT_CHARACTERS
     assert 80 <= count(shorter, tok) <= 100
     assert dropped == pytest.approx(count(line, tok) * (len(text) / len(line)), rel=0.01)
-    assert truncate(text, tok, 10**9, side) == (text, 0), "long is not too long"
+
+
+def test_long_is_not_yet_too_long():
+    tok = tokenizer(False)
+    text = "ab " * (EXACT_CHARACTERS // 3 + 10)
+    assert truncate(text, tok, len(text)) == (text, 0)
+    shorter, dropped = truncate(text, tok, len(text) - 1)
+    assert dropped > 0
+    assert len(text) - 20 < count(shorter, tok) < len(text), "though the part looked at first would fit"
 
 
 def long_answer() -> str:

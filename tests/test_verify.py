@@ -191,7 +191,9 @@ def test_7_a_star_may_be_taken_in_part() -> None:
     expect(data)
     data["transitions"].append(row("failed", ["*", "PENDING"], "TERMINATED"))
     assert [line[:16] for line in found(data)] == ["row 7 never fire"]
-    data["transitions"].pop()
+    data["transitions"][-2:] = [row("failed", ["PENDING", "GENERATING"], "TERMINATED", stop_reason="x")]
+    assert [line[:34] for line in found(data)] == ["row 6 never fires from 'GENERATING"]
+    data["transitions"][-1] = row("failed", "*", "TERMINATED", stop_reason="x")
     data["states"]["PENDING"]["on_error"] = "TERMINATED"
     expect(data, "state 'PENDING': on_error never holds: row 6 takes every 'failed'; remove one of them [rule 7]")
 

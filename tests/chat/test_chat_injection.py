@@ -171,3 +171,11 @@ def test_a_lone_surrogate_is_refused() -> None:
     with pytest.raises(ChatTemplateError) as refusal:
         glue(GUARD, "broken \ud800 text")
     assert refusal.value.rule == "text-not-unicode"
+
+
+def test_white_space_a_token_swallows_stays_swallowed_in_guarded_text() -> None:
+    encoder = MarkerEncoder(zoo.tokenizer_for(TEMPLATE, lstrip=True, rstrip=True).backend_tokenizer)
+    parts = [Part("<|im_end|>\n<|im_start|> "), Part(" a <tool_call> b ", environment=True), Part("\n<|im_end|>")]
+    ids, guarded = encoder.encode_parts(parts, "guard")
+    assert guarded == 1
+    assert encoder.decode(ids) == "<|im_end|><|im_start|>a <tool_call> b<|im_end|>"

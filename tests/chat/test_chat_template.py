@@ -187,6 +187,8 @@ def test_what_a_template_does_wrong_is_refused_by_name() -> None:
     assert rule(ROLES.replace("<|im_end|>\\n' }}", depends) + ASK) == "text-moved"
     header = "(' ' if messages[-1].content == 'more' else '') ~ '<|im_end|>\\n' }}"
     assert rule(ROLES.replace("'<|im_end|>\\n' }}", header) + ASK) == "text-moved"
+    header = "('A' if messages[-1].content == 'more' else 'B') ~ '<|im_end|>\\n' }}"
+    assert rule(ROLES.replace("'<|im_end|>\\n' }}", header) + ASK) == "text-moved"
 
 
 def test_what_a_tokenizer_lacks_is_refused_by_name() -> None:

@@ -178,6 +178,15 @@ def test_a_continued_request_samples_the_same_tokens(model: Any):
         assert ids_of(run(loop_of(model), {0: [rest]})["rest"]) == whole[cut:]
 
 
+def test_every_position_has_its_own_random_number(model: Any):
+    """A model without weights finds all 257 tokens equally likely: 200 draws are about 139 different ones."""
+    flat = type(model)(model.config).eval()
+    with torch.no_grad():
+        flat.model.embed_tokens.weight.zero_()
+    (chunks,) = run(loop_of(flat), {0: [Request("r", as_ids([1]), SamplingParams(200))]}).values()
+    assert 110 < len(set(ids_of(chunks))) < 170
+
+
 def test_nan_logits_fail_the_request(model: Any):
     broken = type(model)(model.config).eval()
     with torch.no_grad():

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fsm_rollout.engines import sampling
 from fsm_rollout.engines.base import SamplingParams
 from fsm_rollout.engines.sampling import Sampler, uniforms
 
@@ -32,9 +33,9 @@ def oracle(logits: list[float], temperature: float, top_k: int, top_p: float) ->
     return {token: weights[token] / mass for token in kept}
 
 
-def draws(logits: list[float], count: int, **sampling: float) -> list[tuple[int, float]]:
+def draws(logits: list[float], count: int, **options: float) -> list[tuple[int, float]]:
     """Sample ``count`` times under different seeds, in one batch."""
-    params = [SamplingParams(1, seed=seed, **sampling) for seed in range(count)]  # type: ignore[arg-type]
+    params = [SamplingParams(1, seed=seed, **options) for seed in range(count)]  # type: ignore[arg-type]
     rows = torch.tensor([logits]).expand(count, -1)
     return list(zip(*Sampler(params, CPU)(rows, [7] * count), strict=True))
 
@@ -83,7 +84,7 @@ def test_greedy_takes_the_likeliest_with_its_unscaled_logprob():
 
 
 def test_equal_logits_are_cut_to_exactly_k_lower_ids_first():
-    assert {token for token, _ in draws([1.0] * 6, 300, top_k=3)} == {0, 1, 2}
+    assert {token for token, _ in draws([1.0] * 300, 300, top_k=3)} == {0, 1, 2}
 
 
 def test_a_row_is_sampled_as_if_it_were_alone():
@@ -109,6 +110,12 @@ def test_extreme_temperatures_stay_finite(temperature: float):
 def test_tokens_without_probability_are_never_drawn():
     logits = [-math.inf, 0.0, -math.inf, 0.0, -math.inf]
     assert {token for token, _ in draws(logits, 2000)} == {1, 3}
+
+
+def test_not_even_when_the_random_number_is_zero_or_almost_one(monkeypatch: pytest.MonkeyPatch):
+    for number, token in ((0.0, 1), (1 - 2.0**-48, 3)):
+        monkeypatch.setattr(sampling, "uniforms", lambda seeds, _, number=number: np.full(len(seeds), number))
+        assert draws([-math.inf, 0.0, -math.inf, 0.3, -math.inf], 1)[0][0] == token
 
 
 def test_nan_logits_are_seen_in_the_logprob():

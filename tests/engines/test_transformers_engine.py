@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,43 +72,65 @@ def test_a_loop_that_is_closed_on_its_requests_hurts_nobody(model: Any, tokenize
     asyncio.run(engine.aclose())
 
 
-def test_weights_are_replaced_between_steps_and_tokens_say_so(tokenizer: Any, other_model: Any, tmp_path: Path):
-    own = make_model(0)
-    other_model.save_pretrained(tmp_path)
-
-    async def main() -> tuple[list[Chunk], list[Chunk]]:
-        engine = TransformersEngine(own, tokenizer, send_every=1)
-        chunks: list[Chunk] = []
-        async for chunk in engine.generate([request("r", 200)]):
-            chunks.append(chunk)
-            if sum(len(c.ids) for c in chunks) == 3 and engine.weight_version == 0:
-                assert await engine.update_weights(other_model.state_dict()) == 1
-        assert await engine.update_weights(make_model(0).state_dict(), 10) == 10
-        tokenizer.save_pretrained(tmp_path)
-        assert await engine.update_weights(tmp_path) == 11
-        last = await collect(engine, request("last", 10))
-        await engine.aclose()
-        return chunks, last
-
-    chunks, last = asyncio.run(main())
-    versions = [chunk.weight_version for chunk in chunks for _ in chunk.ids]
+@torch.no_grad()
+def check_logprobs(chunks: list[Chunk], models: Mapping[int, Any]) -> None:
+    """Compare with plain forward passes over the final sequence, by the model of each token's version."""
     ids = [token for chunk in chunks for token in chunk.ids]
-    assert versions == sorted(versions)
-    assert set(versions) == {0, 1}
-    assert {chunk.weight_version for chunk in last} == {11}
-    with torch.no_grad():  # the models of both times, plainly, over the final sequence
-        sequence = torch.tensor([[1, 2, 3, 4, 5, *ids]])
-        both = [torch.log_softmax(m(sequence).logits[0, 4:-1].float(), -1) for m in (make_model(0), other_model)]
-    expected = [float(both[version][i, token]) for i, (version, token) in enumerate(zip(versions, ids, strict=True))]
+    versions = [chunk.weight_version for chunk in chunks for _ in chunk.ids]
+    sequence = torch.tensor([[1, 2, 3, 4, 5, *ids]])
+    plain = {v: torch.log_softmax(models[v](sequence).logits[0, 4:-1], -1) for v in set(versions)}
+    expected = [float(plain[version][i, token]) for i, (version, token) in enumerate(zip(versions, ids, strict=True))]
     assert [p for chunk in chunks for p in chunk.logprobs] == pytest.approx(expected, abs=1e-5)
-    with torch.no_grad():
-        again = torch.log_softmax(other_model(torch.tensor([[1, 2, 3, 4, 5, *last_ids(last)]])).logits[0, 4:-1], -1)
-    expected = [float(again[i, token]) for i, token in enumerate(last_ids(last))]
-    assert [p for chunk in last for p in chunk.logprobs] == pytest.approx(expected, abs=1e-5)
 
 
-def last_ids(chunks: list[Chunk]) -> list[int]:
-    return [token for chunk in chunks for token in chunk.ids]
+def test_weights_are_replaced_between_steps_and_tokens_say_so(tokenizer: Any, other_model: Any):
+    """Tokens that were sampled and not yet sent at the update keep their version.
+
+    Each forward pass needs a permit. There is one to fill the prompt and ten to sample; when the twelfth pass waits for
+    its permit, seven tokens have been sent and three not, and the update comes after the eleventh.
+    """
+    own, permits, passes = make_model(0), threading.Semaphore(11), []
+
+    def ask(*_: object) -> None:
+        passes.append(1)
+        permits.acquire()
+
+    own.register_forward_pre_hook(ask)
+
+    async def main() -> list[Chunk]:
+        engine = TransformersEngine(own, tokenizer, send_every=7)
+        chunks: list[Chunk] = []
+        updates = []
+        async for chunk in engine.generate([request("r", 30)]):
+            chunks.append(chunk)
+            if len(chunk.ids) and not updates:
+                while len(passes) < 12:
+                    await asyncio.sleep(0)
+                updates.append(asyncio.create_task(engine.update_weights(other_model.state_dict())))
+                await asyncio.sleep(0)  # the order is in the queue now
+                permits.release(1000)
+        assert await asyncio.gather(*updates) == [1]
+        await engine.aclose()
+        return chunks
+
+    chunks = asyncio.run(main())
+    versions = [chunk.weight_version for chunk in chunks for _ in chunk.ids]
+    assert versions == [0] * 11 + [1] * 19
+    check_logprobs(chunks, {0: make_model(0), 1: other_model})
+
+
+def test_weights_may_come_from_a_folder(tokenizer: Any, other_model: Any, tmp_path: Path):
+    other_model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+
+    async def main() -> list[Chunk]:
+        engine = TransformersEngine(make_model(0), tokenizer)
+        assert await engine.update_weights(tmp_path, 11) == 11
+        chunks = await collect(engine, request("r", 10))
+        await engine.aclose()
+        return chunks
+
+    check_logprobs(asyncio.run(main()), {11: other_model})
 
 
 def test_weights_that_do_not_fit_change_nothing(tokenizer: Any):

@@ -5,7 +5,6 @@ Each oracle reads the other side's log (the engine's, the tools'); none calls th
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +84,13 @@ def check_limits(graph: AgentGraph, world: World) -> None:
     """What was spent, counted from the events alone, never exceeds a limit (of a limit that no row routed)."""
     routed = {row.trigger for row in graph.transitions} & {"limit_reached"}
     for trajectory in world.trajectories:
-        events = [json.loads(json.dumps(type(e).__name__)) for e in world.events[trajectory.trajectory_id]]
+        happened = world.events[trajectory.trajectory_id]
+        events = [type(event).__name__ for event in happened]
         generations = events.count("Generated")
+        for state, spec in graph.states.items():
+            if spec.max_visits is not None and graph.handler_of(state) == "generate":
+                sampled = [e for e in happened if type(e).__name__ == "Generated" and e.state == state]
+                assert len(sampled) <= spec.max_visits
         if not routed:
             assert generations <= (graph.limits.assistant_turns or 0)
         assert events.count("Called") <= (graph.limits.tool_calls or 0)
