@@ -92,7 +92,9 @@ def _interpolated(schema: Any) -> None:
 
 def _or_interpolation(schema: Schema) -> Schema:
     options = schema.get("anyOf", [schema])
-    if not any(option.get("type") in ("integer", "number", "boolean") for option in options if isinstance(option, dict)):
+    if not any(
+        option.get("type") in ("integer", "number", "boolean") for option in options if isinstance(option, dict)
+    ):
         return schema
     outer: Schema = {key: schema[key] for key in ("description", "default", "title") if key in schema}
     inner = [{k: v for k, v in option.items() if k not in outer} for option in options]

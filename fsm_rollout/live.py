@@ -45,7 +45,19 @@ class Group:
 class LiveTrajectory:
     """One trajectory under way, with what it holds open: its tools, its interactions, its task."""
 
-    __slots__ = ("_interactions", "_spawned", "asked", "group", "program", "prompt", "scheduler", "stop", "tools", "trajectory")
+    __slots__ = (
+        "_interactions",
+        "_spawned",
+        "asked",
+        "audited",
+        "group",
+        "program",
+        "prompt",
+        "scheduler",
+        "stop",
+        "tools",
+        "trajectory",
+    )
 
     def __init__(
         self, scheduler: Scheduler, program: Program, prompt: Prompt, group: Group, trajectory: Trajectory
@@ -65,6 +77,8 @@ class LiveTrajectory:
             extra=trajectory.extra,
             run_agent=self._run_agent,
         )
+        self.audited = False
+        """Whether its turn to have its glue audited has come."""
         self.asked: dict[str, int] = {}
         """How often the environment has asked each engine."""
         self._interactions: dict[str, BoundInteraction] = {}

@@ -90,7 +90,7 @@ class Normaliser:
                 text = ""
             source, inner = self.source.within((*at, key))
             source.texts[inner] = (str(base / value), 1)
-            entry[key] = text
+            entry[key] = text.removesuffix("\n")  # the one that editors end a file with says nothing
 
     def _options(self, entry: dict[str, Any], at: ConfigPath) -> None:
         handler = entry.get("handler")

@@ -25,6 +25,11 @@ from fsm_rollout.tools import Toolbox
 _templates = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=False, trim_blocks=True)
 
 
+AUDIT_FIRST = 8
+AUDIT_EVERY = 16
+"""How many trajectories have their glue checked against a full render: the first ones, then one in so many."""
+
+
 @dataclass(frozen=True, slots=True)
 class BoundContext:
     """A context with its engine: how it renders, reads and samples."""
@@ -55,6 +60,7 @@ class Program:
         self.graph = graph
         self.machine = AgentMachine(graph)
         self.toolbox = Toolbox(graph)
+        self._glued = 0
         self.sampling = sampling
         """The run's sampling, laid over the agent's in the policy's contexts."""
         self.handlers: Mapping[str, State] = {state: self._handler(state) for state in graph.working_states}
@@ -90,7 +96,8 @@ class Program:
         tool_format: ToolFormat | None = None
         if tools:
             auto = spec.tool_format == "auto"
-            tool_format = get_format(detect_format(chat.source) if auto else spec.tool_format)
+            format_name = detect_format(chat.source) if auto else spec.tool_format
+            tool_format = get_format(format_name, dispatcher.engine.tokenizer)
         return BoundContext(name, spec, chat, tool_format, dispatcher, tools)
 
     @property
@@ -98,6 +105,14 @@ class Program:
         """The interactions that its states may use, each once."""
         specs = [self.graph.interaction, *(self.graph.states[state].interaction for state in self.graph.working_states)]
         return [spec for spec in specs if spec is not None]
+
+    def audit_due(self) -> bool:
+        """Say whether the trajectory that asks (each asks once) shall have its first glue audited.
+
+        The first few are, then a sample: an audit renders the whole history, milliseconds that no turn should wait for.
+        """
+        self._glued += 1
+        return self._glued <= AUDIT_FIRST or self._glued % AUDIT_EVERY == 0
 
     def sampling_of(self, state: str, context: str) -> Sampling:
         """Return what the agent and the run say about sampling in a state; the prompt may still lower it."""

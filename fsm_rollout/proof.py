@@ -64,7 +64,7 @@ def _counted(number: int | None, noun: str) -> str:
     return "" if number is None else f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def prove(graph: AgentGraph, *, situations: int = 60_000) -> Bound:
+def prove(graph: AgentGraph, *, situations: int = 40_000) -> Bound:
     """Return the bound of a verified agent.
 
     ``situations`` is how many combinations of state, counts and routed limits the search may look at before the

@@ -222,7 +222,7 @@ class _Search:
             if all((counts[test.slot] > test.over) is test.wanted for test in way.tests):
                 if way.dest >= 0:
                     there = self.enter(way.dest, counts, routed | raised.bit)
-                    after[there] = ran or after.get(there, False)
+                    after[there] = ran  # the ways of a handler that runs are followed last
                 if not way.free:
                     return
 

@@ -8,6 +8,7 @@ that would leave no room for a token.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fsm_rollout.dispatch import Ticket
@@ -63,14 +64,17 @@ def _glue(visit: Visit, bound: BoundContext, stream: Stream) -> Stream:
         return visit.open_with(bound, list(stream.messages))
     sampled = stream.turn_ids
     stopped = stream.finish_reason == "stop" and len(sampled) > 0 and sampled[-1] in bound.stop_ids
+    finish_reason = "stop" if stopped else "length"
     encoded = bound.chat.glue_detailed(
-        history,
-        new,
-        bound.tools,
-        sampled_ids=sampled,
-        finish_reason="stop" if stopped else "length",
-        now=visit.date,
+        history, new, bound.tools, sampled_ids=sampled, finish_reason=finish_reason, now=visit.date
     )
+    if not visit.live.audited:
+        visit.live.audited = True
+        if visit.program.audit_due():
+            audit = partial(
+                bound.chat.audit, history, new, bound.tools, sampled, finish_reason, encoded.ids, now=visit.date
+            )
+            asyncio.get_running_loop().call_soon(audit)  # after this turn's request is on its way
     _check_room(visit, bound, len(stream.tokens) + len(encoded.ids), len(encoded.ids))
     visit.emit(
         Extended(

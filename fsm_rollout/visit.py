@@ -219,9 +219,7 @@ class Visit:
             self.charge("tool_calls")
         last = self.trajectory.last
         bound = self.program.contexts[last.context if last is not None else MAIN]
-        result = await self.live.tools.call(
-            attempt, context=bound.name, tokenizer=bound.dispatcher.engine.tokenizer
-        )
+        result = await self.live.tools.call(attempt, context=bound.name, tokenizer=bound.dispatcher.engine.tokenizer)
         called = Called(
             at=self.clock(),
             state=self.state,

@@ -30,7 +30,14 @@ LAYERS: list[set[str]] = [
     {"cli"},
 ]
 HOMES: dict[str, set[str]] = {
-    "torch": {"batch", "padding", "engines.transformers", "engines.decoding", "engines.sampling", "engines.checkpoints"},
+    "torch": {
+        "batch",
+        "padding",
+        "engines.transformers",
+        "engines.decoding",
+        "engines.sampling",
+        "engines.checkpoints",
+    },
     "tensordict": {"batch"},
     "ray": set(),
     "sglang": set(),

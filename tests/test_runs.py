@@ -69,7 +69,9 @@ def test_ids_mask_and_logprobs_agree_with_a_forward_pass(demo: Path) -> None:
         turns = text.count("<|im_start|>assistant\n")
         assert int((ids[1:][trained] == stop).sum()) == turns, "each assistant turn ends in a sampled stop token"
         by_mask = tokenizer().decode(ids[1:][trained])
-        by_text = "".join(part.split("<|im_end|>")[0] + "<|im_end|>" for part in text.split("<|im_start|>assistant\n")[1:])
+        by_text = "".join(
+            part.split("<|im_end|>")[0] + "<|im_end|>" for part in text.split("<|im_start|>assistant\n")[1:]
+        )
         assert by_mask == by_text, "the mask is exactly what stands between assistant headers and their ends"
 
 
@@ -111,7 +113,9 @@ def test_the_same_seed_gives_the_same_tokens_and_another_does_not(tmp_path: Path
         arguments = [str(CONFIGS / "runs/demo.yaml"), "limit=2", "n=2", f"seed={seed}", f"out={tmp_path / name}"]
         assert fsm_rollout("run", *arguments, "engine.model=embedded:early").exit_code == 0
         batch = TrajectoryBatch.load(tmp_path / name / "batch").tensordict
-        found.append([ids[ids_mask.bool()].tolist() for ids, ids_mask in zip(batch["input_ids"], batch["attention_mask"])])
+        found.append(
+            [ids[ids_mask.bool()].tolist() for ids, ids_mask in zip(batch["input_ids"], batch["attention_mask"])]
+        )
     assert found[0] == found[1]
     assert found[0] != found[2]
 

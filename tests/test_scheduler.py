@@ -103,7 +103,9 @@ def test_cancel_keeps_what_was_sampled_and_leaves_the_others_alone() -> None:
     reasons = {t.trajectory_id: t.stop_reason for g in groups for t in g.trajectories}
     assert reasons == {"p0/0": "cancelled", "p1/0": "answered"}
     cancelled = next(t for g in groups for t in g.trajectories if t.stop_reason == "cancelled")
-    emitted = [i for line in engine.log if isinstance(line.what, Chunk) and "p0" in line.what.request_id for i in line.what.ids]
+    emitted = [
+        i for line in engine.log if isinstance(line.what, Chunk) and "p0" in line.what.request_id for i in line.what.ids
+    ]
     assert 0 < cancelled.trained_tokens == len(emitted)
     assert engine.load().running == 0
 

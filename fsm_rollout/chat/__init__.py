@@ -1,4 +1,31 @@
-"""Chat templates as exact token ids: what goes between two generations, or a refusal that names its rule."""
+"""Chat templates as exact token ids: what stands between two generations, or a refusal that names its rule.
+
+Everything refused is a :class:`~fsm_rollout.errors.ChatTemplateError` whose ``rule`` is one of these.
+
+What the template does:
+
+- ``no-template``, ``template-syntax``: there is none, or Jinja cannot compile it.
+- ``template-raised``: it raises on these messages (role order, parallel calls, call ids, …).
+- ``no-close-token``: it writes no token that ends the assistant's turn.
+- ``message-dropped``, ``message-altered``: the text of a message is not in what it writes.
+- ``turn-dropped``: neither the text nor the calls of the last turn are.
+- ``text-moved``: text stands elsewhere than where the tokens are: a message before the turn it follows, or a
+  close that depends on what was said.
+
+What the messages hold:
+
+- ``malformed-message``, ``no-new-message``, ``assistant-in-new``: they are not OpenAI-style messages in order.
+- ``multimodal-content``: a part that is not text.
+- ``text-not-unicode``: a lone surrogate.
+- ``injected-marker``: a control token in a message, with ``injection="raise"``, or in a name or call id.
+- ``not-a-stop-token``: the last sampled id of a turn that stopped is no control token.
+
+What the caller asks for:
+
+- ``slow-tokenizer``, ``unknown-close-token``, ``unknown-option``.
+- of :mod:`fsm_rollout.tool_formats`: ``unknown-tool-format``, ``ambiguous-tool-format``, ``missing-extra``,
+  ``format-needs-tokenizer``, ``tokenizer-mismatch``.
+"""
 
 from fsm_rollout.chat.template import ChatTemplate, Encoded
 

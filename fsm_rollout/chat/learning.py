@@ -123,7 +123,11 @@ class Learner:
             variants = [probe]
             if seen == 0:
                 variants.append(replace(probe, now=case.now + timedelta(days=400)))
-                if said:
+                if not said:
+                    # A template that skips empty text skips this turn; what then stands before the glue shows
+                    # only where the history is empty as well.
+                    variants.append(replace(probe, base=[{"role": "user", "content": ""}]))
+                else:
                     variants += [
                         replace(probe, turn={**case.turn, "content": text})
                         for text in ("x", f"<think>\n{said}\n</think>\n\nx", said + "\n")

@@ -115,7 +115,6 @@ class _ModelThread(threading.Thread):
             self.deliver(self.decode.step())
         except Exception as error:
             self._fail(EngineError(f"the model failed: {type(error).__name__}: {error}"))
-        self._measure()
 
     def _measure(self) -> None:
         decode = self.decode
@@ -123,6 +122,7 @@ class _ModelThread(threading.Thread):
 
     def deliver(self, chunks: Sequence[Chunk]) -> None:
         """Hand chunks to the event loops that wait for them, in one callback for each loop."""
+        self._measure()  # first: who hears of an end may ask for the load
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Answers, Chunk]]] = defaultdict(list)
         with self._lock:
             for chunk in chunks:
@@ -147,7 +147,8 @@ class _ModelThread(threading.Thread):
         with self._lock:
             failed, self._answers = self._answers, {}
         self.decode.abort(failed)
-        self.decode.forget()
+        self.decode.forget()  # its memory may be what was wanted
+        self._measure()
         for answers in dict.fromkeys(failed.values()):
             self._call(answers.loop, answers.fail, error)
 

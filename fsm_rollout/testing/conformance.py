@@ -91,6 +91,8 @@ class _Checker:
         self.engine, self.prompts, self.patience, self.settle = engine, prompts, patience, settle
         self.requests = self.tokens = 0
         self._names = itertools.count()
+        # Models have more rows than their tokenizers have tokens, for alignment.
+        self.every_token = frozenset(range(len(engine.tokenizer) + 4096)) | engine.eos_ids
 
     def request(self, prompt: int, max_tokens: int, turn: int = 0, **sampling: Any) -> Request:
         """Return a request whose content depends on the arguments only, under a new id."""
@@ -176,16 +178,16 @@ class _Checker:
 
     async def stop_tokens(self) -> None:
         """Let every token stop: the answer is one token, the stop token."""
-        every = frozenset(range(len(self.engine.tokenizer) + 4096)) | self.engine.eos_ids
-        for answer in await self.collect(*(self.request(i, 5, stop_ids=every, seed=i) for i in range(3))):
+        for answer in await self.collect(*(self.request(i, 5, stop_ids=self.every_token, seed=i) for i in range(3))):
             if answer.finish_reason != "stop" or len(answer.ids) != 1:
                 raise ConformanceError(
                     3, f"every token was a stop token, and {answer.ids} ended with '{answer.finish_reason}'"
                 )
 
     async def ignore_eos(self) -> None:
-        """Ignore stop tokens: exactly max_tokens come."""
-        self.good(await self.collect(*(self.request(i, 7, ignore_eos=True, seed=i) for i in range(2))))
+        """Ignore stop tokens, which all are: exactly max_tokens come."""
+        requests = [self.request(i, 7, seed=i, ignore_eos=True, stop_ids=self.every_token) for i in range(2)]
+        self.good(await self.collect(*requests))
 
     async def refusals(self) -> None:
         """Send a prompt that is too long: it fails, and nothing else."""

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsm_rollout.tool_formats.base import BadCallError, Call, Collector, Parsed, answer_starts
-from fsm_rollout.tool_formats.typed_text import ParameterTypes, parameter_types, read_value
+from fsm_rollout.tool_formats.typed_text import RUN_ON, ParameterTypes, parameter_types, read_value
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _NAME = re.compile(r"\s*([^<\s]*)\s*")
-_KEY = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>", re.DOTALL)
+_KEY = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>")
 # A closing tag inside a value ends nothing: the real one is followed by the next key or the end of the call.
 _VALUE_ENDS = re.compile(r"</arg_value>\s*(?=<arg_key>|</tool_call>)")
 
@@ -58,7 +58,7 @@ class Glm:
         while key_match := _KEY.match(text, at):
             key = key_match.group(1).strip()
             value = _VALUE_ENDS.search(text, key_match.end())
-            if value is None:
+            if value is None or RUN_ON.search(text, key_match.end(), value.start()):
                 raise BadCallError("malformed", f"the value of {key!r} is never closed", name)
             if key in arguments:
                 raise BadCallError("malformed", f"argument {key!r} of {name} is given twice", name)

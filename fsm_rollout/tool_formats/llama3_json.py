@@ -14,7 +14,8 @@ from fsm_rollout.tool_formats.base import BadCallError, Call, Collector, Parsed,
 
 _START = re.compile(r'(?:<\|python_tag\|>\s*)?\{\s*"(?:name|type|function|parameters|arguments)"\s*:')
 _TAG = "<|python_tag|>"
-_STOPS = re.compile(r"(?:\s|<\|eot_id\|>|<\|eom_id\|>)*\Z")
+_NEXT = re.compile(rf"[;\n]\s*(?={_START.pattern})")
+_STOPS = ("<|eot_id|>", "<|eom_id|>")
 _BETWEEN = re.compile(r"\s*;\s*\Z")
 
 
@@ -26,8 +27,7 @@ class Llama3Json:
     def parse(self, text: str, ids: Sequence[int] = (), tools: Sequence[Any] | None = None) -> Parsed:
         """Parse one assistant turn; see :class:`~fsm_rollout.tool_formats.base.ToolFormat`."""
         collector = Collector(text)
-        stop = _STOPS.search(text)
-        length = stop.start() if stop else len(text)
+        length = _length(text)
         at = answer_starts(text)
         previous = -1
         while found := _START.search(text, at):
@@ -35,21 +35,24 @@ class Llama3Json:
             brace = text.index("{", start)
             try:
                 value, at = read_json(text, brace)
-                call = self._call(value, (start, at), tagged=text.startswith(_TAG, start))
             except BadCallError as error:
+                # Nothing tells where broken JSON ends: at the next object on a line of its own or after ";".
+                following = _NEXT.search(text, brace)
+                at = following.end() if following else length
                 if error.at is not None and error.at >= length:
                     error = BadCallError("unclosed", "the JSON of the call is never closed", error.name)
-                if error.kind == "unclosed" or error.at is not None:
-                    # Nothing tells where broken JSON ends: up to the next line that opens an object.
-                    following = _START.search(text, brace + 1)
-                    at = length if error.kind == "unclosed" or not following else following.start()
                 collector.problem(error, (start, at))
-            else:
-                if call is not None:
-                    if previous >= 0 and _BETWEEN.match(text[previous:start]):
-                        collector.skip((previous, start))
-                    collector.call(call)
-                    previous = at
+                continue
+            try:
+                call = self._call(value, (start, at), tagged=text.startswith(_TAG, start))
+            except BadCallError as error:
+                collector.problem(error, (start, at))
+                continue
+            if call is not None:
+                if previous >= 0 and _BETWEEN.match(text[previous:start]):
+                    collector.skip((previous, start))
+                collector.call(call)
+                previous = at
         return collector.done()
 
     @staticmethod
@@ -63,3 +66,11 @@ class Llama3Json:
                 raise BadCallError("no_name" if key in value else "malformed", "a call needs a name and parameters")
             return None
         return Call(name, arguments_of(value[key], name), span)
+
+
+def _length(text: str) -> int:
+    """Return the length of ``text`` without the stop token and white space at its end."""
+    text = text.rstrip()
+    for stop in _STOPS:
+        text = text.removesuffix(stop).rstrip()
+    return len(text)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsm_rollout.tool_formats.base import BadCallError, Call, Collector, Parsed, answer_starts
-from fsm_rollout.tool_formats.typed_text import ParameterTypes, parameter_types, read_value
+from fsm_rollout.tool_formats.typed_text import RUN_ON, ParameterTypes, parameter_types, read_value
 
 _START = re.compile(r"<tool_call>|<function=")
 _FUNCTION = re.compile(r"\s*<function=([^>\n]*)>\s*")
@@ -38,7 +38,9 @@ class Qwen3Coder:
                 call, end = self._call(text, start, end if wrapped else start, wrapped, types)
                 collector.call(call)
             except BadCallError as error:
-                end = self._broken_end(text, end)
+                end, closed = self._broken_end(text, end, "</tool_call>" if wrapped else "</function>")
+                if not closed:
+                    error = BadCallError("unclosed", f"{found.group()} is never closed", error.name)
                 collector.problem(error, (start, end))
             found = _START.search(text, end)
         return collector.done()
@@ -47,9 +49,7 @@ class Qwen3Coder:
     def _call(text: str, start: int, at: int, wrapped: bool, types: ParameterTypes) -> tuple[Call, int]:
         function = _FUNCTION.match(text, at)
         if function is None:
-            opened = "<function=" in text[at:]
-            raise BadCallError("malformed" if opened or "</tool_call>" in text[at:] else "unclosed",
-                               "expected <function=name> after <tool_call>")  # fmt: skip
+            raise BadCallError("malformed", "expected <function=name> after <tool_call>")
         name = function.group(1).strip()
         if not name:
             raise BadCallError("no_name", "<function=> has no name")
@@ -58,8 +58,8 @@ class Qwen3Coder:
         while parameter := _PARAMETER.match(text, at):
             key = parameter.group(1).strip()
             value = _VALUE_ENDS.search(text, parameter.end())
-            if value is None:
-                raise BadCallError("unclosed", f"<parameter={key}> of {name} is never closed", name)
+            if value is None or RUN_ON.search(text, parameter.end(), value.start()):
+                raise BadCallError("malformed", f"<parameter={key}> of {name} is never closed", name)
             if key in arguments:
                 raise BadCallError("malformed", f"parameter {key!r} of {name} is given twice", name)
             raw = text[parameter.end() : value.start()]
@@ -67,25 +67,20 @@ class Qwen3Coder:
             at = value.end()
         closed = _CLOSED.match(text, at)
         if closed is None:
-            unclosed = "</function>" not in text[at:]
-            raise BadCallError(
-                "unclosed" if unclosed else "malformed",
-                f"<function={name}> is never closed" if unclosed else f"unexpected text in <function={name}>",
-                name,
-            )
+            raise BadCallError("malformed", f"expected <parameter= or </function> in the call of {name}", name)
         at = closed.end()
         if wrapped:
             tail = re.compile(r"\s*</tool_call>").match(text, at)
             if tail is None:
-                raise BadCallError("unclosed", "<tool_call> is never closed", name)
+                raise BadCallError("malformed", "expected </tool_call> after </function>", name)
             at = tail.end()
         return Call(name, arguments, (start, at)), at
 
     @staticmethod
-    def _broken_end(text: str, at: int) -> int:
-        """Return where a broken call ends: at its closing tag, or where the next one opens."""
-        closed = text.find("</tool_call>", at)
+    def _broken_end(text: str, at: int, closing: str) -> tuple[int, bool]:
+        """Return where a broken call ends, at its closing tag or where the next call opens, and which it is."""
+        closed = text.find(closing, at)
         following = text.find("<tool_call>", at)
         if closed >= 0 and (following < 0 or closed < following):
-            return closed + len("</tool_call>")
-        return following if following >= 0 else len(text)
+            return closed + len(closing), True
+        return (following if following >= 0 else len(text)), False

@@ -6,10 +6,14 @@ validation to judge.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsm_rollout.tool_formats.base import BadCallError, read_whole_json
+
+RUN_ON = re.compile(r"</tool_call>\s*<tool_call>")
+"""In a value this means that the value was never closed, and that another call follows."""
 
 ParameterTypes = dict[str, dict[str, frozenset[str]]]
 

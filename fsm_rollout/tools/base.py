@@ -108,6 +108,8 @@ def fresh(value: Any) -> Any:
     Keyword arguments and a model's arguments go into code that may change them, while the same objects stand in
     configs, in events and in the other trajectories of the group.
     """
+    if isinstance(value, str | int | float | None):  # by far the most, and asking them for Mapping is slow
+        return value
     if isinstance(value, Mapping):
         return {key: fresh(item) for key, item in value.items()}
     if isinstance(value, list):

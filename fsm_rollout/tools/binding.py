@@ -51,6 +51,11 @@ class OpenTool(ABC):
     async def call(self, arguments: dict[str, Any], context: MakeContext) -> Any:
         """Carry out one call and return what the tool returns, or raise what it raises."""
 
+    @property
+    def to_release(self) -> bool:
+        """Whether there is anything to let go of."""
+        return False
+
     async def release(self) -> None:  # noqa: B027  # only classes have something to release
         """Let go of what the trajectory has of this tool."""
 
@@ -213,6 +218,10 @@ class _OpenClass(OpenTool):
     @staticmethod
     def _created(creating: asyncio.Task[Any]) -> bool:
         return creating.done() and not creating.cancelled() and creating.exception() is None
+
+    @property
+    def to_release(self) -> bool:
+        return self._creating is not None
 
     async def release(self) -> None:
         creating, self._creating = self._creating, None

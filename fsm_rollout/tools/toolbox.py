@@ -195,9 +195,10 @@ class ToolSession:
         """
         self._released = True
         opened, self._open = self._open, {}
-        if not opened:
+        releases = [self._release(tool, mine) for tool, mine in opened.values() if mine.to_release]
+        if not releases:
             return []
-        work = asyncio.gather(*(self._release(tool, mine) for tool, mine in opened.values()))
+        work = asyncio.gather(*releases)
         try:
             failures = await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -227,7 +228,6 @@ class ToolSession:
         if tool.name not in self._open:
             opened = tool.open(self._tools_kwargs.get(tool.name, {}), self._run_agent)
             self._open[tool.name] = (tool, opened)
-        pauses = Random(derive_seed(self._seed, "tool", call.id, "pauses"))
         retry = tool.spec.retry if tool.spec.repeatable else Retry()
         tries = 0
         while True:
@@ -238,7 +238,8 @@ class ToolSession:
                 end = await self._try(tool, call.id, arguments, tries)
             if not end.errors or tries >= retry.attempts or (retry.errors and end.errors.isdisjoint(retry.errors)):
                 return replace(end.result, tries=tries)
-            await asyncio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (tries - 1)) * pauses.uniform(0.5, 1.0))
+            jitter = Random(derive_seed(self._seed, "tool", call.id, tries, "pause")).uniform(0.5, 1.0)
+            await asyncio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (tries - 1)) * jitter)
 
     async def _try(self, tool: BoundTool, call_id: str, arguments: dict[str, Any], number: int) -> _End:
         def context(purpose: str) -> ToolContext:

@@ -5,6 +5,7 @@ Each oracle reads the other side's log (the engine's, the tools'); none calls th
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from laws.agents import agents
 from laws.world import World, run_world, turns
 
 from fsm_rollout import load_agent
+from fsm_rollout.engines.base import Request
 from fsm_rollout.engines.scripted import Turn
 from fsm_rollout.events import decode, encode
 from fsm_rollout.graph import AgentGraph
@@ -25,6 +27,8 @@ from fsm_rollout.trajectory import Trajectory
 from fsm_rollout.verify import verify
 
 SCRIPTS = st.lists(turns(), min_size=1, max_size=6)
+FAILURES = {"failed:Overload", "failed:EngineError", "failed:ScriptError"}
+"""What the engine may be blamed for; any other failure would be our own."""
 CALM_SCRIPTS = st.lists(turns(failures=False), min_size=1, max_size=6)
 
 
@@ -64,7 +68,9 @@ def check_streams(graph: AgentGraph, world: World) -> None:
                 spans = stream.tokens.spans
                 assert [s.start for s in spans] == [0, *(s.end for s in spans[:-1])]
                 assert spans[-1].end == len(ids)
-            assert all(not len(sampled) for _, sampled, _, _ in asked), "the engine sampled tokens that are in no stream"
+            assert all(not len(sampled) for _, sampled, _, _ in asked), (
+                "the engine sampled tokens that are in no stream"
+            )
     known = {(t.trajectory_id, s.context) for t in world.trajectories for s in t.streams}
     assert {key for key, asked in logged.items() if any(len(a[1]) for a in asked)} <= known
 
@@ -76,8 +82,30 @@ def check_ends(world: World, prompts: int, n: int) -> None:
         assert [t.trajectory_id for t in group.trajectories] == [f"{group.group_id}/{k}" for k in range(n)]
     for trajectory in world.trajectories:
         assert trajectory.ended != (trajectory.suspended is not None)
+        if str(trajectory.stop_reason).startswith("failed:"):
+            assert trajectory.stop_reason in FAILURES, trajectory.detail
         kinds = [type(event).__name__ for event in world.events[trajectory.trajectory_id]]
         assert kinds.count("Ended") + kinds.count("Suspended") == 1
+
+
+def check_tool_messages(world: World) -> None:
+    """Every call begun in a turn is answered by one tool message, in the order of the calls; a broken one too."""
+    tok = tokenizer()
+    for trajectory in world.trajectories:
+        happened = world.events[trajectory.trajectory_id]
+        turn_text = ""
+        for event in happened:
+            kind = type(event).__name__
+            if kind == "Generated":
+                turn_text = turn_text * event.continued + tok.decode(event.ids)
+            elif kind == "Wrote" and event.messages[0]["role"] == "tool":
+                assert len(event.messages) == turn_text.count("<tool_call>")
+                said = re.findall(r'"text": "(\w+)"}}\n</tool_call>', turn_text)
+                if turn_text.count("<tool_call>") == turn_text.count('"echo"') == len(said):
+                    assert [m["content"] for m in event.messages] == said or "stopped" in str(event.messages)
+                for message, text in zip(event.messages, turn_text.split("<tool_call>")[1:], strict=True):
+                    if "echo" not in text or not text.rstrip().removesuffix("<|im_end|>").endswith("</tool_call>"):
+                        assert message["content"].startswith("error:")
 
 
 def check_limits(graph: AgentGraph, world: World) -> None:
@@ -109,6 +137,7 @@ def test_streams_ends_and_bounds(graph: AgentGraph, script: list[Any], n: int, m
     check_streams(graph, world)
     check_ends(world, prompts=2, n=n)
     check_limits(graph, world)
+    check_tool_messages(world)
     bound = prove(graph)
     for trajectory in world.trajectories:
         assert trajectory.transitions <= bound.transitions
@@ -161,6 +190,15 @@ def test_results_do_not_depend_on_the_schedule(
     one = run_world(graph, script)
     other = run_world(graph, script, slow=slow, concurrency=concurrency, max_running=max_running)
     assert outline(one) == outline(other)
+    assert seeds(one) == seeds(other)
+    assert len(set(seeds(one).values())) == len(seeds(one)), "two generations share their randomness"
+    assert not set(seeds(one).values()) & set(seeds(run_world(graph, script, seed=1)).values())
+
+
+def seeds(world: World) -> dict[tuple[str, str, int], int]:
+    """The seed of each generation, by trajectory, context and turn."""
+    asked = [line.what for line in world.engine.log if isinstance(line.what, Request)]
+    return {(r.trajectory_id, r.context, r.turn): r.sampling.seed for r in asked}
 
 
 def chatml(messages: list[dict[str, Any]]) -> str:
@@ -168,7 +206,9 @@ def chatml(messages: list[dict[str, Any]]) -> str:
     text, open_tools = "", False
     for message in messages:
         if message["role"] == "tool":
-            text += ("" if open_tools else "<|im_start|>user") + f"\n<tool_response>\n{message['content']}\n</tool_response>"
+            text += (
+                "" if open_tools else "<|im_start|>user"
+            ) + f"\n<tool_response>\n{message['content']}\n</tool_response>"
             open_tools = True
             continue
         text += "<|im_end|>\n" * open_tools

@@ -37,7 +37,7 @@ TEXTS = [
     "é 漢字 🙂 done",
     "ACCEPT",
     call("echo", "hello"),
-    call("echo", "ab") + "\n" + call("echo", "abcd"),
+    call("echo", "abcd") + "\n" + call("echo", "ab"),  # the second one ends first
     "I will ask.\n" + call("fail", "no"),
     call("hang", "x"),
     call("nope", "x"),
