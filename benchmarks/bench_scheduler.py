@@ -71,7 +71,7 @@ async def bench(count: int, turns: int) -> None:
     held, running = measured[0]
     generations = dispatcher.requests
     print(f"{count} trajectories, {generations} generations in {dispatcher.dispatches} dispatches")
-    print(f"{1e6 * seconds / generations:.0f} us CPU per generation, {transitions / seconds:,.0f} transitions per CPU s")
+    print(f"{1e6 * seconds / generations:.0f} us CPU per generation, {transitions / seconds:,.0f} transitions a CPU s")
     print(f"{held / running / 1024:.1f} kB per trajectory under way ({running} at once), besides its tokens")
 
 

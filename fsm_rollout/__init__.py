@@ -17,7 +17,7 @@ _HOMES = {
     "AgentGraph": "graph",
     "ChatTemplate": "chat",
     "ConfigError": "errors",
-    "Group": "scheduler",
+    "Group": "live",
     "Journal": "journal",
     "Outcome": "trajectory",
     "Prompt": "prompts",
@@ -67,11 +67,11 @@ if TYPE_CHECKING:
     from fsm_rollout.errors import ConfigError, RolloutError
     from fsm_rollout.graph import AgentGraph
     from fsm_rollout.journal import Journal
+    from fsm_rollout.live import Group
     from fsm_rollout.loader import load_agent
     from fsm_rollout.prompts import Prompt, read_prompts
     from fsm_rollout.proof import prove
     from fsm_rollout.rollout import Rollout
-    from fsm_rollout.scheduler import Group
     from fsm_rollout.states import State
     from fsm_rollout.tools import ToolContext, ToolResult
     from fsm_rollout.trajectory import Outcome, Trajectory

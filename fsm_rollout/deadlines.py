@@ -6,6 +6,7 @@ Invariant: a deadline expires when it has *run* for its seconds; every ``hold`` 
 from __future__ import annotations
 
 import asyncio
+from types import TracebackType
 
 
 class Deadline:
@@ -30,10 +31,12 @@ class Deadline:
         await self._timeout.__aenter__()
         return self
 
-    async def __aexit__(self, *exception: object) -> bool | None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
         """Stop counting; raises TimeoutError in place of the cancellation when the deadline expired."""
         assert self._timeout is not None
-        return await self._timeout.__aexit__(*exception)  # type: ignore[arg-type]
+        await self._timeout.__aexit__(kind, error, at)
 
     @property
     def expired(self) -> bool:

@@ -11,13 +11,11 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fsm_rollout.engines.build import build_engine
-from fsm_rollout.errors import ConfigError, Problem
-from fsm_rollout.graph import POLICY, AgentGraph
+from fsm_rollout.graph import AgentGraph
 from fsm_rollout.journal import Journal
 from fsm_rollout.live import Group
 from fsm_rollout.loader import dump, load_agent
@@ -26,9 +24,6 @@ from fsm_rollout.rollout import Rollout
 from fsm_rollout.run_config import RunConfig
 from fsm_rollout.scheduler import Listener
 from fsm_rollout.summary import summarize
-
-if TYPE_CHECKING:
-    from fsm_rollout.engines.base import Engine
 
 Progress = Callable[[int], AbstractContextManager[Listener]]
 """Makes the listener that shows a run of so many trajectories."""
@@ -46,10 +41,8 @@ def execute(config: RunConfig, progress: Progress) -> dict[str, Any]:
     """
     agents = load_agents(config)
     prompts = read_prompts(config.prompts, limit=config.limit)
-    with ExitStack() as stack:
-        engines = {name: _engine(name, spec, config) for name, spec in {POLICY: config.engine, **config.engines}.items()}
-        listener = stack.enter_context(progress(len(prompts) * config.n))
-        return asyncio.run(_run(config, agents, prompts, engines, listener))
+    with progress(len(prompts) * config.n) as listener:
+        return asyncio.run(_run(config, agents, prompts, listener))
 
 
 def load_agents(config: RunConfig) -> dict[str, AgentGraph]:
@@ -60,36 +53,26 @@ def load_agents(config: RunConfig) -> dict[str, AgentGraph]:
     return {graph.agent: graph}
 
 
-def _engine(name: str, spec: Mapping[str, Any], config: RunConfig) -> Engine:
-    try:
-        return build_engine(spec, config.base)
-    except ConfigError as error:
-        raise ConfigError([Problem(f"engine '{name}': {p.message}", p.file, p.line) for p in error.problems]) from error
-
-
 async def _run(
-    config: RunConfig,
-    agents: Mapping[str, AgentGraph],
-    prompts: list[Prompt],
-    engines: Mapping[str, Engine],
-    listener: Listener,
+    config: RunConfig, agents: Mapping[str, AgentGraph], prompts: list[Prompt], listener: Listener
 ) -> dict[str, Any]:
+    rollout = Rollout(
+        agents,
+        config.engine,
+        engines=config.engines,
+        base=config.base,
+        seed=config.seed,
+        sampling=config.sampling,
+        validate=config.validate_run,
+        validation_sampling=config.validation_sampling,
+        reward=config.reward,
+        concurrency=config.concurrency,
+        engine_attempts=config.failures.engine.attempts,
+        queue_timeout=config.queue_timeout,
+        on_tool_failure=config.failures.tool,
+        on_event=[listener],
+    )
     try:
-        rollout = Rollout(
-            agents,
-            engines[POLICY],
-            engines={name: engine for name, engine in engines.items() if name != POLICY},
-            seed=config.seed,
-            sampling=config.sampling,
-            validate=config.validate_run,
-            validation_sampling=config.validation_sampling,
-            reward=config.reward,
-            concurrency=config.concurrency,
-            engine_attempts=config.failures.engine.attempts,
-            queue_timeout=config.queue_timeout,
-            on_tool_failure=config.failures.tool,
-            on_event=[listener],
-        )
         rollout.scheduler.check(prompts)
         folder = fresh_folder(config.out)
         metadata = {"agents": {name: dump(graph) for name, graph in agents.items()}, "run": config.to_json()}
@@ -100,8 +83,7 @@ async def _run(
             seconds = time.monotonic() - started
         return _write(folder, rollout, groups, seconds)
     finally:
-        for engine in engines.values():
-            await engine.aclose()
+        await rollout.aclose()
 
 
 def fresh_folder(path: Path) -> Path:

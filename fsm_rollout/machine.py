@@ -31,6 +31,8 @@ class PredicateFailed(RolloutError):
 class _Transition(transitions.Transition):
     """One row for one source state. Changing the state means emitting the event that says so."""
 
+    dest: str
+
     def __init__(self, *args: Any, stop_reason: str | None = None, charge: Charge, final: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.stop_reason = stop_reason
@@ -77,6 +79,8 @@ class AgentMachine:
             state: handler_spec(graph.handler_of(state)).spends for state in graph.working_states
         }
         """The limit that each working state's handler is charged for on entry."""
+        own = {name for name, bound in graph.limits.model_dump().items() if bound is not None}
+        self._limits = own | {"max_visits", "context_tokens"}  # the engine's window bounds every context
         for state in graph.working_states:
             self._add_rows(state)
 
@@ -96,7 +100,7 @@ class AgentMachine:
             row.trigger,
             state,
             row.dest,
-            conditions=[_routable, *map(self._condition, row.conditions)],
+            conditions=[self._routable, *map(self._condition, row.conditions)],
             unless=[self._condition(predicate) for predicate in row.unless],
             stop_reason=row.stop_reason,
             charge=_nothing if self.graph.is_final(row.dest) else self.charge_of(row.dest),
@@ -113,6 +117,20 @@ class AgentMachine:
                 raise PredicateFailed(f"predicate '{predicate.name}': {type(error).__name__}: {error}") from error
 
         return condition
+
+    def _routable(self, event_data: Any) -> bool:
+        """Say whether a user row may be tried at all.
+
+        A limit may be routed once, and only one that the agent itself sets (the proof knows of no other); nothing may
+        be after the rows themselves have failed.
+        """
+        if not event_data.kwargs["routed"]:
+            return False
+        limit: str | None = event_data.kwargs["outcome"].limit
+        if limit is None:
+            return True
+        trajectory: Trajectory = event_data.model
+        return limit in self._limits and routing_key(limit, trajectory.state) not in trajectory.routed
 
     def charge_of(self, state: str) -> Charge:
         """Return what entering the working state ``state`` costs, as a function of the trajectory that enters."""
@@ -134,7 +152,8 @@ class AgentMachine:
         except PredicateFailed as error:
             failed = Outcome("failed", error="PredicateFailed", detail=str(error))
         try:
-            self._fire(trajectory, failed, at, emit, routed=True)
+            # A limit that was reached stays reached: were its failed routing routed, the proof would not know of it.
+            self._fire(trajectory, failed, at, emit, routed=outcome.limit is None)
         except PredicateFailed:  # in the rows for `failed` themselves
             self._fire(trajectory, failed, at, emit, routed=False)
 
@@ -143,14 +162,6 @@ class AgentMachine:
         if event is None or trajectory.state not in event.transitions:
             return False
         return bool(event.trigger(trajectory, outcome=outcome, at=at, emit=emit, routed=routed))
-
-
-def _routable(event_data: Any) -> bool:
-    """Whether a user row may be tried at all: a limit only once, and nothing after its rows themselves failed."""
-    if not event_data.kwargs["routed"]:
-        return False
-    outcome: Outcome = event_data.kwargs["outcome"]
-    return outcome.limit is None or routing_key(outcome.limit, event_data.model.state) not in event_data.model.routed
 
 
 def _nothing(trajectory: Trajectory) -> dict[str, int]:

@@ -78,6 +78,8 @@ class RunProgress:
         return f"{self._tokens:,} tokens sampled, {self._tokens / seconds:,.0f} tokens/s"
 
     def _render(self) -> RenderableType:
+        if not self._states:
+            return Text("starting the engines …", style="dim")
         states = Table.grid(padding=(0, 2))
         for state, count in self._states.items():
             if count:

@@ -25,9 +25,10 @@ from fsm_rollout.engines.build import build_engine
 from fsm_rollout.errors import ConfigError, Problem
 from fsm_rollout.graph import POLICY, AgentGraph, Sampling
 from fsm_rollout.journal import Journal
+from fsm_rollout.live import Group
 from fsm_rollout.prompts import Prompt, as_prompts
 from fsm_rollout.rewards import Reward
-from fsm_rollout.scheduler import Group, Listener, OnToolFailure, Scheduler
+from fsm_rollout.scheduler import Listener, OnToolFailure, Scheduler
 from fsm_rollout.trajectory import Trajectory
 from fsm_rollout.verify import verify
 
@@ -57,6 +58,7 @@ class Rollout:
         on_tool_failure: ``tell_model``, or ``end`` to fail the trajectory.
         on_event: called with each trajectory and event as it happens; must not block.
         journal: where to keep all events.
+        base: what paths in engine specs are relative to; by default the working directory.
 
     Raises:
         ConfigError: an agent is not sound, or does not fit its engines; all problems at once.
@@ -80,6 +82,7 @@ class Rollout:
         on_tool_failure: OnToolFailure = "tell_model",
         on_event: Sequence[Listener] = (),
         journal: Journal | None = None,
+        base: Path | None = None,
     ) -> None:
         self.agents = {agent.agent: agent} if isinstance(agent, AgentGraph) else dict(agent)
         problems = [problem for graph in self.agents.values() for problem in verify(graph)]
@@ -93,7 +96,7 @@ class Rollout:
         self._owned: list[Engine] = []
         try:
             self.engines = {
-                name: self._engine(name, spec) for name, spec in {POLICY: engine, **(engines or {})}.items()
+                name: self._engine(name, spec, base) for name, spec in {POLICY: engine, **(engines or {})}.items()
             }
             self.dispatchers = {
                 name: Dispatcher(one, attempts=engine_attempts, queue_timeout=queue_timeout)
@@ -115,13 +118,15 @@ class Rollout:
             self.close()
             raise
 
-    def _engine(self, name: str, spec: EngineLike) -> Engine:
+    def _engine(self, name: str, spec: EngineLike, base: Path | None) -> Engine:
         if not isinstance(spec, Mapping):
             return spec
         try:
-            engine = build_engine(spec, Path.cwd())
+            engine = build_engine(spec, base or Path.cwd())
         except ConfigError as error:
-            raise ConfigError([Problem(f"engine '{name}': {problem}") for problem in error.problems]) from error
+            raise ConfigError(
+                [Problem(f"engine '{name}': {p.message}", p.file, p.line) for p in error.problems]
+            ) from error
         self._owned.append(engine)
         return engine
 

@@ -159,7 +159,7 @@ class Scheduler:
     def _program_of(self, prompt: Prompt) -> Program:
         if prompt.agent is None and len(self.agents) == 1:
             return next(iter(self.agents.values()))
-        if prompt.agent not in self.agents:
+        if prompt.agent is None or prompt.agent not in self.agents:
             hint = did_you_mean(prompt.agent or "", self.agents)
             raise ConfigError(f"prompt '{prompt.prompt_id}': agent {prompt.agent!r} is not one of the run's{hint}")
         return self.agents[prompt.agent]

@@ -14,6 +14,7 @@ from typing import Any
 from fsm_rollout.errors import StreamError
 from fsm_rollout.events import (
     AnyEvent,
+    Attempt,
     Called,
     Charged,
     ContextOpened,
@@ -26,6 +27,7 @@ from fsm_rollout.events import (
     Prompted,
     Scored,
     Suspended,
+    ToolCall,
     Transitioned,
     Wrote,
 )
@@ -236,7 +238,7 @@ class Trajectory:
         return self._contexts.get(context)
 
     @property
-    def attempts(self) -> Sequence[object]:
+    def attempts(self) -> Sequence[ToolCall | Attempt]:
         """The calls and broken calls of the latest generation, in order."""
         return self.last.attempts if self.last else ()
 

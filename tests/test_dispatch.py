@@ -76,7 +76,7 @@ def test_a_failed_request_goes_on_from_what_was_streamed() -> None:
 
     engine = scripted(turn)
     ticket = run(engine, body)
-    whole = tokenizer().encode("one two three four five") + [tokenizer().eos_token_id]
+    whole = [*tokenizer().encode("one two three four five"), tokenizer().eos_token_id]
     assert ticket.finish_reason == "stop"
     assert ticket.ids.tolist() == whole
     asked = [line.what for line in engine.log if isinstance(line.what, Request)]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import pairwise, zip_longest
 from pathlib import Path
 
@@ -102,6 +103,40 @@ def test_a_reader_beside_the_writer_sees_prefixes(tmp_path: Path) -> None:
         assert counts == sorted(counts, reverse=True)
         assert not counts or counts[0] - counts[-1] <= 1
     assert {t.spent["tool_calls"] for t in read(path)} == {length}
+
+
+def test_what_is_read_is_one_moment_and_holds_nobody_up(tmp_path: Path) -> None:
+    path = tmp_path / "j.sqlite"
+    with Journal(path, interval=0.0) as journal:
+        for name in ("a", "b"):
+            journal.append(name, prompted(name))
+        journal.flush()
+        reading = read(path)
+        early = [next(reading)]
+        journal.append("b", Charged(at=1.0, limit="tool_calls"))
+        journal.append("c", prompted("c"))
+        journal.flush()
+        early += reading
+    assert [(t.trajectory_id, t.spent) for t in early] == [("a", {}), ("b", {})]
+    assert [(t.trajectory_id, t.spent) for t in read(path)] == [("a", {}), ("b", {"tool_calls": 1}), ("c", {})]
+
+
+def test_nothing_is_written_after_a_write_that_failed(tmp_path: Path) -> None:
+    path = tmp_path / "j.sqlite"
+    journal = Journal(path, interval=0.0)
+    journal.append("t", prompted())
+    journal.flush()
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")  # the writer waits for this one
+        journal.append("t", Charged(at=1.0, limit="tool_calls"))
+        while not journal._queue.empty():
+            pass
+        journal.append("t", Charged(at=2.0, limit="tool_calls"))  # comes with the next transaction
+        other.execute("INSERT INTO events VALUES (NULL, 't', 1, 0.0, 'charged', x'00')")
+        other.execute("COMMIT")
+        with pytest.raises(JournalError, match="cannot be written: UNIQUE"):
+            journal.close()
+        assert list(other.execute("SELECT seq FROM events ORDER BY seq")) == [(0,), (1,)], "no gap"
 
 
 def test_a_killed_run_leaves_what_was_flushed(tmp_path: Path) -> None:

@@ -55,12 +55,14 @@ def fire(machine: AgentMachine, subject: Trajectory, outcome: Outcome) -> Transi
     return event
 
 
+CALLS, WAIT = [{"name": "has_tool_calls"}], [{"name": "text_contains", "argument": "wait"}]
+TOO_MANY = [{"name": "limit", "argument": "tool_calls"}]
 ROWS = [
-    {"trigger": "generated", "source": "GENERATING", "dest": "PROCESSING_TOOLS", "conditions": [{"name": "has_tool_calls"}]},
-    {"trigger": "generated", "source": "GENERATING", "dest": "TERMINATED", "unless": [{"name": "text_contains", "argument": "wait"}]},
+    {"trigger": "generated", "source": "GENERATING", "dest": "PROCESSING_TOOLS", "conditions": CALLS},
+    {"trigger": "generated", "source": "GENERATING", "dest": "TERMINATED", "unless": WAIT},
     {"trigger": "generated", "source": "*", "dest": "SUMMARISING"},
-    {"trigger": "limit_reached", "source": "GENERATING", "dest": "SUMMARISING", "conditions": [{"name": "limit", "argument": "tool_calls"}]},
-]  # fmt: skip
+    {"trigger": "limit_reached", "source": "GENERATING", "dest": "SUMMARISING", "conditions": TOO_MANY},
+]
 CALL = ToolCall(id="c", name="x", arguments={})
 BROKEN = Attempt(id="b", kind="unclosed", message="?")
 
@@ -108,12 +110,31 @@ def test_what_no_row_takes_ends_the_trajectory_with_its_reason(outcome: Outcome,
 
 
 def test_each_limit_is_routed_once() -> None:
-    machine, subject = AgentMachine(agent(ROWS)), trajectory()
+    machine, subject = AgentMachine(agent(ROWS, limits={"tool_calls": 2})), trajectory()
     reached = Outcome("limit_reached", limit="tool_calls")
     assert fire(machine, subject, reached).dest == "SUMMARISING"
     subject.state = "GENERATING"
     event = fire(machine, subject, reached)
     assert (event.dest, event.stop_reason) == ("TERMINATED", "limit:tool_calls")
+
+
+def test_a_limit_that_only_the_prompt_set_is_not_routed() -> None:
+    """The proof does not know of it, so it may only end the trajectory."""
+    event = fire(AgentMachine(agent(ROWS)), trajectory(), Outcome("limit_reached", limit="tool_calls"))
+    assert event.stop_reason == "limit:tool_calls"
+
+
+def test_a_predicate_that_fails_on_a_limit_cannot_be_routed_around() -> None:
+    rows = [
+        {
+            "trigger": "limit_reached", "source": "GENERATING", "dest": "SUMMARISING",
+            "conditions": [{"name": "test_machine:raising"}],
+        },
+        {"trigger": "failed", "source": "GENERATING", "dest": "SUMMARISING"},
+    ]  # fmt: skip
+    machine = AgentMachine(agent(rows, limits={"tool_calls": 2}))
+    event = fire(machine, trajectory(), Outcome("limit_reached", limit="tool_calls"))
+    assert (event.dest, event.stop_reason) == ("TERMINATED", "failed:PredicateFailed")
 
 
 def test_cancelled_takes_no_row_even_if_one_is_written() -> None:

@@ -40,7 +40,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_demo_visits_all_five_states_and_mostly_succeeds(demo: Path) -> None:
     summary = json.loads((demo / "summary.json").read_text("utf-8"))
-    assert SUMMARY_KEYS <= set(summary)
+    assert not SUMMARY_KEYS - set(summary)
     assert set(summary["states"]) == {"PENDING", "GENERATING", "PROCESSING_TOOLS", "INTERACTING", "TERMINATED"}
     assert (summary["trajectories"], summary["groups"]) == (16, 8)
     assert summary["score_mean"] >= 0.75
@@ -113,9 +113,8 @@ def test_the_same_seed_gives_the_same_tokens_and_another_does_not(tmp_path: Path
         arguments = [str(CONFIGS / "runs/demo.yaml"), "limit=2", "n=2", f"seed={seed}", f"out={tmp_path / name}"]
         assert fsm_rollout("run", *arguments, "engine.model=embedded:early").exit_code == 0
         batch = TrajectoryBatch.load(tmp_path / name / "batch").tensordict
-        found.append(
-            [ids[ids_mask.bool()].tolist() for ids, ids_mask in zip(batch["input_ids"], batch["attention_mask"])]
-        )
+        kept = zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)
+        found.append([ids[attended].tolist() for ids, attended in kept])
     assert found[0] == found[1]
     assert found[0] != found[2]
 

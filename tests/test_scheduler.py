@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import pytest
@@ -228,7 +229,7 @@ def test_a_turn_cut_by_its_own_bound_is_truncated_and_may_go_on() -> None:
     (stream,) = trajectory.streams
     assert [m["role"] for m in stream.messages] == ["user", "assistant"], "one turn, however often it was cut"
     inputs = [line.what.ids.tolist() for line in engine.log if isinstance(line.what, Request)]
-    assert all(longer[: len(shorter)] == shorter for shorter, longer in zip(inputs, inputs[1:], strict=False))
+    assert all(longer[: len(shorter)] == shorter for shorter, longer in pairwise(inputs))
     assert len(inputs) == 6
 
 

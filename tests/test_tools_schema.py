@@ -58,7 +58,7 @@ class Dog(BaseModel):
     title: str
 
 
-def forecast(  # noqa: D417  # descriptions are optional
+def forecast(  # descriptions are optional
     place: Place,
     unit: Unit = Unit.CELSIUS,
     days: Annotated[int, Field(ge=1, description="How many days.")] = 1,

@@ -89,11 +89,12 @@ def test_weights_are_replaced_between_steps_and_tokens_say_so(tokenizer: Any, ot
     Each forward pass needs a permit. There is one to fill the prompt and ten to sample; when the twelfth pass waits for
     its permit, seven tokens have been sent and three not, and the update comes after the eleventh.
     """
-    own, permits, passes = make_model(0), threading.Semaphore(11), []
+    own, permits, empty = make_model(0), threading.Semaphore(11), threading.Event()
 
     def ask(*_: object) -> None:
-        passes.append(1)
-        permits.acquire()
+        if not permits.acquire(blocking=False):
+            empty.set()
+            permits.acquire()
 
     own.register_forward_pre_hook(ask)
 
@@ -104,8 +105,7 @@ def test_weights_are_replaced_between_steps_and_tokens_say_so(tokenizer: Any, ot
         async for chunk in engine.generate([request("r", 30)]):
             chunks.append(chunk)
             if len(chunk.ids) and not updates:
-                while len(passes) < 12:
-                    await asyncio.sleep(0)
+                await asyncio.to_thread(empty.wait)
                 updates.append(asyncio.create_task(engine.update_weights(other_model.state_dict())))
                 await asyncio.sleep(0)  # the order is in the queue now
                 permits.release(1000)

@@ -68,7 +68,8 @@ def agents(draw: st.DrawFn, *, timeouts: bool = True) -> AgentGraph:
         row("truncated", "GENERATING", "GENERATING")
     if routed:
         states["SUMMARISING"] = {
-            "handler": "generate", "prompt": "Sum up.", "max_visits": 1, "timeout": timeout, "sampling": {"max_tokens": 8},
+            "handler": "generate", "prompt": "Sum up.", "max_visits": 1, "timeout": timeout,
+            "sampling": {"max_tokens": 8},
         }  # fmt: skip
         row("generated", "SUMMARISING", "TERMINATED", stop_reason="summed_up")
         row("limit_reached", "GENERATING", "SUMMARISING")
