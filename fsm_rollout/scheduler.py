@@ -18,7 +18,7 @@ from typing import Literal
 from fsm_rollout.deadlines import Deadline
 from fsm_rollout.dispatch import Dispatcher
 from fsm_rollout.errors import ConfigError, EngineError, Problem, ToolError, did_you_mean
-from fsm_rollout.events import AnyEvent, Ended, Prompted, Scored, Suspended
+from fsm_rollout.events import AnyEvent, Charged, Ended, Prompted, Scored, Suspended
 from fsm_rollout.graph import POLICY, AgentGraph, Sampling
 from fsm_rollout.interactions import build_interaction
 from fsm_rollout.journal import Journal
@@ -220,7 +220,10 @@ class Scheduler:
         )
         trajectory = Trajectory(prompted)
         self.tell(trajectory, prompted)
-        return LiveTrajectory(self, program, prompt, group, trajectory)
+        live = LiveTrajectory(self, program, prompt, group, trajectory)
+        for limit, amount in program.machine.charge_of(graph.initial)(trajectory).items():  # an entry like any other
+            live.emit(Charged(at=prompted.at, limit=limit, amount=amount))
+        return live
 
     def tell(self, trajectory: Trajectory, event: AnyEvent) -> None:
         """Journal an event and tell the listeners; a listener that raises is the listener's problem."""

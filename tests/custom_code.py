@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from pydantic import BaseModel, Field
+
+from fsm_rollout.states import State
+from fsm_rollout.trajectory import Outcome, Trajectory
+
+if TYPE_CHECKING:
+    from fsm_rollout.visit import Visit
 
 
 class Options(BaseModel):
@@ -10,18 +18,25 @@ class Options(BaseModel):
     style: str = "plain"
 
 
-class Search:
+class Search(State):
     """A handler that spends assistant turns and has options."""
 
     triggers = ("found", "lost")
     spends = "assistant_turns"
     Options = Options
 
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        await visit.generate(self.spec.context)
+        return Outcome(visit.rng.choice(self.triggers))
 
-class Free:
+
+class Free(State):
     """A handler that spends nothing and has no options."""
 
     triggers = ("done",)
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        return Outcome("done")
 
 
 class Undeclared:

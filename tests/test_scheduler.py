@@ -233,6 +233,14 @@ def test_a_turn_cut_by_its_own_bound_is_truncated_and_may_go_on() -> None:
     assert len(inputs) == 6
 
 
+def test_a_finished_turn_never_goes_on() -> None:
+    """Nothing was said after it, so there is nothing that a template could put between the two."""
+    rows = [SINGLE["transitions"][0], {"trigger": "generated", "source": "GENERATING", "dest": "GENERATING"}]
+    groups, engine = run(agent(SINGLE, transitions=rows), ["one", "two"])
+    assert only(groups).stop_reason == "failed:ChatTemplateError"
+    assert sum(isinstance(line.what, Request) for line in engine.log) == 1
+
+
 def test_glue_that_does_not_fit_is_not_written() -> None:
     tools = {"echo": {"use": "law_tools:echo", "timeout": 50.0}}
     groups, _ = run(

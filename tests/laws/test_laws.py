@@ -16,6 +16,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from laws.agents import agents
 from laws.world import World, run_world, turns
+from strategies import graphs
 
 from fsm_rollout import load_agent
 from fsm_rollout.engines.base import Request
@@ -142,6 +143,19 @@ def test_streams_ends_and_bounds(graph: AgentGraph, script: list[Any], n: int, m
     for trajectory in world.trajectories:
         assert trajectory.transitions <= bound.transitions
         assert trajectory.turn <= bound.generations
+
+
+@given(graphs(max_states=6, max_limit=4, plain=True), SCRIPTS, st.integers(0, 3))
+def test_any_verified_graph_ends_within_its_bound(graph: AgentGraph, script: list[Any], seed: int) -> None:
+    """Law 2 by running: graphs of any shape, every handler, routed limits, failing engines."""
+    world = run_world(graph, script, n=2, prompts=1, seed=seed)
+    bound = prove(graph)
+    for trajectory in world.trajectories:
+        note(f"{trajectory} {trajectory.detail or ''} {trajectory.visits}")
+        assert trajectory.ended
+        assert trajectory.transitions <= bound.transitions
+        assert bound.generations is None or trajectory.turn <= bound.generations
+    check_streams(graph, world)
 
 
 SHIPPED = sorted((Path(__file__).parents[2] / "configs/agents").glob("*.yaml"))
