@@ -114,7 +114,9 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
             table.add_row(f"{name} (s)", f"{seconds} (min / mean / max per trajectory)")
     slowest = timing["slowest"]
     if slowest is not None:
-        table.add_row("slowest", ", ".join(f"{key} {_number(value, digits=2)}" for key, value in slowest.items()))
+        parts = (f"{name} {_number(slowest[f'{name}_seconds'], digits=2)}" for name in ("generate", "tool", "interact"))
+        end = f"{slowest['stop_reason']} after {_number(slowest['wall_seconds'], digits=2)} s"
+        table.add_row("slowest", f"{slowest['trajectory_id']}: {end} ({', '.join(parts)})")
     return table
 
 
