@@ -233,6 +233,22 @@ def test_a_turn_cut_by_its_own_bound_is_truncated_and_may_go_on() -> None:
     assert len(inputs) == 6
 
 
+def test_results_are_told_in_the_order_of_the_calls() -> None:
+    """Two calls at once, the second of which ends first; beside them a broken one and one that raises."""
+    tools = {name: {"use": f"law_tools:{name}", "timeout": 50.0} for name in ("echo", "fail")}
+    turn = "\n".join(
+        [call("echo", "abcd"), call("echo", "ab"), "<tool_call>\n{broken\n</tool_call>", call("fail", "no")]
+    )
+    groups, _ = run(agent(TOOLS, tools=tools), [turn, "done"])
+    trajectory = only(groups)
+    told = [m["content"] for m in trajectory.streams[0].messages if m["role"] == "tool"]
+    assert told[:2] == ["abcd", "ab"]
+    assert [text.startswith("error:") for text in told[2:]] == [True, True]
+    assert "ValueError: no" in told[3]
+    assert trajectory.spent == {"assistant_turns": 2, "tool_calls": 4, "bad_calls": 2}
+    assert trajectory.tool_rewards == [0.2, 0.4], "in the order in which they came"
+
+
 def test_a_finished_turn_never_goes_on() -> None:
     """Nothing was said after it, so there is nothing that a template could put between the two."""
     rows = [SINGLE["transitions"][0], {"trigger": "generated", "source": "GENERATING", "dest": "GENERATING"}]

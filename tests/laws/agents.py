@@ -28,7 +28,7 @@ def agents(draw: st.DrawFn, *, timeouts: bool = True) -> AgentGraph:
         if value is not None:
             limits[name] = value
     timeout = draw(st.sampled_from([0.3, 5.0])) if timeouts else 5_000.0
-    generate = {"sampling": {"max_tokens": draw(st.sampled_from([4, 16, 64]))}, "timeout": timeout}
+    generate = {"sampling": {"max_tokens": draw(st.sampled_from([200, 4, 16, 64]))}, "timeout": timeout}
     states: dict[str, Any] = {"PENDING": {}, "GENERATING": generate}
     rows: list[dict[str, Any]] = [{"trigger": "prompted", "source": "PENDING", "dest": "GENERATING"}]
 
