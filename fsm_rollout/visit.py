@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsm_rollout.deadlines import Deadline
 from fsm_rollout.engines.base import Request, SamplingParams
-from fsm_rollout.errors import PromptTooLong, StreamError
+from fsm_rollout.errors import PromptTooLong, StreamError, ToolError
 from fsm_rollout.events import (
     AnyEvent,
     Attempt,
@@ -211,9 +211,12 @@ class Visit:
     # -- tools, interactions, scores ----------------------------------------------------------------------------
 
     async def call_tool(self, attempt: ToolCall | Attempt, *, prepaid: bool = False) -> Called:
-        """Carry out one attempted call and return its event; failures are results, never exceptions.
+        """Carry out one attempted call and return its event; failures are results that the model is told.
 
         Costs one of ``tool_calls`` unless entering the state has paid for it (``prepaid``).
+
+        Raises:
+            ToolError: the tool itself failed, in a run that ends trajectories then (``failures: {tool: end}``).
         """
         if not prepaid:
             self.charge("tool_calls")
@@ -236,6 +239,8 @@ class Visit:
             child_id=result.child_id,
         )
         self.emit(called)
+        if called.failure is not None and called.tries and self.live.scheduler.on_tool_failure == "end":
+            raise ToolError(f"tool '{called.name}' failed for good: {called.failure}")
         return called
 
     def record_unfinished_call(self, attempt: ToolCall | Attempt, failure: str, told: str) -> None:

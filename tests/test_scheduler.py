@@ -249,6 +249,13 @@ def test_results_are_told_in_the_order_of_the_calls() -> None:
     assert trajectory.tool_rewards == [0.2, 0.4], "in the order in which they came"
 
 
+def test_a_failing_tool_may_end_the_trajectory_but_a_broken_call_never_does() -> None:
+    tools = {name: {"use": f"law_tools:{name}", "timeout": 50.0} for name in ("echo", "fail")}
+    for text, reason in ((call("fail", "no"), "failed:ToolError"), ("<tool_call>\n{broken\n</tool_call>", "answered")):
+        groups, _ = run(agent(TOOLS, tools=tools), [text, "done"], on_tool_failure="end")
+        assert only(groups).stop_reason == reason
+
+
 def test_a_finished_turn_never_goes_on() -> None:
     """Nothing was said after it, so there is nothing that a template could put between the two."""
     rows = [SINGLE["transitions"][0], {"trigger": "generated", "source": "GENERATING", "dest": "GENERATING"}]
