@@ -1,16 +1,16 @@
 """The JSON Schema of an agent's YAML, for editors.
 
-Invariant: it is made from the pydantic models, adjusted to what users type (see :mod:`fsm_rollout.normal_form`): it
-accepts every agent that loads. It knows no names, so it accepts more; ``fsm-rollout check`` is the judge.
+Invariant: it is made from the pydantic models, adjusted to what users type (see
+:mod:`fsm_rollout.reading.normal_form`): it accepts every agent that loads. It knows no names, so it accepts more; ``fsm-rollout check`` is the judge.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from fsm_rollout.form import STATE_KEYS
 from fsm_rollout.graph import AgentGraph
 from fsm_rollout.predicates import PREDICATES
+from fsm_rollout.reading.form import STATE_KEYS
 
 Schema = dict[str, Any]
 

@@ -21,15 +21,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fsm_rollout.dumping import dump
 from fsm_rollout.errors import ConfigError, Problem
-from fsm_rollout.form import explain, repaired
 from fsm_rollout.graph import AgentGraph
-from fsm_rollout.normal_form import Normaliser
-from fsm_rollout.overrides import apply_overrides, interpolate
-from fsm_rollout.source_map import ConfigPath, SourceMap, in_file_order
+from fsm_rollout.reading.dumping import dump
+from fsm_rollout.reading.form import explain, repaired
+from fsm_rollout.reading.normal_form import Normaliser
+from fsm_rollout.reading.overrides import apply_overrides, interpolate
+from fsm_rollout.reading.source_map import ConfigPath, SourceMap, in_file_order
+from fsm_rollout.reading.yaml_source import read_text, read_yaml
 from fsm_rollout.verify import names, verify
-from fsm_rollout.yaml_source import read_text, read_yaml
 
 __all__ = ["Reading", "dump", "load_agent", "loads", "read_agent"]
 

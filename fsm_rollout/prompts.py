@@ -19,7 +19,7 @@ from pydantic import ConfigDict, Field, ValidationError, field_validator
 
 from fsm_rollout.errors import ConfigError, Problem, did_you_mean
 from fsm_rollout.graph import Limits, Model, Sampling
-from fsm_rollout.model_errors import explanations
+from fsm_rollout.reading.model_errors import explanations
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHOWN_PROBLEMS = 20

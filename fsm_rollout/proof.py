@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.graph import AgentGraph
 from fsm_rollout.proof_search import Counts, ranking, search
-from fsm_rollout.structure import Structure
+from fsm_rollout.rules.structure import Structure
 
 
 @dataclass(frozen=True, slots=True)

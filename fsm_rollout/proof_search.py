@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.graph import COUNTED_LIMITS, Predicate, Row
 from fsm_rollout.predicates import PREDICATES, visits_argument
-from fsm_rollout.structure import Structure
+from fsm_rollout.rules.structure import Structure
 from fsm_rollout.trajectory import routing_key
 
 UNCOUNTED_LIMITS = ("response_tokens", "context_tokens", "wall_seconds", "bad_calls")

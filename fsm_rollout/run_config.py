@@ -16,10 +16,10 @@ from pydantic import ConfigDict, Field, PrivateAttr, ValidationError, field_vali
 
 from fsm_rollout.errors import ConfigError, Problem
 from fsm_rollout.graph import POLICY, FreeForm, ImportPath, Model, Named, Sampling, Seconds
-from fsm_rollout.model_errors import explanations
-from fsm_rollout.overrides import apply_overrides, interpolate
-from fsm_rollout.source_map import SourceMap, in_file_order
-from fsm_rollout.yaml_source import read_text, read_yaml
+from fsm_rollout.reading.model_errors import explanations
+from fsm_rollout.reading.overrides import apply_overrides, interpolate
+from fsm_rollout.reading.source_map import SourceMap, in_file_order
+from fsm_rollout.reading.yaml_source import read_text, read_yaml
 
 AtLeastOne = Annotated[int, Field(ge=1)]
 

@@ -34,11 +34,11 @@ from collections.abc import Iterator
 
 from fsm_rollout.errors import Problem
 from fsm_rollout.graph import AgentGraph
+from fsm_rollout.reading.source_map import SourceMap, in_file_order
 from fsm_rollout.rules import paths, rows, states
 from fsm_rollout.rules.finding import Finding, in_tools
 from fsm_rollout.rules.names import names
-from fsm_rollout.source_map import SourceMap, in_file_order
-from fsm_rollout.structure import Structure
+from fsm_rollout.rules.structure import Structure
 
 __all__ = ["Finding", "findings", "names", "verify"]
 

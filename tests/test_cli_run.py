@@ -53,7 +53,7 @@ def test_the_place_is_sound(place: Path) -> None:
         ("run.yaml", "{kind: scripted, turns: ", "{kind: transformers, model: no/such/model, x: ", "x"),
         ("run.yaml", 'kind: scripted, turns: ["The answer is 3."]', "kind: transformers, model: no/such", "no/such"),
         ("run.yaml", "prompts.jsonl", "prompts.csv", "prompts.csv"),
-        ("run.yaml", "agent: agent.yaml", 'agent: agent.yaml\nreward: "fsm_rollout.rewards:exact_anser"', "exact_answer"),
+        ("run.yaml", "out:", 'reward: "fsm_rollout.rewards:exact_anser"\nout:', "did you mean 'exact_answer'"),
         ("agent.yaml", "GENERATING: {", "GENERATNG: {", "GENERATING"),
         ("agent.yaml", "calculator:calculate", "calculator:calculat", "did you mean 'calculate'"),
         ("agent.yaml", "fsm_rollout.tools.calculator:calculate", "json:dumps", "json:dumps"),

@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from strategies import graphs, texts, values
 
 from fsm_rollout.agent_schema import agent_schema
-from fsm_rollout.dumping import dump
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.graph import AgentGraph
 from fsm_rollout.loader import load_agent, loads, read_agent
-from fsm_rollout.overrides import escape_interpolation, interpolate
+from fsm_rollout.reading.dumping import dump
+from fsm_rollout.reading.overrides import escape_interpolation, interpolate
+from fsm_rollout.reading.source_map import SourceMap
+from fsm_rollout.reading.yaml_source import read_yaml
 from fsm_rollout.scaffold import new_agent
-from fsm_rollout.source_map import SourceMap
-from fsm_rollout.yaml_source import read_yaml
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs" / "agents").glob("*.yaml"))
 

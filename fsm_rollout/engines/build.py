@@ -17,8 +17,8 @@ from fsm_rollout.engines.model_folders import load_tokenizer, model_folder
 from fsm_rollout.engines.script import Script, Turn
 from fsm_rollout.errors import ConfigError, Problem, did_you_mean
 from fsm_rollout.graph import Model
-from fsm_rollout.source_map import ConfigPath, SourceMap
-from fsm_rollout.yaml_source import read_text, read_yaml
+from fsm_rollout.reading.source_map import ConfigPath, SourceMap
+from fsm_rollout.reading.yaml_source import read_text, read_yaml
 
 Count = Annotated[int, Field(ge=1, strict=True)]
 Folder = Annotated[str, BeforeValidator(lambda folder: str(folder) if isinstance(folder, Path) else folder)]

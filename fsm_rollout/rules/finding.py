@@ -1,6 +1,6 @@
 """One breach of a rule, and the pieces that rules share.
 
-Invariant: a rule is a function of a :class:`~fsm_rollout.structure.Structure` that yields its breaches; it raises
+Invariant: a rule is a function of a :class:`~fsm_rollout.rules.structure.Structure` that yields its breaches; it raises
 nothing, and tolerates names that are not defined.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from fsm_rollout.graph import AgentGraph, Predicate, Row
-from fsm_rollout.source_map import ConfigPath
+from fsm_rollout.reading.source_map import ConfigPath
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from fsm_rollout.errors import ConfigError, did_you_mean
 from fsm_rollout.graph import IMPLICIT_TRIGGERS, MAIN, TERMINATED, AgentGraph, State
 from fsm_rollout.handlers import BUILT_IN_STATES, handler_spec
 from fsm_rollout.predicates import PREDICATES
+from fsm_rollout.reading.source_map import ConfigPath, describe
 from fsm_rollout.rules.finding import Finding, in_tools, predicates_of
-from fsm_rollout.source_map import ConfigPath, describe
-from fsm_rollout.structure import Structure
+from fsm_rollout.rules.structure import Structure
 
 
 def names(graph: AgentGraph, structure: Structure | None = None, *, nested: bool = True) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from fsm_rollout.graph import TERMINATED
 from fsm_rollout.rules.finding import Finding
-from fsm_rollout.structure import Structure
+from fsm_rollout.rules.structure import Structure
 
 
 def unreachable(structure: Structure) -> Iterator[Finding]:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.graph import IMPLICIT_TRIGGERS, Row
 from fsm_rollout.predicates import PREDICATES, compile_predicate
+from fsm_rollout.reading.source_map import ConfigPath
 from fsm_rollout.rules.finding import Finding, predicates_of
-from fsm_rollout.source_map import ConfigPath
-from fsm_rollout.structure import Structure
+from fsm_rollout.rules.structure import Structure
 
 
 def outcomes(structure: Structure) -> Iterator[Finding]:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from fsm_rollout.errors import ConfigError, RolloutError
 from fsm_rollout.graph import POLICY, TERMINATED, AgentGraph, State
 from fsm_rollout.handlers import load_object
+from fsm_rollout.reading.source_map import ConfigPath
 from fsm_rollout.rules.finding import Finding
-from fsm_rollout.source_map import ConfigPath
-from fsm_rollout.structure import WAITING, Structure
+from fsm_rollout.rules.structure import WAITING, Structure
 
 
 def waits(structure: Structure) -> Iterator[Finding]:

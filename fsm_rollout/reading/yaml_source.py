@@ -15,7 +15,7 @@ from pathlib import Path
 import yaml
 
 from fsm_rollout.errors import Problem
-from fsm_rollout.source_map import ConfigPath, SourceMap
+from fsm_rollout.reading.source_map import ConfigPath, SourceMap
 
 MAX_BYTES = 1 << 20
 MAX_VALUES = 100_000

@@ -1,6 +1,6 @@
 """What pydantic finds wrong with a prompt or a run, in the user's words.
 
-Invariant: nothing here judges; pydantic does. (Agents have words of their own: :mod:`fsm_rollout.form`.)
+Invariant: nothing here judges; pydantic does. (Agents have words of their own: :mod:`fsm_rollout.reading.form`.)
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from fsm_rollout.errors import did_you_mean
-from fsm_rollout.form import explain
-from fsm_rollout.source_map import ConfigPath, describe
+from fsm_rollout.reading.form import explain
+from fsm_rollout.reading.source_map import ConfigPath, describe
 
 
 def explanations(error: ValidationError, root: type[BaseModel]) -> Iterator[tuple[ConfigPath, str]]:

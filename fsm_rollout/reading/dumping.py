@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 
 from fsm_rollout.graph import AgentGraph, Predicate, Row, State
-from fsm_rollout.normal_form import TEXT_FILE
-from fsm_rollout.overrides import escape_interpolation
-from fsm_rollout.yaml_source import STRICTER
+from fsm_rollout.reading.normal_form import TEXT_FILE
+from fsm_rollout.reading.overrides import escape_interpolation
+from fsm_rollout.reading.yaml_source import STRICTER
 
 
 class _Dumper(yaml.SafeDumper):

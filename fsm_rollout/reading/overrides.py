@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fsm_rollout.errors import Problem, did_you_mean
-from fsm_rollout.source_map import ConfigPath, SourceMap
-from fsm_rollout.yaml_source import read_yaml
+from fsm_rollout.reading.source_map import ConfigPath, SourceMap
+from fsm_rollout.reading.yaml_source import read_yaml
 
 _NAMED = ("states", "contexts", "tools")
 """Mappings whose keys are names made in the file: an override changes what is there and adds nothing."""

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from fsm_rollout.errors import did_you_mean
 from fsm_rollout.graph import TERMINATED, AgentGraph, Context, Interaction, Limits, Retry, Row, Sampling, State, Tool
-from fsm_rollout.source_map import ConfigPath, describe
+from fsm_rollout.reading.source_map import ConfigPath, describe
 
 STATE_KEYS = frozenset(State.model_fields) - {"options"}
 """The YAML keys of every state; a custom handler's options are written beside them."""

@@ -16,11 +16,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from fsm_rollout.errors import ConfigError, Problem, did_you_mean
-from fsm_rollout.form import STATE_KEYS, explain
 from fsm_rollout.handlers import load_object
-from fsm_rollout.overrides import interpolate
-from fsm_rollout.source_map import ConfigPath, SourceMap, describe
-from fsm_rollout.yaml_source import read_text, read_yaml
+from fsm_rollout.reading.form import STATE_KEYS, explain
+from fsm_rollout.reading.overrides import interpolate
+from fsm_rollout.reading.source_map import ConfigPath, SourceMap, describe
+from fsm_rollout.reading.yaml_source import read_text, read_yaml
 
 TEXT_FILE = re.compile(r"\S+\.(md|txt|jinja|j2)")
 """A text that is one such word names a file."""
