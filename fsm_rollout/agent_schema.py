@@ -1,7 +1,8 @@
 """The JSON Schema of an agent's YAML, for editors.
 
 Invariant: it is made from the pydantic models, adjusted to what users type (see
-:mod:`fsm_rollout.reading.normal_form`): it accepts every agent that loads. It knows no names, so it accepts more; ``fsm-rollout check`` is the judge.
+:mod:`fsm_rollout.reading.normal_form`): it accepts every agent that loads. It knows no names, so it accepts more;
+``fsm-rollout check`` is the judge.
 """
 
 from __future__ import annotations
