@@ -100,7 +100,7 @@ class LiveTrajectory:
         return self._interactions[key]
 
     async def _run_agent(self, tool: str, graph: AgentGraph, task: str) -> AgentAnswer:
-        """LiveTrajectory a sub-agent to its end, as a child trajectory of the same group, in the calling task."""
+        """Run a sub-agent to its end, as a child trajectory of the same group, in the calling task."""
         self._spawned += 1
         parent = self.trajectory
         child_id = f"{parent.trajectory_id}/{tool}.{self._spawned}"

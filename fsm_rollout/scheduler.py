@@ -108,7 +108,12 @@ class Scheduler:
             ConfigError: all that is wrong, each with its prompt.
         """
         problems: list[Problem] = []
-        for prompt in prompts:
+        seen: set[str] = set()
+        for index, prompt in enumerate(prompts):
+            group_id = prompt.prompt_id or str(index)
+            if group_id in seen:
+                problems.append(Problem(f"prompt id '{group_id}' is used twice; it names the group"))
+            seen.add(group_id)
             try:
                 program = self._program_of(prompt)
                 program.toolbox.check(prompt.extra.get("tools_kwargs") or {})
@@ -122,11 +127,18 @@ class Scheduler:
             raise ConfigError(problems)
 
     async def run(self, prompts: Iterable[Prompt], n: int = 1) -> AsyncIterator[Group]:
-        """LiveTrajectory every prompt ``n`` times and yield each group as its last trajectory ends and is scored.
+        """Run every prompt ``n`` times and yield each group as its last trajectory ends and is scored.
 
         Closing the iterator, or cancelling the task that iterates, cancels what still runs (stop reason ``cancelled``)
-        and waits for it.
+        and waits for it. Several runs may go on at once, as long as their prompts' ids differ.
+
+        Raises:
+            ConfigError: ``n`` is not positive, or a prompt names no agent of the run.
         """
+        if n < 1:
+            raise ConfigError(f"n must be at least 1 trajectory per prompt, got {n}")
+        if not self._running:
+            self._stopping = None
         ended: asyncio.Queue[Group | None] = asyncio.Queue()
         feeder = asyncio.get_running_loop().create_task(self._feed(prompts, n, ended))
         try:
@@ -136,17 +148,22 @@ class Scheduler:
         finally:
             feeder.cancel()
             await asyncio.gather(feeder, return_exceptions=True)
-            for dispatcher in self.dispatchers.values():
-                await dispatcher.settle()
+            if not self._running:
+                for dispatcher in self.dispatchers.values():
+                    await dispatcher.settle()
 
     async def _feed(self, prompts: Iterable[Prompt], n: int, ended: asyncio.Queue[Group | None]) -> None:
         """Admit trajectories in order, ``concurrency`` at once; a group is handed over when its last one is done."""
         slots = asyncio.Semaphore(self.concurrency)
+        seen = {live.group.group_id for live, _ in self._running.values()}
         try:
             async with asyncio.TaskGroup() as tasks:
                 for index, prompt in enumerate(prompts):
                     program = self._program_of(prompt)
                     group = Group(prompt.prompt_id or str(index), index, prompt)
+                    if group.group_id in seen:
+                        raise ConfigError(f"prompt id '{group.group_id}' is used twice; it names the group")
+                    seen.add(group.group_id)
                     left = [n]
                     for sample in range(n):
                         await slots.acquire()
@@ -269,7 +286,7 @@ class Scheduler:
             self._end_if_final(live)
 
     async def _visit(self, live: LiveTrajectory) -> Outcome:
-        """LiveTrajectory the present state's handler under its limits and timeouts, and return how it came out."""
+        """Run the present state's handler under its limits and timeouts, and return how it came out."""
         trajectory, program = live.trajectory, live.program
         state, now = trajectory.state, asyncio.get_running_loop().time()
         limit = reached_on_entry(program.graph, trajectory, program.machine.spends[state], now)

@@ -380,6 +380,25 @@ def test_prompts_choose_their_agent() -> None:
         run_virtual(main(["twoo"]))
 
 
+def test_prompt_ids_name_groups_so_they_differ() -> None:
+    with pytest.raises(ConfigError, match="'p0' is used twice"):
+        run(agent(SINGLE), ["x"], [*prompts(1), *prompts(1)])
+    with pytest.raises(ConfigError, match="at least 1"):
+        run(agent(SINGLE), ["x"], n=0)
+
+
+def test_a_stopped_scheduler_can_run_again() -> None:
+    engine = ScriptedEngine([SLOW], tokenizer=tokenizer())
+
+    async def main() -> list[str | None]:
+        scheduler = Scheduler({"a": agent(SINGLE)}, {"policy": Dispatcher(engine)})
+        asyncio.get_running_loop().call_later(5.0, scheduler.stop)
+        first = [t.stop_reason async for g in scheduler.run(prompts()) for t in g.trajectories]
+        return first + [t.stop_reason async for g in scheduler.run(prompts()) for t in g.trajectories]
+
+    assert run_virtual(main()) == ["cancelled", "answered"]
+
+
 def test_a_context_on_an_unknown_engine_is_refused() -> None:
     graph = agent(SINGLE, contexts={"main": {"engine": "judge"}})
     with pytest.raises(ConfigError, match="engine 'judge' is not one of the run's"):

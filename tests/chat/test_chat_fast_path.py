@@ -232,7 +232,7 @@ def test_caches_are_bounded() -> None:
     chat = ChatTemplate(zoo.tokenizer_for(TRICKY["trims"]))
     for index in range(300):
         chat.prompt([{"role": "system", "content": str(index)}, zoo.user()], None)
-    assert len(chat._prompts) <= 256
+    assert len(chat._cache._prompts) <= 256
 
 
 def test_a_call_nobody_answered_does_not_lend_its_id_to_a_later_turn() -> None:
