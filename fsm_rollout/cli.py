@@ -72,7 +72,7 @@ def run(
     """
     from rich.console import Console
 
-    from fsm_rollout.errors import EngineError
+    from fsm_rollout.errors import RolloutError
     from fsm_rollout.execute import execute
     from fsm_rollout.progress import RunProgress, summary_table
     from fsm_rollout.run_config import load_run
@@ -83,7 +83,7 @@ def run(
         summary = execute(config, lambda total: RunProgress(total, console))
     except ConfigError as error:
         _refuse(error)
-    except EngineError as error:
+    except RolloutError as error:
         _refuse(ConfigError(str(error)))
     except KeyboardInterrupt:
         typer.echo("interrupted; what was done until then is in the run's journal.sqlite", err=True)

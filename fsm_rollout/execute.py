@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from fsm_rollout.errors import ConfigError
 from fsm_rollout.graph import AgentGraph
 from fsm_rollout.journal import Journal
 from fsm_rollout.live import Group
@@ -75,7 +76,7 @@ async def _run(
     try:
         rollout.scheduler.check(prompts)
         folder = fresh_folder(config.out)
-        metadata = {"agents": {name: dump(graph) for name, graph in agents.items()}, "run": config.to_json()}
+        metadata = {"agents": {name: dump(graph) for name, graph in agents.items()}, "run": config.to_json(), "base": str(config.base)}
         with Journal(folder / "journal.sqlite", metadata=metadata) as journal:
             rollout.scheduler.journal = journal
             started = time.monotonic()
@@ -87,14 +88,21 @@ async def _run(
 
 
 def fresh_folder(path: Path) -> Path:
-    """Make the run's folder, without what an earlier run of the same name has written there."""
-    path.mkdir(parents=True, exist_ok=True)
-    for name in OWN_FILES:
-        old = path / name
-        if old.is_dir():
-            shutil.rmtree(old)
-        else:
-            old.unlink(missing_ok=True)
+    """Make the run's folder, without what an earlier run of the same name has written there.
+
+    Raises:
+        ConfigError: there is a file in its place, or it cannot be written to.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        for name in OWN_FILES:
+            old = path / name
+            if old.is_dir():
+                shutil.rmtree(old)
+            else:
+                old.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out: '{path}' cannot be the run's folder: {error.strerror}; choose another") from error
     return path
 
 

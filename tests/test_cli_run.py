@@ -105,6 +105,12 @@ def test_a_prompt_longer_than_the_window_ends_alone(place: Path) -> None:
     assert summary["stop_reasons"] == {"answered": 1, "prompt_too_long": 1}
 
 
+def test_out_must_be_a_folder(place: Path) -> None:
+    (place / "taken").write_text("mine", "utf-8")
+    assert "taken" in refused(place, f"out={place / 'taken'}")
+    assert (place / "taken").read_text("utf-8") == "mine"
+
+
 def test_a_second_run_replaces_the_first_and_leaves_other_files_alone(place: Path) -> None:
     for _ in range(2):
         assert CliRunner().invoke(app, ["run", str(place / "run.yaml")]).exit_code == 0
