@@ -9,6 +9,12 @@ import asyncio
 from types import TracebackType
 
 
+def being_cancelled() -> bool:
+    """Return whether somebody cancels the present task; if not, a CancelledError is the failure of who raised it."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 class Deadline:
     """The timeout of one visit, as an async context manager. ``None`` seconds never expire.
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from array import array
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fsm_rollout.deadlines import Deadline
+from fsm_rollout.deadlines import Deadline, being_cancelled
 from fsm_rollout.engines.base import Chunk, Engine, Request
 from fsm_rollout.errors import EngineError, PromptTooLong
 from fsm_rollout.tokens import Ids, Logprobs
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ABORT_GRACE = 10.0
-"""Seconds that an aborted request's last tokens are waited for."""
+"""Seconds that an aborted request's last tokens are waited for (and that the engine has to take the abort)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +52,16 @@ class Ticket:
     aborted: bool = False
     done: asyncio.Event = field(default_factory=asyncio.Event)
     holds: int = 0
+    heard: bool = False
+    """Whether the present try has had a chunk."""
+    watch: asyncio.TimerHandle | None = None
+    """Gives the try up when the engine says nothing of it for too long; gone with the first chunk."""
+
+    def stop_watch(self) -> None:
+        """Wait no longer for a first chunk."""
+        if self.watch is not None:
+            self.watch.cancel()
+            self.watch = None
 
     def hold(self) -> None:
         """Let the deadline stand still for one more reason."""
@@ -68,8 +79,14 @@ class Ticket:
         """Append one chunk.
 
         Raises:
-            EngineError: its logprobs are not as many as its ids, or it would exceed what was asked for.
+            EngineError: its logprobs are not as many as its ids or not all finite, its finish reason is none, or it
+                would exceed what was asked for.
         """
+        self.stop_watch()
+        if chunk.finish_reason not in (None, "stop", "length", "abort"):
+            raise EngineError(f"the engine ended request {chunk.request_id} with {chunk.finish_reason!r}")
+        if not math.isfinite(sum(chunk.logprobs)):
+            raise EngineError(f"the engine returned a logprob that is no finite number (request {chunk.request_id})")
         if len(chunk.ids) != len(chunk.logprobs):
             raise EngineError(
                 f"the engine returned {len(chunk.ids)} tokens with {len(chunk.logprobs)} logprobs for request "
@@ -83,6 +100,7 @@ class Ticket:
         if self.admitted_at is None:
             self.admitted_at = now
             self.release()
+        self.heard = True
         if len(chunk.ids):
             self.ids.extend(chunk.ids)
             self.logprobs.extend(chunk.logprobs)
@@ -99,6 +117,7 @@ class Ticket:
             self.finish_reason = finish_reason
             self.error = error
             self.done.set()
+            self.stop_watch()
             while self.holds:
                 self.release()
 
@@ -122,15 +141,25 @@ class Dispatcher:
         """The chat templates of this engine's model, by settings."""
         self._waiting: list[Ticket] = []
         self._tickets: dict[str, Ticket] = {}
+        """The tickets that the engine has, or is about to get, by the request id of the present try."""
+        self._open: set[Ticket] = set()
+        """All tickets that have not ended: also those between two tries."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def submit(self, request: Request, deadline: Deadline | None = None) -> Ticket:
-        """Queue one request for the next flush and return its ticket; ``deadline`` runs from its first chunk."""
+        """Queue one request for the next flush and return its ticket; ``deadline`` runs from its first chunk.
+
+        Raises:
+            EngineError: a request of that id is under way.
+        """
+        if request.request_id in self._tickets:
+            raise EngineError(f"request '{request.request_id}' is under way already")
         ticket = Ticket(request, asyncio.get_running_loop().time(), deadline, request_id=request.request_id)
         ticket.hold()
         if self.paused:
             ticket.hold()
         self.requests += 1
+        self._open.add(ticket)
         self._enqueue(ticket)
         return ticket
 
@@ -138,8 +167,9 @@ class Dispatcher:
         """Let the engine sample nothing until :meth:`resume`; timeouts of what waits for it stand still."""
         if not self.paused:
             self.paused = True
-            for ticket in self._tickets.values():
+            for ticket in self._open:
                 ticket.hold()
+                ticket.stop_watch()
             await self.engine.pause()
 
     async def resume(self) -> None:
@@ -147,8 +177,10 @@ class Dispatcher:
         if self.paused:
             await self.engine.resume()
             self.paused = False
-            for ticket in self._tickets.values():
+            for ticket in self._open:
                 ticket.release()
+                if ticket.request_id in self._tickets and ticket not in self._waiting and not ticket.heard:
+                    self._watch(ticket)
 
     def _enqueue(self, ticket: Ticket) -> None:
         self._tickets[ticket.request_id] = ticket
@@ -168,26 +200,35 @@ class Dispatcher:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def _watch(self, ticket: Ticket) -> None:
+        """Give the present try up when the engine says nothing of it for ``queue_timeout`` (a paused one may be)."""
+        ticket.stop_watch()
+        if not self.paused:
+            loop = asyncio.get_running_loop()
+            ticket.watch = loop.call_later(self.queue_timeout, self._silent, ticket, ticket.request_id)
+
+    def _silent(self, ticket: Ticket, request_id: str) -> None:
+        self._spawn(self._abort_quietly([request_id]))
+        self._failed(ticket, EngineError(f"the engine sent nothing for {self.queue_timeout:g} s; is it alive?"))
+
     async def _serve(self, tickets: Sequence[Ticket]) -> None:
         """Run one engine call to its end and route its chunks."""
         loop = asyncio.get_running_loop()
         open_ids = {ticket.request_id for ticket in tickets}
         failure: EngineError | None = None
+        for ticket in tickets:
+            ticket.heard = False
+            self._watch(ticket)
         try:
-            async with asyncio.timeout(self.queue_timeout) as queue_timeout:
-                async for chunk in self.engine.generate([self._ask(ticket) for ticket in tickets]):
-                    if queue_timeout.when() is not None:  # the engine is alive: requests are on their own timeouts now
-                        queue_timeout.reschedule(None)
-                    ticket = self._tickets.get(chunk.request_id)
-                    if ticket is None or chunk.request_id not in open_ids:
-                        logger.warning("the engine answered an unknown or ended request %r", chunk.request_id)
-                        continue
-                    if self._route(ticket, chunk, loop.time()):
-                        open_ids.discard(chunk.request_id)
-        except TimeoutError:
-            failure = EngineError(f"the engine sent nothing for {self.queue_timeout:g} s; is it alive?")
-            await self._abort_quietly(open_ids)
-        except Exception as error:  # whatever an engine raises is the engine's failure, never the scheduler's
+            async for chunk in self.engine.generate([self._ask(ticket) for ticket in tickets]):
+                told = self._tickets.get(chunk.request_id)
+                if told is None or chunk.request_id not in open_ids:
+                    logger.warning("the engine answered an unknown or ended request %r", chunk.request_id)
+                elif self._route(told, chunk, loop.time()):
+                    open_ids.discard(chunk.request_id)
+        except (Exception, asyncio.CancelledError) as error:  # whatever an engine raises is the engine's failure
+            if isinstance(error, asyncio.CancelledError) and being_cancelled():
+                raise
             name = type(error).__name__
             failure = error if isinstance(error, EngineError) else EngineError(f"{name}: {error}", kind=name)
         for ticket in [self._tickets[request_id] for request_id in open_ids if request_id in self._tickets]:
@@ -223,12 +264,13 @@ class Dispatcher:
         if ticket.done.is_set():
             return
         self._tickets.pop(ticket.request_id, None)
+        ticket.stop_watch()
         if ticket.aborted:
-            ticket.end("abort")
+            self._end(ticket, "abort")
         elif len(ticket.ids) >= ticket.request.sampling.max_tokens:
-            ticket.end("length")  # all that was asked for had come; only the last word was lost
+            self._end(ticket, "length")  # all that was asked for had come; only the last word was lost
         elif ticket.attempt >= self.attempts:
-            ticket.end("abort", error)
+            self._end(ticket, "abort", error)
         else:
             logger.warning("request %s failed (%s); trying again", ticket.request_id, error)
             delay = self.backoff * 2 ** (ticket.attempt - 1)
@@ -242,6 +284,7 @@ class Dispatcher:
 
     def _end(self, ticket: Ticket, finish_reason: str, error: EngineError | None = None) -> None:
         self._tickets.pop(ticket.request_id, None)
+        self._open.discard(ticket)
         ticket.end(finish_reason, error)
 
     async def abort(self, ticket: Ticket) -> None:
@@ -249,9 +292,7 @@ class Dispatcher:
         if ticket.done.is_set():
             return
         ticket.aborted = True
-        if (
-            ticket in self._waiting or ticket.request_id not in self._tickets
-        ):  # not with the engine yet, or between tries
+        if ticket in self._waiting or ticket.request_id not in self._tickets:  # not sent yet, or between tries
             self._waiting = [other for other in self._waiting if other is not ticket]
             self._end(ticket, "abort")
             return
@@ -265,7 +306,8 @@ class Dispatcher:
 
     async def _abort_quietly(self, request_ids: Sequence[str] | set[str]) -> None:
         try:
-            await self.engine.abort(list(request_ids))
+            async with asyncio.timeout(ABORT_GRACE):
+                await self.engine.abort(list(request_ids))
         except Exception:  # an engine that cannot even abort has failed; its tickets end all the same
             logger.warning("the engine failed to abort %s", request_ids, exc_info=True)
 
@@ -273,7 +315,7 @@ class Dispatcher:
         """End every ticket and every task; the engine itself stays open (whoever made it closes it)."""
         if self._tickets:
             await self._abort_quietly(list(self._tickets))
-        for ticket in list(self._tickets.values()):
+        for ticket in list(self._open):
             self._end(ticket, "abort")
         for task in list(self._tasks):
             task.cancel()

@@ -228,6 +228,15 @@ def encode(event: AnyEvent) -> bytes:
     return _encoder.encode(event)
 
 
+def unwritable(data: object) -> str | None:
+    """Return why plain data cannot stand in an event (lone surrogates, integers over 64 bits), or ``None``."""
+    try:
+        _encoder.encode(data)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        return f"the values cannot be written down: {error}"
+    return None
+
+
 def decode(data: bytes) -> AnyEvent:
     """Unpack what :func:`encode` packed; equal to the event that went in."""
     return _decoder.decode(data)

@@ -1,13 +1,14 @@
 """Carrying out a run YAML: from the file to the run's folder.
 
 Invariant: every mistake in the input is found before the first file is written. A run's folder holds ``journal.sqlite``
-from the first event on; ``batch/`` and ``summary.json`` are put in place whole, at the end.
+from the first event on; ``batch/``, ``summary.json`` and ``report.html`` are put in place whole, at the end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -26,10 +27,20 @@ from fsm_rollout.run_config import RunConfig
 from fsm_rollout.scheduler import Listener
 from fsm_rollout.summary import summarize
 
+logger = logging.getLogger(__name__)
+
 Progress = Callable[[int], AbstractContextManager[Listener]]
 """Makes the listener that shows a run of so many trajectories."""
 
-OWN_FILES = ("journal.sqlite", "journal.sqlite-wal", "journal.sqlite-shm", "batch", "summary.json", "report.html")
+OWN_FILES = (
+    "journal.sqlite",
+    "journal.sqlite-wal",
+    "journal.sqlite-shm",
+    "batch",
+    "summary.json",
+    "report.html",
+    "trajectories",
+)
 """What a run writes into its folder, hence what the next run of that name replaces."""
 
 
@@ -76,7 +87,8 @@ async def _run(
     try:
         rollout.scheduler.check(prompts)
         folder = fresh_folder(config.out)
-        metadata = {"agents": {name: dump(graph) for name, graph in agents.items()}, "run": config.to_json(), "base": str(config.base)}
+        metadata = {"agents": {name: dump(graph) for name, graph in agents.items()}, "run": config.to_json()}
+        metadata["base"] = str(config.base)
         with Journal(folder / "journal.sqlite", metadata=metadata) as journal:
             rollout.scheduler.journal = journal
             started = time.monotonic()
@@ -102,7 +114,8 @@ def fresh_folder(path: Path) -> Path:
             else:
                 old.unlink(missing_ok=True)
     except OSError as error:
-        raise ConfigError(f"out: '{path}' cannot be the run's folder: {error.strerror}; choose another") from error
+        why = error.strerror or error
+        raise ConfigError(f"out: '{path}' cannot be the run's folder: {why}; choose another") from error
     return path
 
 
@@ -116,4 +129,15 @@ def _write(folder: Path, rollout: Rollout, groups: list[Group], seconds: float) 
     partial = folder / "summary.json.partial"
     partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     partial.replace(folder / "summary.json")
+    _report(folder)
     return summary
+
+
+def _report(folder: Path) -> None:
+    """Write ``report.html``. The run's results are in place by now, so whatever goes wrong here is only said."""
+    from fsm_rollout.diagrams.report import write_report
+
+    try:
+        write_report(folder, pages=True)
+    except Exception as error:
+        logger.warning("report.html was not written: %s: %s", type(error).__name__, error)

@@ -33,7 +33,10 @@ IMPLICIT_TRIGGERS = ("truncated", "failed", "timed_out", "limit_reached", "cance
 Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0)]
+MOST = 2**53
+"""Larger counts are mistakes: not every reader of JSON could tell them apart."""
+Count = Annotated[int, Field(ge=0, le=MOST)]
+AtLeastOne = Annotated[int, Field(ge=1, le=MOST)]
 V = TypeVar("V")
 Named = Annotated[Mapping[Name, V], AfterValidator(FrozenMap)]
 FreeForm = Annotated[Mapping[str, Any], AfterValidator(FrozenMap)]
@@ -52,7 +55,7 @@ class Sampling(Model):
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0, description="0 keeps every token")
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: AtLeastOne | None = None
     ignore_eos: bool | None = None
 
     def over(self, base: Sampling) -> Sampling:
@@ -67,10 +70,10 @@ class Limits(Model):
     tool_calls: Count | None = None
     user_turns: Count | None = None
     bad_calls: Count | None = None
-    response_tokens: Annotated[int, Field(ge=1)] | None = Field(
+    response_tokens: AtLeastOne | None = Field(
         None, description="tokens after the opening prompts, over all streams of the trajectory"
     )
-    context_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description="length of any one stream")
+    context_tokens: AtLeastOne | None = Field(None, description="length of any one stream")
     wall_seconds: Seconds | None = None
 
     def lowered(self, other: Limits) -> Limits:
@@ -79,10 +82,6 @@ class Limits(Model):
         return Limits(
             **{name: min((v for v in (mine[name], theirs[name]) if v is not None), default=None) for name in mine}
         )
-
-
-COUNTED_LIMITS = ("assistant_turns", "tool_calls", "user_turns")
-"""The limits that a state is charged for on entry, hence those a termination proof may build on."""
 
 
 class Context(Model):
@@ -106,7 +105,7 @@ class Context(Model):
 class Retry(Model):
     """How often a failing tool is tried, and for which exceptions (by class name)."""
 
-    attempts: Annotated[int, Field(ge=1)] = 1
+    attempts: AtLeastOne = 1
     errors: tuple[str, ...] = ()
 
 
@@ -119,8 +118,8 @@ class Tool(Model):
     description: str | None = None
     timeout: Seconds | None = None
     retry: Retry = Retry()
-    concurrency: Annotated[int, Field(ge=1)] | None = None
-    response_tokens: Annotated[int, Field(ge=1)] | None = None
+    concurrency: AtLeastOne | None = None
+    response_tokens: AtLeastOne | None = None
     truncate: Literal["left", "right", "middle"] = "middle"
     repeatable: bool = Field(True, description="false: a call is never made twice, neither by retry nor by resume")
 
@@ -143,10 +142,10 @@ class State(Model):
     prompt: str | None = Field(None, description="a Jinja template; its text is appended as a user message on entry")
     reset: bool = Field(False, description="close the context's stream on entry and open the next")
     timeout: Seconds | None = None
-    max_visits: Annotated[int, Field(ge=1)] | None = None
+    max_visits: AtLeastOne | None = None
     on_error: Name | None = Field(None, description="short for a last `failed` row to that state")
     sampling: Sampling = Sampling()
-    parallel: Annotated[int, Field(ge=1)] | None = Field(None, description="calls of one turn that run at once")
+    parallel: AtLeastOne | None = Field(None, description="calls of one turn that run at once")
     interaction: Interaction | None = None
     options: FreeForm = Field(default_factory=dict, description="the custom handler's own keys")
     final: bool = False
@@ -193,6 +192,15 @@ class AgentGraph(Model):
     def __hash__(self) -> int:
         """Hash a few names: enough to tell graphs apart, and defined whatever free-form data they hold."""
         return hash((self.agent, self.initial, self.states, len(self.transitions)))
+
+    def _repr_svg_(self) -> str | None:
+        """Show the agent's picture in a notebook; where nothing is installed that draws, its text."""
+        from fsm_rollout.diagrams.graph import DrawingError, to_svg
+
+        try:
+            return to_svg(self)
+        except DrawingError:
+            return None
 
     def context(self, name: str) -> Context:
         """Return the context called ``name``; ``main`` exists without being named."""

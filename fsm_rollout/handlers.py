@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 from fsm_rollout.errors import ConfigError, did_you_mean
 
+COUNTED_LIMITS = ("assistant_turns", "tool_calls", "user_turns")
+"""The limits that a state is charged for on entry, hence those a termination proof may build on."""
+
 
 @dataclass(frozen=True, slots=True)
 class HandlerSpec:
@@ -82,4 +85,11 @@ def handler_spec(handler: str) -> HandlerSpec:
     triggers = getattr(found, "triggers", None)
     if not isinstance(triggers, tuple) or not triggers or not all(isinstance(t, str) for t in triggers):
         raise ConfigError(f"handler '{handler}': the class must declare `triggers`, a tuple of names; got {triggers!r}")
-    return HandlerSpec(handler, triggers, spends=getattr(found, "spends", None), keys=("sampling", "options"))
+    raised = sorted({"failed", "timed_out", "limit_reached", "cancelled"} & set(triggers))
+    if raised:
+        raise ConfigError(f"handler '{handler}': the scheduler alone raises {', '.join(raised)}; give it another name")
+    spends = getattr(found, "spends", None)
+    if spends not in (None, *COUNTED_LIMITS):
+        hint = did_you_mean(str(spends), COUNTED_LIMITS)
+        raise ConfigError(f"handler '{handler}': `spends` must be a counted limit or None, got {spends!r}{hint}")
+    return HandlerSpec(handler, triggers, spends=spends, keys=("sampling", "options"))

@@ -5,12 +5,13 @@ Invariant: what a trajectory holds open (tools, interactions) is released exactl
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fsm_rollout.events import AnyEvent
-from fsm_rollout.graph import AgentGraph
+from fsm_rollout.events import AnyEvent, encode
+from fsm_rollout.graph import IMPLICIT_TRIGGERS, AgentGraph
 from fsm_rollout.interactions import BoundInteraction, build_interaction
 from fsm_rollout.program import Program
 from fsm_rollout.prompts import Prompt
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from fsm_rollout.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 30.0
+"""How long an interaction may take to close."""
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +89,12 @@ class LiveTrajectory:
         self._spawned = 0
 
     def emit(self, event: AnyEvent) -> None:
-        """Apply an event; then journal it and tell the listeners."""
+        """Apply an event; then journal it and tell the listeners.
+
+        Raises:
+            TypeError, ValueError, OverflowError: it holds what cannot be written down; it has not been applied.
+        """
+        encode(event)  # before it counts: a trajectory must never hold what its journal cannot
         self.trajectory.apply(event)
         self.scheduler.tell(self.trajectory, event)
 
@@ -111,8 +120,9 @@ class LiveTrajectory:
         self.group.children.append(live.trajectory)
         await self.scheduler.drive(live)
         child = live.trajectory
-        failure = None if child.stop_reason in ("answered", "interaction_done") else child.stop_reason
         texts = list(child.assistant_texts())
+        answered = child.exit is not None and child.exit.trigger not in IMPLICIT_TRIGGERS and texts
+        failure = None if answered else child.stop_reason
         return AgentAnswer(text=texts[-1] if texts else "", failure=failure, child_id=child_id)
 
     async def close(self) -> None:
@@ -122,7 +132,8 @@ class LiveTrajectory:
             logger.warning("trajectory %s: %s", trajectory_id, failure)
         for interaction in self._interactions.values():
             try:
-                await interaction.close()
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    await interaction.close()
             except Exception:
                 logger.warning(
                     "trajectory %s: closing an interaction failed", self.trajectory.trajectory_id, exc_info=True

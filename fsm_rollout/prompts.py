@@ -18,6 +18,7 @@ import msgspec
 from pydantic import ConfigDict, Field, ValidationError, field_validator
 
 from fsm_rollout.errors import ConfigError, Problem, did_you_mean
+from fsm_rollout.events import unwritable
 from fsm_rollout.graph import Limits, Model, Sampling
 from fsm_rollout.reading.model_errors import explanations
 
@@ -158,7 +159,9 @@ def _prompt(item: _Item) -> Prompt | list[Problem]:
         return [item.problem(f"a prompt is a mapping with 'messages', got {_shown(data)}")]
     try:
         # Through JSON, because pydantic is strict there in the right way: no "8" for 8, but lists for tuples.
-        return Prompt.model_validate_json(json.dumps(dict(data)), strict=True)
+        prompt = Prompt.model_validate_json(json.dumps(dict(data)), strict=True)
+        problem = unwritable([prompt.messages, prompt.extra])
+        return prompt if problem is None else [item.problem(problem)]
     except ValidationError as error:
         hint = "; is it 'prompt'?" if "prompt" in data else ""
         return [

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.graph import COUNTED_LIMITS, Predicate, Row
+from fsm_rollout.graph import Predicate, Row
+from fsm_rollout.handlers import COUNTED_LIMITS
 from fsm_rollout.predicates import PREDICATES, visits_argument
 from fsm_rollout.rules.structure import Structure
 from fsm_rollout.trajectory import routing_key

@@ -15,6 +15,7 @@ from itertools import zip_longest
 from typing import Any, cast, get_origin, get_type_hints
 
 from fsm_rollout.answers import gives_answer
+from fsm_rollout.deadlines import being_cancelled
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.graph import MAIN
 from fsm_rollout.handlers import load_object
@@ -30,13 +31,14 @@ class Reward:
     It is a group's when its first parameter is called ``group`` or annotated as a sequence; it then gets the group's
     trajectories and returns as many scores, in their order. A score is a number, a bool, or ``None``.
 
-    It may be given as ``module:function``.
+    It may be given as ``module:function``. What takes longer than ``timeout`` seconds counts as failed.
 
     Raises:
         ConfigError: it cannot be imported, is not callable, or does not take exactly one argument.
     """
 
-    def __init__(self, function: Callable[..., Any] | str) -> None:
+    def __init__(self, function: Callable[..., Any] | str, *, timeout: float | None = 600.0) -> None:
+        self._timeout = timeout
         if isinstance(function, str):
             function = cast(Callable[..., Any], load_object(function))
         self.name: str = getattr(function, "__name__", type(function).__name__)
@@ -73,9 +75,14 @@ class Reward:
 
     async def _call(self, argument: Any) -> Any:
         try:
-            return await invoke(functools.partial(self._function, argument), {})
+            async with asyncio.timeout(self._timeout):
+                return await invoke(functools.partial(self._function, argument), {})
         except Exception as error:
             return error
+        except asyncio.CancelledError:
+            if being_cancelled():
+                raise
+            return RuntimeError(f"reward '{self.name}' was cancelled by its own code")
 
     def _read(self, trajectory: Trajectory, value: Any) -> Score:
         if value is None or isinstance(value, Exception):

@@ -27,6 +27,7 @@ from fsm_rollout.graph import POLICY, AgentGraph, Sampling
 from fsm_rollout.journal import Journal
 from fsm_rollout.live import Group
 from fsm_rollout.prompts import Prompt, as_prompts
+from fsm_rollout.proof import prove
 from fsm_rollout.rewards import Reward
 from fsm_rollout.scheduler import Listener, OnToolFailure, Scheduler
 from fsm_rollout.trajectory import Trajectory
@@ -50,7 +51,7 @@ class Rollout:
         seed: everything random follows from it.
         sampling: laid over the agents' own in the policy's contexts.
         validate: use ``validation_sampling`` and mark the trajectories.
-        validation_sampling: see ``validate``.
+        validation_sampling: see ``validate``; greedy unless given.
         reward: ``module:function``, or a function of a trajectory or of a whole group, sync or async.
         concurrency: trajectories under way at once.
         engine_attempts: how often a failing generation is tried.
@@ -88,9 +89,15 @@ class Rollout:
         problems = [problem for graph in self.agents.values() for problem in verify(graph)]
         if problems:
             raise ConfigError(problems)
+        for graph in self.agents.values():
+            prove(graph)
         self.validate = validate
         self.journal = journal
-        said = _sampling(validation_sampling).over(_sampling(sampling)) if validate else _sampling(sampling)
+        said = _sampling(sampling)
+        if validate:
+            said = (Sampling(temperature=0.0) if validation_sampling is None else _sampling(validation_sampling)).over(
+                said
+            )
         self._portal: BlockingPortal | None = None
         self._portal_context: AbstractContextManager[BlockingPortal] | None = None
         self._owned: list[Engine] = []

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Literal
 
-from fsm_rollout.deadlines import Deadline
+from fsm_rollout.deadlines import Deadline, being_cancelled
 from fsm_rollout.dispatch import Dispatcher
 from fsm_rollout.errors import ConfigError, EngineError, Problem, ToolError, did_you_mean
 from fsm_rollout.events import AnyEvent, Charged, Ended, Prompted, Scored, Suspended
@@ -70,6 +70,8 @@ class Scheduler:
         listeners: Sequence[Listener] = (),
         on_tool_failure: OnToolFailure = "tell_model",
     ) -> None:
+        if concurrency < 1:
+            raise ConfigError(f"concurrency must be at least 1 trajectory, got {concurrency}")
         if POLICY not in dispatchers:
             raise ConfigError(f"a run needs an engine named '{POLICY}', got {sorted(dispatchers)}")
         self.dispatchers = dispatchers
@@ -84,6 +86,9 @@ class Scheduler:
         self._programs: dict[int, Program] = {}
         self.agents: Mapping[str, Program] = {name: self._compile(graph) for name, graph in agents.items()}
         self._running: dict[str, tuple[LiveTrajectory, asyncio.Task[None]]] = {}
+        self._ran = False
+        self._under_way: set[str] = set()
+        """The ids of the groups that have not come back yet."""
         self._stopping: Outcome | str | None = None
 
     def _compile(self, graph: AgentGraph) -> Program:
@@ -135,6 +140,9 @@ class Scheduler:
         Raises:
             ConfigError: ``n`` is not positive, or a prompt names no agent of the run.
         """
+        if self.journal is not None and self._ran:
+            raise ConfigError("a journal holds one run; give the next run a scheduler with a journal of its own")
+        self._ran = True
         if n < 1:
             raise ConfigError(f"n must be at least 1 trajectory per prompt, got {n}")
         if not self._running:
@@ -149,21 +157,23 @@ class Scheduler:
             feeder.cancel()
             await asyncio.gather(feeder, return_exceptions=True)
             if not self._running:
+                self._under_way.clear()
                 for dispatcher in self.dispatchers.values():
                     await dispatcher.settle()
 
     async def _feed(self, prompts: Iterable[Prompt], n: int, ended: asyncio.Queue[Group | None]) -> None:
         """Admit trajectories in order, ``concurrency`` at once; a group is handed over when its last one is done."""
         slots = asyncio.Semaphore(self.concurrency)
-        seen = {live.group.group_id for live, _ in self._running.values()}
+        seen: set[str] = set()
         try:
             async with asyncio.TaskGroup() as tasks:
                 for index, prompt in enumerate(prompts):
                     program = self._program_of(prompt)
                     group = Group(prompt.prompt_id or str(index), index, prompt)
-                    if group.group_id in seen:
+                    if group.group_id in seen or group.group_id in self._under_way:
                         raise ConfigError(f"prompt id '{group.group_id}' is used twice; it names the group")
                     seen.add(group.group_id)
+                    self._under_way.add(group.group_id)
                     left = [n]
                     for sample in range(n):
                         await slots.acquire()
@@ -204,6 +214,7 @@ class Scheduler:
             slots.release()
             left[0] -= 1
         if left[0] == 0:
+            self._under_way.discard(live.group.group_id)
             await self._score(live.group)
             ended.put_nowait(live.group)
 
@@ -260,7 +271,11 @@ class Scheduler:
         loop = asyncio.get_running_loop()
         try:
             while not trajectory.ended:
-                machine.fire(trajectory, await self._visit(live), at=loop.time(), emit=live.emit)
+                outcome = await self._visit(live)
+                if live.stop is not None:  # the handler let the cancellation pass unheard
+                    self._halt(live, live.stop)
+                    break
+                machine.fire(trajectory, outcome, at=loop.time(), emit=live.emit)
                 self._end_if_final(live)
         except asyncio.CancelledError:
             self._halt(live, live.stop if live.stop is not None else Outcome("cancelled"))
@@ -308,8 +323,14 @@ class Scheduler:
                 handler.timed_out(trajectory, visit)
                 expired = Outcome("limit_reached", limit="wall_seconds"), Outcome("timed_out")
                 return expired[0] if wall_timeout.expired() else expired[1]
+            finally:
+                await visit.close()
         except Exception as error:
             return _outcome_of(error)
+        except asyncio.CancelledError as error:
+            if being_cancelled():
+                raise
+            return _outcome_of(error)  # raised by the handler itself, or by something that it waited for
         if not isinstance(outcome, Outcome) or outcome.trigger not in handler.triggers:
             declared = ", ".join(handler.triggers)
             return Outcome("failed", error="UndeclaredOutcome", detail=f"{outcome!r} is not one of: {declared}")
@@ -318,19 +339,20 @@ class Scheduler:
     # -- groups, stopping ---------------------------------------------------------------------------------------
 
     async def _score(self, group: Group) -> None:
-        """Score a group's samples; a sub-agent's trajectory gets the score of the sample that it served."""
-        if self.reward is None:
+        """Score a group's ended samples; a sub-agent's trajectory gets the score of the sample that it served."""
+        ended = [trajectory for trajectory in group.trajectories if trajectory.ended]
+        if self.reward is None or not ended:
             return
-        values = await self.reward.score(group.trajectories)
+        values = await self.reward.score(ended)
         now = asyncio.get_running_loop().time()
         scores: dict[int, float] = {}
-        for trajectory, value in zip(group.trajectories, values, strict=True):
+        for trajectory, value in zip(ended, values, strict=True):
             if isinstance(value, Exception):
                 group.reward_errors.append(f"{trajectory.trajectory_id}: {type(value).__name__}: {value}")
             elif value is not None:
                 scores[trajectory.sample] = value
         for trajectory in group.all:
-            if trajectory.sample in scores:
+            if trajectory.ended and trajectory.sample in scores:
                 event = Scored(at=now, value=scores[trajectory.sample], source="reward")
                 trajectory.apply(event)
                 self.tell(trajectory, event)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from fsm_rollout.dispatch import Ticket
 from fsm_rollout.engines.base import Request, SamplingParams
 from fsm_rollout.errors import EngineError
-from fsm_rollout.events import Attempt, Extended, Generated, Message, ToolCall
+from fsm_rollout.events import Attempt, Extended, Generated, Message, ToolCall, unwritable
 from fsm_rollout.graph import POLICY, Sampling
 from fsm_rollout.limits import LimitReached
 from fsm_rollout.program import BoundContext
@@ -50,7 +50,7 @@ async def sample_turn(visit: Visit, context: str, sampling: Sampling | None) -> 
     generated = _record(visit, ticket, bound, stream, continued=going_on, resumed=resumed)
     if ticket.error is not None:
         raise ticket.error
-    if generated is None:
+    if generated is None or generated.finish_reason == "abort":
         raise EngineError(f"request {request.request_id} was aborted by the engine")
     if generated.finish_reason == "length" and cut_by is not None:
         raise LimitReached(cut_by)
@@ -157,7 +157,11 @@ def _record(
     if finish_reason == "abort" and not len(ticket.ids):
         return None
     ids = stream.turn_ids + ticket.ids if continued else ticket.ids
-    message, attempts = _read_turn(visit, ids, finish_reason, bound)
+    unread: Exception | None = None
+    try:
+        message, attempts = _read_turn(visit, ids, finish_reason, bound)
+    except Exception as error:  # a tokenizer or tool format that fails loses no token: the turn stands, unread
+        message, attempts, unread = {"role": "assistant", "content": ""}, [], error
     now = visit.clock()
     admitted = ticket.admitted_at if ticket.admitted_at is not None else now
     event = Generated(
@@ -178,6 +182,8 @@ def _record(
         replica=ticket.replica,
     )
     visit.emit(event)
+    if unread is not None:
+        raise unread
     return event
 
 
@@ -193,7 +199,9 @@ def _read_turn(
     attempts: list[ToolCall | Attempt] = []
     for index, item in enumerate(parsed.attempts):
         call_id = f"c{visit.trajectory.turn % 10_000:04d}{index % 10_000:04d}"  # nine characters, as Mistral wants
-        if isinstance(item, Call):
+        if isinstance(item, Call) and (problem := unwritable(item.arguments)) is not None:
+            attempts.append(Attempt(id=call_id, kind="unwritable", message=problem))
+        elif isinstance(item, Call):
             attempts.append(ToolCall(id=call_id, name=item.name, arguments=item.arguments))
         else:
             attempts.append(Attempt(id=call_id, kind=item.kind, message=item.message))

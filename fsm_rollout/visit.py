@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from fsm_rollout.deadlines import Deadline
+from fsm_rollout.deadlines import Deadline, being_cancelled
+from fsm_rollout.dispatch import ABORT_GRACE
 from fsm_rollout.engines.base import Request, SamplingParams
-from fsm_rollout.errors import PromptTooLong, StreamError, ToolError
+from fsm_rollout.errors import ConfigError, PromptTooLong, StreamError, ToolError, did_you_mean
 from fsm_rollout.events import (
     AnyEvent,
     Attempt,
@@ -54,7 +55,8 @@ class Visit:
         self.state = live.trajectory.state
         self._prepaid = 1 if live.program.machine.spends[self.state] == "assistant_turns" else 0
         self._visit = self.trajectory.visits[self.state]
-        self._sampling_in: set[str] = set()
+        self._sampling_in: dict[str, asyncio.Task[Any]] = {}
+        self._over = False
         self._rng: random.Random | None = None
 
     # -- time, facts and limits ---------------------------------------------------------------------------------
@@ -71,8 +73,29 @@ class Visit:
         return self._rng
 
     def emit(self, event: AnyEvent) -> None:
-        """Apply an event to the trajectory and tell the journal and the listeners."""
+        """Apply an event to the trajectory and tell the journal and the listeners.
+
+        Raises:
+            StreamError: the visit is over; whoever calls was left behind by its handler.
+        """
+        if self._over:
+            raise StreamError(f"the visit of '{self.state}' is over; a handler must wait for the tasks it starts")
         self.live.emit(event)
+
+    async def close(self) -> None:
+        """End the visit: a generation that the handler left running is aborted and recorded, and is its mistake.
+
+        Raises:
+            StreamError: there was one.
+        """
+        left = [task for task in self._sampling_in.values() if not task.done()]
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=2 * ABORT_GRACE)
+        self._over = True
+        if left and not being_cancelled():
+            raise StreamError(f"the handler of '{self.state}' returned while a generation of its own was running")
 
     def remaining(self, limit: str) -> float:
         """Return how much of a limit is left; infinity where it does not hold."""
@@ -202,11 +225,13 @@ class Visit:
             self.charge("assistant_turns")
         if context in self._sampling_in:
             raise StreamError(f"two generations at once in context '{context}'; give each a context of its own")
-        self._sampling_in.add(context)
+        task = asyncio.current_task()
+        assert task is not None
+        self._sampling_in[context] = task
         try:
             return await sample_turn(self, context, sampling)
         finally:
-            self._sampling_in.discard(context)
+            del self._sampling_in[context]
 
     # -- tools, interactions, scores ----------------------------------------------------------------------------
 
@@ -274,7 +299,10 @@ class Visit:
 
         Nothing of this enters a stream or is charged: it is the environment's own business.
         """
-        dispatcher = self.live.scheduler.dispatchers[engine]
+        dispatchers = self.live.scheduler.dispatchers
+        if engine not in dispatchers:
+            raise ConfigError(f"engine '{engine}' is not one of the run's{did_you_mean(engine, dispatchers)}")
+        dispatcher = dispatchers[engine]
         chat = shared_chat(dispatcher, Context(engine=engine))
         ids = as_ids(chat.prompt(messages, None, now=self.date))
         said = (sampling or Sampling()).over(DEFAULTS)

@@ -54,3 +54,9 @@ def exceeds(trajectory: object, argument: int) -> bool:
 
 
 NOT_A_FUNCTION = 5
+
+
+class Impostor(Free):
+    """Declares a trigger that is the scheduler's."""
+
+    triggers = ("limit_reached",)

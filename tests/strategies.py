@@ -150,7 +150,7 @@ def graphs(draw: Draw, max_states: int = 5, max_limit: int = 4, plain: bool = Fa
         graph["description"] = draw(texts)
         graph["contexts"] = draw(_contexts(list(tools)))
         for name in states:
-            if name in specs and graph["contexts"]:
+            if name in specs and graph["contexts"] and (specs[name].get("prompt") or specs[name].get("reset")):
                 specs[name]["context"] = draw(st.sampled_from(["main", *graph["contexts"]]))
     return AgentGraph.model_validate(graph)
 

@@ -139,6 +139,52 @@ def test_abort_keeps_what_was_sampled_and_silence_is_given_up() -> None:
     assert "nothing for 60 s" in str(error)
 
 
+class Selective(ScriptedEngine):
+    """Answers the first request of a dispatch and says nothing of the others; or fails in odd ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__([Turn(text="one")], tokenizer=tokenizer())
+        self.how = how
+
+    async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:  # type: ignore[override]
+        if self.how == "cancelled":
+            raise asyncio.CancelledError
+        yield Chunk(requests[0].request_id, array("i", [1]), array("f", [-1.0]), finish_reason="length")
+        await asyncio.Event().wait()
+
+    async def abort(self, request_ids: Any) -> None:
+        if self.how == "deaf":
+            await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("how", ["silent", "cancelled", "deaf"])
+def test_no_request_waits_for_ever(how: str) -> None:
+    """Silence is measured for each request; an abort that hangs is waited for a bounded time."""
+
+    async def body(dispatcher: Dispatcher) -> tuple[str | None, float]:
+        tickets = [dispatcher.submit(request(name)) for name in "ab"]
+        await tickets[1].done.wait()
+        return str(tickets[1].error), asyncio.get_running_loop().time()
+
+    error, seconds = run(Selective(how), body, attempts=1, queue_timeout=60.0)
+    assert ("CancelledError" if how == "cancelled" else "nothing for 60 s") in str(error)
+    assert seconds <= 60.0
+
+
+def test_silence_is_not_measured_while_the_engine_is_paused() -> None:
+    engine = scripted(Turn(text="yes", delay=1.0))
+
+    async def body(dispatcher: Dispatcher) -> str | None:
+        await dispatcher.pause()
+        ticket = dispatcher.submit(request("a"))
+        await asyncio.sleep(10_000.0)
+        await dispatcher.resume()
+        await ticket.done.wait()
+        return ticket.finish_reason
+
+    assert run(engine, body, attempts=1, queue_timeout=60.0) == "stop"
+
+
 class FailsToAbort(ScriptedEngine):
     """An abort brings down the whole dispatch."""
 

@@ -399,6 +399,118 @@ def test_a_stopped_scheduler_can_run_again() -> None:
     assert run_virtual(main()) == ["cancelled", "answered"]
 
 
+class CancelsItself(State):
+    """Awaits something that was cancelled, as code around anyio or httpx may."""
+
+    triggers: ClassVar = ("said",)
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        task = asyncio.ensure_future(asyncio.sleep(10))
+        task.cancel()
+        await task
+        return Outcome("said")
+
+
+class Leaves(State):
+    """Returns while a generation of its own is still running."""
+
+    triggers: ClassVar = ("said",)
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        self.left = asyncio.ensure_future(visit.generate("main"))
+        await asyncio.sleep(15.0)
+        return Outcome("said")
+
+
+class Deaf(State):
+    """Swallows its cancellation and goes on."""
+
+    triggers: ClassVar = ("said",)
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        try:
+            await asyncio.sleep(40.0)
+        except asyncio.CancelledError:
+            await asyncio.sleep(1.0)
+        return Outcome("said")
+
+
+def test_a_handler_that_is_cancelled_by_its_own_code_has_failed() -> None:
+    groups, _ = run(custom("CancelsItself"), [SLOW], prompts(2))
+    assert [t.stop_reason for g in groups for t in g.trajectories] == ["failed:CancelledError"] * 2
+
+
+def test_a_generation_left_behind_is_recorded_and_is_the_handler_s_mistake() -> None:
+    groups, engine = run(custom("Leaves"), [SLOW])
+    trajectory = only(groups)
+    assert trajectory.stop_reason == "failed:StreamError"
+    emitted = [i for line in engine.log if isinstance(line.what, Chunk) for i in line.what.ids]
+    assert 0 < trajectory.trained_tokens == len(emitted)
+
+
+def test_a_handler_that_swallows_its_cancellation_is_cancelled_all_the_same() -> None:
+    async def during(scheduler: Scheduler, engine: ScriptedEngine) -> None:
+        await asyncio.sleep(5.0)
+        scheduler.cancel("p0/0")
+
+    groups, _ = run(custom("Deaf"), [SLOW], during=during)
+    assert only(groups).stop_reason == "cancelled"
+
+
+def test_rewards_that_hang_or_cancel_themselves_lose_a_score_not_a_group() -> None:
+    async def hang(trajectory: Trajectory) -> float:
+        await asyncio.Event().wait()
+        return 1.0
+
+    async def cancelled(trajectory: Trajectory) -> float:
+        raise asyncio.CancelledError
+
+    for function in (hang, cancelled):
+        groups, _ = run(agent(SINGLE), ["x"], reward=Reward(function))
+        assert only(groups).score is None
+        assert len(groups[0].reward_errors) == 1
+
+
+def test_only_ended_trajectories_are_scored() -> None:
+    async def during(scheduler: Scheduler, engine: ScriptedEngine) -> None:
+        await asyncio.sleep(15.0)
+        scheduler.stop(suspend="weights")
+
+    groups, _ = run(agent(SINGLE), [SLOW], during=during, reward=Reward(lambda trajectory: 1.0))
+    assert only(groups).score is None
+
+
+@pytest.mark.parametrize("value", ['"\\ud83d"', "99999999999999999999999"])
+def test_arguments_that_cannot_be_written_down_are_a_broken_call(value: str) -> None:
+    tools = {"echo": {"use": "law_tools:echo", "timeout": 50.0}}
+    text = '<tool_call>\n{"name": "echo", "arguments": {"text": VALUE}}\n</tool_call>'.replace("VALUE", value)
+    groups, _ = run(agent(TOOLS, tools=tools), [text, "done"])
+    trajectory = only(groups)
+    assert trajectory.stop_reason == "answered"
+    assert trajectory.spent["bad_calls"] == 1
+
+
+def test_a_sub_agent_may_name_its_own_ending() -> None:
+    rows = [SINGLE["transitions"][0], {**SINGLE["transitions"][1], "stop_reason": "accepted"}]
+    child = agent(SINGLE, agent="child", description="Knows.", transitions=rows)
+    graph = agent(TOOLS, tools={"ask": {"agent": child, "timeout": 100.0}})
+    ask = '<tool_call>\n{"name": "ask", "arguments": {"task": "?"}}\n</tool_call>'
+    groups, _ = run(graph, lambda r: "Blue." if r.agent == "child" else [ask, "done"][r.turn])
+    assert [m["content"] for m in groups[0].trajectories[0].streams[0].messages if m["role"] == "tool"] == ["Blue."]
+
+
+def test_a_tool_format_that_fails_loses_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("parse")
+
+    monkeypatch.setattr("fsm_rollout.turn._read_turn", broken)
+    groups, engine = run(agent(SINGLE), ["one two three"])
+    trajectory = only(groups)
+    assert trajectory.stop_reason == "failed:ZeroDivisionError"
+    emitted = [i for line in engine.log if isinstance(line.what, Chunk) for i in line.what.ids]
+    assert 0 < trajectory.trained_tokens == len(emitted)
+
+
 def test_a_context_on_an_unknown_engine_is_refused() -> None:
     graph = agent(SINGLE, contexts={"main": {"engine": "judge"}})
     with pytest.raises(ConfigError, match="engine 'judge' is not one of the run's"):

@@ -10,6 +10,7 @@ from strategies import CALCULATOR, SCRIPTED_USER, broken_graphs, graphs
 
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.graph import AgentGraph
+from fsm_rollout.loader import loads
 from fsm_rollout.proof import prove
 from fsm_rollout.verify import verify
 
@@ -378,3 +379,31 @@ def test_20_templates(prompt: str) -> None:
     data["states"]["GENERATING"]["prompt"] = prompt
     (message,) = found(data)
     assert message.startswith("state 'GENERATING': prompt is no Jinja template: ")
+
+
+def test_a_context_of_a_tool_state_is_not_silently_ignored() -> None:
+    text = """
+agent: a
+contexts: {critic: {tools: [calculate]}}
+limits: {assistant_turns: 3, tool_calls: 3}
+tools: {calculate: {use: "fsm_rollout.tools.calculator:calculate"}}
+states:
+  PENDING: {context: critic}
+  GENERATING: {context: critic, timeout: 5}
+  PROCESSING_TOOLS: {context: critic}
+transitions:
+  - {trigger: prompted,   source: PENDING,          dest: GENERATING}
+  - {trigger: generated,  source: GENERATING,       dest: PROCESSING_TOOLS, conditions: has_tool_calls}
+  - {trigger: generated,  source: GENERATING,       dest: TERMINATED}
+  - {trigger: tools_done, source: PROCESSING_TOOLS, dest: GENERATING}
+"""
+    with pytest.raises(ConfigError) as caught:
+        loads(text)
+    assert {problem.rule for problem in caught.value.problems} == {11, 16}, "it also waits without a timeout"
+
+
+def test_a_handler_may_not_raise_what_the_scheduler_raises() -> None:
+    spec = {"handler": "custom_code:Impostor", "timeout": 5.0}
+    rows = [{"trigger": "limit_reached", "source": "OWN", "dest": "OWN"}]
+    graph = AgentGraph(agent="a", initial="OWN", states={"OWN": spec}, transitions=rows)
+    assert any("the scheduler alone raises limit_reached" in problem.message for problem in verify(graph))

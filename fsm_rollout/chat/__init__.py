@@ -15,6 +15,7 @@ What the template does:
 What the messages hold:
 
 - ``malformed-message``, ``no-new-message``, ``assistant-in-new``: they are not OpenAI-style messages in order.
+- ``malformed-tools``: they are not a list.
 - ``multimodal-content``: a part that is not text.
 - ``text-not-unicode``: a lone surrogate.
 - ``injected-marker``: a control token in a message, with ``injection="raise"``, or in a name or call id.
@@ -27,6 +28,7 @@ What the caller asks for:
   ``format-needs-tokenizer``, ``tokenizer-mismatch``.
 """
 
-from fsm_rollout.chat.template import ChatTemplate, Encoded
+from fsm_rollout.chat.markers import Encoded
+from fsm_rollout.chat.template import ChatTemplate
 
 __all__ = ["ChatTemplate", "Encoded"]

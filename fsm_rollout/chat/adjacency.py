@@ -57,5 +57,8 @@ def _kind(message: Mapping[str, Any]) -> str:
     if content is not None and type(content) is not str:
         raise TypeError("content that is not text is for the reference to refuse")
     calls = message.get("tool_calls")
-    role: str = message["role"]
-    return f"{role}{min(len(calls), 2)}" if calls else role
+    role = message["role"]
+    names = [call["function"]["name"] for call in calls or ()]
+    if type(role) is not str or not all(type(name) is str for name in names):
+        raise TypeError("so is this")
+    return f"{role}{min(len(names), 2)}" if names else role

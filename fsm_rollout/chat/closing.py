@@ -9,14 +9,21 @@ A marker that opens the assistant's turns too (``<|im_start|>``) is not taken fo
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fsm_rollout.chat.markers import Marker, MarkerEncoder
 from fsm_rollout.chat.messages import Dialect, Message
 from fsm_rollout.chat.rendering import Renderer
 from fsm_rollout.errors import ChatTemplateError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 TURN = "zqTurnProbe7"
 NEXT = "zqNextProbe8"
@@ -112,7 +119,7 @@ def learn_closes(
         turn: Message = {"role": "assistant", "content": TURN}
         found = _probe(renderer, encoder, [*base, turn], user, None, now)
         if found and text is None:
-            text, is_opener = _text_close(*found, known, header)
+            text, is_opener = _text_close(*found[:4], known, header)
             if text and is_opener and text.id in own:
                 text = None
             if text and is_opener:
@@ -122,9 +129,9 @@ def learn_closes(
         also = known | ({text.id} if text and text.id not in openers else frozenset())
         found = _probe(renderer, encoder, [*base, probe_call(dialect)], probe_result(), PROBE_TOOLS, now)
         if found and tool is None:
-            tool, is_opener = _tool_close(*found, also)
-            if tool and tool.id not in also and _ends_each_call(renderer, base, tool, dialect, now):
-                tool = None
+            each = _written_per_call(renderer, encoder, base, dialect, now) - also
+            both, only_last, only_followed = ([m for m in markers if m.id not in each] for markers in found[:3])
+            tool, is_opener = _tool_close(both, only_last, only_followed, found[4], also)
             if tool and is_opener and tool.id in own:
                 tool = None
             if tool and is_opener:
@@ -151,8 +158,11 @@ def _probe(
     after: Message,
     tools: Sequence[Message] | None,
     now: datetime,
-) -> tuple[list[Marker], list[Marker], list[Marker], str] | None:
-    """Return the markers written after the turn: (by both renders, only when it is last, only when not)."""
+) -> tuple[list[Marker], list[Marker], list[Marker], str, str] | None:
+    """Return the markers written after the turn, by both renders, only when it is last and only when not.
+
+    With them the text that both write there, and all that stands before the next message's text.
+    """
     try:
         last = renderer.render(messages, tools, now, generation=False)
         followed = renderer.render([*messages, after], tools, now)
@@ -168,7 +178,7 @@ def _probe(
     both = [
         marker for at, marker in region_markers if (at, marker) in tail_markers and at + len(marker.text) <= len(shared)
     ]
-    return both, [m for _, m in tail_markers[len(both) :]], [m for _, m in region_markers[len(both) :]], shared
+    return both, [m for _, m in tail_markers[len(both) :]], [m for _, m in region_markers[len(both) :]], shared, region
 
 
 def _text_close(
@@ -184,7 +194,7 @@ def _text_close(
         if marker.id in known:
             return marker, False
     candidates = [marker for marker in both if marker.id not in header]
-    candidates = [marker for marker in candidates if marker.special] or candidates
+    candidates = _flagged(candidates)
     if candidates:
         # Of a run such as <|END_RESPONSE|><|END_OF_TURN_TOKEN|> the last one ends the turn.
         close = candidates[0]
@@ -193,42 +203,54 @@ def _text_close(
                 break
             close = marker
         return close, False
-    if any(marker.special and marker.id not in header for marker in only_last):
+    if any(marker.id not in header for marker in _flagged(only_last)):
         # The last turn ends with a token of its own (gpt-oss: <|return|>), a followed one with another.
-        unlike = [marker for marker in only_followed if marker.special and marker.id not in header]
+        unlike = _flagged([marker for marker in only_followed if marker.id not in header])
         return (unlike[0], False) if unlike else (None, False)
-    left = [marker for marker in [*both, *only_followed] if marker.special]
-    return (left[0], len(left) == 1) if left else (None, False)
+    left = _flagged([*both, *only_followed])
+    # What is written after the last turn too ends it, even where user turns seem to open with it.
+    return (left[0], left[0] not in both) if left else (None, False)
 
 
 def _tool_close(
-    both: list[Marker], only_last: list[Marker], only_followed: list[Marker], shared: str, known: frozenset[int]
+    both: list[Marker], only_last: list[Marker], only_followed: list[Marker], region: str, known: frozenset[int]
 ) -> tuple[Marker | None, bool]:
-    """Return what ends a tool turn, and whether it is an opener: no other control token before the result."""
+    """Return what ends a tool turn, and whether it is an opener: a header of one control token, not of a run."""
     for marker in both:
         if marker.id in known:
             return marker, False
-    special = [marker for marker in both if marker.special]
-    following = [marker for marker in only_followed if marker.special]
-    if special:
-        return special[-1], not following
-    if following and not any(marker.special for marker in only_last):
-        return following[0], len(following) == 1
+    every = (both, only_last, only_followed)
+    for ends, last, following in ([[m for m in some if m.special] for some in every], every):
+        if ends:
+            return ends[-1], not following
+        if following and not last and not any(following[0].text + other.text in region for other in following[1:]):
+            return following[0], True
     return None, False
 
 
-def _ends_each_call(renderer: Renderer, base: list[Message], close: Marker, dialect: Dialect, now: datetime) -> bool:
-    """Return whether a marker is written once per call rather than once per turn."""
+def _flagged(markers: list[Marker]) -> list[Marker]:
+    """Return those flagged special, or all: some vocabularies flag none of their control tokens."""
+    return [marker for marker in markers if marker.special] or markers
+
+
+def _written_per_call(
+    renderer: Renderer, encoder: MarkerEncoder, base: list[Message], dialect: Dialect, now: datetime
+) -> frozenset[int]:
+    """Return the markers written once per call rather than once per turn."""
     one = probe_call(dialect)
     (call,) = one["tool_calls"]
     two = {**one, "tool_calls": [call, {**call, "id": "c00001001"}]}
     try:
-        counts = [
-            renderer.render([*base, turn], PROBE_TOOLS, now, generation=False).count(close.text) for turn in (one, two)
-        ]
+        fewer, more = (
+            Counter(
+                marker.id
+                for _, marker in encoder.find(renderer.render([*base, turn], PROBE_TOOLS, now, generation=False))
+            )
+            for turn in (one, two)
+        )
     except ChatTemplateError:  # one call at a time is all this template allows
-        return False
-    return counts[1] > counts[0]
+        return frozenset()
+    return frozenset(more - fewer)
 
 
 def common_prefix(one: str, two: str) -> str:
@@ -253,3 +275,22 @@ def first_close(
                     position, marker = before, leading
                 return position, marker
     return None
+
+
+def generation_config_stops(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """Return the eos ids of the ``generation_config.json`` beside the tokenizer, if it is on this machine."""
+    name = str(getattr(tokenizer, "name_or_path", "") or "")
+    path: object = Path(name) / "generation_config.json" if name else None
+    if name and not Path(name).is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        try:
+            path = try_to_load_from_cache(name, "generation_config.json")
+        except ValueError:  # not a repository's name
+            path = None
+    try:
+        stops = json.loads(Path(path).read_text("utf-8")).get("eos_token_id") if isinstance(path, (str, Path)) else None
+    except (OSError, ValueError, AttributeError):
+        return []
+    found = stops if isinstance(stops, list) else [stops]
+    return [stop for stop in found if isinstance(stop, int)]

@@ -47,6 +47,13 @@ TRANSFORMS: tuple[Transform, ...] = (
 """How templates write a message's text. The order matters only where two give the same result."""
 
 
+ORDERS = frozenset({"system", "developer"})
+"""Roles of the author's instructions: no slots, but not to be lost either."""
+
+UNMISTAKABLE = 32
+"""Text this long that is found in a render does not stand there by chance."""
+
+
 @dataclass(frozen=True, slots=True)
 class Glue:
     """What stands between two generations: the close token and the text after it, scaffold told from messages.
@@ -184,6 +191,7 @@ class Deriver:
             ChatTemplateError: ``message-dropped`` or ``message-altered``.
 
         """
+        self._refuse_dropped_orders(messages, tools, now, text)
         word = Sentinels.draw().word
         marked = list(messages)
         for index in foreign:
@@ -199,6 +207,27 @@ class Deriver:
                     "message-dropped", f"the template silently drops the {messages[index]['role']!r} message {index}"
                 )
         return fit(pattern, contents, text) or locate([contents[index] for index in foreign], text)
+
+    def _refuse_dropped_orders(self, messages: list[Message], tools: Tools | None, now: datetime, text: str) -> None:
+        """Refuse a prompt whose system or developer message is nowhere in it.
+
+        A template may move its text (into the first user message) or take flags out of it, so what is looked
+        for is a sentinel behind the text, anywhere.
+        """
+        for index, message in enumerate(messages):
+            said = str(message["content"] or "").strip()
+            if message["role"] not in ORDERS or not said or (len(said) >= UNMISTAKABLE and said in text):
+                continue
+            word = Sentinels.draw().word
+            marked = [*messages[:index], {**message, "content": f"{said} {word}"}, *messages[index + 1 :]]
+            try:
+                kept = word in self.renderer.render(marked, tools, now)
+            except ChatTemplateError:  # it insists on what is said there
+                kept = said in text
+            if not kept:
+                raise ChatTemplateError(
+                    "message-dropped", f"the template silently drops the {message['role']!r} message {index}"
+                )
 
     def _common_suffix(
         self,

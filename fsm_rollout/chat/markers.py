@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 from fsm_rollout.errors import ChatTemplateError
@@ -24,6 +24,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Injection = Literal["guard", "allow", "raise"]
+
+
+class Encoded(NamedTuple):
+    """Token ids, and how many control tokens written in messages were encoded as plain text."""
+
+    ids: list[int]
+    guarded: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +102,8 @@ class MarkerEncoder:
         """Count the marker ids among ``ids``."""
         return sum(id_ in self.ids for id_ in ids)
 
-    def encode_parts(self, parts: Sequence[Part], injection: Injection) -> tuple[list[int], int]:
-        """Encode the joined parts; return the ids and how many injected markers were neutralised.
+    def encode_parts(self, parts: Sequence[Part], injection: Injection) -> Encoded:
+        """Encode the joined parts.
 
         Raises:
             ChatTemplateError: ``injected-marker`` in mode ``raise``; ``text-not-unicode``.
@@ -104,11 +111,13 @@ class MarkerEncoder:
         """
         ids = self.encode("".join(part.text for part in parts))
         if injection == "allow":
-            return ids, 0
+            return Encoded(ids)
         own = [marker.id for part in parts if not part.environment for _, marker in self.find(part.text)]
         found = [id_ for id_ in ids if id_ in self.ids]
         if found == own and not (self._overlapping and self._moved(parts)):
-            return ids, 0
+            return Encoded(ids)
+        if found != own and not self._injected(parts, found):
+            return Encoded(ids)
         guarded, injected = self._encode_between_markers(parts)
         if injection == "raise":
             texts = [
@@ -122,7 +131,18 @@ class MarkerEncoder:
                 f"a message holds control tokens as text: {', '.join(map(repr, dict.fromkeys(texts)))}; "
                 "injection='guard' encodes them as plain text",
             )
-        return guarded, max(injected, 1)
+        return Encoded(guarded, max(injected, 1))
+
+    def _injected(self, parts: Sequence[Part], found: list[int]) -> bool:
+        """Return whether markers come from the environment's text, or the tokenizer just reads the scaffold so.
+
+        A token flagged ``normalized`` behind a normalizer that prepends a space (older Llama tokenizers) is
+        found at the start of a text and nowhere else: what the template writes is then not what is encoded.
+        """
+        if any(part.environment and self._pattern.search(part.text) for part in parts):
+            return True
+        neutral = "".join("x" if part.environment and part.text else part.text for part in parts)
+        return found != [id_ for id_ in self.encode(neutral) if id_ in self.ids]
 
     def _moved(self, parts: Sequence[Part]) -> bool:
         """Return whether a marker was found elsewhere than where the scaffold has it."""

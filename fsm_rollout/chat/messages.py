@@ -43,7 +43,8 @@ def conform(messages: Sequence[Mapping[str, Any]], dialect: Dialect, first: int 
         role = message.get("role")
         if not isinstance(role, str) or not role:
             raise malformed(index, f"needs a role, got {role!r}")
-        copy: Message = dict(message)
+        # Exact strings: a str that is an Enum prints as Role.USER.
+        copy: Message = {key: str.__str__(value) if isinstance(value, str) else value for key, value in message.items()}
         copy["content"] = text_of(message.get("content"), index)
         calls = copy.pop("tool_calls", None)
         if calls:
@@ -70,7 +71,7 @@ def text_of(content: object, index: int) -> str:
     if content is None:
         return ""
     if isinstance(content, str):
-        return content
+        return str.__str__(content)
     if not isinstance(content, (list, tuple)):
         raise malformed(index, f"content must be a string, got {type(content).__name__}")
     texts = []
@@ -101,13 +102,17 @@ def conform_calls(calls: object, dialect: Dialect, index: int) -> list[Message]:
         given = call.get("id")
         if given is not None and not isinstance(given, str):
             raise malformed(index, f"id of tool call {number} must be a string")
-        view = {**function, "arguments": in_dialect(arguments, dialect)}
-        out.append({"id": given or made_id(index, number), "type": "function", "function": view})
+        view = {**function, "name": str.__str__(function["name"]), "arguments": in_dialect(arguments, dialect)}
+        out.append(
+            {"id": str.__str__(given) if given else made_id(index, number), "type": "function", "function": view}
+        )
     return out
 
 
 def in_dialect(arguments: str | Mapping[str, Any] | None, dialect: Dialect) -> Any:
     """Return call arguments as the template takes them; text that is not a JSON object stays text."""
+    if isinstance(arguments, Mapping):
+        arguments = dict(arguments)
     if dialect.arguments_as_text:
         if isinstance(arguments, str):
             return arguments
@@ -132,3 +137,29 @@ def made_id(message: int, call: int) -> str:
 def malformed(index: int, what: str) -> ChatTemplateError:
     """Build the error for a message that is not OpenAI-style."""
     return ChatTemplateError("malformed-message", f"message {index}: {what}")
+
+
+def roles_of(messages: Sequence[Mapping[str, Any]]) -> list[object]:
+    """Return the role of each message.
+
+    Raises:
+        ChatTemplateError: ``malformed-message`` for what is not a list of dicts.
+
+    """
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise malformed(0, f"messages must be a list, got {type(messages).__name__}")
+    try:
+        return [message.get("role") for message in messages]
+    except AttributeError:
+        raise malformed(0, "messages must be a list of dicts") from None
+
+
+def check_turns(history: Sequence[Mapping[str, Any]], new_messages: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse a history that does not end in an assistant turn, and new messages that hold one."""
+    past, roles = roles_of(history), roles_of(new_messages)
+    if not past or past[-1] != "assistant":
+        raise malformed(len(past) - 1, f"the history must end in the assistant's turn, not in {past[-1:]!r}")
+    if not roles:
+        raise ChatTemplateError("no-new-message", "there is no new message to put after the assistant's turn")
+    if "assistant" in roles:
+        raise ChatTemplateError("assistant-in-new", "new messages must hold no assistant turn: it was not sampled")

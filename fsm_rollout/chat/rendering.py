@@ -17,6 +17,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Tools = Sequence[Mapping[str, Any]]
+TemplateSource = str | Mapping[str, str] | Sequence[Mapping[str, str]]
+"""One template, several by name, or the list of ``{"name", "template"}`` that tokenizer configs hold."""
+
+
+def shown_tools(tools: Tools | None) -> Tools | None:
+    """Return the tools a template is to see: none at all for an empty list.
+
+    Raises:
+        ChatTemplateError: ``malformed-tools`` for anything but a sequence of schemas.
+
+    """
+    if tools is None or type(tools) is list or type(tools) is tuple:
+        return tools or None
+    if isinstance(tools, (str, bytes)) or not isinstance(tools, Sequence):
+        raise ChatTemplateError("malformed-tools", f"tools must be a list of schemas, got {type(tools).__name__}")
+    return list(tools) or None
 
 
 class Renderer:
@@ -25,19 +41,24 @@ class Renderer:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerFast,
-        chat_template: str | Mapping[str, str] | None,
+        chat_template: TemplateSource | None,
         template_kwargs: Mapping[str, Any] | None,
     ) -> None:
-        source = chat_template if chat_template is not None else getattr(tokenizer, "chat_template", None)
+        own = getattr(tokenizer, "chat_template", None)
+        if isinstance(own, Mapping) and isinstance(chat_template, str) and chat_template in own:
+            chat_template = own[chat_template]  # by name, as transformers has it
+        source = own if chat_template is None else chat_template
         if not source:
             raise ChatTemplateError("no-template", "the tokenizer has no chat template; give chat_template=")
-        self._sources = {"default": source} if isinstance(source, str) else dict(source)
+        self._sources = _by_name(source)
         if isinstance(source, str):
             self._plain_name = self._tools_name = "default"
         else:
             self._plain_name = "default" if "default" in self._sources else next(iter(self._sources))
             self._tools_name = "tool_use" if "tool_use" in self._sources else self._plain_name
         self._compiled: dict[str, Any] = {}
+        if not isinstance(template_kwargs, (Mapping, type(None))):
+            raise ChatTemplateError("unknown-option", f"template_kwargs must be a dict, got {template_kwargs!r}")
         self._variables: dict[str, Any] = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
         self.uses_clock = any("strftime_now" in text for text in self._sources.values())
         for name in (self._plain_name, self._tools_name):
@@ -91,3 +112,15 @@ class Renderer:
         except Exception as error:
             raise ChatTemplateError("template-raised", f"{type(error).__name__}: {error}") from None
         return text
+
+
+def _by_name(source: TemplateSource) -> dict[str, str]:
+    try:
+        if isinstance(source, str):
+            return {"default": source}
+        named = dict(source) if isinstance(source, Mapping) else {one["name"]: one["template"] for one in source}
+    except (KeyError, TypeError, ValueError):
+        named = {}
+    if not named or not all(isinstance(text, str) for text in named.values()):
+        raise ChatTemplateError("no-template", "chat_template must be text, or texts by name")
+    return named

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from fsm_rollout.chat.derivation import TRANSFORMS, Transform
-from fsm_rollout.chat.markers import Injection, MarkerEncoder, Part
+from fsm_rollout.chat.markers import Encoded, Injection, MarkerEncoder, Part
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -58,7 +58,7 @@ class Scaffold:
             for piece in self.pieces
         ]
 
-    def encode(self, values: Sequence[str], encoder: MarkerEncoder, injection: Injection) -> tuple[list[int], int]:
+    def encode(self, values: Sequence[str], encoder: MarkerEncoder, injection: Injection) -> Encoded:
         """Return the ids, and how many injected markers were neutralised."""
         if self.steps and injection != "allow":
             ids: list[int] = []
@@ -73,9 +73,9 @@ class Scaffold:
                     break
                 ids += found
             else:
-                return ids, 0
+                return Encoded(ids)
         ids, guarded = encoder.encode_parts(self.parts(values), injection)
-        return ids[self.dropped :], guarded
+        return Encoded(ids[self.dropped :], guarded)
 
 
 def compiled(

@@ -38,7 +38,7 @@ def shape_of(
     """Return the shape of a step, or None if it is not an ordinary one."""
     try:
         last = history[-1]
-        if last["role"] != "assistant" or not last.keys() <= _TURN_KEYS or not new_messages:
+        if last["role"] != "assistant" or not last.keys() <= _TURN_KEYS or len(new_messages) == 0:
             return None
         said = last["content"]
         if said is not None and type(said) is not str:
@@ -53,8 +53,11 @@ def shape_of(
                 arguments = json.loads(arguments)
             if type(arguments) is not dict or len(call) > 3 or len(function) > 2:
                 return None
-            call_ids.append(call.get("id") or made_id(position, number))
-            key.append(function["name"])
+            id_, name = call.get("id"), function["name"]
+            if type(name) is not str or not (id_ is None or type(id_) is str):
+                return None
+            call_ids.append(id_ or made_id(position, number))
+            key.append(name)
         open_ids = call_ids.copy()
         contents: list[str] = []
         ids: list[str] = []
@@ -63,6 +66,9 @@ def shape_of(
             if type(content) is not str or role == "assistant" or not message.keys() <= _NEW_KEYS:
                 return None
             if content and content.isspace():
+                return None
+            name = message.get("name")
+            if type(role) is not str or not (name is None or type(name) is str):
                 return None
             id_ = message.get("tool_call_id")
             if role == "tool":
@@ -76,7 +82,7 @@ def shape_of(
                 return None
             contents.append(content)
             ids.append(id_ or "")
-            key.append((role, tuple(message), message.get("name"), bool(content), len(id_ or "")))
+            key.append((role, tuple(message), name, bool(content), len(id_ or "")))
         names = call_ids + ids
         key.append(tuple([names.index(name) for name in names]))
         hash(tuple_key := tuple(key))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fsm_rollout.errors import ConfigError, RolloutError
-from fsm_rollout.graph import POLICY, TERMINATED, AgentGraph, State
+from fsm_rollout.graph import MAIN, POLICY, TERMINATED, AgentGraph, State
 from fsm_rollout.handlers import load_object
 from fsm_rollout.reading.source_map import ConfigPath
 from fsm_rollout.rules.finding import Finding
@@ -21,7 +21,7 @@ def waits(structure: Structure) -> Iterator[Finding]:
         state = graph.states[name]
         if state.timeout is not None or not (spec.name in WAITING or structure.is_custom(name)):
             continue
-        if spec.name == "call_tools" and all(_ends(graph, tool) for tool in graph.tools_of(state.context)):
+        if spec.name == "call_tools" and all(_ends(graph, tool) for tool in graph.tools):
             continue
         message = f"state '{name}' may wait for ever; give it a timeout, or set limits.wall_seconds"
         yield Finding(11, ("states", name), message)
@@ -81,6 +81,9 @@ def keys(structure: Structure) -> Iterator[Finding]:
                 own = f"it takes {', '.join(spec.keys)}" if spec.keys else "it has no keys of its own"
                 message = f"state '{name}': {key} means nothing to handler '{spec.name}'; {own}"
                 yield Finding(16, ("states", name, key), message)
+        if spec.name == "call_tools" and state.context != MAIN and state.prompt is None and not state.reset:
+            message = f"state '{name}': context means nothing here; results go to the context that made the calls"
+            yield Finding(16, ("states", name, "context"), message)
         if spec.name == "write" and state.prompt is None:
             yield Finding(16, ("states", name), f"state '{name}' writes nothing; give it a prompt")
 

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.graph import COUNTED_LIMITS, IMPLICIT_TRIGGERS, TERMINATED, AgentGraph, Row
-from fsm_rollout.handlers import BUILT_IN_STATES, HandlerSpec, handler_spec
+from fsm_rollout.graph import IMPLICIT_TRIGGERS, TERMINATED, AgentGraph, Row
+from fsm_rollout.handlers import BUILT_IN_STATES, COUNTED_LIMITS, HandlerSpec, handler_spec
 
 WAITING = frozenset({"generate", "call_tools", "interact"})
 """Handlers that wait for something outside; custom ones may."""

@@ -41,7 +41,8 @@ class State(ABC):
     async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
         """Do the state's work and return one of the declared triggers as an outcome.
 
-        What it raises becomes the trigger ``failed``; being cancelled is how a timeout reaches it.
+        What it raises becomes the trigger ``failed``. Being cancelled is how a timeout reaches it: let it pass, or
+        your visit cannot be ended. Tasks that it starts must have ended when it returns.
         """
 
     def timed_out(self, trajectory: Trajectory, visit: Visit) -> None:  # noqa: B027  # optional, most need nothing

@@ -7,6 +7,7 @@ with ``pip install fsm-rollout[renderers]``. These formats need the tokenizer th
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,14 +52,22 @@ class RendererFormat:
                 "tokenizer-mismatch", f"this tokenizer lacks what format {name!r} needs: {error}"
             ) from None
         self._tokenizer = tokenizer
+        # The prompt ends in this header, and without it Harmony's parser takes a call for plain text, in silence.
+        header = "<|start|>assistant" if name == "gpt_oss" else ""
+        self._header: list[int] = tokenizer(header, add_special_tokens=False).input_ids if header else []
+        tokens = {str(token) for token in tokenizer.added_tokens_decoder.values()} - {"<think>", "</think>"}
+        marks = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)) or "(?!)"
+        self._wrapping = re.compile(rf"(?:\s*(?:{marks}))+\s*\Z")
+        self._wrapped = re.compile(rf"\A(?:\s*(?:{marks}))+")
 
     def parse(self, text: str, ids: Sequence[int] = (), tools: Sequence[Any] | None = None) -> Parsed:
         """Parse one assistant turn from its ids; see :class:`~fsm_rollout.tool_formats.base.ToolFormat`."""
         tokens = list(ids)
         if text and not tokens:
             raise ChatTemplateError("format-needs-tokenizer", f"tool format {self.name!r} reads ids, and got none")
+        lead = self._header if tokens[:1] != self._header[:1] else []
         try:
-            response = self._renderer.parse_response(tokens, tools=list(tools) if tools else None)
+            response = self._renderer.parse_response([*lead, *tokens], tools=list(tools) if tools else None)
         except Exception as error:
             # A parser that fails on a model's text must not end in silence: the whole turn is one broken call.
             problem = CallProblem("malformed", f"{type(error).__name__}: {error}", (0, len(text)))
@@ -67,7 +76,7 @@ class RendererFormat:
         problems: list[CallProblem] = []
         cut = 0
         for attempt in response.tool_calls:
-            span = self._span(attempt, text, tokens, cut)
+            span = self._span(attempt, text, tokens, cut, len(lead))
             cut = span[1]
             status = str(attempt.status.value)
             if status in ("ok", "unknown_tool") and attempt.name and isinstance(attempt.arguments, dict):
@@ -75,20 +84,36 @@ class RendererFormat:
             else:
                 kind = PROBLEMS.get(status, "not_an_object" if status == "ok" else "malformed")
                 problems.append(CallProblem(kind, f"the call is broken: {status}", span, attempt.name))
-        content = ""
-        start = 0
-        for call in sorted(calls, key=lambda call: call.span):
-            content += text[start : call.span[0]]
-            start = max(start, call.span[1])
-        return Parsed((content + text[start:]).strip(), tuple(calls), tuple(problems))
+        if self._header and not problems:  # between its channels there is no text but headers
+            return Parsed((response.content or "").strip(), tuple(calls))
+        return Parsed(self._around(text, [call.span for call in calls], bool(problems)), tuple(calls), tuple(problems))
 
-    def _span(self, attempt: Any, text: str, ids: list[int], cut: int) -> Span:
+    def _around(self, text: str, spans: list[Span], broken: bool) -> str:
+        """Return the text outside the calls, without the control tokens a call stands between.
+
+        Beside a broken call they stay: they are what shows the model where it went wrong.
+        """
+        pieces: list[str] = []
+        start = 0
+        for span in sorted(spans):
+            pieces.append(text[start : span[0]])
+            start = max(start, span[1])
+        pieces.append(text[start:])
+        if spans and not broken:
+            for index, piece in enumerate(pieces):
+                after_call, before_call = index > 0, index < len(pieces) - 1
+                piece = self._wrapping.sub("", piece) if before_call else piece
+                pieces[index] = self._wrapped.sub("", piece) if after_call else piece
+        return "".join(pieces).strip()
+
+    def _span(self, attempt: Any, text: str, ids: list[int], cut: int, lead: int) -> Span:
         """Return an attempt's place in the text; several attempts may share one block of ids."""
         if attempt.token_span is not None:
-            first, last = attempt.token_span
+            first, last = (max(0, position - lead) for position in attempt.token_span)
             start, end = (len(self._tokenizer.decode(ids[:position])) for position in (first, last))
             if attempt.raw and (at := text.find(attempt.raw, max(start, cut), end)) >= 0:
                 return at, at + len(attempt.raw)
-            return min(start, len(text)), min(end, len(text))
+            start = min(max(start, cut), len(text))  # calls of one block may both be given the whole of it
+            return start, max(start, min(end, len(text)))
         at = text.find(attempt.raw, cut) if attempt.raw else -1
         return (at, at + len(attempt.raw)) if at >= 0 else (cut, len(text))

@@ -163,7 +163,10 @@ def test_truncation_set_by_somebody_else_does_not_cut_the_glue() -> None:
     chat = ChatTemplate(tokenizer)
     whole = glue(chat, "word " * 50).ids
     tokenizer("some text", truncation=True, max_length=4)
+    assert tokenizer.backend_tokenizer.truncation is not None
     assert glue(chat, "word " * 50).ids == whole
+    fresh = MarkerEncoder(tokenizer.backend_tokenizer)  # copied with the truncation in force
+    assert len(fresh.encode("word " * 50)) > 4
     assert glue(ChatTemplate(tokenizer), "word " * 50).ids == whole
 
 

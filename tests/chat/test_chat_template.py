@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+import enum
 import json
 import logging
 import subprocess
 import sys
+from array import array
+from collections import OrderedDict, UserDict, UserList, deque
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import chat_zoo as zoo
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -269,6 +274,111 @@ def test_nothing_but_a_refusal_is_ever_raised(history: list[Any], new: list[Any]
             continue
         assert all(isinstance(id_, int) for id_ in ids)
     assert repr((history, new)) == repr(kept)
+
+
+class Role(str, enum.Enum):  # noqa: UP042 (an older kind than StrEnum)
+    """As client libraries have it: equal to its text, but printed as ``Role.USER``."""
+
+    USER = "user"
+    ASSISTANT = "assistant"
+
+
+class Given(UserDict[str, Any]):
+    """A mapping that is no dict."""
+
+
+dressed = st.sampled_from(
+    [
+        dict, OrderedDict, Given, MappingProxyType, lambda m: {**m, "role": Role(m["role"])},
+        lambda m: {**m, "tool_calls": []}, lambda m: {**m, "tool_calls": None}, lambda m: {**m, "content": None},
+        lambda m: {**m, "content": 5}, lambda m: {k: v for k, v in m.items() if k != "content"},
+        lambda m: {**m, "name": 1}, lambda m: {**m, "name": True}, lambda m: {**m, 3: 4}, lambda m: list(m),
+    ]
+)  # fmt: skip
+listed = st.sampled_from([list, tuple, deque, iter, UserList, lambda messages: None, lambda messages: messages[0]])
+numbered = st.sampled_from(
+    [
+        list, tuple, lambda ids: array("i", ids), np.array, lambda ids: [np.int64(id_) for id_ in ids],
+        lambda ids: None, lambda ids: [str(id_) for id_ in ids], lambda ids: [None], lambda ids: 5, lambda ids: {},
+    ]
+)  # fmt: skip
+tooled = st.sampled_from([None, (), zoo.TOOLS, tuple(zoo.TOOLS), UserList(zoo.TOOLS), 5, "f", {"f": 1}, [None], [{1}]])
+
+
+def outcome(call: Any) -> Any:
+    try:
+        return call()
+    except ChatTemplateError as refusal:
+        return refusal.rule
+
+
+@given(st.data())
+@settings(max_examples=150)
+def test_odd_containers_give_the_same_ids_or_a_refusal_also_from_a_warm_cache(data: st.DataObject) -> None:
+    def dress(messages: list[Any]) -> Any:
+        return [data.draw(dressed)(message) if data.draw(st.booleans()) else message for message in messages]
+
+    history, new = dress([zoo.user(), zoo.said()]), dress(MORE)
+    outer, inner, ids = data.draw(listed), data.draw(listed), data.draw(numbered)([5, STOP])
+    tools, finish = data.draw(tooled), data.draw(st.sampled_from(["stop", "stop", "length", None, 3, ["stop"]]))
+    arguments: dict[str, Any] = {"sampled_ids": ids, "finish_reason": finish}
+    CHAT.glue(TEXT, MORE, None, sampled_ids=[STOP], finish_reason="stop")
+    fast = outcome(lambda: CHAT.glue(outer(history), inner(new), tools, **arguments))
+    slow = outcome(lambda: CHAT.glue_reference(outer(history), inner(new), tools, **arguments).ids)
+    assert fast == slow
+    outcome(lambda: CHAT.must_split(outer(history), inner(new), tools))
+    outcome(lambda: CHAT.cached(outer(history), inner(new), tools, **arguments))
+    prompts = [outcome(lambda: CHAT.prompt(outer([*history, *new]), tools)) for _ in range(2)]
+    assert prompts[0] == prompts[1]
+    prompt = outcome(lambda: CHAT.prompt(outer(history[:1]), tools))
+    assert prompt == outcome(lambda: CHAT.prompt_reference(outer(history[:1]), tools).ids)
+
+
+def test_what_is_equal_to_a_plain_message_gives_its_ids() -> None:
+    plain = CHAT.glue(TEXT, MORE, None, sampled_ids=[STOP], finish_reason="stop")
+    for ids in (np.array([5, STOP]), array("i", [5, STOP]), (5, STOP)):
+        history = (Given(zoo.user()), {"role": Role.ASSISTANT, "content": "an answer", "tool_calls": []})
+        new = (MappingProxyType({"role": Role.USER, "content": "more"}),)
+        assert CHAT.glue(history, new, (), sampled_ids=ids, finish_reason="stop") == plain
+    call = Given(zoo.called("k")["tool_calls"][0])
+    call["function"] = MappingProxyType({"name": "lookup", "arguments": MappingProxyType({"key": "k"})})
+    odd = [zoo.user(), {"role": "assistant", "tool_calls": (call,)}, zoo.result()]
+    assert CHAT.prompt(odd, None) == CHAT.prompt([zoo.user(), zoo.called("k"), zoo.result()], None)
+
+
+def test_options_of_the_wrong_type_are_refused() -> None:
+    assert rule_of(ChatTemplate, TOKENIZER, template_kwargs=[1]) == "unknown-option"
+    assert rule_of(ChatTemplate, TOKENIZER, close_tokens=[["x"]]) == "unknown-close-token"
+    for template in ([{"name": "default"}], 5, {"default": 5}):
+        assert rule_of(ChatTemplate, TOKENIZER, chat_template=template) == "no-template"
+    assert rule_of(CHAT.prompt, [zoo.user()], "f") == "malformed-tools"
+    assert rule_of(ChatTemplate(TOKENIZER, history="split").must_split, TEXT, [5], None) == "malformed-message"
+
+
+def test_templates_may_be_given_as_configs_list_them_and_chosen_by_name() -> None:
+    listed = [{"name": name, "template": f"{name}:{zoo.CHATML}"} for name in ("default", "tool_use", "rag")]
+    chat = chat_for(zoo.CHATML, chat_template=listed)
+    assert chat.decode(chat.prompt([zoo.user()], zoo.TOOLS)).startswith("tool_use:")
+    tokenizer = zoo.tokenizer_for(zoo.CHATML)
+    tokenizer.chat_template = {one["name"]: one["template"] for one in listed}
+    named = ChatTemplate(tokenizer, chat_template="rag")
+    assert named.decode(named.prompt([zoo.user()], None)).startswith("rag:")
+
+
+def test_a_system_message_that_is_dropped_is_refused_and_one_that_is_moved_is_not() -> None:
+    system = [{"role": "system", "content": "be brief"}, zoo.user()]
+    dropping = ROLES.replace("for m in messages", "for m in messages if m.role != 'system'") + ASK
+    assert rule_of(chat_for(dropping).prompt, system, None) == "message-dropped"
+    long = [{"role": "system", "content": "be brief, and answer in one word only"}, zoo.user()]
+    assert rule_of(chat_for(dropping).prompt, long, None) == "message-dropped"
+    moving = ROLES.replace("messages %}", "messages[1:] %}").replace("m.content", "messages[0].content + m.content")
+    assert "be briefhi there" in (chat := chat_for(moving + ASK)).decode(chat.prompt(system, None))
+    insisting = "{%- if messages[0].content != 'be brief' %}{{ raise_exception('no') }}{%- endif %}" + ROLES + ASK
+    assert "be brief" in (chat := chat_for(insisting)).decode(chat.prompt(system, None))
+    cutting = ROLES.replace("m.content", "m.content.split('/think')[-1]") + ASK
+    assert "brief" in (chat := chat_for(cutting)).decode(
+        chat.prompt([{"role": "system", "content": "/think brief"}, zoo.user()], None)
+    )
 
 
 # --- tool calls -----------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def test_prompts_are_those_of_apply_chat_template(name: str) -> None:
                 with pytest.raises(ChatTemplateError):
                     chat.prompt(messages, tools)
                 continue
-            if any(f"n5Kw{i}" not in shown for i, message in enumerate(messages) if message["role"] == "user"):
+            if any(f"n5Kw{i}" not in shown for i, message in enumerate(messages) if message["role"] != "assistant"):
                 with pytest.raises(ChatTemplateError) as refusal:
                     chat.prompt(messages, tools)
                 assert refusal.value.rule == "message-dropped"

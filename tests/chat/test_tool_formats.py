@@ -437,6 +437,87 @@ def test_formats_through_renderers_have_places_problems_and_ids() -> None:
     assert refusal.value.rule == "tokenizer-mismatch"
 
 
+THROUGH_RENDERERS = {
+    "deepseek": (
+        "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜User｜> <｜Assistant｜> <think> </think> "
+        "<｜tool▁calls▁begin｜> <｜tool▁calls▁end｜> <｜tool▁call▁begin｜> <｜tool▁call▁end｜> <｜tool▁sep｜> "
+        "<｜tool▁outputs▁begin｜> <｜tool▁outputs▁end｜> <｜tool▁output▁begin｜> <｜tool▁output▁end｜>",
+        "<｜tool▁calls▁begin｜>%s<｜tool▁calls▁end｜>",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{%s}\n```<｜tool▁call▁end｜>",
+        '"text": "a"',
+        "<｜end▁of▁sentence｜>",
+    ),
+    "gpt_oss": (
+        "<|start|> <|end|> <|return|> <|call|> <|channel|> <|message|> <|constrain|>",
+        "%s",
+        "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{%s}<|call|>",
+        '"text": "a"',
+        "",
+    ),
+    "minimax": (
+        "]~!b[ ]~b] [e~[ <think> </think> <minimax:tool_call> </minimax:tool_call>",
+        "<minimax:tool_call>\n%s</minimax:tool_call>",
+        '<invoke name="f">\n%s</invoke>\n',
+        '<parameter name="text">a</parameter>\n',
+        "[e~[",
+    ),
+    "gemma": (
+        "<bos> <eos> <|turn> <turn|> <|channel> <channel|> <|think|> <|tool> <tool|> <|tool_call> <tool_call|> "
+        '<|tool_response> <tool_response|> <|image> <image|> <|image|> <|audio> <audio|> <|audio|> <|video|> <|"|>',
+        "%s",
+        "<|tool_call>call:f{%s}<tool_call|>",
+        'text:<|"|>a<|"|>',
+        "<|tool_response>",
+    ),
+    "nemotron": (
+        "<|im_start|> <|im_end|> <|endoftext|> <think> </think> <tool_call> </tool_call> <tool_response> "
+        "</tool_response>",
+        "%s",
+        "\n<tool_call>\n<function=f>\n%s</function>\n</tool_call>",
+        "<parameter=text>\na\n</parameter>\n",
+        "<|im_end|>",
+    ),
+}
+"""Format: its control tokens, what stands around all calls, around one, an argument, the stop token."""
+
+
+@pytest.mark.parametrize("name", THROUGH_RENDERERS)
+def test_each_format_through_renderers_reads_calls_and_names_what_is_unclosed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("renderers")
+    if name == "gpt_oss":
+        # Its encoder is downloaded when it is built; parsing does not use it.
+        harmony = pytest.importorskip("renderers.gpt_oss", reason="openai-harmony is not installed")
+        monkeypatch.setattr(harmony, "load_harmony_encoding", lambda *_: object())
+    tokens, section, block, argument, stop = THROUGH_RENDERERS[name]
+    tokenizer = zoo.tokenizer_for(zoo.CHATML)
+    new = [token for token in tokens.split() if token not in tokenizer.get_vocab()]
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in new])
+    format_ = get_format(name, tokenizer)
+
+    def read(text: str) -> Parsed:
+        parsed = format_.parse(text, tokenizer(text, add_special_tokens=False).input_ids, TOOLS)
+        check(parsed, text)
+        return parsed
+
+    one = block % argument
+    for text in (section % one, section % one + stop):
+        parsed = read(text)
+        assert [(call.name, call.arguments) for call in parsed.calls] == [("f", {"text": "a"})]
+        assert (parsed.content, parsed.problems) == ("", ())
+    if name != "gpt_oss":  # stops after each call, and says nothing outside its channels
+        parsed = read("I look." + section % (one * 2) + stop)
+        assert [call.arguments for call in parsed.calls] == [{"text": "a"}] * 2
+        assert parsed.content == "I look."
+        assert read("I look.") == Parsed("I look.")
+    assert read("") == Parsed("")
+    whole = section % one
+    for cut in range(len(whole)):  # whatever a length limit leaves
+        parsed = read(whole[:cut])
+        assert all((call.name, call.arguments) == ("f", {"text": "a"}) for call in parsed.calls)
+
+
 @cache
 def oracle_tokenizer() -> Any:
     tokenizer = zoo.tokenizer_for(zoo.CHATML)
