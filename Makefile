@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test check format bench diagrams clean
 
 demo: $(STAMP)
 	$(BIN)/fsm-rollout run configs/runs/demo.yaml
@@ -25,6 +25,12 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_scheduler.py
 	$(BIN)/python benchmarks/bench_chat.py
 	$(BIN)/python benchmarks/bench_engine.py
+
+# A test compares the DOT inside these with what the agents give now.
+diagrams: $(STAMP)
+	for agent in configs/agents/*.yaml; do \
+		$(BIN)/fsm-rollout draw $$agent -o diagrams/$$(basename $$agent .yaml).svg || exit 1; \
+	done
 
 # torch first and exactly: whatever else wants torch must find this one.
 $(STAMP): pyproject.toml constraints.txt

@@ -1,4 +1,4 @@
-"""The command line: ``fsm-rollout check | run | schema | new``.
+"""The command line: ``fsm-rollout check | draw | run | show | schema | new``.
 
 Invariant: bad input ends with exit code 2 and one line per problem on stderr, never with a traceback. What a command
 needs is imported inside it, so that each starts as fast as it can.
@@ -52,9 +52,39 @@ def check(
         reading = read_agent(file)
         problems += reading.problems
         if reading.graph is not None and not reading.problems:
-            typer.echo(f"{reading.graph.agent} ({file}): {prove(reading.graph)}")
+            try:
+                typer.echo(f"{reading.graph.agent} ({file}): {prove(reading.graph)}")
+            except ConfigError as error:
+                problems += error.problems
     if problems:
         _refuse(ConfigError(problems))
+
+
+@app.command()
+def draw(
+    file: Annotated[Path, typer.Argument(metavar="AGENT.yaml", help="agent file", show_default=False)],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="F", help="the picture: .svg, .png, .dot or .mmd (Mermaid)")
+    ],
+    implicit: Annotated[
+        bool, typer.Option("--implicit", help="show the ends that need no row too: failed, timed_out, limits, ...")
+    ] = False,
+) -> None:
+    """Draw an agent: its states, what they may spend and what is trained; its rows; how long it can run at most.
+
+    Example: fsm-rollout draw configs/agents/tool_user.yaml -o tool_user.svg
+    """
+    from fsm_rollout.diagrams import graph as diagrams
+    from fsm_rollout.loader import load_agent
+
+    try:
+        diagrams.form_of(output)  # before any work
+        diagrams.draw(load_agent(file), output, implicit=implicit)
+    except ConfigError as error:
+        _refuse(error)
+    except diagrams.DrawingError as error:
+        _refuse(ConfigError(str(error)))
+    typer.echo(f"{_short(output)} written")
 
 
 @app.command()
@@ -64,7 +94,7 @@ def run(
         list[str] | None, typer.Argument(metavar="[key=value ...]", help="changes to the run", show_default=False)
     ] = None,
 ) -> None:
-    """Run an agent on prompts and write the run's folder: journal.sqlite, batch/ and summary.json.
+    """Run an agent on prompts and write the run's folder: journal.sqlite, batch/, summary.json and report.html.
 
     Example: fsm-rollout run configs/runs/demo.yaml n=8 sampling.temperature=0.7 engine.model=embedded:early
 
@@ -91,7 +121,39 @@ def run(
     Console().print(summary_table(summary))
     for error_text in summary.get("reward_errors", [])[:5]:
         typer.echo(f"no score: {error_text}", err=True)
-    typer.echo(f"{_short(config.out)}: journal.sqlite, batch/, summary.json")
+    report = ", report.html" if (config.out / "report.html").is_file() else ""
+    typer.echo(f"{_short(config.out)}: journal.sqlite, batch/, summary.json{report}")
+
+
+@app.command()
+def show(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="a run's folder", show_default=False)],
+    trajectory: Annotated[
+        str | None, typer.Option("--trajectory", metavar="ID", help="one trajectory of it", show_default=False)
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--output", metavar="F", help="a page (.html) or a Perfetto timeline (.trace.json); none: here"
+        ),
+    ] = None,
+) -> None:
+    """Look at a run, or at one trajectory token by token, also while it is being written.
+
+    Example: fsm-rollout show runs/demo --trajectory 0/0 -o trajectory.html
+    """
+    from rich.console import Console
+
+    from fsm_rollout.diagrams.show import show as view_of
+
+    try:
+        view = view_of(folder, trajectory, output)
+    except ConfigError as error:
+        _refuse(error)
+    if view is not None:
+        Console().print(view)
+    elif output is not None:
+        typer.echo(f"{_short(output)} written")
 
 
 @app.command()

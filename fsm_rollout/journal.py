@@ -252,6 +252,28 @@ def events(path: str | os.PathLike[str], trajectory_id: str) -> list[AnyEvent]:
     return found
 
 
+def trajectory_ids(path: str | os.PathLike[str]) -> list[str]:
+    """Return the ids of all trajectories, in the order in which they began.
+
+    Raises:
+        JournalError: as for :func:`metadata`.
+    """
+    with _reading(path) as connection:
+        return [row[0] for row in connection.execute("SELECT trajectory_id FROM trajectories ORDER BY rowid")]
+
+
+def histories(path: str | os.PathLike[str]) -> Iterator[list[AnyEvent]]:
+    """Yield the events of every trajectory, in the order in which they began, as they stood when reading began.
+
+    Raises:
+        JournalError: as for :func:`metadata`; or an event that cannot be read.
+    """
+    with _reading(path) as connection:
+        connection.execute("BEGIN")  # one snapshot for all that follows
+        for (trajectory_id,) in connection.execute("SELECT trajectory_id FROM trajectories ORDER BY rowid"):
+            yield _events(connection, path, trajectory_id)
+
+
 def read(path: str | os.PathLike[str]) -> Iterator[Trajectory]:
     """Yield every trajectory, in the order in which they began, as it stood when reading began.
 
@@ -260,15 +282,12 @@ def read(path: str | os.PathLike[str]) -> Iterator[Trajectory]:
     Raises:
         JournalError: as for :func:`metadata`; or an event that cannot be read or does not fit those before it.
     """
-    with _reading(path) as connection:
-        connection.execute("BEGIN")  # one snapshot for all that follows
-        for (trajectory_id,) in connection.execute("SELECT trajectory_id FROM trajectories ORDER BY rowid"):
-            try:
-                yield Trajectory.fold(_events(connection, path, trajectory_id))
-            except StreamError as error:
-                raise JournalError(
-                    f"{os.fspath(path)}: trajectory {trajectory_id} cannot be rebuilt: {error}"
-                ) from error
+    for history in histories(path):
+        try:
+            yield Trajectory.fold(history)
+        except StreamError as error:
+            first = getattr(history[0], "trajectory_id", "?") if history else "?"
+            raise JournalError(f"{os.fspath(path)}: trajectory {first} cannot be rebuilt: {error}") from error
 
 
 def _events(connection: sqlite3.Connection, path: str | os.PathLike[str], trajectory_id: str) -> list[AnyEvent]:

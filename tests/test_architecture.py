@@ -26,7 +26,7 @@ LAYERS: list[set[str]] = [
     {"padding", "batch", "summary"},
     {"engines", "testing"},
     {"rollout"},
-    {"execute", "progress"},
+    {"execute", "progress", "diagrams"},
     {"cli"},
 ]
 HOMES: dict[str, set[str]] = {
@@ -44,6 +44,8 @@ HOMES: dict[str, set[str]] = {
     "transitions": {"machine"},
     "typer": {"cli"},
     "sqlite3": {"journal"},
+    "graphviz": {"diagrams.dot"},
+    "pygraphviz": set(),  # in a process of its own, see diagrams.renderer
 }
 
 

@@ -92,7 +92,7 @@ def test_every_shipped_run_runs(path: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = fsm_rollout("run", str(path), "limit=2", f"out={out}")
     assert done.exit_code == 0, done.output
-    assert {p.name for p in out.iterdir()} == {"batch", "journal.sqlite", "summary.json"}
+    assert {p.name for p in out.iterdir()} == {"batch", "journal.sqlite", "summary.json", "report.html", "trajectories"}
     summary = json.loads((out / "summary.json").read_text("utf-8"))
     assert sum(summary["stop_reasons"].values()) == summary["trajectories"]
     expected = {"reflect": {"accepted": 2}, "delegate": {"answered": 4}, "compaction": {"answered": 2}}

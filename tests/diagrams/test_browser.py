@@ -1,0 +1,249 @@
+"""The pages in a real browser: no console error, the underlined tokens are exactly the mask, filters and links work."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recorded_runs import NASTY, ODD, history, write_run
+
+from fsm_rollout.diagrams.pages import write_page
+from fsm_rollout.diagrams.recorded import open_run
+from fsm_rollout.diagrams.report import page_path, write_report
+from fsm_rollout.diagrams.show import show
+from fsm_rollout.diagrams.trajectory import page_of_run
+from fsm_rollout.events import AnyEvent, ContextOpened, Extended, Generated
+from fsm_rollout.journal import events as events_of
+from fsm_rollout.trajectory import Trajectory
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed (the extra `dev` has it)")
+from selenium.webdriver.common.keys import Keys  # noqa: E402
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None or DRIVER is None, reason="no chromium with chromedriver here: apt-get install chromium-driver"
+)
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+)
+CALM = "The answer is 3."
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    options = webdriver.ChromeOptions()
+    for flag in [*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}", "--window-size=1280,900"]:
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    histories: dict[str, list[AnyEvent]] = {
+        "0/0": history("0/0", text=CALM, score=1.0),
+        "0/1": history("0/1", text=f"{NASTY} {ODD}", told=f"{NASTY} <|im_end|>", score=0.0, failure="bad_arguments"),
+        "1/0": history("1/0", group_id="1", stop_reason="limit:tool_calls", score=None, replica="r1"),
+        "1/1": history("1/1", group_id="1", text="word " * 4000, score=0.5, at=130.0),
+    }
+    folder = write_run(tmp_path_factory.mktemp("run"), histories)
+    run = open_run(folder)
+    for trajectory_id in ("0/0", "1/1"):
+        write_page(page_path(folder, trajectory_id), page_of_run(run, trajectory_id))
+    write_report(folder)
+    return folder
+
+
+def opened(browser: Any, page: Path, *, width: int = 1280, dark: bool = False) -> Any:
+    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.get_log("browser")
+    browser.get(page.resolve().as_uri())
+    assert browser.execute_script("return document.documentElement.dataset.ready") == "1"
+    return browser
+
+
+def quiet(browser: Any) -> None:
+    assert browser.get_log("browser") == []
+    assert browser.title != "owned"
+
+
+def page_of(run: Path, trajectory_id: str, tmp_path: Path) -> Path:
+    show(run, trajectory_id, tmp_path / "t.html")
+    return tmp_path / "t.html"
+
+
+def unfolded(browser: Any) -> None:
+    """Unfold everything and scroll through it, as a reader would; return when every token has been drawn."""
+    browser.execute_script("for (const more of document.querySelectorAll('button.more')) more.click()")
+    browser.set_script_timeout(30)
+    browser.execute_async_script(
+        """
+        const done = arguments[0];
+        const step = () => {
+          const next = document.querySelector(".empty");
+          if (!next) {
+            const more = document.querySelectorAll("button.more");
+            if (!more.length) return done();
+            more.forEach((button) => button.click());
+          } else next.scrollIntoView();
+          requestAnimationFrame(() => setTimeout(step));
+        };
+        step();
+        """
+    )
+
+
+@pytest.mark.parametrize("trajectory_id", ["0/0", "0/1", "1/1"])
+def test_underlined_is_exactly_the_mask(browser: Any, run: Path, tmp_path: Path, trajectory_id: str) -> None:
+    opened(browser, page_of(run, trajectory_id, tmp_path))
+    unfolded(browser)
+    tokens = browser.execute_script(
+        """return [...document.querySelectorAll(".ribbon[data-stream] i")].map((token) => [
+             +token.dataset.k, getComputedStyle(token).textDecorationLine === "underline"])"""
+    )
+    mask = [
+        isinstance(event, Generated)  # what the engine sampled, in a trained context
+        for event in events_of(run / "journal.sqlite", trajectory_id)
+        if isinstance(event, ContextOpened | Extended | Generated)
+        for _ in event.ids
+    ]
+    assert [at for at, _ in tokens] == list(range(len(mask)))
+    assert [underlined for _, underlined in tokens] == mask
+    assert 0 < sum(mask) < len(mask)
+    quiet(browser)
+
+
+def test_redder_is_less_likely_and_hovering_says_all(browser: Any, run: Path, tmp_path: Path) -> None:
+    opened(browser, page_of(run, "0/0", tmp_path))
+    unfolded(browser)
+    stream = Trajectory.fold(events_of(run / "journal.sqlite", "0/0")).streams[0].tokens
+    alphas = browser.execute_script(
+        """return [...document.querySelectorAll(".ribbon[data-stream] i.t:not(.m)")].map((token) => {
+             const parts = getComputedStyle(token).backgroundColor.match(/[\\d.]+/g);
+             return [+token.dataset.k, parts.length > 3 ? +parts[3] : 1]})"""
+    )
+    surprise = dict(enumerate((-stream.response_logprobs()).tolist(), stream.prompt_length))
+    pairs = sorted((surprise[at], alpha) for at, alpha in alphas)
+    assert [alpha for _, alpha in pairs] == sorted(alpha for _, alpha in pairs)
+    assert pairs[0][1] == 0 < pairs[-1][1]
+
+    span = stream.spans[-1]
+    at = span.start
+    script = "return document.querySelector(`.ribbon i[data-k='${arguments[0]}']`)"
+    webdriver.ActionChains(browser).move_to_element(browser.execute_script(script, at)).perform()
+    tip = browser.execute_script("return document.getElementById('tip').textContent")
+    for said in (
+        f"id {stream.ids[at]}",
+        f"position {at}",
+        f"weights {span.version}",
+        "GENERATING",
+        "turn 1",
+        "trained",
+    ):
+        assert said in tip
+    assert f"log p {-surprise[at]:#.4g}"[:9] in tip
+    quiet(browser)
+
+
+def test_newlines_markers_and_guarded_text_can_be_seen(browser: Any, run: Path, tmp_path: Path) -> None:
+    opened(browser, page_of(run, "0/1", tmp_path))
+    unfolded(browser)
+    text = browser.execute_script("return document.querySelector('.ribbon[data-stream]').textContent")
+    assert "<|im_start|>user↵\n" in text
+    assert "␀␇␛[31m" in text
+    assert "<img src=x onerror=" in text
+    assert browser.execute_script("return document.querySelectorAll('.ribbon[data-stream] i.m').length") > 2
+    quiet(browser)
+
+
+def test_a_click_in_the_strip_leads_to_the_token(browser: Any, run: Path, tmp_path: Path) -> None:
+    opened(browser, page_of(run, "1/1", tmp_path))
+    count = sum(len(s.tokens) for s in Trajectory.fold(events_of(run / "journal.sqlite", "1/1")).streams)
+    assert count > 5000
+    drawn = browser.execute_script("return document.querySelectorAll('.ribbon[data-stream] i').length")
+    assert drawn < 2500, "what is far away is not drawn"
+    canvas = browser.find_element("css selector", ".strip canvas")
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", canvas)
+    webdriver.ActionChains(browser).move_to_element_with_offset(canvas, canvas.size["width"] // 4, 0).click().perform()
+    at = int(browser.execute_script("return document.querySelector('i.hit').dataset.k"))
+    assert abs(at / count - 0.75) < 0.02
+    assert browser.execute_script(
+        """const box = document.querySelector("i.hit").getBoundingClientRect();
+           return box.top >= 0 && box.top < innerHeight"""
+    )
+    quiet(browser)
+
+
+def rows(browser: Any) -> list[str]:
+    found: list[str] = browser.execute_script(
+        "return [...document.querySelectorAll('#trajectories tbody tr')].map((row) => row.cells[0].textContent)"
+    )
+    return found
+
+
+def test_the_table_sorts_filters_and_links(browser: Any, run: Path) -> None:
+    opened(browser, run / "report.html")
+    assert rows(browser) == ["0/0", "0/1", "1/0", "1/1"]
+    browser.find_element("id", "search").send_keys("limit:tool")
+    assert rows(browser) == ["1/0"]
+    browser.find_element("id", "search").send_keys(Keys.BACKSPACE * len("limit:tool"))
+    assert len(rows(browser)) == 4
+    browser.execute_script("document.querySelector('[data-filter=\"limit:tool_calls\"]').click()")
+    assert rows(browser) == ["1/0"]
+    browser.execute_script(
+        "const reason = document.getElementById('reason'); reason.value = ''; reason.dispatchEvent(new Event('input'))"
+    )
+    heads = browser.find_elements("css selector", "#trajectories th button")
+    score = next(head for head in heads if head.text == "score")
+    score.click()
+    assert rows(browser) == ["0/0", "1/1", "0/1", "1/0"], "the highest first, those without a score last"
+    score.click()
+    assert rows(browser) == ["0/1", "1/1", "0/0", "1/0"]
+
+    browser.execute_script("document.querySelector('#trajectories button[data-row=\"2\"]').click()")
+    command = browser.find_element("id", "command").text
+    assert command == f"fsm-rollout show {run} --trajectory '1/0' -o trajectory.html"
+    quiet(browser)
+    browser.execute_script("document.querySelector('#trajectories a').click()")
+    assert browser.find_element("tag name", "h1").text.startswith("Trajectory 1/1")
+    quiet(browser)
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1280])
+def test_nothing_is_wider_than_the_window_and_text_can_be_read(
+    browser: Any, run: Path, tmp_path: Path, width: int, dark: bool
+) -> None:
+    for page in (run / "report.html", page_of(run, "0/1", tmp_path)):
+        opened(browser, page, width=width, dark=dark)
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+        lights = browser.execute_script(
+            """return ["color", "backgroundColor"].map((name) =>
+                 getComputedStyle(document.body)[name].match(/\\d+/g).slice(0, 3).reduce((a, b) => a + +b, 0))"""
+        )
+        assert abs(lights[0] - lights[1]) > 450
+        assert (lights[0] > lights[1]) is dark
+        quiet(browser)
+
+
+def test_an_empty_run_has_a_page(browser: Any, tmp_path: Path) -> None:
+    write_report(write_run(tmp_path, {}))
+    opened(browser, tmp_path / "report.html")
+    assert "no trajectories" in browser.find_element("id", "empty").text
+    quiet(browser)

@@ -1,0 +1,138 @@
+"""The trace says what the events say: recomputed here from the events, field by field."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from event_strategies import several_event_sequences
+from hypothesis import given
+from recorded_runs import history, write_run
+
+from fsm_rollout.diagrams.figures import BINS, Figures, histogram
+from fsm_rollout.diagrams.moments import covered, packed, stays, stretches
+from fsm_rollout.diagrams.recorded import Recorded
+from fsm_rollout.diagrams.show import show
+from fsm_rollout.diagrams.timeline import trace
+from fsm_rollout.events import AnyEvent, Called, Generated, Interacted, Prompted, Transitioned
+
+
+def microseconds(seconds: float) -> int:
+    return round(seconds * 1e6)
+
+
+def test_a_written_trace_is_what_happened(tmp_path: Path) -> None:
+    first, second = history("0/0", at=100.0), history("0/1", at=101.0, replica="r1")
+    run = write_run(tmp_path / "run", {"0/0": first, "0/1": second})
+    show(run, None, tmp_path / "F.trace.json")
+    found = json.loads((tmp_path / "F.trace.json").read_text("utf-8"))["traceEvents"]
+
+    lanes = [(e["name"], e["ts"], e["dur"], e["args"]["tokens"]) for e in found if e["ph"] == "X"]
+    sampled = [(i, e) for i, h in (("0/0", first), ("0/1", second)) for e in h if isinstance(e, Generated)]
+    assert sorted(lanes) == sorted(
+        (i, microseconds(e.at - e.seconds - 100), microseconds(e.seconds), len(e.ids)) for i, e in sampled
+    )
+    names = {e["args"]["name"] for e in found if e["ph"] == "M" and e["name"] == "process_name"}
+    assert names == {"trajectories", "replica r0", "replica r1"}
+    visits = [(e["id"], e["name"], e["ts"]) for e in found if e["ph"] == "b" and e["name"].isupper()]
+    assert visits[:6] == [
+        ("0/0", "PENDING", 0),
+        ("0/0", "GENERATING", 0),
+        ("0/0", "PROCESSING_TOOLS", 3_000_000),
+        ("0/0", "GENERATING", 5_000_000),
+        ("0/0", "INTERACTING", 8_000_000),
+        ("0/0", "TERMINATED", 10_000_000),
+    ]
+
+
+@given(several_event_sequences)
+def test_a_trace_holds_every_event_once_and_is_well_formed(histories: list[list[AnyEvent]]) -> None:
+    found = trace(Recorded.of(events) for events in histories)["traceEvents"]
+    json.loads(json.dumps(found, allow_nan=False))
+    everything = [event for events in histories for event in events]
+    begun: Counter[str] = Counter(e["name"].split(" ")[0] for e in found if e["ph"] == "b")
+    assert sum(e["ph"] == "X" for e in found) == sum(isinstance(e, Generated) for e in everything)
+    assert begun["tool"] == sum(isinstance(e, Called) for e in everything)
+    assert begun["interaction"] == sum(isinstance(e, Interacted) for e in everything)
+    moves = sum(isinstance(e, Transitioned | Prompted) for e in everything)  # each begins a visit
+    ids = {e.trajectory_id for e in everything if isinstance(e, Prompted)}
+    assert sum(count for name, count in begun.items() if name.isupper()) == moves
+    open_: defaultdict[str, list[str]] = defaultdict(list)
+    spans: dict[str, tuple[int, int]] = {}
+    for event in found:
+        if event["ph"] in "be":
+            assert event["id"] in ids
+            assert event["ts"] >= 0
+        if event["ph"] == "b":
+            open_[event["id"]].append(event["name"])
+        elif event["ph"] == "e":
+            assert open_[event["id"]].pop() == event["name"], "spans must nest"
+            spans[event["id"]] = (0, event["ts"])
+    assert not any(open_.values())
+    running: dict[int, int] = {}
+    for event in found:
+        if event["ph"] == "C":
+            running[event["pid"]] = event["args"]["under way"]
+            assert event["args"]["under way"] >= 0
+    assert not any(running.values()), "a generation that was counted in must be counted out"
+
+
+@given(several_event_sequences)
+def test_lanes_never_overlap_and_none_is_wasted(histories: list[list[AnyEvent]]) -> None:
+    found = [stretch for events in histories for stretch in stretches(events)]
+    rows = packed(found)
+    by_row: defaultdict[int, list[Any]] = defaultdict(list)
+    for stretch, row in zip(found, rows, strict=True):
+        by_row[row].append((stretch.start, stretch.end))
+    for times in by_row.values():
+        times.sort()
+        assert all(before[1] <= after[0] for before, after in pairwise(times))
+    starts = [stretch.start for stretch in found if stretch.seconds > 0]
+    at_once = max((sum(s.start <= at < s.end for s in found) for at in starts), default=0)
+    assert len([row for row in by_row.values() if any(end > start for start, end in row)]) <= max(at_once, 1) + 1
+
+
+@given(several_event_sequences)
+def test_figures_add_up(histories: list[list[AnyEvent]]) -> None:
+    figures = Figures()
+    for events in histories:
+        figures.add(Recorded.of(events))
+    width = (figures.end - figures.begin) / BINS
+    sampled = sum(len(e.ids) for events in histories for e in events if isinstance(e, Generated))
+    if width > 0:
+        assert sum(figures.throughput()) * width == pytest.approx(sampled, abs=1e-6)
+        walls = sum(line.wall for line in figures.lines)
+        assert sum(figures.under_way()) * width == pytest.approx(walls, rel=1e-6, abs=1e-6)
+    for line in figures.lines:
+        assert all(seconds >= 0 for seconds in line.seconds.values())
+    for values in ([line.tokens for line in figures.lines], [line.score for line in figures.lines if line.score]):
+        chart = histogram([float(value) for value in values])
+        assert (sum(chart.counts) if chart else 0) == len(values)
+
+
+def test_a_histogram_of_whole_numbers_gives_each_bar_as_many_of_them() -> None:
+    chart = histogram([float(value) for value in range(100)])
+    assert chart is not None
+    assert len(set(chart.counts[:-1])) == 1
+    assert [chart.bar(0), chart.bar(1)] == ["0 to 4", "5 to 9"]
+
+
+def test_time_is_read_off_the_events() -> None:
+    events = history()
+    assert [(s.state, s.end - s.start, s.trigger) for s in stays(events)] == [
+        ("PENDING", 0.0, "prompted"),
+        ("GENERATING", 3.0, "generated"),
+        ("PROCESSING_TOOLS", 2.0, "tools_done"),
+        ("GENERATING", 3.0, "generated"),
+        ("INTERACTING", 2.0, "interaction_done"),
+        ("TERMINATED", 0.0, None),
+    ]
+    seconds: Counter[str] = Counter()
+    for stretch in stretches(events):
+        seconds[stretch.kind] += stretch.seconds
+    assert seconds == {"queue": 0.5 + 0.5, "generate": 4.5, "tool": 2.0, "interact": 1.0}
+    assert covered(stretches(events)) == 8.5
