@@ -511,6 +511,31 @@ def test_a_tool_format_that_fails_loses_no_token(monkeypatch: pytest.MonkeyPatch
     assert 0 < trajectory.trained_tokens == len(emitted)
 
 
+def test_split_history_opens_a_stream_at_each_user_turn() -> None:
+    """Rendered afresh, each with the whole conversation as its prompt; every sampled token is trained exactly once."""
+    states = {"PENDING": {}, "GENERATING": {"timeout": 100.0}, "INTERACTING": {"timeout": 100.0}}
+    rows = [
+        SINGLE["transitions"][0],
+        {"trigger": "generated", "source": "GENERATING", "dest": "INTERACTING"},
+        {"trigger": "replied", "source": "INTERACTING", "dest": "GENERATING"},
+        {"trigger": "interaction_done", "source": "INTERACTING", "dest": "TERMINATED"},
+    ]
+    graph = agent(
+        {"states": states, "transitions": rows},
+        contexts={"main": {"history": "split"}},
+        limits={"assistant_turns": 4, "user_turns": 4},
+        interaction={"use": "law_tools:Chatty", "kwargs": {"replies": 2}},
+    )
+    groups, _ = run(graph, ["one", "two", "three"])
+    trajectory = only(groups)
+    decode = tokenizer().decode
+    assert [decode(stream.tokens.response_ids()) for stream in trajectory.streams] == [
+        "one<|im_end|>", "two<|im_end|>", "three<|im_end|>",
+    ]  # fmt: skip
+    assert "one<|im_end|>" in decode(trajectory.streams[1].tokens.prompt_ids())
+    assert trajectory.trained_tokens == trajectory.response_tokens
+
+
 def test_a_context_on_an_unknown_engine_is_refused() -> None:
     graph = agent(SINGLE, contexts={"main": {"engine": "judge"}})
     with pytest.raises(ConfigError, match="engine 'judge' is not one of the run's"):

@@ -77,9 +77,12 @@ def agents(draw: st.DrawFn, *, timeouts: bool = True) -> AgentGraph:
         name: {"use": f"law_tools:{name}", "timeout": 2.0 if timeouts else 5_000.0, "response_tokens": 24}
         for name in (("echo", "fail", "hang") if timeouts else ("echo", "fail"))
     }
+    contexts: dict[str, Any] = {"main": {"history": draw(st.sampled_from(["keep", "split"]))}}
+    if critic:
+        contexts["critic"] = {"engine": draw(st.sampled_from(["judge", "policy"]))}
     return AgentGraph(
         agent="law",
-        contexts={"critic": {"engine": draw(st.sampled_from(["policy", "judge"]))}} if critic else {},
+        contexts=contexts,
         limits=limits,
         tools=tool_specs if tools else {},
         interaction={"use": "law_tools:Chatty", "kwargs": {"replies": 2}} if user else None,
