@@ -140,7 +140,8 @@ class _Dealer:
         if self.latest is None or self.latest.generated is None:
             return
         ids = [attempt.id for attempt in self.latest.generated.attempts]
-        slots = [call for id_, call in zip(ids, self.latest.calls, strict=True) if id_ == event.id]
+        # Cards of calls that nobody announced come after those of the attempts.
+        slots = [call for id_, call in zip(ids, self.latest.calls, strict=False) if id_ == event.id]
         free = next((call for call in slots if call.called is None), None)
         if free is None:
             free = CallCard(event.name or "broken call", event.arguments, None)

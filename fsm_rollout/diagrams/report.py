@@ -7,6 +7,7 @@ shows the command that makes it.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shlex
 from collections import defaultdict
@@ -28,6 +29,8 @@ PAGES = "trajectories"
 TAIL = 8
 GROUPS_SHOWN = 30
 SCORES_SHOWN = 64
+LONGEST_NAME = 150
+"""Characters of a page's name; file systems take 255 in all."""
 WORTH_A_PAGE = 3
 """How many of the slowest, the best and the worst get a page of their own at the end of a run."""
 
@@ -60,7 +63,10 @@ def report_page(run: RecordedRun, out: Path) -> str:
 
 def page_path(folder: Path, trajectory_id: str) -> Path:
     """Return where the page of a trajectory belongs; no two ids share a name, whatever characters they have."""
-    return folder / PAGES / (quote(trajectory_id, safe="").replace("~", "%7E").replace("%", "~") + ".html")
+    name = quote(trajectory_id, safe="", errors="backslashreplace").replace("~", "%7E").replace("%", "~")
+    if len(name) > LONGEST_NAME:
+        name = f"{name[:LONGEST_NAME]}~~{hashlib.sha256(trajectory_id.encode(errors='backslashreplace')).hexdigest()}"
+    return folder / PAGES / f"{name}.html"
 
 
 def worth_a_page(figures: Figures) -> list[str]:

@@ -28,7 +28,10 @@ from fsm_rollout.journal import Journal
 from fsm_rollout.loader import dump, load_agent
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
-NASTY = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\"> &amp; 'quotes\""
+NASTY = (
+    "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\"> "
+    "&amp; 'quotes\" </script x"
+)
 ODD = "\x00\x07\x1b[31m \u202eabc שלום مرحبا 👩‍👩‍👧‍👦\t\r\u2028 {{ 7 * 7 }} ${x} `y`"
 
 

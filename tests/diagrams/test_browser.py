@@ -242,6 +242,19 @@ def test_nothing_is_wider_than_the_window_and_text_can_be_read(
         quiet(browser)
 
 
+def test_a_notebook_frame_draws_its_tokens(browser: Any, tmp_path: Path) -> None:
+    trajectory = Trajectory.fold(history(text=NASTY))
+    (tmp_path / "notebook.html").write_text(f"<!doctype html><title>n</title>{trajectory._repr_html_()}", "utf-8")
+    browser.get((tmp_path / "notebook.html").as_uri())
+    browser.switch_to.frame(browser.find_element("tag name", "iframe"))
+    assert browser.execute_script("return document.documentElement.dataset.ready") == "1"
+    unfolded(browser)
+    ids = browser.execute_script("return [...document.querySelectorAll('.ribbon i.id')].map((i) => +i.textContent)")
+    assert ids == trajectory.streams[0].tokens.ids.tolist()
+    browser.switch_to.default_content()
+    quiet(browser)
+
+
 def test_an_empty_run_has_a_page(browser: Any, tmp_path: Path) -> None:
     write_report(write_run(tmp_path, {}))
     opened(browser, tmp_path / "report.html")

@@ -10,6 +10,7 @@ from array import array
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from embedded import tokenizer
 from event_strategies import event_sequences
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from recorded_runs import CONFIGS, NASTY, ODD, history, write_run
 from typer.testing import CliRunner
 
@@ -27,7 +29,7 @@ from fsm_rollout.diagrams.recorded import Recorded
 from fsm_rollout.diagrams.report import page_path
 from fsm_rollout.diagrams.token_texts import GOES_ON, TokenTexts, visible
 from fsm_rollout.diagrams.trajectory import notebook, token_data, trajectory_page
-from fsm_rollout.events import AnyEvent, Transitioned
+from fsm_rollout.events import AnyEvent, Called, Transitioned
 from fsm_rollout.journal import Journal
 from fsm_rollout.loader import load_agent
 from fsm_rollout.tokens import TokenStream
@@ -49,6 +51,7 @@ class Elements(HTMLParser):
 def data_of(page: str) -> Any:
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     assert found
+    assert "<" not in found[1]
     return json.loads(found[1])
 
 
@@ -134,6 +137,7 @@ def test_nothing_in_the_data_becomes_markup(tmp_path: Path, nasty: str) -> None:
     for calm_page, wild_page in zip(*pages, strict=True):
         tags = [[tag for tag, _ in Elements(page).tags if tag not in ("option",)] for page in (calm_page, wild_page)]
         assert tags[0] == tags[1], "text made elements"
+        assert data_of(wild_page)["kind"] == data_of(calm_page)["kind"], "the data's element ends where it should"
         assert not any(name.startswith("on") for _, attributes in Elements(wild_page).tags for name in attributes)
         assert "\x00" not in wild_page
         assert "\u202e" not in wild_page.split('id="data"')[0]
@@ -227,9 +231,32 @@ def test_without_its_model_and_its_agent_a_run_can_still_be_read(tmp_path: Path)
     assert data_of(page)["vocabularies"] == {}
 
 
+def test_a_run_ends_with_its_report_and_pages_that_it_links_to(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["run", str(CONFIGS / "runs/reflect.yaml"), f"out={tmp_path / 'out'}"])
+    assert done.exit_code == 0, done.output
+    page = (tmp_path / "out/report.html").read_text("utf-8")
+    links = [link for *_, link in data_of(page)["rows"] if link]
+    assert links
+    assert {tmp_path / "out" / unquote(link) for link in links} == set((tmp_path / "out/trajectories").iterdir())
+    shown(str(tmp_path / "out"), "-o", str(tmp_path / "elsewhere/r.html"))
+    elsewhere = data_of((tmp_path / "elsewhere/r.html").read_text("utf-8"))
+    assert all((tmp_path / "elsewhere" / unquote(row[-1])).is_file() for row in elsewhere["rows"] if row[-1])
+
+
+def test_a_report_that_fails_does_not_fail_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("fsm_rollout.diagrams.report.PAGES", "\0")  # a name that no file system takes
+    done = CliRunner().invoke(app, ["run", str(CONFIGS / "runs/reflect.yaml"), f"out={tmp_path / 'out'}"])
+    assert done.exit_code == 0, done.output
+    assert "report.html was not written" in caplog.text
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"journal.sqlite", "batch", "summary.json"}
+
+
 def test_page_names_are_never_shared() -> None:
-    ids = ["a/b", "a~2Fb", "a%2Fb", "a b", "A/b", "../x", "a~b", "a.b"]
+    ids = ["a/b", "a~2Fb", "a%2Fb", "a b", "A/b", "../x", "a~b", "a.b", "x" * 300, "x" * 301, "ж" * 90]
     assert len({page_path(Path(), id_).name for id_ in ids}) == len(ids)
+    assert max(len(page_path(Path(), id_).name) for id_ in ids) < 255
     assert all(page_path(Path("run"), id_).parent == Path("run/trajectories") for id_ in ids)
 
 
@@ -247,6 +274,14 @@ def test_a_notebook_shows_a_trajectory_in_a_frame_of_its_own() -> None:
     (_, attributes) = Elements(frame).tags[0]
     assert "the journal only" in (attributes["srcdoc"] or "")
     assert frame == trajectory._repr_html_()
+
+
+def test_calls_find_their_attempts_and_none_is_lost() -> None:
+    *start, generated, moved, called, _, _, _ = history()[:9]
+    assert isinstance(called, Called)
+    others = [replace(called, id="c2", result="other"), replace(called, id="c2", result="again"), called]
+    found = [card for card in cards(Recorded.of([*start, generated, moved, *others])) if card.kind == "model"]
+    assert [call.called for call in found[0].calls] == [called, *others[:2]]
 
 
 def test_a_huge_trajectory_is_a_page_of_reasonable_size() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from recorded_runs import history, write_run
 
 from fsm_rollout.diagrams.figures import BINS, Figures, histogram
-from fsm_rollout.diagrams.moments import covered, packed, stays, stretches
+from fsm_rollout.diagrams.moments import Stretch, covered, packed, stays, stretches
 from fsm_rollout.diagrams.recorded import Recorded
 from fsm_rollout.diagrams.show import show
 from fsm_rollout.diagrams.timeline import trace
@@ -136,3 +136,12 @@ def test_time_is_read_off_the_events() -> None:
         seconds[stretch.kind] += stretch.seconds
     assert seconds == {"queue": 0.5 + 0.5, "generate": 4.5, "tool": 2.0, "interact": 1.0}
     assert covered(stretches(events)) == 8.5
+
+
+def test_lanes_are_shared_by_what_follows_and_not_by_what_overlaps() -> None:
+    def lanes(*times: tuple[float, float]) -> list[int]:
+        return packed([Stretch("generate", "GENERATING", start, end, "generate") for start, end in times])
+
+    assert lanes((0, 1), (1, 2), (2, 3)) == [0, 0, 0]
+    assert lanes((0, 2), (1, 3), (2, 4)) == [0, 1, 0]
+    assert lanes((1, 3), (0, 2)) == [1, 0]
