@@ -295,3 +295,27 @@ def test_deadlines_stand_still_while_queued_and_while_paused() -> None:
         return await ones
 
     assert run(engine, body) == [False, False]
+
+
+def test_a_hold_taken_while_paused_is_released_between_two_tries_too() -> None:
+    """The request fails during the pause, and the engine goes on during the backoff: its deadline must run again."""
+    engine = scripted(Turn(text="yes", hang=True, delay=1.0))
+
+    async def body(dispatcher: Dispatcher) -> bool:
+        async with Deadline(50.0) as deadline:
+            ticket = dispatcher.submit(request("a"), deadline)
+            await asyncio.sleep(0.5)
+            await dispatcher.pause()
+            dispatcher._failed(ticket, EngineError("lost during the pause"))
+            await dispatcher.resume()
+            await asyncio.sleep(1.0)
+            await asyncio.Event().wait()
+        return deadline.expired
+
+    async def guarded(dispatcher: Dispatcher) -> bool:
+        try:
+            return bool(await asyncio.wait_for(body(dispatcher), 1000.0))
+        except TimeoutError:
+            return asyncio.get_running_loop().time() < 900.0
+
+    assert run(engine, guarded)

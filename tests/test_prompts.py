@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,13 @@ from fsm_rollout.prompts import Prompt, as_prompts, read_prompts
 
 ASK = {"messages": [{"role": "user", "content": "?"}]}
 
-unicode_values = json_values  # Hypothesis draws no lone surrogates, which JSON text cannot carry
+
+def fits_64_bits(value: Any) -> bool:
+    """Return whether every number in it does; larger ones are refused, which has a test of its own."""
+    return all(abs(int(digits)) < 2**63 for digits in re.findall(r"\d+", json.dumps(value)))
+
+
+unicode_values = json_values.filter(fits_64_bits)  # Hypothesis draws no lone surrogates, which JSON cannot carry
 records = st.fixed_dictionaries(
     {
         "messages": st.lists(
@@ -257,3 +264,8 @@ def test_prompts_are_frozen() -> None:
         prompt.agent = "other"  # type: ignore[misc]
     prompt.extra["answer"] = 5
     assert prompt.extra == {"answer": 4}
+
+
+def test_what_cannot_be_written_down_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot be written down"):
+        as_prompts([{"messages": [{"role": "user", "content": "?"}], "answer": 10**30}])

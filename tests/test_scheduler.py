@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -17,12 +18,15 @@ from fsm_rollout.engines.base import Chunk, Request
 from fsm_rollout.engines.scripted import ScriptedEngine, Turn
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.graph import AgentGraph, Sampling
+from fsm_rollout.interactions import Reply
+from fsm_rollout.journal import Journal
 from fsm_rollout.live import Group
 from fsm_rollout.prompts import Prompt
 from fsm_rollout.rewards import Reward
 from fsm_rollout.scheduler import Scheduler
 from fsm_rollout.states import State
 from fsm_rollout.testing.virtual_time import run_virtual
+from fsm_rollout.tools import ToolContext
 from fsm_rollout.trajectory import Outcome, Trajectory
 from fsm_rollout.visit import Visit
 
@@ -540,3 +544,49 @@ def test_a_context_on_an_unknown_engine_is_refused() -> None:
     graph = agent(SINGLE, contexts={"main": {"engine": "judge"}})
     with pytest.raises(ConfigError, match="engine 'judge' is not one of the run's"):
         Scheduler({"a": graph}, {"policy": Dispatcher(ScriptedEngine([], tokenizer=tokenizer()))})
+
+
+class NeverCloses:
+    """An interaction that ends at once and hangs when it is closed."""
+
+    async def reply(self, conversation: Any) -> Reply:
+        return Reply(None, done=True)
+
+    async def close(self) -> None:
+        await asyncio.Event().wait()
+
+
+def test_an_interaction_that_hangs_on_closing_is_waited_for_a_bounded_time() -> None:
+    states = {"PENDING": {}, "INTERACTING": {"timeout": 10.0}}
+    rows = [
+        {"trigger": "prompted", "source": "PENDING", "dest": "INTERACTING"},
+        {"trigger": "interaction_done", "source": "INTERACTING", "dest": "TERMINATED"},
+    ]
+    graph = agent({"states": states, "transitions": rows}, interaction={"use": "test_scheduler:NeverCloses"})
+    groups, _ = run(graph, ["x"])
+    assert only(groups).stop_reason == "interaction_done"
+
+
+async def whoami(context: ToolContext) -> str:
+    """Say who calls."""
+    return f"{context.group_id} {context.trajectory_id}"
+
+
+def test_tools_are_told_whose_call_it_is() -> None:
+    ask = '<tool_call>\n{"name": "who", "arguments": {}}\n</tool_call>'
+    graph = agent(TOOLS, tools={"who": {"use": "test_scheduler:whoami", "timeout": 5.0}})
+    groups, _ = run(graph, [ask, "done"])
+    assert [m["content"] for m in only(groups).streams[0].messages if m["role"] == "tool"] == ["p0 p0/0"]
+
+
+def test_a_journal_holds_one_run(tmp_path: Path) -> None:
+    engine = ScriptedEngine(["x"], tokenizer=tokenizer())
+
+    async def main() -> None:
+        with Journal(tmp_path / "journal.sqlite") as journal:
+            scheduler = Scheduler({"a": agent(SINGLE)}, {"policy": Dispatcher(engine)}, journal=journal)
+            assert len([group async for group in scheduler.run(prompts())]) == 1
+            with pytest.raises(ConfigError, match="a journal holds one run"):
+                await anext(scheduler.run(prompts()))
+
+    asyncio.run(main())
