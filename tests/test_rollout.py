@@ -128,3 +128,11 @@ def test_a_model_may_be_the_user(tmp_path: Path) -> None:
     assert trained == "A.<|im_end|>B.<|im_end|>C.<|im_end|>"
     asked = [tokenizer().decode(line.what.ids) for line in user.log if hasattr(line.what, "sampling")]
     assert "<|im_start|>user\nA.<|im_end|>\n<|im_start|>assistant\n" in asked[0]
+
+
+def test_validation_is_greedy_unless_said_otherwise() -> None:
+    engine = fr.ScriptedEngine(["x"], tokenizer=tokenizer(), log=True)
+    rollout = fr.Rollout(agent(), engine, validate=True, sampling={"temperature": 0.7})
+    rollout.run(["?"])
+    rollout.close()
+    assert [line.what.sampling.temperature for line in engine.log if hasattr(line.what, "sampling")] == [0.0]
