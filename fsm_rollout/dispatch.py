@@ -11,9 +11,10 @@ import asyncio
 import logging
 import math
 from array import array
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsm_rollout.deadlines import Deadline, being_cancelled
@@ -22,7 +23,11 @@ from fsm_rollout.errors import EngineError, PromptTooLong
 from fsm_rollout.tokens import Ids, Logprobs
 
 if TYPE_CHECKING:
+    import torch
+
     from fsm_rollout.chat import ChatTemplate
+
+    Weights = str | Path | Mapping[str, torch.Tensor]
 
 logger = logging.getLogger(__name__)
 
@@ -145,6 +150,7 @@ class Dispatcher:
         self._open: set[Ticket] = set()
         """All tickets that have not ended: also those between two tries."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._updating = asyncio.Lock()
 
     def submit(self, request: Request, deadline: Deadline | None = None) -> Ticket:
         """Queue one request for the next flush and return its ticket; ``deadline`` runs from its first chunk.
@@ -170,17 +176,51 @@ class Dispatcher:
             for ticket in self._open:
                 ticket.hold()
                 ticket.stop_watch()
-            await self.engine.pause()
+            try:
+                await self.engine.pause()
+            except BaseException:
+                self._go_on()
+                raise
 
     async def resume(self) -> None:
         """Go on after :meth:`pause`."""
         if self.paused:
             await self.engine.resume()
-            self.paused = False
-            for ticket in self._open:
-                ticket.release()
-                if ticket.request_id in self._tickets and ticket not in self._waiting and not ticket.heard:
-                    self._watch(ticket)
+            self._go_on()
+
+    def _go_on(self) -> None:
+        self.paused = False
+        for ticket in self._open:
+            ticket.release()
+            if ticket.request_id in self._tickets and ticket not in self._waiting and not ticket.heard:
+                self._watch(ticket)
+
+    async def update_weights(self, weights: Weights, version: int | None = None) -> int:
+        """Load new weights while everything waits for the engine, and return their version.
+
+        Generations under way go on afterwards, and timeouts stand still meanwhile; tools and interactions go on all
+        the time.
+
+        Raises:
+            EngineError: the engine could not load them; it goes on with the old ones.
+        """
+        async with self._updating:
+            was_paused = self.paused
+            await self.pause()
+            try:
+                return await self.engine.update_weights(weights, version)
+            finally:
+                if not was_paused:
+                    await self.resume()
+
+    def sampling_since(self) -> dict[str, int]:
+        """Return, by trajectory, the oldest weight version among the tokens of generations under way."""
+        oldest: dict[str, int] = {}
+        for ticket in self._open:
+            for _, version in ticket.versions:
+                name = ticket.request.trajectory_id
+                oldest[name] = min(version, oldest.get(name, version))
+        return oldest
 
     def _enqueue(self, ticket: Ticket) -> None:
         self._tickets[ticket.request_id] = ticket

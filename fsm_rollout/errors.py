@@ -113,6 +113,13 @@ class JournalError(RolloutError):
     """A run's journal cannot be written or read."""
 
 
+def single(error: BaseException) -> BaseException:
+    """Return the one error in a group of one (what a task group raises); any other error as it is."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
+
+
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the closest candidate, the short list of them, or ``""``."""
     pool = sorted(set(candidates))

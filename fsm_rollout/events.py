@@ -40,6 +40,10 @@ class Prompted(Event, frozen=True, kw_only=True, tag="prompted"):
     date: str
     validate: bool = False
     parent_id: str | None = None
+    sampling: dict[str, Any] = {}
+    """What the prompt itself says about sampling."""
+    spent: dict[str, int] = {}
+    """What entering the initial state was charged."""
 
 
 class ContextOpened(Event, frozen=True, kw_only=True, tag="context_opened"):
@@ -111,6 +115,8 @@ class Generated(Event, frozen=True, kw_only=True, tag="generated"):
     """It goes on with the assistant turn that stands last in the history."""
     resumed: bool = False
     """What it goes on from was an abort: the same generation, and not counted again."""
+    cut_by: str | None = None
+    """The limit that cut it, when ``finish_reason`` is "length" and it was not the turn's own ``max_tokens``."""
     queue_seconds: float = 0.0
     seconds: float = 0.0
     cached_tokens: int = 0
@@ -138,12 +144,27 @@ class Called(Event, frozen=True, kw_only=True, tag="called"):
     child_id: str | None = None
 
 
+class Asked(Event, frozen=True, kw_only=True, tag="asked"):
+    """The environment asked a model on a named engine, and this is what it said; it enters no stream by itself."""
+
+    engine: str
+    index: int
+    """How many times the trajectory had asked that engine before."""
+    state: str
+    text: str
+    tokens: int
+    seconds: float
+
+
 class Interacted(Event, frozen=True, kw_only=True, tag="interacted"):
-    """An interaction answered a context; what it said comes as ``wrote``."""
+    """An interaction answered a context; ``content`` enters its history as ``wrote``."""
 
     context: str
     state: str
     seconds: float
+    content: str | None = None
+    score: float | None = None
+    done: bool = False
 
 
 class Charged(Event, frozen=True, kw_only=True, tag="charged"):
@@ -163,6 +184,8 @@ class Transitioned(Event, frozen=True, kw_only=True, tag="transitioned"):
     limit: str | None = None
     detail: str | None = None
     stop_reason: str | None = None
+    row: int | None = None
+    """Which of the agent's rows fired, by its place in ``transitions``; ``None`` for an implicit one."""
 
 
 class Scored(Event, frozen=True, kw_only=True, tag="scored"):
@@ -179,6 +202,18 @@ class Suspended(Event, frozen=True, kw_only=True, tag="suspended"):
     reason: str
 
 
+class Resumed(Event, frozen=True, kw_only=True, tag="resumed"):
+    """A trajectory that was set aside, or cut off by a crash, goes on; the visit under way is begun again.
+
+    ``away`` is how long it was gone, in seconds; that time counts against no limit. It may be negative: the clock of
+    another process may lie behind.
+    """
+
+    away: float
+    weight_version: int = 0
+    """The weights that it goes on with."""
+
+
 class Ended(Event, frozen=True, kw_only=True, tag="ended"):
     """The trajectory ended; the one and only stop reason."""
 
@@ -193,11 +228,13 @@ AnyEvent = (
     | Extended
     | Generated
     | Called
+    | Asked
     | Interacted
     | Charged
     | Transitioned
     | Scored
     | Suspended
+    | Resumed
     | Ended
 )
 

@@ -56,6 +56,6 @@ def reached_on_entry(graph: AgentGraph, trajectory: Trajectory, spends: str | No
         return "max_visits"
     if spends is not None and remaining(graph, trajectory, spends, trajectory.spent.get(spends, 0)) < 0:
         return spends
-    if remaining(graph, trajectory, "wall_seconds", now - trajectory.started_at) <= 0:
+    if remaining(graph, trajectory, "wall_seconds", trajectory.elapsed(now)) <= 0:
         return "wall_seconds"
     return None

@@ -1,6 +1,7 @@
 """Trajectories under way: what one holds open, and the group it comes back in.
 
-Invariant: what a trajectory holds open (tools, interactions) is released exactly once, however it ends.
+Invariant: what a trajectory holds open (tools, interactions) is released exactly once, however it ends; one that is
+set aside to go on later keeps it meanwhile.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from fsm_rollout.driving import drive
 from fsm_rollout.events import AnyEvent, encode
 from fsm_rollout.graph import IMPLICIT_TRIGGERS, AgentGraph
 from fsm_rollout.interactions import BoundInteraction, build_interaction
@@ -39,11 +41,27 @@ class Group:
     children: list[Trajectory] = field(default_factory=list)
     reward_errors: list[str] = field(default_factory=list)
     """What went wrong in scoring; those trajectories have no score."""
+    discarded: list[Trajectory] = field(default_factory=list)
+    """Attempts that fell behind the weights and were begun anew; in no batch."""
+    dropped: bool = False
+    """Whether the run's group filter turned it down; it is in no batch and does not count towards a target."""
 
     @property
     def all(self) -> list[Trajectory]:
         """Samples and sub-agents' trajectories."""
         return [*self.trajectories, *self.children]
+
+    @property
+    def ended(self) -> bool:
+        """Whether every sample that was begun has ended."""
+        return all(trajectory.ended for trajectory in self.trajectories)
+
+    def replace(self, old: Trajectory, new: Trajectory) -> None:
+        """Put a new attempt in the place of one that is given up."""
+        served = f"{old.trajectory_id}/"
+        self.trajectories = [new if one is old else one for one in self.trajectories]
+        self.discarded += [old, *(child for child in self.children if child.trajectory_id.startswith(served))]
+        self.children = [child for child in self.children if not child.trajectory_id.startswith(served)]
 
 
 class LiveTrajectory:
@@ -52,11 +70,12 @@ class LiveTrajectory:
     __slots__ = (
         "_interactions",
         "_spawned",
-        "asked",
         "audited",
         "group",
+        "keep",
         "program",
         "prompt",
+        "requeue",
         "scheduler",
         "stop",
         "tools",
@@ -73,6 +92,10 @@ class LiveTrajectory:
         self.trajectory = trajectory
         self.stop: Outcome | str | None = None
         """Why it is being stopped from outside: an outcome to end with, or the reason of a suspension."""
+        self.keep = False
+        """Whether it stays open when it is suspended, because it will go on in this process."""
+        self.requeue = False
+        """Whether a new attempt takes its place when it has been stopped."""
         self.tools = program.toolbox.open(
             trajectory_id=trajectory.trajectory_id,
             group_id=trajectory.group_id,
@@ -83,10 +106,8 @@ class LiveTrajectory:
         )
         self.audited = False
         """Whether its turn to have its glue audited has come."""
-        self.asked: dict[str, int] = {}
-        """How often the environment has asked each engine."""
         self._interactions: dict[str, BoundInteraction] = {}
-        self._spawned = 0
+        self._spawned = sum(child.parent_id == trajectory.trajectory_id for child in group.children)
 
     def emit(self, event: AnyEvent) -> None:
         """Apply an event; then journal it and tell the listeners.
@@ -118,7 +139,7 @@ class LiveTrajectory:
             self.scheduler.program(graph), prompt, self.group, child_id, parent.sample, parent_id=parent.trajectory_id
         )
         self.group.children.append(live.trajectory)
-        await self.scheduler.drive(live)
+        await drive(live)
         child = live.trajectory
         texts = list(child.assistant_texts())
         answered = child.exit is not None and child.exit.trigger not in IMPLICIT_TRIGGERS and texts

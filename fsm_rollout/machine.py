@@ -33,9 +33,18 @@ class _Transition(transitions.Transition):
 
     dest: str
 
-    def __init__(self, *args: Any, stop_reason: str | None = None, charge: Charge, final: bool, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        stop_reason: str | None = None,
+        charge: Charge,
+        final: bool,
+        row: int | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.stop_reason = stop_reason
+        self.row = row
         self.charge = charge
         self.final = final
 
@@ -52,6 +61,7 @@ class _Transition(transitions.Transition):
                 limit=outcome.limit,
                 detail=outcome.detail,
                 stop_reason=(self.stop_reason or outcome.stop_reason) if self.final else None,
+                row=self.row,
             )
         )
 
@@ -79,6 +89,7 @@ class AgentMachine:
             state: handler_spec(graph.handler_of(state)).spends for state in graph.working_states
         }
         """The limit that each working state's handler is charged for on entry."""
+        self._places = {id(row): place for place, row in enumerate(graph.transitions)}
         own = {name for name, bound in graph.limits.model_dump().items() if bound is not None}
         self._limits = own | {"max_visits", "context_tokens"}  # the engine's window bounds every context
         for state in graph.working_states:
@@ -105,6 +116,7 @@ class AgentMachine:
             stop_reason=row.stop_reason,
             charge=_nothing if self.graph.is_final(row.dest) else self.charge_of(row.dest),
             final=self.graph.is_final(row.dest),
+            row=self._places.get(id(row)),  # `on_error` is written at its state, and is in no list
         )
 
     def _condition(self, predicate: Any) -> Callable[[Any], bool]:

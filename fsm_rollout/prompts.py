@@ -37,7 +37,7 @@ class Prompt(Model):
 
     messages: tuple[dict[str, Any], ...]
     prompt_id: Annotated[str, Field(min_length=1)] | None = None
-    """Names the prompt's group; its place among the prompts (0, 1, …) when not given."""
+    """Names the prompt's group; its place among the prompts (of a file, else of all runs: 0, 1, …) when not given."""
     agent: str | None = None
     """Which of the run's agents, by name, when it has several."""
     limits: Limits | None = None
@@ -113,7 +113,7 @@ def read_prompts(path: str | os.PathLike[str], limit: int | None = None) -> list
     return found
 
 
-def as_prompts(items: Iterable[Prompt | Mapping[str, Any] | str]) -> list[Prompt]:
+def as_prompts(items: Iterable[Prompt | Mapping[str, Any] | str], *, named: bool = True) -> list[Prompt]:
     """Return prompts for what Python code gives: prompts, mappings with their fields, texts (one user message).
 
     Raises:
@@ -121,10 +121,23 @@ def as_prompts(items: Iterable[Prompt | Mapping[str, Any] | str]) -> list[Prompt
     """
     if isinstance(items, str | Mapping | Prompt):
         raise ConfigError(f"prompts must come as a list, got one {'text' if isinstance(items, str) else 'prompt'}")
-    return _checked(_Item(item, None, None, f"prompts[{index}]") for index, item in enumerate(items))
+    return _checked((_Item(item, None, None, f"prompts[{index}]") for index, item in enumerate(items)), named=named)
 
 
-def _checked(items: Iterable[_Item | Problem]) -> list[Prompt]:
+def as_prompt(item: Prompt | Mapping[str, Any] | str, index: int) -> Prompt:
+    """Return the prompt that one item stands for, the ``index``-th of those that come one by one.
+
+    Raises:
+        ConfigError: all that is wrong with it.
+    """
+    found = _prompt(_Item(item, None, None, f"prompts[{index}]"))
+    if not isinstance(found, Prompt):
+        raise ConfigError(found)
+    return found
+
+
+def _checked(items: Iterable[_Item | Problem], *, named: bool = True) -> list[Prompt]:
+    """Return the prompts of some items; ``named``: the place among them is the id of one that has none of its own."""
     prompts: list[Prompt] = []
     problems: list[Problem] = []
     used: dict[str, _Item] = {}
@@ -140,7 +153,8 @@ def _checked(items: Iterable[_Item | Problem]) -> list[Prompt]:
             where = f"line {before.line}" if before.line else before.name
             problems.append(item.problem(f"prompt_id '{prompt_id}' was used before ({where})"))
         used[prompt_id] = item
-        prompts.append(found if found.prompt_id else found.model_copy(update={"prompt_id": prompt_id}))
+        own = found.prompt_id is not None or not named
+        prompts.append(found if own else found.model_copy(update={"prompt_id": prompt_id}))
     if len(problems) > SHOWN_PROBLEMS:
         more = len(problems) - SHOWN_PROBLEMS
         problems = [*problems[:SHOWN_PROBLEMS], Problem(f"and {more} more", problems[0].file)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from itertools import zip_longest
@@ -21,6 +22,8 @@ from fsm_rollout.graph import MAIN
 from fsm_rollout.handlers import load_object
 from fsm_rollout.tools.call import invoke
 from fsm_rollout.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
 
 Score = float | None | Exception
 
@@ -97,6 +100,46 @@ class Reward:
 
     def _about(self, trajectory: Trajectory) -> str:
         return f"reward '{self.name}' of trajectory {trajectory.trajectory_id} must be a finite number or None"
+
+
+class GroupFilter:
+    """Says which groups are worth training on: a function of a group's trajectories, sync (in a thread) or async.
+
+    It may be given as ``module:function``. A filter that fails, or takes longer than ``timeout`` seconds, keeps the
+    group: no sample is lost to a filter's mistake, which is logged.
+
+    Raises:
+        ConfigError: it cannot be imported, is not callable, or does not take exactly one argument.
+    """
+
+    def __init__(self, function: Callable[..., Any] | str, *, timeout: float | None = 600.0) -> None:
+        self._timeout = timeout
+        if isinstance(function, str):
+            function = cast(Callable[..., Any], load_object(function))
+        self.name: str = getattr(function, "__name__", type(function).__name__)
+        self._function = function
+        try:
+            inspect.signature(function).bind(None)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"group filter {self.name!r} must take one argument, a group: {error}") from error
+
+    async def keeps(self, trajectories: Sequence[Trajectory]) -> bool:
+        """Say whether a group, scored, shall count."""
+        try:
+            async with asyncio.timeout(self._timeout):
+                return bool(await invoke(functools.partial(self._function, list(trajectories)), {}))
+        except Exception:
+            logger.exception("group filter '%s' failed; the group is kept", self.name)
+        except asyncio.CancelledError:
+            if being_cancelled():
+                raise
+            logger.exception("group filter '%s' was cancelled by its own code; the group is kept", self.name)
+        return True
+
+
+def scores_differ(group: Sequence[Trajectory]) -> bool:
+    """Return whether a group's scores are not all the same: those have no advantage to learn from (a group filter)."""
+    return len({trajectory.score for trajectory in group}) > 1
 
 
 def exact_answer(trajectory: Trajectory) -> float:

@@ -12,10 +12,10 @@ Invariant: a rollout owns what it builds (engines named by a spec, its event loo
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
@@ -26,9 +26,10 @@ from fsm_rollout.errors import ConfigError, Problem
 from fsm_rollout.graph import POLICY, AgentGraph, Sampling
 from fsm_rollout.journal import Journal
 from fsm_rollout.live import Group
-from fsm_rollout.prompts import Prompt, as_prompts
+from fsm_rollout.prompts import Prompt, as_prompt, as_prompts
 from fsm_rollout.proof import prove
-from fsm_rollout.rewards import Reward
+from fsm_rollout.reopening import History
+from fsm_rollout.rewards import GroupFilter, Reward
 from fsm_rollout.scheduler import Listener, OnToolFailure, Scheduler
 from fsm_rollout.trajectory import Trajectory
 from fsm_rollout.verify import verify
@@ -38,7 +39,9 @@ if TYPE_CHECKING:
 
     from fsm_rollout.batch import TrajectoryBatch
 
+T = TypeVar("T")
 EngineLike = Engine | Mapping[str, Any]
+PromptLike = Prompt | Mapping[str, Any] | str
 
 
 class Rollout:
@@ -57,6 +60,11 @@ class Rollout:
         engine_attempts: how often a failing generation is tried.
         queue_timeout: seconds that a silent engine is waited for.
         on_tool_failure: ``tell_model``, or ``end`` to fail the trajectory.
+        group_filter: ``module:function``, or a function of a group's scored trajectories: whether they shall be in
+            the batch and count towards ``target_groups`` (``fsm_rollout.rewards:scores_differ``).
+        max_staleness: how many weight versions behind a trajectory's oldest token may be; what is further behind
+            after an update is given up.
+        requeue_stale: begin what is given up anew.
         on_event: called with each trajectory and event as it happens; must not block.
         journal: where to keep all events.
         base: what paths in engine specs are relative to; by default the working directory.
@@ -81,6 +89,9 @@ class Rollout:
         engine_attempts: int = 3,
         queue_timeout: float = 600.0,
         on_tool_failure: OnToolFailure = "tell_model",
+        group_filter: str | Callable[..., Any] | None = None,
+        max_staleness: int | None = None,
+        requeue_stale: bool = True,
         on_event: Sequence[Listener] = (),
         journal: Journal | None = None,
         base: Path | None = None,
@@ -120,9 +131,14 @@ class Rollout:
                 journal=journal,
                 listeners=on_event,
                 on_tool_failure=on_tool_failure,
+                group_filter=GroupFilter(group_filter) if group_filter is not None else None,
+                max_staleness=max_staleness,
+                requeue_stale=requeue_stale,
             )
         except BaseException:
-            self.close()
+            if self._owned:
+                self._loop().call(self._close_engines)
+            self._close_loop()
             raise
 
     def _engine(self, name: str, spec: EngineLike, base: Path | None) -> Engine:
@@ -139,34 +155,67 @@ class Rollout:
 
     # -- async --------------------------------------------------------------------------------------------------
 
-    async def stream(self, prompts: Iterable[Prompt | Mapping[str, Any] | str], n: int = 1) -> AsyncIterator[Group]:
+    async def stream(
+        self,
+        prompts: Iterable[PromptLike],
+        n: int = 1,
+        *,
+        target_groups: int | None = None,
+        resume: Iterable[History] = (),
+    ) -> AsyncIterator[Group]:
         """Yield each prompt's group of ``n`` trajectories as it ends, in the order in which groups end.
 
+        Args:
+            prompts: all of them are checked before anything runs. With ``target_groups``, an iterator is taken from
+                only as far as needed; each prompt is checked then.
+            n: trajectories per prompt.
+            target_groups: so many groups are enough. What is under way then is set aside, and goes on, on the weights
+                of then, in the next call.
+            resume: trajectories that were set aside or cut off, to go on with: those of a journal
+                (``fsm_rollout.journal.histories(path)``), or suspended :class:`Trajectory` objects of this rollout.
+
         Raises:
-            ConfigError: a prompt asks for what its agent does not have; nothing has run.
+            ConfigError: a prompt asks for what its agent does not have; with a list, nothing has run.
         """
-        listed = as_prompts(prompts)
-        self.scheduler.check(listed)
-        async for group in self.scheduler.run(listed, n):
+        checked: Iterable[Prompt]
+        if target_groups is None or isinstance(prompts, Sequence):
+            checked = as_prompts(prompts, named=False)
+            self.scheduler.check(checked)
+        else:
+            checked = self._one_by_one(prompts)
+        async for group in self.scheduler.run(checked, n, target_groups=target_groups, resume=resume):
             yield group
 
-    async def arun(
-        self, prompts: Iterable[Prompt | Mapping[str, Any] | str], n: int = 1, **batch: Any
-    ) -> TrajectoryBatch:
-        """Run all prompts and return one batch, groups in the order of the prompts.
+    def _one_by_one(self, prompts: Iterable[PromptLike]) -> Iterator[Prompt]:
+        for index, item in enumerate(prompts):
+            prompt = as_prompt(item, index)
+            self.scheduler.check([prompt])
+            yield prompt
 
-        Further arguments are those of :meth:`TrajectoryBatch.from_trajectories` (widths, ``packed``, …).
+    async def arun(
+        self,
+        prompts: Iterable[PromptLike],
+        n: int = 1,
+        *,
+        target_groups: int | None = None,
+        resume: Iterable[History] = (),
+        **batch: Any,
+    ) -> TrajectoryBatch:
+        """Run all prompts (or as many as ``target_groups`` takes) and return one batch, in the order of the prompts.
+
+        Arguments are those of :meth:`stream`; further ones those of :meth:`TrajectoryBatch.from_trajectories` (widths,
+        ``packed``, …).
         """
-        listed = as_prompts(prompts)
-        groups = [group async for group in self.stream(listed, n)]
-        return self.batch(groups, **batch)
+        stream = self.stream(prompts, n, target_groups=target_groups, resume=resume)
+        return self.batch([group async for group in stream], **batch)
 
     def batch(self, groups: Iterable[Group], **options: Any) -> TrajectoryBatch:
-        """Return the batch of some groups, in the order of their prompts' first appearance in the run."""
+        """Return the batch of some groups, in the order of their prompts' first appearance, without dropped ones."""
         from fsm_rollout.batch import TrajectoryBatch  # torch: only when there are tensors to make
 
         ordered = sorted(groups, key=lambda group: group.index)
-        trajectories: list[Trajectory] = [trajectory for group in ordered for trajectory in group.all]
+        kept = [group for group in ordered if not group.dropped]
+        trajectories: list[Trajectory] = [trajectory for group in kept for trajectory in group.all]
         tokenizer = self.engines[POLICY].tokenizer
         pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         return TrajectoryBatch.from_trajectories(trajectories, pad_id=pad_id or 0, **options)
@@ -182,20 +231,73 @@ class Rollout:
             for name, dispatcher in self.dispatchers.items()
         }
 
-    async def update_weights(self, weights: Any, version: int | None = None) -> int:
-        """Load new policy weights while trajectories go on, and return their version."""
-        return await self.engines[POLICY].update_weights(weights, version)
+    async def aupdate_weights(self, weights: Any, version: int | None = None) -> int:
+        """Load new policy weights (a model folder, or tensors by name) and return their version (default: one more).
+
+        May be called while trajectories run: generations pause and go on, each token carries the version that sampled
+        it, tools and interactions notice nothing.
+
+        Raises:
+            EngineError: they cannot be loaded; the engine goes on with the old ones.
+        """
+        return await self.scheduler.update_weights(weights, version)
+
+    async def asleep(self) -> None:
+        """Let all engines give their memory back (say while the policy is trained on the same GPU)."""
+        for dispatcher in self.dispatchers.values():
+            await dispatcher.pause()
+        for engine in self.engines.values():
+            await engine.sleep()
+
+    async def awake(self) -> None:
+        """Let the engines be ready again, and what waits for them go on."""
+        for engine in self.engines.values():
+            await engine.wake()
+        for dispatcher in self.dispatchers.values():
+            await dispatcher.resume()
+
+    @property
+    def carried(self) -> list[Group]:
+        """The groups that wait for the next call: ended beyond a target, or set aside unfinished."""
+        return self.scheduler.carried
 
     async def aclose(self) -> None:
-        """Close the engines that this rollout built."""
+        """Let go of what was set aside, and close the engines that this rollout built."""
+        await self.scheduler.let_go()
+        await self._close_engines()
+
+    async def _close_engines(self) -> None:
         while self._owned:
             await self._owned.pop().aclose()
 
     # -- plain --------------------------------------------------------------------------------------------------
 
-    def run(self, prompts: Iterable[Prompt | Mapping[str, Any] | str], n: int = 1, **batch: Any) -> TrajectoryBatch:
+    def run(
+        self,
+        prompts: Iterable[PromptLike],
+        n: int = 1,
+        *,
+        target_groups: int | None = None,
+        resume: Iterable[History] = (),
+        **batch: Any,
+    ) -> TrajectoryBatch:
         """Do what :meth:`arun` does, from ordinary code and from notebooks alike. Ctrl-C cancels what runs."""
-        future = self._loop().start_task_soon(lambda: self.arun(prompts, n, **batch))
+        return self._wait(lambda: self.arun(prompts, n, target_groups=target_groups, resume=resume, **batch))
+
+    def update_weights(self, weights: Any, version: int | None = None) -> int:
+        """Do what :meth:`aupdate_weights` does; also from another thread, while :meth:`run` runs in this one."""
+        return self._wait(lambda: self.aupdate_weights(weights, version))
+
+    def sleep(self) -> None:
+        """Do what :meth:`asleep` does."""
+        self._wait(self.asleep)
+
+    def wake(self) -> None:
+        """Do what :meth:`awake` does."""
+        self._wait(self.awake)
+
+    def _wait(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        future = self._loop().start_task_soon(work)
         try:
             return future.result()
         except BaseException:
@@ -211,8 +313,11 @@ class Rollout:
 
     def close(self) -> None:
         """Close the engines that this rollout built, and its event loop. Safe to call twice."""
-        if self._owned:
+        if self._owned or self.scheduler.carried:
             self._loop().call(self.aclose)
+        self._close_loop()
+
+    def _close_loop(self) -> None:
         if self._portal_context is not None:
             self._portal_context.__exit__(None, None, None)
             self._portal_context = self._portal = None

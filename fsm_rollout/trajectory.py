@@ -14,6 +14,7 @@ from typing import Any
 from fsm_rollout.errors import StreamError
 from fsm_rollout.events import (
     AnyEvent,
+    Asked,
     Attempt,
     Called,
     Charged,
@@ -25,6 +26,7 @@ from fsm_rollout.events import (
     Interacted,
     Message,
     Prompted,
+    Resumed,
     Scored,
     Suspended,
     ToolCall,
@@ -71,6 +73,7 @@ class Stream:
     """
 
     __slots__ = (
+        "awaiting",
         "context",
         "engine",
         "finish_reason",
@@ -93,6 +96,8 @@ class Stream:
         """How many of the messages the stream was opened with; no assistant message among them is this stream's."""
         self.pending_state: str | None = None
         self.tokens = TokenStream(event.ids, state=event.state, turn=turn, trained=event.trained)
+        self.awaiting = True
+        """Whether the tokens end in an assistant's header, so that the next thing is to sample."""
         self.turn_at = len(self.tokens)
         self.turn: int | None = None
         """Index of the latest generation in this stream."""
@@ -122,6 +127,8 @@ class Trajectory:
     __slots__ = (
         "_contexts",
         "agent",
+        "asked",
+        "away",
         "called",
         "calls_failed",
         "calls_seen",
@@ -134,13 +141,18 @@ class Trajectory:
         "generate_seconds",
         "group_id",
         "guarded",
+        "here",
         "interact_seconds",
+        "interrupted",
         "last",
+        "latest_at",
         "limits",
         "messages",
         "parent_id",
+        "resumptions",
         "routed",
         "sample",
+        "sampling",
         "score",
         "seed",
         "spent",
@@ -174,9 +186,10 @@ class Trajectory:
         self.date = event.date
         """When it started, as ISO 8601: what the chat template's clock shows, for good."""
         self.validate = event.validate
+        self.sampling: Mapping[str, object] = event.sampling
         self.state = event.initial
         self.visits: dict[str, int] = {event.initial: 1}
-        self.spent: dict[str, int] = {}
+        self.spent: dict[str, int] = dict(event.spent)
         self.routed: frozenset[str] = frozenset()
         """Limits that a ``limit_reached`` row has routed; each may be routed once."""
         self.streams: list[Stream] = []
@@ -187,6 +200,12 @@ class Trajectory:
         """The same, by context."""
         self.last: Generated | None = None
         """The latest generation, of any context."""
+        self.here: list[AnyEvent] = []
+        """What the present visit has done so far; when it is begun again, this is not done again."""
+        self.interrupted = False
+        """Whether the present visit was broken off once and begun again."""
+        self.asked: dict[str, int] = {}
+        """How often the environment has asked each engine."""
         self.called: list[Called] = []
         """The tool calls since the latest generation."""
         self.calls_seen = 0
@@ -205,6 +224,10 @@ class Trajectory:
         self.tool_seconds = 0.0
         self.interact_seconds = 0.0
         self.started_at = event.at
+        self.latest_at = event.at
+        self.away = 0.0
+        """Seconds between its suspensions and its resumptions."""
+        self.resumptions = 0
         self.ended_at: float | None = None
 
     @classmethod
@@ -230,8 +253,12 @@ class Trajectory:
 
     @property
     def wall_seconds(self) -> float | None:
-        """Seconds from its start to its end; ``None`` while it has not ended."""
-        return None if self.ended_at is None else self.ended_at - self.started_at
+        """Seconds from its start to its end, suspensions left out; ``None`` while it has not ended."""
+        return None if self.ended_at is None else self.elapsed(self.ended_at)
+
+    def elapsed(self, at: float) -> float:
+        """Return the seconds from its start to ``at``, without those for which it was set aside."""
+        return at - self.started_at - self.away
 
     def stream(self, context: str) -> Stream | None:
         """Return the open stream of ``context``, or ``None`` when the context has not been used yet."""
@@ -280,6 +307,9 @@ class Trajectory:
         if self.ended and not isinstance(event, Scored):
             raise StreamError(f"trajectory {self.trajectory_id} has ended; it cannot take {type(event).__name__}")
         _APPLY[type(event)](self, event)
+        self.latest_at = event.at
+        if type(event) in _DONE_IN_A_VISIT and not self.ended:
+            self.here.append(event)
 
     def _open_stream(self, context: str) -> Stream:
         try:
@@ -308,6 +338,7 @@ class Trajectory:
     def _extended(self, event: Extended) -> None:
         stream = self._open_stream(event.context)
         stream.tokens.write(event.ids, state=event.state, turn=self.turn)
+        stream.awaiting = True
         stream.glued = len(stream.messages)
         stream.pending_state = None
         self.guarded += event.guarded
@@ -333,6 +364,7 @@ class Trajectory:
             stream.tokens.sample(event.ids[piece], event.logprobs[piece], state=event.state, turn=turn, version=version)
             start += count
         stream.glued = len(stream.messages)
+        stream.awaiting = False
         stream.finish_reason = event.finish_reason
         stream.turn = turn
         if not event.resumed:
@@ -352,6 +384,9 @@ class Trajectory:
         if event.reward is not None:
             self.tool_rewards.append(event.reward)
 
+    def _asked(self, event: Asked) -> None:
+        self.asked[event.engine] = max(self.asked.get(event.engine, 0), event.index + 1)
+
     def _interacted(self, event: Interacted) -> None:
         self.interact_seconds += event.seconds
 
@@ -364,6 +399,8 @@ class Trajectory:
         if event.trigger == "limit_reached":
             self.routed |= {routing_key(str(event.limit), event.source)}
         self.transitions += 1
+        self.here = []
+        self.interrupted = False
         self.state = event.dest
         if event.stop_reason is not None:
             self.exit = event
@@ -379,6 +416,12 @@ class Trajectory:
 
     def _suspended(self, event: Suspended) -> None:
         self.suspended = event.reason
+
+    def _resumed(self, event: Resumed) -> None:
+        self.suspended = None
+        self.interrupted = True
+        self.away += event.away
+        self.resumptions += 1
 
     def _ended(self, event: Ended) -> None:
         self.stop_reason = event.stop_reason
@@ -415,10 +458,15 @@ _APPLY: Mapping[type[Event], Callable[[Trajectory, Any], None]] = {
     Extended: Trajectory._extended,
     Generated: Trajectory._generated,
     Called: Trajectory._called,
+    Asked: Trajectory._asked,
     Interacted: Trajectory._interacted,
     Charged: Trajectory._charged,
     Transitioned: Trajectory._transitioned,
     Scored: Trajectory._scored,
     Suspended: Trajectory._suspended,
+    Resumed: Trajectory._resumed,
     Ended: Trajectory._ended,
 }
+
+_DONE_IN_A_VISIT = frozenset({ContextOpened, Wrote, Generated, Called, Asked, Interacted, Charged, Scored})
+"""What a handler does through its visit (the glue before a generation is part of that generation)."""

@@ -31,11 +31,11 @@ async def sample_turn(visit: Visit, context: str, sampling: Sampling | None) -> 
     """Do what :meth:`fsm_rollout.visit.Visit.generate` promises, once it is paid for."""
     bound = visit.program.contexts[context]
     stream = visit.open_context(context)
-    going_on = stream.finish_reason in ("length", "abort") and not stream.pending
+    going_on = not stream.awaiting and not stream.pending and stream.finish_reason in ("length", "abort")
     resumed = going_on and stream.finish_reason == "abort"
-    if stream.turn is None and stream.pending:
-        stream = visit.open_with(bound, list(stream.messages))  # nothing sampled yet: the prompt itself has grown
-    elif stream.turn is not None and not going_on:
+    if stream.awaiting and stream.pending:
+        stream = visit.open_with(bound, list(stream.messages))  # nothing was sampled where a turn was to begin
+    elif not stream.awaiting and not going_on:
         stream = _glue(visit, bound, stream)
     request, cut_by = _request(visit, bound, stream, sampling, resumed=resumed)
     ticket = bound.dispatcher.submit(request, visit.deadline)
@@ -45,15 +45,15 @@ async def sample_turn(visit: Visit, context: str, sampling: Sampling | None) -> 
         try:
             await bound.dispatcher.abort(ticket)
         finally:
-            _record(visit, ticket, bound, stream, continued=going_on, resumed=resumed)
+            _record(visit, ticket, bound, stream, cut_by, continued=going_on, resumed=resumed)
         raise
-    generated = _record(visit, ticket, bound, stream, continued=going_on, resumed=resumed)
+    generated = _record(visit, ticket, bound, stream, cut_by, continued=going_on, resumed=resumed)
     if ticket.error is not None:
         raise ticket.error
     if generated is None or generated.finish_reason == "abort":
         raise EngineError(f"request {request.request_id} was aborted by the engine")
-    if generated.finish_reason == "length" and cut_by is not None:
-        raise LimitReached(cut_by)
+    if generated.cut_by is not None:
+        raise LimitReached(generated.cut_by)
     return generated
 
 
@@ -148,7 +148,14 @@ def _sampling(visit: Visit, bound: BoundContext, sampling: Sampling | None) -> S
 
 
 def _record(
-    visit: Visit, ticket: Ticket, bound: BoundContext, stream: Stream, *, continued: bool, resumed: bool
+    visit: Visit,
+    ticket: Ticket,
+    bound: BoundContext,
+    stream: Stream,
+    cut_by: str | None,
+    *,
+    continued: bool,
+    resumed: bool,
 ) -> Generated | None:
     """Record what a ticket brought. Nothing sampled and nothing said (an early abort) is no turn: None."""
     finish_reason = ticket.finish_reason or "abort"
@@ -176,6 +183,7 @@ def _record(
         attempts=attempts,
         continued=continued,
         resumed=resumed,
+        cut_by=cut_by if finish_reason == "length" else None,
         queue_seconds=admitted - ticket.submitted_at,
         seconds=now - admitted,
         cached_tokens=ticket.cached_tokens,

@@ -2,6 +2,7 @@
 
 Invariant: all that happens in a visit happens through here, so it is recorded as events and charged against the limits
 before it is done; and whatever the engine has sampled for the trajectory is recorded, also when the visit is cut off.
+A visit that was interrupted begins again, and what it had done is not done twice (:mod:`fsm_rollout.done`).
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from fsm_rollout.deadlines import Deadline, being_cancelled
 from fsm_rollout.dispatch import ABORT_GRACE
+from fsm_rollout.done import Done
 from fsm_rollout.engines.base import Request, SamplingParams
 from fsm_rollout.errors import ConfigError, PromptTooLong, StreamError, ToolError, did_you_mean
 from fsm_rollout.events import (
     AnyEvent,
+    Asked,
     Attempt,
     Called,
     Charged,
@@ -35,6 +38,7 @@ from fsm_rollout.limits import LimitReached, remaining
 from fsm_rollout.program import BoundContext, Program, shared_chat
 from fsm_rollout.seeds import derive_seed
 from fsm_rollout.tokens import as_ids
+from fsm_rollout.tools import told
 from fsm_rollout.trajectory import Stream, Trajectory
 from fsm_rollout.turn import sample_turn
 
@@ -55,6 +59,12 @@ class Visit:
         self.state = live.trajectory.state
         self._prepaid = 1 if live.program.machine.spends[self.state] == "assistant_turns" else 0
         self._visit = self.trajectory.visits[self.state]
+        self._entered = bool(self.trajectory.here)  # entering comes first: if anything was done, that was
+        self._done = Done(self.trajectory.here)
+        self._asked = dict(self.trajectory.asked)
+        for event in self.trajectory.here:
+            if isinstance(event, Asked):
+                self._asked[event.engine] = min(self._asked[event.engine], event.index)
         self._sampling_in: dict[str, asyncio.Task[Any]] = {}
         self._over = False
         self._rng: random.Random | None = None
@@ -64,6 +74,11 @@ class Visit:
     def clock(self) -> float:
         """Return the scheduler's time in seconds (virtual in simulation)."""
         return asyncio.get_running_loop().time()
+
+    @property
+    def resumed(self) -> bool:
+        """Whether this visit was interrupted and has begun again; what it had recorded is not done twice."""
+        return self.trajectory.interrupted
 
     @property
     def rng(self) -> random.Random:
@@ -110,7 +125,8 @@ class Visit:
 
     def charge(self, limit: str) -> None:
         """Spend one of a counted limit, or raise ``LimitReached``."""
-        self.emit(Charged(at=self.clock(), limit=limit))
+        if self._done.take(Charged, limit) is None:
+            self.emit(Charged(at=self.clock(), limit=limit))
         self.check(limit)
 
     def facts(self) -> dict[str, Any]:
@@ -137,6 +153,11 @@ class Visit:
     def enter(self) -> None:
         """Do what every working state does on entry: reset its context, write its prompt."""
         spec = self.program.graph.states[self.state]
+        if spec.prompt is None and not spec.reset:
+            return
+        if self._entered:
+            self._done.take(Wrote, spec.context)  # unless it opened a stream, of which no operation asks
+            return
         text = self.program.prompts[self.state].render(self.facts()) if spec.prompt is not None else None
         prompt: list[Message] | None = None if text is None else [{"role": "user", "content": text}]
         if spec.reset:
@@ -192,7 +213,7 @@ class Visit:
 
     def write(self, messages: Sequence[Message], *, context: str) -> None:
         """Append the environment's messages to a context; they enter its tokens with the next generation."""
-        if messages:
+        if messages and self._done.take(Wrote, context) is None:
             self.open_context(context)
             self.emit(Wrote(at=self.clock(), context=context, state=self.state, messages=list(messages)))
 
@@ -223,6 +244,13 @@ class Visit:
             self._prepaid -= 1
         else:
             self.charge("assistant_turns")
+        done = self._done.take(Generated, context)
+        while done is not None and done.finish_reason == "abort":  # the sampling below goes on from there
+            done = self._done.take(Generated, context)
+        if done is not None:
+            if done.cut_by is not None:
+                raise LimitReached(done.cut_by)
+            return done
         if context in self._sampling_in:
             raise StreamError(f"two generations at once in context '{context}'; give each a context of its own")
         task = asyncio.current_task()
@@ -245,6 +273,14 @@ class Visit:
         """
         if not prepaid:
             self.charge("tool_calls")
+        called = self._done.take(Called, attempt.id)
+        if called is None:
+            called = self._interrupted_call(attempt) or await self._make_call(attempt)
+        if called.failure is not None and called.tries and self.live.scheduler.on_tool_failure == "end":
+            raise ToolError(f"tool '{called.name}' failed for good: {called.failure}")
+        return called
+
+    async def _make_call(self, attempt: ToolCall | Attempt) -> Called:
         last = self.trajectory.last
         bound = self.program.contexts[last.context if last is not None else MAIN]
         result = await self.live.tools.call(attempt, context=bound.name, tokenizer=bound.dispatcher.engine.tokenizer)
@@ -264,24 +300,37 @@ class Visit:
             child_id=result.child_id,
         )
         self.emit(called)
-        if called.failure is not None and called.tries and self.live.scheduler.on_tool_failure == "end":
-            raise ToolError(f"tool '{called.name}' failed for good: {called.failure}")
         return called
 
-    def record_unfinished_call(self, attempt: ToolCall | Attempt, failure: str, told: str) -> None:
-        """Record a call that was cut off, with what the model is told about it."""
+    def _interrupted_call(self, attempt: ToolCall | Attempt) -> Called | None:
+        """Answer a call that may have been made before the visit was interrupted, if it must not be made twice."""
+        tool = self.program.graph.tools.get(attempt.name) if isinstance(attempt, ToolCall) else None
+        if tool is None or tool.repeatable or not self.resumed:
+            return None
+        return self.record_unfinished_call(attempt, "interrupted", told.interrupted(attempt.name))
+
+    def record_unfinished_call(self, attempt: ToolCall | Attempt, failure: str, text: str) -> Called:
+        """Record a call that was cut off, with what the model is told about it, and return the event."""
         name = attempt.name if isinstance(attempt, ToolCall) else ""
         arguments = attempt.arguments if isinstance(attempt, ToolCall) else {}
-        self.emit(
-            Called(
-                at=self.clock(), state=self.state, id=attempt.id, name=name, arguments=arguments, result=told,
-                failure=failure,
-            )
-        )  # fmt: skip
+        called = Called(
+            at=self.clock(),
+            state=self.state,
+            id=attempt.id,
+            name=name,
+            arguments=arguments,
+            result=text,
+            failure=failure,
+        )
+        self.emit(called)
+        return called
 
     async def interact(self, context: str) -> Reply:
         """Let the state's interaction answer a context, and return its reply."""
         stream = self.open_context(context)
+        done = self._done.take(Interacted, context)
+        if done is not None:
+            return Reply(done.content, done.score, done.done)
         conversation = Conversation(
             messages=list(stream.messages),
             trajectory=self.trajectory,
@@ -291,14 +340,29 @@ class Visit:
         )
         started = self.clock()
         reply = await self.live.interaction(self.state).reply(conversation)
-        self.emit(Interacted(at=self.clock(), state=self.state, context=context, seconds=self.clock() - started))
+        self.emit(
+            Interacted(
+                at=self.clock(),
+                state=self.state,
+                context=context,
+                seconds=self.clock() - started,
+                content=reply.content,
+                score=reply.score,
+                done=reply.done,
+            )
+        )
         return reply
 
     async def ask(self, engine: str, messages: Sequence[Message], sampling: Sampling | None = None) -> str:
         """Ask a model on a named engine, in its own tokenizer and template, and return its text.
 
-        Nothing of this enters a stream or is charged: it is the environment's own business.
+        Nothing of this enters a stream or is charged: it is the environment's own business. What was said is recorded.
         """
+        index = self._asked.get(engine, 0)
+        self._asked[engine] = index + 1
+        done = self._done.take(Asked, (engine, index))
+        if done is not None:
+            return done.text
         dispatchers = self.live.scheduler.dispatchers
         if engine not in dispatchers:
             raise ConfigError(f"engine '{engine}' is not one of the run's{did_you_mean(engine, dispatchers)}")
@@ -309,8 +373,6 @@ class Visit:
         room = dispatcher.engine.max_context - len(ids)
         if room < 1:
             raise PromptTooLong(f"engine '{engine}': a prompt of {len(ids)} tokens leaves no room to answer")
-        index = self.live.asked.get(engine, 0)
-        self.live.asked[engine] = index + 1
         request = Request(
             request_id=f"{self.trajectory.trajectory_id}/ask/{engine}/{index}",
             ids=ids,
@@ -336,8 +398,23 @@ class Visit:
         if ticket.error is not None:
             raise ticket.error
         stop_ids = request.sampling.stop_ids
-        return chat.decode(ticket.ids[:-1] if len(ticket.ids) and ticket.ids[-1] in stop_ids else ticket.ids)
+        text = chat.decode(ticket.ids[:-1] if len(ticket.ids) and ticket.ids[-1] in stop_ids else ticket.ids)
+        now = self.clock()
+        self.emit(
+            Asked(
+                at=now,
+                engine=engine,
+                index=index,
+                state=self.state,
+                text=text,
+                tokens=len(ticket.ids),
+                seconds=now - ticket.submitted_at,
+            )
+        )
+        return text
 
     def score_turn(self, turn: int, value: float) -> None:
         """Give a score to the turn with that generation index."""
+        if self._done.take(Scored, turn) is not None:
+            return
         self.emit(Scored(at=self.clock(), value=float(value), turn=turn, source=self.state))

@@ -47,7 +47,7 @@ def test_async_run_and_stream() -> None:
         await rollout.aclose()
         return len(batch), seen
 
-    assert asyncio.run(main()) == (2, ["0"])
+    assert asyncio.run(main()) == (2, ["2"])  # the third prompt of this rollout
 
 
 def test_it_closes_what_it_built_and_only_that() -> None:

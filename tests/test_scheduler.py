@@ -579,14 +579,14 @@ def test_tools_are_told_whose_call_it_is() -> None:
     assert [m["content"] for m in only(groups).streams[0].messages if m["role"] == "tool"] == ["p0 p0/0"]
 
 
-def test_a_journal_holds_one_run(tmp_path: Path) -> None:
+def test_a_journal_holds_an_id_once(tmp_path: Path) -> None:
     engine = ScriptedEngine(["x"], tokenizer=tokenizer())
 
     async def main() -> None:
         with Journal(tmp_path / "journal.sqlite") as journal:
             scheduler = Scheduler({"a": agent(SINGLE)}, {"policy": Dispatcher(engine)}, journal=journal)
             assert len([group async for group in scheduler.run(prompts())]) == 1
-            with pytest.raises(ConfigError, match="a journal holds one run"):
+            with pytest.raises(ConfigError, match="is in the journal already"):
                 await anext(scheduler.run(prompts()))
 
     asyncio.run(main())

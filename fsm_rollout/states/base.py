@@ -41,6 +41,9 @@ class State(ABC):
     async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
         """Do the state's work and return one of the declared triggers as an outcome.
 
+        After a suspension or a crash it runs again from its start, and what the visit had recorded is not done twice:
+        the same operations return what they returned. So let its steps follow from the trajectory and ``visit.rng``.
+
         What it raises becomes the trigger ``failed``. Being cancelled is how a timeout reaches it: let it pass, or
         your visit cannot be ended. Tasks that it starts must have ended when it returns.
         """

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class CallTools(State):
     """Runs the attempted calls, at most ``parallel`` at once, and writes one tool message each, in the calls' order.
 
-    Broken calls are answered too, so nothing that looks like a call is ever passed over. Calls that an earlier,
-    interrupted visit has finished are not made again.
+    Broken calls are answered too, so nothing that looks like a call is ever passed over. Calls that an earlier visit
+    has finished are not made again.
     """
 
     triggers = BUILT_IN_HANDLERS["call_tools"].triggers
@@ -34,7 +34,7 @@ class CallTools(State):
                 await visit.call_tool(attempt, prepaid=True)
 
         async with asyncio.TaskGroup() as calls:
-            for attempt in self._open(trajectory):
+            for attempt in self._due(trajectory):
                 calls.create_task(call(attempt))
         self._tell(trajectory, visit)
         visit.check("bad_calls")
@@ -46,6 +46,13 @@ class CallTools(State):
             name = attempt.name if isinstance(attempt, ToolCall) else "call"
             visit.record_unfinished_call(attempt, "timed_out", told.timed_out(name, self.spec.timeout))
         self._tell(trajectory, visit)
+
+    @staticmethod
+    def _due(trajectory: Trajectory) -> list[ToolCall | Attempt]:
+        """Return the calls of this visit, with those that it had finished before it was interrupted."""
+        here = {event.id for event in trajectory.here if isinstance(event, Called)}
+        before = {called.id for called in trajectory.called} - here
+        return [attempt for attempt in trajectory.attempts if attempt.id not in before]
 
     @staticmethod
     def _open(trajectory: Trajectory) -> list[ToolCall | Attempt]:

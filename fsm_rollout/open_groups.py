@@ -1,0 +1,74 @@
+"""Groups under way, and the runs they belong to: what is there, what is still to do.
+
+Invariant: a group belongs to one run at a time. It leaves a run once: handed over when all its samples are done, or
+carried when the run has reached its target before that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from fsm_rollout.live import Group, LiveTrajectory
+from fsm_rollout.program import Program
+
+
+@dataclass(slots=True, eq=False)
+class OpenGroup:
+    """A group that has not been handed over."""
+
+    group: Group
+    program: Program
+    n: int
+    live: dict[int, LiveTrajectory] = field(default_factory=dict)
+    """What has begun, by sample."""
+    attempts: dict[int, int] = field(default_factory=dict)
+    """How many attempts of a sample were given up."""
+    left: int = 0
+    """How many samples of the present run are not done."""
+
+    def begun(self, live: LiveTrajectory) -> None:
+        """Take a sample in; the groups' trajectories are in the order of samples."""
+        old = self.live.get(live.trajectory.sample)
+        self.live[live.trajectory.sample] = live
+        if old is not None:
+            self.group.replace(old.trajectory, live.trajectory)
+        else:
+            self.group.trajectories.append(live.trajectory)
+            self.group.trajectories.sort(key=lambda trajectory: trajectory.sample)
+
+    def next_id(self, sample: int) -> str:
+        """Return the id of the next attempt at a sample: ``group/sample``, then ``group/sample~1`` and so on."""
+        attempt = self.attempts.get(sample, 0)
+        return f"{self.group.group_id}/{sample}" + (f"~{attempt}" if attempt else "")
+
+    def give_up(self, live: LiveTrajectory) -> None:
+        """Count an attempt out, so that the sample is begun anew."""
+        sample = live.trajectory.sample
+        self.attempts[sample] = self.attempts.get(sample, 0) + 1
+        live.requeue = False
+
+    @property
+    def todo(self) -> list[int]:
+        """The samples that are not done: not begun, set aside, or given up."""
+        return [
+            sample
+            for sample in range(self.n)
+            if sample not in self.live
+            or not self.live[sample].trajectory.ended
+            or self.live[sample].trajectory.trajectory_id != self.next_id(sample)
+        ]
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """One call of :meth:`fsm_rollout.scheduler.Scheduler.run`."""
+
+    number: int
+    ended: asyncio.Queue[Group | None] = field(default_factory=asyncio.Queue)
+    """The groups to hand over, then ``None``."""
+    open: dict[str, OpenGroup] = field(default_factory=dict)
+    over: bool = False
+    """Whether it has reached its target: nothing begins any more, and what runs is set aside."""
+    closing: bool = False
+    """Whether nobody listens any more."""

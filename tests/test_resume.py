@@ -1,0 +1,569 @@
+"""Going on: after a crash at any event, after a suspension at any time, in the next call of a partial rollout."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from embedded import tokenizer
+from hypothesis import given, note
+from hypothesis import strategies as st
+from laws.agents import agents
+from laws.world import call, scripted, turns
+
+import fsm_rollout as fr
+from fsm_rollout import journal
+from fsm_rollout.dispatch import Dispatcher
+from fsm_rollout.engines.base import Request
+from fsm_rollout.engines.scripted import ScriptedEngine, Turn
+from fsm_rollout.errors import ConfigError, JournalError
+from fsm_rollout.events import AnyEvent, decode, encode
+from fsm_rollout.graph import AgentGraph, Interaction, Sampling
+from fsm_rollout.interactions import Conversation, Reply
+from fsm_rollout.live import Group
+from fsm_rollout.prompts import Prompt
+from fsm_rollout.rewards import GroupFilter, Reward, scores_differ
+from fsm_rollout.scheduler import Scheduler
+from fsm_rollout.testing import run_virtual
+from fsm_rollout.tools import ToolContext
+from fsm_rollout.trajectory import Trajectory
+
+SCRIPTS = st.lists(turns(failures=False), min_size=1, max_size=6)
+
+
+class Replying:
+    """Replies twice, by what the trajectory says, then is done; asks a model in between."""
+
+    async def reply(self, conversation: Conversation) -> Reply:
+        await asyncio.sleep(0.3)
+        if conversation.replies >= 2:
+            return Reply(None, score=0.25, done=True)
+        said = await conversation.ask("judge", [{"role": "user", "content": "How was it?"}], Sampling(max_tokens=8))
+        return Reply(f"Go on, {said.encode().hex()[:8]}.", score=0.5)
+
+
+class Bench:
+    """An engine, its scheduler and all events, in order."""
+
+    def __init__(self, graph: AgentGraph, script: Callable[[Request], Turn], **options: Any) -> None:
+        if graph.interaction is not None:
+            graph = graph.model_copy(update={"interaction": Interaction(use="test_resume:Replying")})
+        self.engine = ScriptedEngine(script, tokenizer=tokenizer(), log=True)
+        self.log: list[tuple[str, AnyEvent]] = []
+        self.scheduler = Scheduler(
+            {graph.agent: graph},
+            {name: Dispatcher(self.engine) for name in ("policy", "judge")},
+            listeners=[lambda trajectory, event: self.log.append((trajectory.trajectory_id, event))],
+            **options,
+        )
+
+    async def run(self, n: int = 2, prompts: int = 2, **options: Any) -> list[Group]:
+        return [group async for group in self.scheduler.run(listed(prompts), n, **options)]
+
+
+def listed(count: int, start: int = 0) -> list[Prompt]:
+    return [
+        Prompt(prompt_id=f"p{i}", messages=({"role": "user", "content": f"Question {i}?"},))
+        for i in range(start, start + count)
+    ]
+
+
+def outline(groups: Sequence[Group]) -> dict[str, Any]:
+    """All that must not depend on where a run was interrupted."""
+    return {
+        t.trajectory_id: (
+            t.stop_reason, t.visits, t.spent, t.turn_scores, t.tool_rewards, t.turn, t.asked,
+            [(s.context, s.tokens.ids.tolist(), s.tokens.spans, s.messages) for s in t.streams],
+        )
+        for group in sorted(groups, key=lambda group: group.index)
+        for t in group.trajectories
+    }  # fmt: skip
+
+
+def histories(log: Sequence[tuple[str, AnyEvent]]) -> list[list[AnyEvent]]:
+    """What a journal holds of some events: by trajectory, in order, packed and unpacked."""
+    found: dict[str, list[AnyEvent]] = defaultdict(list)
+    for trajectory_id, event in log:
+        found[trajectory_id].append(decode(encode(event)))
+    return list(found.values())
+
+
+@given(agents(timeouts=False), SCRIPTS, st.floats(0, 1))
+def test_a_run_killed_at_any_event_goes_on_to_the_same_end(graph: AgentGraph, script: list[Turn], part: float) -> None:
+    """Law 6: nothing is done twice, nothing is lost, and every token is the one that it would have been."""
+
+    def choose(request: Request) -> Turn:
+        return scripted(script, request)
+
+    whole = Bench(graph, choose)
+    expected = outline(run_virtual(whole.run()))
+    cut = round(part * len(whole.log))
+    note(f"cut after {cut} of {len(whole.log)}: {[type(e).__name__ for _, e in whole.log[max(0, cut - 4) : cut]]}")
+    again = Bench(graph, choose)
+    groups = run_virtual(again.run(resume=histories(whole.log[:cut])))
+    assert outline(groups) == expected
+    assert [group.index for group in sorted(groups, key=lambda group: group.index)] == [0, 1]
+    for history in histories(again.log):
+        trajectory = Trajectory.fold(history)
+        live = next(t for group in groups for t in group.all if t.trajectory_id == trajectory.trajectory_id)
+        assert trajectory == live
+
+
+@given(agents(timeouts=False), SCRIPTS, st.floats(0, 6), st.integers(1, 2))
+def test_a_run_set_aside_at_any_time_goes_on_to_the_same_end(
+    graph: AgentGraph, script: list[Turn], at: float, times: int
+) -> None:
+    def choose(request: Request) -> Turn:
+        return scripted(script, request)
+
+    expected = outline(run_virtual(Bench(graph, choose).run()))
+    bench = Bench(graph, choose)
+
+    async def main() -> list[Group]:
+        groups: list[Group] = []
+        for _ in range(times):
+            asyncio.get_running_loop().call_later(at, bench.scheduler.stop, "asked")
+            resume = [trajectory for group in groups for trajectory in group.all]
+            groups = await bench.run(resume=resume)
+            await asyncio.sleep(100.0)  # away for a while, which counts against nothing
+        return await bench.run(resume=[trajectory for group in groups for trajectory in group.all])
+
+    groups = run_virtual(main())
+    assert outline(groups) == expected
+    for group in groups:
+        for trajectory in group.trajectories:
+            assert trajectory.ended
+            assert trajectory.suspended is None
+
+
+# -- partial rollouts ----------------------------------------------------------------------------------------------
+
+SINGLE = {
+    "states": {"PENDING": {}, "GENERATING": {"timeout": 100.0, "sampling": {"max_tokens": 64}}},
+    "transitions": [
+        {"trigger": "prompted", "source": "PENDING", "dest": "GENERATING"},
+        {"trigger": "generated", "source": "GENERATING", "dest": "TERMINATED"},
+    ],
+}
+TOOLS = {
+    "states": {"PENDING": {}, "GENERATING": {"timeout": 100.0}, "PROCESSING_TOOLS": {"timeout": 200.0}},
+    "transitions": [
+        {"trigger": "prompted", "source": "PENDING", "dest": "GENERATING"},
+        {
+            "trigger": "generated", "source": "GENERATING", "dest": "PROCESSING_TOOLS",
+            "conditions": [{"name": "has_tool_calls"}],
+        },
+        {"trigger": "generated", "source": "GENERATING", "dest": "TERMINATED"},
+        {"trigger": "tools_done", "source": "PROCESSING_TOOLS", "dest": "GENERATING"},
+    ],
+}  # fmt: skip
+
+
+def single() -> AgentGraph:
+    return AgentGraph(agent="a", limits={"assistant_turns": 6, "tool_calls": 6}, **SINGLE)
+
+
+def with_tool(use: str, **more: Any) -> AgentGraph:
+    tools = {"tool": {"use": use, "timeout": 50.0, **more}}
+    return AgentGraph(agent="a", limits={"assistant_turns": 6, "tool_calls": 6}, tools=tools, **TOOLS)
+
+
+def slow(seconds: dict[str, float]) -> Callable[[Request], Turn]:
+    """Ten pieces of words, each `seconds` of the prompt's id long."""
+    return lambda request: Turn(text="word " * 10, delay=seconds.get(request.group_id, 0.1), chunks=10)
+
+
+def ids_of(trajectory: Trajectory) -> list[int]:
+    return trajectory.streams[-1].tokens.response_ids().tolist()
+
+
+def test_a_target_is_enough_and_the_rest_goes_on_in_the_next_run_on_new_weights() -> None:
+    bench = Bench(single(), slow({"p0": 0.3, "p1": 0.1, "p2": 0.2, "p3": 0.4}))
+
+    async def main() -> tuple[list[Group], list[Group], list[Group]]:
+        first = await bench.run(n=2, prompts=4, target_groups=2)
+        aside = bench.scheduler.carried
+        assert not bench.engine.load().running, "the rest is aborted"
+        await bench.scheduler.update_weights({}, 7)
+        second = [group async for group in bench.scheduler.run(listed(1, start=9), 2)]
+        return first, aside, second
+
+    first, aside, second = run_virtual(main())
+    assert [group.group_id for group in first] == ["p1", "p2"]
+    assert [group.group_id for group in aside] == ["p0", "p3"]
+    assert sorted(group.group_id for group in second) == ["p0", "p3", "p9"]
+    assert bench.scheduler.carried == []
+    whole = tokenizer().encode("word " * 10) + [tokenizer().eos_token_id]
+    for group in second:
+        assert [t.stop_reason for t in group.trajectories] == ["answered"] * 2
+        for trajectory in group.trajectories:
+            versions = trajectory.streams[0].tokens.response_versions().tolist()
+            assert ids_of(trajectory) == whole, "it goes on where it was, and nothing is sampled twice"
+            assert versions == sorted(versions)
+            assert set(versions) == ({7} if group.group_id == "p9" else {0, 7})
+    asked = [line.what for line in bench.engine.log if isinstance(line.what, Request)]
+    for request in asked:  # what goes on sends what it has, and asks for the rest
+        assert request.sampling.max_tokens == 64 - request.sampled
+
+
+def test_what_ends_beyond_the_target_comes_first_in_the_next_run() -> None:
+    bench = Bench(single(), slow({}))  # all groups end at the same moment
+
+    async def main() -> list[list[str]]:
+        runs = [await bench.run(prompts=5, target_groups=2)]
+        for _ in range(3):
+            runs.append([group async for group in bench.scheduler.run([], target_groups=2)])
+        return [[group.group_id for group in run] for run in runs]
+
+    runs = run_virtual(main())
+    assert [len(run) for run in runs] == [2, 2, 1, 0]
+    assert sorted(sum(runs, [])) == ["p0", "p1", "p2", "p3", "p4"]
+
+
+def test_a_target_takes_no_more_prompts_than_it_needs_and_begins_what_is_missing_of_a_group_later() -> None:
+    bench = Bench(single(), slow({}), concurrency=3)
+    taken: list[str] = []
+
+    def endless() -> Iterator[Prompt]:
+        for i in range(1000):
+            taken.append(f"p{i}")
+            yield listed(1, start=i)[0]
+
+    async def main() -> tuple[list[Group], list[Group]]:
+        source = endless()
+        first = [group async for group in bench.scheduler.run(source, 2, target_groups=2)]
+        second = [group async for group in bench.scheduler.run(source, 2, target_groups=3)]
+        await bench.scheduler.let_go()
+        return first, second
+
+    first, second = run_virtual(main())
+    assert len(first) == 2
+    assert len(second) == 3
+    assert len(taken) < 10
+    for group in first + second:
+        assert [t.trajectory_id for t in group.trajectories] == [f"{group.group_id}/0", f"{group.group_id}/1"]
+        assert group.ended
+
+
+def test_a_group_filter_drops_and_a_target_refills() -> None:
+    bench = Bench(
+        single(), lambda request: Turn(text="word", delay=float(request.group_id[1:]) + 0.1),
+        reward=Reward(lambda trajectory: trajectory.sample if trajectory.group_id in ("p1", "p3", "p4") else 1.0),
+        group_filter=GroupFilter(scores_differ),
+    )  # fmt: skip
+
+    async def main() -> list[Group]:
+        groups = await bench.run(prompts=6, target_groups=2)
+        await bench.scheduler.let_go()
+        return groups
+
+    groups = run_virtual(main())
+    assert [(group.group_id, group.dropped) for group in groups] == [
+        ("p0", True), ("p1", False), ("p2", True), ("p3", False),
+    ]  # fmt: skip
+
+
+def test_a_filter_that_fails_keeps_the_group() -> None:
+    def broken(group: Sequence[Trajectory]) -> bool:
+        raise RuntimeError("no")
+
+    bench = Bench(single(), slow({}), group_filter=GroupFilter(broken))
+    assert [group.dropped for group in run_virtual(bench.run())] == [False, False]
+    with pytest.raises(ConfigError, match="must take one argument, a group"):
+        GroupFilter(lambda: True)
+
+
+OPENED: list[str] = []
+
+
+class Notebook:
+    """A tool that remembers: one per trajectory, closed at its end."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    async def create(self, context: ToolContext) -> None:
+        OPENED.append(f"+{context.trajectory_id}")
+
+    async def execute(self, line: str) -> str:
+        """Write a line down and read them all.
+
+        Args:
+            line: What to write.
+        """
+        self.lines.append(line)
+        return " ".join(self.lines)
+
+    async def release(self) -> None:
+        OPENED.append("-")
+
+
+def test_what_is_carried_keeps_its_tools_open() -> None:
+    def choose(request: Request) -> Turn:
+        if request.group_id == "p1":
+            return Turn(text="done", delay=3.0)
+        calls = [call("tool", "one"), call("tool", "two"), "done"]
+        return Turn(text=calls[request.turn].replace('"text"', '"line"'), delay=2.0)
+
+    OPENED.clear()
+    bench = Bench(with_tool("test_resume:Notebook"), choose)
+
+    async def main() -> tuple[list[str], list[Group]]:
+        await bench.run(n=1, prompts=2, target_groups=1)
+        before = list(OPENED)
+        return before, [group async for group in bench.scheduler.run([])]
+
+    before, (group,) = run_virtual(main())
+    assert before == ["+p0/0"], "set aside in its second turn, and still open"
+    told = [m["content"] for m in group.trajectories[0].streams[0].messages if m["role"] == "tool"]
+    assert told == ["one", "one two"]
+    assert OPENED == ["+p0/0", "-"]
+
+    async def given_up() -> list[Group]:
+        OPENED.clear()
+        await bench.run(n=1, prompts=2, target_groups=1)
+        return await bench.scheduler.let_go()
+
+    (group,) = run_virtual(given_up())
+    assert group.trajectories[0].suspended == "carried"
+    assert OPENED[-1] == "-"
+
+
+CALLED: list[str] = []
+
+
+async def pay(text: str) -> str:
+    """Pay somebody.
+
+    Args:
+        text: Whom.
+    """
+    CALLED.append(text)
+    await asyncio.sleep(10.0)
+    return f"paid {text}"
+
+
+@pytest.mark.parametrize("repeatable", [True, False])
+def test_a_call_cut_off_by_an_interruption_is_made_again_only_if_it_may_be(repeatable: bool) -> None:
+    CALLED.clear()
+    script = [call("tool", "bob"), "done"]
+    bench = Bench(
+        with_tool("test_resume:pay", repeatable=repeatable), lambda request: Turn(text=script[request.turn], delay=1.0)
+    )
+
+    async def main() -> list[Group]:
+        asyncio.get_running_loop().call_later(5.0, bench.scheduler.stop, "asked")
+        groups = await bench.run(n=1, prompts=1)
+        return await bench.run(n=1, prompts=1, resume=groups[0].trajectories)
+
+    (group,) = run_virtual(main())
+    (trajectory,) = group.trajectories
+    told = [m["content"] for m in trajectory.streams[0].messages if m["role"] == "tool"]
+    assert CALLED == ["bob"] * (2 if repeatable else 1)
+    assert told == (["paid bob"] if repeatable else [told[0]])
+    if not repeatable:
+        assert "interrupted and may have had its effect" in told[0]
+    assert trajectory.spent["tool_calls"] == 1
+
+
+# -- weights and staleness -----------------------------------------------------------------------------------------
+
+
+def test_weights_change_while_generations_wait_and_tools_go_on() -> None:
+    CALLED.clear()
+    script = [call("tool", "bob"), "word " * 10]
+    bench = Bench(
+        with_tool("test_resume:pay"), lambda request: Turn(text=script[request.turn], delay=1.0, chunks=1 + request.turn * 9)
+    )  # fmt: skip
+
+    async def main() -> list[Group]:
+        async def train() -> None:
+            await asyncio.sleep(5.0)  # in the tool
+            await bench.scheduler.update_weights({})
+            await asyncio.sleep(11.0)  # in the second generation, half sampled
+            assert await bench.scheduler.update_weights({}, 5) == 5
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(train())
+            groups = tasks.create_task(bench.run(n=1, prompts=1))
+        return groups.result()
+
+    ((trajectory,),) = [group.trajectories for group in run_virtual(main())]
+    tokens = trajectory.streams[0].tokens
+    versions = [span.version for span in tokens.sampled()]
+    assert versions == [0, 1, 5]
+    logged = [line.what for line in bench.engine.log if not isinstance(line.what, Request) and len(line.what.ids)]
+    expected = [chunk.weight_version for chunk in logged for _ in chunk.ids]
+    assert [v for v in tokens.response_versions().tolist() if v >= 0] == expected
+
+
+def test_visit_timeouts_stand_still_during_an_update() -> None:
+    class Slow(ScriptedEngine):
+        async def update_weights(self, weights: Any, version: int | None = None) -> int:
+            await asyncio.sleep(500.0)  # longer than the visit's timeout
+            return await super().update_weights(weights, version)
+
+    bench = Bench(single(), slow({"p0": 1.0}))
+    bench.engine = Slow(slow({"p0": 1.0}), tokenizer=tokenizer(), log=True)
+    for dispatcher in bench.scheduler.dispatchers.values():
+        dispatcher.engine = bench.engine
+
+    async def main() -> list[Group]:
+        async def train() -> None:
+            await asyncio.sleep(3.0)
+            await bench.scheduler.update_weights({})
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(train())
+            groups = tasks.create_task(bench.run(n=1, prompts=1))
+        return groups.result()
+
+    (group,) = run_virtual(main())
+    assert group.trajectories[0].stop_reason == "answered"
+
+
+@pytest.mark.parametrize("requeue", [True, False])
+def test_what_falls_too_far_behind_is_given_up(requeue: bool) -> None:
+    bench = Bench(
+        single(), slow({"p0": 1.0, "p1": 0.5}), max_staleness=1, requeue_stale=requeue, reward=Reward(lambda t: 1.0)
+    )
+
+    async def main() -> list[Group]:
+        async def train() -> None:
+            for at in (2.0, 5.5):  # p1 has ended by then
+                await asyncio.sleep(at - asyncio.get_running_loop().time() % 1000)
+                await bench.scheduler.update_weights({})
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(train())
+            groups = tasks.create_task(bench.run(n=2, prompts=2))
+        return groups.result()
+
+    groups = {group.group_id: group for group in run_virtual(main())}
+    assert [t.stop_reason for t in groups["p1"].trajectories] == ["answered"] * 2
+    old = groups["p0"]
+    given_up = old.discarded if requeue else old.trajectories
+    assert [t.stop_reason for t in given_up] == ["cancelled"] * 2
+    assert all((t.detail or "").startswith("stale: it has tokens of version 0") for t in given_up)
+    if requeue:
+        assert [t.trajectory_id for t in old.trajectories] == ["p0/0~1", "p0/1~1"]
+        assert [t.stop_reason for t in old.trajectories] == ["answered"] * 2
+        assert all(set(t.streams[0].tokens.response_versions().tolist()) == {2} for t in old.trajectories)
+        assert len({t.seed for t in old.trajectories + old.discarded}) == 4
+    assert not any(t in old.discarded for t in old.all)
+
+
+def test_what_was_carried_and_is_stale_by_then_begins_anew() -> None:
+    bench = Bench(single(), slow({"p0": 0.3}), max_staleness=0)
+
+    async def main() -> list[Group]:
+        await bench.run(n=1, prompts=2, target_groups=1)
+        await bench.scheduler.update_weights({})
+        return [group async for group in bench.scheduler.run([])]
+
+    (group,) = run_virtual(main())
+    assert [t.trajectory_id for t in group.trajectories] == ["p0/0~1"]
+    assert [t.stop_reason for t in group.discarded] == ["cancelled"]
+
+
+# -- through the front door ----------------------------------------------------------------------------------------
+
+
+def test_a_rollout_resumes_from_a_journal(tmp_path: Path) -> None:
+    spec = {"kind": "scripted", "turns": [{"text": "word " * 10, "delay": 0.2, "chunks": 4}]}
+    texts = ["one", "two"]
+    with journal.Journal(tmp_path / "whole.sqlite") as kept, fr.Rollout(single(), spec, journal=kept) as rollout:
+        whole = rollout.run(texts, n=2)
+
+    async def cut() -> None:
+        with journal.Journal(tmp_path / "first.sqlite") as kept:
+            rollout = fr.Rollout(single(), spec, journal=kept)
+            asyncio.get_running_loop().call_later(0.3, rollout.scheduler.stop, "asked")
+            await rollout.arun(texts, n=2)
+            await rollout.aclose()
+
+    asyncio.run(cut())
+    assert {t.suspended for t in journal.read(tmp_path / "first.sqlite")} == {"asked"}
+    with journal.Journal(tmp_path / "second.sqlite") as kept, fr.Rollout(single(), spec, journal=kept) as rollout:
+        batch = rollout.run(texts, n=2, resume=journal.histories(tmp_path / "first.sqlite"))
+    for key in ("input_ids", "response_mask", "rollout_log_probs", "weight_versions"):
+        assert batch.tensordict[key].equal(whole.tensordict[key])
+    again = {t.trajectory_id: t for t in journal.read(tmp_path / "second.sqlite")}
+    assert all(t.ended and t.resumptions == 1 for t in again.values())
+
+
+def test_what_cannot_be_resumed_says_why(tmp_path: Path) -> None:
+    bench = Bench(single(), slow({}))
+    (group, _) = run_virtual(bench.run())
+    other = Bench(single().model_copy(update={"agent": "b"}), slow({}))
+    with pytest.raises(ConfigError, match="agent 'a' of a trajectory to resume is not one of the run's"):
+        run_virtual(other.run(resume=group.trajectories))
+    with journal.Journal(tmp_path / "j.sqlite") as kept:
+        third = Bench(single(), slow({}), journal=kept)
+        stopped = Bench(single(), slow({"p0": 5.0}))
+
+        async def suspended() -> list[Group]:
+            asyncio.get_running_loop().call_later(1.0, stopped.scheduler.stop, "asked")
+            return await stopped.run(n=1, prompts=1)
+
+        (group,) = run_virtual(suspended())
+        with pytest.raises(JournalError, match="'prompted' comes first"):
+            run_virtual(third.run(n=1, prompts=1, resume=group.trajectories))
+
+
+def test_two_steps_of_one_rollout_are_different_samples() -> None:
+    bench = Bench(single(), slow({}))
+
+    async def main() -> list[Group]:
+        return [*await bench.run(), *await bench.run()]
+
+    trajectories = [t for group in run_virtual(main()) for t in group.trajectories]
+    assert len({t.seed for t in trajectories}) == len(trajectories) == 8
+
+
+
+
+def test_prompts_that_raise_leave_no_trajectory_without_an_end() -> None:
+    def source() -> Iterator[Prompt]:
+        yield from listed(2)
+        raise RuntimeError("the data set is broken")
+
+    bench = Bench(single(), slow({}))
+
+    async def main() -> None:
+        async for _ in bench.scheduler.run(source()):
+            pass
+
+    with pytest.raises(RuntimeError, match="the data set is broken"):
+        run_virtual(main())
+    for history in histories(bench.log):
+        assert Trajectory.fold(history).stop_reason == "cancelled"
+
+
+def test_a_turn_of_which_nothing_came_is_asked_for_again_without_a_second_header() -> None:
+    """A row that leads from a timeout back to generating: the header stands there already."""
+    rows = [*TOOLS["transitions"], {"trigger": "timed_out", "source": "GENERATING", "dest": "GENERATING"}]
+    states = {**TOOLS["states"], "GENERATING": {"timeout": 3.0}}
+    graph = AgentGraph(
+        agent="a", limits={"assistant_turns": 6, "tool_calls": 6}, states=states, transitions=rows,
+        tools={"tool": {"use": "law_tools:echo", "timeout": 50.0}},
+    )  # fmt: skip
+    tries: dict[int, int] = defaultdict(int)
+
+    def choose(request: Request) -> Turn:
+        tries[request.turn] += 1
+        if request.turn == 0:
+            return Turn(text=call("tool", "hello"))
+        return Turn(text="done", delay=50.0 if tries[1] == 1 else 0.1)
+
+    (group,) = run_virtual(Bench(graph, choose).run(n=1, prompts=1))
+    (trajectory,) = group.trajectories
+    assert trajectory.stop_reason == "answered"
+    assert trajectory.visits["GENERATING"] == 3
+    assert tokenizer().decode(trajectory.streams[0].tokens.ids).endswith(
+        "<tool_response>\nhello\n</tool_response><|im_end|>\n<|im_start|>assistant\ndone<|im_end|>"
+    )
