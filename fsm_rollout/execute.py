@@ -82,6 +82,7 @@ async def _run(
         engine_attempts=config.failures.engine.attempts,
         queue_timeout=config.queue_timeout,
         on_tool_failure=config.failures.tool,
+        group_filter=config.group_filter,
         on_event=[listener],
     )
     try:
@@ -92,7 +93,8 @@ async def _run(
         with Journal(folder / "journal.sqlite", metadata=metadata) as journal:
             rollout.scheduler.journal = journal
             started = time.monotonic()
-            groups = [group async for group in rollout.stream(prompts, config.n)]
+            stream = rollout.stream(prompts, config.n, target_groups=config.target_groups)
+            groups = [group async for group in stream]
             seconds = time.monotonic() - started
         return _write(folder, rollout, groups, seconds)
     finally:
@@ -120,11 +122,13 @@ def fresh_folder(path: Path) -> Path:
 
 
 def _write(folder: Path, rollout: Rollout, groups: list[Group], seconds: float) -> dict[str, Any]:
-    trajectories = [trajectory for group in groups for trajectory in group.all]
+    trajectories = [trajectory for group in [*groups, *rollout.carried] for trajectory in group.all]
     summary = summarize(trajectories, wall_seconds=seconds, engine=rollout.engine_stats())
     errors = [error for group in groups for error in group.reward_errors]
     if errors:
         summary["reward_errors"] = errors
+    if rollout.scheduler.group_filter is not None:
+        summary["groups_dropped"] = sum(group.dropped for group in groups)
     rollout.batch(groups).save(folder / "batch")
     partial = folder / "summary.json.partial"
     partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")

@@ -121,6 +121,9 @@ class Tool(Model):
     concurrency: AtLeastOne | None = None
     response_tokens: AtLeastOne | None = None
     truncate: Literal["left", "right", "middle"] = "middle"
+    placement: Literal["local", "process", "ray"] = Field(
+        "local", description="where its code runs: in this process, in worker processes, or on a Ray cluster"
+    )
     repeatable: bool = Field(True, description="false: a call is never made twice, neither by retry nor by resume")
 
 

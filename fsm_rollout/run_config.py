@@ -55,6 +55,12 @@ class RunConfig(Model):
     sampling: Sampling = Field(Sampling(), description="laid over the agents' own")
     validation_sampling: Sampling = Field(Sampling(temperature=0.0), description="laid over `sampling` when validating")
     reward: ImportPath | None = None
+    group_filter: ImportPath | None = Field(
+        None, description="says of a scored group whether it is in the batch: fsm_rollout.rewards:scores_differ"
+    )
+    target_groups: AtLeastOne | None = Field(
+        None, description="so many groups are enough; what is under way then is suspended, and can be resumed"
+    )
     engine: FreeForm = Field(description="the policy: `kind`, and what that kind of engine takes")
     engines: Named[FreeForm] = Field(default_factory=dict, description="further, untrained engines by name")
     failures: Failures = Failures()

@@ -123,3 +123,23 @@ def test_help_teaches_by_example(arguments: list[str]) -> None:
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0
     assert "fsm-rollout" in done.output
+
+
+def test_a_target_and_a_filter_from_the_run_file(place: Path) -> None:
+    prompts = [PROMPT | {"prompt_id": str(i), "answer": 3 if i % 2 else 4} for i in range(8)]
+    (place / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts), "utf-8")
+    kept = 'engine: {kind: scripted, max_running: 1, turns: [{text: "The answer is 3.", delay: 0.01}]}'
+    (place / "run.yaml").write_text((place / "run.yaml").read_text("utf-8").replace(RUN.splitlines()[3], kept), "utf-8")
+    asked = ["target_groups=2", "reward=fsm_rollout.rewards:exact_answer", "group_filter=test_cli_run:solved"]
+    done = CliRunner().invoke(app, ["run", str(place / "run.yaml"), *asked])
+    assert done.exit_code == 0, done.output
+    summary = json.loads((place / "out/summary.json").read_text("utf-8"))
+    assert summary["stop_reasons"]["suspended"] == 8 - 4
+    assert summary["groups_dropped"] == 2
+    from fsm_rollout import TrajectoryBatch
+
+    assert sorted(TrajectoryBatch.load(place / "out/batch").tensordict["group_id"]) == ["1", "3"]
+
+
+def solved(group: list[object]) -> bool:
+    return any(getattr(trajectory, "score", 0.0) for trajectory in group)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,17 @@ from fsm_rollout.engines.base import Request
 from fsm_rollout.engines.scripted import ScriptedEngine, Turn
 from fsm_rollout.errors import ConfigError, JournalError
 from fsm_rollout.events import AnyEvent, decode, encode
-from fsm_rollout.graph import AgentGraph, Interaction, Sampling
+from fsm_rollout.graph import AgentGraph, Interaction, Limits, Sampling
 from fsm_rollout.interactions import Conversation, Reply
 from fsm_rollout.live import Group
 from fsm_rollout.prompts import Prompt
 from fsm_rollout.rewards import GroupFilter, Reward, scores_differ
 from fsm_rollout.scheduler import Scheduler
+from fsm_rollout.states import State
 from fsm_rollout.testing import run_virtual
 from fsm_rollout.tools import ToolContext
-from fsm_rollout.trajectory import Trajectory
+from fsm_rollout.trajectory import Outcome, Trajectory
+from fsm_rollout.visit import Visit
 
 SCRIPTS = st.lists(turns(failures=False), min_size=1, max_size=6)
 
@@ -140,6 +142,107 @@ def test_a_run_set_aside_at_any_time_goes_on_to_the_same_end(
             assert trajectory.suspended is None
 
 
+class Thorough(State):
+    """Generates twice, writes in between, asks, and scores: every step that a handler can take."""
+
+    triggers = ("generated",)
+    spends = "assistant_turns"
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        await visit.generate("main")
+        await asyncio.sleep(visit.rng.random())
+        said = await visit.ask("judge", [{"role": "user", "content": "Well?"}], Sampling(max_tokens=8))
+        visit.write([{"role": "user", "content": f"They said {said.encode().hex()[:8]}."}], context="main")
+        visit.score_turn(0, 0.5)
+        generated = await visit.generate("main")
+        for attempt in generated.attempts:
+            await visit.call_tool(attempt)
+        visit.score_turn(1, 0.75)
+        return Outcome("generated")
+
+
+def test_a_handler_of_many_steps_goes_on_from_any_of_them() -> None:
+    """Every event is tried as the last one before a crash; what was spent, asked and scored counts once."""
+    graph = AgentGraph(
+        agent="a",
+        limits={"assistant_turns": 9, "tool_calls": 6, "user_turns": 3},
+        tools={"tool": {"use": "law_tools:echo", "timeout": 50.0}},
+        interaction={"use": "test_resume:Replying"},
+        states={
+            "PENDING": {},
+            "WORKING": {
+                "handler": "test_resume:Thorough", "prompt": "Visit {{ visits.WORKING }}", "timeout": 100.0,
+            },
+            "INTERACTING": {"timeout": 50.0},
+        },
+        transitions=[
+            {"trigger": "prompted", "source": "PENDING", "dest": "WORKING"},
+            {"trigger": "generated", "source": "WORKING", "dest": "INTERACTING"},
+            {"trigger": "replied", "source": "INTERACTING", "dest": "WORKING"},
+            {"trigger": "interaction_done", "source": "INTERACTING", "dest": "TERMINATED"},
+        ],
+    )  # fmt: skip
+
+    def choose(request: Request) -> Turn:
+        text = call("tool", "again") if request.turn % 2 and request.context == "main" else f"turn {request.turn}"
+        return Turn(text=text, delay=0.5, chunks=2)
+
+    whole = Bench(graph, choose)
+    expected = outline(run_virtual(whole.run(n=1, prompts=1)))
+    assert expected["p0/0"][2] == {"assistant_turns": 6, "tool_calls": 3, "user_turns": 3}
+    kinds = set()
+    for cut in range(len(whole.log) + 1):
+        kinds |= {type(event).__name__ for _, event in whole.log[cut - 1 : cut]}
+        again = Bench(graph, choose)
+        assert outline(run_virtual(again.run(n=1, prompts=1, resume=histories(whole.log[:cut])))) == expected, cut
+    assert kinds >= {"Charged", "Scored", "Asked", "Interacted", "Called", "Wrote", "Generated", "Extended", "Ended"}
+
+
+def test_time_away_counts_against_no_limit() -> None:
+    graph = single().model_copy(update={"limits": Limits(assistant_turns=2, wall_seconds=10.0)})
+    bench = Bench(graph, slow({"p0": 0.5}))
+
+    async def main() -> list[Group]:
+        asyncio.get_running_loop().call_later(2.0, bench.scheduler.stop, "asked")
+        groups = await bench.run(n=1, prompts=1)
+        await asyncio.sleep(1000.0)
+        return await bench.run(n=1, prompts=1, resume=groups[0].trajectories)
+
+    ((trajectory,),) = [group.trajectories for group in run_virtual(main())]
+    assert trajectory.stop_reason == "answered"
+    assert 2.0 < (trajectory.wall_seconds or 0.0) < 10.0
+    assert trajectory.away == pytest.approx(1000.0)
+
+
+def test_a_sub_agent_that_was_cut_off_is_ended_and_its_call_made_again() -> None:
+    helper = single().model_copy(update={"agent": "helper"})
+    graph = AgentGraph(
+        agent="a",
+        limits={"assistant_turns": 6, "tool_calls": 6},
+        tools={"ask": {"agent": helper, "timeout": 50.0}},
+        **TOOLS,
+    )
+    asks = '<tool_call>\n{"name": "ask", "arguments": {"task": "Think."}}\n</tool_call>'
+
+    def choose(request: Request) -> Turn:
+        return Turn(text=asks if request.agent == "a" and request.turn < 2 else "done", delay=0.5, chunks=2)
+
+    whole = Bench(graph, choose)
+    expected = outline(run_virtual(whole.run(n=1, prompts=1)))
+    cut_children = 0
+    for cut in range(1, len(whole.log)):
+        again = Bench(graph, choose)
+        (group,) = run_virtual(again.run(n=1, prompts=1, resume=histories(whole.log[:cut])))
+        assert outline([group]) == expected
+        ids = [child.trajectory_id for child in group.children]
+        assert len(set(ids)) == len(ids)
+        ends = [(child.stop_reason, child.detail) for child in group.children]
+        assert ends.count(("answered", None)) >= 2
+        assert len(ends) <= 3, "only the call under way is made again"
+        cut_children += ("cancelled", "the run was interrupted") in ends
+    assert cut_children
+
+
 # -- partial rollouts ----------------------------------------------------------------------------------------------
 
 SINGLE = {
@@ -197,7 +300,7 @@ def test_a_target_is_enough_and_the_rest_goes_on_in_the_next_run_on_new_weights(
     assert [group.group_id for group in aside] == ["p0", "p3"]
     assert sorted(group.group_id for group in second) == ["p0", "p3", "p9"]
     assert bench.scheduler.carried == []
-    whole = tokenizer().encode("word " * 10) + [tokenizer().eos_token_id]
+    whole = [*tokenizer().encode("word " * 10), tokenizer().eos_token_id]
     for group in second:
         assert [t.stop_reason for t in group.trajectories] == ["answered"] * 2
         for trajectory in group.trajectories:
@@ -215,13 +318,12 @@ def test_what_ends_beyond_the_target_comes_first_in_the_next_run() -> None:
 
     async def main() -> list[list[str]]:
         runs = [await bench.run(prompts=5, target_groups=2)]
-        for _ in range(3):
-            runs.append([group async for group in bench.scheduler.run([], target_groups=2)])
+        runs += [[group async for group in bench.scheduler.run([], target_groups=2)] for _ in range(3)]
         return [[group.group_id for group in run] for run in runs]
 
     runs = run_virtual(main())
     assert [len(run) for run in runs] == [2, 2, 1, 0]
-    assert sorted(sum(runs, [])) == ["p0", "p1", "p2", "p3", "p4"]
+    assert sorted(group_id for run in runs for group_id in run) == ["p0", "p1", "p2", "p3", "p4"]
 
 
 def test_a_target_takes_no_more_prompts_than_it_needs_and_begins_what_is_missing_of_a_group_later() -> None:
@@ -363,7 +465,7 @@ def test_a_call_cut_off_by_an_interruption_is_made_again_only_if_it_may_be(repea
     (group,) = run_virtual(main())
     (trajectory,) = group.trajectories
     told = [m["content"] for m in trajectory.streams[0].messages if m["role"] == "tool"]
-    assert CALLED == ["bob"] * (2 if repeatable else 1)
+    assert len(CALLED) == (2 if repeatable else 1)
     assert told == (["paid bob"] if repeatable else [told[0]])
     if not repeatable:
         assert "interrupted and may have had its effect" in told[0]
@@ -377,8 +479,9 @@ def test_weights_change_while_generations_wait_and_tools_go_on() -> None:
     CALLED.clear()
     script = [call("tool", "bob"), "word " * 10]
     bench = Bench(
-        with_tool("test_resume:pay"), lambda request: Turn(text=script[request.turn], delay=1.0, chunks=1 + request.turn * 9)
-    )  # fmt: skip
+        with_tool("test_resume:pay"),
+        lambda request: Turn(text=script[request.turn], delay=1.0, chunks=1 + request.turn * 9),
+    )
 
     async def main() -> list[Group]:
         async def train() -> None:
@@ -525,8 +628,6 @@ def test_two_steps_of_one_rollout_are_different_samples() -> None:
     assert len({t.seed for t in trajectories}) == len(trajectories) == 8
 
 
-
-
 def test_prompts_that_raise_leave_no_trajectory_without_an_end() -> None:
     def source() -> Iterator[Prompt]:
         yield from listed(2)
@@ -564,6 +665,44 @@ def test_a_turn_of_which_nothing_came_is_asked_for_again_without_a_second_header
     (trajectory,) = group.trajectories
     assert trajectory.stop_reason == "answered"
     assert trajectory.visits["GENERATING"] == 3
-    assert tokenizer().decode(trajectory.streams[0].tokens.ids).endswith(
-        "<tool_response>\nhello\n</tool_response><|im_end|>\n<|im_start|>assistant\ndone<|im_end|>"
+    assert (
+        tokenizer()
+        .decode(trajectory.streams[0].tokens.ids)
+        .endswith("<tool_response>\nhello\n</tool_response><|im_end|>\n<|im_start|>assistant\ndone<|im_end|>")
     )
+
+
+def test_what_is_said_after_a_turn_of_which_nothing_came_opens_the_stream_again() -> None:
+    """The header of the turn that never came cannot be taken back, so the history is rendered anew."""
+    rows = [
+        *TOOLS["transitions"],
+        {"trigger": "timed_out", "source": "GENERATING", "dest": "HURRYING"},
+        {"trigger": "written", "source": "HURRYING", "dest": "GENERATING"},
+    ]
+    states = {**TOOLS["states"], "GENERATING": {"timeout": 3.0}, "HURRYING": {"handler": "write", "prompt": "Hurry!"}}
+    graph = AgentGraph(
+        agent="a", limits={"assistant_turns": 6, "tool_calls": 6}, states=states, transitions=rows,
+        tools={"tool": {"use": "law_tools:echo", "timeout": 50.0}},
+    )  # fmt: skip
+    tries: dict[int, int] = defaultdict(int)
+
+    def choose(request: Request) -> Turn:
+        tries[request.turn] += 1
+        if request.turn == 0:
+            return Turn(text=call("tool", "hello"))
+        return Turn(text="done", delay=50.0 if tries[1] == 1 else 0.1)
+
+    (group,) = run_virtual(Bench(graph, choose).run(n=1, prompts=1))
+    (trajectory,) = group.trajectories
+    assert trajectory.stop_reason == "answered", trajectory.detail
+    first, second = trajectory.streams
+    assert (
+        tokenizer()
+        .decode(second.tokens.ids)
+        .endswith(
+            "<tool_response>\nhello\n</tool_response><|im_end|>\n<|im_start|>user\nHurry!<|im_end|>\n"
+            "<|im_start|>assistant\ndone<|im_end|>"
+        )
+    )
+    assert second.tokens.trained_length == len(tokenizer().encode("done<|im_end|>"))
+    assert first.tokens.trained_length > 0

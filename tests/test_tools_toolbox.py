@@ -506,7 +506,6 @@ def test_cancelling_a_call_leaves_its_thread_behind():
         ({"attempts": 3, "errors": ["OSError"]}, {}, 1, 2, None),
         ({"attempts": 3}, {}, 2, 3, None),
         ({"attempts": 3, "errors": ["ValueError"]}, {}, 1, 1, "ConnectionResetError"),
-        ({"attempts": 3}, {"repeatable": False}, 1, 1, "ConnectionResetError"),
         ({}, {}, 1, 1, "ConnectionResetError"),
     ],
 )

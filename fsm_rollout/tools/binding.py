@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from fsm_rollout import graph
@@ -18,11 +20,16 @@ from fsm_rollout.graph import AgentGraph
 from fsm_rollout.handlers import load_object
 from fsm_rollout.tools.base import RunAgent, ToolContext, fresh
 from fsm_rollout.tools.call import STOP_SECONDS, invoke, is_async
+from fsm_rollout.tools.elsewhere import in_process
 from fsm_rollout.tools.json_schema import Schema
 from fsm_rollout.tools.parameters import Parameters, context_parameters
 
 MakeContext = Callable[[str], ToolContext]
 """Makes the ToolContext of a call; the argument tells its randomness from that of others within the call."""
+
+
+THREADS = 256
+"""Calls of one sync tool that run at once where it has no `concurrency`: each takes a thread."""
 
 
 class NotReady(Exception):
@@ -67,6 +74,8 @@ class BoundTool(ABC):
     parameters: Parameters | None = None
     in_thread = False
     """Whether its calls occupy a thread."""
+    places: int | None = None
+    """How many of its calls run at once where it has no ``concurrency``; ``None``: any number."""
     stop_seconds: float | None = STOP_SECONDS
     """How long a cancelled call may take to clean up; ``None`` waits as long as it takes."""
 
@@ -97,7 +106,7 @@ class FunctionTool(BoundTool):
         self.function = function
         self.parameters: Parameters = Parameters(function, where=self.where, hidden=spec.kwargs)
         self.schema = function_schema(name, spec.description, self.parameters, self.where)
-        self.in_thread = not is_async(function)
+        self.in_thread, self.places = _room(spec, function)
 
     def check(self, tools_kwargs: Mapping[str, Any]) -> None:
         """Hidden parameters may be given, and those without a default must."""
@@ -129,7 +138,17 @@ class _OpenFunction(OpenTool):
 
     async def call(self, arguments: dict[str, Any], context: MakeContext) -> Any:
         contexts = {name: context("call") for name in self._tool.parameters.contexts}
-        return await invoke(self._tool.function, fresh(self._kwargs) | arguments | contexts)
+        given = fresh(self._kwargs) | arguments | contexts
+        spec = self._tool.spec
+        match spec.placement:
+            case "local":
+                return await invoke(self._tool.function, given)
+            case "process":
+                return await in_process(str(spec.use), given)
+            case "ray":
+                from fsm_rollout.tools.on_ray import call_on_ray  # Ray: only for those who ask for it
+
+                return await call_on_ray(str(spec.use), given)
 
 
 class ClassTool(BoundTool):
@@ -152,7 +171,12 @@ class ClassTool(BoundTool):
         self.schema = function_schema(name, documentation, self.parameters, self.where)
         self.create = getattr(cls, "create", None)
         self.create_contexts = context_parameters(self.create, self.where) if self.create is not None else []
-        self.in_thread = not is_async(execute)
+        self.in_thread, self.places = _room(spec, execute)
+        if spec.placement == "process":
+            raise ToolError(
+                f"{self.where}: placement 'process' runs functions only, because a class keeps its instance between "
+                "calls; use 'ray' (an actor for each trajectory), or write a function"
+            )
         self._fit(cls, spec.kwargs, "the tool's kwargs")
 
     def check(self, tools_kwargs: Mapping[str, Any]) -> None:
@@ -209,7 +233,12 @@ class _OpenClass(OpenTool):
 
     async def _create(self, context: MakeContext) -> Any:
         tool = self._tool
-        instance = await invoke(tool.cls, fresh(tool.spec.kwargs))
+        make: Callable[..., Any] = tool.cls
+        if tool.spec.placement == "ray":
+            from fsm_rollout.tools.on_ray import RayInstance  # Ray: only for those who ask for it
+
+            make = partial(RayInstance.make, str(tool.spec.use))
+        instance = await invoke(make, fresh(tool.spec.kwargs))
         if tool.create is not None:
             contexts = {name: context("create") for name in tool.create_contexts}
             await invoke(instance.create, fresh(self._tools_kwargs) | contexts)
@@ -233,7 +262,7 @@ class _OpenClass(OpenTool):
             await asyncio.wait({creating})
         finally:
             creating.cancel()
-        if self._created(creating) and hasattr(self._tool.cls, "release"):
+        if self._created(creating) and (hasattr(self._tool.cls, "release") or self._tool.spec.placement == "ray"):
             await invoke(creating.result().release, {})
 
 
@@ -245,6 +274,8 @@ class AgentTool(BoundTool):
     def __init__(self, name: str, spec: graph.Tool, agent: AgentGraph) -> None:
         super().__init__(name, spec)
         self.agent = agent
+        if spec.placement != "local":
+            raise ToolError(f"{self.where}: an agent runs here; leave `placement` out")
         if spec.kwargs:
             raise ToolError(f"{self.where}: an agent takes no kwargs, only a task; got {', '.join(spec.kwargs)}")
 
@@ -278,6 +309,14 @@ class _OpenAgent(OpenTool):
         return await self._run_agent(self._tool.name, self._tool.agent, arguments["task"])
 
 
+def _room(spec: graph.Tool, function: Callable[..., Any]) -> tuple[bool, int | None]:
+    """Return whether a call takes a thread, and how many calls run at once by default."""
+    if spec.placement == "process":
+        return False, os.cpu_count() or 1
+    in_thread = spec.placement == "local" and not is_async(function)
+    return in_thread, THREADS if in_thread else None
+
+
 def bind(name: str, spec: graph.Tool) -> BoundTool:
     """Load a tool's code and build its schema; nothing of the tool runs.
 
@@ -286,6 +325,8 @@ def bind(name: str, spec: graph.Tool) -> BoundTool:
     """
     if (spec.use is None) == (spec.agent is None):
         raise ToolError(f"tool '{name}': give either `use` (a function or class) or `agent` (a YAML file)")
+    if not spec.repeatable and spec.retry.attempts > 1:
+        raise ToolError(f"tool '{name}': it is not repeatable, so it cannot be retried; leave out one of the two")
     if spec.agent is not None:
         return AgentTool(name, spec, spec.agent)
     assert spec.use is not None

@@ -8,7 +8,7 @@ readable → known tool → arguments → a free place → tries, each bounded i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 from fsm_rollout.errors import BadArguments, ToolError, did_you_mean
 from fsm_rollout.events import Attempt, ToolCall
-from fsm_rollout.graph import MAIN, AgentGraph, Retry
+from fsm_rollout.graph import MAIN, AgentGraph
 from fsm_rollout.seeds import derive_seed
 from fsm_rollout.tools import told
 from fsm_rollout.tools.base import AgentAnswer, CallResult, RunAgent, ToolContext, ToolResult
@@ -31,8 +31,6 @@ FIRST_PAUSE = 0.5
 LONGEST_PAUSE = 30.0
 RELEASE_SECONDS = 30.0
 """How long a `release` may take where the tool has no timeout."""
-THREADS = 256
-"""Calls of one sync tool that run at once where it has no `concurrency`: each takes a thread."""
 
 
 class Toolbox:
@@ -48,6 +46,11 @@ class Toolbox:
         self._schemas: dict[str, tuple[Schema, ...]] = {}
         # A semaphore belongs to the loop it has waited on, and a toolbox may serve several, one after the other.
         self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Semaphore]] = WeakKeyDictionary()
+
+    def replace(self, make: Callable[[BoundTool], BoundTool]) -> None:
+        """Put another tool in the place of each, before any is opened: simulations let tools come to drawn results."""
+        self._tools = {name: make(tool) for name, tool in self._tools.items()}
+        self._schemas.clear()
 
     def schemas(self, context: str) -> tuple[Schema, ...]:
         """Return the schemas shown in a context; the same object each time, to be used as a cache key."""
@@ -101,7 +104,7 @@ class Toolbox:
 
     def place(self, tool: BoundTool) -> AbstractAsyncContextManager[None]:
         """Return what to hold while a tool runs: one of its ``concurrency`` places, over all trajectories."""
-        limit = tool.spec.concurrency or (THREADS if tool.in_thread else None)
+        limit = tool.spec.concurrency or tool.places
         if limit is None:
             return nullcontext()
         places = self._places.setdefault(asyncio.get_running_loop(), {})
@@ -228,7 +231,7 @@ class ToolSession:
         if tool.name not in self._open:
             opened = tool.open(self._tools_kwargs.get(tool.name, {}), self._run_agent)
             self._open[tool.name] = (tool, opened)
-        retry = tool.spec.retry if tool.spec.repeatable else Retry()
+        retry = tool.spec.retry
         tries = 0
         while True:
             tries += 1

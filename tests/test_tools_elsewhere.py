@@ -1,0 +1,201 @@
+"""Tools in processes of their own and on Ray: the same results, killed when their time is up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsm_rollout import graph
+from fsm_rollout.errors import ToolError
+from fsm_rollout.events import ToolCall
+from fsm_rollout.tools import CallResult, Toolbox, ToolContext, ToolResult
+
+
+def whoami(text: str, context: ToolContext) -> ToolResult:
+    """Say who runs.
+
+    Args:
+        text: Said again.
+    """
+    return ToolResult(f"{text} {context.trajectory_id} {os.getpid()} {context.rng.random()}", reward=0.5)
+
+
+async def shout(text: str) -> dict[str, str]:
+    """Shout.
+
+    Args:
+        text: What.
+    """
+    await asyncio.sleep(0)
+    return {"text": text.upper()}
+
+
+class Picky(Exception):
+    """Cannot be unpickled: it takes two arguments and hands on one."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(one)
+
+
+def fails(kind: str) -> str:
+    """Fail.
+
+    Args:
+        kind: How.
+    """
+    if kind == "connection":
+        raise ConnectionResetError("gone")
+    if kind == "picky":
+        raise Picky("one", "two")
+    if kind == "exit":
+        raise SystemExit(3)
+    os.kill(os.getpid(), signal.SIGKILL)
+    return ""
+
+
+def hangs(path: str) -> str:
+    """Write down the process and never return.
+
+    Args:
+        path: Where to.
+    """
+    Path(path).write_text(str(os.getpid()), "utf-8")
+    while True:
+        time.sleep(1000)
+
+
+class Counter:
+    """Counts: one per trajectory."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def create(self, start: int = 0) -> None:
+        self.count = start
+
+    def execute(self, by: int) -> str:
+        """Count on.
+
+        Args:
+            by: How far.
+        """
+        self.count += by
+        return f"{self.count} {os.getpid()}"
+
+
+def call_all(tool: dict[str, Any], *arguments: dict[str, Any], **kwargs: Any) -> list[CallResult]:
+    agent = graph.AgentGraph(agent="a", states={}, transitions=(), tools={"tool": {"timeout": 60.0, **tool}})
+
+    async def main() -> list[CallResult]:
+        box = Toolbox(agent)
+        session = box.open(
+            trajectory_id="t",
+            group_id="g",
+            seed=1,
+            tools_kwargs=kwargs,
+            extra={},
+            run_agent=None,  # type: ignore[arg-type]
+        )
+        results = [
+            await session.call(ToolCall(id=f"c{i}", name="tool", arguments=given)) for i, given in enumerate(arguments)
+        ]
+        await session.release()
+        return results
+
+    return asyncio.run(main())
+
+
+@pytest.fixture
+def place(placement: str) -> str:
+    if placement == "ray":
+        pytest.importorskip("ray")
+    return placement
+
+
+PLACES = [
+    pytest.param("process", id="process"),
+    pytest.param("ray", id="ray", marks=pytest.mark.xdist_group("ray")),
+]
+
+
+@pytest.mark.parametrize("placement", PLACES)
+def test_a_function_elsewhere_gives_what_it_gives_here(placement: str) -> None:
+    (here,) = call_all({"use": "test_tools_elsewhere:whoami"}, {"text": "hi"})
+    there, again = call_all({"use": "test_tools_elsewhere:whoami", "placement": placement}, *[{"text": "hi"}] * 2)
+    said, pid, number = here.text.rsplit(" ", 2)
+    assert pid == str(os.getpid())
+    for result in (there, again):
+        assert result.reward == 0.5
+        assert result.text.rsplit(" ", 2)[0] == said == "hi t"
+        assert result.text.rsplit(" ", 2)[1] != pid
+    assert there.text.rsplit(" ", 1)[1] == number, "its randomness is that of the call, wherever it runs"
+    (shouted,) = call_all({"use": "test_tools_elsewhere:shout", "placement": placement}, {"text": "hé"})
+    assert shouted.text == '{"text": "HÉ"}'
+
+
+@pytest.mark.parametrize("placement", PLACES)
+@pytest.mark.parametrize(
+    ("kind", "failure", "says"),
+    [
+        ("connection", "ConnectionResetError", "gone"),
+        ("picky", "RuntimeError", "Picky: one"),
+        ("exit", "RuntimeError", "SystemExit: 3"),
+        ("killed", "ToolDied", "ended without an answer"),
+    ],
+)
+def test_what_goes_wrong_elsewhere_is_told(placement: str, kind: str, failure: str, says: str) -> None:
+    tool = {"use": "test_tools_elsewhere:fails", "placement": placement}
+    failed, good = call_all(tool, {"kind": kind}, {"kind": "connection"})
+    assert failed.failure == failure
+    assert says in failed.text
+    assert good.failure == "ConnectionResetError", "the next call has a process"
+    retried = call_all(tool | {"retry": {"attempts": 2, "errors": ["ConnectionError"]}}, {"kind": "connection"})
+    assert retried[0].tries == 2
+
+
+@pytest.mark.parametrize("placement", PLACES)
+def test_a_call_whose_time_is_up_is_killed(placement: str, tmp_path: Path) -> None:
+    tool = {"use": "test_tools_elsewhere:hangs", "placement": placement, "timeout": 8.0}
+    (result,) = call_all(tool, {"path": str(tmp_path / "pid")})
+    assert result.failure == "timed_out"
+    pid = int((tmp_path / "pid").read_text("utf-8"))
+    for _ in range(200):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        threading_wait(0.05)
+    raise AssertionError(f"process {pid} goes on")
+
+
+def threading_wait(seconds: float) -> None:
+    """Another process is waited for: nothing but time can tell."""
+    import threading
+
+    threading.Event().wait(seconds)
+
+
+@pytest.mark.xdist_group("ray")
+def test_a_class_on_ray_has_an_actor_for_each_trajectory() -> None:
+    tool = {"use": "test_tools_elsewhere:Counter", "placement": "ray"}
+    one, two = call_all(tool, {"by": 2}, {"by": 3}, tool={"start": 10})
+    assert [result.text.split()[0] for result in (one, two)] == ["12", "15"]
+    assert one.text.split()[1] == two.text.split()[1] != str(os.getpid())
+
+
+@pytest.mark.parametrize(
+    ("tool", "says"),
+    [
+        ({"use": "test_tools_elsewhere:Counter", "placement": "process"}, "runs functions only.*use 'ray'"),
+        ({"use": "test_tools_elsewhere:shout", "repeatable": False, "retry": {"attempts": 2}}, "cannot be retried"),
+    ],
+)
+def test_what_cannot_be_placed_or_repeated_says_so(tool: dict[str, Any], says: str) -> None:
+    with pytest.raises(ToolError, match=says):
+        call_all(tool)
