@@ -10,8 +10,10 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsm_rollout.diagrams.pages import duration
 from fsm_rollout.diagrams.recorded import Recorded
 from fsm_rollout.events import (
+    Asked,
     Attempt,
     Called,
     ContextOpened,
@@ -19,7 +21,10 @@ from fsm_rollout.events import (
     Generated,
     Interacted,
     Message,
+    Prompted,
+    Resumed,
     Scored,
+    Suspended,
     ToolCall,
     Transitioned,
     Wrote,
@@ -39,10 +44,10 @@ class CallCard:
 
 @dataclass(slots=True)
 class Card:
-    """A run of tokens with its messages, or (``kind`` "step") a transition between two of them."""
+    """A run of tokens with its messages, or what happened between two of them: a step or a pause."""
 
     kind: str
-    """``prompt``, ``environment``, ``model``, ``pending`` (messages that never entered the tokens) or ``step``."""
+    """``prompt``, ``environment``, ``model``, ``pending`` (messages that entered no tokens), ``step`` or ``pause``."""
     state: str
     stream: int = -1
     start: int = 0
@@ -55,6 +60,10 @@ class Card:
     scores: list[tuple[float, str]] = field(default_factory=list)
     interacted: float | None = None
     step: Transitioned | None = None
+    pause: str | None = None
+    """That it was set aside, or went on."""
+    asked: list[Asked] = field(default_factory=list)
+    """What the environment asked other models after it."""
 
     @property
     def roles(self) -> list[str]:
@@ -79,6 +88,7 @@ class _Dealer:
         self.turns: dict[str, Card] = {}
         self.by_turn: dict[int, Card] = {}
         self.turn = 0
+        self.state = "?"
         self.latest: Card | None = None
         for event in recorded.events:
             self._take(event)
@@ -110,7 +120,18 @@ class _Dealer:
                 self.latest.interacted = (self.latest.interacted or 0.0) + event.seconds
             case Scored() if event.turn is not None and event.turn in self.by_turn:
                 self.by_turn[event.turn].scores.append((event.value, event.source))
+            case Asked() if self.latest is not None:
+                self.latest.asked.append(event)
+            case Suspended():
+                self.found.append(Card("pause", self.state, pause=f"set aside: {event.reason}"))
+            case Resumed():
+                away = f" after {duration(event.away)}" if event.away > 0 else ""
+                said = f"went on{away}, on weights {event.weight_version}"
+                self.found.append(Card("pause", self.state, pause=said))
+            case Prompted():
+                self.state = event.initial
             case Transitioned():
+                self.state = event.dest
                 self.found.append(Card("step", event.source, step=event))
             case _:
                 pass

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 
 from fsm_rollout.diagrams.moments import KINDS, Kind, Stretch, covered, stretches
 from fsm_rollout.diagrams.recorded import Recorded
+from fsm_rollout.events import Resumed
 from fsm_rollout.rows import turns_of
+from fsm_rollout.trajectory import Trajectory
 
 BINS = 120
 """Points of a course over time."""
@@ -42,11 +44,20 @@ class Line:
     seconds: dict[Kind, float]
     """Of its time, how much at least one such thing was under way."""
     longest: Stretch | None
+    resumed: int
+    """How often it was set aside, or cut off, and went on."""
+    versions: tuple[int, ...]
+    """The weight versions that its trained tokens were sampled with, oldest first."""
 
     @property
     def wall(self) -> float:
         """Seconds from its first event to its end (or the latest event)."""
         return self.end - self.start
+
+    @property
+    def away(self) -> float:
+        """Seconds for which it was set aside."""
+        return self.seconds["away"]
 
     @property
     def other(self) -> float:
@@ -74,7 +85,29 @@ _DOING: dict[Kind, str] = {
     "generate": "generating",
     "tool": "in tools",
     "interact": "in interactions",
+    "away": "set aside",
 }
+
+
+def versions_of(trajectory: Trajectory) -> tuple[int, ...]:
+    """Return the weight versions that its trained tokens were sampled with, oldest first."""
+    trained = [stream.tokens for stream in trajectory.streams if stream.tokens.trained]
+    return tuple(sorted({span.version for tokens in trained for span in tokens.spans if span.version >= 0}))
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """What one engine process did; the courses have ``BINS`` points."""
+
+    name: str
+    generations: int
+    tokens: int
+    busy: float
+    """Seconds in which at least one generation was under way on it."""
+    queued: float
+    """Seconds that its generations waited before, all together."""
+    throughput: list[float]
+    under_way: list[float]
 
 
 @dataclass(slots=True)
@@ -93,6 +126,7 @@ class Figures:
     lines: list[Line] = field(default_factory=list)
     tools: dict[str, ToolUse] = field(default_factory=dict)
     generations: list[Stretch] = field(default_factory=list)
+    queued: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, recorded: Recorded) -> None:
         """Take one trajectory in."""
@@ -101,6 +135,8 @@ class Figures:
         for stretch in found:
             if stretch.kind == "generate":
                 self.generations.append(stretch)
+            elif stretch.kind == "queue":
+                self.queued[stretch.replica] += stretch.seconds
             elif stretch.kind == "tool":
                 use = self.tools.setdefault(stretch.label, ToolUse(stretch.label))
                 use.seconds.append(stretch.seconds)
@@ -126,6 +162,8 @@ class Figures:
                 end=end,
                 seconds={kind: covered([s for s in found if s.kind == kind]) for kind in KINDS},
                 longest=max(found, key=lambda s: s.seconds, default=None),
+                resumed=sum(isinstance(event, Resumed) for event in events),
+                versions=versions_of(trajectory),
             )
         )
 
@@ -141,20 +179,38 @@ class Figures:
 
     def throughput(self) -> list[float]:
         """Return sampled tokens per second in each of ``BINS`` equal parts of the run."""
-        bins = self._course([(s.start, s.end, float(s.tokens)) for s in self.generations])
-        width = (self.end - self.begin) / BINS
-        return [tokens / width if width else 0.0 for tokens in bins]
+        return self._rate(self.generations)
 
     def under_way(self) -> list[float]:
         """Return the mean number of trajectories under way in each part."""
         return self._busy([(line.start, line.end) for line in self.lines])
 
-    def load(self) -> dict[str, list[float]]:
-        """Return, by replica, the mean number of generations under way in each part."""
-        by_replica: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    def load(self) -> list[float]:
+        """Return the mean number of generations under way in each part."""
+        return self._busy([(stretch.start, stretch.end) for stretch in self.generations])
+
+    def replicas(self) -> list[Replica]:
+        """Return what each replica did, by name; chunks that name none are of one without a name."""
+        by_name: defaultdict[str, list[Stretch]] = defaultdict(list)
         for stretch in self.generations:
-            by_replica[stretch.replica].append((stretch.start, stretch.end))
-        return {replica: self._busy(by_replica[replica]) for replica in sorted(by_replica)}
+            by_name[stretch.replica].append(stretch)
+        return [
+            Replica(
+                name=name,
+                generations=len(own),
+                tokens=sum(stretch.tokens for stretch in own),
+                busy=covered(own),
+                queued=self.queued[name],
+                throughput=self._rate(own),
+                under_way=self._busy([(stretch.start, stretch.end) for stretch in own]),
+            )
+            for name, own in sorted(by_name.items())
+        ]
+
+    def _rate(self, generations: Sequence[Stretch]) -> list[float]:
+        width = (self.end - self.begin) / BINS
+        bins = self._course([(s.start, s.end, float(s.tokens)) for s in generations])
+        return [tokens / width if width else 0.0 for tokens in bins]
 
     def _busy(self, times: Sequence[tuple[float, float]]) -> list[float]:
         width = (self.end - self.begin) / BINS

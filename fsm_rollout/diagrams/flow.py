@@ -1,19 +1,23 @@
 """What was walked of a graph: how often, in which order, how likely, and what came of it.
 
-Invariants: an edge is ``(source, trigger, dest)``; every transition that happened is on exactly one edge, and every row
-of the graph is an edge, taken or not. The picture's colours are the page's (CSS classes), so it follows light and dark.
+Invariants: an edge is one row of the graph from one of its sources, taken or not, or ``(source, trigger, dest)`` where
+no row says which; every transition that happened is on exactly one edge. Journals from before transitions told their
+row (none of a trajectory's does) go by the triple: to its row where only one has it, else to an edge of their own.
+The picture's colours are the page's (CSS classes), so it follows light and dark.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from html import escape
 
 from markupsafe import Markup
 
 from fsm_rollout.diagrams.pages import state_class
+from fsm_rollout.diagrams.picture import ANY, FEW, conditions_of, shown
 from fsm_rollout.diagrams.recorded import Recorded
 from fsm_rollout.diagrams.renderer import DrawingError, render
 from fsm_rollout.diagrams.token_texts import visible
@@ -23,6 +27,17 @@ from fsm_rollout.graph import AgentGraph
 SCORE_STEPS = 5
 """Colours on the scale of scores, 0 the lowest."""
 ORDERS_SHOWN = 6
+CONDITIONS_SHOWN = 40
+"""Characters of an edge's conditions in the picture."""
+WIDEST = 5.0
+"""Points of an edge that is always taken."""
+
+SMALLEST = 0.5
+_POINT = 4 / 3
+"""CSS pixels."""
+
+_Key = tuple[str, str, str, int | None]
+"""Source, trigger, dest, and the row's place in ``transitions``; ``None`` where it stands in no list."""
 
 
 @dataclass(slots=True)
@@ -32,6 +47,10 @@ class Edge:
     source: str
     trigger: str
     dest: str
+    asked: str = ""
+    """The row's conditions, where other rows lead from the same state by the same trigger to the same place."""
+    shared: bool = False
+    """Whether its row leaves any state, and there are many: drawn where it was taken only."""
     order: list[int] = field(default_factory=list)
     """The steps (1, 2, …) of the first trajectory that took it."""
     count: int = 0
@@ -51,14 +70,29 @@ class Flow:
         self.agent = agent
         self.visits: Counter[str] = Counter()
         self.trajectories = 0
-        self._edges: dict[tuple[str, str, str], Edge] = {}
+        self._edges: dict[_Key, Edge] = {}
+        self._rows: defaultdict[tuple[str, str, str], list[_Key]] = defaultdict(list)
+        """The rows of each triple."""
         self._states: dict[str, None] = dict.fromkeys(graph.states if graph is not None else ())
         self._left: Counter[str] = Counter()
         if graph is not None:
-            triggers = dict.fromkeys((*(row.trigger for row in graph.transitions), "failed"))
-            for state, trigger in product(graph.working_states, triggers):
-                for row in graph.rows_of(state, trigger):
-                    self._edge((state, trigger, row.dest))
+            self._declare(graph)
+
+    def _declare(self, graph: AgentGraph) -> None:
+        places = {id(row): place for place, row in enumerate(graph.transitions)}
+        triggers = dict.fromkeys((*(row.trigger for row in graph.transitions), "failed"))
+        found = [
+            ((state, trigger, row.dest, places.get(id(row))), row)  # `on_error` is written at its state
+            for state in graph.working_states
+            for trigger in triggers
+            for row in graph.rows_of(state, trigger)
+        ]
+        for key, _ in found:
+            self._rows[key[:3]].append(key)
+        many = len(graph.working_states) > FEW
+        for key, row in found:
+            self._edge(key).shared = many and ANY in row.source
+            self._edge(key).asked = " and ".join(conditions_of(row)) if len(self._rows[key[:3]]) > 1 else ""
 
     def add(self, recorded: Recorded) -> None:
         """Count one trajectory in."""
@@ -66,9 +100,10 @@ class Flow:
         self.visits.update(recorded.trajectory.visits)
         self._states |= dict.fromkeys(recorded.state_names)
         steps = [event for event in recorded.events if isinstance(event, Transitioned)]
-        taken: set[tuple[str, str, str]] = set()
+        told = any(step.row is not None for step in steps)
+        taken: set[_Key] = set()
         for place, step in enumerate(steps, 1):
-            key = (step.source, step.trigger, step.dest)
+            key = self._key(step, told)
             edge = self._edge(key)
             edge.count += 1
             self._left[step.source] += 1
@@ -79,6 +114,11 @@ class Flow:
         for key in taken if score is not None else ():
             self._edges[key].scored += 1
             self._edges[key].score_sum += score or 0.0
+
+    def _key(self, step: Transitioned, told: bool) -> _Key:
+        triple = (step.source, step.trigger, step.dest)
+        rows = self._rows.get(triple, [])
+        return rows[0] if not told and len(rows) == 1 else (*triple, step.row)
 
     @property
     def states(self) -> list[str]:
@@ -94,9 +134,9 @@ class Flow:
         """Return of all the times that the edge's source was left, how many went this way; 0 when it never was."""
         return edge.count / self._left[edge.source] if self._left[edge.source] else 0.0
 
-    def _edge(self, key: tuple[str, str, str]) -> Edge:
+    def _edge(self, key: _Key) -> Edge:
         self._states |= {key[0]: None, key[2]: None}
-        return self._edges.setdefault(key, Edge(*key))
+        return self._edges.setdefault(key, Edge(*key[:3]))
 
 
 def path_picture(traffic: Flow) -> Markup | None:
@@ -116,7 +156,7 @@ def traffic_picture(traffic: Flow) -> Markup | None:
         step = ""
         if edge.score is not None and high > low:
             step = f" score{round((edge.score - low) / (high - low) * (SCORE_STEPS - 1))}"
-        looks[id(edge)] = (text, 0.8 + 6.0 * traffic.share(edge), step)
+        looks[id(edge)] = (text, 0.8 + (WIDEST - 0.8) * traffic.share(edge), step)
     return _picture(traffic, looks)
 
 
@@ -134,11 +174,14 @@ def _picture(traffic: Flow, looks: Mapping[int, tuple[str, float, str]]) -> Mark
         label = f"{visible(state)}\n{visits:,} ×" if visits else visible(state)
         lines.append(f'{name} [label={_quoted(label)}, class="state {used} {state_class(state)}"];')
     for edge in traffic.edges:
+        if edge.shared and not edge.count:
+            continue
         text, width, step = looks[id(edge)]
-        label = f"{visible(edge.trigger)}\n{text}" if text else visible(edge.trigger)
+        asked = f"[{shown(edge.asked, CONDITIONS_SHOWN)}]" if edge.asked else ""
+        label = _beside([visible(edge.trigger), *filter(None, (asked, text))], width)
         used = "used" if edge.count else "unused"
         lines.append(
-            f"{numbers[edge.source]} -> {numbers[edge.dest]} [label={_quoted(label)}, penwidth={width:.2f}, "
+            f"{numbers[edge.source]} -> {numbers[edge.dest]} [label={label}, penwidth={width:.2f}, "
             f'class="row {used}{step}"];'
         )
     return _svg("\n".join([*lines, "}"]))
@@ -150,11 +193,22 @@ def _svg(dot: str) -> Markup | None:
         drawn = render(dot, "svg").decode("utf-8")
     except DrawingError:
         return None
-    return Markup(drawn[drawn.index("<svg") :])
+    drawn = drawn[drawn.index("<svg") :]
+    # Shrunk to half its size its text can still be read; what is wider than the page by then is scrolled.
+    wide = re.search(r'<svg width="(\d+)pt"', drawn)
+    least = f' style="min-width:{int(wide[1]) * _POINT * SMALLEST:.0f}px"' if wide else ""
+    return Markup(f"<svg{least}{drawn.removeprefix('<svg')}")
 
 
 def _quoted(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+
+
+def _beside(lines: Sequence[str], width: float) -> str:
+    """Return a label that keeps clear of its edge: Graphviz places labels as if every line were hair-thin."""
+    text = "<BR/>".join(map(escape, lines))
+    clear = f'BORDER="0" CELLBORDER="0" CELLSPACING="0" CELLPADDING="{round(1 + width / 2)}"'
+    return f"<<TABLE {clear}><TR><TD>{text}</TD></TR></TABLE>>"
 
 
 def _orders(order: Sequence[int]) -> str:

@@ -11,10 +11,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fsm_rollout.events import AnyEvent, Called, ContextOpened, Generated, Interacted, Prompted, Transitioned
+from fsm_rollout.events import (
+    AnyEvent,
+    Called,
+    ContextOpened,
+    Generated,
+    Interacted,
+    Prompted,
+    Resumed,
+    Transitioned,
+)
 
-Kind = Literal["queue", "generate", "tool", "interact"]
-KINDS: tuple[Kind, ...] = ("queue", "generate", "tool", "interact")
+Kind = Literal["queue", "generate", "tool", "interact", "away"]
+KINDS: tuple[Kind, ...] = ("queue", "generate", "tool", "interact", "away")
+"""``away``: set aside, from the last thing before to going on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +58,23 @@ class Stay:
 
 
 def stretches(events: Sequence[AnyEvent]) -> list[Stretch]:
-    """Return all waiting, sampling, tool calling and interacting, in the order in which it ended."""
+    """Return all waiting, sampling, tool calling, interacting and being away, in the order in which it ended."""
     found: list[Stretch] = []
     origin = events[0].at if events else 0.0
-    turn, latest = 0, dict[str, int]()
+    turn, latest, state = 0, dict[str, int](), ""
 
     def add(kind: Kind, state: str, start: float, end: float, label: str, **facts: Any) -> None:
         found.append(Stretch(kind, state, max(start, origin), max(end, origin), label, **facts))
 
     for event in events:
         match event:
+            case Prompted():
+                state = event.initial
+            case Transitioned():
+                state = event.dest
+            case Resumed():
+                if event.away > 0:
+                    add("away", state, event.at - event.away, event.at, "set aside")
             case ContextOpened():
                 latest.pop(event.context, None)
             case Generated():

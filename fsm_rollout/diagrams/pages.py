@@ -87,6 +87,10 @@ def duration(seconds: float | None) -> str:
     return f"{seconds // 60:,.0f} min {seconds % 60:.0f} s"
 
 
+def _unbroken_duration(seconds: float | None) -> str:
+    return duration(seconds).replace(" ", "\u00a0")
+
+
 def number(value: float | None, digits: int = 3) -> str:
     """Return a number without noise: ``1``, ``0.333``, ``12,345``, ``–`` for none."""
     if value is None:
@@ -103,7 +107,7 @@ def _environment() -> Environment:
     )
     environment.filters |= {
         "visible": visible,
-        "duration": duration,
+        "duration": _unbroken_duration,
         "number": number,
         "as_json": _as_json,
         "state_class": state_class,

@@ -21,7 +21,7 @@ from fsm_rollout.trajectory import Outcome
 
 ANY = "*"
 """Stands for every working state, where drawing each row from each of them would hide the rest."""
-_FEW = 6
+FEW = 6
 """Up to this many arrows are drawn for a row that leaves any state."""
 
 
@@ -165,7 +165,7 @@ def _arrows(structure: Structure) -> Iterator[Arrow]:
         for source in sources:
             seen[source, row.trigger] = place = seen.get((source, row.trigger), 0) + 1
             places.append((source, place if takers[source, row.trigger] > 1 else None))
-        if ANY in row.source and len(places) > _FEW:
+        if ANY in row.source and len(places) > FEW:
             labels.setdefault((ANY, row.dest), []).append(_label(graph, row, None))
             places = []
         for source, order in places:
@@ -179,9 +179,14 @@ def _label(graph: AgentGraph, row: Row, order: int | None) -> Label:
     return Label(
         trigger=row.trigger,
         order=order,
-        conditions=(*map(_asked, row.conditions), *(f"not {_asked(predicate)}" for predicate in row.unless)),
+        conditions=conditions_of(row),
         stop_reason=(row.stop_reason or _reason(row.trigger, row.conditions)) if final else None,
     )
+
+
+def conditions_of(row: Row) -> tuple[str, ...]:
+    """Return what must all hold for a row to fire, in words."""
+    return (*map(_asked, row.conditions), *(f"not {_asked(predicate)}" for predicate in row.unless))
 
 
 def _reason(trigger: str, conditions: Sequence[Predicate]) -> str:
@@ -218,7 +223,7 @@ def _value(value: object) -> str:
 def _implicit(structure: Structure) -> Iterator[Arrow]:
     """Yield the ends that need no row: one arrow per state with all the triggers that end it where no row holds."""
     working = structure.graph.working_states
-    if len(working) > _FEW:
+    if len(working) > FEW:
         yield Arrow(ANY, TERMINATED, tuple(Label(trigger) for trigger in IMPLICIT_TRIGGERS), implicit=True)
         return
     for state in working:

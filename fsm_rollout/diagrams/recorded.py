@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from fsm_rollout.diagrams.token_texts import TokenTexts
 from fsm_rollout.engines.model_folders import load_tokenizer, model_folder
 from fsm_rollout.errors import ConfigError, EngineError, JournalError, StreamError, did_you_mean
-from fsm_rollout.events import AnyEvent, Prompted, Transitioned
+from fsm_rollout.events import AnyEvent, Prompted, Resumed, Transitioned
 from fsm_rollout.graph import POLICY, AgentGraph
 from fsm_rollout.journal import events, histories, metadata, trajectory_ids
 from fsm_rollout.loader import loads
@@ -32,11 +34,12 @@ class Recorded:
 
     @classmethod
     def of(cls, history: Sequence[AnyEvent]) -> Recorded:
-        """Fold a history.
+        """Fold a history, its times on one clock (see :func:`on_one_clock`).
 
         Raises:
             JournalError: its events do not fit one another.
         """
+        history = on_one_clock(history)
         try:
             return cls(Trajectory.fold(history), history)
         except StreamError as error:
@@ -50,6 +53,22 @@ class Recorded:
         names = said + [name for e in moved for name in (e.source, e.dest)] + list(self.trajectory.visits)
         names += [span.state for stream in self.trajectory.streams for span in stream.tokens.spans]
         return list(dict.fromkeys(names))
+
+
+def on_one_clock(history: Sequence[AnyEvent]) -> Sequence[AnyEvent]:
+    """Return events whose times never run backwards.
+
+    A trajectory may go on in another process, whose clock may lie behind; it is then taken to have gone on at once.
+    """
+    if not any(isinstance(event, Resumed) and event.away < 0 for event in history):
+        return history
+    shift, found = 0.0, list[AnyEvent]()
+    for event in history:
+        if isinstance(event, Resumed) and event.away < 0:
+            shift -= event.away
+            event = replace(event, away=0.0)
+        found.append(replace(event, at=event.at + shift))
+    return found
 
 
 @dataclass(slots=True)
@@ -120,7 +139,7 @@ def open_run(path: str | Path) -> RecordedRun:
     agents: dict[str, AgentGraph] = {}
     for name, text in (told.get("agents") or {}).items():
         try:
-            _with_sub_agents(loads(str(text), name=f"{name}.yaml"), agents)
+            agents = with_sub_agents(loads(str(text), name=f"{name}.yaml")) | agents
         except ConfigError as error:
             first = str(error.problems[0].message) if error.problems else str(error)
             notes.append(f"agent '{name}' is drawn from what happened, not from its YAML, which fails here: {first}")
@@ -138,11 +157,13 @@ def open_run(path: str | Path) -> RecordedRun:
     )
 
 
-def _with_sub_agents(graph: AgentGraph, into: dict[str, AgentGraph]) -> None:
-    into.setdefault(graph.agent, graph)
+def with_sub_agents(graph: AgentGraph) -> dict[str, AgentGraph]:
+    """Return an agent and all that it calls as tools, by name; the caller's first where names are shared."""
+    found = {graph.agent: graph}
     for tool in graph.tools.values():
         if tool.agent is not None:
-            _with_sub_agents(tool.agent, into)
+            found = with_sub_agents(tool.agent) | found
+    return found
 
 
 def _summary(path: Path, notes: list[str]) -> Mapping[str, Any] | None:

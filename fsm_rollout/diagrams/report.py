@@ -7,30 +7,23 @@ shows the command that makes it.
 
 from __future__ import annotations
 
-import hashlib
-import os
-import shlex
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-from fsm_rollout.diagrams.figures import Figures, Line, histogram
+from fsm_rollout.diagrams.figures import Figures, Line, Replica, histogram
 from fsm_rollout.diagrams.flow import Flow, traffic_picture
+from fsm_rollout.diagrams.links import REPORT, Links, page_path
 from fsm_rollout.diagrams.moments import KINDS
 from fsm_rollout.diagrams.pages import render_page, write_page
 from fsm_rollout.diagrams.recorded import RecordedRun, open_run
 from fsm_rollout.diagrams.token_texts import visible
 from fsm_rollout.diagrams.trajectory import page_of_run
 
-PAGES = "trajectories"
-"""The folder, in a run's folder, of trajectory pages that a report links to."""
 TAIL = 8
 GROUPS_SHOWN = 30
 SCORES_SHOWN = 64
-LONGEST_NAME = 150
-"""Characters of a page's name; file systems take 255 in all."""
 WORTH_A_PAGE = 3
 """How many of the slowest, the best and the worst get a page of their own at the end of a run."""
 
@@ -39,7 +32,7 @@ def write_report(folder: str | Path, out: str | Path | None = None, *, pages: bo
     """Write a run's report (``report.html`` in its folder, unless ``out`` says where) and return its path.
 
     ``pages`` also makes the pages of the trajectories that are most worth a look: the slowest, best and worst scored,
-    and the first of every stop reason.
+    and the first of every stop reason, with those that they called and were called by.
 
     Raises:
         ConfigError: ``folder`` is not a run's.
@@ -47,26 +40,14 @@ def write_report(folder: str | Path, out: str | Path | None = None, *, pages: bo
         OSError: the file cannot be written.
     """
     run = open_run(folder)
-    out = run.folder / "report.html" if out is None else Path(out)
+    out = run.folder / REPORT if out is None else Path(out)
     figures, traffic = _read(run)
-    if pages:
-        for trajectory_id in worth_a_page(figures):
-            write_page(page_path(run.folder, trajectory_id), page_of_run(run, trajectory_id))
-    write_page(out, _page(run, figures, traffic, out))
+    chosen = {page_path(run.folder, one): one for one in worth_a_page(figures)} if pages else {}
+    for path, trajectory_id in chosen.items():
+        links = Links(run.folder, path, planned={*chosen, out})
+        write_page(path, page_of_run(run, trajectory_id, links))
+    write_page(out, _page(run, figures, traffic, Links(run.folder, out)))
     return out
-
-
-def report_page(run: RecordedRun, out: Path) -> str:
-    """Return the report as one HTML page that is to be at ``out`` (which relative links depend on)."""
-    return _page(run, *_read(run), out)
-
-
-def page_path(folder: Path, trajectory_id: str) -> Path:
-    """Return where the page of a trajectory belongs; no two ids share a name, whatever characters they have."""
-    name = quote(trajectory_id, safe="", errors="backslashreplace").replace("~", "%7E").replace("%", "~")
-    if len(name) > LONGEST_NAME:
-        name = f"{name[:LONGEST_NAME]}~~{hashlib.sha256(trajectory_id.encode(errors='backslashreplace')).hexdigest()}"
-    return folder / PAGES / f"{name}.html"
 
 
 def worth_a_page(figures: Figures) -> list[str]:
@@ -77,7 +58,16 @@ def worth_a_page(figures: Figures) -> list[str]:
     for line in figures.lines:
         endings.setdefault(line.ending, line)
     chosen = [*by_time[:WORTH_A_PAGE], *scored[:WORTH_A_PAGE], *scored[-WORTH_A_PAGE:], *endings.values()]
-    return list(dict.fromkeys(line.trajectory_id for line in chosen))
+    by_id = {line.trajectory_id: line for line in figures.lines}
+    called: defaultdict[str | None, list[str]] = defaultdict(list)
+    for line in figures.lines:
+        called[line.parent_id].append(line.trajectory_id)
+    wanted = [line.trajectory_id for line in chosen]
+    for trajectory_id in wanted:  # grows while it is read: callers of callers, sub-agents of sub-agents
+        parent = by_id[trajectory_id].parent_id
+        family = [*([parent] if parent in by_id else []), *called[trajectory_id]]
+        wanted += [one for one in dict.fromkeys(family) if one is not None and one not in wanted]
+    return list(dict.fromkeys(wanted))
 
 
 def _read(run: RecordedRun) -> tuple[Figures, list[Flow]]:
@@ -91,14 +81,14 @@ def _read(run: RecordedRun) -> tuple[Figures, list[Flow]]:
     return figures, list(traffic.values())
 
 
-def _page(run: RecordedRun, figures: Figures, traffic: Sequence[Flow], out: Path) -> str:
+def _page(run: RecordedRun, figures: Figures, traffic: Sequence[Flow], links: Links) -> str:
     lines = figures.lines
-    columns, rows = _table(run, lines, out)
+    columns, rows = _table(lines, links)
     names = [column["name"] for column in columns]
     scores = [line.score for line in lines if line.score is not None]
     seconds = figures.end - figures.begin
     sampled = sum(stretch.tokens for stretch in figures.generations)
-    load = figures.load()
+    replicas = figures.replicas()
     means = [edge.score for one in traffic for edge in one.edges if edge.score is not None]
     return render_page(
         "report.html.jinja",
@@ -110,7 +100,7 @@ def _page(run: RecordedRun, figures: Figures, traffic: Sequence[Flow], out: Path
             "rows": rows,
             "reason": names.index("stop reason"),
             "agent": names.index("agent"),
-            "command": f"fsm-rollout show {shlex.quote(str(run.folder))} --trajectory TRAJECTORY -o trajectory.html",
+            "command": links.command("TRAJECTORY"),
         },
         run=run,
         notes=run.notes,
@@ -135,21 +125,27 @@ def _page(run: RecordedRun, figures: Figures, traffic: Sequence[Flow], out: Path
         courses=[
             ("sampled tokens per second", _course(figures.throughput())),
             ("trajectories under way", _course(figures.under_way())),
-            *(
-                (f"generations under way{f' on replica {name}' if name else ''}", _course(values))
-                for name, values in load.items()
-            ),
+            ("generations under way", _course(figures.load())),
         ]
         if lines
         else [],
+        replicas=_replicas(replicas, seconds) if len(replicas) > 1 else [],
+        resumed=[line for line in lines if line.resumed],
+        crossed=sum(len(line.versions) > 1 for line in lines),
+        versions=sorted({version for line in lines for version in line.versions}),
         tail=_tail(lines),
         tools=sorted(figures.tools.values(), key=lambda use: -sum(use.seconds)),
         graphs=[{"flow": one, "picture": traffic_picture(one)} for one in traffic],
         scale=(min(means), max(means)) if means and min(means) < max(means) else None,
-        kinds=KINDS,
-        link=lambda trajectory_id: _link(run, trajectory_id, out),
-        row_of={line.trajectory_id: place for place, line in enumerate(lines)}.__getitem__,
+        kinds=[kind for kind in KINDS if any(line.seconds[kind] > 0 for line in lines)],
+        link=links.to,
+        row_of={line.trajectory_id: place for place, line in enumerate(lines)},
     )
+
+
+def weights_of(versions: Sequence[int]) -> str:
+    """Return a range of weight versions in words."""
+    return "–" if not versions else f"{versions[0]}" if len(versions) == 1 else f"{versions[0]} → {versions[-1]}"
 
 
 def _reasons(lines: Sequence[Line]) -> list[dict[str, Any]]:
@@ -205,20 +201,40 @@ def _groups(lines: Sequence[Line]) -> dict[str, Any] | None:
     return {"shown": found[:GROUPS_SHOWN], "count": len(found), "flat": flat, "low": low, "high": high}
 
 
-def _course(values: Sequence[float]) -> dict[str, Any]:
+def _replicas(replicas: Sequence[Replica], seconds: float) -> list[dict[str, Any]]:
+    """Return each replica's figures; their courses share one scale, so that they can be compared."""
+    most = max((value for replica in replicas for value in replica.under_way), default=0.0)
+    fastest = max((value for replica in replicas for value in replica.throughput), default=0.0)
+    return [
+        {
+            "of": replica,
+            "under_way": _course(replica.under_way, most),
+            "throughput": _course(replica.throughput, fastest),
+            "busy": replica.busy / seconds if seconds else 0.0,
+        }
+        for replica in replicas
+    ]
+
+
+def _course(values: Sequence[float], scale: float | None = None) -> dict[str, Any]:
     top = max(values, default=0.0)
-    points = [f"{place},{100 - (95 * value / top if top else 0):.2f}" for place, value in enumerate(values)]
+    scale = scale if scale is not None else top
+    points = [f"{place},{100 - (95 * value / scale if scale else 0):.2f}" for place, value in enumerate(values)]
     return {"points": " ".join(points), "width": len(values) - 1, "top": top, "mean": sum(values) / len(values)}
 
 
-def _table(run: RecordedRun, lines: Sequence[Line], out: Path) -> tuple[list[dict[str, Any]], list[list[Any]]]:
+def _table(lines: Sequence[Line], links: Links) -> tuple[list[dict[str, Any]], list[list[Any]]]:
     """Return the columns and rows of the table; after the columns' values a row has its id and its link."""
 
     def column(name: str, digits: int | None = None) -> dict[str, Any]:
         return {"name": name, "number": digits is not None, "digits": digits or 0}
 
+    crossing = len({version for line in lines for version in line.versions}) > 1
+    resumed = any(line.resumed for line in lines)
+    callers = [[visible(line.parent_id or "")] for line in lines] if any(line.parent_id for line in lines) else []
     columns = [
         column("trajectory"),
+        *([column("called by")] if callers else []),
         column("group"),
         column("agent"),
         column("stop reason"),
@@ -230,10 +246,13 @@ def _table(run: RecordedRun, lines: Sequence[Line], out: Path) -> tuple[list[dic
         column("calls", 0),
         column("failed", 0),
         column("seconds", 2),
+        *([column("resumed", 0), column("away", 2)] if resumed else []),
+        *([column("weights")] if crossing else []),
     ]
     rows: list[list[Any]] = [
         [
             visible(line.trajectory_id),
+            *(callers[place] if callers else []),
             visible(line.group_id),
             visible(line.agent),
             visible(line.ending),
@@ -245,16 +264,11 @@ def _table(run: RecordedRun, lines: Sequence[Line], out: Path) -> tuple[list[dic
             line.calls,
             line.failures,
             line.wall,
+            *([line.resumed, line.seconds["away"]] if resumed else []),
+            *([weights_of(line.versions)] if crossing else []),
             line.trajectory_id,
-            _link(run, line.trajectory_id, out),
+            links.to(line.trajectory_id),
         ]
-        for line in lines
+        for place, line in enumerate(lines)
     ]
     return columns, rows
-
-
-def _link(run: RecordedRun, trajectory_id: str, out: Path) -> str | None:
-    page = page_path(run.folder, trajectory_id)
-    if not page.is_file():
-        return None
-    return quote(os.path.relpath(page.absolute(), out.absolute().parent).replace(os.sep, "/"))

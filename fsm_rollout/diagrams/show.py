@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import RenderableType
 
+from fsm_rollout.diagrams.links import Links
 from fsm_rollout.diagrams.pages import write_page
 from fsm_rollout.diagrams.recorded import open_run
 from fsm_rollout.diagrams.report import write_report
@@ -35,7 +36,7 @@ def show(folder: Path, trajectory_id: str | None = None, out: Path | None = None
         elif trajectory_id is None:
             write_report(folder, out)
         else:
-            write_page(out, page_of_run(run, trajectory_id))
+            write_page(out, page_of_run(run, trajectory_id, Links(run.folder, out)))
     except JournalError as error:
         raise ConfigError(str(error)) from error
     except OSError as error:

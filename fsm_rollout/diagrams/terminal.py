@@ -108,6 +108,8 @@ def trajectory_view(run: RecordedRun, trajectory_id: str) -> RenderableType:
 def _card(card: Card, recorded: Recorded, order: Sequence[str], texts: Sequence[_Texts]) -> list[RenderableType]:
     if isinstance(card.step, Transitioned):
         return []
+    if card.pause is not None:
+        return [Text(f"\n{visible(card.pause)}", style="dim italic")]
     title = Text.assemble("\n", _chip(card.state, order), (f" {visible(describe(card))}", "bold"))
     title.append(
         f"  {card.end - card.start:,} tokens" if card.kind != "pending" else "  never entered the tokens", "dim"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from fsm_rollout.diagrams.recorded import Recorded
 
 TRAJECTORIES = 1
 """Process number of the trajectories; the replicas' follow."""
+LANES = 100_000
+"""Thread numbers apart from one replica to the next: viewers take some numbers (0, a process's own) for special."""
 
 
 def trace(recorded: Iterable[Recorded]) -> dict[str, Any]:
@@ -49,42 +52,78 @@ def write_trace(recorded: Iterable[Recorded], path: Path) -> None:
     write_page(path, json.dumps(trace(recorded), separators=(",", ":")))
 
 
+@dataclass(frozen=True, slots=True)
+class _Span:
+    name: str
+    start: float
+    end: float
+    rank: int
+    """Which of those that begin together lies around the others: the lowest."""
+    args: dict[str, Any]
+
+
 def _trajectory(one: Recorded, origin: float) -> Iterator[dict[str, Any]]:
-    trajectory = one.trajectory
-    common = {"cat": "trajectory", "id": trajectory.trajectory_id, "pid": TRAJECTORIES, "tid": 0}
+    """Yield a trajectory's spans in the order of time, each within the one around it.
 
-    def pair(name: str, start: float, end: float, **args: Any) -> Iterator[dict[str, Any]]:
-        yield {**common, "ph": "b", "name": name, "ts": _microseconds(start - origin), "args": args}
-        yield {**common, "ph": "e", "name": name, "ts": _microseconds(end - origin)}
+    Viewers sort by time and then close what was opened last. So what overlaps without nesting (tools side by side) is
+    given a further track, by its category.
+    """
+    tracks: list[list[_Span]] = []
+    for span in sorted(_spans(one), key=lambda span: (span.start, span.rank, -span.end)):
+        for track, around in enumerate(tracks):
+            while around and around[-1].rank and around[-1].end <= span.start:
+                yield _mark("e", around.pop(), one, track, origin)
+            if not around or span.end <= around[-1].end:
+                break
+        else:
+            track, around = len(tracks), []
+            tracks.append(around)
+        around.append(span)
+        yield _mark("b", span, one, track, origin)
+    for track, around in enumerate(tracks):
+        while around:
+            yield _mark("e", around.pop(), one, track, origin)
 
-    found, visits = stretches(one.events), stays(one.events)
+
+def _spans(one: Recorded) -> Iterator[_Span]:
+    trajectory, found, visits = one.trajectory, stretches(one.events), stays(one.events)
     ends = [one.events[-1].at if trajectory.ended_at is None else trajectory.ended_at]
-    whole, close = pair(
-        trajectory.trajectory_id,
-        one.events[0].at,
-        max([*ends, *(stay.end for stay in visits), *(stretch.end for stretch in found)]),
-        agent=trajectory.agent,
-        group=trajectory.group_id,
-        stop_reason=trajectory.stop_reason,
-        score=trajectory.score,
-        trained_tokens=trajectory.trained_tokens,
-        parent=trajectory.parent_id,
-    )
-    yield whole
-    for stay in visits:
-        yield from pair(stay.state, stay.start, stay.end, trigger=stay.trigger)
+    facts: dict[str, Any] = {
+        "agent": trajectory.agent,
+        "group": trajectory.group_id,
+        "stop_reason": trajectory.stop_reason,
+        "score": trajectory.score,
+        "trained_tokens": trajectory.trained_tokens,
+        "parent": trajectory.parent_id,
+    }
+    end = max([*ends, *(stay.end for stay in visits), *(stretch.end for stretch in found)])
+    yield _Span(trajectory.trajectory_id, one.events[0].at, end, 0, facts)
+    for stay in visits:  # one that took no time was over before the next began
+        yield _Span(stay.state, stay.start, stay.end, 1 if stay.start == stay.end else 2, {"trigger": stay.trigger})
     for stretch in found:
         facts = {"state": stretch.state, "tokens": stretch.tokens, "turn": stretch.turn, "failure": stretch.failure}
         name = stretch.label if stretch.kind != "tool" else f"tool {stretch.label}"
-        yield from pair(name, stretch.start, stretch.end, **{k: v for k, v in facts.items() if v is not None})
-    yield close
+        yield _Span(name, stretch.start, stretch.end, 3, {k: v for k, v in facts.items() if v is not None})
+
+
+def _mark(phase: str, span: _Span, one: Recorded, track: int, origin: float) -> dict[str, Any]:
+    return {
+        "ph": phase,
+        "name": span.name,
+        "cat": f"trajectory +{track}" if track else "trajectory",
+        "id2": {"local": one.trajectory.trajectory_id},  # not "id", which would be shared by all processes
+        "pid": TRAJECTORIES,
+        "tid": LANES * TRAJECTORIES,
+        "ts": _microseconds((span.start if phase == "b" else span.end) - origin),
+    } | ({"args": span.args} if phase == "b" else {})
 
 
 def _replica(number: int, replica: str, found: list[tuple[Stretch, str]], origin: float) -> Iterator[dict[str, Any]]:
     yield _named("process_name", number, f"replica {replica}" if replica else "engine")
     lanes = packed([stretch for stretch, _ in found])
+    first = LANES * number
     for lane in range(max(lanes, default=-1) + 1):
-        yield _named("thread_name", number, f"lane {lane}", tid=lane)
+        yield _named("thread_name", number, f"lane {lane}", tid=first + lane)
     changes: defaultdict[int, int] = defaultdict(int)
     for (stretch, trajectory_id), lane in zip(found, lanes, strict=True):
         start, end = _microseconds(stretch.start - origin), _microseconds(stretch.end - origin)
@@ -93,7 +132,7 @@ def _replica(number: int, replica: str, found: list[tuple[Stretch, str]], origin
             "name": trajectory_id,
             "cat": "generate",
             "pid": number,
-            "tid": lane,
+            "tid": first + lane,
             "ts": start,
             "dur": end - start,
             "args": {"state": stretch.state, "turn": stretch.turn, "tokens": stretch.tokens},
@@ -103,7 +142,7 @@ def _replica(number: int, replica: str, found: list[tuple[Stretch, str]], origin
     running = 0
     for at in sorted(changes):
         running += changes[at]
-        yield {"ph": "C", "name": "generations", "pid": number, "tid": 0, "ts": at, "args": {"under way": running}}
+        yield {"ph": "C", "name": "generations", "pid": number, "tid": first, "ts": at, "args": {"under way": running}}
 
 
 def _named(what: str, pid: int, name: str, tid: int = 0) -> dict[str, Any]:

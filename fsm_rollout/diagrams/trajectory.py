@@ -14,7 +14,9 @@ from html import escape
 from typing import Any
 
 from fsm_rollout.diagrams.cards import Card, cards
+from fsm_rollout.diagrams.figures import versions_of
 from fsm_rollout.diagrams.flow import Flow, path_picture
+from fsm_rollout.diagrams.links import Links
 from fsm_rollout.diagrams.moments import KINDS, Stretch, covered, packed, stays, stretches
 from fsm_rollout.diagrams.pages import render_page
 from fsm_rollout.diagrams.recorded import Recorded, RecordedRun
@@ -31,8 +33,8 @@ STEPS_SHOWN = 200
 TICKS = 5
 
 
-def page_of_run(run: RecordedRun, trajectory_id: str) -> str:
-    """Return the page of one of a run's trajectories.
+def page_of_run(run: RecordedRun, trajectory_id: str, links: Links) -> str:
+    """Return the page of one of a run's trajectories, with what ``links`` leads to.
 
     Raises:
         ConfigError: the run has no such trajectory.
@@ -42,7 +44,7 @@ def page_of_run(run: RecordedRun, trajectory_id: str) -> str:
     for stream in recorded.trajectory.streams:
         run.texts(stream.engine)  # asked now, so that what is missing is among the notes
     graph = run.agents.get(recorded.trajectory.agent)
-    return trajectory_page(recorded, graph=graph, texts=run.texts, notes=run.notes, run=str(run.folder))
+    return trajectory_page(recorded, graph=graph, texts=run.texts, notes=run.notes, run=run.folder.name, links=links)
 
 
 def trajectory_page(
@@ -52,11 +54,12 @@ def trajectory_page(
     texts: Texts = lambda engine: None,
     notes: Sequence[str] = (),
     run: str = "",
+    links: Links | None = None,
 ) -> str:
     """Return one self-contained HTML page about a trajectory.
 
-    Without its events there is no path, no order and no time; without its graph, no rows that were not taken; without
-    token texts, ids in their place.
+    Without its events there are no steps and no times, only visits; without its graph, no rows that were not taken;
+    without token texts, ids in their place.
     """
     trajectory, events = recorded.trajectory, recorded.events
     names = list(dict.fromkeys([*(graph.states if graph else ()), *recorded.state_names]))
@@ -70,9 +73,11 @@ def trajectory_page(
         data=token_data(trajectory, texts),
         t=trajectory,
         run=run,
+        links=links,
         notes=list(notes) if events else [*notes, _NO_EVENTS],
         ending=ending_of(recorded),
-        picture=path_picture(traffic) if events else None,
+        versions=versions_of(trajectory),
+        picture=path_picture(traffic) if events or graph else None,
         flow=traffic,
         steps=steps[:STEPS_SHOWN],
         more_steps=len(steps) - STEPS_SHOWN,
@@ -83,15 +88,19 @@ def trajectory_page(
     )
 
 
-_NO_EVENTS = "made from the trajectory alone: its path, its tool calls and its times are in the journal only"
+_NO_EVENTS = (
+    "made from the trajectory alone: its path, its tool calls and its times are in the journal only "
+    "(fsm_rollout.diagrams.notebook.page(rollout, trajectory) finds them there, and the tokens' texts)"
+)
 
 
-def notebook(trajectory: Trajectory, texts: Texts | None = None) -> str:
-    """Return a trajectory's page as an ``<iframe>``: on its own in a notebook, whose styles and scripts stay out.
+def notebook(trajectory: Trajectory) -> str:
+    """Return the page of a trajectory of which nothing else is known, for a notebook: its tokens are shown as ids."""
+    return framed(trajectory_page(Recorded(trajectory)))
 
-    Without ``texts`` tokens are shown as ids.
-    """
-    page = trajectory_page(Recorded(trajectory), texts=texts or (lambda engine: None))
+
+def framed(page: str) -> str:
+    """Return a page as an ``<iframe>``: on its own in a notebook, whose styles and scripts stay out."""
     frame = 'style="width:100%;height:80vh;border:1px solid #8886" sandbox="allow-scripts"'
     return f'<iframe {frame} srcdoc="{escape(page, quote=True)}"></iframe>'
 
@@ -175,6 +184,7 @@ def time_lanes(recorded: Recorded, names: Sequence[str]) -> dict[str, Any] | Non
         return f"left:{(since - start) / (end - start):.4%};width:{max(0.0, until - since) / (end - start):.4%}"
 
     totals, idle = _totals(found), max(0.0, end - start - covered(found))
+    largest = sorted([*totals, ("other", idle)], key=lambda total: -total[1])
     lanes = []
     for state in names:
         own = [stretch for stretch in found if stretch.state == state]
@@ -201,7 +211,7 @@ def time_lanes(recorded: Recorded, names: Sequence[str]) -> dict[str, Any] | Non
         "lanes": lanes,
         "totals": totals,
         "idle": idle,
-        "largest": sorted([*totals, ("other", idle)], key=lambda total: -total[1])[:2],
+        "largest": [total for total in largest[:2] if total[1] >= 0.005 * (end - start)],
         "ticks": [{"at": f"{tick / TICKS:.0%}", "seconds": (end - start) * tick / TICKS} for tick in range(TICKS + 1)],
     }
 

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from recorded_runs import NASTY, ODD, history, write_run
+from sixty_states import sixty_states
 
+from fsm_rollout.diagrams.links import Links, page_path
 from fsm_rollout.diagrams.pages import write_page
 from fsm_rollout.diagrams.recorded import open_run
-from fsm_rollout.diagrams.report import page_path, write_report
+from fsm_rollout.diagrams.report import write_report
 from fsm_rollout.diagrams.show import show
 from fsm_rollout.diagrams.trajectory import page_of_run
 from fsm_rollout.events import AnyEvent, ContextOpened, Extended, Generated
@@ -62,7 +65,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_run(tmp_path_factory.mktemp("run"), histories)
     run = open_run(folder)
     for trajectory_id in ("0/0", "1/1"):
-        write_page(page_path(folder, trajectory_id), page_of_run(run, trajectory_id))
+        page = page_path(folder, trajectory_id)
+        write_page(page, page_of_run(run, trajectory_id, Links(folder, page)))
     write_report(folder)
     return folder
 
@@ -190,6 +194,59 @@ def test_a_click_in_the_strip_leads_to_the_token(browser: Any, run: Path, tmp_pa
     quiet(browser)
 
 
+def test_a_long_prompt_shows_its_end_until_it_is_asked_for_more(browser: Any, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", {"0/0": history("0/0", text="word\n" * 60 + "LAST")})
+    opened(browser, page_of(folder, "0/0", tmp_path))
+    script = """const box = document.querySelector(".card.prompt .ribbon"), frame = box.getBoundingClientRect();
+      const seen = [...box.querySelectorAll("i")].filter((token) => {
+        const at = token.getBoundingClientRect();
+        return at.bottom <= frame.bottom + 2 && at.top >= frame.top - 2});
+      return [seen.length, box.querySelectorAll("i").length, seen.at(-1).textContent]"""
+    browser.execute_script("document.querySelector('.card.prompt').scrollIntoView()")
+    seen, drawn, last = browser.execute_script(script)
+    assert 0 < seen < drawn
+    assert last == browser.execute_script("return [...document.querySelectorAll('.card.prompt i')].at(-1).textContent")
+    browser.execute_script("document.querySelector('.card.prompt button.more').click()")
+    assert browser.execute_script(script)[0] == drawn
+    assert not browser.execute_script("return document.querySelector('.card.prompt button.more')")
+
+    opened(browser, page_of(folder, "0/0", tmp_path))
+    canvas = browser.find_element("css selector", ".strip canvas")
+    browser.set_script_timeout(30)
+    browser.execute_async_script(
+        """const done = arguments[0];
+           const folded = () => document.querySelector(".folded") ? done() : requestAnimationFrame(folded);
+           document.querySelector(".card.prompt").scrollIntoView();
+           folded();"""
+    )
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", canvas)
+    left = -canvas.size["width"] // 2 + 2
+    webdriver.ActionChains(browser).move_to_element_with_offset(canvas, left, 0).click().perform()
+    assert browser.execute_script(
+        """const box = document.querySelector("i.hit").getBoundingClientRect();
+           return document.elementFromPoint(box.left + 1, box.top + 1) === document.querySelector("i.hit")"""
+    ), "a token that was folded away is unfolded to be shown"
+    quiet(browser)
+
+
+def test_a_graph_of_sixty_states_is_scrolled_within_its_page(browser: Any, tmp_path: Path) -> None:
+    events = [replace(history("0/0")[0], agent="sixty")]
+    folder = write_run(tmp_path / "run", {"0/0": events}, sixty_states())
+    write_report(folder)
+    for page in (folder / "report.html", page_of(folder, "0/0", tmp_path)):
+        for width in (400, 1600):
+            opened(browser, page, width=width)
+            assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    boxes = browser.execute_script(
+        """const box = document.querySelector(".graph"), text = box.querySelector(".state text");
+           return [box.scrollWidth / box.clientWidth, box.clientHeight, text.getBoundingClientRect().height]"""
+    )
+    assert boxes[0] > 2
+    assert boxes[1] < 900
+    assert boxes[2] > 8, "its text can be read"
+    quiet(browser)
+
+
 def rows(browser: Any) -> list[str]:
     found: list[str] = browser.execute_script(
         "return [...document.querySelectorAll('#trajectories tbody tr')].map((row) => row.cells[0].textContent)"
@@ -218,7 +275,7 @@ def test_the_table_sorts_filters_and_links(browser: Any, run: Path) -> None:
 
     browser.execute_script("document.querySelector('#trajectories button[data-row=\"2\"]').click()")
     command = browser.find_element("id", "command").text
-    assert command == f"fsm-rollout show {run} --trajectory '1/0' -o trajectory.html"
+    assert command == f"fsm-rollout show {run} --trajectory '1/0' -o F.html"
     quiet(browser)
     browser.execute_script("document.querySelector('#trajectories a').click()")
     assert browser.find_element("tag name", "h1").text.startswith("Trajectory 1/1")

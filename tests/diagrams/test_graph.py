@@ -15,12 +15,12 @@ from xml.etree import ElementTree
 import pygraphviz
 import pytest
 from hypothesis import example, given, settings
-from strategies import graphs
 from typer.testing import CliRunner
 
 from fsm_rollout import AgentGraph, load_agent, prove
 from fsm_rollout.cli import app
 from fsm_rollout.diagrams.graph import DrawingError, draw, source_of, to_dot, to_mermaid, to_png, to_svg
+from fsm_rollout.testing.strategies.graphs import graphs
 
 ROOT = Path(__file__).parent.parent.parent
 AGENTS = sorted((ROOT / "configs/agents").glob("*.yaml"))

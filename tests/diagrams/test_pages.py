@@ -15,7 +15,6 @@ from urllib.parse import unquote
 import numpy as np
 import pytest
 from embedded import tokenizer
-from event_strategies import event_sequences
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -25,13 +24,14 @@ from typer.testing import CliRunner
 from fsm_rollout.cli import app
 from fsm_rollout.diagrams.cards import cards
 from fsm_rollout.diagrams.flow import Flow
+from fsm_rollout.diagrams.links import page_path
 from fsm_rollout.diagrams.recorded import Recorded
-from fsm_rollout.diagrams.report import page_path
 from fsm_rollout.diagrams.token_texts import GOES_ON, TokenTexts, visible
 from fsm_rollout.diagrams.trajectory import notebook, token_data, trajectory_page
 from fsm_rollout.events import AnyEvent, Called, Transitioned
 from fsm_rollout.journal import Journal
 from fsm_rollout.loader import load_agent
+from fsm_rollout.testing.strategies.histories import event_sequences
 from fsm_rollout.tokens import TokenStream
 from fsm_rollout.trajectory import Trajectory
 
@@ -246,7 +246,7 @@ def test_a_run_ends_with_its_report_and_pages_that_it_links_to(tmp_path: Path) -
 def test_a_report_that_fails_does_not_fail_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("fsm_rollout.diagrams.report.PAGES", "\0")  # a name that no file system takes
+    monkeypatch.setattr("fsm_rollout.diagrams.links.PAGES", "\0")  # a name that no file system takes
     done = CliRunner().invoke(app, ["run", str(CONFIGS / "runs/reflect.yaml"), f"out={tmp_path / 'out'}"])
     assert done.exit_code == 0, done.output
     assert "report.html was not written" in caplog.text

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from event_strategies import several_event_sequences
 from hypothesis import given
+from msgspec.structs import replace
 from recorded_runs import history, write_run
 
 from fsm_rollout.diagrams.figures import BINS, Figures, histogram
@@ -19,6 +19,7 @@ from fsm_rollout.diagrams.recorded import Recorded
 from fsm_rollout.diagrams.show import show
 from fsm_rollout.diagrams.timeline import trace
 from fsm_rollout.events import AnyEvent, Called, Generated, Interacted, Prompted, Transitioned
+from fsm_rollout.testing.strategies.histories import several_event_sequences
 
 
 def microseconds(seconds: float) -> int:
@@ -38,7 +39,7 @@ def test_a_written_trace_is_what_happened(tmp_path: Path) -> None:
     )
     names = {e["args"]["name"] for e in found if e["ph"] == "M" and e["name"] == "process_name"}
     assert names == {"trajectories", "replica r0", "replica r1"}
-    visits = [(e["id"], e["name"], e["ts"]) for e in found if e["ph"] == "b" and e["name"].isupper()]
+    visits = [(e["id2"]["local"], e["name"], e["ts"]) for e in found if e["ph"] == "b" and e["name"].isupper()]
     assert visits[:6] == [
         ("0/0", "PENDING", 0),
         ("0/0", "GENERATING", 0),
@@ -61,24 +62,37 @@ def test_a_trace_holds_every_event_once_and_is_well_formed(histories: list[list[
     moves = sum(isinstance(e, Transitioned | Prompted) for e in everything)  # each begins a visit
     ids = {e.trajectory_id for e in everything if isinstance(e, Prompted)}
     assert sum(count for name, count in begun.items() if name.isupper()) == moves
-    open_: defaultdict[str, list[str]] = defaultdict(list)
-    spans: dict[str, tuple[int, int]] = {}
-    for event in found:
-        if event["ph"] in "be":
-            assert event["id"] in ids
-            assert event["ts"] >= 0
+    open_: defaultdict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for event in sorted(found, key=lambda e: e.get("ts", 0)):  # as viewers do, and what is at one time stays in order
+        if event["ph"] not in "be":
+            continue
+        track = event["id2"]["local"], event["cat"]
+        assert track[0] in ids
+        assert event["ts"] >= 0
         if event["ph"] == "b":
-            open_[event["id"]].append(event["name"])
-        elif event["ph"] == "e":
-            assert open_[event["id"]].pop() == event["name"], "spans must nest"
-            spans[event["id"]] = (0, event["ts"])
+            open_[track].append(event)
+        else:
+            assert open_[track].pop()["name"] == event["name"], "spans must nest"
     assert not any(open_.values())
+    lanes = {e["tid"]: e["pid"] for e in found if e["ph"] == "X"}
+    assert all(lanes[e["tid"]] == e["pid"] for e in found if e["ph"] == "X"), "viewers mix up lanes of one number"
+    assert not lanes.keys() & {0, *(e["pid"] for e in found)}, "these numbers are taken for a process's main thread"
     running: dict[int, int] = {}
     for event in found:
         if event["ph"] == "C":
             running[event["pid"]] = event["args"]["under way"]
             assert event["args"]["under way"] >= 0
     assert not any(running.values()), "a generation that was counted in must be counted out"
+
+
+def test_tools_side_by_side_have_tracks_of_their_own() -> None:
+    """Spans of one track must nest: what overlaps would be closed in the wrong order, and lost."""
+    events = history()
+    at = next(place for place, event in enumerate(events) if isinstance(event, Called))
+    slow = replace(events[at], at=events[at].at - 0.5, name="slow", id="c2")  # begins and ends before the other
+    found = trace([Recorded.of([*events[:at], slow, *events[at:]])])["traceEvents"]
+    tools = {e["name"]: e["cat"] for e in found if e["ph"] == "b" and e["name"].startswith("tool ")}
+    assert tools == {"tool slow": "trajectory +1", "tool calculate": "trajectory"}
 
 
 @given(several_event_sequences)

@@ -41,6 +41,7 @@
     markers: new Set(data.markers[stream.engine] || []),
     guarded: new Set(stream.guarded),
   }));
+  const PROMPT = 190;  // pixels of a long prompt: its end, which is what was asked
   const HEAT = [0.05, 0.2, 0.5, 1, 1.7, 2.6, 4, 6];
   const BLOCK = 500, HEAD = 400, TAIL = 100;
 
@@ -103,9 +104,27 @@
       near.unobserve(target);
       target.classList.remove("empty");
       if (target.classList.contains("block")) fill(target, +target.dataset.stream, +target.dataset.start, +target.dataset.end);
-      else open(target);
+      else {
+        open(target);
+        if (target.closest(".card.prompt") && target.scrollHeight > 1.4 * PROMPT) fold(target);
+      }
     }
   }, { rootMargin: "900px" });
+  /* A prompt repeats what every trajectory of its agent is told: only its end is shown. */
+  const fold = (ribbon) => {
+    const more = make("button", "more", `… the whole prompt, ${(ribbon.dataset.end - ribbon.dataset.start).toLocaleString("en")} tokens …`);
+    more.addEventListener("click", () => unfold(ribbon));
+    ribbon.before(more);
+    ribbon.classList.add("folded");
+    ribbon.style.maxHeight = PROMPT + "px";
+    ribbon.scrollTop = ribbon.scrollHeight;
+  };
+  const unfold = (ribbon) => {
+    if (!ribbon.classList.contains("folded")) return;
+    ribbon.classList.remove("folded");
+    ribbon.style.maxHeight = "";
+    ribbon.previousElementSibling.remove();
+  };
   const blocks = (before, number, start, end) => {
     for (let at = start; at < end; at += BLOCK) {
       const block = make("span", "block empty");
@@ -143,6 +162,7 @@
     const ribbon = ribbons.find((r) => +r.dataset.stream === number && at >= +r.dataset.start && at < +r.dataset.end);
     if (!ribbon) return;
     ribbon.classList.remove("empty");
+    unfold(ribbon);
     const start = +ribbon.dataset.start, end = +ribbon.dataset.end;
     const folded = end - start > HEAD + TAIL + BLOCK / 2 && at >= start + HEAD && at < end - TAIL;
     if (folded || !ribbon.dataset.drawn) open(ribbon, folded);
