@@ -8,7 +8,7 @@ suspension or a crash, to where it was: what it generated, wrote, called, asked 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from fsm_rollout.events import (
@@ -25,7 +25,7 @@ from fsm_rollout.events import (
 
 E = TypeVar("E", bound=Event)
 
-_KEYS = {
+_KEYS: Mapping[type[Event], Callable[[Any], object]] = {
     Wrote: lambda event: event.context,
     Generated: lambda event: event.context,
     Called: lambda event: event.id,

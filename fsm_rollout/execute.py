@@ -93,7 +93,9 @@ async def _run(
         with Journal(folder / "journal.sqlite", metadata=metadata) as journal:
             rollout.scheduler.journal = journal
             started = time.monotonic()
-            stream = rollout.stream(prompts, config.n, target_groups=config.target_groups)
+            stream = rollout.stream(
+                prompts, config.n, target_groups=config.target_groups, over_sample=config.over_sample
+            )
             groups = [group async for group in stream]
             seconds = time.monotonic() - started
         return _write(folder, rollout, groups, seconds)

@@ -7,6 +7,7 @@ carried when the run has reached its target before that.
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass, field
 
 from fsm_rollout.live import Group, LiveTrajectory
@@ -72,3 +73,14 @@ class Run:
     """Whether it has reached its target: nothing begins any more, and what runs is set aside."""
     closing: bool = False
     """Whether nobody listens any more."""
+    most: float = math.inf
+    """How many groups may be under way or done and kept, before the next one begins."""
+    kept: int = 0
+    moved: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a group is done, or all is over."""
+
+    async def room(self) -> None:
+        """Wait until another group may begin."""
+        while len(self.open) + self.kept >= self.most and not self.over:
+            self.moved.clear()
+            await self.moved.wait()

@@ -5,7 +5,7 @@ Invariant: nothing here changes while trajectories run, apart from caches; a pro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,10 +14,12 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.dispatch import Dispatcher
-from fsm_rollout.errors import ChatTemplateError, ConfigError, Problem, did_you_mean
+from fsm_rollout.errors import ChatTemplateError, ConfigError, Problem, ToolError, did_you_mean
 from fsm_rollout.graph import MAIN, POLICY, AgentGraph, Context, Interaction, Sampling
 from fsm_rollout.handlers import load_object
+from fsm_rollout.interactions import build_interaction
 from fsm_rollout.machine import AgentMachine
+from fsm_rollout.prompts import Prompt
 from fsm_rollout.states import HANDLERS, State
 from fsm_rollout.tool_formats import ToolFormat, detect_format, get_format
 from fsm_rollout.tools import Toolbox
@@ -131,3 +133,24 @@ def shared_chat(dispatcher: Dispatcher, spec: Context) -> ChatTemplate:
             history=spec.history,
         )
     return dispatcher.chats[key]
+
+
+def problems_of(prompts: Iterable[Prompt], program_of: Callable[[Prompt], Program]) -> list[Problem]:
+    """Return what is wrong with what prompts ask of their agents, each problem with its prompt."""
+    problems: list[Problem] = []
+    seen: set[str] = set()
+    for index, prompt in enumerate(prompts):
+        group_id = prompt.prompt_id or str(index)
+        if group_id in seen:
+            problems.append(Problem(f"prompt id '{group_id}' is used twice; it names the group"))
+        seen.add(group_id)
+        try:
+            program = program_of(prompt)
+            program.toolbox.check(prompt.extra.get("tools_kwargs") or {})
+            for spec in program.interactions:
+                build_interaction(spec, prompt.extra.get("interaction_kwargs"))
+        except ConfigError as error:
+            problems += error.problems
+        except ToolError as error:
+            problems.append(Problem(f"prompt '{prompt.prompt_id}': {error}"))
+    return problems

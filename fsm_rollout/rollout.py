@@ -13,6 +13,7 @@ Invariant: a rollout owns what it builds (engines named by a spec, its event loo
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,7 +31,7 @@ from fsm_rollout.prompts import Prompt, as_prompt, as_prompts
 from fsm_rollout.proof import prove
 from fsm_rollout.reopening import History
 from fsm_rollout.rewards import GroupFilter, Reward
-from fsm_rollout.scheduler import Listener, OnToolFailure, Scheduler
+from fsm_rollout.scheduler import OVER_SAMPLE, Listener, OnToolFailure, Scheduler
 from fsm_rollout.trajectory import Trajectory
 from fsm_rollout.verify import verify
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from fsm_rollout.batch import TrajectoryBatch
+    from fsm_rollout.diagrams.notebook import Page
 
 T = TypeVar("T")
 EngineLike = Engine | Mapping[str, Any]
@@ -161,6 +163,7 @@ class Rollout:
         n: int = 1,
         *,
         target_groups: int | None = None,
+        over_sample: float = OVER_SAMPLE,
         resume: Iterable[History] = (),
     ) -> AsyncIterator[Group]:
         """Yield each prompt's group of ``n`` trajectories as it ends, in the order in which groups end.
@@ -171,6 +174,7 @@ class Rollout:
             n: trajectories per prompt.
             target_groups: so many groups are enough. What is under way then is set aside, and goes on, on the weights
                 of then, in the next call.
+            over_sample: how many groups may be under way (or kept) at a time, per group of the target.
             resume: trajectories that were set aside or cut off, to go on with: those of a journal
                 (``fsm_rollout.journal.histories(path)``), or suspended :class:`Trajectory` objects of this rollout.
 
@@ -183,7 +187,8 @@ class Rollout:
             self.scheduler.check(checked)
         else:
             checked = self._one_by_one(prompts)
-        async for group in self.scheduler.run(checked, n, target_groups=target_groups, resume=resume):
+        options: dict[str, Any] = {"target_groups": target_groups, "over_sample": over_sample, "resume": resume}
+        async for group in self.scheduler.run(checked, n, **options):
             yield group
 
     def _one_by_one(self, prompts: Iterable[PromptLike]) -> Iterator[Prompt]:
@@ -198,6 +203,7 @@ class Rollout:
         n: int = 1,
         *,
         target_groups: int | None = None,
+        over_sample: float = OVER_SAMPLE,
         resume: Iterable[History] = (),
         **batch: Any,
     ) -> TrajectoryBatch:
@@ -206,7 +212,7 @@ class Rollout:
         Arguments are those of :meth:`stream`; further ones those of :meth:`TrajectoryBatch.from_trajectories` (widths,
         ``packed``, …).
         """
-        stream = self.stream(prompts, n, target_groups=target_groups, resume=resume)
+        stream = self.stream(prompts, n, target_groups=target_groups, over_sample=over_sample, resume=resume)
         return self.batch([group async for group in stream], **batch)
 
     def batch(self, groups: Iterable[Group], **options: Any) -> TrajectoryBatch:
@@ -256,6 +262,17 @@ class Rollout:
         for dispatcher in self.dispatchers.values():
             await dispatcher.resume()
 
+    def page(self, trajectory: Trajectory | str) -> Page:
+        """Return the page of a trajectory, or (by its id) of one in the rollout's journal; notebooks show it.
+
+        Raises:
+            ConfigError: an id, and there is no journal or no such trajectory in it.
+            JournalError: the journal cannot be read.
+        """
+        from fsm_rollout.diagrams.notebook import page  # drawing: only when there is something to look at
+
+        return page(self, trajectory)
+
     @property
     def carried(self) -> list[Group]:
         """The groups that wait for the next call: ended beyond a target, or set aside unfinished."""
@@ -278,11 +295,13 @@ class Rollout:
         n: int = 1,
         *,
         target_groups: int | None = None,
+        over_sample: float = OVER_SAMPLE,
         resume: Iterable[History] = (),
         **batch: Any,
     ) -> TrajectoryBatch:
         """Do what :meth:`arun` does, from ordinary code and from notebooks alike. Ctrl-C cancels what runs."""
-        return self._wait(lambda: self.arun(prompts, n, target_groups=target_groups, resume=resume, **batch))
+        options: dict[str, Any] = {"target_groups": target_groups, "over_sample": over_sample, "resume": resume}
+        return self._wait(lambda: self.arun(prompts, n, **options, **batch))
 
     def update_weights(self, weights: Any, version: int | None = None) -> int:
         """Do what :meth:`aupdate_weights` does; also from another thread, while :meth:`run` runs in this one."""
@@ -297,7 +316,7 @@ class Rollout:
         self._wait(self.awake)
 
     def _wait(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        future = self._loop().start_task_soon(work)
+        future: Future[T] = self._loop().start_task_soon(work)
         try:
             return future.result()
         except BaseException:

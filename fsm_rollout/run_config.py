@@ -48,6 +48,9 @@ class RunConfig(Model):
     prompts: Path = Field(description="a .jsonl, .json or .parquet file")
     n: AtLeastOne = Field(1, description="trajectories per prompt: the size of a group")
     limit: AtLeastOne | None = Field(None, description="read only the first so many prompts")
+    over_sample: Annotated[float, Field(ge=1)] = Field(
+        1.5, description="how many groups may be under way or kept at a time, per group of `target_groups`"
+    )
     seed: int = 0
     validate_run: bool = Field(
         False, alias="validate", description="use validation_sampling, and mark the trajectories"

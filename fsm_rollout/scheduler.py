@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -16,14 +17,13 @@ from typing import TYPE_CHECKING, Literal
 
 from fsm_rollout.dispatch import Dispatcher
 from fsm_rollout.driving import drive, halt
-from fsm_rollout.errors import ConfigError, Problem, ToolError, did_you_mean, single
+from fsm_rollout.errors import ConfigError, did_you_mean, single
 from fsm_rollout.events import AnyEvent, Prompted, Resumed, Scored
 from fsm_rollout.graph import POLICY, AgentGraph, Sampling
-from fsm_rollout.interactions import build_interaction
 from fsm_rollout.journal import Journal
 from fsm_rollout.live import Group, LiveTrajectory
 from fsm_rollout.open_groups import OpenGroup, Run
-from fsm_rollout.program import Program
+from fsm_rollout.program import Program, problems_of
 from fsm_rollout.prompts import Prompt
 from fsm_rollout.reopening import History, reopen
 from fsm_rollout.rewards import GroupFilter, Reward
@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 Listener = Callable[[Trajectory, AnyEvent], None]
 OnToolFailure = Literal["tell_model", "end"]
+OVER_SAMPLE = 1.5
 CARRIED = "carried"
 """Why a trajectory is suspended when its run has reached its target."""
 
@@ -136,22 +137,7 @@ class Scheduler:
         Raises:
             ConfigError: all that is wrong, each with its prompt.
         """
-        problems: list[Problem] = []
-        seen: set[str] = set()
-        for index, prompt in enumerate(prompts):
-            group_id = prompt.prompt_id or str(index)
-            if group_id in seen:
-                problems.append(Problem(f"prompt id '{group_id}' is used twice; it names the group"))
-            seen.add(group_id)
-            try:
-                program = self._program_of(prompt)
-                program.toolbox.check(prompt.extra.get("tools_kwargs") or {})
-                for spec in program.interactions:
-                    build_interaction(spec, prompt.extra.get("interaction_kwargs"))
-            except ConfigError as error:
-                problems += error.problems
-            except ToolError as error:
-                problems.append(Problem(f"prompt '{prompt.prompt_id}': {error}"))
+        problems = problems_of(prompts, self._program_of)
         if problems:
             raise ConfigError(problems)
 
@@ -161,6 +147,7 @@ class Scheduler:
         n: int = 1,
         *,
         target_groups: int | None = None,
+        over_sample: float = OVER_SAMPLE,
         resume: Iterable[History] = (),
     ) -> AsyncIterator[Group]:
         """Run every prompt ``n`` times and yield each group as its last trajectory ends and is scored.
@@ -168,24 +155,26 @@ class Scheduler:
         Groups that an earlier run with a target has carried over go on first, then those of ``resume`` (set aside, or
         read from a journal; a prompt of the same id is theirs and not begun again), then the prompts.
 
-        With ``target_groups``, that many groups (not counting those that the group filter drops) are enough: what is
-        still under way then is set aside and goes on in the next run, and prompts that have not begun are not taken
-        from the iterable.
+        With ``target_groups``, that many groups (not counting those that the group filter drops) are enough, and at
+        most ``over_sample`` times as many are under way or kept at a time. What is still under way at the end is set
+        aside and goes on in the next run; prompts that have not begun are not taken from the iterable.
 
         Closing the iterator, or cancelling the task that iterates, cancels what still runs (stop reason ``cancelled``)
         and waits for it. Several runs may go on at once, as long as their prompts' ids differ.
 
         Raises:
-            ConfigError: ``n`` or ``target_groups`` is not positive, a prompt names no agent of the run, or an id has
-                been used before.
+            ConfigError: ``n`` or ``target_groups`` is not positive, ``over_sample`` is less than 1, a prompt names no
+                agent of the run, or an id has been used before.
         """
         if n < 1:
             raise ConfigError(f"n must be at least 1 trajectory per prompt, got {n}")
         if target_groups is not None and target_groups < 1:
             raise ConfigError(f"target_groups must be at least 1 group, got {target_groups}")
+        if not over_sample >= 1:
+            raise ConfigError(f"over_sample must be at least 1 (no group more than the target), got {over_sample}")
         if not self._running:
             self._stopping = None
-        run = Run(self._runs)
+        run = Run(self._runs, most=math.inf if target_groups is None else math.ceil(target_groups * over_sample))
         self._runs += 1
         reopened = reopen(self, resume, n, asyncio.get_running_loop().time())
         feeder = asyncio.get_running_loop().create_task(self._feed(run, prompts, n, reopened))
@@ -216,6 +205,10 @@ class Scheduler:
                 while self._ready:
                     run.ended.put_nowait(self._ready.popleft())
                 for one in self._work(prompts, n, reopened):
+                    await run.room()
+                    if run.over:
+                        self._carried.appendleft(one)
+                        return
                     run.open[one.group.group_id] = one
                     todo = one.todo
                     one.left = len(todo)
@@ -322,16 +315,19 @@ class Scheduler:
         if run.over or run.closing:
             return
         group = one.group
-        del run.open[group.group_id]
-        self._under_way.discard(group.group_id)
         await self._score(group)
         if self.group_filter is not None and group.ended:
             group.dropped = not await self.group_filter.keeps(group.trajectories)
+        del run.open[group.group_id]
+        self._under_way.discard(group.group_id)
+        run.kept += not group.dropped
+        run.moved.set()
         run.ended.put_nowait(group)
 
     async def _set_aside(self, run: Run, feeder: asyncio.Task[None]) -> None:
         """End a run that has reached its target: what is under way is kept, to go on in the next one."""
         run.over = True
+        run.moved.set()
         for trajectory_id, (live, _, theirs) in list(self._running.items()):
             if theirs is run:
                 live.keep = True

@@ -304,8 +304,10 @@ class Visit:
 
     def _interrupted_call(self, attempt: ToolCall | Attempt) -> Called | None:
         """Answer a call that may have been made before the visit was interrupted, if it must not be made twice."""
-        tool = self.program.graph.tools.get(attempt.name) if isinstance(attempt, ToolCall) else None
-        if tool is None or tool.repeatable or not self.resumed:
+        if not self.resumed or not isinstance(attempt, ToolCall):
+            return None
+        tool = self.program.graph.tools.get(attempt.name)
+        if tool is None or tool.repeatable:
             return None
         return self.record_unfinished_call(attempt, "interrupted", told.interrupted(attempt.name))
 

@@ -6,9 +6,9 @@ import os
 
 from hypothesis import HealthCheck, settings
 
-QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+pytest_plugins = ["pytester"]
 
-settings.register_profile("fast", max_examples=20, deadline=None, suppress_health_check=QUIET)
+# Hypothesis has a `ci` of its own; `fast` and `nightly` are the package's (fsm_rollout.testing.profiles).
+QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 settings.register_profile("ci", max_examples=100, deadline=None, suppress_health_check=QUIET, derandomize=True)
-settings.register_profile("nightly", max_examples=2000, deadline=None, suppress_health_check=QUIET)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

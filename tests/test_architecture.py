@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "fsm_rollout"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS: list[set[str]] = [
-    {"errors", "seeds", "frozen", "answers"},
+    {"errors", "seeds", "frozen", "answers", "ray_session"},
     {"handlers", "tokens"},
     {"graph", "events"},
     {"trajectory"},
@@ -41,7 +41,7 @@ HOMES: dict[str, set[str]] = {
         "engines.sglang_weights",
     },
     "tensordict": {"batch"},
-    "ray": {"engines.ray_pool"},
+    "ray": {"ray_session", "engines.ray_pool"},
     "sglang": {"engines.sglang_host"},  # a process of its own
     "transitions": {"machine"},
     "typer": {"cli"},

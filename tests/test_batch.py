@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from event_strategies import event_sequences, json_values, several_event_sequences, several_trajectories
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
@@ -20,6 +19,12 @@ from fsm_rollout.batch import NON_TENSOR_KEYS, TrajectoryBatch
 from fsm_rollout.errors import BatchError
 from fsm_rollout.events import AnyEvent, ContextOpened, Ended, Extended, Generated, Prompted, Scored
 from fsm_rollout.rows import Row, rows
+from fsm_rollout.testing.strategies.histories import (
+    event_sequences,
+    json_values,
+    several_event_sequences,
+    several_trajectories,
+)
 from fsm_rollout.trajectory import Trajectory
 
 DTYPES = {

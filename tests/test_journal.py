@@ -14,7 +14,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from event_strategies import several_event_sequences
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +21,7 @@ from fsm_rollout import __version__
 from fsm_rollout.errors import JournalError
 from fsm_rollout.events import AnyEvent, Charged, Prompted, encode
 from fsm_rollout.journal import Journal, events, metadata, read
+from fsm_rollout.testing.strategies.histories import several_event_sequences
 from fsm_rollout.trajectory import Trajectory
 
 

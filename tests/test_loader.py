@@ -15,7 +15,6 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import graphs, texts, values
 
 from fsm_rollout.agent_schema import agent_schema
 from fsm_rollout.errors import ConfigError
@@ -26,6 +25,7 @@ from fsm_rollout.reading.overrides import escape_interpolation, interpolate
 from fsm_rollout.reading.source_map import SourceMap
 from fsm_rollout.reading.yaml_source import read_yaml
 from fsm_rollout.scaffold import new_agent
+from fsm_rollout.testing.strategies.graphs import graphs, texts, values
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs" / "agents").glob("*.yaml"))
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pyarrow
 import pytest
-from event_strategies import json_values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow.parquet import write_table
@@ -19,6 +18,7 @@ from pyarrow.parquet import write_table
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.graph import Limits, Sampling
 from fsm_rollout.prompts import Prompt, as_prompts, read_prompts
+from fsm_rollout.testing.strategies.histories import json_values
 
 ASK = {"messages": [{"role": "user", "content": "?"}]}
 

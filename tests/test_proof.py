@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import CALCULATOR, graphs
 
 from fsm_rollout import loader
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.graph import AgentGraph
 from fsm_rollout.proof import Bound, prove
+from fsm_rollout.testing.strategies.graphs import CALCULATOR, graphs
 
 TRIGGERS = {
     "prompt": ["prompted"],

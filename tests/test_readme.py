@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from fsm_rollout import load_agent, prove
+from fsm_rollout import load_agent, prove, read_prompts
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
@@ -30,10 +31,19 @@ def test_its_bound_is_the_proven_one() -> None:
 
 
 def test_its_python_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    (block,) = blocks("python")
+    first, training = blocks("python")
     monkeypatch.chdir(ROOT)
-    exec(compile(block, "README.md", "exec"), {})
+    names: dict[str, Any] = {}
+    exec(compile(first, "README.md", "exec"), names)
     assert "32 rows" in capsys.readouterr().out
+    trained: list[Any] = []
+    names["prompts"] = iter(read_prompts(ROOT / "configs/data/arithmetic.jsonl"))
+    names["train"] = lambda batch: trained.append(batch) or {}
+    names["engine"] = names["engine"] | {"model": "embedded:early"}  # its groups' scores do differ
+    exec(compile(training, "README.md", "exec"), names)
+    assert len(trained) == 2
+    assert [len(set(batch.tensordict["group_id"])) for batch in trained] == [2, 2]
+    assert set(trained[1].tensordict["weight_versions"].unique().tolist()) <= {-1, 0, 1}
 
 
 def test_its_commands_are_the_makefile_s() -> None:

@@ -18,7 +18,7 @@ from laws.world import call, scripted, turns
 import fsm_rollout as fr
 from fsm_rollout import journal
 from fsm_rollout.dispatch import Dispatcher
-from fsm_rollout.engines.base import Request
+from fsm_rollout.engines.base import Chunk, Request
 from fsm_rollout.engines.scripted import ScriptedEngine, Turn
 from fsm_rollout.errors import ConfigError, JournalError
 from fsm_rollout.events import AnyEvent, decode, encode
@@ -243,6 +243,56 @@ def test_a_sub_agent_that_was_cut_off_is_ended_and_its_call_made_again() -> None
     assert cut_children
 
 
+def test_a_reopened_group_keeps_its_place_its_prompts_own_sampling_and_its_attempt() -> None:
+    cut_short = listed(1, start=1)[0].model_copy(update={"sampling": Sampling(max_tokens=4)})
+    bench = Bench(single(), slow({"p0": 0.2}), max_staleness=0)
+
+    async def main() -> None:
+        async def train() -> None:
+            await asyncio.sleep(1.1)
+            await bench.scheduler.update_weights({})
+            await asyncio.sleep(1.0)
+            bench.scheduler.stop("asked")
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(train())
+            async for _ in bench.scheduler.run(listed(1)):
+                pass
+
+    run_virtual(main())
+    left = [history for history in histories(bench.log) if Trajectory.fold(history).suspended]
+    assert [history[0].trajectory_id for history in left] == ["p0/0~1"]
+    again = Bench(single(), slow({}))
+    second = run_virtual(again.run(n=1, prompts=2, resume=left))
+    assert {group.group_id: group.index for group in second} == {"p0": 0, "p1": 1}
+    assert next(g for g in second if g.group_id == "p0").trajectories[0].trajectory_id == "p0/0~1"
+
+    half = Bench(single(), slow({"p1": 0.2}))
+
+    async def stopped() -> None:
+        asyncio.get_running_loop().call_later(0.3, half.scheduler.stop, "asked")
+        async for _ in half.scheduler.run([cut_short]):
+            pass
+
+    run_virtual(stopped())
+    (group, _) = sorted(
+        run_virtual(Bench(single(), slow({})).run(n=1, prompts=2, resume=histories(half.log))),
+        key=lambda group: -group.index,
+    )
+    assert (group.group_id, group.index) == ("p1", 1)
+    assert len(ids_of(group.trajectories[0])) == 4
+    assert group.trajectories[0].stop_reason == "truncated"
+
+
+def test_a_failure_that_ends_the_trajectory_ends_it_after_an_interruption_too() -> None:
+    bench = Bench(with_tool("law_tools:fail"), lambda request: Turn(text=call("tool", "no")), on_tool_failure="end")
+    expected = outline(run_virtual(bench.run(n=1, prompts=1)))
+    assert expected["p0/0"][0] == "failed:ToolError"
+    for cut in range(len(bench.log)):
+        again = Bench(with_tool("law_tools:fail"), lambda request: Turn(text=call("tool", "no")), on_tool_failure="end")
+        assert outline(run_virtual(again.run(n=1, prompts=1, resume=histories(bench.log[:cut])))) == expected, cut
+
+
 # -- partial rollouts ----------------------------------------------------------------------------------------------
 
 SINGLE = {
@@ -288,7 +338,7 @@ def test_a_target_is_enough_and_the_rest_goes_on_in_the_next_run_on_new_weights(
     bench = Bench(single(), slow({"p0": 0.3, "p1": 0.1, "p2": 0.2, "p3": 0.4}))
 
     async def main() -> tuple[list[Group], list[Group], list[Group]]:
-        first = await bench.run(n=2, prompts=4, target_groups=2)
+        first = await bench.run(n=2, prompts=4, target_groups=2, over_sample=2)
         aside = bench.scheduler.carried
         assert not bench.engine.load().running, "the rest is aborted"
         await bench.scheduler.update_weights({}, 7)
@@ -317,7 +367,7 @@ def test_what_ends_beyond_the_target_comes_first_in_the_next_run() -> None:
     bench = Bench(single(), slow({}))  # all groups end at the same moment
 
     async def main() -> list[list[str]]:
-        runs = [await bench.run(prompts=5, target_groups=2)]
+        runs = [await bench.run(prompts=5, target_groups=2, over_sample=3)]
         runs += [[group async for group in bench.scheduler.run([], target_groups=2)] for _ in range(3)]
         return [[group.group_id for group in run] for run in runs]
 
@@ -527,6 +577,10 @@ def test_visit_timeouts_stand_still_during_an_update() -> None:
 
     (group,) = run_virtual(main())
     assert group.trajectories[0].stop_reason == "answered"
+    begun = bench.log[0][1].at
+    times = [line.at - begun for line in bench.engine.log if isinstance(line.what, Chunk)]
+    assert not [at for at in times if 3.0 < at < 503.0], "nothing is sampled while the weights change"
+    assert max(times) > 503.0
 
 
 @pytest.mark.parametrize("requeue", [True, False])
@@ -706,3 +760,33 @@ def test_what_is_said_after_a_turn_of_which_nothing_came_opens_the_stream_again(
     )
     assert second.tokens.trained_length == len(tokenizer().encode("done<|im_end|>"))
     assert first.tokens.trained_length > 0
+
+
+@pytest.mark.parametrize(("over_sample", "most"), [(1.0, 2), (1.5, 3), (3.0, 6)])
+def test_no_more_groups_begin_than_a_target_is_worth(over_sample: float, most: int) -> None:
+    bench = Bench(
+        single(),
+        lambda request: Turn(text="word", delay=1.0 + int(request.group_id[1:])),
+        group_filter=GroupFilter(lambda group: group[0].group_id not in ("p0", "p1")),
+    )
+    under_way: set[str] = set()
+    widest = 0
+
+    def watch(trajectory: Trajectory, event: AnyEvent) -> None:
+        nonlocal widest
+        under_way.add(trajectory.group_id)
+        if type(event).__name__ in ("Ended", "Suspended"):
+            under_way.discard(trajectory.group_id)
+        widest = max(widest, len(under_way))
+
+    bench.scheduler.listeners = (*bench.scheduler.listeners, watch)
+
+    async def main() -> list[Group]:
+        groups = await bench.run(n=1, prompts=20, target_groups=2, over_sample=over_sample)
+        await bench.scheduler.let_go()
+        return groups
+
+    assert [group.group_id for group in run_virtual(main()) if not group.dropped] == ["p2", "p3"]
+    assert widest == most
+    with pytest.raises(ConfigError, match="over_sample must be at least 1"):
+        run_virtual(bench.run(target_groups=1, over_sample=0.5))

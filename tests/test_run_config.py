@@ -28,6 +28,9 @@ engines: {judge: {kind: scripted}}
 failures: {engine: {attempts: 5}, tool: end}
 concurrency: 8
 queue_timeout: 1.5
+group_filter: "fsm_rollout.rewards:scores_differ"
+target_groups: 3
+over_sample: 2.5
 out: runs/demo
 """
 
@@ -72,6 +75,8 @@ def test_every_key(folder: Path) -> None:
     assert run.engines == {"judge": {"kind": "scripted"}}
     assert run.failures == Failures(engine=EngineFailures(attempts=5), tool="end")
     assert (run.concurrency, run.queue_timeout, run.agent_overrides) == (8, 1.5, ())
+    assert (run.group_filter, run.target_groups) == ("fsm_rollout.rewards:scores_differ", 3)
+    assert run.over_sample == 2.5
     assert set(EVERY_KEY.replace(":", " ").split()) >= {f.alias or n for n, f in RunConfig.model_fields.items()}
 
 

@@ -7,7 +7,6 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from event_strategies import several_event_sequences
 from hypothesis import given
 
 from fsm_rollout.events import (
@@ -25,6 +24,7 @@ from fsm_rollout.events import (
     Wrote,
 )
 from fsm_rollout.summary import summarize
+from fsm_rollout.testing.strategies.histories import several_event_sequences
 from fsm_rollout.trajectory import Trajectory
 
 KEYS = (

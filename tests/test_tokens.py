@@ -6,11 +6,11 @@ from array import array
 
 import numpy as np
 import pytest
-from event_strategies import ids, logprob, token
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fsm_rollout.errors import StreamError
+from fsm_rollout.testing.strategies.histories import ids, logprob, token
 from fsm_rollout.tokens import NO_VERSION, Owner, TokenStream, as_ids, as_logprobs
 
 states = st.sampled_from(["GENERATING", "PENDING"])  # few of each, so that neighbours often differ in one thing only

@@ -89,7 +89,7 @@ class Counter:
         return f"{self.count} {os.getpid()}"
 
 
-def call_all(tool: dict[str, Any], *arguments: dict[str, Any], **kwargs: Any) -> list[CallResult]:
+def call_all(tool: dict[str, Any], /, *arguments: dict[str, Any], **kwargs: Any) -> list[CallResult]:
     agent = graph.AgentGraph(agent="a", states={}, transitions=(), tools={"tool": {"timeout": 60.0, **tool}})
 
     async def main() -> list[CallResult]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from event_strategies import event_sequences
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,6 +28,7 @@ from fsm_rollout.events import (
     decode,
     encode,
 )
+from fsm_rollout.testing.strategies.histories import event_sequences
 from fsm_rollout.trajectory import Outcome, Trajectory
 
 

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from strategies import CALCULATOR, SCRIPTED_USER, broken_graphs, graphs
 
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.graph import AgentGraph
 from fsm_rollout.loader import loads
 from fsm_rollout.proof import prove
+from fsm_rollout.testing.strategies.broken_graphs import broken_graphs
+from fsm_rollout.testing.strategies.graphs import CALCULATOR, SCRIPTED_USER, graphs
 from fsm_rollout.verify import verify
 
 Data = dict[str, Any]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import importlib
 import pickle
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 from anyio import BrokenWorkerProcess, CapacityLimiter
 from anyio.to_process import run_sync
@@ -48,7 +48,7 @@ def run_here(use: str, arguments: dict[str, Any]) -> tuple[Any, Exception | None
     """Call a tool's function in this process, and return what it gave, or its error, in a form that can travel."""
     importlib.invalidate_caches()
     try:
-        function = load_object(use)
+        function = cast(Callable[..., Any], load_object(use))
         value = function(**arguments)
         if is_async(function):
             value = asyncio.run(value)
