@@ -10,7 +10,7 @@ demo: $(STAMP)
 	$(BIN)/fsm-rollout run configs/runs/demo.yaml
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -n 2
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -25,19 +25,27 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_scheduler.py
 	$(BIN)/python benchmarks/bench_chat.py
 	$(BIN)/python benchmarks/bench_engine.py
+	$(BIN)/python benchmarks/bench_sglang.py
 
-# A test compares the DOT inside these with what the agents give now.
+# A test compares what these carry (the DOT; a fingerprint of the page) with what the agents and pages give now.
 diagrams: $(STAMP)
 	for agent in configs/agents/*.yaml; do \
 		$(BIN)/fsm-rollout draw $$agent -o diagrams/$$(basename $$agent .yaml).svg || exit 1; \
 	done
+	$(BIN)/python diagrams/photograph.py
 
-# torch first and exactly: whatever else wants torch must find this one.
-$(STAMP): pyproject.toml constraints.txt
+# torch first and exactly: whatever else wants torch must find this one. Without a GPU, SGLang comes without its own
+# requirements, which are several gigabytes of CUDA packages that nothing there could load.
+$(STAMP): pyproject.toml constraints.txt requirements-sglang-cpu.txt
 	$(PYTHON) -c 'import sys; sys.exit(f"fsm-rollout needs Python 3.11 or newer, this is {sys.version}" if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+		$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,sglang]'; \
+	else \
+		$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]' -r requirements-sglang-cpu.txt \
+		&& $(BIN)/python -m pip install -q --no-deps "$$(sed -n 's/^sglang = \["\(.*\)"\]/\1/p' pyproject.toml)"; \
+	fi
 	touch $(STAMP)
 
 clean:

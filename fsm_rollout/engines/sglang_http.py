@@ -1,0 +1,362 @@
+"""An SGLang server that others started, behind the engine protocol; one URL is one engine.
+
+Invariant: one thread with an event loop of its own talks to the server, so the engine can be used from any loop. What
+cannot be reached fails within a stated time (``ANSWER_WITHIN``, ``MISSING_FOR``) with an EngineError that has the URL;
+requests under way end with it, and the next ones try again: a server may come back.
+
+Tokens are exact (ids in, ids out), also through a server that has its own tokenizer. Everything that
+:mod:`fsm_rollout.engines.sglang` says about SGLang holds here, and: new weights come from a folder that the server can
+read, not as tensors; ``sleep`` and ``update_weights`` are for servers that serve nobody else at that moment. Answers
+travel as JSON; a server started with ``--incremental-streaming-output --skip-tokenizer-init`` sends each token once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import weakref
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from fsm_rollout.engines.answers import Answers
+from fsm_rollout.engines.base import Chunk, Load, Request
+from fsm_rollout.engines.model_folders import load_tokenizer, model_folder
+from fsm_rollout.engines.sglang_model import stop_tokens_in, vocabulary_of
+from fsm_rollout.engines.sglang_requests import Requests
+from fsm_rollout.engines.sglang_under_way import UnderWay
+from fsm_rollout.errors import EngineError
+
+if TYPE_CHECKING:
+    import torch
+
+ANSWER_WITHIN = 30.0
+"""Seconds that a server has to take a connection, and to answer a question about itself."""
+LOOK_EVERY = 5.0
+"""Seconds between two looks whether a server that owes answers is still there."""
+MISSING_FOR = 30.0
+"""Seconds after which a server that does not answer these is given up."""
+IDLE_WITHIN = 30.0
+"""Seconds that a server has to become idle when nothing is asked of it any more."""
+
+
+class _Server:
+    """The backend of :class:`Requests`; belongs to the loop of :class:`_Talk`."""
+
+    def __init__(self, url: str, send_every: int) -> None:
+        self.url = url.rstrip("/")
+        self._send_every = send_every
+        timeout = httpx.Timeout(ANSWER_WITHIN, read=None)  # an answer may take as long as it likes; see ``watch``
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=128, keepalive_expiry=2.0)
+        self.client = httpx.AsyncClient(base_url=self.url, timeout=timeout, limits=limits, trust_env=False)
+
+    async def call(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, within: float | None = None
+    ) -> Any:
+        """Ask something and return the answer's JSON (``None`` when it is none).
+
+        Raises:
+            EngineError: the server is not there, or refuses.
+        """
+        try:
+            answer = await self.client.request(method, path, json=body, timeout=within)
+        except httpx.HTTPError as error:
+            raise self.gone(error) from None
+        if answer.is_error:
+            raise EngineError(f"{self.url}{path} answered {answer.status_code}: {_said(answer.text)}")
+        with suppress(ValueError):
+            return answer.json()
+        return None
+
+    def gone(self, error: Exception) -> EngineError:
+        """Say that the server cannot be reached."""
+        why = str(error) or type(error).__name__
+        return EngineError(
+            f"the SGLang server {self.url} cannot be reached ({why}); is it running, and is the url right?"
+        )
+
+    async def stream(self, rid: str, arguments: Mapping[str, Any]) -> AsyncIterator[Mapping[str, Any]]:
+        sampling = {**arguments["sampling_params"], "stream_interval": self._send_every}
+        body = {**arguments, "sampling_params": sampling, "rid": rid}
+        try:
+            async with self.client.stream("POST", "/generate", json=body) as answer:
+                if answer.is_error:
+                    text = _said((await answer.aread()).decode(errors="replace"))
+                    kind = ValueError if answer.status_code == httpx.codes.BAD_REQUEST else EngineError
+                    raise kind(f"{self.url}/generate answered {answer.status_code}: {text}")
+                async for line in answer.aiter_lines():
+                    if line.startswith("data: {"):
+                        out = json.loads(line[6:])
+                        if "error" in out:
+                            raise ValueError(out["error"].get("message", out["error"]))
+                        yield out
+                        if out["meta_info"]["finish_reason"] is not None:
+                            return
+        except httpx.HTTPError as error:
+            raise self.gone(error) from None
+        raise self.gone(EOFError("the answer broke off"))
+
+    async def abort(self, rid: str) -> None:
+        with suppress(EngineError):  # asked again, or the request fails by itself
+            await self.call("POST", "/abort_request", {"rid": rid}, within=ANSWER_WITHIN)
+
+
+def _said(text: str) -> str:
+    return text[:300].strip() or "nothing"
+
+
+class _Talk(threading.Thread):
+    """The thread and loop that talk to one server. Holds no reference to the engine, so that can be collected."""
+
+    def __init__(self, url: str, send_every: int, vocabulary: int | None, replica: str) -> None:
+        super().__init__(name="fsm-rollout-sglang-http", daemon=True)
+        self.loop = asyncio.new_event_loop()
+        self.under_way = UnderWay(0, replica, self._unheard)
+        self.server = _Server(url, send_every)
+        self.requests = Requests(
+            self.server, self.under_way.deliver, mask_tokens=0, vocabulary=vocabulary, lost=self._lost
+        )
+        self._orders = asyncio.Lock()
+        self.start()
+
+    def do(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Run something on the loop; from any thread."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def run(self) -> None:
+        """Serve until :meth:`stop`."""
+        asyncio.set_event_loop(self.loop)
+        watch = self.loop.create_task(self._watch())
+        self.loop.run_forever()
+        watch.cancel()
+        self.loop.run_until_complete(self.server.client.aclose())
+        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        self.loop.close()
+
+    def stop(self) -> None:
+        """End the thread, once what is under way has been told to end."""
+        if self.is_alive():
+            with suppress(RuntimeError):  # the loop is closed already
+                self.loop.call_soon_threadsafe(self.loop.stop)
+            if self is not threading.current_thread():
+                self.join()
+
+    async def meet(self) -> None:
+        """Learn what the server is.
+
+        Raises:
+            EngineError: it is not there, or is no SGLang.
+        """
+        info = await self.server.call("GET", "/server_info", within=ANSWER_WITHIN)
+        if not isinstance(info, Mapping) or "max_req_input_len" not in info:
+            raise EngineError(
+                f"{self.server.url}/server_info does not say what an SGLang server says; is the url right?"
+            )
+        self.under_way.max_context = int(info["max_req_input_len"])
+        self.requests.mask_tokens = int(info.get("sampling_mask_max_tokens", 0))
+        served = await self.server.call("GET", "/model_info", within=ANSWER_WITHIN)
+        version = str(served.get("weight_version", ""))
+        self.requests.version = int(version) if version.isdecimal() else 0
+
+    def _unheard(self, handles: list[int]) -> None:
+        self.do(self.requests.abort(handles))
+
+    def _lost(self, error: EngineError) -> None:
+        self.under_way.fail(error, for_good=False)
+
+    async def _watch(self) -> None:
+        """Look whether the server is there while it owes answers: a machine that is gone breaks no connection."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY)
+            if len(self.requests):
+                try:
+                    await self.server.call("GET", "/health", within=MISSING_FOR)
+                except EngineError as error:
+                    self.requests.give_up(error)
+
+    async def pause(self) -> None:
+        async with self._orders:
+            await self.requests.hold("paused")
+
+    async def resume(self) -> None:
+        async with self._orders:
+            self.requests.release("paused")
+
+    async def sleep(self) -> None:
+        async with self._orders:
+            busy = len(self.requests)
+            if busy and "paused" not in self.requests.held:
+                raise EngineError(f"{busy} request(s) are under way; pause the engine before it sleeps")
+            if "asleep" not in self.requests.held:
+                await self._empty("asleep")
+                await self.server.call("POST", "/release_memory_occupation", {"tags": ["kv_cache"]})
+
+    async def wake(self) -> None:
+        async with self._orders:
+            if "asleep" in self.requests.held:
+                await self.server.call("POST", "/resume_memory_occupation", {"tags": ["kv_cache"]})
+                self.requests.release("asleep")
+
+    async def update(self, folder: Path | None, version: int) -> None:
+        """Load the weights of a folder, or (without) the same ones under a new version."""
+        async with self._orders:
+            if folder is None:
+                await self.requests.hold("updating")
+            else:
+                await self._empty("updating")
+            try:
+                if folder is None:
+                    name = {"new_version": str(version), "abort_all_requests": False}
+                    await self.server.call("POST", "/update_weight_version", name)
+                else:
+                    what = {"model_path": str(folder), "weight_version": str(version)}
+                    told = await self.server.call("POST", "/update_weights_from_disk", what)
+                    if not (isinstance(told, Mapping) and told.get("success")):
+                        raise EngineError(f"{self.server.url} refused the weights: {told}")
+                self.requests.version = version
+            finally:
+                self.requests.release("updating")
+
+    async def _empty(self, why: str) -> None:
+        """Hold our requests, and wait until the server has nothing else to do and has dropped its cache."""
+        await self.requests.hold(why)
+        try:
+            await self.server.call("POST", f"/flush_cache?timeout={IDLE_WITHIN:g}")
+        except EngineError:
+            self.requests.release(why)
+            raise
+
+
+class SGLangHTTPEngine:
+    """See the module.
+
+    Args:
+        url: where the server is, such as ``http://node7:30000``.
+        model: a model folder with the tokenizer and configuration of the model served (or ``embedded``).
+        send_every: tokens between two chunks of a request.
+        replica: a name that every chunk carries; default: the url.
+
+    Raises:
+        EngineError: there is no such folder, or no SGLang server at the url.
+    """
+
+    def __init__(
+        self, url: str, model: str | Path = "embedded", *, send_every: int = 8, replica: str | None = None
+    ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise EngineError(f"'{url}' is no url of a server; write it as http://HOST:PORT")
+        folder = model_folder(model)
+        self._tokenizer = load_tokenizer(folder)
+        self._eos_ids = stop_tokens_in(folder, self._tokenizer)
+        self._closed = False
+        self._talk = _Talk(url, send_every, vocabulary_of(folder), url if replica is None else replica)
+        self._stop = weakref.finalize(self, self._talk.stop)
+        try:
+            self._talk.do(self._talk.meet()).result()
+        except BaseException:
+            self._stop()
+            raise
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the model folder."""
+        return self._tokenizer
+
+    @property
+    def max_context(self) -> int:
+        """The longest input plus output, in tokens."""
+        return self._talk.under_way.max_context
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """The stop tokens that the model's generation config names."""
+        return self._eos_ids
+
+    @property
+    def weight_version(self) -> int:
+        """The server's version of its weights where that is a number, else how many updates went through here."""
+        return self._talk.requests.version
+
+    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
+        """Start all requests at once (not at the first ``anext``); see the protocol."""
+        self._check_open()
+        answers = Answers((request.request_id for request in requests), self._abandon)
+        if asks := self._talk.under_way.take(requests, answers, self.weight_version):
+            self._talk.loop.call_soon_threadsafe(self._talk.requests.start, asks)
+        return aiter(answers)
+
+    async def abort(self, request_ids: Iterable[str]) -> None:
+        """End these requests soon; what was sampled stays."""
+        self._abandon(list(request_ids))
+
+    async def update_weights(self, weights: str | Path | Mapping[str, torch.Tensor], version: int | None = None) -> int:
+        """Load the weights of a folder that the server reads under the same path; see the protocol.
+
+        Raises:
+            EngineError: the server refuses, or the weights are tensors (save them in a folder).
+        """
+        if isinstance(weights, Mapping) and weights:
+            raise EngineError(
+                "weights cannot go to a server as tensors; save_pretrained them into a folder that "
+                f"{self._talk.server.url} can read, and give its path"
+            )
+        version = self.weight_version + 1 if version is None else version
+        folder = None if isinstance(weights, Mapping) else model_folder(weights).resolve()
+        await self._order(self._talk.update(folder, version))
+        return version
+
+    async def pause(self) -> None:
+        """Sample nothing from now on; when this returns, everything sampled has been handed over."""
+        await self._order(self._talk.pause())
+
+    async def resume(self) -> None:
+        """Go on after :meth:`pause`."""
+        await self._order(self._talk.resume())
+
+    async def sleep(self) -> None:
+        """Have the server give its cache's memory back until :meth:`wake`.
+
+        Raises:
+            EngineError: requests are under way and the engine is not paused.
+        """
+        await self._order(self._talk.sleep())
+
+    async def wake(self) -> None:
+        """Be ready again after :meth:`sleep`."""
+        await self._order(self._talk.wake())
+
+    def load(self) -> Load:
+        """Return how busy the server is with what came from here."""
+        return self._talk.under_way.load()
+
+    async def aclose(self) -> None:
+        """End everything with "abort" and with what it has; the server stays."""
+        if not self._closed:
+            if self._talk.under_way.handles():
+                await self._order(self._talk.pause())
+            self._closed = True
+            self._talk.under_way.close(self.weight_version, self._refusal())
+        await asyncio.to_thread(self._stop)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise self._refusal()
+
+    def _refusal(self) -> EngineError:
+        return EngineError(f"the engine for {self._talk.server.url} is closed; build another")
+
+    async def _order(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        if self._closed:
+            coroutine.close()
+            raise self._refusal()
+        await asyncio.wrap_future(self._talk.do(coroutine))
+
+    def _abandon(self, request_ids: Iterable[str]) -> None:
+        if handles := self._talk.under_way.handles(request_ids):
+            with suppress(RuntimeError):  # the loop is closed, and with it everything
+                self._talk.do(self._talk.requests.abort(handles))

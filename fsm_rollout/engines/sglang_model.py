@@ -1,0 +1,82 @@
+"""What a model folder says about itself, read without torch or SGLang.
+
+Invariant: only small files and the headers of safetensors files are read. What a folder does not say is ``None`` or
+empty, never guessed.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fsm_rollout.errors import EngineError
+
+
+def _config(folder: Path, name: str) -> Mapping[str, Any]:
+    path = folder / name
+    try:
+        found = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise EngineError(f"'{path}' is not JSON: {error}") from None
+    return found if isinstance(found, Mapping) else {}
+
+
+def _text_config(folder: Path) -> Mapping[str, Any]:
+    config = _config(folder, "config.json")
+    nested = config.get("text_config")
+    return nested if isinstance(nested, Mapping) else config
+
+
+def stop_tokens_in(folder: Path, tokenizer: Any) -> frozenset[int]:
+    """Return the stop tokens of the generation config, else the config's, else the tokenizer's.
+
+    Raises:
+        EngineError: a file of the folder is broken.
+    """
+    of_generation = _config(folder, "generation_config.json").get("eos_token_id")
+    for eos in (of_generation, _text_config(folder).get("eos_token_id"), tokenizer.eos_token_id):
+        if eos is not None:
+            return frozenset(map(int, eos)) if isinstance(eos, list) else frozenset({int(eos)})
+    return frozenset()
+
+
+def vocabulary_of(folder: Path) -> int | None:
+    """Return how many tokens the model gives probabilities to.
+
+    Raises:
+        EngineError: a file of the folder is broken.
+    """
+    size = _text_config(folder).get("vocab_size")
+    return size if isinstance(size, int) else None
+
+
+def window_of(folder: Path) -> int | None:
+    """Return the longest context the config allows, in tokens.
+
+    Raises:
+        EngineError: a file of the folder is broken.
+    """
+    window = _text_config(folder).get("max_position_embeddings")
+    return window if isinstance(window, int) else None
+
+
+def shapes_in(folder: Path) -> Mapping[str, list[int]]:
+    """Return the shapes of the folder's tensors by name, from its safetensors files.
+
+    Raises:
+        EngineError: a file is broken.
+    """
+    shapes: dict[str, list[int]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with path.open("rb") as file:
+                header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+            shapes |= {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
+        except (ValueError, KeyError, TypeError, struct.error) as error:
+            raise EngineError(f"'{path}' is no safetensors file: {type(error).__name__}: {error}") from None
+    if "model.embed_tokens.weight" in shapes and _text_config(folder).get("tie_word_embeddings"):
+        shapes.setdefault("lm_head.weight", shapes["model.embed_tokens.weight"])
+    return shapes
