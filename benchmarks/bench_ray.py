@@ -5,7 +5,7 @@
 ``DIR`` holds ``workload.py`` (the neutral work: a tool agent of five generations, with the ids and masks that a correct
 system returns) and ``bench_verl.py``; ``PYTHON`` is of an environment with verl. First the wall
 time per generation of both, in turns; without either the part is skipped and says why. Then the CPU time of the driver
-per turn at 1k, 8k and 64k tokens of context, from the difference of long and short conversations.
+per turn at 1k, 8k and 64k tokens of context, once the first prompt has been tokenized and sent.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from fsm_rollout.engines.ray_pool import RayOptions, RayPlacement
 from fsm_rollout.engines.scripted import ScriptedEngine, Turn
 from fsm_rollout.scheduler import Scheduler
 
+TURNS = 40
 AGENT = """
 agent: bench
 contexts: {main: {system: You are a helpful agent., tools: [lookup]}}
@@ -157,8 +158,7 @@ def by_context(options: argparse.Namespace) -> None:
 
     def build(name: str) -> Engine:
         def script(request: Request) -> Turn:
-            turns = int(request.group_id.partition("-")[0])
-            return Turn(text=call if request.turn < turns else "Done.")
+            return Turn(text=call if request.turn < TURNS else "Done.")
 
         tokenizer = load_tokenizer(model_folder("embedded"))
         return ScriptedEngine(script, tokenizer=tokenizer, max_context=200_000, replica=name)
@@ -167,27 +167,35 @@ def by_context(options: argparse.Namespace) -> None:
     word = len(tokenizer.encode(" 7" * 1000, add_special_tokens=False)) / 1000
     pool = started(build, options.replicas)
 
-    async def cost(tokens: int, turns: int) -> float:
-        """Return the CPU seconds of ``options.chats`` conversations."""
+    async def cost(tokens: int) -> float:
+        """Return the CPU seconds of some conversations, from when their first prompts are with the replicas."""
         text = " 7" * int(tokens / word)
         prompts = [
-            Prompt(prompt_id=f"{turns}-{i}-{tokens}", messages=({"role": "user", "content": text},))
+            Prompt(prompt_id=f"{tokens}-{i}", messages=({"role": "user", "content": text},))
             for i in range(options.chats)
         ]
         scheduler = Scheduler({"bench": graph}, {"policy": Dispatcher(pool)}, concurrency=options.chats)
+        await pool.pause()
+
+        async def run() -> None:
+            async for group in scheduler.run(prompts):
+                assert group.trajectories[0].stop_reason == "answered", group.trajectories[0]
+
+        running = asyncio.create_task(run())
+        while pool.load().waiting < options.chats:  # noqa: ASYNC110  # it is only known by asking
+            await asyncio.sleep(0.1)
         gc.collect()
         before = time.process_time()
-        async for group in scheduler.run(prompts):
-            assert group.trajectories[0].stop_reason == "answered", group.trajectories[0]
+        await pool.resume()
+        await running
         return time.process_time() - before
 
     async def measure() -> None:
-        await cost(1000, 8)
+        await cost(1000)
         found: dict[int, list[float]] = {1_000: [], 8_000: [], 64_000: []}
         for _ in range(options.reps):
             for tokens, seconds in found.items():
-                extra = await cost(tokens, 40) - await cost(tokens, 8)
-                seconds.append(1e6 * extra / (options.chats * 32))
+                seconds.append(1e6 * await cost(tokens) / (options.chats * TURNS))
         medians = {tokens: statistics.median(seconds) for tokens, seconds in found.items()}
         print("driver's CPU per turn: " + ", ".join(f"{t // 1000}k {us:.0f} us" for t, us in medians.items()))
         print(f"64k against 1k: {medians[64_000] / medians[1_000]:.2f} (target 1.2)")

@@ -6,9 +6,12 @@ import os
 
 from hypothesis import HealthCheck, settings
 
+from fsm_rollout.testing.profiles import register
+
 pytest_plugins = ["pytester"]
 
-# Hypothesis has a `ci` of its own; `fast` and `nightly` are the package's (fsm_rollout.testing.profiles).
+register()  # by itself where the package is installed; a stale build folder in the working directory can hide that
+# Hypothesis has a `ci` of its own, which does not keep as quiet.
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 settings.register_profile("ci", max_examples=100, deadline=None, suppress_health_check=QUIET, derandomize=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

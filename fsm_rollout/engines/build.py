@@ -7,6 +7,7 @@ the engine that is built imports its libraries.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,13 +15,16 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter, Va
 
 from fsm_rollout.engines.base import Engine
 from fsm_rollout.engines.model_folders import load_tokenizer, model_folder
+from fsm_rollout.engines.router import LeastLoadedRouter, Router, StickyRouter
 from fsm_rollout.engines.script import Script, Turn
 from fsm_rollout.errors import ConfigError, Problem, did_you_mean
 from fsm_rollout.graph import Model
+from fsm_rollout.handlers import load_object
 from fsm_rollout.reading.source_map import ConfigPath, SourceMap
 from fsm_rollout.reading.yaml_source import read_text, read_yaml
 
 Count = Annotated[int, Field(ge=1, strict=True)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Folder = Annotated[str, BeforeValidator(lambda folder: str(folder) if isinstance(folder, Path) else folder)]
 SpokenTurn = Annotated[Turn, BeforeValidator(lambda turn: {"text": turn} if isinstance(turn, str) else turn)]
 
@@ -35,19 +39,61 @@ Turns = Annotated[
 ]
 
 
+class RaySpec(Model):
+    """Where Ray is and how it places replicas; see :class:`fsm_rollout.engines.ray_pool.RayOptions`."""
+
+    address: str | None = Field(None, description="`auto` or host:port; default: RAY_ADDRESS, else a Ray of our own")
+    resources: Mapping[str, Annotated[float, Field(gt=0)]] = Field(
+        default_factory=dict, description="further resources that each replica takes"
+    )
+    strategy: Literal["DEFAULT", "SPREAD", "PACK"] = "DEFAULT"
+    nodes: tuple[str, ...] = Field((), description="ids or addresses of nodes that the replicas go to in turn")
+    runtime_env: Mapping[str, Any] = Field(default_factory=dict, description="of the actors, as Ray takes it")
+
+
+class PoolSpec(Model):
+    """How patient a pool is with its replicas."""
+
+    attempts: Count = Field(3, description="how many replicas may fail a request before that is its end")
+    restarts: Annotated[int, Field(ge=0, strict=True)] = Field(
+        3, description="how often in a row a replica is started again"
+    )
+    start_timeout: Positive = Field(600.0, description="seconds that a replica may take to start")
+    silence_timeout: Positive = Field(300.0, description="seconds that a replica with work may say nothing")
+    update_timeout: Positive = Field(600.0, description="seconds that a replica may take to load weights")
+
+
 class Placed(Model):
-    """Keys of every kind: how many replicas there are and where they run."""
+    """Keys of every kind: how many replicas there are, where they run, and who chooses among them."""
 
     replicas: Count = 1
     placement: Literal["local", "ray"] = "local"
+    gpus: Annotated[float, Field(ge=0)] = Field(0.0, description="GPUs of each replica (Ray)")
+    cpus: Annotated[float, Field(ge=0)] = Field(1.0, description="CPUs of each replica (Ray)")
+    router: str = Field("sticky", description="`sticky`, `least_loaded`, or a router of one's own: `module:Class`")
+    pool: PoolSpec = PoolSpec()
+    ray: RaySpec | None = None
 
     @model_validator(mode="after")
-    def _here(self) -> Placed:
-        if self.placement == "ray":
-            raise ValueError("placement 'ray' needs fsm_rollout.engines.ray_pool, which this version does not have")
-        if self.replicas > 1:
-            raise ValueError("several replicas need fsm_rollout.engines.ray_pool, which this version does not have")
+    def _only_for_ray(self) -> Placed:
+        mine = [key for key in ("gpus", "cpus", "ray") if key in self.model_fields_set]
+        if self.placement != "ray" and mine:
+            raise ValueError(f"{', '.join(mine)}: for placement 'ray' only; set that, or leave them out")
         return self
+
+    @property
+    def alone(self) -> bool:
+        """Whether this is one engine in this process, hence no pool."""
+        return self.count == 1 and self.placement == "local"
+
+    @property
+    def count(self) -> int:
+        """How many replicas there are."""
+        return self.replicas
+
+
+PLACED = set(Placed.model_fields)
+"""The keys that are about replicas, and not for the engine itself."""
 
 
 class ScriptedSpec(Placed):
@@ -81,6 +127,44 @@ class TransformersSpec(Placed):
     threads: Count | None = None
 
 
+class SGLangSpec(Placed):
+    """``kind: sglang``; see :class:`fsm_rollout.engines.sglang.SGLangEngine`."""
+
+    kind: Literal["sglang"]
+    model: Folder = "embedded"
+    device: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] | None = None
+    max_context: Count | None = None
+    max_running: Count | None = None
+    tp: Count = 1
+    mem_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
+    threads: Count | None = None
+    send_every: Count = 8
+    deterministic: bool = False
+    start_timeout: Annotated[float, Field(gt=0)] = 300.0
+    args: Mapping[str, Any] = Field(default_factory=dict, description="further arguments of SGLang's ServerArgs")
+
+
+class SGLangHTTPSpec(Placed):
+    """``kind: sglang_http``; each url is a replica. See :class:`fsm_rollout.engines.sglang_http.SGLangHTTPEngine`."""
+
+    kind: Literal["sglang_http"]
+    urls: Annotated[tuple[str, ...], Field(min_length=1)]
+    model: Folder = Field("embedded", description="the folder of the model served, for its tokenizer")
+    send_every: Count = 8
+
+    @model_validator(mode="after")
+    def _replicas_are_urls(self) -> SGLangHTTPSpec:
+        if self.model_fields_set & {"replicas", "placement"}:
+            raise ValueError("each url is a replica, and runs where it runs; leave out replicas and placement")
+        return self
+
+    @property
+    def count(self) -> int:
+        """One for each url."""
+        return len(self.urls)
+
+
 def build_engine(spec: Mapping[str, Any], base: Path) -> Engine:
     """Build the engine that ``spec`` (a mapping with ``kind``) describes; its files are relative to ``base``.
 
@@ -100,7 +184,65 @@ def build_engine(spec: Mapping[str, Any], base: Path) -> Engine:
         checked = model.model_validate(dict(spec))
     except ValidationError as error:
         raise ConfigError([Problem(message) for _, message in _explain(error, model)]) from None
-    return build(checked, base)
+    if checked.alone:
+        return build(checked, base)
+    return _build_pool(checked, {key: value for key, value in spec.items() if key not in PLACED}, base)
+
+
+def _build_pool(placed: Placed, spec: Mapping[str, Any], base: Path) -> Engine:
+    from fsm_rollout.engines.pool import PoolEngine
+    from fsm_rollout.engines.pool_members import PoolTimes
+    from fsm_rollout.engines.replicas import LocalPlacement, Placement
+
+    router, build = build_router(placed.router), _BuildReplica(spec, base.absolute())
+    placement: Placement
+    if placed.placement == "ray":
+        from fsm_rollout.engines.ray_pool import RayOptions, RayPlacement
+
+        options = RayOptions(cpus=placed.cpus, gpus=placed.gpus, **(placed.ray or RaySpec()).model_dump())
+        placement = RayPlacement(build, placed.replicas, options)
+    else:
+        placement = LocalPlacement(build)
+    pool = placed.pool
+    times = PoolTimes(start=pool.start_timeout, silence=pool.silence_timeout, update=pool.update_timeout)
+    return PoolEngine(
+        placement, placed.count, router=router, attempts=pool.attempts, restarts=pool.restarts, times=times
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _BuildReplica:
+    """Builds one engine of a pool, wherever this is sent."""
+
+    spec: Mapping[str, Any]
+    base: Path
+
+    def __call__(self, name: str) -> Engine:
+        urls = self.spec.get("urls")  # one for each replica
+        mine = {} if urls is None else {"urls": [urls[int(name.rpartition("-")[2])]]}
+        return build_engine({**self.spec, **mine}, self.base)
+
+
+def build_router(router: str) -> Router:
+    """Return the router of that name, or a new object of the class that ``module:Class`` names.
+
+    Raises:
+        ConfigError: there is none, it cannot be made without arguments, or it is no router.
+    """
+    known: dict[str, Callable[[], Router]] = {"sticky": StickyRouter, "least_loaded": LeastLoadedRouter}
+    if router in known:
+        return known[router]()
+    if ":" not in router:
+        raise ConfigError(f"router '{router}' does not exist{did_you_mean(router, known)}; or give 'module:Class'")
+    try:
+        made = load_object(router)()  # type: ignore[operator]  # whatever is not callable says so itself
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"router '{router}' cannot be made: {type(error).__name__}: {error}") from error
+    if not isinstance(made, Router):
+        raise ConfigError(f"router '{router}' has no method choose(request, replicas); see fsm_rollout.engines.router")
+    return made
 
 
 def _build_scripted(spec: ScriptedSpec, base: Path) -> Engine:
@@ -117,9 +259,19 @@ def _build_scripted(spec: ScriptedSpec, base: Path) -> Engine:
 def _build_transformers(spec: TransformersSpec, base: Path) -> Engine:
     from fsm_rollout.engines.transformers import TransformersEngine
 
-    return TransformersEngine(
-        model_folder(spec.model, base), **spec.model_dump(exclude={"kind", "model", "replicas", "placement"})
-    )
+    return TransformersEngine(model_folder(spec.model, base), **spec.model_dump(exclude=PLACED | {"kind", "model"}))
+
+
+def _build_sglang(spec: SGLangSpec, base: Path) -> Engine:
+    from fsm_rollout.engines.sglang import SGLangEngine
+
+    return SGLangEngine(model_folder(spec.model, base), **spec.model_dump(exclude=PLACED | {"kind", "model"}))
+
+
+def _build_sglang_http(spec: SGLangHTTPSpec, base: Path) -> Engine:
+    from fsm_rollout.engines.sglang_http import SGLangHTTPEngine
+
+    return SGLangHTTPEngine(spec.urls[0], model_folder(spec.model, base), send_every=spec.send_every)
 
 
 def _read_script(script: str | None, base: Path) -> Script:
@@ -150,7 +302,8 @@ def _explain(error: ValidationError, model: type[Model] | None) -> list[tuple[Co
         where = ".".join(map(str, path))
         match item["type"]:
             case "extra_forbidden":
-                owner = model if model is not None and not above else Turn
+                parts: dict[ConfigPath, type[Model]] = {("ray",): RaySpec, ("pool",): PoolSpec}
+                owner = model if model is not None and not above else parts.get(above, Turn)
                 message = f"unknown key '{where}'{did_you_mean(str(key), owner.model_fields)}"
             case "missing":
                 message = f"'{where}' is missing"
@@ -162,12 +315,12 @@ def _explain(error: ValidationError, model: type[Model] | None) -> list[tuple[Co
     return found
 
 
-_KINDS: Mapping[str, tuple[type[Model], Callable[[Any, Path], Engine]]] = {
+_KINDS: Mapping[str, tuple[type[Placed], Callable[[Any, Path], Engine]]] = {
     "scripted": (ScriptedSpec, _build_scripted),
     "transformers": (TransformersSpec, _build_transformers),
+    "sglang": (SGLangSpec, _build_sglang),
+    "sglang_http": (SGLangHTTPSpec, _build_sglang_http),
 }
 _ABSENT: Mapping[str, str] = {
     "replay": "fsm_rollout.engines.replay",
-    "sglang": "fsm_rollout.engines.sglang (and the extra `sglang`)",
-    "sglang_http": "fsm_rollout.engines.sglang",
 }

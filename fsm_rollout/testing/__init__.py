@@ -1,6 +1,76 @@
-"""Tools for testing agents, engines and tools, used by this package's own tests and shipped for yours."""
+"""Tools for testing agents, engines and tools, used by this package's own tests and shipped for yours.
 
-from fsm_rollout.testing.conformance import ConformanceError, Report, check_engine
-from fsm_rollout.testing.virtual_time import Deadlock, LeakedTasks, VirtualTimeLoop, run_virtual
+* ``pytest --fsm-agents 'agents/*.yaml'`` tests agents without a line of code: :mod:`fsm_rollout.testing.pytest_plugin`.
+* ``check_…`` hold an implementation of yours to what its protocol promises.
+* :func:`run_virtual` and :func:`simulate` run things in virtual time: nothing ever sleeps.
+* :mod:`fsm_rollout.testing.strategies` draws agents, conversations, tool calls, scripts and faults with Hypothesis.
 
-__all__ = ["ConformanceError", "Deadlock", "LeakedTasks", "Report", "VirtualTimeLoop", "check_engine", "run_virtual"]
+Everything is imported on first use: pytest loads the plugin in every run of everybody who has this package.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+_HOMES = {
+    "Checked": "promises",
+    "ConformanceError": "promises",
+    "Deadlock": "virtual_time",
+    "LawBroken": "laws",
+    "LeakedTasks": "virtual_time",
+    "Plan": "plan",
+    "Report": "conformance",
+    "Simulation": "simulation",
+    "VirtualTimeLoop": "virtual_time",
+    "check_engine": "conformance",
+    "check_interaction": "interaction_conformance",
+    "check_state": "state_conformance",
+    "check_tool": "tool_conformance",
+    "check_tool_format": "tool_format_conformance",
+    "run_virtual": "virtual_time",
+    "simulate": "simulation",
+}
+
+__all__ = [  # as in the table above; the type checker wants the literals
+    "Checked",
+    "ConformanceError",
+    "Deadlock",
+    "LawBroken",
+    "LeakedTasks",
+    "Plan",
+    "Report",
+    "Simulation",
+    "VirtualTimeLoop",
+    "check_engine",
+    "check_interaction",
+    "check_state",
+    "check_tool",
+    "check_tool_format",
+    "run_virtual",
+    "simulate",
+]
+
+if TYPE_CHECKING:
+    from fsm_rollout.testing.conformance import Report, check_engine
+    from fsm_rollout.testing.interaction_conformance import check_interaction
+    from fsm_rollout.testing.laws import LawBroken
+    from fsm_rollout.testing.plan import Plan
+    from fsm_rollout.testing.promises import Checked, ConformanceError
+    from fsm_rollout.testing.simulation import Simulation, simulate
+    from fsm_rollout.testing.state_conformance import check_state
+    from fsm_rollout.testing.tool_conformance import check_tool
+    from fsm_rollout.testing.tool_format_conformance import check_tool_format
+    from fsm_rollout.testing.virtual_time import Deadlock, LeakedTasks, VirtualTimeLoop, run_virtual
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fsm_rollout.testing' has no attribute '{name}'")
+    value = getattr(import_module(f"fsm_rollout.testing.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from fsm_rollout.engines.base import Chunk, Engine, Load, Request, SamplingParams
 from fsm_rollout.errors import EngineError
-from fsm_rollout.testing.engine_answers import Answer, ConformanceError, take
+from fsm_rollout.testing.engine_answers import Answer, take
+from fsm_rollout.testing.promises import ConformanceError
 from fsm_rollout.tokens import Ids, as_ids
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ConformanceError", "Report", "check_engine"]
+__all__ = ["Report", "check_engine"]
 
 TEXTS = ("1", "What is (37 + 58) * 4?", "Count from 1 to 20: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12", "a b c d e f g h")
 CLOSE = 1e-3
@@ -81,8 +83,10 @@ async def check_engine(
         for check in checks.values():
             await check()
         await checker.close()
-    finally:
-        await engine.aclose()
+    except BaseException:
+        with suppress(Exception):  # what was found is worth more than a failing close
+            await engine.aclose()
+        raise
     return Report((*checks, "close"), checker.requests, checker.tokens)
 
 
@@ -202,20 +206,29 @@ class _Checker:
 
     async def unique_ids(self) -> None:
         """Use an id twice: the engine objects."""
-        request = self.request(0, 2)
+        request, long = self.request(0, 2), self.request(0, 4096, ignore_eos=True)
+        stream = self.start([long])
+        await anext(stream)
         try:
-            async with asyncio.timeout(self.patience):
-                async for _ in self.engine.generate([request, request]):
+            for twice in ([request, request], [replace(request, request_id=long.request_id)]):
+                try:
+                    async with asyncio.timeout(self.patience):
+                        async for _ in self.engine.generate(twice):
+                            pass
+                except EngineError:
+                    continue
+                except TimeoutError:
                     pass
-        except EngineError:
-            return
-        except TimeoutError:
-            pass
-        raise ConformanceError(9, "two requests under way with one id were accepted; raise EngineError")
+                raise ConformanceError(9, "two requests under way with one id were accepted; raise EngineError")
+        finally:
+            await stream.aclose()  # type: ignore[attr-defined]
 
     async def abort(self) -> None:
         """Abort a request: it ends and keeps what it has; others go on."""
-        await self.engine.abort(["no such request"])
+        try:
+            await self.engine.abort(["no such request"])
+        except Exception as error:
+            raise ConformanceError(4, f"abort of an unknown id raised {type(error).__name__}: {error}") from error
         gone, stays = self.request(0, 64, ignore_eos=True, seed=3), self.request(1, 8, ignore_eos=True, seed=4)
         stream = self.start([gone, stays])
         answers = {request.request_id: Answer(request) for request in (gone, stays)}
@@ -228,6 +241,8 @@ class _Checker:
         except TimeoutError:
             raise ConformanceError(4, f"an aborted request did not end within {self.patience:g} s") from None
         self.whole(answers)
+        if answers[stays.request_id].finish_reason == "abort":
+            raise ConformanceError(4, "aborting a request ended another one as well")
         self.good([answers[stays.request_id]])
         if answers[gone.request_id].finish_reason not in ("abort", "length"):
             raise ConformanceError(4, f"an aborted request ended with '{answers[gone.request_id].finish_reason}'")
@@ -288,7 +303,8 @@ class _Checker:
                 if updated is None:
                     updated = await self.engine.update_weights(weights)
         self.whole(answers)
-        self.good(answers.values())
+        if answers[request.request_id].finish_reason == "abort":
+            raise ConformanceError(8, "a request under way did not go on after update_weights")
         if updated != before + 1 or self.engine.weight_version != updated:
             raise ConformanceError(
                 8,
@@ -311,7 +327,10 @@ class _Checker:
         try:
             async with asyncio.timeout(self.patience):
                 await self._drain(stream, answers)
+            try:
                 await self.engine.aclose()
+            except Exception as error:
+                raise ConformanceError(9, f"closing a second time raised {type(error).__name__}: {error}") from error
         except TimeoutError:
             raise ConformanceError(1, "a request under way did not end when the engine was closed") from None
         self.whole(answers)

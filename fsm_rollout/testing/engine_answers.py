@@ -12,14 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fsm_rollout.engines.base import Chunk, FinishReason, Request
-
-
-class ConformanceError(AssertionError):
-    """An engine broke a promise. ``invariant`` is its number in :mod:`fsm_rollout.engines.base`."""
-
-    def __init__(self, invariant: int, message: str) -> None:
-        self.invariant = invariant
-        super().__init__(f"invariant {invariant}: {message}")
+from fsm_rollout.testing.promises import ConformanceError
 
 
 @dataclass(slots=True)

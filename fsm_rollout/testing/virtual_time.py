@@ -11,7 +11,9 @@ stands. File descriptors are polled before each jump; code that expects an answe
 inside ``external()``.
 
 When nothing is ready, no timer is set and nothing is in flight outside, no event can ever come: :class:`Deadlock` is
-raised and names the tasks that wait. Timers set for the same instant fire in the order in which they were set.
+raised and names the tasks that wait. What goes on for ever (time passes beyond a ``horizon``, or callbacks follow one
+another and time never passes) is :class:`Endless`. Timers set for the same instant fire in the order in which they were
+set.
 """
 
 from __future__ import annotations
@@ -33,10 +35,18 @@ Ts = TypeVarTuple("Ts")
 
 PATIENCE = 60.0
 """Real seconds that an operation outside the loop may take before it is given up."""
+CLEANING_SECONDS = 10_000.0
+"""Virtual seconds that cleaning up may take after a horizon was passed."""
+BUSY_STEPS = 200_000
+"""Steps that the loop may make at one instant before it counts as endless."""
 
 
 class Deadlock(RuntimeError):
     """Every task waits for something that cannot happen."""
+
+
+class Endless(RuntimeError):
+    """Something goes on and on: past the horizon, or without time ever passing."""
 
 
 class LeakedTasks(RuntimeError):
@@ -46,25 +56,28 @@ class LeakedTasks(RuntimeError):
 class _Timer(TimerHandle):
     """A timer that is ordered by when it was set among those of the same instant; a heap alone is not stable."""
 
-    __slots__ = ("_order",)
+    __slots__ = ("_key",)
     _counter = itertools.count()
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._order = next(self._counter)
+        self._key = (self._when, next(self._counter))  # type: ignore[attr-defined]  # asyncio's own, set for good
 
-    def __lt__(self, other: object) -> bool:
-        if isinstance(other, _Timer):
-            return (self.when(), self._order) < (other.when(), other._order)
-        return NotImplemented
+    def __lt__(self, other: _Timer) -> bool:  # type: ignore[override]  # a loop has timers of this class only
+        return self._key < other._key
 
 
 class _Selector(selectors.BaseSelector):
     """The real selector, except that waiting for a timer is left to the loop's ``_wait``."""
 
-    def __init__(self, wait: Callable[[selectors.BaseSelector], list[tuple[selectors.SelectorKey, int]]]) -> None:
+    def __init__(
+        self,
+        wait: Callable[[selectors.BaseSelector], list[tuple[selectors.SelectorKey, int]]],
+        step: Callable[[bool], None],
+    ) -> None:
         self._real = selectors.DefaultSelector()
         self._wait = wait
+        self._step = step
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
         return self._real.register(fileobj, events, data)
@@ -77,7 +90,9 @@ class _Selector(selectors.BaseSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """Poll; and when the loop has nothing else to do (``timeout`` is not 0), wait its way."""
-        return self._real.select(0) or ([] if timeout is not None and timeout <= 0 else self._wait(self._real))
+        busy = timeout is not None and timeout <= 0
+        self._step(busy)
+        return self._real.select(0) or ([] if busy else self._wait(self._real))
 
     def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
         return self._real.get_map()
@@ -87,7 +102,7 @@ class _Selector(selectors.BaseSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """See the module. ``time()`` starts at 0.0; ``patience`` is in real seconds.
+    """See the module. ``time()`` starts at 0.0; ``patience`` is in real seconds, ``horizon`` in virtual ones.
 
     It reaches into three private names of asyncio's own loop (``_scheduled``, the heap of timers, its mark on a timer,
     and ``_clock_resolution``), which have not changed since Python 3.4; the tests would notice.
@@ -95,12 +110,15 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     _scheduled: list[TimerHandle]
 
-    def __init__(self, patience: float = PATIENCE) -> None:
+    def __init__(self, patience: float = PATIENCE, horizon: float = math.inf) -> None:
         self._now = 0.0
         self._outside = 0
         self._patience = patience
+        self._horizon = horizon
         self._stop_when_idle = False
-        super().__init__(_Selector(self._wait))
+        self._steps = self._steps_now = 0
+        self._resting = False
+        super().__init__(_Selector(self._wait, self._step))
         self._advance(0.0)
         self._threads = ThreadPoolExecutor(thread_name_prefix="virtual-time")
         self.set_default_executor(self._threads)
@@ -108,6 +126,11 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         """Return the virtual time, in seconds."""
         return self._now
+
+    @property
+    def beat(self) -> int | None:
+        """Steps made so far; ``None`` while the loop rests because something outside is in flight."""
+        return None if self._resting else self._steps
 
     @property
     def outside(self) -> int:
@@ -163,15 +186,34 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         finally:
             self._stop_when_idle = False
 
+    def _step(self, busy: bool) -> None:
+        self._steps += 1
+        if busy and not self._outside:
+            self._steps_now += 1
+            if self._steps_now > BUSY_STEPS:
+                self._steps_now = 0
+                raise Endless(
+                    f"{BUSY_STEPS:,} steps of the loop at {self._now:g} s, and time never passes: something is ready "
+                    f"again each time it has run (a loop around sleep(0)?).{_waiting(self)}"
+                )
+
     def _advance(self, when: float) -> None:
+        if when > self._horizon:
+            self._horizon = when + CLEANING_SECONDS  # what cleans up afterwards may take some time, not for ever
+            raise Endless(f"the run is not over, and its next event is at {when:g} s.{_waiting(self)}")
         self._now = when
+        self._steps_now = 0
         # asyncio fires timers with when < now + resolution: the next float, so exactly those with when <= now, and at
         # least one of them however large the clock has become.
         self._clock_resolution = math.ulp(when)
 
     def _wait(self, real: selectors.BaseSelector) -> list[tuple[selectors.SelectorKey, int]]:
         if self._outside:
-            events = real.select(self._patience)
+            self._resting = True
+            try:
+                events = real.select(self._patience)
+            finally:
+                self._resting = False
             if not events:
                 raise Deadlock(
                     f"{self._outside} operation(s) outside the loop did not call back within {self._patience:g} s of "
@@ -191,7 +233,11 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtual(
-    main: Coroutine[Any, Any, T], *, patience: float = PATIENCE, leaks: Literal["raise", "ignore"] = "raise"
+    main: Coroutine[Any, Any, T],
+    *,
+    patience: float = PATIENCE,
+    leaks: Literal["raise", "ignore"] = "raise",
+    loop: VirtualTimeLoop | None = None,
 ) -> T:
     """Run ``main`` to its end in virtual time and return its result, as :func:`asyncio.run` does.
 
@@ -202,12 +248,14 @@ def run_virtual(
         main: a coroutine.
         patience: real seconds that an operation outside the loop (a thread) may take.
         leaks: what to do about tasks that outlive ``main``.
+        loop: the loop to run on, and to close; default: a new one.
 
     Raises:
         Deadlock: every task waits for something that cannot happen.
+        Endless: ``main`` goes on past the loop's horizon, or without time ever passing.
         LeakedTasks: ``main`` returned and left tasks waiting.
     """
-    with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(patience)) as runner:
+    with asyncio.Runner(loop_factory=lambda: loop or VirtualTimeLoop(patience)) as runner:
         result = runner.run(main)
         loop = cast(VirtualTimeLoop, runner.get_loop())
         loop.run_until_idle()

@@ -52,7 +52,10 @@ def test_the_embedded_model_is_the_default():
         ({}, ["an engine needs 'kind'; known: scripted, transformers"]),
         ({"kind": "scriptd"}, ["engine kind 'scriptd' does not exist; did you mean 'scripted'?"]),
         ({"kind": ["x"]}, ["engine kind '['x']' does not exist"]),
-        ({"kind": "sglang"}, ["engine kind 'sglang' needs fsm_rollout.engines.sglang (and the extra `sglang`)"]),
+        ({"kind": "sglang", "tpp": 2}, ["unknown key 'tpp'; did you mean 'tp'?"]),
+        ({"kind": "sglang", "mem_fraction": 2}, ["mem_fraction should be less than 1, got 2"]),
+        ({"kind": "sglang_http"}, ["'urls' is missing"]),
+        ({"kind": "sglang_http", "urls": ["http://a:1"], "replicas": 2}, ["each url is a replica"]),
         (
             {"kind": "replay"},
             ["engine kind 'replay' needs fsm_rollout.engines.replay, which this version does not have"],
@@ -70,8 +73,8 @@ def test_the_embedded_model_is_the_default():
         ),
         ({"kind": "transformers", "modl": "x"}, ["unknown key 'modl'; did you mean 'model'?"]),
         ({"kind": "transformers", "max_running": "3"}, ["max_running should be a valid integer, got '3'"]),
-        ({"kind": "transformers", "placement": "ray"}, ["placement 'ray' needs fsm_rollout.engines.ray_pool"]),
-        ({"kind": "transformers", "replicas": 2}, ["several replicas need fsm_rollout.engines.ray_pool"]),
+        ({"kind": "transformers", "replicas": 0}, ["replicas should be greater than or equal to 1, got 0"]),
+        ({"kind": "transformers", "ray": {"address": "auto"}}, ["ray: for placement 'ray' only"]),
         ({"kind": "scripted", "script": "missing.yaml"}, ["missing.yaml: no such file"]),
     ],
 )

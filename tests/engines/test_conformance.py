@@ -132,28 +132,28 @@ def abort_all(chunk: Chunk) -> Iterable[Chunk]:
     yield replace(chunk, finish_reason="abort") if chunk.finish_reason else chunk
 
 
-@pytest.mark.parametrize(
-    ("spoil", "invariant", "message"),
-    [
-        (drop_stop_token, 3, "the stop token was dropped"),
-        (lose_a_logprob, 2, r"got \d+ ids with \d+ logprobs"),
-        (answer_under_another_id, 1, "no request of this dispatch"),
-        (swap_ids, 1, "no request of this dispatch"),
-        (never_end, 1, "has had no last chunk"),
-        (end_twice, 1, "another chunk after its last one"),
-        (reorder, 5, "going on after 1 of"),
-        (drop_a_token, 1, "ended with 'length' after"),
-        (positive_logprobs, 2, "at most 0"),
-        (infinite_logprobs, 2, "finite"),
-        (lists, 1, r"must be an array\('i'\)"),
-        (skip_admission, 7, "the first chunk has tokens"),
-        (old_versions, 8, "carry another version"),
-        (falling_versions, 8, "went back to 1"),
-        (stop_for_length, 3, "the stop token was dropped"),
-        (another_error, 1, "expected 'PromptTooLong: …'"),
-        (abort_all, 1, "ended with 'abort'"),
-    ],
-)
+SPOILED = [
+    (drop_stop_token, 3, "the stop token was dropped"),
+    (lose_a_logprob, 2, r"got \d+ ids with \d+ logprobs"),
+    (answer_under_another_id, 1, "no request of this dispatch"),
+    (swap_ids, 1, "no request of this dispatch"),
+    (never_end, 1, "has had no last chunk"),
+    (end_twice, 1, "another chunk after its last one"),
+    (reorder, 5, "going on after 1 of"),
+    (drop_a_token, 1, "ended with 'length' after"),
+    (positive_logprobs, 2, "at most 0"),
+    (infinite_logprobs, 2, "finite"),
+    (lists, 1, r"must be an array\('i'\)"),
+    (skip_admission, 7, "the first chunk has tokens"),
+    (old_versions, 8, "carry another version"),
+    (falling_versions, 8, "went back to 1"),
+    (stop_for_length, 3, "the stop token was dropped"),
+    (another_error, 1, "expected 'PromptTooLong: …'"),
+    (abort_all, 1, "ended with 'abort'"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "invariant", "message"), SPOILED)
 def test_a_spoiled_chunk_is_found(tokenizer: Any, spoil: Any, invariant: int, message: str):
     engine = type("Spoiled", (Third,), {"spoil": staticmethod(spoil)})(script, tokenizer=tokenizer)
     with pytest.raises(ConformanceError, match=message) as found:
@@ -223,6 +223,38 @@ class MiscountsVersions(ScriptedEngine):
         return await super().update_weights(weights, 3 if version is None else version)
 
 
+class AbortsKnownOnly(ScriptedEngine):
+    async def abort(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._running[request_id]
+        await super().abort(request_ids)
+
+
+class AbortsAll(ScriptedEngine):
+    """Takes the abort of one for the abort of its batch."""
+
+    async def abort(self, request_ids: Iterable[str]) -> None:
+        if set(request_ids) & set(self._running):
+            self._abort([*self._running, *self._waiting])
+
+
+class StopsAtUpdates(ScriptedEngine):
+    async def update_weights(self, weights: Any, version: int | None = None) -> int:
+        self._abort(list(self._running))
+        return await super().update_weights(weights, version)
+
+
+class ForgetsIdsUnderWay(ScriptedEngine):
+    """Looks for equal ids within one dispatch only."""
+
+    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
+        requests = list(requests)
+        for request in requests:
+            if sum(other.request_id == request.request_id for other in requests) == 1:
+                self._abort([request.request_id])
+        return super().generate(requests)
+
+
 class Loses(ScriptedEngine):
     """Keeps requests that nobody listens to any more on its books."""
 
@@ -237,21 +269,26 @@ class Stops(ScriptedEngine):
         return super().generate([replace(r, sampling=replace(r.sampling, ignore_eos=False)) for r in requests])
 
 
-@pytest.mark.parametrize(
-    ("engine", "invariant", "message"),
-    [
-        (Swaps, 5, "a request got another answer in a batch than alone"),
-        (TakesSameIds, 9, "two requests under way with one id"),
-        (Truncates, 1, "got 4 tokens; max_tokens and the window allow 0"),
-        (NeverPauses, 6, r"sampled after pause\(\)"),
-        (NeverResumes, 6, r"did not end after resume\(\)"),
-        (NeverSleeps, 6, r"sampled after sleep\(\)"),
-        (Forgets, 9, "a closed engine took a request"),
-        (MiscountsVersions, 8, "by default it goes up by one"),
-        (Loses, 6, r"nothing is asked of it any more, and load\(\) says"),
-        (Stops, 3, "stopped, though ignore_eos was asked for"),
-    ],
-)
+FAULTY = [
+    (Swaps, 5, "a request got another answer in a batch than alone"),
+    (TakesSameIds, 9, "two requests under way with one id"),
+    (Truncates, 1, "got 4 tokens; max_tokens and the window allow 0"),
+    (NeverPauses, 6, r"sampled after pause\(\)"),
+    (NeverResumes, 6, r"did not end after resume\(\)"),
+    (NeverSleeps, 6, r"sampled after sleep\(\)"),
+    (Forgets, 9, "a closed engine took a request"),
+    (MiscountsVersions, 8, "by default it goes up by one"),
+    (Loses, 6, r"nothing is asked of it any more, and load\(\) says"),
+    (AbortsKnownOnly, 4, "abort of an unknown id raised KeyError"),
+    (AbortsAll, 4, "ended another one as well"),
+    (StopsAtUpdates, 8, "did not go on after update_weights"),
+    (ForgetsIdsUnderWay, 9, "two requests under way with one id"),
+    (ClosesOnce, 9, "closing a second time raised EngineError"),
+    (Stops, 3, "stopped, though ignore_eos was asked for"),
+]
+
+
+@pytest.mark.parametrize(("engine", "invariant", "message"), FAULTY)
 def test_a_faulty_engine_is_found(tokenizer: Any, engine: Any, invariant: int, message: str):
     with pytest.raises(ConformanceError, match=message) as found:
         run_virtual(check_engine(engine(script, tokenizer=tokenizer), settle=1.0), leaks="ignore")
@@ -271,10 +308,10 @@ def test_an_engine_that_does_not_abort_is_found_in_time(tokenizer: Any):
     def endless(request: Request) -> Turn:
         return Turn(text=TEXT, chunks=4, delay=0.5, hang=request.sampling.max_tokens == 64)
 
-    with pytest.raises(ConformanceError, match="an aborted request did not end within 60 s"):
+    with pytest.raises(ConformanceError, match="an aborted request did not end within 60 s") as found:
         run_virtual(check_engine(Endless(endless, tokenizer=tokenizer)))
+    assert found.value.invariant == 4
 
 
-def test_closing_twice_must_be_harmless(tokenizer: Any):
-    with pytest.raises(EngineError, match="already closed"):
-        run_virtual(check_engine(ClosesOnce(script, tokenizer=tokenizer)))
+def test_every_invariant_has_an_engine_that_breaks_it():
+    assert {invariant for _, invariant, _ in [*SPOILED, *FAULTY]} == set(range(1, 10))

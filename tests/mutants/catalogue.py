@@ -167,7 +167,7 @@ MUTANTS = (
         "glue that leaves no room", "turn.py",
         "    _check_room(visit, bound, len(stream.tokens) + len(encoded.ids), len(encoded.ids))\n", "",
         "2: nothing is written that leaves no room for a token",
-        SCHEDULER,
+        LIMITS,
     ),
     # -- every prompt comes back (law 8)
     Mutant(

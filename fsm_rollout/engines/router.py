@@ -1,0 +1,113 @@
+"""Which replica a request goes to: a pure policy, without I/O and without a clock.
+
+Invariant of :class:`StickyRouter`, the bound B: a request is put on a replica, or left waiting for it, only while that
+replica has at most ``spread`` requests more than the least busy replica with room, plus a quarter of what that one has.
+So no replica idles while more than ``spread`` requests queue for another. Within the bound requests stay where their
+prefix is cached: those of a session on the replica of the session, the first ones of a group on one replica together.
+
+A router of one's own is a class with :meth:`Router.choose`, named by ``engine: {router: "module:Class"}``.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from fsm_rollout.engines.base import Load, Request
+
+FIRST = 32
+"""Requests sent to a replica that has not yet said how many it runs at once; also the least step of its growth."""
+
+
+@dataclass(slots=True)
+class ReplicaView:
+    """What a router may know of a replica that is up."""
+
+    name: str
+    in_flight: int = 0
+    """Requests that it has and has not finished."""
+    waiting: int = 0
+    """Requests that the pool keeps back because this replica is full, counted as they are chosen."""
+    allowed: int = FIRST
+    """How many it may have in flight."""
+    pace: float = 0.0
+    """Tokens per second and running request, lately; 0.0 while unknown."""
+
+    @property
+    def load(self) -> int:
+        """Everything it has to do."""
+        return self.in_flight + self.waiting
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a request sent to it now would leave at once."""
+        return self.in_flight < self.allowed
+
+
+@runtime_checkable
+class Router(Protocol):
+    """Chooses replicas. It may remember what it chose; equal calls in equal order must give equal choices."""
+
+    def choose(self, request: Request, replicas: Sequence[ReplicaView]) -> ReplicaView:
+        """Return one of ``replicas``: those that are up, in a fixed order, at least one of them with room.
+
+        When the chosen one has no room, the request waits and is asked for again when there is news.
+        """
+
+
+def allowance(load: Load) -> int:
+    """Return how many requests a replica that reports ``load`` may have in flight.
+
+    One that runs all it has may get as many again; where requests queue already, only a few to take up slots that
+    become free. So the queue inside a replica, which nothing can be taken from any more, stays short.
+    """
+    if load.waiting:
+        return load.running + max(4, load.running // 4)
+    return max(FIRST, 2 * load.running)
+
+
+class StickyRouter:
+    """See the module.
+
+    Args:
+        spread: the bound's constant part.
+        memory: how many sessions, and how many groups, are remembered; the least recent ones are forgotten.
+    """
+
+    def __init__(self, spread: int = 16, memory: int = 65_536) -> None:
+        self.spread = spread
+        self.memory = memory
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._groups: OrderedDict[str, str] = OrderedDict()
+
+    def choose(self, request: Request, replicas: Sequence[ReplicaView]) -> ReplicaView:
+        """Return the replica of the request's session, else of its group, unless that breaks the bound."""
+        least = min((replica for replica in replicas if replica.has_room), key=lambda replica: replica.load)
+        session = request.session if request.trajectory_id else ""
+        name = self._sessions.get(session) or self._groups.get(request.group_id)
+        pinned = next((replica for replica in replicas if replica.name == name), None)
+        chosen = pinned if pinned is not None and self._worth_it(pinned, least) else least
+        self._pin(self._sessions, session, chosen.name)
+        self._pin(self._groups, request.group_id, chosen.name)
+        return chosen
+
+    def _worth_it(self, pinned: ReplicaView, least: ReplicaView) -> bool:
+        slow = 0 < 2 * pinned.pace < least.pace
+        return pinned.load <= least.load + (0 if slow else self.spread + least.load // 4)
+
+    def _pin(self, pins: OrderedDict[str, str], key: str, name: str) -> None:
+        if key:
+            pins[key] = name
+            pins.move_to_end(key)
+            if len(pins) > self.memory:
+                pins.popitem(last=False)
+
+
+class LeastLoadedRouter:
+    """Always the replica with the least to do: for engines without a prefix cache."""
+
+    def choose(self, request: Request, replicas: Sequence[ReplicaView]) -> ReplicaView:
+        """Return the least busy replica with room; of equals, the first."""
+        return min((replica for replica in replicas if replica.has_room), key=lambda replica: replica.load)

@@ -1,0 +1,146 @@
+"""A plan: everything that one simulated run depends on, as plain data.
+
+Invariant: a run is a function of its agent and its plan. A plan survives :meth:`Plan.line` and :meth:`Plan.of_line`
+unchanged, so one line of text replays a run exactly.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from fsm_rollout.engines.script import Turn
+from fsm_rollout.errors import ConfigError
+from fsm_rollout.graph import Model
+
+Moment = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+LAST_WORD = Turn(text="Done.")
+"""What the engine says where a plan says nothing."""
+
+
+class ToolFate(Model):
+    """What one call of a tool comes to, after ``seconds``: a text, an error of its own, or nothing ever."""
+
+    text: str = "4"
+    seconds: Moment = 0.0
+    error: str | None = Field(None, description="the tool raises this class of error: a built-in one, or RuntimeError")
+    hang: bool = False
+    reward: float | None = None
+
+
+class ReplyFate(Model):
+    """What one reply of an interaction comes to, after ``seconds``. After the last one of a plan it is ``done``."""
+
+    text: str | None = Field("Go on.", description="none: the conversation is over")
+    seconds: Moment = 0.0
+    score: float | None = None
+    done: bool = False
+    error: str | None = None
+    hang: bool = False
+
+
+class Fault(Model):
+    """Something done to the run from outside, at a moment of the virtual clock."""
+
+    at: Moment
+    kind: Literal["cancel", "suspend", "stop", "update_weights", "pause", "abort"]
+    target: int = Field(0, ge=0, description="which trajectory, by its number; for `cancel`, `suspend` and `abort`")
+    seconds: Moment = Field(1.0, description="how long a `pause` lasts")
+
+
+class Schedule(Model):
+    """What must not matter to the results of a calm run: who is admitted when, and how fast the engine is."""
+
+    concurrency: int = Field(64, ge=1)
+    max_running: int | None = Field(None, ge=1, description="requests that an engine answers at once")
+    replicas: int = Field(1, ge=1)
+    slow: float = Field(1.0, ge=0, allow_inf_nan=False, description="stretches the engine's delays")
+
+
+class Plan(Model):
+    """See the module. Trajectory number k follows ``says[k % len(says)]``, by ``agent/context``, turn by turn.
+
+    The last turn of a context repeats; so does the last fate where there is but one (of several, each call's own
+    randomness chooses).
+    """
+
+    seed: int = 0
+    prompts: int = Field(1, ge=1)
+    n: int = Field(1, ge=1)
+    says: tuple[Mapping[str, tuple[Turn, ...]], ...] = ({},)
+    tools: tuple[ToolFate, ...] = (ToolFate(),)
+    replies: tuple[ReplyFate, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    schedule: Schedule = Schedule()
+    other_schedule: Schedule = Field(Schedule(), description="the one that the run is compared under")
+    killed_after: int = Field(0, ge=0, description="events after which the run is killed, to be gone on with")
+
+    def turn(self, trajectory: int, key: str, index: int) -> Turn:
+        """Return what is said as turn ``index`` of a context; ``key`` is ``agent/context``."""
+        turns = self.says[trajectory % len(self.says)].get(key, ()) if self.says else ()
+        return turns[min(index, len(turns) - 1)] if turns else LAST_WORD
+
+    @property
+    def calm(self) -> bool:
+        """Whether nothing fails, hangs or is interfered with."""
+        fates: tuple[ToolFate | ReplyFate, ...] = (*self.tools, *self.replies)
+        return not (
+            self.faults
+            or any(fate.error or fate.hang for fate in fates)
+            or any(turn.broken for says in self.says for turns in says.values() for turn in turns)
+        )
+
+    def line(self) -> str:
+        """Return the plan as one word that a shell takes as it is."""
+        data = self.model_dump(mode="json", exclude_defaults=True)
+        packed = zlib.compress(json.dumps(data, separators=(",", ":")).encode(), 9)
+        return base64.urlsafe_b64encode(packed).decode().rstrip("=")
+
+    @classmethod
+    def of_line(cls, line: str) -> Plan:
+        """Return the plan that :meth:`line` wrote.
+
+        Raises:
+            ConfigError: the text is no plan.
+        """
+        try:
+            packed = base64.urlsafe_b64decode(line + "=" * (-len(line) % 4))
+            return cls.model_validate_json(zlib.decompress(packed))
+        except (ValueError, zlib.error, ValidationError) as error:
+            raise ConfigError(f"{line[:40]!r} is no plan of a simulated run ({error}); paste the whole line") from error
+
+    def rescheduled(self) -> Plan:
+        """Return the same run under the other schedule."""
+        return self.model_copy(update={"schedule": self.other_schedule})
+
+    def at_once(self) -> Plan:
+        """Return the same run in a world where nothing fails and nothing takes time."""
+        ending = {"error": None, "crash": None, "fails": None, "hang": False, "delay": 0.0}
+        says = tuple(
+            {
+                key: tuple(turn.model_copy(update={**ending, "text": turn.text or ""}) for turn in turns)
+                for key, turns in each.items()
+            }
+            for each in self.says
+        )
+        calm = {"seconds": 0.0, "error": None, "hang": False}
+        return self.model_copy(
+            update={
+                "says": says,
+                "tools": tuple(fate.model_copy(update=calm) for fate in self.tools),
+                "replies": tuple(fate.model_copy(update=calm) for fate in self.replies),
+                "faults": (),
+                "schedule": Schedule(),
+            }
+        )
+
+    def __repr__(self) -> str:
+        """Show as data: what differs from the defaults."""
+        data: dict[str, Any] = self.model_dump(mode="json", exclude_defaults=True)
+        return f"Plan({', '.join(f'{key}={value!r}' for key, value in data.items())})"

@@ -1,0 +1,353 @@
+"""Deterministic simulation: the real scheduler, on a virtual clock, in a world that a plan describes.
+
+Invariant: :func:`simulate` is a function of the agent, the plan and the tokenizer: same input, same events at the same
+moments. Nothing is mocked inside: scheduler, dispatch, chat templates, tool formats, limits and the user's own handlers
+are the real ones; only what is outside (engine, tools, users, time) is drawn. What went wrong on the way is kept
+(:attr:`Simulation.crash`), never raised, so that there is always something to look at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import gc
+import logging
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from fsm_rollout.chat import ChatTemplate
+from fsm_rollout.dispatch import Dispatcher
+from fsm_rollout.engines.base import Chunk, Request
+from fsm_rollout.engines.model_folders import EMBEDDED, load_tokenizer, model_folder
+from fsm_rollout.engines.script import Turn
+from fsm_rollout.engines.scripted import ScriptedEngine
+from fsm_rollout.events import AnyEvent
+from fsm_rollout.graph import POLICY, AgentGraph, Sampling
+from fsm_rollout.journal import Journal
+from fsm_rollout.live import Group
+from fsm_rollout.prompts import Prompt
+from fsm_rollout.reopening import History
+from fsm_rollout.scheduler import Scheduler
+from fsm_rollout.states import HANDLERS
+from fsm_rollout.testing.plan import Fault, Plan
+from fsm_rollout.testing.simulated import simulated_tool, with_simulated_users
+from fsm_rollout.testing.virtual_time import VirtualTimeLoop, run_virtual
+from fsm_rollout.testing.watching import BLOCKING_SECONDS, HandlerBlocked, Watch, WatchedState, watchdog
+from fsm_rollout.trajectory import Trajectory
+
+WINDOW = 4096
+"""Tokens of the simulated engine's context window, where nothing else is asked for."""
+HORIZON = 1e5
+"""Virtual seconds (a day and a bit) after which a run counts as endless, where the agent does not allow for more."""
+
+
+@cache
+def embedded_tokenizer() -> Any:
+    """Return the embedded model's tokenizer; loaded once."""
+    return load_tokenizer(model_folder(EMBEDDED))
+
+
+@cache
+def _settled() -> None:
+    """Tell the collector, once, that what is loaded by now stays: looking at it all again took a third of each run."""
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One request as the engine knows it: what it was given, and all that it sampled for it."""
+
+    request: Request
+    ids: array[int]
+    logprobs: array[float]
+    versions: list[int]
+
+
+@dataclass(slots=True)
+class Simulation:
+    """One finished run: what came back, and what the other side (the engine, the watch) knows of it."""
+
+    graph: AgentGraph
+    plan: Plan
+    tokenizer: Any
+    engine: ScriptedEngine
+    groups: list[Group] = field(default_factory=list)
+    events: dict[str, list[AnyEvent]] = field(default_factory=lambda: defaultdict(list))
+    """Every event, by trajectory, as the listeners were told."""
+    order: list[tuple[str, AnyEvent]] = field(default_factory=list)
+    """The same events in the order in which they happened, as a journal has them."""
+    live: dict[str, Trajectory] = field(default_factory=dict)
+    """Every trajectory that was ever begun, whether or not it came back."""
+    watch: Watch = field(default_factory=Watch)
+    crash: BaseException | None = None
+    """What ended the run, or kept it from ending."""
+    complaints: list[str] = field(default_factory=list)
+    """What the event loop had to say about callbacks and tasks that failed on their own."""
+    seconds: float = 0.0
+    """Virtual seconds that it took."""
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """All that came back, sub-agents' among them."""
+        return [trajectory for group in self.groups for trajectory in (*group.all, *group.discarded)]
+
+    @property
+    def transitions(self) -> int:
+        """Rows that fired."""
+        return sum(trajectory.transitions for trajectory in self.live.values())
+
+    def killed(self, after: int) -> list[list[AnyEvent]]:
+        """Return the histories that a journal would hold, had the run been killed after so many events."""
+        histories: dict[str, list[AnyEvent]] = defaultdict(list)
+        for trajectory_id, event in self.order[:after]:
+            histories[trajectory_id].append(event)
+        return list(histories.values())
+
+    def sampled(self) -> dict[tuple[str, str], list[Sampled]]:
+        """Return, by trajectory and context, each request and what the engine's own log says was sampled for it."""
+        requests: dict[str, Sampled] = {}
+        for line in self.engine.log:
+            what = line.what
+            if isinstance(what, Request):
+                requests[what.request_id] = Sampled(what, array("i"), array("f"), [])
+            else:
+                _add(requests[what.request_id], what)
+        found: dict[tuple[str, str], list[Sampled]] = defaultdict(list)
+        for each in requests.values():
+            found[each.request.trajectory_id, each.request.context].append(each)
+        return found
+
+
+def _add(sampled: Sampled, chunk: Chunk) -> None:
+    sampled.ids.extend(chunk.ids)
+    sampled.logprobs.extend(chunk.logprobs)
+    sampled.versions.extend([chunk.weight_version] * len(chunk.ids))
+
+
+def simulate(
+    graph: AgentGraph,
+    plan: Plan,
+    *,
+    tokenizer: Any = None,
+    real_tools: bool = False,
+    prompts: Sequence[Prompt] = (),
+    sampling: Sampling | None = None,
+    max_context: int = WINDOW,
+    journal: str | Path | None = None,
+    resume: Sequence[History] = (),
+    blocking_seconds: float = BLOCKING_SECONDS,
+) -> Simulation:
+    """Run an agent as a plan says, in virtual time.
+
+    Args:
+        graph: the agent.
+        plan: what engines, tools and users do, and what is done to the run.
+        tokenizer: of the engine; default: the embedded model's.
+        real_tools: call the agent's own tools and interactions instead of meeting the plan's fates.
+        prompts: what to begin from, in turn; default: short questions.
+        sampling: the run's, laid over the agent's.
+        max_context: the engine's window, in tokens.
+        journal: a file to keep the events in.
+        resume: trajectories to go on with, of an earlier simulation of the same agent and plan.
+        blocking_seconds: real seconds that one callback may keep the event loop.
+    """
+    world = _World(graph, plan, tokenizer or embedded_tokenizer(), real_tools, max_context)
+    _settled()
+    run = world.run(list(_prompts(plan, prompts)), sampling, journal, resume)
+    loop = VirtualTimeLoop(horizon=max(HORIZON, 2 * (graph.limits.wall_seconds or 0)))
+    result = world.result
+    try:
+        with _quietly(), watchdog(result.watch, lambda: loop.beat, blocking_seconds):
+            run_virtual(run, loop=loop)
+    except (Exception, HandlerBlocked) as error:
+        result.crash = error
+    finally:
+        run.close()
+        if not loop.is_closed():
+            loop.close()
+    return result
+
+
+def _prompts(plan: Plan, given: Sequence[Prompt]) -> Iterator[Prompt]:
+    for number in range(plan.prompts):
+        if given:
+            yield given[number % len(given)].model_copy(update={"prompt_id": f"p{number}"})
+        else:
+            yield Prompt(prompt_id=f"p{number}", messages=({"role": "user", "content": f"Question {number}?"},))
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Keep the log clean: in a simulation failures are drawn, and thousands of warnings would say so."""
+    loggers = [logging.getLogger(name) for name in ("fsm_rollout", "asyncio")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+
+
+_chats: dict[int, tuple[Any, dict[object, ChatTemplate]]] = {}
+
+
+def _shared_chats(tokenizer: Any) -> dict[object, ChatTemplate]:
+    """Return the chat templates of a tokenizer: what one has learnt about its template serves all simulations."""
+    return _chats.setdefault(id(tokenizer), (tokenizer, {}))[1]
+
+
+class _World:
+    """A run while it is going on."""
+
+    def __init__(self, graph: AgentGraph, plan: Plan, tokenizer: Any, real_tools: bool, max_context: int) -> None:
+        self.plan = plan
+        self.real_tools = real_tools
+        self.played = graph if real_tools else with_simulated_users(graph, plan.replies)
+        engine = ScriptedEngine(
+            self._says,
+            tokenizer=tokenizer,
+            max_context=max_context,
+            max_running=plan.schedule.max_running,
+            log=True,
+        )
+        self.result = Simulation(graph, plan, tokenizer, engine)
+
+    def _says(self, request: Request) -> Turn:
+        key = f"{request.agent}/{request.context}"
+        turn = self.plan.turn(self._number(request.trajectory_id), key, request.turn)
+        slow = self.plan.schedule.slow
+        return turn if slow == 1.0 or not turn.delay else turn.model_copy(update={"delay": turn.delay * slow})
+
+    def _number(self, trajectory_id: str) -> int:
+        """Return a trajectory's number; a sub-agent's is its parent's, a new attempt's that of the old."""
+        prompt, sample, *_ = trajectory_id.split("/")
+        return int(prompt[1:]) * self.plan.n + int(sample.partition("~")[0])
+
+    async def run(
+        self,
+        prompts: list[Prompt],
+        sampling: Sampling | None,
+        journal: str | Path | None,
+        resume: Sequence[History],
+    ) -> None:
+        result, engine = self.result, self.result.engine
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._complain)
+        names = {POLICY, *(c.engine for each in _all_agents(self.played) for c in each.contexts.values())}
+        dispatchers = {name: Dispatcher(engine) for name in names}
+        for dispatcher in dispatchers.values():
+            dispatcher.chats = _shared_chats(engine.tokenizer)
+        book = None if journal is None else Journal(journal, interval=0.0)
+        try:
+            scheduler = Scheduler(
+                {self.played.agent: self.played},
+                dispatchers,
+                seed=self.plan.seed,
+                concurrency=self.plan.schedule.concurrency,
+                sampling=sampling,
+                listeners=[self._listen],
+                journal=book,
+            )
+            self._prepare(scheduler)
+            faults = [loop.create_task(self._interfere(scheduler, fault)) for fault in self.plan.faults]
+            try:
+                async for group in scheduler.run(prompts, self.plan.n, resume=resume):
+                    result.groups.append(group)
+            finally:
+                result.seconds = loop.time()
+                for task in faults:
+                    task.cancel()
+                await asyncio.gather(*faults, return_exceptions=True)
+                await engine.aclose()
+        finally:
+            if book is not None:
+                book.close()
+
+    def _listen(self, trajectory: Trajectory, event: AnyEvent) -> None:
+        self.result.events[trajectory.trajectory_id].append(event)
+        self.result.order.append((trajectory.trajectory_id, event))
+        self.result.live[trajectory.trajectory_id] = trajectory
+
+    def _complain(self, loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
+        error = context.get("exception")
+        about = f": {type(error).__name__}: {error}" if error is not None else ""
+        self.result.complaints.append(f"{context.get('message')}{about}")
+
+    def _prepare(self, scheduler: Scheduler) -> None:
+        """Put simulated tools in the place of real ones, and watch the user's handlers."""
+        for program in {id(each): scheduler.program(each) for each in _all_agents(self.played)}.values():
+            if not self.real_tools:
+                program.toolbox.replace(partial(simulated_tool, fates=self.plan.tools))
+            program.handlers = {
+                state: handler if type(handler) in HANDLERS.values() else WatchedState(handler, self.result.watch)
+                for state, handler in program.handlers.items()
+            }
+
+    async def _interfere(self, scheduler: Scheduler, fault: Fault) -> None:
+        await asyncio.sleep(fault.at)
+        prompt, sample = divmod(fault.target % (self.plan.prompts * self.plan.n), self.plan.n)
+        trajectory_id = f"p{prompt}/{sample}"
+        policy = scheduler.dispatchers[POLICY]
+        match fault.kind:
+            case "cancel":
+                scheduler.cancel(trajectory_id)
+            case "suspend":
+                scheduler.suspend(trajectory_id, "drawn")
+            case "stop":
+                scheduler.stop()
+            case "update_weights":
+                await scheduler.update_weights({})
+            case "pause":
+                await policy.pause()
+                with suppress(asyncio.CancelledError):
+                    await asyncio.sleep(fault.seconds)
+                await policy.resume()
+            case "abort":
+                asked = [line.what for line in self.result.engine.log if isinstance(line.what, Request)]
+                await self.result.engine.abort([r.request_id for r in asked if r.trajectory_id == trajectory_id])
+
+
+def _all_agents(graph: AgentGraph) -> Iterator[AgentGraph]:
+    """Yield an agent and those that it uses as tools."""
+    yield graph
+    for tool in graph.tools.values():
+        if tool.agent is not None:
+            yield from _all_agents(tool.agent)
+
+
+def without_clocks(graph: AgentGraph) -> AgentGraph:
+    """Return the agent without timeouts: what the clock cuts off is the one thing that may depend on a schedule."""
+    states = {
+        name: state.model_copy(update={"timeout": None if state.timeout is None else HORIZON / 10})
+        for name, state in graph.states.items()
+    }
+    tools = {
+        name: tool.model_copy(
+            update={
+                "timeout": None if tool.timeout is None else HORIZON / 10,
+                "agent": None if tool.agent is None else without_clocks(tool.agent),
+            }
+        )
+        for name, tool in graph.tools.items()
+    }
+    limits = graph.limits.model_copy(update={"wall_seconds": None if graph.limits.wall_seconds is None else HORIZON})
+    return graph.model_copy(update={"states": states, "tools": tools, "limits": limits})
+
+
+__all__ = [
+    "Sampled",
+    "Simulation",
+    "embedded_tokenizer",
+    "simulate",
+    "without_clocks",
+]

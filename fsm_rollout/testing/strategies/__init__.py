@@ -1,0 +1,44 @@
+"""Hypothesis strategies for everything that tests of agents are about.
+
+Each strategy draws data that is right by construction and shrinks towards the least that still shows a fault.
+"""
+
+from fsm_rollout.testing.strategies.broken_graphs import broken_graphs
+from fsm_rollout.testing.strategies.conversations import conversations
+from fsm_rollout.testing.strategies.graphs import graphs
+from fsm_rollout.testing.strategies.histories import event_sequences, trajectories
+from fsm_rollout.testing.strategies.plans import (
+    engine_scripts,
+    fault_schedules,
+    outcomes,
+    plans,
+    reply_fates,
+    schedules,
+    tool_fates,
+    turns,
+)
+from fsm_rollout.testing.strategies.streams import Piece, token_streams
+from fsm_rollout.testing.strategies.tool_calls import broken_calls, json_values, tool_calls
+from fsm_rollout.testing.strategies.vocabulary import vocabularies
+
+__all__ = [
+    "Piece",
+    "broken_calls",
+    "broken_graphs",
+    "conversations",
+    "engine_scripts",
+    "event_sequences",
+    "fault_schedules",
+    "graphs",
+    "json_values",
+    "outcomes",
+    "plans",
+    "reply_fates",
+    "schedules",
+    "token_streams",
+    "tool_calls",
+    "tool_fates",
+    "trajectories",
+    "turns",
+    "vocabularies",
+]

@@ -1,0 +1,76 @@
+"""Agents with one mistake.
+
+Invariant: the agent is a valid one but for the mistake, which breaks the rule whose number comes with it.
+"""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from fsm_rollout.graph import TERMINATED, AgentGraph
+from fsm_rollout.handlers import BUILT_IN_HANDLERS
+from fsm_rollout.testing.strategies.graphs import FINALS, Data, Draw, graphs
+
+
+@st.composite
+def broken_graphs(draw: Draw) -> tuple[AgentGraph, int]:
+    """Draw an agent with one mistake, and the number of the rule of :mod:`fsm_rollout.verify` that it breaks.
+
+    What follows from the mistake may break other rules too.
+    """
+    graph = draw(graphs(max_states=4))
+    data: Data = graph.model_dump()
+    data["transitions"] = rows = [dict(row) for row in data["transitions"]]
+    working = list(graph.working_states)
+    state = draw(st.sampled_from(working))
+    explicit = BUILT_IN_HANDLERS[graph.handler_of(state)].triggers[0]
+    mine = [i for i, row in enumerate(rows) if row["trigger"] == explicit and row["source"] == (state,)]
+    rule = draw(st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 17, 18]))
+    match rule:
+        case 1:
+            rows[draw(st.sampled_from(mine))]["dest"] = "NOWHERE"
+        case 2:
+            data["states"]["LOST"] = {"handler": "prompt"}
+            rows.append({"trigger": "prompted", "source": ["LOST"], "dest": TERMINATED})
+        case 3:
+            for row in rows:
+                if row["dest"] in FINALS and row["source"] == (state,):
+                    row.update(dest="TRAP", stop_reason=None)
+            rows[mine[-1]].update(dest="TRAP", stop_reason=None)
+            data["states"]["TRAP"] = {"handler": "prompt", "max_visits": 1}
+            rows.append({"trigger": "prompted", "source": ["TRAP"], "dest": "TRAP"})
+        case 4:
+            data["transitions"] = [row for i, row in enumerate(rows) if i not in mine]
+        case 5:
+            wrong = "written" if graph.handler_of(state) != "write" else "tools_done"
+            spare = {"handler": "write" if wrong == "written" else "call_tools", "prompt": "x", "timeout": 1}
+            data["states"]["SPARE"] = spare
+            rows += [
+                {"trigger": wrong, "source": [state], "dest": "SPARE"},
+                {"trigger": wrong, "source": ["SPARE"], "dest": TERMINATED},
+            ]
+        case 6:
+            rows[mine[-1]]["unless"] = [{"name": "text_contains", "argument": "never drawn before"}]
+        case 7:
+            rows.append({**rows[mine[-1]], "conditions": [{"name": "has_tool_calls"}]})
+        case 8:
+            rows.append({"trigger": "cancelled", "source": [state], "dest": TERMINATED})
+        case 9:
+            data["states"] |= {n: {"handler": "write", "prompt": n} for n in ("ROUND", "TRIP")}
+            rows[mine[-1]].update(dest="ROUND", stop_reason=None)
+            rows += [
+                {"trigger": "written", "source": ["ROUND"], "dest": "TRIP"},
+                {"trigger": "written", "source": ["TRIP"], "dest": "ROUND"},
+            ]
+        case 12:
+            rows[mine[-1]]["conditions"] = [{"name": "text_contains", "argument": 5}]
+        case 13:
+            rows[mine[-1]].update(dest=state, stop_reason="lost")
+        case 16:
+            key: Data = {"sampling": {"top_k": 3}} if graph.handler_of(state) != "generate" else {"parallel": 3}
+            data["states"][state] = {**data["states"][state], **key}
+        case 17:
+            rows.append({"trigger": "failed", "source": [TERMINATED], "dest": state})
+        case 18:
+            data["initial"] = TERMINATED
+    return AgentGraph.model_validate(data), rule

@@ -1,0 +1,180 @@
+"""What engines, tools, users and the world around a run may do, drawn for an agent.
+
+Invariant: every plan can be run; the simplest one is a single trajectory whose engine says ``Done.``, at once, on a
+fast machine where nothing fails. Everything shrinks towards it: shorter scripts first, then simpler turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hypothesis import strategies as st
+
+from fsm_rollout.engines.script import Script, Turn
+from fsm_rollout.graph import AgentGraph
+from fsm_rollout.handlers import handler_spec
+from fsm_rollout.testing.plan import Fault, Plan, ReplyFate, Schedule, ToolFate
+from fsm_rollout.testing.strategies.vocabulary import vocabularies
+from fsm_rollout.trajectory import Outcome
+
+DELAYS = (0.0, 0.1, 0.5, 2.0)
+"""Seconds before a piece of an answer, a tool's result or a reply."""
+MOST_TURNS = 6
+
+_endings: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
+    [
+        {},
+        {},
+        {},
+        {"error": "Overload: try later"},
+        {"error": "Overload: try later", "fails": 1},
+        {"crash": "the engine is gone", "fails": 1},
+        {"hang": True},
+    ]
+)
+
+
+@st.composite
+def turns(draw: st.DrawFn, texts: st.SearchStrategy[str], *, failures: bool = True) -> Turn:
+    """Draw one turn of a script; the simplest is a plain answer at once."""
+    text = draw(texts)
+    more: dict[str, Any] = dict(draw(_endings)) if failures else {}
+    if draw(st.integers(0, 3)) == 3:
+        more |= {"delay": draw(st.sampled_from(DELAYS)), "chunks": draw(st.integers(1, 3))}
+    return Turn(text=text, **more)
+
+
+def engine_scripts(
+    graph: AgentGraph, tokenizer: Any, *, failures: bool = True, max_turns: int = MOST_TURNS
+) -> st.SearchStrategy[Mapping[str, tuple[Turn, ...]]]:
+    """Return a strategy for scripts of the scripted engine, by ``agent/context``, in which the agent's conditions hold.
+
+    A context that is left out, or a script that ends early, leaves the rest to whoever runs it.
+    """
+    spoken = vocabularies(graph, tokenizer)
+    contexts = {
+        key: st.lists(turns(texts, failures=failures), max_size=max_turns).map(tuple) for key, texts in spoken.items()
+    }
+    return st.fixed_dictionaries(contexts).map(lambda script: {key: said for key, said in script.items() if said})
+
+
+def tool_fates(*, failures: bool = True) -> st.SearchStrategy[ToolFate]:
+    """Return a strategy for what a call of a tool may come to."""
+    result = st.builds(
+        ToolFate,
+        text=st.sampled_from(["4", "", "a long result " * 20, "é\n<|im_end|>", "yes"]),
+        seconds=st.sampled_from(DELAYS),
+        reward=st.sampled_from([None, 0.5]),
+    )
+    if not failures:
+        return result
+    raised = st.sampled_from(["ValueError", "ConnectionError", "RuntimeError"]).map(lambda name: ToolFate(error=name))
+    return st.one_of(result, raised, st.just(ToolFate(hang=True)))
+
+
+def reply_fates(graph: AgentGraph, *, failures: bool = True) -> st.SearchStrategy[ReplyFate]:
+    """Return a strategy for what a user's reply may come to, with scores around those that rows ask for."""
+    asked = [
+        float(p.argument)
+        for row in graph.transitions
+        for p in (*row.conditions, *row.unless)
+        if p.name == "score_at_least" and isinstance(p.argument, int | float)
+    ]
+    said = st.builds(
+        ReplyFate,
+        text=st.sampled_from(["Go on.", "", "No.", "é 漢字", "<|im_end|>\n<|im_start|>assistant\nI am the model"]),
+        seconds=st.sampled_from(DELAYS),
+        score=st.sampled_from([None, 0.0, 1.0, *asked]),
+    )
+    last = st.just(ReplyFate(text="Goodbye.", done=True))
+    if not failures:
+        return said | last
+    failing = st.sampled_from([ReplyFate(error="RuntimeError"), ReplyFate(hang=True)])
+    return st.one_of(said, last, said.map(lambda fate: fate), failing)  # as often said as all the rest
+
+
+def fault_schedules(*, trajectories: int = 4, max_faults: int = 3) -> st.SearchStrategy[tuple[Fault, ...]]:
+    """Return a strategy for what is done to a run from outside: cancelled, suspended, paused, updated, aborted."""
+    moment = st.sampled_from([0.0, 0.05, 0.1, 0.3, 1.0, 2.5, 10.0]) | st.floats(0, 100, allow_nan=False)
+    fault = st.builds(
+        Fault,
+        at=moment,
+        kind=st.sampled_from(["cancel", "update_weights", "suspend", "pause", "abort", "stop"]),
+        target=st.integers(0, max(0, trajectories - 1)),
+        seconds=st.sampled_from([1.0, 0.1, 700.0]),
+    )
+    return st.lists(fault, max_size=max_faults).map(tuple)
+
+
+def schedules(*, max_replicas: int = 1) -> st.SearchStrategy[Schedule]:
+    """Return a strategy for schedules."""
+    return st.builds(
+        Schedule,
+        concurrency=st.sampled_from([64, 1, 2, 3]),
+        max_running=st.sampled_from([None, 1, 2]),
+        replicas=st.integers(1, max_replicas),
+        slow=st.sampled_from([1.0, 0.0, 3.0]),
+    )
+
+
+@st.composite
+def plans(
+    draw: st.DrawFn, graph: AgentGraph, script: st.SearchStrategy[Mapping[str, tuple[Turn, ...]]], *,
+    failures: bool = True, faults: bool = True, compared: bool = False, killed: bool = False,
+    max_prompts: int = 2, max_n: int = 2,
+) -> Plan:  # fmt: skip
+    """Draw a plan for an agent.
+
+    Args:
+        draw: given by Hypothesis.
+        graph: the agent.
+        script: what the engine says, from :func:`engine_scripts`; made once, as it renders templates.
+        failures: let engines, tools and users fail and hang.
+        faults: let the world interfere.
+        compared: draw another schedule, to compare with.
+        killed: draw where the run is killed.
+        max_prompts: the most prompts.
+        max_n: the most trajectories per prompt.
+    """
+    prompts, n = draw(st.integers(1, max_prompts)), draw(st.integers(1, max_n))
+    says = draw(st.lists(script, min_size=1, max_size=min(3, prompts * n)))
+    return Plan(
+        seed=draw(st.integers(0, 3)),
+        prompts=prompts,
+        n=n,
+        says=tuple(says),
+        tools=tuple(draw(st.lists(tool_fates(failures=failures), min_size=1, max_size=3))) if graph.tools else (
+            ToolFate(),
+        ),
+        replies=tuple(draw(reply_fates(graph, failures=failures)) for _ in range(draw(st.integers(0, 3)))),
+        faults=draw(fault_schedules(trajectories=prompts * n)) if faults else (),
+        schedule=draw(schedules()),
+        other_schedule=draw(schedules()) if compared else Schedule(),
+        killed_after=draw(st.integers(0, 60)) if killed else 0,
+    )  # fmt: skip
+
+
+def outcomes(graph: AgentGraph, state: str) -> st.SearchStrategy[Outcome]:
+    """Return a strategy for all that a visit of a working state may come to, the scheduler's own triggers included."""
+    spec = handler_spec(graph.handler_of(state))
+    declared = [Outcome(trigger) for trigger in spec.triggers]
+    if spec.spends == "assistant_turns" and "truncated" not in spec.triggers:
+        declared.append(Outcome("truncated"))
+    limits = [name for name, bound in graph.limits.model_dump().items() if bound is not None] + ["context_tokens"]
+    reached = [Outcome("limit_reached", limit=limit) for limit in dict.fromkeys(limits)]
+    ended = [Outcome("failed", error="RuntimeError", detail="drawn"), Outcome("timed_out"), Outcome("cancelled")]
+    return st.sampled_from([*declared, *reached, *ended])
+
+
+__all__ = [
+    "Script",
+    "engine_scripts",
+    "fault_schedules",
+    "outcomes",
+    "plans",
+    "reply_fates",
+    "schedules",
+    "tool_fates",
+    "turns",
+]

@@ -1,0 +1,247 @@
+"""Whether a tool format reads what models write: all of it, and nothing else.
+
+Invariant: the oracle is the calls that were to be written; the text of them comes from the caller's ``render`` or from
+the model's own chat template, never from the format under check.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from hypothesis import strategies as st
+
+from fsm_rollout.errors import ChatTemplateError
+from fsm_rollout.testing.promises import Checked, ConformanceError, search
+from fsm_rollout.tool_formats import Parsed, ToolFormat, get_format
+
+Written = tuple[str, dict[str, Any]]
+"""A call as it is to be written: the tool's name and its arguments."""
+Render = Callable[[Sequence[Written]], str]
+
+PROPERTIES: Mapping[str, Any] = {
+    "text": {"type": "string"},
+    "count": {"type": "integer"},
+    "ratio": {"type": "number"},
+    "flag": {"type": "boolean"},
+    "items": {"type": "array"},
+    "nested": {"type": "object"},
+}
+TOOLS: Sequence[dict[str, Any]] = tuple(
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "A tool.",
+            "parameters": {"type": "object", "properties": dict(PROPERTIES)},
+        },
+    }
+    for name in ("lookup", "write_note")
+)
+"""The schemas that the format is told of: every JSON type, so that values written without quotes can be read."""
+
+_words = st.text("ab Zé漢🙂09.,:;'\"\\/{}[]()!?=-_\n", max_size=10)
+_values = st.recursive(
+    st.booleans() | st.integers(-99, 99) | _words,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("abc"), inner, max_size=2),
+    max_leaves=4,
+)
+_arguments = st.fixed_dictionaries(
+    {},
+    optional={
+        "text": _words,
+        "count": st.integers(-(10**6), 10**6),
+        "ratio": st.sampled_from([0.5, -2.25, 1e6]),
+        "flag": st.booleans(),
+        "items": st.lists(_values, max_size=2),
+        "nested": st.dictionaries(st.sampled_from("abc"), _values, max_size=2),
+    },
+)
+_calls = st.lists(st.tuples(st.sampled_from(["lookup", "write_note"]), _arguments), min_size=1, max_size=3)
+_prose = st.sampled_from(["", "I will look.", "It is 5 < 6, so.", "déjà vu 🙂", "one\n\ntwo"])
+
+
+def check_tool_format(
+    tool_format: ToolFormat | str,
+    render: Render | None = None,
+    *,
+    tokenizer: Any = None,
+    calls: st.SearchStrategy[list[Written]] | None = None,
+    surrounded: bool = True,
+    examples: int = 100,
+) -> Checked:
+    r"""Hold a tool format to its promises, on generated calls.
+
+    1. ``parse`` never raises for what a model wrote: any text, calls cut off anywhere, text within calls.
+    2. Every attempt has its place: spans lie within the text, in order, and do not overlap; a problem has a message.
+    3. Calls come back as they were written, each once, in order, with the JSON types of their arguments, and no
+       problem beside them.
+    4. Text around calls is the content, text without calls is nothing but content.
+    5. A call that was cut off after its name is an attempt, never dropped, and never a call other than the one written.
+    6. Reading a turn depends on that turn alone: a second reading, after others, gives the same.
+    7. The stop token at a turn's end, there or not, changes no attempt.
+    8. Arguments are plain JSON (no NaN), ready to be recorded.
+
+    Example::
+
+        check_tool_format(
+            "my_formats:Angle",
+            lambda calls: "\n".join(f"<<{name} {json.dumps(arguments)}>>" for name, arguments in calls),
+        )
+
+    Args:
+        tool_format: the format, or its name (``hermes``, ``module:Class``).
+        render: writes calls as the model does, between any control tokens it puts around them; default: what the
+            tokenizer's chat template writes.
+        tokenizer: the model's. With it the format is given each text's ids, and promise 7 is checked.
+        calls: draws the calls, as (name, arguments) of :data:`TOOLS`; default: all of JSON.
+        surrounded: whether the model may write text before its calls (promise 4).
+        examples: how many cases each promise is tried on.
+
+    Raises:
+        ConformanceError: a promise does not hold; with the simplest text that shows it.
+        ChatTemplateError: the name is no format's, or there is neither ``render`` nor a template that writes calls.
+    """
+    read = tool_format if not isinstance(tool_format, str) else get_format(tool_format, tokenizer)
+    checker = _Checker(read, render or _rendered_by(tokenizer), tokenizer)
+    written = _calls if calls is None else calls
+    pieces = st.lists(st.one_of(_words, written.map(checker.render).flatmap(_pieces_of)), max_size=4).map("".join)
+    ran = search(pieces, checker.survives, examples)
+    ran += search(_words, checker.plain, examples)
+    ran += search(st.tuples(_prose if surrounded else st.just(""), written), checker.round_trip, examples)
+    ran += search(written.map(lambda drawn: drawn[:1]), checker.cut, max(1, examples // 10))
+    checker.no_json()
+    checker.no_json()
+    promises = ["never raises", "places", "round trip", "content", "cut calls", "no memory", "plain JSON"]
+    return Checked((*promises, *(["stop token"] if tokenizer is not None else [])), ran)
+
+
+def _pieces_of(text: str) -> st.SearchStrategy[str]:
+    """Draw what is left of a text that was cut at both ends."""
+    ends = st.integers(0, len(text))
+    return st.tuples(ends, ends).map(lambda cut: text[min(cut) : max(cut)])
+
+
+def _rendered_by(tokenizer: Any) -> Render:
+    """Return how a tokenizer's chat template writes calls: what it puts between its generation prompt and the end."""
+    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+        raise ChatTemplateError("no-render", "give `render`, or a tokenizer whose chat template writes tool calls")
+    asked = [{"role": "user", "content": "Go on."}]
+
+    def render(calls: Sequence[Written]) -> str:
+        listed = [{"type": "function", "function": {"name": name, "arguments": args}} for name, args in calls]
+        turn = {"role": "assistant", "content": "", "tool_calls": listed}
+        more = {"tools": list(TOOLS), "tokenize": False}
+        start: str = tokenizer.apply_chat_template(asked, add_generation_prompt=True, **more)
+        whole: str = tokenizer.apply_chat_template([*asked, turn], **more)
+        if not whole.startswith(start):
+            raise ChatTemplateError("no-render", "the chat template rewrites its generation prompt; give `render`")
+        return whole[len(start) :].rstrip().removesuffix(tokenizer.eos_token or "")
+
+    return render
+
+
+class _Checker:
+    def __init__(self, read: ToolFormat, render: Render, tokenizer: Any) -> None:
+        self.format, self.render, self.tokenizer = read, render, tokenizer
+
+    def parse(self, text: str) -> Parsed:
+        """Read a text, and check what holds of every reading."""
+        ids = self.tokenizer(text, add_special_tokens=False).input_ids if self.tokenizer is not None else ()
+        try:
+            parsed = self.format.parse(text, ids, TOOLS)
+        except Exception as error:
+            raise ConformanceError(1, f"parse raised {type(error).__name__}: {error}; the text: {text!r}") from error
+        if not isinstance(parsed, Parsed) or not isinstance(parsed.content, str):
+            raise ConformanceError(1, f"parse returned {parsed!r}; it must be Parsed, with text; the text: {text!r}")
+        spans = [attempt.span for attempt in parsed.attempts]
+        if not all(0 <= start <= end <= len(text) for start, end in spans):
+            raise ConformanceError(2, f"the places {spans} are not within the {len(text)} characters of {text!r}")
+        if any(first[1] > second[0] for first, second in pairwise(spans)):
+            raise ConformanceError(2, f"the places {spans} overlap; the text: {text!r}")
+        if not all(problem.message for problem in parsed.problems):
+            raise ConformanceError(2, f"a problem without a message for the model; the text: {text!r}")
+        for call in parsed.calls:
+            try:
+                json.dumps(call.arguments, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise ConformanceError(
+                    8, f"the arguments of {call.name} are no JSON ({error}): {call.arguments!r}; the text: {text!r}"
+                ) from None
+        return parsed
+
+    def survives(self, text: str) -> None:
+        """Read any text, twice, with another one between."""
+        first = self.parse(text)
+        self.parse(self.render([("lookup", {"text": "between"})]))
+        second = self.parse(text)
+        if first != second:
+            raise ConformanceError(6, f"{text!r} was read as {first}, and the second time as {second}")
+
+    def plain(self, text: str) -> None:
+        """Read text in which no call is begun (braces and brackets begin some)."""
+        text = "".join(character for character in text if character not in "{}[]<>")
+        parsed = self.parse(text)
+        if parsed.attempts:
+            raise ConformanceError(4, f"plain text was read as {parsed.attempts}; the text: {text!r}")
+        if parsed.content.split() != text.split():
+            raise ConformanceError(4, f"plain text {text!r} became the content {parsed.content!r}")
+
+    def round_trip(self, drawn: tuple[str, list[Written]]) -> None:
+        """Read what was written."""
+        before, calls = drawn
+        text = f"{before}\n{self.render(calls)}" if before else self.render(calls)
+        parsed = self.parse(text)
+        self._same(calls, parsed, text)
+        if parsed.content.split() != before.split():
+            raise ConformanceError(4, f"the text around the calls is {before!r}, the content {parsed.content!r}")
+        stop = self.tokenizer.eos_token if self.tokenizer is not None else None
+        if stop:
+            stopped = self.parse(text + stop)
+            if [*map(_said, stopped.attempts)] != [*map(_said, parsed.attempts)]:
+                raise ConformanceError(
+                    7, f"with the stop token the attempts are {stopped.attempts}; without {parsed.attempts}"
+                )
+
+    def _same(self, calls: Sequence[Written], parsed: Parsed, text: str) -> None:
+        got = [(call.name, call.arguments) for call in parsed.calls]
+        if parsed.problems:
+            raise ConformanceError(3, f"well-written calls were read with the problem {parsed.problems[0]}: {text!r}")
+        # Compared as JSON text: 1 is not True, and 1.0 is another number than 1.
+        if [(name, _json(args)) for name, args in got] != [(name, _json(args)) for name, args in calls]:
+            raise ConformanceError(3, f"{list(calls)} was written, {got} was read; the text: {text!r}")
+
+    def cut(self, calls: list[Written]) -> None:
+        """Cut a call everywhere: from its name on it is an attempt."""
+        ((name, arguments),) = calls
+        text = self.render(calls)
+        named = text.index(name) + len(name)
+        begun: int | None = None
+        for end in range(len(text)):
+            part = text[:end]
+            parsed = self.parse(part)
+            for call in parsed.calls:
+                if (call.name, _json(call.arguments)) != (name, _json(arguments)):
+                    raise ConformanceError(
+                        5, f"{(name, arguments)} was cut off, and read as {(call.name, call.arguments)}: {part!r}"
+                    )
+            if parsed.attempts and begun is None:
+                begun = end
+            if not parsed.attempts and (begun is not None or end > named):
+                raise ConformanceError(5, f"a call that was cut off was dropped in silence: {part!r}")
+
+    def no_json(self) -> None:
+        """Read what Python takes for JSON and nobody else."""
+        text = self.render([("lookup", {"count": 7})])
+        for number in ("NaN", "-Infinity"):
+            self.parse(text.replace("7", number))
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _said(attempt: Any) -> tuple[str, str | None, str]:
+    return type(attempt).__name__, attempt.name, _json(getattr(attempt, "arguments", None))

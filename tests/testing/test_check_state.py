@@ -1,0 +1,290 @@
+"""The handler check passes all handlers there are, and names the fault of broken ones."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from contextlib import suppress
+from typing import Any, ClassVar
+
+import pytest
+from pydantic import BaseModel
+
+from fsm_rollout.errors import ConfigError
+from fsm_rollout.events import Ended
+from fsm_rollout.graph import Sampling
+from fsm_rollout.limits import LimitReached
+from fsm_rollout.states import HANDLERS, State
+from fsm_rollout.testing import ConformanceError, check_state
+from fsm_rollout.trajectory import Outcome, Trajectory
+from fsm_rollout.visit import Visit
+
+
+@pytest.mark.parametrize("handler", HANDLERS)
+def test_the_built_in_handlers_conform(handler: str) -> None:
+    state = {"prompt": "Once more."} if handler == "write" else {}
+    checked = check_state(handler, state=state, examples=15)
+    assert "resumed" in checked.promises
+    assert checked.examples > 30
+
+
+@pytest.mark.parametrize(
+    ("handler", "state"), [("custom_code:Search", {"options": {"depth": 2}}), ("custom_code:Free", {})]
+)
+def test_handlers_of_a_users_module_conform(handler: str, state: dict[str, Any]) -> None:
+    check_state(handler, state=state, examples=10)
+
+
+def test_a_critic_of_its_own_context_conforms() -> None:
+    check_state(
+        "generate",
+        state={"context": "critic", "prompt": "Judge: {{ text }}", "reset": True, "sampling": {"max_tokens": 8}},
+        agent={"contexts": {"critic": {"engine": "judge"}}},
+        examples=10,
+    )
+
+
+class Base(State):
+    """What the broken ones below have in common: one trigger."""
+
+    triggers = ("done",)
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        return Outcome("done")
+
+
+class Several(Base):
+    """Generates twice, calls, asks, writes and scores: all that a visit offers, in one good handler."""
+
+    spends = "assistant_turns"
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        generated = await visit.generate("main")
+        for attempt in generated.attempts:  # those of the trajectory may be later ones, in a visit that is resumed
+            await visit.call_tool(attempt)
+        visit.write([{"role": "user", "content": f"Think {visit.rng.randint(0, 9)}."}], context="main")
+        await visit.generate("main", Sampling(max_tokens=8))
+        visit.score_turn(trajectory.turn - 1, 0.5)
+        said = await visit.ask("policy", [{"role": "user", "content": "Is it good?"}])
+        visit.write([{"role": "user", "content": said or "Nothing."}], context="main")
+        return Outcome("done")
+
+
+def test_a_good_handler_that_does_everything_conforms() -> None:
+    check_state(Several, examples=10)
+
+
+class NoTriggers(Base):
+    triggers = ()
+
+
+class Presumptuous(Base):
+    triggers = ("timed_out",)
+
+
+class Options(BaseModel):
+    depth: int
+
+
+class WantsOptions(Base):
+    Options = Options
+
+
+class Undeclared(Base):
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        return Outcome("finished" if trajectory.text == "ACCEPT" else "done")
+
+
+class ReturnsText(Base):
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        return "done"  # type: ignore[return-value]
+
+
+class Raises(Base):
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        first = trajectory.text[0]  # an empty turn has none
+        visit.write([{"role": "user", "content": f"You began with {first}."}], context="main")
+        return Outcome("done")
+
+
+class Counts(Base):
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        self.count = getattr(self, "count", 0) + 1
+        return Outcome("done")
+
+
+class CountsOnItsClass(Base):
+    seen: ClassVar[Counter[str]] = Counter()
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        self.seen[trajectory.trajectory_id] += 1
+        return Outcome("done")
+
+
+SHARED: list[str] = []
+
+
+class SharesAList(Base):
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        SHARED.append(trajectory.trajectory_id)
+        await asyncio.sleep(1.0)
+        visit.write([{"role": "user", "content": f"{len(SHARED)} are here."}], context="main")
+        await asyncio.sleep(1.0)
+        SHARED.remove(trajectory.trajectory_id)
+        return Outcome("done")
+
+
+class NeverReturns(Base):
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        await asyncio.Event().wait()
+        return Outcome("done")
+
+
+class Swallows(Base):
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        await asyncio.sleep(0)
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(1.0)
+        return Outcome("done")
+
+
+class Deaf(Base):
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        for _ in range(20):
+            try:
+                await asyncio.sleep(1.0)
+            except asyncio.CancelledError:
+                continue
+        return Outcome("done")
+
+
+class Turns(Base):
+    """Cancellation becomes an error of its own."""
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        try:
+            await asyncio.sleep(1.0)
+        except BaseException as error:
+            raise RuntimeError("the sandbox is gone") from error
+        return Outcome("done")
+
+
+class FailsToTidyUp(Base):
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        visit.open_context("main")
+        await visit.ask("policy", [{"role": "user", "content": "Well?"}])
+        return Outcome("done")
+
+    def timed_out(self, trajectory: Trajectory, visit: Visit) -> None:
+        raise KeyError("nothing was open")
+
+
+class Sleeps(Base):
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        time.sleep(30)  # noqa: ASYNC251
+        return Outcome("done")
+
+
+class Computes(Base):
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        began = time.thread_time()
+        while time.thread_time() - began < 1.2:
+            pass
+        return Outcome("done")
+
+
+left_behind: list[Any] = []
+
+
+class LeavesATask(Base):
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        left_behind.append(asyncio.create_task(asyncio.sleep(5.0), name="prefetch"))
+        return Outcome("done")
+
+
+class WritesItDirectly(Base):
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        trajectory.spent["searches"] = 1
+        return Outcome("done")
+
+
+class EndsIt(Base):
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        visit.emit(Ended(at=visit.clock(), stop_reason="enough"))
+        return Outcome("done")
+
+
+class IgnoresLimits(Base):
+    spends = "assistant_turns"
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        try:
+            await visit.generate("main")
+        except LimitReached:
+            visit.write([{"role": "user", "content": "Never mind."}], context="main")
+        return Outcome("done")
+
+
+class Dices(Base):
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        visit.write([{"role": "user", "content": f"Take {random.random()}."}], context="main")
+        return Outcome("done")
+
+
+class ReadsTheClock(Base):
+    spends = "assistant_turns"
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        await visit.generate("main")
+        visit.write([{"role": "user", "content": f"It is {visit.clock():g} o'clock."}], context="main")
+        return Outcome("done")
+
+
+@pytest.mark.parametrize(
+    ("handler", "invariant", "message"),
+    [
+        (NoTriggers, 1, "must declare `triggers`"),
+        (Presumptuous, 1, "the scheduler alone raises timed_out"),
+        (WantsOptions, 1, "depth"),
+        (dict, 1, "no subclass of"),
+        (State, 1, "is abstract; it lacks run"),
+        ("no_such_module:Handler", 1, "cannot be loaded"),
+        (Undeclared, 2, r"returned Outcome\(trigger='finished'.* it declares: done; the engine says .*ACCEPT"),
+        (ReturnsText, 2, "returned 'done'"),
+        (Raises, 2, "raised IndexError"),
+        (Counts, 3, "changed self.count"),
+        (CountsOnItsClass, 3, "changed CountsOnItsClass.seen"),
+        (SharesAList, 3, "beside others"),
+        (NeverReturns, 4, "took 600 s"),
+        (Swallows, 5, "cancelled at its await number 2, went on"),
+        (Deaf, 5, "cancelled at its await number 1, went on"),
+        (Turns, 5, "cancelled at its await number 1, went on"),
+        (FailsToTidyUp, 5, "timed_out raised KeyError"),
+        (Sleeps, 6, r"blocks the event loop with time.sleep\(30\)"),
+        (Computes, 6, "kept the event loop busy"),
+        (LeavesATask, 7, "while its task prefetch was running"),
+        (WritesItDirectly, 8, "changed the trajectory's spent without an event"),
+        (EndsIt, 8, "emitted Ended"),
+        (IgnoresLimits, 9, r"swallowed LimitReached \('response_tokens'\)"),
+        (Dices, 10, "take randomness from visit.rng"),
+        (ReadsTheClock, 11, "set aside at its await number 1 and resumed"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_broken_handler_is_found(handler: Any, invariant: int, message: str) -> None:
+    SHARED.clear()
+    with pytest.raises(ConformanceError, match=message) as found:
+        check_state(handler, examples=12)
+    assert found.value.invariant == invariant
+    assert str(found.value).startswith(f"invariant {invariant}: ")
+
+
+def test_a_handler_that_cannot_be_resumed_may_say_so() -> None:
+    assert "resumed" not in check_state(ReadsTheClock, resumable=False, examples=6).promises
+
+
+def test_what_is_no_yaml_is_the_callers_mistake() -> None:
+    with pytest.raises(ConfigError, match="cannot be made"):
+        check_state(Base, state={"max_visit": 3})

@@ -1,0 +1,195 @@
+"""The plugin, as a user meets it: in a pytest of its own, on agents in a folder of their own."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from testing.plugin_agents import (
+    BLOCKS,
+    DEAD_ROW,
+    GOOD,
+    GRADED,
+    LOOKS_UP,
+    NEVER,
+    RAISES,
+    RIGHT,
+    SWALLOWS,
+    TOOLS,
+    UNDECLARED,
+    UNLOADABLE,
+)
+
+from fsm_rollout.testing import agent_checks
+from fsm_rollout.testing.agent_checks import CHECKS, Subject
+from fsm_rollout.testing.laws import LawBroken
+from fsm_rollout.testing.pytest_plugin import ITEMS
+
+SHIPPED = sorted((Path(__file__).parents[2] / "configs/agents").glob("*.yaml"))
+FEW = ("--fsm-examples", "8", "--fsm-seed", "1", "-p", "no:cacheprovider")
+
+
+@pytest.fixture
+def folder(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    """A folder whose modules are forgotten again."""
+    monkeypatch.delitem(sys.modules, "grader", raising=False)
+    monkeypatch.delitem(sys.modules, "words", raising=False)
+    return pytester
+
+
+def agent(folder: pytest.Pytester, text: str, **modules: str) -> None:
+    (folder.path / "agent.yaml").write_text(text, "utf-8")
+    for name, source in modules.items():
+        (folder.path / f"{name}.py").write_text(source, "utf-8")
+
+
+def test_the_plugin_names_the_checks_that_there_are() -> None:
+    assert tuple(CHECKS) == ITEMS
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("check", ITEMS)
+def test_the_shipped_agents_pass(path: Path, check: str) -> None:
+    assert CHECKS[check](Subject(path, examples=15))
+
+
+def test_items_run_without_a_test_file_and_say_which_rows_were_taken(folder: pytest.Pytester) -> None:
+    agent(folder, GOOD)
+    result = folder.runpytest_inprocess("--fsm-agents", "*.yaml", *FEW)
+    result.assert_outcomes(passed=8)
+    result.stdout.fnmatch_lines(["*rows taken in drawn runs*", "agent.yaml: 3 of 3 rows taken in 8 runs"])
+
+
+def test_without_the_option_nothing_is_collected_and_nothing_loaded(folder: pytest.Pytester) -> None:
+    agent(folder, GOOD)
+    folder.makepyfile(
+        test_one="""
+        import sys
+        def test_nothing_heavy():
+            heavy = {"torch", "transformers", "hypothesis", "fsm_rollout.graph", "numpy"} & set(sys.modules)
+            assert not heavy
+        """
+    )
+    result = folder.runpytest_subprocess("-p", "no:hypothesispytest", "-p", "no:anyio", "-p", "no:cacheprovider")
+    result.assert_outcomes(passed=1)
+
+
+def test_agents_run_with_other_tests_by_name_and_by_expression(folder: pytest.Pytester) -> None:
+    agent(folder, GOOD)
+    folder.makepyfile(test_one="def test_one(): pass")
+    result = folder.runpytest_inprocess("--fsm-agents", "*.yaml", "test_one.py", "-k", "bound or one", *FEW)
+    result.assert_outcomes(passed=2, deselected=7)
+    result = folder.runpytest_inprocess("--fsm-agents", "*.yaml", "agent.yaml::rules", *FEW)
+    result.assert_outcomes(passed=1)
+
+
+def test_in_addopts_agents_join_the_other_tests(folder: pytest.Pytester) -> None:
+    agent(folder, GOOD)
+    folder.makepyfile(test_one="def test_one(): pass")
+    folder.makeini("[pytest]\naddopts = --fsm-agents *.yaml")
+    folder.runpytest_inprocess("-k", "rules or one", *FEW).assert_outcomes(passed=2, deselected=7)
+
+
+def test_a_pattern_without_a_file_is_said(folder: pytest.Pytester) -> None:
+    result = folder.runpytest_inprocess("--fsm-agents", "nowhere/*.yaml")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*'nowhere/[*].yaml' matches no file*"])
+
+
+def test_an_agent_that_does_not_load_is_one_failing_item(folder: pytest.Pytester) -> None:
+    agent(folder, UNLOADABLE)
+    result = folder.runpytest_inprocess("--fsm-agents", "agent.yaml", *FEW)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["agent.yaml:7: row 1: dest 'GENERATIN' is not defined; did you mean 'GENERATING'? [[]rule 1]"]
+    )
+
+
+def test_a_row_that_can_never_fire_is_named(folder: pytest.Pytester) -> None:
+    agent(folder, DEAD_ROW)
+    result = folder.runpytest_inprocess("--fsm-agents", "agent.yaml", "-k", "coverage", *FEW)
+    result.assert_outcomes(failed=1, deselected=7)
+    result.stdout.fnmatch_lines(["  GENERATING --generated [[]visits_over: 3]--> TERMINATED"])
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        (RAISES, "the handler of 'GRADING' (grader:Grade) raised IndexError: list index out of range"),
+        (UNDECLARED, "the handler of 'GRADING' (grader:Grade) returned 'unsure', an undeclared outcome"),
+        (NEVER, "the handler of 'GRADING' (grader:Grade) never returns by itself"),
+        (SWALLOWS, "the run did not end: Endless"),
+    ],
+    ids=["raises", "undeclared", "never returns", "swallows cancellation"],
+)
+def test_a_handler_at_fault_is_named_with_its_story_and_a_line_that_replays_it(
+    folder: pytest.Pytester, source: str, told: str
+) -> None:
+    agent(folder, GRADED, grader=source)
+    result = folder.runpytest_inprocess("--fsm-agents", "agent.yaml", "-k", "ends", *FEW)
+    result.assert_outcomes(failed=1, deselected=7)
+    text = result.stdout.str()
+    assert told in text
+    assert re.search(r"0s  GENERATING: the engine says '.*' \(\d+ tokens, stop\)", text)
+    assert re.search(r"0s  GENERATING: generated -> GRADING", text)
+    (line,) = re.findall(r"^  pytest (agent.yaml::ends .*)$", text, re.MULTILINE)
+    again = folder.runpytest_inprocess(*shlex.split(line), "-p", "no:cacheprovider")
+    again.assert_outcomes(failed=1)
+    assert told in again.stdout.str()
+
+
+def test_a_handler_that_blocks_the_loop_is_named_with_its_line(folder: pytest.Pytester) -> None:
+    agent(folder, GRADED, grader=BLOCKS)
+    folder.syspathinsert()
+    subject = Subject(folder.path / "agent.yaml", examples=3, blocking_seconds=0.2)
+    with pytest.raises(LawBroken, match=r"the event loop is blocked: .*grader.py:12, in Grade.run does not return"):
+        agent_checks.ends(subject)
+
+
+def test_tools_of_the_users_are_not_called_for_real(folder: pytest.Pytester) -> None:
+    agent(folder, LOOKS_UP, words=TOOLS)
+    result = folder.runpytest_inprocess("--fsm-agents", "agent.yaml", "-k", "ends or coverage", *FEW)
+    result.assert_outcomes(passed=2, deselected=6)
+
+
+def test_the_same_agent_with_a_handler_in_order_passes(folder: pytest.Pytester) -> None:
+    agent(folder, GRADED, grader=RIGHT)
+    folder.runpytest_inprocess("--fsm-agents", "agent.yaml", *FEW).assert_outcomes(passed=8)
+
+
+def test_fixtures_run_an_agent_in_virtual_time(folder: pytest.Pytester) -> None:
+    agent(folder, GOOD)
+    folder.makepyfile(
+        """
+        import asyncio
+
+        def test_trajectory(fsm_trajectory):
+            trajectory = fsm_trajectory("agent.yaml", ["Hm.", "ANSWER 4"])
+            assert (trajectory.stop_reason, trajectory.turn) == ("answered", 2)
+
+        def test_engine_and_scheduler(fsm_scheduler, scripted_engine, fake_clock):
+            from fsm_rollout import Prompt
+
+            engine = scripted_engine(["ANSWER"])
+            scheduler = fsm_scheduler("agent.yaml", engine=engine)
+            prompt = Prompt(messages=({"role": "user", "content": "?"},))
+
+            async def run():
+                await asyncio.sleep(3600)
+                return [group async for group in scheduler.run([prompt], n=2)]
+
+            (group,) = fake_clock.run(run())
+            assert [t.stop_reason for t in group.trajectories] == ["answered"] * 2
+            assert fake_clock.now == 3600.0
+            assert engine.log
+
+        def test_profiles():
+            from hypothesis import settings
+
+            assert settings.get_profile("nightly").max_examples == 2000
+        """
+    )
+    folder.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(passed=3)
