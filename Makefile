@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check format bench diagrams clean
+.PHONY: demo test check format bench diagrams mutants clean
 
 demo: $(STAMP)
 	$(BIN)/fsm-rollout run configs/runs/demo.yaml
@@ -23,9 +23,11 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_scheduler.py
+	$(BIN)/python benchmarks/bench_context.py
 	$(BIN)/python benchmarks/bench_chat.py
 	$(BIN)/python benchmarks/bench_engine.py
 	$(BIN)/python benchmarks/bench_sglang.py
+	$(BIN)/python benchmarks/bench_ray.py
 
 # A test compares what these carry (the DOT; a fingerprint of the page) with what the agents and pages give now.
 diagrams: $(STAMP)
@@ -47,6 +49,10 @@ $(STAMP): pyproject.toml constraints.txt requirements-sglang-cpu.txt
 		&& $(BIN)/python -m pip install -q --no-deps "$$(sed -n 's/^sglang = \["\(.*\)"\]/\1/p' pyproject.toml)"; \
 	fi
 	touch $(STAMP)
+
+# Breaks the code in many ways, one at a time, and prints which law caught each: a few minutes.
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -308,7 +308,7 @@ class Trajectory:
             raise StreamError(f"trajectory {self.trajectory_id} has ended; it cannot take {type(event).__name__}")
         _APPLY[type(event)](self, event)
         self.latest_at = event.at
-        if type(event) in _DONE_IN_A_VISIT and not self.ended:
+        if type(event) in DONE_IN_A_VISIT and not self.ended:
             self.here.append(event)
 
     def _open_stream(self, context: str) -> Stream:
@@ -468,5 +468,5 @@ _APPLY: Mapping[type[Event], Callable[[Trajectory, Any], None]] = {
     Ended: Trajectory._ended,
 }
 
-_DONE_IN_A_VISIT = frozenset({ContextOpened, Wrote, Generated, Called, Asked, Interacted, Charged, Scored})
+DONE_IN_A_VISIT = frozenset({ContextOpened, Wrote, Generated, Called, Asked, Interacted, Charged, Scored})
 """What a handler does through its visit (the glue before a generation is part of that generation)."""

@@ -25,6 +25,7 @@ from fsm_rollout.events import (
     Called,
     Charged,
     ContextOpened,
+    Extended,
     Generated,
     Interacted,
     Message,
@@ -39,7 +40,7 @@ from fsm_rollout.program import BoundContext, Program, shared_chat
 from fsm_rollout.seeds import derive_seed
 from fsm_rollout.tokens import as_ids
 from fsm_rollout.tools import told
-from fsm_rollout.trajectory import Stream, Trajectory
+from fsm_rollout.trajectory import DONE_IN_A_VISIT, Stream, Trajectory
 from fsm_rollout.turn import sample_turn
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Visit:
         self.state = live.trajectory.state
         self._prepaid = 1 if live.program.machine.spends[self.state] == "assistant_turns" else 0
         self._visit = self.trajectory.visits[self.state]
-        self._entered = bool(self.trajectory.here)  # entering comes first: if anything was done, that was
+        self._entry = next(iter(self.trajectory.here), None)  # entering comes first: if anything was done, that was
         self._done = Done(self.trajectory.here)
         self._asked = dict(self.trajectory.asked)
         for event in self.trajectory.here:
@@ -91,8 +92,11 @@ class Visit:
         """Apply an event to the trajectory and tell the journal and the listeners.
 
         Raises:
-            StreamError: the visit is over; whoever calls was left behind by its handler.
+            StreamError: the visit is over (whoever calls was left behind by its handler), or the event is not for a
+                handler to emit: it would begin, move or end the trajectory.
         """
+        if type(event) not in DONE_IN_A_VISIT and not isinstance(event, Extended):
+            raise StreamError(f"a handler cannot emit {type(event).__name__}; return an Outcome, rows do the rest")
         if self._over:
             raise StreamError(f"the visit of '{self.state}' is over; a handler must wait for the tasks it starts")
         self.live.emit(event)
@@ -155,8 +159,9 @@ class Visit:
         spec = self.program.graph.states[self.state]
         if spec.prompt is None and not spec.reset:
             return
-        if self._entered:
-            self._done.take(Wrote, spec.context)  # unless it opened a stream, of which no operation asks
+        if self._entry is not None:
+            if isinstance(self._entry, Wrote):  # else it opened a stream, which no operation asks for
+                self._done.take(Wrote, spec.context)
             return
         text = self.program.prompts[self.state].render(self.facts()) if spec.prompt is not None else None
         prompt: list[Message] | None = None if text is None else [{"role": "user", "content": text}]

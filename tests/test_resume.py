@@ -161,7 +161,8 @@ class Thorough(State):
         return Outcome("generated")
 
 
-def test_a_handler_of_many_steps_goes_on_from_any_of_them() -> None:
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_handler_of_many_steps_goes_on_from_any_of_them(reset: bool) -> None:
     """Every event is tried as the last one before a crash; what was spent, asked and scored counts once."""
     graph = AgentGraph(
         agent="a",
@@ -172,6 +173,7 @@ def test_a_handler_of_many_steps_goes_on_from_any_of_them() -> None:
             "PENDING": {},
             "WORKING": {
                 "handler": "test_resume:Thorough", "prompt": "Visit {{ visits.WORKING }}", "timeout": 100.0,
+                "reset": reset,
             },
             "INTERACTING": {"timeout": 50.0},
         },

@@ -52,8 +52,9 @@ class Crew:
         self._owner = owner
         self._placement = placement
         self._restarts = restarts
-        self._weights: list[tuple[Any, int]] = []
-        """What makes the present weights of those an engine is built with: as shared, with the versions."""
+        self._weights: list[tuple[frozenset[str] | None, Any, int]] = []
+        """What makes the present weights of those an engine is built with: the names of tensors (``None``: all that
+        there are), as shared, and the version."""
         self._updates = 0
         self._closed = False
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -160,6 +161,7 @@ class Crew:
         """
         async with self._change:
             number = self.version + 1 if version is None else version
+            names = frozenset(weights) if isinstance(weights, Mapping) else None
             shared = await asyncio.to_thread(self._placement.share, weights)
             asked = self.up
             if not self.paused:
@@ -168,8 +170,7 @@ class Crew:
                 failed = await self._on_each(lambda replica: replica.update_weights(shared, number), self.times.update)
                 if failed and set(failed) >= set(asked):
                     raise EngineError(f"no replica took the weights, so nothing has changed: {_first(failed)}")
-                # Tensors change those they name; a folder changes everything.
-                self._weights = [*(self._weights if isinstance(weights, Mapping) else []), (shared, number)]
+                self._weights = [*_still_wanted(self._weights, names), (names, shared, number)]
                 self._updates += 1
                 self.version = number
                 for member, error in failed.items():
@@ -264,7 +265,7 @@ class Crew:
         while True:
             updates = self._updates
             async with asyncio.timeout(self.times.update):
-                for shared, version in self._weights:
+                for _, shared, version in self._weights:
                     await member.live.update_weights(shared, version)
             async with self._change:
                 if updates != self._updates:
@@ -325,3 +326,12 @@ async def _all_or_first_error(starts: list[Coroutine[Any, Any, T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _still_wanted(
+    before: list[tuple[frozenset[str] | None, Any, int]], names: frozenset[str] | None
+) -> list[tuple[frozenset[str] | None, Any, int]]:
+    """Return the earlier updates of which something is left under new tensors of these names (``None``: a folder)."""
+    if names is None:
+        return []
+    return [update for update in before if update[0] is None or not update[0] <= names]

@@ -1,4 +1,4 @@
-"""Replicas of a pool as Ray actors; the only module that imports Ray.
+"""Replicas of a pool as Ray actors.
 
 Invariant: an actor holds one :class:`fsm_rollout.engines.replicas.LocalReplica` and adds nothing to it but the way
 there: blocks of bytes (:mod:`fsm_rollout.engines.packing`), one call for all that is said at once, in order. The driver
@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -22,10 +20,11 @@ from fsm_rollout.engines.base import Engine, Request
 from fsm_rollout.engines.packing import Contexts, Flush, pack_flush, pack_requests, unpack_flush, unpack_requests
 from fsm_rollout.engines.replicas import EngineFacts, LocalReplica, Order, ReplicaLost, Weights
 from fsm_rollout.errors import EngineError
+from fsm_rollout.ray_session import connect
 
 try:
     import ray
-    from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+    from ray.exceptions import RayActorError, RayError, RayTaskError
     from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 except ImportError as error:
@@ -35,8 +34,6 @@ except ImportError as error:
 
 logger = logging.getLogger(__name__)
 
-CONNECT = 10.0
-"""Seconds that a Ray cluster's address has to answer in."""
 FAREWELL = 5.0
 """Seconds that an actor has to close its engine before it is killed."""
 
@@ -215,7 +212,7 @@ class RayPlacement:
 
     Raises:
         EngineError: no Ray at the address, or too few resources; says what to try, within ``options.patience`` and
-            :data:`CONNECT` seconds.
+            :data:`fsm_rollout.ray_session.CONNECT` seconds.
     """
 
     def __init__(self, build: Callable[[str], Engine], count: int, options: RayOptions | None = None) -> None:
@@ -224,7 +221,7 @@ class RayPlacement:
         self._group: PlacementGroup | None = None
         self._numbers: dict[str, int] = {}
         self._closed = False
-        self._ours = _connect(self._options.address)
+        self._ours = connect(self._options.address)
         try:
             self._check_resources()
             self._nodes = _node_ids(self._options.nodes)
@@ -332,36 +329,3 @@ def _node_ids(nodes: Sequence[str]) -> list[str]:
             raise EngineError(f"Ray has no node '{name}'; known: {known}")
         found.append(str(ids[0]))
     return found
-
-
-def _connect(address: str | None) -> bool:
-    """Make sure that Ray is there; return whether it was started here, and hence is ours to shut down."""
-    if ray.is_initialized():
-        return False
-    address = address or os.environ.get("RAY_ADDRESS") or "local"
-    quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "include_dashboard": False}
-    try:
-        if address == "local":
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            started = time.monotonic()
-            ray.init(address="local", **quiet)
-            logger.info("started a local Ray in %.1f s", time.monotonic() - started)
-        else:
-            if address != "auto":
-                _knock(address)
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, OSError, ValueError, RuntimeError, GetTimeoutError, RayError) as error:
-        raise EngineError(
-            f"no Ray could be reached at '{address}': {error}; start one there (ray start --head), correct the "
-            f"address (engine: {{ray: {{address: …}}}}, or RAY_ADDRESS), or leave it out for a Ray of this run's own"
-        ) from error
-    return True
-
-
-def _knock(address: str) -> None:
-    """See whether anything listens at ``host:port``, because Ray itself takes minutes to find out."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdigit():
-        raise ValueError("an address is 'auto' or host:port")
-    with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT):
-        pass

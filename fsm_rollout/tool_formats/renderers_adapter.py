@@ -7,6 +7,7 @@ with ``pip install fsm-rollout[renderers]``. These formats need the tokenizer th
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -79,7 +80,9 @@ class RendererFormat:
             span = self._span(attempt, text, tokens, cut, len(lead))
             cut = span[1]
             status = str(attempt.status.value)
-            if status in ("ok", "unknown_tool") and attempt.name and isinstance(attempt.arguments, dict):
+            if status in ("ok", "unknown_tool") and not _finite(attempt.arguments):
+                problems.append(CallProblem("invalid_json", "NaN and Infinity are not JSON", span, attempt.name))
+            elif status in ("ok", "unknown_tool") and attempt.name and isinstance(attempt.arguments, dict):
                 calls.append(Call(attempt.name, attempt.arguments, span, attempt.id))
             else:
                 kind = PROBLEMS.get(status, "not_an_object" if status == "ok" else "malformed")
@@ -117,3 +120,14 @@ class RendererFormat:
             return start, max(start, min(end, len(text)))
         at = text.find(attempt.raw, cut) if attempt.raw else -1
         return (at, at + len(attempt.raw)) if at >= 0 else (cut, len(text))
+
+
+def _finite(value: Any) -> bool:
+    """Say whether all numbers of plain data are numbers to JSON."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        return False
+    except TypeError:  # not plain data; what it is instead is for others to say
+        return True
+    return True

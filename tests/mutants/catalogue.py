@@ -75,7 +75,7 @@ MUTANTS = (
         "if self.versions and self.versions[-1][1] == chunk.weight_version:",
         "if self.versions:",
         "3: each token has the version that sampled it",
-        (*MACHINE, *LAWS),
+        (*SCHEDULER, *MACHINE, *LAWS),
     ),
     Mutant(
         "the prompt counts as response", "tokens.py", "        return self._spans[0].end\n",
@@ -181,7 +181,7 @@ MUTANTS = (
         "            _record(visit, ticket, bound, stream, cut_by, continued=going_on, resumed=resumed)\n        raise",
         "            pass\n        raise",
         "7: tokens sampled before an abort are kept",
-        MACHINE,
+        (*SCHEDULER, *MACHINE),
     ),
     Mutant(
         "swallow a cancellation", "turn.py",
@@ -224,7 +224,7 @@ MUTANTS = (
     # -- resume (law 6)
     Mutant(
         "a resumed visit writes its prompt again", "visit.py",
-        "        self._entered = bool(self.trajectory.here)", "        self._entered = False",
+        "        if self._entry is not None:\n", "        if False:\n",
         "6: where a run was interrupted does not matter",
         RESUME,
     ),
