@@ -11,6 +11,8 @@ import os
 import socket
 import threading
 import time
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from fsm_rollout.errors import EngineError
@@ -49,10 +51,28 @@ def connect(address: str | None = None) -> bool:
     """
     ray = import_ray()
     with _lock:
-        return not ray.is_initialized() and _init(ray, address or os.environ.get("RAY_ADDRESS") or "local")
+        if ray.is_initialized():
+            return False
+        done: Future[None] = Future()
+        work = partial(_start, ray, address or os.environ.get("RAY_ADDRESS") or "local", done)
+        # Ray's processes die with the thread that started them, and the caller's may be gone before they are needed.
+        threading.Thread(target=work, name="fsm-rollout-ray", daemon=True).start()
+        done.result()
+        return True
 
 
-def _init(ray: Any, address: str) -> bool:
+def _start(ray: Any, address: str, done: Future[None]) -> None:
+    """Start or join Ray, and stay for as long as the process does."""
+    try:
+        _init(ray, address)
+    except BaseException as error:
+        done.set_exception(error)
+    else:
+        done.set_result(None)
+        threading.Event().wait()
+
+
+def _init(ray: Any, address: str) -> None:
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         if address == "local":
@@ -69,7 +89,6 @@ def _init(ray: Any, address: str) -> bool:
             f"no Ray could be reached at '{address}': {error}; start one there (ray start --head), correct the "
             f"address (engine: {{ray: {{address: …}}}}, or RAY_ADDRESS), or leave it out for a Ray of this run's own"
         ) from error
-    return True
 
 
 def _knock(address: str) -> None:

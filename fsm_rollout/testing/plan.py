@@ -49,17 +49,21 @@ class Fault(Model):
     """Something done to the run from outside, at a moment of the virtual clock."""
 
     at: Moment
-    kind: Literal["cancel", "suspend", "stop", "update_weights", "pause", "abort"]
-    target: int = Field(0, ge=0, description="which trajectory, by its number; for `cancel`, `suspend` and `abort`")
+    kind: Literal["cancel", "suspend", "stop", "update_weights", "pause", "abort", "kill_replica"]
+    target: int = Field(
+        0,
+        ge=0,
+        description="which trajectory (`cancel`, `suspend`, `abort`) or replica (`kill_replica`), by its number",
+    )
     seconds: Moment = Field(1.0, description="how long a `pause` lasts")
 
 
 class Schedule(Model):
-    """What must not matter to the results of a calm run: who is admitted when, and how fast the engine is."""
+    """What must not matter to the results of a calm run: who is admitted when, by how many engines, and how fast."""
 
     concurrency: int = Field(64, ge=1)
     max_running: int | None = Field(None, ge=1, description="requests that an engine answers at once")
-    replicas: int = Field(1, ge=1)
+    replicas: int = Field(1, ge=1, description="engines that serve the run, as a pool of them when more than one")
     slow: float = Field(1.0, ge=0, allow_inf_nan=False, description="stretches the engine's delays")
 
 
@@ -85,6 +89,11 @@ class Plan(Model):
         """Return what is said as turn ``index`` of a context; ``key`` is ``agent/context``."""
         turns = self.says[trajectory % len(self.says)].get(key, ()) if self.says else ()
         return turns[min(index, len(turns) - 1)] if turns else LAST_WORD
+
+    @property
+    def pooled(self) -> bool:
+        """Whether a pool serves the run: of several replicas, or of one that is killed and started again."""
+        return self.schedule.replicas > 1 or any(fault.kind == "kill_replica" for fault in self.faults)
 
     @property
     def calm(self) -> bool:

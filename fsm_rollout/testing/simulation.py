@@ -1,9 +1,9 @@
 """Deterministic simulation: the real scheduler, on a virtual clock, in a world that a plan describes.
 
 Invariant: :func:`simulate` is a function of the agent, the plan and the tokenizer: same input, same events at the same
-moments. Nothing is mocked inside: scheduler, dispatch, chat templates, tool formats, limits and the user's own handlers
-are the real ones; only what is outside (engine, tools, users, time) is drawn. What went wrong on the way is kept
-(:attr:`Simulation.crash`), never raised, so that there is always something to look at.
+moments. Nothing is mocked inside: scheduler, dispatch, the pool of replicas, chat templates, tool formats, limits and
+the user's own handlers are the real ones; only what is outside (engines, tools, users, time) is drawn. What went wrong
+on the way is kept (:attr:`Simulation.crash`), never raised, so that there is always something to look at.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.dispatch import Dispatcher
 from fsm_rollout.engines.base import Chunk, Request
 from fsm_rollout.engines.model_folders import EMBEDDED, load_tokenizer, model_folder
+from fsm_rollout.engines.pool import PoolEngine
 from fsm_rollout.engines.script import Turn
-from fsm_rollout.engines.scripted import ScriptedEngine
+from fsm_rollout.engines.scripted import Logged, ScriptedEngine
 from fsm_rollout.events import AnyEvent
 from fsm_rollout.graph import POLICY, AgentGraph, Sampling
 from fsm_rollout.journal import Journal
@@ -35,6 +36,7 @@ from fsm_rollout.prompts import Prompt
 from fsm_rollout.reopening import History
 from fsm_rollout.scheduler import Scheduler
 from fsm_rollout.states import HANDLERS
+from fsm_rollout.testing.mortal_replicas import MortalReplicas
 from fsm_rollout.testing.plan import Fault, Plan
 from fsm_rollout.testing.simulated import simulated_tool, with_simulated_users
 from fsm_rollout.testing.virtual_time import VirtualTimeLoop, run_virtual
@@ -63,7 +65,10 @@ def _settled() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One request as the engine knows it: what it was given, and all that it sampled for it."""
+    """One request as an engine knows it: what it was given, and all that it sampled for it.
+
+    One that went on at another replica is two: the second is given what the first had sampled.
+    """
 
     request: Request
     ids: array[int]
@@ -78,7 +83,9 @@ class Simulation:
     graph: AgentGraph
     plan: Plan
     tokenizer: Any
-    engine: ScriptedEngine
+    engine: ScriptedEngine | PoolEngine
+    log: Sequence[Logged] = ()
+    """What reached and left the engine; of a pool, each of its replicas (:class:`MortalReplicas`)."""
     groups: list[Group] = field(default_factory=list)
     events: dict[str, list[AnyEvent]] = field(default_factory=lambda: defaultdict(list))
     """Every event, by trajectory, as the listeners were told."""
@@ -112,9 +119,9 @@ class Simulation:
         return list(histories.values())
 
     def sampled(self) -> dict[tuple[str, str], list[Sampled]]:
-        """Return, by trajectory and context, each request and what the engine's own log says was sampled for it."""
+        """Return, by trajectory and context, each request and what the engines' own log says was sampled for it."""
         requests: dict[str, Sampled] = {}
-        for line in self.engine.log:
+        for line in self.log:
             what = line.what
             if isinstance(what, Request):
                 requests[what.request_id] = Sampled(what, array("i"), array("f"), [])
@@ -213,14 +220,18 @@ class _World:
         self.plan = plan
         self.real_tools = real_tools
         self.played = graph if real_tools else with_simulated_users(graph, plan.replies)
-        engine = ScriptedEngine(
-            self._says,
-            tokenizer=tokenizer,
-            max_context=max_context,
-            max_running=plan.schedule.max_running,
-            log=True,
-        )
-        self.result = Simulation(graph, plan, tokenizer, engine)
+        self.replicas: MortalReplicas | None = None
+        options = {"tokenizer": tokenizer, "max_context": max_context, "max_running": plan.schedule.max_running}
+
+        def build(name: str) -> ScriptedEngine:
+            return ScriptedEngine(self._says, **options, log=True, replica=name)
+
+        if plan.pooled:
+            self.replicas = MortalReplicas(build)
+            self.result = Simulation(graph, plan, tokenizer, PoolEngine(self.replicas, plan.schedule.replicas))
+        else:
+            engine = build("")
+            self.result = Simulation(graph, plan, tokenizer, engine, engine.log)
 
     def _says(self, request: Request) -> Turn:
         key = f"{request.agent}/{request.context}"
@@ -268,6 +279,8 @@ class _World:
                 for task in faults:
                     task.cancel()
                 await asyncio.gather(*faults, return_exceptions=True)
+                if self.replicas is not None and isinstance(engine, PoolEngine):
+                    result.log = self.replicas.log(stats.name for stats in engine.replicas if stats.state == "up")
                 await engine.aclose()
         finally:
             if book is not None:
@@ -313,8 +326,12 @@ class _World:
                     await asyncio.sleep(fault.seconds)
                 await policy.resume()
             case "abort":
-                asked = [line.what for line in self.result.engine.log if isinstance(line.what, Request)]
+                log = self.result.log if self.replicas is None else self.replicas.told
+                asked = [line.what for line in log if isinstance(line.what, Request)]
                 await self.result.engine.abort([r.request_id for r in asked if r.trajectory_id == trajectory_id])
+            case "kill_replica":
+                assert self.replicas is not None, "a plan that kills replicas has some"
+                self.replicas.kill(fault.target)
 
 
 def _all_agents(graph: AgentGraph) -> Iterator[AgentGraph]:

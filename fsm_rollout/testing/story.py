@@ -65,8 +65,9 @@ def story(run: Simulation, trajectory_id: str | None = None) -> list[str]:
 
 
 def _fault(fault: Any) -> str:
-    aimed = f" trajectory number {fault.target}" if fault.kind in ("cancel", "suspend", "abort") else ""
-    return f"{fault.kind}{aimed}{f' for {fault.seconds:g} s' if fault.kind == 'pause' else ''}"
+    aims = {"cancel": "trajectory", "suspend": "trajectory", "abort": "trajectory", "kill_replica": "replica"}
+    aimed = f" {aims[fault.kind]} number {fault.target}" if fault.kind in aims else ""
+    return f"{fault.kind.removesuffix('_replica')}{aimed}{f' for {fault.seconds:g} s' if fault.kind == 'pause' else ''}"
 
 
 def _told(events: list[AnyEvent]) -> Iterator[str]:

@@ -116,7 +116,7 @@ def test_results_do_not_depend_on_where_a_run_was_killed(case: tuple[AgentGraph,
 
 def seeds(run: Simulation) -> dict[tuple[str, str, int], int]:
     """The seed of each generation, by trajectory, context and turn."""
-    asked = [line.what for line in run.engine.log if isinstance(line.what, Request)]
+    asked = [line.what for line in run.log if isinstance(line.what, Request)]
     return {(r.trajectory_id, r.context, r.turn): r.sampling.seed for r in asked}
 
 
@@ -195,7 +195,7 @@ def test_a_plan_replays_a_run_exactly(case: tuple[AgentGraph, Plan]) -> None:
         return [(name, {k: getattr(e, k) for k in e.__struct_fields__ if k not in dates}) for name, e in run.order]
 
     assert told(once) == told(again)
-    assert [(line.at, line.what) for line in once.engine.log] == [(line.at, line.what) for line in again.engine.log]
+    assert [(line.at, line.what) for line in once.log] == [(line.at, line.what) for line in again.log]
 
 
 def test_the_simplest_plan_is_the_simplest_run() -> None:

@@ -95,25 +95,25 @@ def reply_fates(graph: AgentGraph, *, failures: bool = True) -> st.SearchStrateg
 
 
 def fault_schedules(*, trajectories: int = 4, max_faults: int = 3) -> st.SearchStrategy[tuple[Fault, ...]]:
-    """Return a strategy for what is done to a run from outside: cancelled, suspended, paused, updated, aborted."""
+    """Return a strategy for what is done to a run from outside, to its engines and their replicas too."""
     moment = st.sampled_from([0.0, 0.05, 0.1, 0.3, 1.0, 2.5, 10.0]) | st.floats(0, 100, allow_nan=False)
     fault = st.builds(
         Fault,
         at=moment,
-        kind=st.sampled_from(["cancel", "update_weights", "suspend", "pause", "abort", "stop"]),
+        kind=st.sampled_from(["cancel", "update_weights", "suspend", "pause", "abort", "kill_replica", "stop"]),
         target=st.integers(0, max(0, trajectories - 1)),
         seconds=st.sampled_from([1.0, 0.1, 700.0]),
     )
     return st.lists(fault, max_size=max_faults).map(tuple)
 
 
-def schedules(*, max_replicas: int = 1) -> st.SearchStrategy[Schedule]:
-    """Return a strategy for schedules."""
+def schedules(*, max_replicas: int = 3) -> st.SearchStrategy[Schedule]:
+    """Return a strategy for schedules; half of them have one engine."""
     return st.builds(
         Schedule,
         concurrency=st.sampled_from([64, 1, 2, 3]),
         max_running=st.sampled_from([None, 1, 2]),
-        replicas=st.integers(1, max_replicas),
+        replicas=st.just(1) | st.integers(1, max_replicas),
         slow=st.sampled_from([1.0, 0.0, 3.0]),
     )
 
