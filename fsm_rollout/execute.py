@@ -18,7 +18,7 @@ from typing import Any
 
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.graph import AgentGraph
-from fsm_rollout.journal import Journal
+from fsm_rollout.journal import Journal, is_journal
 from fsm_rollout.live import Group
 from fsm_rollout.loader import dump, load_agent
 from fsm_rollout.prompts import Prompt, read_prompts
@@ -107,8 +107,14 @@ def fresh_folder(path: Path) -> Path:
     """Make the run's folder, without what an earlier run of the same name has written there.
 
     Raises:
-        ConfigError: there is a file in its place, or it cannot be written to.
+        ConfigError: there is a file in its place, it holds things of those names that no run wrote, or it cannot be
+            written to.
     """
+    there = [name for name in OWN_FILES if (path / name).exists()]
+    if there and not is_journal(path / "journal.sqlite"):
+        raise ConfigError(
+            f"out: '{path}' holds '{there[0]}', and no journal of a run that wrote it; choose another, or remove it"
+        )
     try:
         path.mkdir(parents=True, exist_ok=True)
         for name in OWN_FILES:

@@ -239,6 +239,15 @@ def metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
         return {key: json.loads(value) for key, value in connection.execute("SELECT key, value FROM run")}
 
 
+def is_journal(path: str | os.PathLike[str]) -> bool:
+    """Say whether there is a journal at ``path`` that this version can read."""
+    try:
+        metadata(path)
+    except JournalError:
+        return False
+    return True
+
+
 def events(path: str | os.PathLike[str], trajectory_id: str) -> list[AnyEvent]:
     """Return the events of one trajectory, in order.
 

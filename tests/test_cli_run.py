@@ -144,3 +144,14 @@ def test_a_target_and_a_filter_from_the_run_file(place: Path) -> None:
 
 def solved(group: list[object]) -> bool:
     return any(getattr(trajectory, "score", 0.0) for trajectory in group)
+
+
+def test_a_folder_of_somebody_else_s_is_left_alone(place: Path) -> None:
+    mine = place / "mine"
+    (mine / "batch").mkdir(parents=True)
+    (mine / "batch/precious.txt").write_text("keep me", "utf-8")
+    assert "holds 'batch', and no journal" in refused(place, f"out={mine}")
+    assert (mine / "batch/precious.txt").read_text("utf-8") == "keep me"
+    for _ in range(2):  # a run's own folder is written again
+        done = CliRunner().invoke(app, ["run", str(place / "run.yaml")])
+        assert done.exit_code == 0, done.output
