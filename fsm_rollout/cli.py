@@ -121,8 +121,14 @@ def run(
     Console().print(summary_table(summary))
     for error_text in summary.get("reward_errors", [])[:5]:
         typer.echo(f"no score: {error_text}", err=True)
+    failures: dict[str, str] = summary.get("failures", {})
+    for reason, detail in list(failures.items())[:5]:
+        typer.echo(f"{reason} ({summary['stop_reasons'][reason]:,} of {summary['trajectories']:,}): {detail}", err=True)
     report = ", report.html" if (config.out / "report.html").is_file() else ""
     typer.echo(f"{_short(config.out)}: journal.sqlite, batch/, summary.json{report}")
+    if failures and sum(summary["stop_reasons"][reason] for reason in failures) == summary["trajectories"]:
+        typer.echo("every trajectory failed", err=True)
+        raise typer.Exit(1)
 
 
 @app.command()

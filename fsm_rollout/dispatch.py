@@ -151,6 +151,9 @@ class Dispatcher:
         """All tickets that have not ended: also those between two tries."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._updating = asyncio.Lock()
+        self._holding = asyncio.Lock()
+        self._reasons: set[str] = set()
+        """Why the engine is paused."""
 
     def submit(self, request: Request, deadline: Deadline | None = None) -> Ticket:
         """Queue one request for the next flush and return its ticket; ``deadline`` runs from its first chunk.
@@ -169,24 +172,34 @@ class Dispatcher:
         self._enqueue(ticket)
         return ticket
 
-    async def pause(self) -> None:
-        """Let the engine sample nothing until :meth:`resume`; timeouts of what waits for it stand still."""
-        if not self.paused:
-            self.paused = True
-            for ticket in self._open:
-                ticket.hold()
-                ticket.stop_watch()
-            try:
-                await self.engine.pause()
-            except BaseException:
-                self._go_on()
-                raise
+    async def pause(self, reason: str = "asked") -> None:
+        """Let the engine sample nothing until :meth:`resume`; timeouts of what waits for it stand still.
 
-    async def resume(self) -> None:
-        """Go on after :meth:`pause`."""
-        if self.paused:
-            await self.engine.resume()
-            self._go_on()
+        ``reason``: it goes on when every reason has been taken back.
+        """
+        async with self._holding:
+            self._reasons.add(reason)
+            if not self.paused:
+                self.paused = True
+                for ticket in self._open:
+                    ticket.hold()
+                    ticket.stop_watch()
+                try:
+                    await self.engine.pause()
+                except BaseException:
+                    self._reasons.discard(reason)
+                    self._go_on()
+                    raise
+
+    async def resume(self, reason: str = "asked") -> None:
+        """Take a reason for :meth:`pause` back, and go on if it was the last."""
+        async with self._holding:
+            self._reasons.discard(reason)
+            if self.paused and not self._reasons:
+                try:
+                    await self.engine.resume()
+                finally:  # an engine that cannot go on has failed; then at least the clocks do
+                    self._go_on()
 
     def _go_on(self) -> None:
         self.paused = False
@@ -205,13 +218,11 @@ class Dispatcher:
             EngineError: the engine could not load them; it goes on with the old ones.
         """
         async with self._updating:
-            was_paused = self.paused
-            await self.pause()
+            await self.pause("update")
             try:
                 return await self.engine.update_weights(weights, version)
             finally:
-                if not was_paused:
-                    await self.resume()
+                await self.resume("update")
 
     def sampling_since(self) -> dict[str, int]:
         """Return, by trajectory, the oldest weight version among the tokens of generations under way."""
@@ -290,6 +301,8 @@ class Dispatcher:
         if chunk.error is not None:
             if chunk.error.startswith("PromptTooLong"):
                 self._end(ticket, "abort", PromptTooLong(chunk.error))  # it would not fit the next time either
+            elif chunk.error.startswith("RouterFailed"):
+                self._end(ticket, "abort", EngineError(chunk.error, kind="RouterFailed"))  # no request's fault
             else:
                 kind, colon, _ = chunk.error.partition(":")
                 self._failed(ticket, EngineError(chunk.error, kind=kind if colon and kind.isidentifier() else None))
@@ -312,7 +325,7 @@ class Dispatcher:
         elif ticket.attempt >= self.attempts:
             self._end(ticket, "abort", error)
         else:
-            logger.warning("request %s failed (%s); trying again", ticket.request_id, error)
+            logger.warning("request %s failed (%s); trying again", ticket.request_id, str(error).partition("\n")[0])
             delay = self.backoff * 2 ** (ticket.attempt - 1)
             ticket.attempt += 1
             ticket.request_id = f"{ticket.request.request_id}#{ticket.attempt}"

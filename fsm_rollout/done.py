@@ -16,6 +16,7 @@ from fsm_rollout.events import (
     Asked,
     Called,
     Charged,
+    ContextOpened,
     Event,
     Generated,
     Interacted,
@@ -26,6 +27,7 @@ from fsm_rollout.events import (
 E = TypeVar("E", bound=Event)
 
 _KEYS: Mapping[type[Event], Callable[[Any], object]] = {
+    ContextOpened: lambda event: event.context,
     Wrote: lambda event: event.context,
     Generated: lambda event: event.context,
     Called: lambda event: event.id,
@@ -44,7 +46,7 @@ class Done:
     def __init__(self, events: Iterable[AnyEvent]) -> None:
         self._left: dict[tuple[type, Any], deque[Any]] = defaultdict(deque)
         for event in events:
-            if type(event) in _KEYS:
+            if type(event) in _KEYS and not getattr(event, "instead_of_glue", False):
                 self._left[type(event), _KEYS[type(event)](event)].append(event)
 
     def take(self, kind: type[E], key: object) -> E | None:

@@ -56,6 +56,8 @@ class ContextOpened(Event, frozen=True, kw_only=True, tag="context_opened"):
     trained: bool
     engine: str
     guarded: int = 0
+    instead_of_glue: bool = False
+    """It is part of a generation: what stands before it could not be glued to what came before."""
 
 
 class Wrote(Event, frozen=True, kw_only=True, tag="wrote"):
@@ -121,6 +123,13 @@ class Generated(Event, frozen=True, kw_only=True, tag="generated"):
     seconds: float = 0.0
     cached_tokens: int = 0
     replica: str = ""
+
+
+class CallBegun(Event, frozen=True, kw_only=True, tag="call_begun"):
+    """A call of a tool that must not be called twice is about to be made."""
+
+    state: str
+    id: str
 
 
 class Called(Event, frozen=True, kw_only=True, tag="called"):
@@ -227,6 +236,7 @@ AnyEvent = (
     | Wrote
     | Extended
     | Generated
+    | CallBegun
     | Called
     | Asked
     | Interacted

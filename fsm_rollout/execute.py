@@ -132,6 +132,9 @@ def fresh_folder(path: Path) -> Path:
 def _write(folder: Path, rollout: Rollout, groups: list[Group], seconds: float) -> dict[str, Any]:
     trajectories = [trajectory for group in [*groups, *rollout.carried] for trajectory in group.all]
     summary = summarize(trajectories, wall_seconds=seconds, engine=rollout.engine_stats())
+    failed = [t for t in trajectories if (t.stop_reason or "").startswith("failed:")]
+    if failed:
+        summary["failures"] = {str(t.stop_reason): t.detail or "" for t in reversed(failed)}
     errors = [error for group in groups for error in group.reward_errors]
     if errors:
         summary["reward_errors"] = errors

@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 from fsm_rollout.driving import drive
-from fsm_rollout.events import AnyEvent, encode
+from fsm_rollout.events import AnyEvent, Prompted, encode
 from fsm_rollout.graph import IMPLICIT_TRIGGERS, AgentGraph
 from fsm_rollout.interactions import BoundInteraction, build_interaction
 from fsm_rollout.program import Program
 from fsm_rollout.prompts import Prompt
+from fsm_rollout.seeds import derive_seed
 from fsm_rollout.tools import AgentAnswer
 from fsm_rollout.trajectory import Outcome, Trajectory
 
@@ -55,6 +57,13 @@ class Group:
     def ended(self) -> bool:
         """Whether every sample that was begun has ended."""
         return all(trajectory.ended for trajectory in self.trajectories)
+
+    def discard_unread(self, parent: Trajectory) -> None:
+        """Take sub-agents' trajectories out that were cut off with their parent, whose call will be made again."""
+        unread = [c for c in self.children if c.parent_id == parent.trajectory_id and c.stop_reason == "cancelled"]
+        ids = {child.trajectory_id for child in unread}
+        self.discarded += unread
+        self.children = [child for child in self.children if child.trajectory_id not in ids]
 
     def replace(self, old: Trajectory, new: Trajectory) -> None:
         """Put a new attempt in the place of one that is given up."""
@@ -107,7 +116,9 @@ class LiveTrajectory:
         self.audited = False
         """Whether its turn to have its glue audited has come."""
         self._interactions: dict[str, BoundInteraction] = {}
-        self._spawned = sum(child.parent_id == trajectory.trajectory_id for child in group.children)
+        self._spawned = sum(
+            other.parent_id == trajectory.trajectory_id for other in (*group.children, *group.discarded)
+        )
 
     def emit(self, event: AnyEvent) -> None:
         """Apply an event; then journal it and tell the listeners.
@@ -135,8 +146,14 @@ class LiveTrajectory:
         parent = self.trajectory
         child_id = f"{parent.trajectory_id}/{tool}.{self._spawned}"
         prompt = Prompt(prompt_id=self.prompt.prompt_id, messages=({"role": "user", "content": task},))
-        live = self.scheduler.begin(
-            self.scheduler.program(graph), prompt, self.group, child_id, parent.sample, parent_id=parent.trajectory_id
+        live = begin(
+            self.scheduler,
+            self.scheduler.program(graph),
+            prompt,
+            self.group,
+            child_id,
+            parent.sample,
+            parent_id=parent.trajectory_id,
         )
         self.group.children.append(live.trajectory)
         await drive(live)
@@ -149,8 +166,13 @@ class LiveTrajectory:
     async def close(self) -> None:
         """Release the tools and close the interactions, each once; what fails is reported, never fatal."""
         trajectory_id = self.trajectory.trajectory_id
-        for failure in await self.tools.release():
-            logger.warning("trajectory %s: %s", trajectory_id, failure)
+        try:
+            for failure in await self.tools.release():
+                logger.warning("trajectory %s: %s", trajectory_id, failure)
+        finally:
+            await self._close_interactions()
+
+    async def _close_interactions(self) -> None:
         for interaction in self._interactions.values():
             try:
                 async with asyncio.timeout(CLOSE_SECONDS):
@@ -159,3 +181,40 @@ class LiveTrajectory:
                 logger.warning(
                     "trajectory %s: closing an interaction failed", self.trajectory.trajectory_id, exc_info=True
                 )
+
+
+def begin(
+    scheduler: Scheduler,
+    program: Program,
+    prompt: Prompt,
+    group: Group,
+    trajectory_id: str,
+    sample: int,
+    *,
+    parent_id: str | None = None,
+    run: int = 0,
+) -> LiveTrajectory:
+    """Create a trajectory (its first event) and what it holds open."""
+    graph = program.graph
+    spends = program.machine.spends[graph.initial]
+    limits = graph.limits if prompt.limits is None else graph.limits.lowered(prompt.limits)
+    prompted = Prompted(
+        at=asyncio.get_running_loop().time(),
+        trajectory_id=trajectory_id,
+        group_id=group.group_id,
+        sample=sample,
+        agent=graph.agent,
+        initial=graph.initial,
+        messages=[dict(message) for message in prompt.messages],
+        extra=prompt.extra,
+        limits=limits.model_dump(),
+        seed=derive_seed(scheduler.seed, trajectory_id, *([run] if run else [])),  # a second epoch is not the first
+        date=datetime.now().isoformat(timespec="seconds"),
+        validate=scheduler.validate,
+        parent_id=parent_id,
+        sampling=prompt.sampling.model_dump(exclude_none=True) if prompt.sampling is not None else {},
+        spent={} if spends is None else {spends: 1},  # an entry like any other
+    )
+    trajectory = Trajectory(prompted)
+    scheduler.tell(trajectory, prompted)
+    return LiveTrajectory(scheduler, program, prompt, group, trajectory)

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from fsm_rollout.events import AnyEvent, Scored
 from fsm_rollout.live import Group, LiveTrajectory
 from fsm_rollout.program import Program
+from fsm_rollout.rewards import Reward
+from fsm_rollout.trajectory import Trajectory
 
 
 @dataclass(slots=True, eq=False)
@@ -75,12 +80,46 @@ class Run:
     """Whether nobody listens any more."""
     most: float = math.inf
     """How many groups may be under way or done and kept, before the next one begins."""
+    pending: deque[OpenGroup] = field(default_factory=deque)
+    """What goes on in this run and has not come up yet: carried over from an earlier run, or reopened."""
+    reopened: dict[str, Group] = field(default_factory=dict)
+    """Groups reopened in this run whose prompt has not come up."""
+    ids: set[str] = field(default_factory=set)
+    """The ids of the prompts that have come up, and of their groups."""
+    scoring: set[asyncio.Task[None]] = field(default_factory=set)
+    failure: Exception | None = None
+    """Why there are no further prompts, if that is a mistake."""
     kept: int = 0
     moved: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a group is done, or all is over."""
+
+    @property
+    def has_target(self) -> bool:
+        """Whether it ends when enough groups have."""
+        return self.most != math.inf
 
     async def room(self) -> None:
         """Wait until another group may begin."""
         while len(self.open) + self.kept >= self.most and not self.over:
             self.moved.clear()
             await self.moved.wait()
+
+
+async def score(group: Group, reward: Reward | None, tell: Callable[[Trajectory, AnyEvent], None]) -> None:
+    """Score a group's ended samples; a sub-agent's trajectory gets the score of the sample that it served."""
+    ended = [trajectory for trajectory in group.trajectories if trajectory.ended]
+    if reward is None or not ended:
+        return
+    values = await reward.score(ended)
+    now = asyncio.get_running_loop().time()
+    scores: dict[int, float] = {}
+    for trajectory, value in zip(ended, values, strict=True):
+        if isinstance(value, Exception):
+            group.reward_errors.append(f"{trajectory.trajectory_id}: {type(value).__name__}: {value}")
+        elif value is not None:
+            scores[trajectory.sample] = value
+    for trajectory in group.all:
+        if trajectory.ended and trajectory.sample in scores:
+            event = Scored(at=now, value=scores[trajectory.sample], source="reward")
+            trajectory.apply(event)
+            tell(trajectory, event)

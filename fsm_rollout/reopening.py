@@ -6,14 +6,14 @@ prompt's own fields) is what it was given then.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from fsm_rollout.errors import ConfigError, Problem, did_you_mean
-from fsm_rollout.events import AnyEvent, Ended
-from fsm_rollout.graph import Sampling
+from fsm_rollout.events import AnyEvent, Ended, Prompted, Resumed
+from fsm_rollout.graph import Limits, Sampling
 from fsm_rollout.live import Group, LiveTrajectory
 from fsm_rollout.open_groups import OpenGroup
 from fsm_rollout.program import Program
@@ -39,14 +39,15 @@ def reopen(scheduler: Scheduler, histories: Iterable[History], n: int, now: floa
     """
     problems: list[Problem] = []
     groups: dict[str, list[Trajectory]] = {}
-    for trajectory in _folded(scheduler, histories):
+    given = list(histories)
+    for trajectory in map(_folded, given):
         groups.setdefault(trajectory.group_id, []).append(trajectory)
     opened: list[OpenGroup] = []
     for group_id, trajectories in groups.items():
-        samples = [trajectory for trajectory in trajectories if trajectory.parent_id is None]
+        samples = sorted((t for t in trajectories if t.parent_id is None), key=_attempt)
         current = {trajectory.sample: trajectory for trajectory in samples}  # a later attempt stands for earlier ones
         try:
-            programs = {trajectory.agent: _program(scheduler, trajectory.agent) for trajectory in trajectories}
+            programs = {trajectory.agent: _program(scheduler, trajectory) for trajectory in trajectories}
             if not samples:
                 raise ConfigError(f"group '{group_id}' has trajectories of sub-agents only; give all of its histories")
             prompt = _prompt(group_id, samples[0])
@@ -54,39 +55,53 @@ def reopen(scheduler: Scheduler, histories: Iterable[History], n: int, now: floa
             problems += error.problems
             continue
         group = Group(group_id, len(opened), prompt)
-        group.children = [trajectory for trajectory in trajectories if trajectory.parent_id is not None]
         group.discarded = [trajectory for trajectory in samples if current[trajectory.sample] is not trajectory]
+        given_up = tuple(f"{trajectory.trajectory_id}/" for trajectory in group.discarded)
+        for trajectory in trajectories:
+            if trajectory.parent_id is not None:
+                lost = trajectory.trajectory_id.startswith(given_up)
+                (group.discarded if lost else group.children).append(trajectory)
         one = OpenGroup(group, programs[samples[0].agent], max(n, *(sample + 1 for sample in current)))
-        for child in group.children:
-            if not child.ended:
-                event = Ended(at=now, stop_reason="cancelled", detail="the run was interrupted")
-                child.apply(event)
-                scheduler.tell(child, event)
         for sample, trajectory in sorted(current.items()):
             one.begun(LiveTrajectory(scheduler, one.program, prompt, group, trajectory))
-            _, _, attempt = trajectory.trajectory_id.removeprefix(f"{group_id}/").partition("~")
-            one.attempts[sample] = int(attempt or 0)
+            one.attempts[sample] = _attempt(trajectory)
         opened.append(one)
     if problems:
         raise ConfigError(problems)
+    for history in given:  # into the journal, now that all of them are good
+        if not isinstance(history, Trajectory):
+            trajectory = Trajectory(history[0]) if isinstance(history[0], Prompted) else _folded(history)
+            for event in history:
+                scheduler.tell(trajectory, event)
+    for one in opened:
+        for child in one.group.children:
+            if not child.ended:
+                resumed = Resumed(at=now, away=now - child.latest_at)
+                for event in (resumed, Ended(at=now, stop_reason="cancelled", detail="the run was interrupted")):
+                    child.apply(event)
+                    scheduler.tell(child, event)
     return opened
 
 
-def _folded(scheduler: Scheduler, histories: Iterable[History]) -> Iterator[Trajectory]:
-    for history in histories:
-        if isinstance(history, Trajectory):
-            yield history
-            continue
-        trajectory = Trajectory.fold(history)
-        for event in history:
-            scheduler.tell(trajectory, event)
-        yield trajectory
+def _folded(history: History) -> Trajectory:
+    return history if isinstance(history, Trajectory) else Trajectory.fold(history)
 
 
-def _program(scheduler: Scheduler, agent: str) -> Program:
+def _attempt(trajectory: Trajectory) -> int:
+    """Return how many attempts at its sample were given up before it."""
+    return int(trajectory.trajectory_id.removeprefix(f"{trajectory.group_id}/").partition("~")[2] or 0)
+
+
+def _program(scheduler: Scheduler, trajectory: Trajectory) -> Program:
+    agent = trajectory.agent
     for program in scheduler.programs.values():
         if program.graph.agent == agent:
-            return program
+            if trajectory.exit is not None or trajectory.state in program.graph.states:
+                return program
+            raise ConfigError(
+                f"trajectory '{trajectory.trajectory_id}' stands in state '{trajectory.state}', which agent '{agent}' "
+                "does not have any more; resume with the agent that it began with"
+            )
     names = {program.graph.agent for program in scheduler.programs.values()}
     raise ConfigError(f"agent '{agent}' of a trajectory to resume is not one of the run's{did_you_mean(agent, names)}")
 
@@ -95,6 +110,7 @@ def _prompt(group_id: str, trajectory: Trajectory) -> Prompt:
     said: dict[str, Any] = dict(trajectory.extra)
     try:
         sampling = Sampling.model_validate(dict(trajectory.sampling)) if trajectory.sampling else None
-        return Prompt(prompt_id=group_id, messages=tuple(trajectory.messages), sampling=sampling, **said)
+        limits = Limits.model_validate({name: most for name, most in trajectory.limits.items() if most is not None})
+        return Prompt(prompt_id=group_id, messages=tuple(trajectory.messages), limits=limits, sampling=sampling, **said)
     except (ValidationError, TypeError) as error:
         raise ConfigError(f"trajectory '{trajectory.trajectory_id}' cannot be resumed: {error}") from error

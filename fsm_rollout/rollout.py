@@ -12,8 +12,9 @@ Invariant: a rollout owns what it builds (engines named by a spec, its event loo
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,7 +24,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from fsm_rollout.dispatch import Dispatcher
 from fsm_rollout.engines.base import Engine
 from fsm_rollout.engines.build import build_engine
-from fsm_rollout.errors import ConfigError, Problem
+from fsm_rollout.errors import ConfigError, EngineError, Problem
 from fsm_rollout.graph import POLICY, AgentGraph, Sampling
 from fsm_rollout.journal import Journal
 from fsm_rollout.live import Group
@@ -111,6 +112,7 @@ class Rollout:
             said = (Sampling(temperature=0.0) if validation_sampling is None else _sampling(validation_sampling)).over(
                 said
             )
+        self._closed = False
         self._portal: BlockingPortal | None = None
         self._portal_context: AbstractContextManager[BlockingPortal] | None = None
         self._owned: list[Engine] = []
@@ -165,7 +167,7 @@ class Rollout:
         target_groups: int | None = None,
         over_sample: float = OVER_SAMPLE,
         resume: Iterable[History] = (),
-    ) -> AsyncIterator[Group]:
+    ) -> AsyncGenerator[Group, None]:
         """Yield each prompt's group of ``n`` trajectories as it ends, in the order in which groups end.
 
         Args:
@@ -180,7 +182,10 @@ class Rollout:
 
         Raises:
             ConfigError: a prompt asks for what its agent does not have; with a list, nothing has run.
+            EngineError: the rollout is closed.
         """
+        if self._closed:
+            raise EngineError("this rollout is closed, and its engines with it; make another")
         checked: Iterable[Prompt]
         if target_groups is None or isinstance(prompts, Sequence):
             checked = as_prompts(prompts, named=False)
@@ -188,8 +193,9 @@ class Rollout:
         else:
             checked = self._one_by_one(prompts)
         options: dict[str, Any] = {"target_groups": target_groups, "over_sample": over_sample, "resume": resume}
-        async for group in self.scheduler.run(checked, n, **options):
-            yield group
+        async with aclosing(self.scheduler.run(checked, n, **options)) as groups:
+            async for group in groups:
+                yield group
 
     def _one_by_one(self, prompts: Iterable[PromptLike]) -> Iterator[Prompt]:
         for index, item in enumerate(prompts):
@@ -213,7 +219,8 @@ class Rollout:
         ``packed``, …).
         """
         stream = self.stream(prompts, n, target_groups=target_groups, over_sample=over_sample, resume=resume)
-        return self.batch([group async for group in stream], **batch)
+        async with aclosing(stream) as groups:
+            return self.batch([group async for group in groups], **batch)
 
     def batch(self, groups: Iterable[Group], **options: Any) -> TrajectoryBatch:
         """Return the batch of some groups, in the order of their prompts' first appearance, without dropped ones."""
@@ -251,7 +258,7 @@ class Rollout:
     async def asleep(self) -> None:
         """Let all engines give their memory back (say while the policy is trained on the same GPU)."""
         for dispatcher in self.dispatchers.values():
-            await dispatcher.pause()
+            await dispatcher.pause("asleep")
         for engine in self.engines.values():
             await engine.sleep()
 
@@ -260,7 +267,7 @@ class Rollout:
         for engine in self.engines.values():
             await engine.wake()
         for dispatcher in self.dispatchers.values():
-            await dispatcher.resume()
+            await dispatcher.resume("asleep")
 
     def page(self, trajectory: Trajectory | str) -> Page:
         """Return the page of a trajectory, or (by its id) of one in the rollout's journal; notebooks show it.
@@ -279,7 +286,8 @@ class Rollout:
         return self.scheduler.carried
 
     async def aclose(self) -> None:
-        """Let go of what was set aside, and close the engines that this rollout built."""
+        """Let go of what was set aside, and close the engines that this rollout built. Safe to call twice."""
+        self._closed = True
         await self.scheduler.let_go()
         await self._close_engines()
 
@@ -332,6 +340,7 @@ class Rollout:
 
     def close(self) -> None:
         """Close the engines that this rollout built, and its event loop. Safe to call twice."""
+        self._closed = True
         if self._owned or self.scheduler.carried:
             self._loop().call(self.aclose)
         self._close_loop()

@@ -8,26 +8,25 @@ however it ended, nothing that it started is still running. One trajectory's way
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from fsm_rollout.dispatch import Dispatcher
 from fsm_rollout.driving import drive, halt
 from fsm_rollout.errors import ConfigError, did_you_mean, single
-from fsm_rollout.events import AnyEvent, Prompted, Resumed, Scored
+from fsm_rollout.events import AnyEvent, Resumed
 from fsm_rollout.graph import POLICY, AgentGraph, Sampling
 from fsm_rollout.journal import Journal
-from fsm_rollout.live import Group, LiveTrajectory
-from fsm_rollout.open_groups import OpenGroup, Run
+from fsm_rollout.live import Group, LiveTrajectory, begin
+from fsm_rollout.open_groups import OpenGroup, Run, score
 from fsm_rollout.program import Program, problems_of
 from fsm_rollout.prompts import Prompt
 from fsm_rollout.reopening import History, reopen
 from fsm_rollout.rewards import GroupFilter, Reward
-from fsm_rollout.seeds import derive_seed
 from fsm_rollout.staleness import stale
 from fsm_rollout.trajectory import Outcome, Trajectory
 
@@ -149,7 +148,7 @@ class Scheduler:
         target_groups: int | None = None,
         over_sample: float = OVER_SAMPLE,
         resume: Iterable[History] = (),
-    ) -> AsyncIterator[Group]:
+    ) -> AsyncGenerator[Group, None]:
         """Run every prompt ``n`` times and yield each group as its last trajectory ends and is scored.
 
         Groups that an earlier run with a target has carried over go on first, then those of ``resume`` (set aside, or
@@ -160,7 +159,9 @@ class Scheduler:
         aside and goes on in the next run; prompts that have not begun are not taken from the iterable.
 
         Closing the iterator, or cancelling the task that iterates, cancels what still runs (stop reason ``cancelled``)
-        and waits for it. Several runs may go on at once, as long as their prompts' ids differ.
+        and waits for it; what was carried and has not been touched stays. Several runs may go on at once; each has
+        ``concurrency`` trajectories. A prompt id that is under way already, or in the journal, gets a number (``7#2``).
+        Where a run with a target fails to get its next prompt, it sets aside what it has before it raises.
 
         Raises:
             ConfigError: ``n`` or ``target_groups`` is not positive, ``over_sample`` is less than 1, a prompt names no
@@ -177,16 +178,29 @@ class Scheduler:
         run = Run(self._runs, most=math.inf if target_groups is None else math.ceil(target_groups * over_sample))
         self._runs += 1
         reopened = reopen(self, resume, n, asyncio.get_running_loop().time())
-        feeder = asyncio.get_running_loop().create_task(self._feed(run, prompts, n, reopened))
+        for one in reopened:
+            self._under_way.add(one.group.group_id)
+            run.reopened[one.group.group_id] = one.group
+        run.pending.extend([*self._carried, *reopened])
+        self._carried.clear()
+        run.kept = sum(_counts(group) for group in self._ready)
+        feeder = asyncio.get_running_loop().create_task(self._feed(run, iter(prompts), n))
         enough = 0
         try:
-            while (group := await run.ended.get()) is not None:
-                enough += not group.dropped
-                if enough == target_groups and not group.dropped:
-                    await self._set_aside(run, feeder)
+            while (group := self._ready.popleft() if self._ready else await run.ended.get()) is not None:
+                enough += _counts(group)
+                if enough == target_groups and _counts(group):
+                    try:
+                        await self._set_aside(run, feeder)
+                    except BaseException:
+                        self._ready.appendleft(group)  # nobody has seen it
+                        raise
                 yield group
-                if run.over:
+                if run.over and run.failure is None:
                     return
+            if run.failure is not None:
+                await self._set_aside(run, feeder)
+                raise run.failure
             await _unwrapped(feeder)
         finally:
             run.closing = True
@@ -197,17 +211,15 @@ class Scheduler:
                 for dispatcher in self.dispatchers.values():
                     await dispatcher.settle()
 
-    async def _feed(self, run: Run, prompts: Iterable[Prompt], n: int, reopened: list[OpenGroup]) -> None:
+    async def _feed(self, run: Run, prompts: Iterator[Prompt], n: int) -> None:
         """Admit trajectories in order, ``concurrency`` at once; a group is handed over when its last one is done."""
         slots = asyncio.Semaphore(self.concurrency)
         try:
             async with asyncio.TaskGroup() as tasks:
-                while self._ready:
-                    run.ended.put_nowait(self._ready.popleft())
-                for one in self._work(prompts, n, reopened):
+                while True:
                     await run.room()
-                    if run.over:
-                        self._carried.appendleft(one)
+                    one = None if run.over else self._next(run, prompts, n)
+                    if one is None:
                         return
                     run.open[one.group.group_id] = one
                     todo = one.todo
@@ -218,55 +230,73 @@ class Scheduler:
                         await slots.acquire()
                         if run.over:
                             return
-                        tasks.create_task(self._sample(run, one, self._begun(run, one, sample), slots))
-                    if run.over:
-                        return
+                        tasks.create_task(self._sample(run, one, await self._begun(run, one, sample), slots))
         finally:
             run.ended.put_nowait(None)
 
-    def _work(self, prompts: Iterable[Prompt], n: int, reopened: list[OpenGroup]) -> Iterator[OpenGroup]:
-        """Yield the groups to work on: those carried over, those reopened, and one for each further prompt."""
-        while self._carried:
-            yield self._carried.popleft()
-        theirs = {one.group.group_id: one for one in reopened}
-        for one in reopened:
-            self._take_id(one.group.group_id)
-            yield one
-        for prompt in prompts:
-            index, self._prompts = self._prompts, self._prompts + 1
-            group_id = prompt.prompt_id or str(index)
-            if group_id in theirs:
-                theirs.pop(group_id).group.index = index
-                continue
-            program = self._program_of(prompt)
-            self._take_id(group_id)
-            yield OpenGroup(Group(group_id, index, prompt), program, n)
+    def _next(self, run: Run, prompts: Iterator[Prompt], n: int) -> OpenGroup | None:
+        """Return the next group to work on: one carried over or reopened, else that of the next prompt, if any.
 
-    def _take_id(self, group_id: str) -> None:
-        if group_id in self._under_way:
-            raise ConfigError(f"prompt id '{group_id}' is used twice; it names the group")
-        if self.journal is not None and group_id in self._journalled:
-            raise ConfigError(
-                f"prompt id '{group_id}' is in the journal already; give each run's prompts ids of their own, or the "
-                "next run a scheduler with a journal of its own"
-            )
-        self._under_way.add(group_id)
+        What goes wrong with a prompt ends a run without a target; one with a target sets all that it has aside first.
+        """
+        if run.pending:
+            return run.pending.popleft()
+        try:
+            for prompt in prompts:
+                index, self._prompts = self._prompts, self._prompts + 1
+                group_id = prompt.prompt_id or str(index)
+                if group_id in run.reopened:
+                    run.reopened.pop(group_id).index = index
+                    continue
+                program = self._program_of(prompt)
+                if group_id in run.ids and not run.has_target:
+                    raise ConfigError(f"prompt id '{group_id}' is used twice; it names the group")
+                group = Group(self._free_id(group_id), index, prompt)
+                run.ids |= {group_id, group.group_id}
+                return OpenGroup(group, program, n)
+        except Exception as error:
+            if not run.has_target:
+                raise
+            run.failure = error
+            self._stop_run(run)
+        return None
+
+    def _free_id(self, group_id: str) -> str:
+        """Take an id; one that is under way, or in the journal already, gets a number: the next epoch's ``7#2``."""
+        taken = self._under_way | (self._journalled if self.journal is not None else set())
+        names = (group_id if number == 1 else f"{group_id}#{number}" for number in itertools.count(1))
+        free = next(name for name in names if name not in taken)
+        self._under_way.add(free)
         if self.journal is not None:
-            self._journalled.add(group_id)
+            self._journalled.add(free)
+        return free
 
-    def _begun(self, run: Run, one: OpenGroup, sample: int) -> LiveTrajectory:
-        """Begin a sample, or let it go on."""
+    async def _begun(self, run: Run, one: OpenGroup, sample: int) -> LiveTrajectory:
+        """Begin a sample, or let it go on (unless it has fallen too far behind the weights meanwhile)."""
         live = one.live.get(sample)
-        trajectory_id = one.next_id(sample)
-        if live is not None and live.trajectory.trajectory_id == trajectory_id:
+        if live is not None and live.trajectory.trajectory_id == one.next_id(sample):
             now = asyncio.get_running_loop().time()
-            live.stop, live.keep = None, False
             version = self.dispatchers[POLICY].engine.weight_version
+            live.stop, live.keep = None, False
+            live.group.discard_unread(live.trajectory)
             live.emit(Resumed(at=now, away=now - live.trajectory.latest_at, weight_version=version))
-            return live
-        live = self.begin(one.program, one.group.prompt, one.group, trajectory_id, sample, run=run.number)
+            if not await self._end_if_stale(one, live, version):
+                return live
+        live = begin(self, one.program, one.group.prompt, one.group, one.next_id(sample), sample, run=run.number)
         one.begun(live)
         return live
+
+    async def _end_if_stale(self, one: OpenGroup, live: LiveTrajectory, version: int) -> bool:
+        """End what is too far behind, and say whether it shall begin anew."""
+        most = self.max_staleness
+        outcome = None if most is None else stale(live, {}, version=version, most=most)
+        if outcome is None:
+            return False
+        halt(live, outcome)
+        await live.close()
+        if self.requeue_stale:
+            one.give_up(live)
+        return self.requeue_stale
 
     def _program_of(self, prompt: Prompt) -> Program:
         if prompt.agent is None and len(self.agents) == 1:
@@ -282,7 +312,7 @@ class Scheduler:
             await self._drive_one(run, live)
             while live.requeue and live.trajectory.stop_reason == "cancelled" and not (run.over or run.closing):
                 one.give_up(live)
-                live = self._begun(run, one, live.trajectory.sample)
+                live = await self._begun(run, one, live.trajectory.sample)
                 await self._drive_one(run, live)
         finally:
             slots.release()
@@ -296,10 +326,13 @@ class Scheduler:
         trajectory_id = live.trajectory.trajectory_id
         self._running[trajectory_id] = (live, task, run)
         try:
-            if run.over:
+            if live.trajectory.ended:
+                pass  # it fell too far behind while it was away
+            elif run.over:
                 halt(live, CARRIED)
             elif self._stopping is not None:
                 halt(live, self._stopping)
+                await live.close()
             else:
                 await drive(live)
         except asyncio.CancelledError:
@@ -311,37 +344,63 @@ class Scheduler:
             del self._running[trajectory_id]
 
     async def _hand_over(self, run: Run, one: OpenGroup) -> None:
-        """Score a group and hand it over, unless the run is over: then it is carried."""
+        """Score a group and hand it over, unless the run is over: then it is carried, scored or not."""
         if run.over or run.closing:
             return
-        group = one.group
-        await self._score(group)
-        if self.group_filter is not None and group.ended:
-            group.dropped = not await self.group_filter.keeps(group.trajectories)
+        group, task = one.group, asyncio.current_task()
+        assert task is not None
+        run.scoring.add(task)
+        try:
+            await score(group, self.reward, self.tell)
+            if self.group_filter is not None and group.ended:
+                group.dropped = not await self.group_filter.keeps(group.trajectories)
+        except asyncio.CancelledError:
+            if not run.over or run.closing:
+                raise
+            while task.cancelling():
+                task.uncancel()
+            return
+        finally:
+            run.scoring.discard(task)
         del run.open[group.group_id]
         self._under_way.discard(group.group_id)
-        run.kept += not group.dropped
+        run.kept += _counts(group)
         run.moved.set()
         run.ended.put_nowait(group)
 
-    async def _set_aside(self, run: Run, feeder: asyncio.Task[None]) -> None:
-        """End a run that has reached its target: what is under way is kept, to go on in the next one."""
+    def _stop_run(self, run: Run) -> None:
+        """Begin nothing more, and set aside what is under way."""
         run.over = True
         run.moved.set()
-        for trajectory_id, (live, _, theirs) in list(self._running.items()):
-            if theirs is run:
-                live.keep = True
-                self._stop_one(trajectory_id, CARRIED)
+        for live in [live for live, _, theirs in self._running.values() if theirs is run]:
+            live.keep = True
+            self._stop_one(live.trajectory.trajectory_id, CARRIED)
+        for task in run.scoring:
+            task.cancel()
+
+    async def _set_aside(self, run: Run, feeder: asyncio.Task[None]) -> None:
+        """End a run that has reached its target: what is under way is kept, to go on in the next one."""
+        self._stop_run(run)
         await _unwrapped(feeder)
+        self._carry(run)
+
+    def _carry(self, run: Run) -> None:
+        """Keep all that a run has for the next one."""
         while not run.ended.empty():
             group = run.ended.get_nowait()
             if group is not None:
                 self._ready.append(group)
-        self._carried.extend(run.open.values())
+        self._carried.extend([*run.open.values(), *run.pending])
         run.open.clear()
+        run.pending.clear()
 
     async def _abandon(self, run: Run) -> None:
-        """End what a run leaves behind: what had begun and never came to be driven."""
+        """End what a run leaves behind: what had begun and never came to be driven. What is set aside is kept."""
+        if run.over:
+            self._carry(run)
+        self._carried.extend(one for one in run.pending if one.live)
+        self._under_way -= {one.group.group_id for one in run.pending if not one.live}
+        run.pending.clear()
         for one in run.open.values():
             self._under_way.discard(one.group.group_id)
             for live in one.live.values():
@@ -366,42 +425,6 @@ class Scheduler:
                 await live.close()
         return groups
 
-    def begin(
-        self,
-        program: Program,
-        prompt: Prompt,
-        group: Group,
-        trajectory_id: str,
-        sample: int,
-        *,
-        parent_id: str | None = None,
-        run: int = 0,
-    ) -> LiveTrajectory:
-        """Create a trajectory (its first event) and what it holds open."""
-        graph = program.graph
-        spends = program.machine.spends[graph.initial]
-        limits = graph.limits if prompt.limits is None else graph.limits.lowered(prompt.limits)
-        prompted = Prompted(
-            at=asyncio.get_running_loop().time(),
-            trajectory_id=trajectory_id,
-            group_id=group.group_id,
-            sample=sample,
-            agent=graph.agent,
-            initial=graph.initial,
-            messages=[dict(message) for message in prompt.messages],
-            extra=prompt.extra,
-            limits=limits.model_dump(),
-            seed=derive_seed(self.seed, trajectory_id, *([run] if run else [])),  # a second epoch is not the first
-            date=datetime.now().isoformat(timespec="seconds"),
-            validate=self.validate,
-            parent_id=parent_id,
-            sampling=prompt.sampling.model_dump(exclude_none=True) if prompt.sampling is not None else {},
-            spent={} if spends is None else {spends: 1},  # an entry like any other
-        )
-        trajectory = Trajectory(prompted)
-        self.tell(trajectory, prompted)
-        return LiveTrajectory(self, program, prompt, group, trajectory)
-
     def tell(self, trajectory: Trajectory, event: AnyEvent) -> None:
         """Journal an event and tell the listeners; a listener that raises is the listener's problem."""
         if self.journal is not None:
@@ -414,25 +437,6 @@ class Scheduler:
 
     # -- groups, stopping ---------------------------------------------------------------------------------------
 
-    async def _score(self, group: Group) -> None:
-        """Score a group's ended samples; a sub-agent's trajectory gets the score of the sample that it served."""
-        ended = [trajectory for trajectory in group.trajectories if trajectory.ended]
-        if self.reward is None or not ended:
-            return
-        values = await self.reward.score(ended)
-        now = asyncio.get_running_loop().time()
-        scores: dict[int, float] = {}
-        for trajectory, value in zip(ended, values, strict=True):
-            if isinstance(value, Exception):
-                group.reward_errors.append(f"{trajectory.trajectory_id}: {type(value).__name__}: {value}")
-            elif value is not None:
-                scores[trajectory.sample] = value
-        for trajectory in group.all:
-            if trajectory.ended and trajectory.sample in scores:
-                event = Scored(at=now, value=scores[trajectory.sample], source="reward")
-                trajectory.apply(event)
-                self.tell(trajectory, event)
-
     async def update_weights(self, weights: Weights, version: int | None = None) -> int:
         """Load new policy weights and return their version; see :meth:`Dispatcher.update_weights`.
 
@@ -442,6 +446,10 @@ class Scheduler:
         version = await self.dispatchers[POLICY].update_weights(weights, version)
         if self.max_staleness is not None:
             self._end_stale(version, self.max_staleness)
+            for one in self._carried:
+                for live in list(one.live.values()):
+                    if not live.trajectory.ended:
+                        await self._end_if_stale(one, live, version)
         return version
 
     def _end_stale(self, version: int, most: int) -> None:
@@ -451,13 +459,6 @@ class Scheduler:
             if outcome is not None and live.stop is None:
                 live.requeue = self.requeue_stale
                 self._stop_one(trajectory_id, outcome)
-        for one in self._carried:
-            for live in one.live.values():
-                outcome = stale(live, {}, version=version, most=most)
-                if outcome is not None and not live.trajectory.ended:
-                    halt(live, outcome)
-                    if self.requeue_stale:
-                        one.give_up(live)
 
     def cancel(self, trajectory_id: str) -> bool:
         """End one trajectory soon with stop reason ``cancelled``; False when it is not running."""
@@ -480,10 +481,15 @@ class Scheduler:
         if trajectory_id not in self._running:
             return False
         live, task, _ = self._running[trajectory_id]
-        if live.stop is None:
+        if live.stop is None and not live.trajectory.ended:
             live.stop = stop
             task.cancel()
         return True
+
+
+def _counts(group: Group) -> bool:
+    """Say whether a group counts towards a target: it was not dropped, and nobody suspended a part of it."""
+    return not group.dropped and group.ended
 
 
 async def _unwrapped(task: asyncio.Task[None]) -> None:

@@ -16,6 +16,7 @@ from fsm_rollout.events import (
     AnyEvent,
     Asked,
     Attempt,
+    CallBegun,
     Called,
     Charged,
     ContextOpened,
@@ -374,6 +375,9 @@ class Trajectory:
         self.called = []
         self.generate_seconds += event.seconds
 
+    def _call_begun(self, event: CallBegun) -> None:
+        """Nothing changes but what the present visit has done."""
+
     def _called(self, event: Called) -> None:
         self.called.append(event)
         self.calls_seen += 1
@@ -426,6 +430,7 @@ class Trajectory:
     def _ended(self, event: Ended) -> None:
         self.stop_reason = event.stop_reason
         self.detail = event.detail
+        self.suspended = None
         self.ended_at = event.at
 
     def __eq__(self, other: object) -> bool:
@@ -457,6 +462,7 @@ _APPLY: Mapping[type[Event], Callable[[Trajectory, Any], None]] = {
     Wrote: Trajectory._wrote,
     Extended: Trajectory._extended,
     Generated: Trajectory._generated,
+    CallBegun: Trajectory._call_begun,
     Called: Trajectory._called,
     Asked: Trajectory._asked,
     Interacted: Trajectory._interacted,
@@ -468,5 +474,5 @@ _APPLY: Mapping[type[Event], Callable[[Trajectory, Any], None]] = {
     Ended: Trajectory._ended,
 }
 
-DONE_IN_A_VISIT = frozenset({ContextOpened, Wrote, Generated, Called, Asked, Interacted, Charged, Scored})
+DONE_IN_A_VISIT = frozenset({ContextOpened, Wrote, Generated, CallBegun, Called, Asked, Interacted, Charged, Scored})
 """What a handler does through its visit (the glue before a generation is part of that generation)."""

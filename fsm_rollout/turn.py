@@ -34,7 +34,8 @@ async def sample_turn(visit: Visit, context: str, sampling: Sampling | None) -> 
     going_on = not stream.awaiting and not stream.pending and stream.finish_reason in ("length", "abort")
     resumed = going_on and stream.finish_reason == "abort"
     if stream.awaiting and stream.pending:
-        stream = visit.open_with(bound, list(stream.messages))  # nothing was sampled where a turn was to begin
+        # Nothing was sampled where a turn was to begin.
+        stream = visit.open_with(bound, list(stream.messages), instead_of_glue=True)
     elif not stream.awaiting and not going_on:
         stream = _glue(visit, bound, stream)
     request, cut_by = _request(visit, bound, stream, sampling, resumed=resumed)
@@ -61,7 +62,7 @@ def _glue(visit: Visit, bound: BoundContext, stream: Stream) -> Stream:
     """Write what stands between the latest turn and the next, or open the next stream; return where to go on."""
     history, new = stream.messages[: stream.glued], stream.pending
     if bound.chat.must_split(history, new, bound.tools):
-        return visit.open_with(bound, list(stream.messages))
+        return visit.open_with(bound, list(stream.messages), instead_of_glue=True)
     sampled = stream.turn_ids
     stopped = stream.finish_reason == "stop" and len(sampled) > 0 and sampled[-1] in bound.stop_ids
     finish_reason = "stop" if stopped else "length"
@@ -166,7 +167,8 @@ def _record(
     ids = stream.turn_ids + ticket.ids if continued else ticket.ids
     unread: Exception | None = None
     try:
-        message, attempts = _read_turn(visit, ids, finish_reason, bound)
+        number = stream.turn if resumed and stream.turn is not None else visit.trajectory.turn
+        message, attempts = _read_turn(ids, finish_reason, bound, number)
     except Exception as error:  # a tokenizer or tool format that fails loses no token: the turn stands, unread
         message, attempts, unread = {"role": "assistant", "content": ""}, [], error
     now = visit.clock()
@@ -196,9 +198,12 @@ def _record(
 
 
 def _read_turn(
-    visit: Visit, ids: Ids, finish_reason: str, bound: BoundContext
+    ids: Ids, finish_reason: str, bound: BoundContext, number: int
 ) -> tuple[Message, list[ToolCall | Attempt]]:
-    """Return the assistant message that a turn's tokens stand for, and the calls attempted in it."""
+    """Return the assistant message that a turn's tokens stand for, and the calls attempted in it.
+
+    ``number`` is the turn's among the trajectory's generations; calls' ids, and so their randomness, follow from it.
+    """
     stopped = finish_reason == "stop" and len(ids) > 0 and ids[-1] in bound.stop_ids
     text = bound.chat.decode(ids[:-1] if stopped else ids)
     if bound.tool_format is None:
@@ -206,7 +211,7 @@ def _read_turn(
     parsed = bound.tool_format.parse(text, ids, bound.tools)
     attempts: list[ToolCall | Attempt] = []
     for index, item in enumerate(parsed.attempts):
-        call_id = f"c{visit.trajectory.turn % 10_000:04d}{index % 10_000:04d}"  # nine characters, as Mistral wants
+        call_id = f"c{number % 10_000:04d}{index % 10_000:04d}"  # nine characters, as Mistral wants
         if isinstance(item, Call) and (problem := unwritable(item.arguments)) is not None:
             attempts.append(Attempt(id=call_id, kind="unwritable", message=problem))
         elif isinstance(item, Call):

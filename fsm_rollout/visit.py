@@ -22,6 +22,7 @@ from fsm_rollout.events import (
     AnyEvent,
     Asked,
     Attempt,
+    CallBegun,
     Called,
     Charged,
     ContextOpened,
@@ -160,8 +161,7 @@ class Visit:
         if spec.prompt is None and not spec.reset:
             return
         if self._entry is not None:
-            if isinstance(self._entry, Wrote):  # else it opened a stream, which no operation asks for
-                self._done.take(Wrote, spec.context)
+            self._done.take(type(self._entry), spec.context)
             return
         text = self.program.prompts[self.state].render(self.facts()) if spec.prompt is not None else None
         prompt: list[Message] | None = None if text is None else [{"role": "user", "content": text}]
@@ -188,12 +188,14 @@ class Visit:
             opening.insert(0, {"role": "system", "content": bound.spec.system})
         return self.open_with(bound, opening)
 
-    def open_with(self, bound: BoundContext, messages: list[Message]) -> Stream:
-        """Open a context's next stream with exactly these messages.
+    def open_with(self, bound: BoundContext, messages: list[Message], *, instead_of_glue: bool = False) -> Stream:
+        """Open a context's next stream with exactly these messages (``instead_of_glue``: as a part of a generation).
 
         Raises:
             PromptTooLong: they leave no room for a single token.
         """
+        if not instead_of_glue and self._done.take(ContextOpened, bound.name) is not None:
+            return self.open_context(bound.name)
         encoded = bound.chat.prompt_detailed(messages, bound.tools, now=self.date)
         room = min(self.room_in_context(len(encoded.ids)), bound.dispatcher.engine.max_context - len(encoded.ids))
         if room < 1:
@@ -212,6 +214,7 @@ class Visit:
                 trained=bound.spec.trained,
                 engine=bound.spec.engine,
                 guarded=encoded.guarded,
+                instead_of_glue=instead_of_glue,
             )
         )
         return self.trajectory.streams[-1]
@@ -288,6 +291,9 @@ class Visit:
     async def _make_call(self, attempt: ToolCall | Attempt) -> Called:
         last = self.trajectory.last
         bound = self.program.contexts[last.context if last is not None else MAIN]
+        tool = self.program.graph.tools.get(attempt.name) if isinstance(attempt, ToolCall) else None
+        if tool is not None and not tool.repeatable:  # so that it is known to have had its chance
+            self.emit(CallBegun(at=self.clock(), state=self.state, id=attempt.id))
         result = await self.live.tools.call(attempt, context=bound.name, tokenizer=bound.dispatcher.engine.tokenizer)
         called = Called(
             at=self.clock(),
@@ -312,7 +318,8 @@ class Visit:
         if not self.resumed or not isinstance(attempt, ToolCall):
             return None
         tool = self.program.graph.tools.get(attempt.name)
-        if tool is None or tool.repeatable:
+        begun = any(isinstance(event, CallBegun) and event.id == attempt.id for event in self.trajectory.here)
+        if tool is None or tool.repeatable or not begun:
             return None
         return self.record_unfinished_call(attempt, "interrupted", told.interrupted(attempt.name))
 

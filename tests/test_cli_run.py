@@ -155,3 +155,14 @@ def test_a_folder_of_somebody_else_s_is_left_alone(place: Path) -> None:
     for _ in range(2):  # a run's own folder is written again
         done = CliRunner().invoke(app, ["run", str(place / "run.yaml")])
         assert done.exit_code == 0, done.output
+
+
+def test_a_run_of_which_everything_failed_says_why_and_fails(place: Path) -> None:
+    text = (
+        (place / "run.yaml").read_text("utf-8").replace('"The answer is 3."', '{text: x, error: "Overload: no room"}')
+    )
+    (place / "run.yaml").write_text(text + "failures: {engine: {attempts: 1}}\n", "utf-8")
+    done = CliRunner().invoke(app, ["run", str(place / "run.yaml")])
+    assert done.exit_code == 1
+    assert "failed:Overload (1 of 1): Overload: no room" in done.output
+    assert "every trajectory failed" in done.output

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from fsm_rollout import journal
 from fsm_rollout.dispatch import Dispatcher
 from fsm_rollout.engines.base import Chunk, Request
 from fsm_rollout.engines.scripted import ScriptedEngine, Turn
-from fsm_rollout.errors import ConfigError, JournalError
+from fsm_rollout.errors import ConfigError, EngineError, JournalError
 from fsm_rollout.events import AnyEvent, decode, encode
 from fsm_rollout.graph import AgentGraph, Interaction, Limits, Sampling
 from fsm_rollout.interactions import Conversation, Reply
@@ -236,9 +238,10 @@ def test_a_sub_agent_that_was_cut_off_is_ended_and_its_call_made_again() -> None
         again = Bench(graph, choose)
         (group,) = run_virtual(again.run(n=1, prompts=1, resume=histories(whole.log[:cut])))
         assert outline([group]) == expected
-        ids = [child.trajectory_id for child in group.children]
-        assert len(set(ids)) == len(ids)
-        ends = [(child.stop_reason, child.detail) for child in group.children]
+        assert all(child.stop_reason == "answered" for child in group.children), "what nobody read is in no batch"
+        everyone = [*group.children, *group.discarded]
+        assert len({child.trajectory_id for child in everyone}) == len(everyone)
+        ends = [(child.stop_reason, child.detail) for child in everyone]
         assert ends.count(("answered", None)) >= 2
         assert len(ends) <= 3, "only the call under way is made again"
         cut_children += ("cancelled", "the run was interrupted") in ends
@@ -792,3 +795,229 @@ def test_no_more_groups_begin_than_a_target_is_worth(over_sample: float, most: i
     assert widest == most
     with pytest.raises(ConfigError, match="over_sample must be at least 1"):
         run_virtual(bench.run(target_groups=1, over_sample=0.5))
+
+
+# -- found by attacking it -----------------------------------------------------------------------------------------
+
+
+def test_calls_have_the_same_ids_after_an_interruption() -> None:
+    """Their randomness follows from their ids."""
+    script = [call("tool", "one"), call("tool", "two"), "done"]
+
+    def choose(request: Request) -> Turn:
+        return Turn(text=script[request.turn], delay=1.0, chunks=4)
+
+    def ids(groups: list[Group]) -> list[str]:
+        messages = groups[0].trajectories[0].streams[0].messages
+        return [message["tool_call_id"] for message in messages if message["role"] == "tool"]
+
+    whole = ids(run_virtual(Bench(with_tool("law_tools:echo"), choose).run(n=1, prompts=1)))
+    bench = Bench(with_tool("law_tools:echo"), choose)
+
+    async def main() -> list[Group]:
+        asyncio.get_running_loop().call_later(2.5, bench.scheduler.stop, "asked")  # half-way through the first turn
+        groups = await bench.run(n=1, prompts=1)
+        return await bench.run(n=1, prompts=1, resume=groups[0].trajectories)
+
+    assert ids(run_virtual(main())) == whole
+    assert len(set(whole)) == 2
+
+
+def test_reopened_groups_that_a_target_leaves_over_are_carried() -> None:
+    first = Bench(single(), slow({}))
+
+    async def stopped() -> list[Group]:
+        asyncio.get_running_loop().call_later(0.5, first.scheduler.stop, "asked")
+        return await first.run(n=1, prompts=5)
+
+    left = [trajectory for group in run_virtual(stopped()) for trajectory in group.trajectories]
+    bench = Bench(single(), slow({}))
+
+    async def main() -> tuple[list[str], list[str], list[str]]:
+        one = await bench.run(n=1, prompts=0, resume=left, target_groups=1, over_sample=1)
+        carried = [group.group_id for group in bench.scheduler.carried]
+        rest = [group.group_id async for group in bench.scheduler.run([])]
+        return [group.group_id for group in one], carried, rest
+
+    one, carried, rest = run_virtual(main())
+    assert len(one) == 1
+    assert sorted(one + carried) == sorted(one + rest) == [f"p{i}" for i in range(5)]
+
+
+@pytest.mark.parametrize("cancelled_at", [0.05, 0.3, 0.55, 1.05, 1.3, 2.4])
+def test_a_step_that_is_cancelled_loses_nothing_that_earlier_steps_carried(cancelled_at: float) -> None:
+    bench = Bench(single(), slow({"p0": 0.3, "p1": 0.1, "p2": 0.4, "p3": 0.35}))
+
+    async def main() -> None:
+        first = await bench.run(n=1, prompts=4, target_groups=1, over_sample=4)
+        before = {group.group_id for group in bench.scheduler.carried}
+        step = asyncio.ensure_future(bench.run(n=1, prompts=0, target_groups=1, over_sample=1))
+        await asyncio.sleep(cancelled_at)
+        step.cancel()
+        came: set[str] = set()
+        with suppress(asyncio.CancelledError):
+            came = {group.group_id for group in await step}
+        ended = {t.group_id for t in everything() if t.stop_reason == "cancelled"}
+        after = {group.group_id for group in bench.scheduler.carried}
+        assert came | ended | after == before
+        assert len(first) == 1
+        again = [group.group_id async for group in bench.scheduler.run(listed(4, start=10), 1)]
+        assert set(again) == after | {"p10", "p11", "p12", "p13"}
+
+    def everything() -> list[Trajectory]:
+        return [Trajectory.fold(history) for history in histories(bench.log)]
+
+    run_virtual(main())
+
+
+def test_a_data_set_that_breaks_costs_nothing_that_is_under_way() -> None:
+    bench = Bench(single(), slow({"p0": 0.3}))
+
+    def source() -> Iterator[Prompt]:
+        yield from listed(2)
+        raise OSError("the disk is gone")
+
+    async def main() -> list[Group]:
+        with pytest.raises(OSError, match="the disk is gone"):
+            async for _ in bench.scheduler.run(source(), 1, target_groups=2):
+                pass
+        assert {group.group_id for group in bench.scheduler.carried} >= {"p0"}
+        return [group async for group in bench.scheduler.run([])]
+
+    assert all(t.stop_reason == "answered" for group in run_virtual(main()) for t in group.trajectories)
+
+
+def test_prompts_may_go_round_and_round() -> None:
+    bench = Bench(single(), slow({"p0": 0.5}))
+
+    async def main() -> list[str]:
+        return [group.group_id async for group in bench.scheduler.run(itertools.cycle(listed(3)), 1, target_groups=7)]
+
+    ids = run_virtual(main())
+    assert len(set(ids)) == 7
+    assert {"p1", "p1#2", "p1#3"} <= set(ids)
+
+
+def test_stale_ones_that_wait_release_their_tools_and_are_not_handed_out() -> None:
+    def choose(request: Request) -> Turn:
+        if request.group_id == "p1":
+            return Turn(text="done", delay=3.0)
+        return Turn(text=[call("tool", "one"), "done"][min(request.turn, 1)].replace('"text"', '"line"'), delay=2.5)
+
+    OPENED.clear()
+    bench = Bench(with_tool("test_resume:Notebook"), choose, max_staleness=0)
+
+    async def main() -> list[Group]:
+        await bench.run(n=1, prompts=2, target_groups=1, over_sample=2)
+        assert OPENED == ["+p0/0"]
+        await bench.scheduler.update_weights({})
+        assert OPENED == ["+p0/0", "-"]
+        return [group async for group in bench.scheduler.run([])]
+
+    (group,) = run_virtual(main())
+    assert [t.suspended for t in group.discarded] == [None]
+    assert set(group.trajectories[0].streams[0].tokens.response_versions().tolist()) == {-1, 1}
+
+
+def test_a_pause_of_the_callers_own_outlives_an_update() -> None:
+    bench = Bench(single(), slow({}))
+    dispatcher = bench.scheduler.dispatchers["policy"]
+
+    async def main() -> list[Group]:
+        running = asyncio.ensure_future(bench.run(n=1, prompts=1))
+        await asyncio.sleep(0.35)
+        update = asyncio.ensure_future(bench.scheduler.update_weights({}))
+        await dispatcher.pause("asleep")
+        await update
+        assert dispatcher.paused
+        before = len(bench.engine.log)
+        await asyncio.sleep(50.0)
+        assert len(bench.engine.log) == before
+        await dispatcher.resume("asleep")
+        return await running
+
+    assert run_virtual(main())[0].trajectories[0].stop_reason == "answered"
+
+
+def test_rewards_beyond_the_target_are_not_waited_for() -> None:
+    async def reward(trajectory: Trajectory) -> float:
+        await asyncio.sleep(500.0 if trajectory.group_id == "p0" else 0.0)
+        return 1.0
+
+    bench = Bench(
+        single(), lambda request: Turn(text="word", delay=0.1 + int(request.group_id[1:])), reward=Reward(reward)
+    )
+
+    async def main() -> tuple[float, list[Group]]:
+        began = asyncio.get_running_loop().time()
+        await bench.run(n=1, prompts=2, target_groups=1, over_sample=2)
+        took = asyncio.get_running_loop().time() - began
+        return took, [group async for group in bench.scheduler.run([])]
+
+    took, (group,) = run_virtual(main())
+    assert took < 5.0
+    assert group.trajectories[0].score == 1.0
+
+
+def test_a_call_that_had_not_begun_is_made_even_if_it_must_not_be_repeated() -> None:
+    CALLED.clear()
+    script = [call("tool", "ann") + "\n" + call("tool", "bob"), "done"]
+    graph = with_tool("test_resume:pay", repeatable=False)
+    states = dict(graph.states)
+    states["PROCESSING_TOOLS"] = states["PROCESSING_TOOLS"].model_copy(update={"parallel": 1})
+    bench = Bench(
+        graph.model_copy(update={"states": states}), lambda request: Turn(text=script[request.turn], delay=1.0)
+    )
+
+    async def main() -> list[Group]:
+        asyncio.get_running_loop().call_later(5.0, bench.scheduler.stop, "asked")
+        groups = await bench.run(n=1, prompts=1)
+        return await bench.run(n=1, prompts=1, resume=groups[0].trajectories)
+
+    (group,) = run_virtual(main())
+    told = [m["content"] for m in group.trajectories[0].streams[0].messages if m["role"] == "tool"]
+    assert CALLED == ["ann", "bob"]
+    assert "may have had its effect" in told[0]
+    assert told[1] == "paid bob"
+
+
+def test_a_refused_resume_leaves_the_journal_alone_and_an_agent_that_changed_is_named(tmp_path: Path) -> None:
+    first = Bench(single(), slow({}))
+
+    async def stopped() -> list[Group]:
+        asyncio.get_running_loop().call_later(0.5, first.scheduler.stop, "asked")
+        return await first.run(n=1, prompts=2)
+
+    run_virtual(stopped())
+    renamed = {"states": {**SINGLE["states"], "THINKING": SINGLE["states"]["GENERATING"] | {"handler": "generate"}},
+               "transitions": [{**row, **{key: "THINKING" for key in ("source", "dest") if row[key] == "GENERATING"}}
+                               for row in SINGLE["transitions"]]}  # fmt: skip
+    renamed["states"].pop("GENERATING")
+    changed = AgentGraph(agent="a", limits={"assistant_turns": 6}, **renamed)
+    with journal.Journal(tmp_path / "j.sqlite") as kept:
+        bench = Bench(changed, slow({}), journal=kept)
+        with pytest.raises(ConfigError, match="stands in state 'GENERATING', which agent 'a' does not have any more"):
+            run_virtual(bench.run(n=1, prompts=2, resume=histories(first.log)))
+        right = Bench(single(), slow({}), journal=kept)
+        assert len(run_virtual(right.run(n=1, prompts=2, resume=histories(first.log)))) == 2
+
+
+def test_a_closed_rollout_says_so() -> None:
+    rollout = fr.Rollout(single(), {"kind": "scripted", "turns": ["x"]})
+    rollout.run(["one"])
+    rollout.close()
+    with pytest.raises(EngineError, match="this rollout is closed"):
+        rollout.run(["two"])
+    rollout.close()
+
+
+def test_closing_a_stream_waits_for_what_runs() -> None:
+    async def main() -> None:
+        rollout = fr.Rollout(single(), ScriptedEngine(slow({"0": 5.0}), tokenizer=tokenizer()))
+        stream = rollout.stream(["one", "two"])
+        await anext(stream)
+        await stream.aclose()
+        assert not rollout.scheduler._running
+        await rollout.aclose()
+
+    run_virtual(main())

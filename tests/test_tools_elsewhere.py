@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -59,13 +61,21 @@ def fails(kind: str) -> str:
     return ""
 
 
+def talks() -> str:
+    """Print, and run a program that prints."""
+    print("printed")
+    subprocess.run(["echo", "said"], check=True)
+    return "done"
+
+
 def hangs(path: str) -> str:
-    """Write down the process and never return.
+    """Start a program, write it and the process down, and never return.
 
     Args:
         path: Where to.
     """
-    Path(path).write_text(str(os.getpid()), "utf-8")
+    child = subprocess.Popen(["sleep", "1000"])
+    Path(path).write_text(f"{os.getpid()} {child.pid}", "utf-8")
     while True:
         time.sleep(1000)
 
@@ -89,7 +99,9 @@ class Counter:
         return f"{self.count} {os.getpid()}"
 
 
-def call_all(tool: dict[str, Any], /, *arguments: dict[str, Any], **kwargs: Any) -> list[CallResult]:
+def call_all(
+    tool: dict[str, Any], /, *arguments: dict[str, Any], extra: dict[str, Any] | None = None, **kwargs: Any
+) -> list[CallResult]:
     agent = graph.AgentGraph(agent="a", states={}, transitions=(), tools={"tool": {"timeout": 60.0, **tool}})
 
     async def main() -> list[CallResult]:
@@ -99,7 +111,7 @@ def call_all(tool: dict[str, Any], /, *arguments: dict[str, Any], **kwargs: Any)
             group_id="g",
             seed=1,
             tools_kwargs=kwargs,
-            extra={},
+            extra=extra or {},
             run_agent=None,  # type: ignore[arg-type]
         )
         results = [
@@ -146,7 +158,7 @@ def test_a_function_elsewhere_gives_what_it_gives_here(placement: str) -> None:
         ("connection", "ConnectionResetError", "gone"),
         ("picky", "RuntimeError", "Picky: one"),
         ("exit", "RuntimeError", "SystemExit: 3"),
-        ("killed", "ToolDied", "ended without an answer"),
+        ("killed", "ToolDied", "the tool broke down"),
     ],
 )
 def test_what_goes_wrong_elsewhere_is_told(placement: str, kind: str, failure: str, says: str) -> None:
@@ -154,6 +166,7 @@ def test_what_goes_wrong_elsewhere_is_told(placement: str, kind: str, failure: s
     failed, good = call_all(tool, {"kind": kind}, {"kind": "connection"})
     assert failed.failure == failure
     assert says in failed.text
+    assert failed.bad == (kind != "killed"), "a process that dies is not the model's fault"
     assert good.failure == "ConnectionResetError", "the next call has a process"
     retried = call_all(tool | {"retry": {"attempts": 2, "errors": ["ConnectionError"]}}, {"kind": "connection"})
     assert retried[0].tries == 2
@@ -164,11 +177,19 @@ def test_a_call_whose_time_is_up_is_killed(placement: str, tmp_path: Path) -> No
     tool = {"use": "test_tools_elsewhere:hangs", "placement": placement, "timeout": 8.0}
     (result,) = call_all(tool, {"path": str(tmp_path / "pid")})
     assert result.failure == "timed_out"
-    pid = int((tmp_path / "pid").read_text("utf-8"))
+    pid, child = map(int, (tmp_path / "pid").read_text("utf-8").split())
+    gone(pid)
+    if placement == "process":
+        gone(child)  # Ray ends its worker only
+
+
+def gone(pid: int) -> None:
     for _ in range(200):
         try:
+            if Path(f"/proc/{pid}/stat").read_text("utf-8").split()[2] == "Z":
+                return
             os.kill(pid, 0)
-        except ProcessLookupError:
+        except (ProcessLookupError, FileNotFoundError):
             return
         threading_wait(0.05)
     raise AssertionError(f"process {pid} goes on")
@@ -199,3 +220,32 @@ def test_a_class_on_ray_has_an_actor_for_each_trajectory() -> None:
 def test_what_cannot_be_placed_or_repeated_says_so(tool: dict[str, Any], says: str) -> None:
     with pytest.raises(ToolError, match=says):
         call_all(tool)
+
+
+@pytest.mark.parametrize("placement", PLACES)
+def test_what_a_tool_prints_does_not_matter(placement: str) -> None:
+    assert [r.text for r in call_all({"use": "test_tools_elsewhere:talks", "placement": placement}, {}, {})] == [
+        "done"
+    ] * 2
+
+
+def test_arguments_that_cannot_be_sent_are_not_the_models_fault() -> None:
+    tool = {"use": "test_tools_elsewhere:whoami", "placement": "process"}
+    (result,) = call_all(tool | {"kwargs": {}}, {"text": "x"}, extra={"lock": __import__("threading").Lock()})
+    assert (result.failure, result.bad) == ("ToolDied", False)
+
+
+def test_the_callers_script_is_not_run_again(tmp_path: Path) -> None:
+    """A script without a main guard, as people write them."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "print('training')\n"
+        "from test_tools_elsewhere import call_all\n"
+        "print(call_all({'use': 'test_tools_elsewhere:shout', 'placement': 'process'}, {'text': 'a'})[0].text)\n",
+        "utf-8",
+    )
+    said = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=120).stdout
+    assert said.split("\n")[:2] == ["training", '{"text": "A"}']
+    assert said.count("training") == 1

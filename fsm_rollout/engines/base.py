@@ -141,7 +141,8 @@ class Engine(Protocol):
     async def update_weights(self, weights: str | Path | Mapping[str, torch.Tensor], version: int | None = None) -> int:
         """Load new weights (a model folder, or tensors by name) and return the new version (default: one more).
 
-        Generations under way go on; each token carries the version it was sampled with.
+        Generations under way go on; each token carries the version it was sampled with. A folder must stay unchanged
+        until the next update: a replica or server that starts again reads it again.
         """
 
     async def pause(self) -> None:

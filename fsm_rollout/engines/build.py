@@ -1,7 +1,8 @@
 """Engines from data: the ``engine`` and ``engines`` of a run YAML.
 
-Invariant: a spec is checked in full, all problems at once, before any model is loaded; unknown keys are errors. Only
-the engine that is built imports its libraries.
+Invariant: a spec is checked in full, all problems at once, before any model is loaded; unknown keys are errors. A key
+that is null is one that is not there (so an override can take a key of a file out). Only the engine that is built
+imports its libraries.
 """
 
 from __future__ import annotations
@@ -169,9 +170,10 @@ def build_engine(spec: Mapping[str, Any], base: Path) -> Engine:
     """Build the engine that ``spec`` (a mapping with ``kind``) describes; its files are relative to ``base``.
 
     Raises:
-        ConfigError: the spec, or a script file that it names, is wrong; holds every problem.
+        ConfigError: the spec, its router, or a script file that it names, is wrong; holds every problem.
         EngineError: the engine cannot start, say for want of its model.
     """
+    spec = _without_nulls(spec)
     kind = str(spec.get("kind", ""))
     if not kind:
         raise ConfigError(f"an engine needs 'kind'; known: {', '.join(_KINDS)}")
@@ -180,21 +182,41 @@ def build_engine(spec: Mapping[str, Any], base: Path) -> Engine:
     if kind not in _KINDS:
         raise ConfigError(f"engine kind '{kind}' does not exist{did_you_mean(kind, _KINDS)}")
     model, build = _KINDS[kind]
+    problems: list[Problem] = []
     try:
-        checked = model.model_validate(dict(spec))
+        checked = model.model_validate(spec)
     except ValidationError as error:
-        raise ConfigError([Problem(message) for _, message in _explain(error, model)]) from None
+        problems += [Problem(message) for _, message in _explain(error, model)]
+    router: Router | None = None
+    try:
+        if isinstance(spec.get("router"), str):
+            router = build_router(spec["router"])
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
     if checked.alone:
         return build(checked, base)
-    return _build_pool(checked, {key: value for key, value in spec.items() if key not in PLACED}, base)
+    own = {key: value for key, value in spec.items() if key not in PLACED}
+    return _build_pool(checked, router or build_router(checked.router), own, base)
 
 
-def _build_pool(placed: Placed, spec: Mapping[str, Any], base: Path) -> Engine:
+def _without_nulls(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a spec sets; the keys of its own parts count, those of ``args`` and ``turns`` are the engine's."""
+    there = {key: value for key, value in spec.items() if value is not None}
+    return there | {
+        part: {key: value for key, value in there[part].items() if value is not None}
+        for part in ("pool", "ray")
+        if isinstance(there.get(part), Mapping)
+    }
+
+
+def _build_pool(placed: Placed, router: Router, spec: Mapping[str, Any], base: Path) -> Engine:
     from fsm_rollout.engines.pool import PoolEngine
     from fsm_rollout.engines.pool_members import PoolTimes
     from fsm_rollout.engines.replicas import LocalPlacement, Placement
 
-    router, build = build_router(placed.router), _BuildReplica(spec, base.absolute())
+    build = _BuildReplica(spec, base.absolute())
     placement: Placement
     if placed.placement == "ray":
         from fsm_rollout.engines.ray_pool import RayOptions, RayPlacement

@@ -1,7 +1,12 @@
-"""Loading models and weights from local folders; nothing here ever asks a hub."""
+"""Loading models and weights from local folders; nothing here ever asks a hub.
+
+Invariant: one model is built at a time in this process. transformers builds a model under settings that hold for the
+whole process (default dtype, initialisers, progress bars): two at once break each other, and these for good.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,27 +18,39 @@ from transformers.utils import logging
 from fsm_rollout.engines.model_folders import load_tokenizer, model_folder
 from fsm_rollout.errors import EngineError, did_you_mean
 
+_BUILDING = threading.Lock()
+
 
 def load_checkpoint(model: str | Path, *, dtype: torch.dtype | str, device: torch.device) -> tuple[Any, Any]:
     """Return ``(model, tokenizer)`` from a local folder, the model in evaluation mode on ``device``.
 
     Raises:
-        EngineError: there is none, or transformers cannot load it.
+        EngineError: there is none, transformers cannot load it, or ``device`` cannot take it.
     """
     folder = model_folder(model)
-    tokenizer = load_tokenizer(folder)
+    with _BUILDING:
+        tokenizer = load_tokenizer(folder)
+        return _load_model(folder, dtype, device), tokenizer
+
+
+def _load_model(folder: Path, dtype: torch.dtype | str, device: torch.device) -> Any:
+    """Build a folder's model; the caller holds ``_BUILDING``.
+
+    Raises:
+        EngineError: it cannot be built, read or moved.
+    """
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # it would be drawn across whatever the caller shows
     try:
         loaded = AutoModelForCausalLM.from_pretrained(
             folder, local_files_only=True, dtype=dtype, attn_implementation="sdpa"
         )
+        return loaded.to(device).eval()
     except Exception as error:  # whatever a broken file makes transformers, torch or safetensors raise
         raise EngineError(f"model '{folder}' cannot be loaded: {type(error).__name__}: {error}") from error
     finally:
         if bars:
             logging.enable_progress_bar()
-    return loaded.to(device).eval(), tokenizer
 
 
 def check_supported(model: Any) -> None:
@@ -84,9 +101,9 @@ def read_weights(folder: str | Path, dtype: torch.dtype) -> Mapping[str, torch.T
     Raises:
         EngineError: the folder cannot be loaded.
     """
-    tensors: Mapping[str, torch.Tensor] = load_checkpoint(folder, dtype=dtype, device=torch.device("cpu"))[
-        0
-    ].state_dict()
+    path = model_folder(folder)
+    with _BUILDING:
+        tensors: Mapping[str, torch.Tensor] = _load_model(path, dtype, torch.device("cpu")).state_dict()
     return tensors
 
 

@@ -3,7 +3,8 @@
 Invariant: a request is at one replica, or waits here in order until one has room. What it has streamed stays: when its
 replica is lost or fails it, it goes on elsewhere from there, so no token is lost or sampled twice, and each keeps its
 logprob and version. Every request gets its last chunk, or the error that ended the pool: it is tried ``attempts``
-times, and replicas are started a bounded number of times (:mod:`fsm_rollout.engines.pool_crew`).
+times, and replicas are started a bounded number of times (:mod:`fsm_rollout.engines.pool_crew`). One that the router
+fails is not tried at all: its last chunk has an error ``RouterFailed: …``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fsm_rollout.engines.packing import Flush
 from fsm_rollout.engines.pool_crew import Crew
 from fsm_rollout.engines.pool_members import Member, Passage, PoolTimes, ReplicaStats
 from fsm_rollout.engines.replicas import EngineFacts, Placement
-from fsm_rollout.engines.router import Router, StickyRouter
+from fsm_rollout.engines.router import Router, StickyRouter, choose
 from fsm_rollout.errors import EngineError
 
 if TYPE_CHECKING:
@@ -218,15 +219,15 @@ class PoolEngine:
             if not any(view.has_room for view in views):
                 break
             try:
-                chosen = up[self._router.choose(passage.request, views).name]
-            except Exception as error:  # a router may be the user's
-                refused.append((passage, f"{type(error).__name__}: the router failed: {error}"))
+                chosen = choose(self._router, passage.request, views)
+            except EngineError as error:
+                refused.append((passage, f"{error.kind}: {error}"))
                 continue
-            if chosen.view.has_room:
+            if chosen.has_room:
                 batches.setdefault(chosen.name, []).append(passage)
-                chosen.view.in_flight += 1
+                chosen.in_flight += 1
             else:
-                chosen.view.waiting += 1
+                chosen.waiting += 1
         for passage, why in refused:
             self._end(passage, passage.last_chunk("abort", why))
         now = asyncio.get_running_loop().time()

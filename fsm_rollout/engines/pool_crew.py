@@ -144,7 +144,7 @@ class Crew:
         """Have all replicas pause, resume, sleep or wake, and remember it for those that come.
 
         Raises:
-            EngineError: none could.
+            EngineError: none could, and none will come back.
         """
         async with self._change:
             if order in ("pause", "resume"):
@@ -185,8 +185,8 @@ class Crew:
         failed = await self._on_each(lambda replica: replica.order(order), self.times.order)
         for member, error in failed.items():
             self.lose(member, member.replica, f"could not {order}: {_said(error)}")
-        if failed and set(failed) >= set(asked):
-            raise EngineError(f"no replica could {order}: {_first(failed)}")
+        if failed and set(failed) >= set(asked) and self.fallen is not None:
+            raise EngineError(f"no replica could {order}: {_first(failed)}")  # else those that come back are told
         now = asyncio.get_running_loop().time()
         for member in self.up:
             member.heard = now

@@ -10,12 +10,14 @@ A router of one's own is a class with :meth:`Router.choose`, named by ``engine: 
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from fsm_rollout.engines.base import Load, Request
+from fsm_rollout.errors import EngineError
 
 FIRST = 32
 """Requests sent to a replica that has not yet said how many it runs at once; also the least step of its growth."""
@@ -55,6 +57,31 @@ class Router(Protocol):
 
         When the chosen one has no room, the request waits and is asked for again when there is news.
         """
+
+
+def choose(router: Router, request: Request, replicas: Sequence[ReplicaView]) -> ReplicaView:
+    """Return the one of ``replicas`` that the router chooses.
+
+    Raises:
+        EngineError: it fails, or returns anything else; its ``kind`` is "RouterFailed".
+    """
+    name = type(router).__name__
+    try:
+        chosen = router.choose(request, replicas)
+    except Exception as error:  # a router may be the user's
+        raise EngineError(f"router {name} failed: {type(error).__name__}: {error}", kind="RouterFailed") from error
+    found = next((view for view in replicas if view is chosen), None)
+    if found is None:
+        if inspect.iscoroutine(chosen):
+            chosen.close()  # or Python warns that nobody awaited it
+            hint = "; choose() is called, not awaited: drop its 'async'"
+        else:
+            hint = ""
+        raise EngineError(
+            f"router {name} returned {chosen!r:.120}; choose() must return one of the replicas that it is given{hint}",
+            kind="RouterFailed",
+        )
+    return found
 
 
 def allowance(load: Load) -> int:

@@ -24,6 +24,7 @@ import asyncio
 import importlib.util
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -64,8 +65,8 @@ PROGRESS_EVERY = 15.0
 """Seconds between two lines in the log while SGLang starts."""
 CLOSE_WITHIN = 20.0
 """Seconds that a process has to end once it is told to, or is killed."""
-OUTPUT_LINES = 15
-"""How much of the process's output an error shows."""
+OUTPUT_LINES, OUTPUT_BYTES = 15, 16_384
+"""How much of the process's output an error shows, of how much that it looks through."""
 
 
 class _Process(threading.Thread):
@@ -145,14 +146,12 @@ class _Process(threading.Thread):
             code = self.process.poll()
             ended = "is still there but does not answer" if code is None else f"has ended (exit code {code})"
             reason = f"the process of SGLang {ended}"
-        tail = self._tail()
-        return EngineError(f"{reason}; the end of its output:\n{tail}" if tail else reason)
+        return EngineError(explained(reason, self._output()))
 
-    def _tail(self) -> str:
+    def _output(self) -> str:
         with suppress(OSError, ValueError):  # closed already
             log = self._log.fileno()
-            text = os.pread(log, 16_384, max(0, os.fstat(log).st_size - 16_384)).decode(errors="replace")
-            return "\n".join([line[:400] for line in text.splitlines() if line.strip()][-OUTPUT_LINES:])
+            return os.pread(log, OUTPUT_BYTES, max(0, os.fstat(log).st_size - OUTPUT_BYTES)).decode(errors="replace")
         return ""
 
     def stop(self) -> None:
@@ -168,6 +167,28 @@ class _Process(threading.Thread):
         if self is not threading.current_thread():
             self.join(CLOSE_WITHIN)
         self._log.close()
+
+
+_NOISE = re.compile(r"\w*Warning\b|\bWARNING\b|\bINFO\b|\bW\d{4} |\d%\|.*\||\bit/s\]|^\s*warnings\.warn\(")
+"""Lines that a process prints while nothing is wrong: warnings, progress bars."""
+_TELLING = re.compile(
+    r"crashed|exit code|out of memory|^(?!Traceback)[\w.]*(?:Error|Exception|Exit|Interrupt)\b(?::|$)|\b[Kk]illed\b"
+)
+"""Lines that say what went wrong."""
+
+
+def explained(reason: str, output: str) -> str:
+    """Return ``reason`` and the end of a process's ``output``; the line that tells most of it comes first of all.
+
+    Warnings and progress bars (which overwrite their line) are left out, unless nothing else was printed.
+    """
+    said = [line[:400] for line in output.splitlines() if line.strip()]  # a carriage return ends a line, too
+    lines = [line for line in said if _TELLING.search(line.strip()) or not _NOISE.search(line)] or said
+    if not lines:
+        return reason
+    telling = next((line for line in reversed(lines) if _TELLING.search(line.strip())), "")
+    first = f"{telling.strip()} ({reason})" if telling and telling.strip() not in reason else reason
+    return "\n".join([f"{first}; the end of its output:", *lines[-OUTPUT_LINES:]])
 
 
 def _settle(done: Future[Any], error: EngineError | None) -> None:

@@ -2,7 +2,9 @@
 
 Invariant: one thread with an event loop of its own talks to the server, so the engine can be used from any loop. What
 cannot be reached fails within a stated time (``ANSWER_WITHIN``, ``MISSING_FOR``) with an EngineError that has the URL;
-requests under way end with it, and the next ones try again: a server may come back.
+requests under way end with it, and the next ones try again: a server may come back. After a lost connection it is asked
+for its weight version before it gets a request; one that was restarted is given our last weights again, or is an error.
+Every answer says which version sampled it, so no token of another version is ever taken for one of ours.
 
 Tokens are exact (ids in, ids out), also through a server that has its own tokenizer. Everything that
 :mod:`fsm_rollout.engines.sglang` says about SGLang holds here, and: new weights come from a folder that the server can
@@ -14,9 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import threading
 import weakref
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -30,10 +33,13 @@ from fsm_rollout.engines.model_folders import load_tokenizer, model_folder
 from fsm_rollout.engines.sglang_model import stop_tokens_in, vocabulary_of
 from fsm_rollout.engines.sglang_requests import Requests
 from fsm_rollout.engines.sglang_under_way import UnderWay
+from fsm_rollout.engines.sglang_wire import Ask
 from fsm_rollout.errors import EngineError
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 ANSWER_WITHIN = 30.0
 """Seconds that a server has to take a connection, and to answer a question about itself."""
@@ -46,10 +52,21 @@ IDLE_WITHIN = 30.0
 
 
 class _Server:
-    """The backend of :class:`Requests`; belongs to the loop of :class:`_Talk`."""
+    """The backend of :class:`Requests`; belongs to the loop of :class:`_Talk`.
 
-    def __init__(self, url: str, send_every: int) -> None:
+    Args:
+        url: where it is.
+        send_every: tokens between two outputs.
+        doubt: called when it may be another server, or have other weights, the next time.
+    """
+
+    def __init__(self, url: str, send_every: int, doubt: Callable[[], None]) -> None:
         self.url = url.rstrip("/")
+        self.label = ""
+        """What it calls the weights that ours should be."""
+        self.ours = False
+        """Whether that name is ours. Until then others may update it, and we are none the wiser."""
+        self._doubt = doubt
         self._send_every = send_every
         timeout = httpx.Timeout(ANSWER_WITHIN, read=None)  # an answer may take as long as it likes; see ``watch``
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=128, keepalive_expiry=2.0)
@@ -74,7 +91,8 @@ class _Server:
         return None
 
     def gone(self, error: Exception) -> EngineError:
-        """Say that the server cannot be reached."""
+        """Say that the server cannot be reached, and have it looked at before the next request."""
+        self._doubt()
         why = str(error) or type(error).__name__
         return EngineError(
             f"the SGLang server {self.url} cannot be reached ({why}); is it running, and is the url right?"
@@ -94,12 +112,48 @@ class _Server:
                         out = json.loads(line[6:])
                         if "error" in out:
                             raise ValueError(out["error"].get("message", out["error"]))
+                        self._check_label(out["meta_info"].get("weight_version"))
                         yield out
                         if out["meta_info"]["finish_reason"] is not None:
                             return
         except httpx.HTTPError as error:
             raise self.gone(error) from None
         raise self.gone(EOFError("the answer broke off"))
+
+    def _check_label(self, label: object) -> None:
+        """Check which weights have sampled an output.
+
+        Raises:
+            EngineError: not ours; connections may break while nobody looks.
+        """
+        if self.ours and label is not None and str(label) != self.label:
+            self._doubt()
+            raise EngineError(
+                f"{self.url} samples with weights of version '{label}', not '{self.label}' as loaded here; it was "
+                f"restarted, or others update it"
+            )
+
+    async def ask_label(self) -> str:
+        """Return what the server calls its weights.
+
+        Raises:
+            EngineError: it is not there, or does not say.
+        """
+        info = await self.call("GET", "/model_info", within=ANSWER_WITHIN)
+        if not isinstance(info, Mapping):
+            raise EngineError(f"{self.url}/model_info does not say what an SGLang server says; is the url right?")
+        return str(info.get("weight_version", ""))
+
+    async def load_weights(self, folder: Path, label: str) -> None:
+        """Have it load a folder, which it must be able to read.
+
+        Raises:
+            EngineError: it is not there, or refuses.
+        """
+        what = {"model_path": str(folder), "weight_version": label}
+        told = await self.call("POST", "/update_weights_from_disk", what)
+        if not (isinstance(told, Mapping) and told.get("success")):
+            raise EngineError(f"{self.url} refused the weights: {told}")
 
     async def abort(self, rid: str) -> None:
         with suppress(EngineError):  # asked again, or the request fails by itself
@@ -117,7 +171,10 @@ class _Talk(threading.Thread):
         super().__init__(name="fsm-rollout-sglang-http", daemon=True)
         self.loop = asyncio.new_event_loop()
         self.under_way = UnderWay(0, replica, self._unheard)
-        self.server = _Server(url, send_every)
+        self.server = _Server(url, send_every, self._doubt)
+        self._folder: Path | None = None
+        """The weights that it was last given from here."""
+        self._look: asyncio.Task[None] | None = None
         self.requests = Requests(
             self.server, self.under_way.deliver, mask_tokens=0, vocabulary=vocabulary, lost=self._lost
         )
@@ -134,6 +191,8 @@ class _Talk(threading.Thread):
         watch = self.loop.create_task(self._watch())
         self.loop.run_forever()
         watch.cancel()
+        if self._look is not None:
+            self._look.cancel()
         self.loop.run_until_complete(self.server.client.aclose())
         self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         self.loop.close()
@@ -159,9 +218,55 @@ class _Talk(threading.Thread):
             )
         self.under_way.max_context = int(info["max_req_input_len"])
         self.requests.mask_tokens = int(info.get("sampling_mask_max_tokens", 0))
-        served = await self.server.call("GET", "/model_info", within=ANSWER_WITHIN)
-        version = str(served.get("weight_version", ""))
-        self.requests.version = int(version) if version.isdecimal() else 0
+        self.server.label = label = await self.server.ask_label()
+        self.requests.version = int(label) if label.isdecimal() else 0
+
+    def begin(self, asks: Sequence[Ask]) -> None:
+        """Start requests, once the server has been looked at if need be."""
+        self.requests.start(asks)
+        self._look_if_doubted()
+
+    def _doubt(self) -> None:
+        """Send nothing until the server has been looked at: now if requests wait for that, else with the next ones."""
+        self.requests.held.add("doubted")
+        self.loop.call_soon(self._look_if_doubted)
+
+    def _look_if_doubted(self) -> None:
+        looking = self._look is not None and not self._look.done()
+        if "doubted" in self.requests.held and len(self.requests) and not looking:
+            self._look = self.loop.create_task(self._look_again())
+
+    async def _look_again(self) -> None:
+        """See whether the server has our weights, give it those it lacks, and let the requests go."""
+        async with self._orders:
+            try:
+                await self._check_weights()
+            except EngineError as error:
+                self.requests.give_up(error)
+            else:
+                self.requests.release("doubted")
+
+    async def _check_weights(self) -> None:
+        """Give a server that lost our weights the last ones again.
+
+        Raises:
+            EngineError: it was never given any from here, refuses, or is not there.
+        """
+        server = self.server
+        if (label := await server.ask_label()) == server.label:
+            return
+        told = f"{server.url} now has weights of version '{label}' instead of '{server.label}', so it was restarted"
+        if self._folder is None:
+            raise EngineError(
+                f"{told}, and no folder was loaded here that it could be given again; update_weights(folder), or "
+                f"build another engine to take it as it is"
+            )
+        try:
+            await server.call("POST", f"/flush_cache?timeout={IDLE_WITHIN:g}")
+            await server.load_weights(self._folder, server.label)
+        except EngineError as error:
+            raise EngineError(f"{told}, and cannot be given '{self._folder}' again: {error}") from None
+        logger.warning("%s; it was given '%s' again", told, self._folder)
 
     def _unheard(self, handles: list[int]) -> None:
         self.do(self.requests.abort(handles))
@@ -211,14 +316,15 @@ class _Talk(threading.Thread):
                 await self._empty("updating")
             try:
                 if folder is None:
+                    if "doubted" in self.requests.held:
+                        await self._check_weights()  # or those of a restarted server would get the new name
                     name = {"new_version": str(version), "abort_all_requests": False}
                     await self.server.call("POST", "/update_weight_version", name)
                 else:
-                    what = {"model_path": str(folder), "weight_version": str(version)}
-                    told = await self.server.call("POST", "/update_weights_from_disk", what)
-                    if not (isinstance(told, Mapping) and told.get("success")):
-                        raise EngineError(f"{self.server.url} refused the weights: {told}")
+                    await self.server.load_weights(folder, str(version))
+                    self._folder = folder
                 self.requests.version = version
+                self.server.label, self.server.ours = str(version), True
             finally:
                 self.requests.release("updating")
 
@@ -287,7 +393,7 @@ class SGLangHTTPEngine:
         self._check_open()
         answers = Answers((request.request_id for request in requests), self._abandon)
         if asks := self._talk.under_way.take(requests, answers, self.weight_version):
-            self._talk.loop.call_soon_threadsafe(self._talk.requests.start, asks)
+            self._talk.loop.call_soon_threadsafe(self._talk.begin, asks)
         return aiter(answers)
 
     async def abort(self, request_ids: Iterable[str]) -> None:

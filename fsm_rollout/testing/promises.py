@@ -15,13 +15,11 @@ import time
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.handlers import load_object
-from fsm_rollout.model import embedded_model
 from fsm_rollout.testing.virtual_time import Deadlock, LeakedTasks, run_virtual
 
 if TYPE_CHECKING:
@@ -81,14 +79,6 @@ def search(strategy: st.SearchStrategy[T], hold: Callable[[T], object], examples
 
     holds()
     return ran
-
-
-@cache
-def embedded_tokenizer() -> Any:
-    """Return the tokenizer of the embedded model, a real one with a chat template that writes tool calls."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(embedded_model())
 
 
 # -- code by its name ---------------------------------------------------------------------------------------------

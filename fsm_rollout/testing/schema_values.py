@@ -1,8 +1,8 @@
 """Hypothesis strategies from the JSON schemas that tools show to models.
 
-Invariant: what :func:`arguments` draws follows the schema; what :func:`spoiled` draws breaks it in one way that it
-names. Only the keywords that this package's own schemas use are understood; a ``pattern`` and formats are drawn as
-Hypothesis can.
+Invariant: what :func:`json_values` and :func:`arguments` draw follows the schema; what :func:`spoiled` draws breaks it
+in one way that it names. Only the keywords that this package's own schemas use are understood; a ``pattern`` and
+formats are drawn as Hypothesis can.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from fsm_rollout.graph import MOST
 
 Schema = Mapping[str, Any]
 
-_TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]), max_size=12)
+WORDS = ("", "a", "4", "yes", "(37 + 58) * 4", "two words", "é 漢字 🙂", "line\nbreak", '"quoted"', "<b>")
+"""Texts that tool formats have trouble with, simplest first."""
+
+plain_texts = st.sampled_from(WORDS) | st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]), max_size=12)
 _ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers(-99, 99) | _TEXT,
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(_TEXT, inner, max_size=2),
+    st.none() | st.booleans() | st.integers(-99, 99) | plain_texts,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(plain_texts, inner, max_size=2),
     max_leaves=3,
 )
 _WRONG: Mapping[str, Any] = {
@@ -32,6 +35,11 @@ _WRONG: Mapping[str, Any] = {
     "null": "something",
 }
 """A value that is not of the type, however leniently it is read."""
+
+
+def json_values(schema: Schema) -> st.SearchStrategy[Any]:
+    """Return a strategy for values that a JSON schema takes; an empty schema takes anything."""
+    return _value(schema, schema.get("$defs", {}))
 
 
 def arguments(parameters: Schema) -> st.SearchStrategy[dict[str, Any]]:
@@ -80,6 +88,8 @@ def _value(schema: Schema | bool, defs: Schema, depth: int = 0) -> st.SearchStra
         case "string":
             if "pattern" in schema:
                 return st.from_regex(schema["pattern"])
+            if not {"minLength", "maxLength"} & schema.keys():
+                return _FORMATS.get(schema.get("format", ""), plain_texts)
             texts = st.text(
                 st.characters(codec="utf-8", exclude_categories=["Cc"]),
                 min_size=schema.get("minLength", 0),
@@ -119,7 +129,7 @@ def _value(schema: Schema | bool, defs: Schema, depth: int = 0) -> st.SearchStra
 def _object(schema: Schema, defs: Schema, depth: int = 0) -> st.SearchStrategy[dict[str, Any]]:
     properties: Schema = schema.get("properties", {})
     if not properties and schema.get("additionalProperties", False) is not False:
-        return st.dictionaries(_TEXT, _value(schema["additionalProperties"], defs, depth + 1), max_size=2)
+        return st.dictionaries(plain_texts, _value(schema["additionalProperties"], defs, depth + 1), max_size=2)
     required = set(schema.get("required", ()))
     drawn = {name: _value(one, defs, depth + 1) for name, one in properties.items()}
     return st.fixed_dictionaries(

@@ -33,12 +33,12 @@ from fsm_rollout.testing.promises import (
     ConformanceError,
     busy,
     called,
-    embedded_tokenizer,
     importable,
     in_virtual_time,
     search,
     unblocked,
 )
+from fsm_rollout.testing.simulation import embedded_tokenizer
 from fsm_rollout.testing.watched_visits import Story, Visited, Watch, current_watch, task_factory, watched_class
 from fsm_rollout.trajectory import Outcome, Trajectory
 

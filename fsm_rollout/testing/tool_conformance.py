@@ -31,12 +31,12 @@ from fsm_rollout.testing.promises import (
     busy,
     called,
     cancelled_at,
-    embedded_tokenizer,
     importable,
     in_virtual_time,
     search,
     unblocked,
 )
+from fsm_rollout.testing.simulation import embedded_tokenizer
 from fsm_rollout.tools import AgentAnswer, ToolContext
 from fsm_rollout.tools.binding import BoundTool
 from fsm_rollout.tools.call import STOP_SECONDS

@@ -53,6 +53,11 @@ def bad_arguments(name: str, explanation: str) -> str:
     return _error(f"{name}: {explanation}", "correct the arguments and try again")
 
 
+def died(name: str) -> str:
+    """Return what is told about a call of which what ran it broke down."""
+    return _error(f"{name}: the tool broke down", "try again, or go on without it")
+
+
 def interrupted(name: str) -> str:
     """Return what is told about a call that was cut off, and may have had its effect, when the run was interrupted."""
     return _error(f"{name}: the call was interrupted and may have had its effect", "check before you call it again")

@@ -23,6 +23,7 @@ from fsm_rollout.tools import told
 from fsm_rollout.tools.base import AgentAnswer, CallResult, RunAgent, ToolContext, ToolResult
 from fsm_rollout.tools.binding import BoundTool, NotReady, OpenTool, bind
 from fsm_rollout.tools.call import Expired, bounded
+from fsm_rollout.tools.elsewhere import ToolDied
 from fsm_rollout.tools.json_schema import Schema
 from fsm_rollout.tools.truncation import truncate
 
@@ -261,6 +262,8 @@ class ToolSession:
         except NotReady as error:
             cause = error.__cause__ or error
             return _End(CallResult(told.not_ready(tool.name, cause), failure=type(cause).__name__), _class_names(cause))
+        except ToolDied as error:
+            return _End(CallResult(told.died(tool.name), failure="ToolDied"), _class_names(error))
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
         except BaseException as error:  # tools may raise anything, pytest's and trio's own kinds included

@@ -46,6 +46,15 @@ def test_the_embedded_model_is_the_default():
     asyncio.run(engine.aclose())
 
 
+def test_a_key_that_is_null_is_not_there(tmp_path: Path):
+    """So ``engine.replicas=null`` on the command line takes a key of the run file out."""
+    keys = ("replicas", "placement", "gpus", "router", "pool", "ray", "script", "max_context")
+    for nulls in (dict.fromkeys(keys), {"replicas": 2, "pool": {"attempts": None, "restarts": 1}}):
+        assert said({"turns": ["The answer is 7."], **nulls}, tmp_path) == "The answer is 7."
+    with pytest.raises(ConfigError, match="unknown key 'threds'"):
+        build_engine({"kind": "transformers", "threads": None, "threds": 1}, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("spec", "messages"),
     [
@@ -75,6 +84,13 @@ def test_the_embedded_model_is_the_default():
         ({"kind": "transformers", "max_running": "3"}, ["max_running should be a valid integer, got '3'"]),
         ({"kind": "transformers", "replicas": 0}, ["replicas should be greater than or equal to 1, got 0"]),
         ({"kind": "transformers", "ray": {"address": "auto"}}, ["ray: for placement 'ray' only"]),
+        ({"kind": None}, ["an engine needs 'kind'"]),
+        ({"kind": "transformers", "router": "nope"}, ["router 'nope' does not exist; known: least_loaded, sticky"]),
+        (
+            {"kind": "transformers", "router": "stiky", "modl": "x", "pool": {"attempts": 0}},
+            ["did you mean 'sticky'?", "unknown key 'modl'", "pool.attempts should be greater than or equal to 1"],
+        ),
+        ({"kind": "transformers", "router": 3}, ["router should be a valid string, got 3"]),
         ({"kind": "scripted", "script": "missing.yaml"}, ["missing.yaml: no such file"]),
     ],
 )

@@ -264,8 +264,10 @@ def test_a_killed_scheduler_ends_what_is_under_way_and_no_other_engine(engine: S
         pending = asyncio.ensure_future(got.drain(second.generate(doomed)))
         await got.until(lambda: all(answer.ids for answer in got.values()))  # partial results are there
         kill_scheduler_of(second)
-        with pytest.raises(EngineError, match="process of SGLang"):
+        with pytest.raises(EngineError, match="process of SGLang") as died:
             await asyncio.wait_for(pending, 30)
+        assert "scheduler_0" in str(died.value).splitlines()[0]
+        assert "exit code -9" in str(died.value).splitlines()[0]
         assert all(answer.reason is None for answer in got.values())
         with pytest.raises(EngineError, match="process of SGLang"):
             second.generate([request(second, next(names))])

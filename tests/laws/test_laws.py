@@ -7,6 +7,7 @@ side's log (the engine's, the tools'); none calls the code under test.
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,14 +17,14 @@ from laws.agents import agents
 from laws.world import turns
 
 from fsm_rollout.chat import ChatTemplate
-from fsm_rollout.engines.base import Request
+from fsm_rollout.engines.base import Chunk, Request
 from fsm_rollout.engines.script import Turn
 from fsm_rollout.events import Generated, Wrote
 from fsm_rollout.graph import AgentGraph
 from fsm_rollout.proof import prove
 from fsm_rollout.testing import laws
 from fsm_rollout.testing.agent_checks import judge
-from fsm_rollout.testing.plan import Plan
+from fsm_rollout.testing.plan import Fault, Plan, Schedule
 from fsm_rollout.testing.simulation import Simulation, embedded_tokenizer, simulate, without_clocks
 from fsm_rollout.testing.strategies import engine_scripts, plans
 from fsm_rollout.testing.strategies.graphs import graphs
@@ -31,6 +32,17 @@ from fsm_rollout.verify import verify
 
 FAILURES = {"failed:Overload", "failed:EngineError", "failed:RuntimeError"}
 """What the drawn world may be blamed for; any other failure would be our own."""
+
+
+SIMPLEST = AgentGraph(
+    agent="law",
+    limits={"assistant_turns": 1},
+    states={"PENDING": {}, "GENERATING": {"timeout": 60}},
+    transitions=[
+        {"trigger": "prompted", "source": "PENDING", "dest": "GENERATING"},
+        {"trigger": "generated", "source": "GENERATING", "dest": "TERMINATED"},
+    ],
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -65,10 +77,10 @@ def everything(run: Simulation) -> Simulation:
 
 
 def fails_only_as_drawn(run: Simulation) -> None:
-    """What failed was drawn to fail."""
+    """What failed was drawn to fail; an agent that generates twice with nothing new between is one that fails."""
     for trajectory in run.trajectories:
         reason = str(trajectory.stop_reason)
-        if reason.startswith("failed:"):
+        if reason.startswith("failed:") and not str(trajectory.detail).startswith("[no-new-message]"):
             assert reason in FAILURES, trajectory.detail
 
 
@@ -102,6 +114,68 @@ def test_results_do_not_depend_on_the_schedule(case: tuple[AgentGraph, Plan]) ->
     assert len(set(seeds(one).values())) == len(seeds(one)), "two generations share their randomness"
     elsewhere = simulate(graph, plan.model_copy(update={"seed": plan.seed + 1}), real_tools=True)
     assert not set(seeds(one).values()) & set(seeds(elsewhere).values())
+
+
+KILLS = st.builds(
+    Fault, at=st.sampled_from([0.05, 0.55, 1.05, 2.55]), kind=st.just("kill_replica"), target=st.integers(0, 2)
+)
+CHANGES = st.builds(Fault, at=st.sampled_from([0.0, 0.1, 0.5, 1.0]), kind=st.sampled_from(["update_weights", "pause"]))
+
+
+@given(
+    drawn(agents(), failures=False, faults=False),
+    st.tuples(st.lists(KILLS, min_size=1, max_size=3), st.lists(CHANGES, max_size=2)).map(
+        lambda two: (*two[0], *two[1])
+    ),
+    st.integers(1, 3),
+)
+def test_results_do_not_depend_on_which_replicas_are_lost(
+    case: tuple[AgentGraph, Plan], faults: tuple[Fault, ...], replicas: int
+) -> None:
+    """Laws 4, 6 and 8: what a lost replica had goes on elsewhere, each token with the weights that sampled it."""
+    graph, plan = without_clocks(case[0]), case[1]
+    schedule = plan.schedule.model_copy(update={"replicas": replicas})
+    whole = simulate(graph, plan)
+    lossy = everything(simulate(graph, plan.model_copy(update={"schedule": schedule, "faults": faults})))
+    assert versionless(whole) == versionless(lossy)
+    latest = sum(fault.kind == "update_weights" and fault.at < lossy.seconds for fault in faults)
+    assert lossy.engine.weight_version >= latest
+    told = [line.what for line in lossy.log if isinstance(line.what, Chunk)]
+    for earlier, later in pairwise(told):
+        assert earlier.weight_version <= later.weight_version, "a replica came back with weights that are over"
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_an_answer_goes_on_where_its_lost_replica_stood_with_the_weights_of_now(replicas: int) -> None:
+    """Replicas die in the middle of answers that new weights have met already."""
+    says = ({"law/main": (Turn(text="It is four, I am quite sure.", delay=0.5, chunks=6),)},)
+    plan = Plan(prompts=3, n=2, says=says)
+    kills = [Fault(at=0.7 + 0.6 * each, kind="kill_replica", target=each) for each in range(replicas)]
+    faults = (Fault(at=0.2, kind="update_weights"), *kills)
+    schedule = Schedule(replicas=replicas)
+    lossy = simulate(SIMPLEST, plan.model_copy(update={"faults": faults, "schedule": schedule}))
+    judge(lossy, [laws.keeps_running, laws.comes_back, laws.keeps_streams, laws.keeps_events])
+    assert versionless(lossy) == versionless(simulate(SIMPLEST, plan))
+    assert {line.what.weight_version for line in lossy.log if isinstance(line.what, Chunk) and line.what.ids} == {1}
+
+
+def test_a_pause_that_meets_only_the_dead_is_not_kept() -> None:
+    faults = tuple(Fault(at=0.0, kind=kind) for kind in ("kill_replica", "update_weights"))
+    (trajectory,) = simulate(SIMPLEST, Plan(faults=faults)).trajectories
+    assert trajectory.stop_reason == "answered"
+
+
+def versionless(run: Simulation) -> dict[str, Any]:
+    """What each trajectory came to, but for the versions of its tokens."""
+    return {
+        t.trajectory_id: (
+            t.stop_reason,
+            dict(t.visits),
+            [(s.tokens.ids.tolist(), s.tokens.response_mask().tolist(), s.tokens.response_logprobs().tolist())
+             for s in t.streams],
+        )
+        for t in run.trajectories
+    }  # fmt: skip
 
 
 @given(drawn(agents(), failures=False, faults=False, killed=True))
@@ -199,14 +273,5 @@ def test_a_plan_replays_a_run_exactly(case: tuple[AgentGraph, Plan]) -> None:
 
 
 def test_the_simplest_plan_is_the_simplest_run() -> None:
-    graph = AgentGraph(
-        agent="law",
-        limits={"assistant_turns": 1},
-        states={"PENDING": {}, "GENERATING": {"timeout": 60}},
-        transitions=[
-            {"trigger": "prompted", "source": "PENDING", "dest": "GENERATING"},
-            {"trigger": "generated", "source": "GENERATING", "dest": "TERMINATED"},
-        ],
-    )
-    (trajectory,) = simulate(graph, Plan(says=({"law/main": (Turn(text="4"),)},))).trajectories
+    (trajectory,) = simulate(SIMPLEST, Plan(says=({"law/main": (Turn(text="4"),)},))).trajectories
     assert list(trajectory.assistant_texts()) == ["4"]

@@ -18,6 +18,12 @@ RESUME = (
     "tests/testing/test_check_state.py::test_a_good_handler_that_does_everything_conforms",
     "tests/test_resume.py",
 )
+AGAIN = ("tests/test_resume.py::test_a_handler_of_many_steps_goes_on_from_any_of_them",)
+REPLICAS = (
+    "tests/laws/test_laws.py::test_an_answer_goes_on_where_its_lost_replica_stood_with_the_weights_of_now",
+    "tests/laws/test_laws.py::test_results_do_not_depend_on_which_replicas_are_lost",
+)
+ROUTER = ("tests/engines/test_router.py",)
 MACHINE = ("tests/testing/test_scheduler_machine.py",)
 SCHEDULER = ("tests/test_scheduler.py",)
 
@@ -49,6 +55,7 @@ MUTANTS = (
         "        if self.trained:\n            for span in self.sampled():",
         "        if True:\n            for span in self.sampled():",
         "4: only trainable contexts have mask 1",
+        ("tests/test_tokens.py", *LAWS),
     ),
     Mutant(
         "drop a token", "turn.py", "        ids=ticket.ids[:],\n        logprobs=ticket.logprobs[:],",
@@ -110,8 +117,8 @@ MUTANTS = (
         SCHEDULE,
     ),
     Mutant(
-        "a seed for the run alone", "scheduler.py", "seed=derive_seed(self.seed, trajectory_id,",
-        "seed=derive_seed(self.seed, sample,",
+        "a seed for the run alone", "live.py", "seed=derive_seed(scheduler.seed, trajectory_id,",
+        "seed=derive_seed(scheduler.seed, sample,",
         "6: no two trajectories share their randomness",
         SCHEDULE,
     ),
@@ -226,7 +233,7 @@ MUTANTS = (
         "a resumed visit writes its prompt again", "visit.py",
         "        if self._entry is not None:\n", "        if False:\n",
         "6: where a run was interrupted does not matter",
-        RESUME,
+        AGAIN,
     ),
     Mutant(
         "a resumed visit does again what it had done", "done.py", "return left.popleft() if left else None",
@@ -240,11 +247,37 @@ MUTANTS = (
         "6: an aborted generation goes on as the same one",
         RESUME,
     ),
+    # -- replicas (laws 4, 6, 8)
+    Mutant(
+        "what a lost replica had begins anew", "engines/pool_members.py", "self.request.continued(self.ids, ",
+        "self.request.continued(self.ids[:0], ",
+        "7: what was streamed stays, and nothing is sampled twice",
+        REPLICAS,
+    ),
+    Mutant(
+        "what a lost replica had is forgotten", "engines/pool.py",
+        "        self._elsewhere(list(member.sent.values()), why)\n        self._assign()",
+        "        self._assign()",
+        "8: a lost replica loses no request",
+        REPLICAS,
+    ),
+    Mutant(
+        "a replica comes back with the weights it was built with", "engines/pool_crew.py",
+        "                    await member.live.update_weights(shared, version)", "                    pass",
+        "4: each token has the version that sampled it",
+        REPLICAS,
+    ),
+    Mutant(
+        "a session goes everywhere", "engines/router.py",
+        "name = self._sessions.get(session) or self._groups.get(request.group_id)", "name = None",
+        "requests stay where their prefix is cached",
+        ROUTER,
+    ),
     # -- rows and batches (laws 7, 9)
     Mutant(
         "a sub-agent's tokens in its parent's row", "live.py",
-        "            self.scheduler.program(graph), prompt, self.group, child_id, parent.sample,",
-        "            self.scheduler.program(graph), prompt, self.group, parent.trajectory_id, parent.sample,",
+        "            self.group,\n            child_id,\n",
+        "            self.group,\n            parent.trajectory_id,\n",
         "7: a sub-agent's tokens are rows of its own trajectory",
         SCHEDULER,
     ),

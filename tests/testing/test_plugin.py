@@ -13,6 +13,7 @@ from testing.plugin_agents import (
     DEAD_ROW,
     GOOD,
     GRADED,
+    HIDDEN_STATE,
     LOOKS_UP,
     NEVER,
     RAISES,
@@ -139,6 +140,15 @@ def test_a_handler_at_fault_is_named_with_its_story_and_a_line_that_replays_it(
     again = folder.runpytest_inprocess(*shlex.split(line), "-p", "no:cacheprovider")
     again.assert_outcomes(failed=1)
     assert told in again.stdout.str()
+
+
+def test_a_handler_that_keeps_state_on_itself_depends_on_the_schedule(folder: pytest.Pytester) -> None:
+    agent(folder, GRADED, grader=HIDDEN_STATE)
+    result = folder.runpytest_inprocess("--fsm-agents", "agent.yaml", "-k", "schedule", *FEW)
+    result.assert_outcomes(failed=1, deselected=7)
+    result.stdout.re_match_lines(
+        [r"agent.yaml::schedule: law 6: (concurrency|max_running|replicas|slow) .* changes its"]
+    )
 
 
 def test_a_handler_that_blocks_the_loop_is_named_with_its_line(folder: pytest.Pytester) -> None:

@@ -1,12 +1,14 @@
 """The real scheduler and dispatcher under any order of what can be done to them, against a model of what comes back.
 
 The loop is stepped rule by rule: between two rules everything that can run without time passing has run. The model
-knows what was submitted and what was done to it; tokens and versions are compared with the engine's own log.
+knows what was submitted and what was done to it; tokens and versions are compared with the engines' own log. Two
+machines hold one engine, and a pool of replicas that die one by one, to the same.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,17 +18,24 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from fsm_rollout.dispatch import Dispatcher
+from fsm_rollout.engines.answers import Answers
 from fsm_rollout.engines.base import Chunk, Request
-from fsm_rollout.engines.script import Turn
-from fsm_rollout.engines.scripted import ScriptedEngine
+from fsm_rollout.engines.pool import PoolEngine
+from fsm_rollout.engines.pool_members import PoolTimes
+from fsm_rollout.engines.script import Script, Turn
+from fsm_rollout.engines.scripted import Logged, ScriptedEngine
+from fsm_rollout.events import AnyEvent, Ended
 from fsm_rollout.graph import AgentGraph
 from fsm_rollout.live import Group
 from fsm_rollout.prompts import Prompt
 from fsm_rollout.scheduler import Scheduler
+from fsm_rollout.testing.mortal_replicas import MortalReplica, MortalReplicas
 from fsm_rollout.testing.virtual_time import VirtualTimeLoop
 from fsm_rollout.tokens import Owner
 from fsm_rollout.trajectory import Trajectory
 
+ATTEMPTS = 2
+"""Tries of a generation, after which the dispatcher gives it up."""
 AGENT = AgentGraph(
     agent="machine",
     limits={"assistant_turns": 3, "tool_calls": 4, "wall_seconds": 10_000},
@@ -66,21 +75,96 @@ BROKEN = {
     "failed:Overload": Turn(text="half a", error="Overload: try later", delay=0.5, chunks=2),
     "mends": Turn(text="half a", error="Overload: try later", fails=1, delay=0.5, chunks=2),
     "timed_out": Turn(text="half a", hang=True, delay=0.5),
-    "failed:EngineError": Turn(text="half a", crash="gone", delay=0.5, chunks=2),
+    "crash": Turn(text="half a", crash="gone", delay=0.5, chunks=2),
 }
 """What a turn may come to, by the stop reason of a trajectory that it ends."""
+
+
+@dataclass
+class Losses:
+    """What the engines know of their own failures: over all lives, as a turn that mends has been tried in all."""
+
+    tries: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """How often each turn was asked for that fails a number of times."""
+    failed: Counter[tuple[str, str, int]] = field(default_factory=Counter)
+    """How many tries of a generation (trajectory, context, turn) an engine has failed, whatever the reason."""
+
+    def add(self, request: Request) -> None:
+        self.failed[request.trajectory_id, request.context, request.turn] += 1
+
+    def most(self, trajectory_id: str) -> int:
+        """How many tries the unluckiest generation of a trajectory has lost."""
+        return max((count for (name, *_), count in self.failed.items() if name == trajectory_id), default=0)
 
 
 class Mortal(ScriptedEngine):
     """A scripted engine whose process can be killed: every generation under way fails with it."""
 
-    def kill(self) -> None:
+    def __init__(self, turns: Script, losses: Losses, **options: Any) -> None:
+        super().__init__(turns, tokenizer=tokenizer(), log=True, **options)
+        self._failed = losses.tries
+        self.losses = losses
+
+    def _next_piece(self, answer: Any) -> None:
+        if answer.plan.error is not None and answer.given + 1 >= len(answer.plan.pieces):
+            self.losses.add(answer.request)
+        super()._next_piece(answer)
+
+    def _crash(self, answers: Answers, message: str) -> None:
+        under_way = self._running | self._waiting
+        for request_id in answers.request_ids:
+            self.losses.add(under_way[request_id].request)
+        super()._crash(answers, message)
+
+    def kill(self, number: int) -> None:
         for answers in {answer.answers for answer in [*self._running.values(), *self._waiting.values()]}:
             self._crash(answers, "killed")
 
     @property
     def busy(self) -> list[str]:
         return [*self._running, *self._waiting]
+
+    async def fail(self, request_id: str) -> None:
+        """End a request that nobody asked to end."""
+        self.losses.add((self._running | self._waiting)[request_id].request)
+        await self.abort([request_id])
+
+
+class MortalPool(PoolEngine):
+    """A pool of such engines, whose replicas are killed one at a time."""
+
+    def __init__(self, turns: Script, losses: Losses, count: int, **options: Any) -> None:
+        self.lives = MortalReplicas(lambda name: Mortal(turns, losses, replica=name, **options))
+        super().__init__(self.lives, count, times=PoolTimes(ping_every=7.0, ping=1.0))
+
+    def kill(self, number: int) -> None:
+        life = list(self.lives.lives.values())[number % len(self.lives.lives)][-1]
+        if life.killed:
+            return
+        engine = engine_of(life)
+        for answer in (engine._running | engine._waiting).values():
+            engine.losses.add(answer.request)
+        life.kill()
+
+    @property
+    def living(self) -> list[Mortal]:
+        return [engine_of(self.lives.lives[each.name][-1]) for each in self.replicas if each.state == "up"]
+
+    @property
+    def busy(self) -> list[str]:
+        return [request_id for engine in self.living for request_id in engine.busy]
+
+    async def fail(self, request_id: str) -> None:
+        await next(engine for engine in self.living if request_id in engine.busy).fail(request_id)
+
+    @property
+    def log(self) -> list[Logged]:
+        return self.lives.log(each.name for each in self.replicas if each.state == "up")
+
+
+def engine_of(life: MortalReplica) -> Mortal:
+    assert isinstance(life.scripted, Mortal)
+    return life.scripted
 
 
 @dataclass
@@ -90,8 +174,6 @@ class Submitted:
     n: int
     says: list[Turn]
     """Of the trajectories' turns; the last one repeats."""
-    may_fail: set[str] = field(default_factory=set)
-    """Stop reasons that something done from outside allows."""
     fate: dict[str, str] = field(default_factory=dict)
     """What each trajectory that was stopped must come to: the first stop counts."""
     due: bool = True
@@ -99,9 +181,9 @@ class Submitted:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    def make_engine(self) -> Mortal:
-        """Build what serves the run. A pool of replicas fits here, with `kill` for one of them."""
-        return Mortal(self.script, tokenizer=tokenizer(), max_running=self.max_running, log=True)
+    def make_engine(self) -> Mortal | MortalPool:
+        """Build what serves the run."""
+        return Mortal(self.script, self.losses, max_running=self.max_running)
 
     @initialize(max_running=st.sampled_from([None, 2]), concurrency=st.sampled_from([2, 64]))
     def start(self, max_running: int | None, concurrency: int) -> None:
@@ -113,12 +195,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.tasks: list[asyncio.Task[None]] = []
         self.version = 0
         self.paused_at: int | None = None
+        self.losses = Losses()
+        self.over: set[str] = set()
         self.engine = self.make_engine()
-        self.dispatcher = Dispatcher(self.engine, attempts=2, queue_timeout=50_000.0)
+        self.dispatcher = Dispatcher(self.engine, attempts=ATTEMPTS, queue_timeout=50_000.0)
         self.scheduler = self.instantly(self.make_scheduler(concurrency))
 
     async def make_scheduler(self, concurrency: int) -> Scheduler:
-        return Scheduler({"machine": AGENT}, {"policy": self.dispatcher}, concurrency=concurrency)
+        return Scheduler({"machine": AGENT}, {"policy": self.dispatcher}, concurrency=concurrency,
+                         listeners=[self.listen])  # fmt: skip
+
+    def listen(self, trajectory: Trajectory, event: AnyEvent) -> None:
+        if isinstance(event, Ended):
+            self.over.add(trajectory.trajectory_id)
 
     def script(self, request: Request) -> Turn:
         says = self.prompts[request.group_id].says
@@ -163,12 +252,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         assert trajectory.suspended is None
         says = [submitted.says[min(turn, len(submitted.says) - 1)] for turn in range(3)]
-        allowed = set(submitted.may_fail)
-        if any(turn.crash for one in self.prompts.values() for turn in one.says):
-            allowed.add("failed:EngineError")  # a crash fails its whole dispatch, and others may have been in it
+        lost = self.losses.most(trajectory.trajectory_id)
+        allowed = {"failed:EngineError"} if lost >= ATTEMPTS else set()
+        if lost:
+            allowed.add("timed_out")  # it was admitted once, so its time runs while the next try queues
         for turn in says:
             reason = next((reason for reason, broken in BROKEN.items() if broken is turn), None)
-            if reason is not None and reason != "mends":
+            if reason == "crash":
+                break  # its whole dispatch fails with it, each time; the engine has counted whose
+            if reason == "mends" and lost >= ATTEMPTS:
+                allowed.add("failed:Overload")  # its one good try met something else
+            elif reason is not None and reason != "mends":
                 allowed.add(reason)
                 break
             if turn.text is not None and turn.text.startswith("words"):
@@ -244,7 +338,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def stop_all(self, suspend: bool) -> None:
         for name, submitted in self.prompts.items():
             if submitted.due:
-                for sample in range(submitted.n):
+                for sample in {*range(submitted.n)} - {k for k in range(submitted.n) if f"{name}/{k}" in self.over}:
                     submitted.fate.setdefault(f"{name}/{sample}", "suspended" if suspend else "cancelled")
         self.scheduler.stop("enough" if suspend else None)
         self.settle()
@@ -270,22 +364,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.instantly(self.scheduler.update_weights({})) == self.version
 
     @precondition(lambda self: self.engine.busy)
-    @rule()
-    def kill(self) -> None:
-        """The engine's process dies, and is there again; two tries are all there is."""
-        self.engine.kill()
-        for submitted in self.prompts.values():
-            if submitted.due:
-                submitted.may_fail.add("failed:EngineError")
+    @rule(number=st.integers(0, 2))
+    def kill(self, number: int) -> None:
+        """An engine's process dies, and is there again."""
+        self.engine.kill(number)
         self.settle()
 
     @precondition(lambda self: self.engine.busy)
     @rule(data=st.data())
     def engine_aborts(self, data: st.DataObject) -> None:
         """The engine ends a request that nobody asked it to end: it is tried again."""
-        name = data.draw(st.sampled_from(self.engine.busy))
-        self.prompts[name.partition("/")[0]].may_fail.add("failed:EngineError")
-        self.instantly(self.engine.abort([name]))
+        self.instantly(self.engine.fail(data.draw(st.sampled_from(self.engine.busy))))
 
     @property
     def set_aside(self) -> list[Group]:
@@ -335,12 +424,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.tasks:
             self.loop.run_until_complete(asyncio.gather(*self.tasks))
         self.loop.run_until_idle()
+        busy = self.engine.busy
+        self.loop.run_until_complete(self.engine.aclose())
+        self.loop.run_until_idle()
         assert not self.under_way
         assert {group.group_id for group in self.back} == set(self.prompts)
         left = [task for task in asyncio.all_tasks(self.loop) if not task.done()]
         assert not left, f"still running: {left}"
-        assert not self.engine.busy
+        assert not busy
+
+
+class PoolMachine(SchedulerMachine):
+    """The same on a pool: one replica more or less is nothing that a trajectory notices."""
+
+    def make_engine(self) -> MortalPool:
+        return MortalPool(self.script, self.losses, 3 if self.max_running else 2, max_running=self.max_running)
 
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=max(20, settings.default.max_examples // 3), stateful_step_count=15)
+TestSchedulerOnAPool = PoolMachine.TestCase
+TestSchedulerOnAPool.settings = settings(
+    max_examples=max(20, settings.default.max_examples // 5), stateful_step_count=15
+)
