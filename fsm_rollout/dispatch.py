@@ -372,4 +372,5 @@ class Dispatcher:
             self._end(ticket, "abort")
         for task in list(self._tasks):
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)

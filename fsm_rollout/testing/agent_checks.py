@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from hypothesis import HealthCheck, Verbosity, given, seed, settings
+from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 from hypothesis import strategies as st
 
 from fsm_rollout import journal
@@ -150,6 +150,7 @@ def search(subject: Subject, drawn: st.SearchStrategy[Plan], holds: Callable[[Pl
         max_examples=subject.count,
         deadline=None,
         database=None,
+        phases=[Phase.generate, Phase.shrink],  # explaining runs it all again, traced line by line
         verbosity=Verbosity.quiet,
         report_multiple_bugs=False,
         print_blob=False,

@@ -14,7 +14,7 @@ import gc
 import logging
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -177,10 +177,19 @@ def simulate(
     except (Exception, HandlerBlocked) as error:
         result.crash = error
     finally:
+        _close(run, loop)
+    return result
+
+
+def _close(run: Coroutine[Any, Any, None], loop: VirtualTimeLoop) -> None:
+    """Close what a crash has left half-way; what it does in closing may ask for the loop."""
+    asyncio.set_event_loop(loop)
+    try:
         run.close()
+    finally:
+        asyncio.set_event_loop(None)
         if not loop.is_closed():
             loop.close()
-    return result
 
 
 def _prompts(plan: Plan, given: Sequence[Prompt]) -> Iterator[Prompt]:
@@ -278,7 +287,8 @@ class _World:
                 result.seconds = loop.time()
                 for task in faults:
                     task.cancel()
-                await asyncio.gather(*faults, return_exceptions=True)
+                if faults:
+                    await asyncio.gather(*faults, return_exceptions=True)
                 if self.replicas is not None and isinstance(engine, PoolEngine):
                     result.log = self.replicas.log(stats.name for stats in engine.replicas if stats.state == "up")
                 await engine.aclose()
