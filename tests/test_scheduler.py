@@ -589,3 +589,15 @@ def test_a_journal_holds_an_id_once(tmp_path: Path) -> None:
             assert ids == ["p0", "p0#2", "p0#3"], "the next epoch's are told apart"
 
     asyncio.run(main())
+
+
+def test_entering_the_initial_state_is_charged_like_any_entry() -> None:
+    frame = {
+        "initial": "GENERATING",
+        "states": {"GENERATING": {"prompt": "Once more.", "timeout": 100.0}},
+        "transitions": [{"trigger": "generated", "source": "GENERATING", "dest": "GENERATING"}],
+    }
+    groups, _ = run(agent(frame, limits={"assistant_turns": 2}), ["x"])
+    trajectory = only(groups)
+    assert (trajectory.stop_reason, trajectory.turn) == ("limit:assistant_turns", 2)
+    assert trajectory.spent == {"assistant_turns": 3}
