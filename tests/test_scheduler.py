@@ -597,7 +597,7 @@ def test_entering_the_initial_state_is_charged_like_any_entry() -> None:
         "states": {"GENERATING": {"prompt": "Once more.", "timeout": 100.0}},
         "transitions": [{"trigger": "generated", "source": "GENERATING", "dest": "GENERATING"}],
     }
-    groups, _ = run(agent(frame, limits={"assistant_turns": 2}), ["x"])
+    groups, _ = run(agent(frame, limits={"assistant_turns": 2}), ["x", "y", "z"])
     trajectory = only(groups)
     assert (trajectory.stop_reason, trajectory.turn) == ("limit:assistant_turns", 2)
     assert trajectory.spent == {"assistant_turns": 3}
