@@ -165,7 +165,7 @@ class Scheduler:
 
         Raises:
             ConfigError: ``n`` or ``target_groups`` is not positive, ``over_sample`` is less than 1, a prompt names no
-                agent of the run, or an id has been used before.
+                agent of the run, or (without a target) two prompts have one id.
         """
         if n < 1:
             raise ConfigError(f"n must be at least 1 trajectory per prompt, got {n}")
@@ -263,9 +263,8 @@ class Scheduler:
 
     def _free_id(self, group_id: str) -> str:
         """Take an id; one that is under way, or in the journal already, gets a number: the next epoch's ``7#2``."""
-        taken = self._under_way | (self._journalled if self.journal is not None else set())
         names = (group_id if number == 1 else f"{group_id}#{number}" for number in itertools.count(1))
-        free = next(name for name in names if name not in taken)
+        free = next(name for name in names if name not in self._under_way and name not in self._journalled)
         self._under_way.add(free)
         if self.journal is not None:
             self._journalled.add(free)
