@@ -170,10 +170,23 @@ class AgentItem(pytest.Item):
 
         error = excinfo.value
         if isinstance(error, LawBroken):
-            return explain(error, self.nodeid, self._replay(error))
+            return self._told(explain(error, self.nodeid, self._replay(error)))
         if isinstance(error, ConfigError):
-            return f"{self.nodeid}: the agent does not load\n" + "\n".join(map(str, error.problems))
+            return self._told(f"{self.nodeid}: the agent does not load\n" + "\n".join(map(str, error.problems)))
         return super().repr_failure(excinfo, style)
+
+    def _told(self, text: str) -> Any:
+        """Return ``text`` as pytest holds a failure, so that its summary repeats the first line alone.
+
+        Of a plain string the summary would repeat everything where pytest thinks it is on a CI machine.
+        """
+        from _pytest._code.code import ReprEntryNative, ReprExceptionInfo, ReprFileLocation, ReprTraceback
+
+        first = text.partition("\n")[0].removeprefix(f"{self.nodeid}: ")
+        return ReprExceptionInfo(
+            reprtraceback=ReprTraceback([ReprEntryNative([text, "\n"])], None, "native"),
+            reprcrash=ReprFileLocation(str(self.path), 0, first),
+        )
 
     def _replay(self, broken: Any) -> str:
         """Return the line to paste."""

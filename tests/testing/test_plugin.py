@@ -142,6 +142,19 @@ def test_a_handler_at_fault_is_named_with_its_story_and_a_line_that_replays_it(
     assert told in again.stdout.str()
 
 
+@pytest.mark.parametrize("processes", [[], ["-n", "1"]], ids=["here", "xdist"])
+def test_a_ci_log_tells_the_story_once(
+    folder: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, processes: list[str]
+) -> None:
+    monkeypatch.setenv("CI", "true")  # pytest's summary is then not cut to the width of the screen
+    agent(folder, GRADED, grader=RAISES)
+    result = folder.runpytest_inprocess("--fsm-agents", "agent.yaml", "-k", "ends", *FEW, *processes)
+    text = result.stdout.str()
+    assert text.count("to see it again:") == 1
+    assert text.count("GENERATING: generated -> GRADING") == 1
+    result.stdout.fnmatch_lines(["FAILED agent.yaml::ends - the handler of 'GRADING' (grader:Grade) raised Index*"])
+
+
 def test_a_handler_that_keeps_state_on_itself_depends_on_the_schedule(folder: pytest.Pytester) -> None:
     agent(folder, GRADED, grader=HIDDEN_STATE)
     result = folder.runpytest_inprocess("--fsm-agents", "agent.yaml", "-k", "schedule", *FEW)
