@@ -26,6 +26,7 @@ paths are left out while names are wrong, because what follows from a misspelt n
 | 18 | an initial state that is final |
 | 19 | a state that interacts, with nobody to answer |
 | 20 | a prompt that is not a Jinja template |
+| 21 | a row that lets a model speak again right after its own finished turn, with nothing new to answer |
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ LAYERS: list[set[str]] = [
     {"rollout"},
     {"execute", "progress", "diagrams"},
     {"cli"},
+    {"__main__"},
 ]
 HOMES: dict[str, set[str]] = {
     "torch": {

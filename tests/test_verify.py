@@ -178,7 +178,7 @@ def test_7_shadowed() -> None:
     )
     assert found(data)[0].startswith("row 3 never fires from 'GENERATING': row 2 takes all its cases")
     data["transitions"][2:] = [
-        row("generated", "GENERATING", "PENDING", unless=["all_calls_bad"], conditions=["all_calls_bad"]),
+        row("generated", "GENERATING", "TERMINATED", unless=["all_calls_bad"], conditions=["all_calls_bad"]),
         *base()["transitions"][2:],
     ]
     expect(data, "row 3 never fires: it wants 'all_calls_bad' both to hold and not to hold [rule 7]")
@@ -380,6 +380,62 @@ def test_20_templates(prompt: str) -> None:
     data["states"]["GENERATING"]["prompt"] = prompt
     (message,) = found(data)
     assert message.startswith("state 'GENERATING': prompt is no Jinja template: ")
+
+
+AGAIN = (
+    "row {row}: 'GENERATING' has let the model speak in context 'main', and nothing answers before '{dest}' asks it "
+    "again; give '{dest}' a prompt, or write a message on the way [rule 21]"
+)
+
+
+def speaking(*between: dict[str, Any], **states: Any) -> dict[str, Any]:
+    """An agent whose GENERATING goes on to ``between`` where the text says so, else ends."""
+    data = base()
+    data["contexts"] = {"judge": {}}
+    data["states"] |= states
+    data["transitions"][1:1] = between
+    return data
+
+
+def test_21_speaking_twice() -> None:
+    more = row("generated", "GENERATING", "GENERATING", conditions=[("text_contains", "more")])
+    expect(speaking(more), AGAIN.format(row=2, dest="GENERATING"))
+    expect(speaking(more, GENERATING={"timeout": 5, "prompt": "Go on."}))
+    expect(speaking(more, GENERATING={"timeout": 5, "reset": True}))
+    expect(speaking(row("truncated", "GENERATING", "GENERATING")))  # which goes on with the turn
+
+
+def test_21_through_states_that_write_elsewhere() -> None:
+    rows = [
+        row("generated", "GENERATING", "JUDGING", conditions=[("text_contains", "more")]),
+        row("generated", "JUDGING", "GENERATING", conditions=[("text_contains", "no")]),
+        row("generated", "JUDGING", "TERMINATED"),
+    ]
+    judge = {"handler": "generate", "context": "judge", "prompt": "Right?", "timeout": 5}
+    expect(speaking(*rows, JUDGING=judge), AGAIN.format(row=3, dest="GENERATING"))
+    itself = AGAIN.format(row=3, dest="GENERATING").replace("'GENERATING' has", "'JUDGING' has")
+    expect(speaking(*rows, JUDGING={**judge, "context": "main"}), itself)
+    again = row("written", "TELLING", "GENERATING")
+    rows[1] = row("generated", "JUDGING", "TELLING", conditions=[("text_contains", "no")])
+    telling = {"handler": "write", "prompt": "Wrong."}
+    expect(speaking(*rows, again, JUDGING=judge, TELLING=telling))
+    expect(
+        speaking(*rows, again, JUDGING=judge, TELLING={**telling, "context": "judge"}),
+        AGAIN.format(row=5, dest="GENERATING"),
+    )
+    expect(speaking(*rows, again, JUDGING={**judge, "on_error": "GENERATING"}, TELLING=telling), (
+        AGAIN.format(row=0, dest="GENERATING").replace("row 0", "state 'JUDGING': on_error")
+    ))  # fmt: skip
+
+
+def test_21_keeps_quiet_about_what_may_write() -> None:
+    rows = [
+        row("generated", "GENERATING", "MINE", conditions=[("text_contains", "more")]),
+        row("done", "MINE", "GENERATING"),
+    ]
+    expect(speaking(*rows, MINE={"handler": "custom_code:Free", "timeout": 5}))
+    tools = row("generated", "GENERATING", "PROCESSING_TOOLS", conditions=[("text_contains", "more")])
+    expect(speaking(tools))
 
 
 def test_a_context_of_a_tool_state_is_not_silently_ignored() -> None:

@@ -1,10 +1,11 @@
-"""Rules about paths through the graph: 2, 3, 9 and 10. They judge only graphs whose names are all defined."""
+"""Rules about paths through the graph: 2, 3, 9, 10 and 21. They judge only graphs whose names are all defined."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fsm_rollout.graph import TERMINATED
+from fsm_rollout.graph import TERMINATED, Row
+from fsm_rollout.reading.source_map import ConfigPath
 from fsm_rollout.rules.finding import Finding
 from fsm_rollout.rules.structure import Structure
 
@@ -74,4 +75,53 @@ def agents_as_tools(structure: Structure) -> Iterator[Finding]:
             yield Finding(10, ("states", state, "max_visits"), message)
 
 
-RULES = (unreachable, endless, cycles, agents_as_tools)
+def nothing_new(structure: Structure) -> Iterator[Finding]:
+    """Yield rule 21: a row that lets a model speak again in a context where it has just spoken.
+
+    What follows ``generated`` is a finished turn; a chat template has no way to put another one right after it. Only
+    what is certain is told: states that might write there (the user's own, tools, interactions) are not looked behind.
+    """
+    graph = structure.graph
+    told: set[ConfigPath] = set()
+    for start, spec in structure.specs.items():
+        if spec.name != "generate":
+            continue
+        context = graph.states[start].context
+        silent, queue = {start}, [start]
+        while queue:
+            state = queue.pop()
+            for row in structure.edges(state):
+                if state == start and row.trigger != "generated":
+                    continue
+                if row.dest not in structure.specs or _may_write(structure, row.dest, context):
+                    continue
+                if structure.specs[row.dest].name == "generate" and graph.states[row.dest].context == context:
+                    found = _speaks_again(structure, row, state, start)
+                    if found.path not in told:
+                        told.add(found.path)
+                        yield found
+                elif row.dest not in silent:
+                    silent.add(row.dest)
+                    queue.append(row.dest)
+
+
+def _may_write(structure: Structure, state: str, context: str) -> bool:
+    """Whether a visit of ``state`` may put messages into ``context``, or begin it anew."""
+    spec, name = structure.graph.states[state], structure.specs[state].name
+    if structure.is_custom(state) or name == "call_tools":
+        return True
+    return spec.context == context and (spec.prompt is not None or spec.reset or name == "interact")
+
+
+def _speaks_again(structure: Structure, row: Row, source: str, start: str) -> Finding:
+    index = next((i for i, each in enumerate(structure.graph.transitions) if each is row), None)
+    path: ConfigPath = ("states", source, "on_error") if index is None else ("transitions", index)
+    where = f"state '{source}': on_error" if index is None else f"row {index + 1}"
+    message = (
+        f"{where}: '{start}' has let the model speak in context '{structure.graph.states[start].context}', and nothing "
+        f"answers before '{row.dest}' asks it again; give '{row.dest}' a prompt, or write a message on the way"
+    )
+    return Finding(21, path, message)
+
+
+RULES = (unreachable, endless, cycles, agents_as_tools, nothing_new)

@@ -208,7 +208,8 @@ def test_load_counts_what_is_under_way(engine: SGLangEngine) -> None:
         requests = [request(engine, next(names), i, 600, ignore_eos=True) for i in range(3)]
         got = Answers(*requests)
         pending = asyncio.ensure_future(got.drain(engine.generate(requests)))
-        assert (engine.load().running, engine.load().waiting, engine.load().used_tokens) == (0, 3, 0)
+        load = engine.load()  # the engine's process may be quicker than this one
+        assert load.running + load.waiting == 3
         await got.until(lambda: all(answer.ids for answer in got.values()))
         load = engine.load()
         assert 0 < load.running + load.waiting <= 3

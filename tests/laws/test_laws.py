@@ -77,7 +77,7 @@ def everything(run: Simulation) -> Simulation:
 
 
 def fails_only_as_drawn(run: Simulation) -> None:
-    """What failed was drawn to fail; an agent that generates twice with nothing new between is one that fails."""
+    """What failed was drawn to fail; tools that were not called leave a model with nothing new to answer."""
     for trajectory in run.trajectories:
         reason = str(trajectory.stop_reason)
         if reason.startswith("failed:") and not str(trajectory.detail).startswith("[no-new-message]"):

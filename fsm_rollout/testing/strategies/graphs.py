@@ -5,7 +5,8 @@ handler needs. ``verify(graph)`` finds nothing wrong with any of them.
 
 How a valid graph is made: states are drawn in an order, and each declared trigger gets rows to drawn states, the last
 one unconditional. Then what is out of reach is left out, what cannot end gets its last row turned to a final state,
-and whatever could go back without being counted gets ``max_visits``.
+and whatever could go back without being counted gets ``max_visits``; who would be asked again with nothing new to
+answer gets a prompt.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from hypothesis import strategies as st
 
 from fsm_rollout.graph import TERMINATED, AgentGraph
 from fsm_rollout.handlers import BUILT_IN_HANDLERS, BUILT_IN_STATES
+from fsm_rollout.rules.paths import nothing_new
+from fsm_rollout.rules.structure import Structure
 
 Data = dict[str, Any]
 Draw = Callable[[st.SearchStrategy[Any]], Any]
@@ -155,7 +158,20 @@ def graphs(draw: Draw, max_states: int = 5, max_limit: int = 4, plain: bool = Fa
         for name in states:
             if name in specs and graph["contexts"] and (specs[name].get("prompt") or specs[name].get("reset")):
                 specs[name]["context"] = draw(st.sampled_from(["main", *graph["contexts"]]))
-    return AgentGraph.model_validate(graph)
+    return _answered(AgentGraph.model_validate(graph))
+
+
+def _answered(graph: AgentGraph) -> AgentGraph:
+    """Give the states that would let a model speak twice in a row something to answer."""
+    told = [found.path for found in nothing_new(Structure(graph))]
+    dests = {graph.transitions[int(path[1])].dest for path in told}
+    if not dests:
+        return graph
+    states = {
+        name: state.model_copy(update={"prompt": "and now?"}) if name in dests else state
+        for name, state in graph.states.items()
+    }
+    return graph.model_copy(update={"states": states})
 
 
 @st.composite
