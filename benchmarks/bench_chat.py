@@ -1,7 +1,7 @@
 """What glue, prompts and parsing cost: ``python benchmarks/bench_chat.py``.
 
 CPU microseconds per call, the best of several rounds, on a template like Qwen2.5's. The lines say what is
-measured and against which target of issue 3; nothing here is asserted.
+measured and against which target; nothing here is asserted.
 """
 
 from __future__ import annotations

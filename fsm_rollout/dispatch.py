@@ -59,6 +59,8 @@ class Ticket:
     holds: int = 0
     heard: bool = False
     """Whether the present try has had a chunk."""
+    waits: bool = False
+    """Whether the engine has said that nobody works on it; the deadline stands still until its next chunk."""
     watch: asyncio.TimerHandle | None = None
     """Gives the try up when the engine says nothing of it for too long; gone with the first chunk."""
 
@@ -105,6 +107,9 @@ class Ticket:
         if self.admitted_at is None:
             self.admitted_at = now
             self.release()
+        if chunk.waits != self.waits:
+            self.waits = chunk.waits
+            (self.hold if chunk.waits else self.release)()
         self.heard = True
         if len(chunk.ids):
             self.ids.extend(chunk.ids)

@@ -72,20 +72,18 @@ async def _visit(live: LiveTrajectory) -> Outcome:
         return Outcome("limit_reached", limit=limit)
     handler = program.handlers[state]
     wall = remaining(program.graph, trajectory, "wall_seconds", trajectory.elapsed(now))
-    wall_timeout = asyncio.timeout(None if wall == float("inf") else wall)
-    deadline = Deadline(program.graph.states[state].timeout)
+    deadline = Deadline(program.graph.states[state].timeout, None if wall == float("inf") else wall)
     visit = Visit(live, deadline)
     try:
         try:
-            async with wall_timeout, deadline:
+            async with deadline:
                 visit.enter()
                 outcome = await handler.run(trajectory, visit)
         except TimeoutError:
-            if not (wall_timeout.expired() or deadline.expired):
+            if not deadline.expired:
                 raise  # the handler's own
             handler.timed_out(trajectory, visit)
-            expired = Outcome("limit_reached", limit="wall_seconds"), Outcome("timed_out")
-            return expired[0] if wall_timeout.expired() else expired[1]
+            return Outcome("limit_reached", limit="wall_seconds") if deadline.walled else Outcome("timed_out")
         finally:
             await visit.close()
     except Exception as error:

@@ -56,6 +56,8 @@ class ContextOpened(Event, frozen=True, kw_only=True, tag="context_opened"):
     trained: bool
     engine: str
     guarded: int = 0
+    guarded_at: list[int] = []
+    """Which of ``ids``, by place, spell a control marker that was kept from becoming one."""
     instead_of_glue: bool = False
     """It is part of a generation: what stands before it could not be glued to what came before."""
 
@@ -72,13 +74,14 @@ class Extended(Event, frozen=True, kw_only=True, tag="extended"):
     """The glue of all pending messages entered the stream, right before a generation.
 
     ``state`` is the state that wrote the first of them; ``guarded`` counts control markers in environment text that
-    were kept from becoming control tokens.
+    were kept from becoming control tokens, and ``guarded_at`` are the places in ``ids`` of the tokens that spell them.
     """
 
     context: str
     state: str
     ids: Ids
     guarded: int = 0
+    guarded_at: list[int] = []
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True, tag="call"):

@@ -8,7 +8,9 @@ here; a custom handler carries the same three things as class attributes.
 from __future__ import annotations
 
 import importlib
+import inspect
 from dataclasses import dataclass
+from typing import Any
 
 from fsm_rollout.errors import ConfigError, did_you_mean
 
@@ -75,13 +77,16 @@ def handler_spec(handler: str) -> HandlerSpec:
     """Return the declaration of a built-in handler or of the class that ``module:Class`` names.
 
     Raises:
-        ConfigError: unknown name, failing import, or a class that declares no ``triggers``.
+        ConfigError: unknown name, failing import, or not a class of :class:`fsm_rollout.State` that declares
+            ``triggers`` and can run.
     """
     if ":" not in handler:
         if handler not in BUILT_IN_HANDLERS:
             raise ConfigError(f"handler '{handler}' is not defined{did_you_mean(handler, BUILT_IN_HANDLERS)}")
         return BUILT_IN_HANDLERS[handler]
     found = load_object(handler)
+    if not isinstance(found, type):
+        raise ConfigError(f"handler '{handler}' is a {type(found).__name__}; name a class, derived from State")
     triggers = getattr(found, "triggers", None)
     if not isinstance(triggers, tuple) or not triggers or not all(isinstance(t, str) for t in triggers):
         raise ConfigError(f"handler '{handler}': the class must declare `triggers`, a tuple of names; got {triggers!r}")
@@ -92,4 +97,23 @@ def handler_spec(handler: str) -> HandlerSpec:
     if spends not in (None, *COUNTED_LIMITS):
         hint = did_you_mean(str(spends), COUNTED_LIMITS)
         raise ConfigError(f"handler '{handler}': `spends` must be a counted limit or None, got {spends!r}{hint}")
+    _can_run(handler, found)
     return HandlerSpec(handler, triggers, spends=spends, keys=("sampling", "options"))
+
+
+def _can_run(handler: str, found: type) -> None:
+    from fsm_rollout.states.base import State  # which itself asks this module
+
+    if not issubclass(found, State):
+        raise ConfigError(f"handler '{handler}': derive the class from fsm_rollout.State")
+    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    if missing:
+        raise ConfigError(f"handler '{handler}': the class lacks {', '.join(missing)}")
+    wanted = "write it as `async def run(self, trajectory, visit)`"
+    run: Any = found.run
+    if not inspect.iscoroutinefunction(inspect.unwrap(run)):
+        raise ConfigError(f"handler '{handler}': its `run` is not async; {wanted}")
+    try:
+        inspect.signature(run).bind(None, None, None)
+    except TypeError as error:
+        raise ConfigError(f"handler '{handler}': its `run` cannot be called ({error}); {wanted}") from None

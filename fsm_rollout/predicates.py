@@ -8,6 +8,7 @@ Its argument is checked when it is compiled, so at run time only a user's own fu
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,9 +62,10 @@ def _own(path: str, argument: object) -> Condition:
     function = load_object(path)
     if not callable(function):
         raise ConfigError(f"predicate '{path}' is a {type(function).__name__}; it must be a function")
-    if argument is None:
-        return lambda trajectory, outcome: bool(function(trajectory))
-    return lambda trajectory, outcome: bool(function(trajectory, argument))
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+        raise ConfigError(f"predicate '{path}' is async, so it would always hold; make it a plain `def`")
+    given = () if argument is None else (argument,)
+    return lambda trajectory, outcome: bool(function(trajectory, *given))
 
 
 def _wrong(name: str, argument: object) -> ConfigError:

@@ -27,11 +27,6 @@ from fsm_rollout.tools import Toolbox
 _templates = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=False, trim_blocks=True)
 
 
-AUDIT_FIRST = 8
-AUDIT_EVERY = 16
-"""How many trajectories have their glue checked against a full render: the first ones, then one in so many."""
-
-
 @dataclass(frozen=True, slots=True)
 class BoundContext:
     """A context with its engine: how it renders, reads and samples."""
@@ -43,11 +38,8 @@ class BoundContext:
     dispatcher: Dispatcher
     tools: tuple[dict[str, Any], ...]
     """The schemas shown in the prompt; one object, so that the chat template can cache by identity."""
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        """The tokens that end a turn."""
-        return self.chat.stop_ids | self.dispatcher.engine.eos_ids
+    stop_ids: frozenset[int]
+    """The tokens that end a turn."""
 
 
 class Program:
@@ -62,7 +54,6 @@ class Program:
         self.graph = graph
         self.machine = AgentMachine(graph)
         self.toolbox = Toolbox(graph)
-        self._glued = 0
         self.sampling = sampling
         """The run's sampling, laid over the agent's in the policy's contexts."""
         self.handlers: Mapping[str, State] = {state: self._handler(state) for state in graph.working_states}
@@ -86,7 +77,13 @@ class Program:
         spec = self.graph.states[state]
         name = self.graph.handler_of(state)
         handler = HANDLERS[name] if name in HANDLERS else cast(type[State], load_object(name))
-        return handler(state, spec)
+        try:
+            return handler(state, spec)
+        except Exception as error:  # a constructor of the user's
+            raise ConfigError(
+                f"agent '{self.graph.agent}': the handler of '{state}' ({name}) cannot be built: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     def _bind(self, name: str, engines: Mapping[str, Dispatcher]) -> BoundContext:
         spec = self.graph.context(name)
@@ -100,21 +97,14 @@ class Program:
             auto = spec.tool_format == "auto"
             format_name = detect_format(chat.source) if auto else spec.tool_format
             tool_format = get_format(format_name, dispatcher.engine.tokenizer)
-        return BoundContext(name, spec, chat, tool_format, dispatcher, tools)
+        stop_ids = chat.stop_ids | dispatcher.engine.eos_ids
+        return BoundContext(name, spec, chat, tool_format, dispatcher, tools, stop_ids)
 
     @property
     def interactions(self) -> list[Interaction]:
         """The interactions that its states may use, each once."""
         specs = [self.graph.interaction, *(self.graph.states[state].interaction for state in self.graph.working_states)]
         return [spec for spec in specs if spec is not None]
-
-    def audit_due(self) -> bool:
-        """Say whether the trajectory that asks (each asks once) shall have its first glue audited.
-
-        The first few are, then a sample: an audit renders the whole history, milliseconds that no turn should wait for.
-        """
-        self._glued += 1
-        return self._glued <= AUDIT_FIRST or self._glued % AUDIT_EVERY == 0
 
     def sampling_of(self, state: str, context: str) -> Sampling:
         """Return what the agent and the run say about sampling in a state; the prompt may still lower it."""

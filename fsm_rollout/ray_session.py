@@ -19,8 +19,11 @@ from fsm_rollout.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
-CONNECT = 10.0
+CONNECT = 5.0
 """Seconds that a Ray cluster's address has to answer in."""
+_FRAME_HEAD, _SETTINGS = 9, 4
+"""The bytes of the head of an HTTP/2 frame, and the number of its kind that opens a connection."""
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0])
 _lock = threading.Lock()
 
 
@@ -92,9 +95,22 @@ def _init(ray: Any, address: str) -> None:
 
 
 def _knock(address: str) -> None:
-    """See whether anything listens at ``host:port``, because Ray itself takes minutes to find out."""
+    """See whether a Ray may listen at ``host:port``, because Ray itself takes long to find out that none does.
+
+    Whatever Ray has there speaks gRPC, and that begins with a settings frame of HTTP/2 from either side.
+    """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
         raise ValueError("an address is 'auto' or host:port")
-    with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT):
-        pass
+    with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT) as connection:
+        if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+            return
+        try:
+            connection.sendall(_PREFACE)
+            with connection.makefile("rb") as answer:
+                frame = answer.read(_FRAME_HEAD)
+        except TimeoutError:
+            raise OSError(f"what listens there says nothing for {CONNECT:g} s") from None
+        if len(frame) < _FRAME_HEAD or frame[3] != _SETTINGS:
+            said = f"answers {frame!r}" if frame else "hangs up"
+            raise OSError(f"what listens there is no Ray: asked in Ray's protocol (gRPC) it {said}")

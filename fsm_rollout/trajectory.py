@@ -79,6 +79,7 @@ class Stream:
         "engine",
         "finish_reason",
         "glued",
+        "guarded_at",
         "messages",
         "open",
         "opening",
@@ -97,6 +98,8 @@ class Stream:
         """How many of the messages the stream was opened with; no assistant message among them is this stream's."""
         self.pending_state: str | None = None
         self.tokens = TokenStream(event.ids, state=event.state, turn=turn, trained=event.trained)
+        self.guarded_at = list(event.guarded_at)
+        """Positions of the tokens that spell a control marker which was kept from becoming one."""
         self.awaiting = True
         """Whether the tokens end in an assistant's header, so that the next thing is to sample."""
         self.turn_at = len(self.tokens)
@@ -338,6 +341,7 @@ class Trajectory:
 
     def _extended(self, event: Extended) -> None:
         stream = self._open_stream(event.context)
+        stream.guarded_at.extend(len(stream.tokens) + at for at in event.guarded_at)
         stream.tokens.write(event.ids, state=event.state, turn=self.turn)
         stream.awaiting = True
         stream.glued = len(stream.messages)

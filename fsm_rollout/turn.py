@@ -8,8 +8,9 @@ that would leave no room for a token.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fsm_rollout.dispatch import Ticket
 from fsm_rollout.engines.base import Request, SamplingParams
@@ -27,7 +28,22 @@ if TYPE_CHECKING:
     from fsm_rollout.visit import Visit
 
 
-async def sample_turn(visit: Visit, context: str, sampling: Sampling | None) -> Generated:
+@dataclass(slots=True)
+class UnderWay:
+    """One generation of a visit, and those of the same visit that were asked for before it."""
+
+    task: asyncio.Task[Any]
+    earlier: list[UnderWay]
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def in_turn(self, *, cut: bool = False) -> None:
+        """Wait until those before it are recorded; if it was ``cut`` off, only for those that were too."""
+        for one in self.earlier:
+            if not cut or one.task.cancelling():
+                await one.over.wait()
+
+
+async def sample_turn(visit: Visit, context: str, sampling: Sampling | None, one: UnderWay) -> Generated:
     """Do what :meth:`fsm_rollout.visit.Visit.generate` promises, once it is paid for."""
     bound = visit.program.contexts[context]
     stream = visit.open_context(context)
@@ -42,9 +58,11 @@ async def sample_turn(visit: Visit, context: str, sampling: Sampling | None) -> 
     ticket = bound.dispatcher.submit(request, visit.deadline)
     try:
         await ticket.done.wait()
+        await one.in_turn()
     except asyncio.CancelledError:
         try:
             await bound.dispatcher.abort(ticket)
+            await one.in_turn(cut=True)
         finally:
             _record(visit, ticket, bound, stream, cut_by, continued=going_on, resumed=resumed)
         raise
@@ -71,7 +89,7 @@ def _glue(visit: Visit, bound: BoundContext, stream: Stream) -> Stream:
     )
     if not visit.live.audited:
         visit.live.audited = True
-        if visit.program.audit_due():
+        if bound.chat.audit_due():
             audit = partial(
                 bound.chat.audit, history, new, bound.tools, sampled, finish_reason, encoded.ids, now=visit.date
             )
@@ -84,6 +102,7 @@ def _glue(visit: Visit, bound: BoundContext, stream: Stream) -> Stream:
             state=stream.pending_state or visit.state,
             ids=as_ids(encoded.ids),
             guarded=encoded.guarded,
+            guarded_at=list(encoded.guarded_at),
         )
     )
     return stream

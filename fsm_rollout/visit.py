@@ -8,6 +8,7 @@ A visit that was interrupted begins again, and what it had done is not done twic
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Sequence
 from datetime import datetime
@@ -42,7 +43,7 @@ from fsm_rollout.seeds import derive_seed
 from fsm_rollout.tokens import as_ids
 from fsm_rollout.tools import told
 from fsm_rollout.trajectory import DONE_IN_A_VISIT, Stream, Trajectory
-from fsm_rollout.turn import sample_turn
+from fsm_rollout.turn import UnderWay, sample_turn
 
 if TYPE_CHECKING:
     from fsm_rollout.live import LiveTrajectory
@@ -67,7 +68,7 @@ class Visit:
         for event in self.trajectory.here:
             if isinstance(event, Asked):
                 self._asked[event.engine] = min(self._asked[event.engine], event.index)
-        self._sampling_in: dict[str, asyncio.Task[Any]] = {}
+        self._sampling_in: dict[str, UnderWay] = {}
         self._over = False
         self._rng: random.Random | None = None
 
@@ -94,12 +95,14 @@ class Visit:
 
         Raises:
             StreamError: the visit is over (whoever calls was left behind by its handler), or the event is not for a
-                handler to emit: it would begin, move or end the trajectory.
+                handler to emit: it would begin, move or end the trajectory; or a score is not a finite number.
         """
         if type(event) not in DONE_IN_A_VISIT and not isinstance(event, Extended):
             raise StreamError(f"a handler cannot emit {type(event).__name__}; return an Outcome, rows do the rest")
         if self._over:
             raise StreamError(f"the visit of '{self.state}' is over; a handler must wait for the tasks it starts")
+        if isinstance(event, Scored) and not math.isfinite(event.value):
+            raise StreamError(f"a score must be a finite number, got {event.value}")
         self.live.emit(event)
 
     async def close(self) -> None:
@@ -108,7 +111,7 @@ class Visit:
         Raises:
             StreamError: there was one.
         """
-        left = [task for task in self._sampling_in.values() if not task.done()]
+        left = [one.task for one in self._sampling_in.values() if not one.task.done()]
         for task in left:
             task.cancel()
         if left:
@@ -214,6 +217,7 @@ class Visit:
                 trained=bound.spec.trained,
                 engine=bound.spec.engine,
                 guarded=encoded.guarded,
+                guarded_at=list(encoded.guarded_at),
                 instead_of_glue=instead_of_glue,
             )
         )
@@ -240,7 +244,8 @@ class Visit:
         """Sample one assistant turn in a context (or go on with one that was cut) and return the event.
 
         Costs one of ``assistant_turns`` unless entering the state has paid for it. ``finish_reason`` is "length" only
-        when the turn's own ``max_tokens`` cut it.
+        when the turn's own ``max_tokens`` cut it. Generations side by side, each in a context of its own, are recorded
+        in the order in which they were asked for, so that nothing depends on which of them is quicker.
 
         Raises:
             LimitReached: no turn, or no token, is left; or a token limit cut the turn (which is recorded).
@@ -263,10 +268,12 @@ class Visit:
             raise StreamError(f"two generations at once in context '{context}'; give each a context of its own")
         task = asyncio.current_task()
         assert task is not None
-        self._sampling_in[context] = task
+        one = UnderWay(task, earlier=list(self._sampling_in.values()))
+        self._sampling_in[context] = one
         try:
-            return await sample_turn(self, context, sampling)
+            return await sample_turn(self, context, sampling, one)
         finally:
+            one.over.set()
             del self._sampling_in[context]
 
     # -- tools, interactions, scores ----------------------------------------------------------------------------
@@ -388,7 +395,7 @@ class Visit:
         if room < 1:
             raise PromptTooLong(f"engine '{engine}': a prompt of {len(ids)} tokens leaves no room to answer")
         request = Request(
-            request_id=f"{self.trajectory.trajectory_id}/ask/{engine}/{index}",
+            request_id=f"{self.trajectory.trajectory_id}/ask:{engine}/{index}",
             ids=ids,
             sampling=SamplingParams(
                 max_tokens=min(room, said.max_tokens or room),

@@ -60,3 +60,61 @@ class Impostor(Free):
     """Declares a trigger that is the scheduler's."""
 
     triggers = ("limit_reached",)
+
+
+async def waits(trajectory: object) -> bool:
+    """Would always hold: a coroutine is true."""
+    return False
+
+
+class WaitsToo:
+    """An async predicate as an object."""
+
+    async def __call__(self, trajectory: object) -> bool:
+        """Would always hold."""
+        return False
+
+
+waits_too = WaitsToo()
+
+
+class NotDerived:
+    """Looks like a handler."""
+
+    triggers = ("done",)
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        """Do nothing."""
+        return Outcome("done")
+
+
+class Abstract(State):
+    """Has no run."""
+
+    triggers = ("done",)
+
+
+class NotAsync(Free):
+    """Its run is a plain function."""
+
+    def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:  # type: ignore[override]
+        """Do nothing."""
+        return Outcome("done")
+
+
+class TakesOne(Free):
+    """Its run takes too little."""
+
+    async def run(self, visit: Visit) -> Outcome:  # type: ignore[override]
+        """Do nothing."""
+        return Outcome("done")
+
+
+class CannotBeBuilt(Free):
+    """Its constructor fails."""
+
+    def __init__(self, name: str, spec: object) -> None:
+        raise RuntimeError("no such index")
+
+
+an_instance = Undeclared()

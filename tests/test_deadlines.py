@@ -41,6 +41,27 @@ def test_expires_after_running_for_its_seconds(phases: list[tuple[bool, int]], s
     assert run_virtual(main()) == pytest.approx(expected)
 
 
+@given(st.integers(1, 30), st.integers(1, 30), st.integers(0, 40))
+def test_a_wall_is_not_held_up(seconds: int, wall: int, held: int) -> None:
+    """Oracle: whichever comes first, the seconds after the hold or the wall; of both at once, the wall."""
+    expected = min(wall, held + seconds)
+
+    async def main() -> float:
+        try:
+            async with Deadline(seconds, wall) as deadline:
+                deadline.hold()
+                await asyncio.sleep(held)
+                deadline.run()
+                await asyncio.Event().wait()
+        except TimeoutError:
+            pass
+        assert deadline.expired
+        assert deadline.walled == (wall <= held + seconds)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == expected
+
+
 def test_holds_nest_and_none_never_expires() -> None:
     async def main() -> None:
         async with Deadline(1.0) as deadline:

@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from array import array
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import pairwise, zip_longest
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 from fsm_rollout import __version__
 from fsm_rollout.errors import JournalError
-from fsm_rollout.events import AnyEvent, Charged, Prompted, encode
+from fsm_rollout.events import AnyEvent, Charged, ContextOpened, Extended, Prompted, encode
 from fsm_rollout.journal import Journal, events, metadata, read
 from fsm_rollout.testing.strategies.histories import several_event_sequences
 from fsm_rollout.trajectory import Trajectory
@@ -181,6 +182,28 @@ def test_the_facts_of_the_run_and_the_tables(tmp_path: Path) -> None:
             (3, "b", 1, 1.5, "charged"),
         ]
     connection.close()
+
+
+def test_a_journal_from_before_a_field_was_there_is_read(tmp_path: Path) -> None:
+    """``guarded_at`` came later than ``guarded``: what has it not says how many, and not where."""
+    path = tmp_path / "j.sqlite"
+    opened = ContextOpened(
+        at=1.0, context="main", state="PENDING", messages=[], ids=array("i", [1, 2, 3]), trained=True, engine="policy",
+        guarded=1, guarded_at=[1, 2],
+    )  # fmt: skip
+    glued = Extended(at=2.0, context="main", state="PENDING", ids=array("i", [4, 5]), guarded=2, guarded_at=[0])
+    with Journal(path) as journal:
+        for event in (prompted(), opened, glued):
+            journal.append("t", event)
+    (trajectory,) = read(path)
+    assert (trajectory.guarded, trajectory.streams[0].guarded_at) == (3, [1, 2, 3])
+    with closing(sqlite3.connect(path)) as connection, connection:
+        for seq, payload in connection.execute("SELECT seq, payload FROM events").fetchall():
+            fields = msgspec.msgpack.decode(payload)
+            fields.pop("guarded_at", None)
+            connection.execute("UPDATE events SET payload = ? WHERE seq = ?", (msgspec.msgpack.encode(fields), seq))
+    (trajectory,) = read(path)
+    assert (trajectory.guarded, trajectory.streams[0].guarded_at) == (3, [])
 
 
 def test_a_trajectory_begins_with_prompted_and_only_there(tmp_path: Path) -> None:

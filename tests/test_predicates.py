@@ -198,6 +198,8 @@ def test_functions_of_the_user() -> None:
         ("limit", None, "takes a limit's name, got nothing"),
         ("custom_code:missing", None, "'custom_code' has no 'missing'"),
         ("custom_code:NOT_A_FUNCTION", None, "is a int; it must be a function"),
+        ("custom_code:waits", None, "is async, so it would always hold; make it a plain `def`"),
+        ("custom_code:waits_too", None, "is async, so it would always hold; make it a plain `def`"),
     ],
 )
 def test_wrong_arguments(name: str, argument: Any, says: str) -> None:

@@ -17,7 +17,8 @@ from fsm_rollout.dispatch import Dispatcher
 from fsm_rollout.engines.base import Chunk, Request
 from fsm_rollout.engines.scripted import ScriptedEngine, Turn
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.graph import AgentGraph, Sampling
+from fsm_rollout.frozen import FrozenMap
+from fsm_rollout.graph import AgentGraph, Context, Sampling
 from fsm_rollout.interactions import Reply
 from fsm_rollout.journal import Journal
 from fsm_rollout.live import Group
@@ -136,9 +137,7 @@ def test_closing_the_iterator_cancels_the_rest_and_leaves_nothing_running() -> N
 
     async def main() -> int:
         graph = agent(SINGLE, states={"PENDING": {}, "GENERATING": {"timeout": 1e7}}, limits={"assistant_turns": 1})
-        scheduler = Scheduler(
-            {"a": graph}, {"policy": Dispatcher(engine)}, listeners=[lambda t, e: seen.append(t)] if True else []
-        )
+        scheduler = Scheduler({"a": graph}, {"policy": Dispatcher(engine)}, listeners=[lambda t, e: seen.append(t)])
         iterator = scheduler.run(prompts(3))
         first = await anext(iterator)
         assert first.group_id == "p0"
@@ -302,6 +301,29 @@ class Liar(State):
         return Outcome("something else")
 
 
+class Graceless(Liar):
+    """Gives a score that is none."""
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        visit.score_turn(0, float("nan"))
+        return Outcome("said")
+
+
+class Unbuilt(Liar):
+    """Cannot be built."""
+
+    def __init__(self, name: str, spec: Any) -> None:
+        raise RuntimeError("no such index")
+
+
+class Debate(Liar):
+    """Lets two contexts speak side by side; the first is slower."""
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        await asyncio.gather(visit.generate("left"), visit.generate("right"))
+        return Outcome("said")
+
+
 class Twice(State):
     """Samples one context twice at once."""
 
@@ -329,11 +351,48 @@ def test_a_custom_handler_generates_writes_and_pays() -> None:
     assert [m["content"] for m in trajectory.streams[0].messages if m["role"] == "user"] == ["Question 0?", "more"]
 
 
-@pytest.mark.parametrize(("handler", "reason"), [("Liar", "failed:UndeclaredOutcome"), ("Twice", "failed:StreamError")])
+@pytest.mark.parametrize(
+    ("handler", "reason"),
+    [("Liar", "failed:UndeclaredOutcome"), ("Twice", "failed:StreamError"), ("Graceless", "failed:StreamError")],
+)
 def test_a_bad_handler_is_named(handler: str, reason: str) -> None:
     groups, engine = run(custom(handler), [SLOW])
     assert only(groups).stop_reason == reason
     assert engine.load().running == 0
+
+
+def test_a_handler_that_cannot_be_built_is_named_before_anything_runs() -> None:
+    with pytest.raises(ConfigError, match=r"the handler of 'OWN' \(.*Unbuilt\) cannot be built: RuntimeError: no such"):
+        run(custom("Unbuilt"), [SLOW])
+
+
+def debate(during: Any = None, slow: str = "left") -> Trajectory:
+    graph = custom("Debate").model_copy(update={"contexts": FrozenMap({"left": Context(), "right": Context()})})
+    groups, _ = run(
+        graph, lambda r: Turn(text=r.context, delay=9.0 if r.context == slow else 1.0, chunks=2), during=during
+    )
+    return only(groups)
+
+
+@pytest.mark.parametrize("slow", ["left", "right"])
+def test_generations_side_by_side_are_recorded_in_the_order_in_which_they_were_asked_for(slow: str) -> None:
+    trajectory = debate(slow=slow)
+    assert trajectory.stop_reason == "said"
+    assert [(stream.context, stream.turn) for stream in trajectory.streams[1:]] == [("left", 0), ("right", 1)]
+    assert trajectory.text == "right"
+
+
+def test_generations_side_by_side_keep_that_order_when_they_are_cut_off() -> None:
+    async def during(scheduler: Scheduler, engine: ScriptedEngine) -> None:
+        await asyncio.sleep(12.0)  # left has its first half, right is done
+        scheduler.cancel("p0/0")
+
+    trajectory = debate(during)
+    assert trajectory.stop_reason == "cancelled"
+    assert [(s.context, s.turn, s.finish_reason) for s in trajectory.streams[1:]] == [
+        ("left", 0, "abort"),
+        ("right", 1, "stop"),
+    ]
 
 
 def test_limits_and_sampling_may_be_lowered_by_a_prompt_only() -> None:

@@ -172,6 +172,26 @@ def test_messages_wait_until_their_glue_comes() -> None:
     assert (stream.pending, stream.pending_state, trajectory.guarded) == ([], None, 2)
 
 
+@given(event_sequences)
+def test_a_stream_knows_which_of_its_tokens_were_guarded(events: list[AnyEvent]) -> None:
+    lengths, expected, latest = list[int](), list[list[int]](), dict[str, int]()
+    for event in events:
+        if isinstance(event, ContextOpened):
+            latest[event.context] = len(lengths)
+            lengths.append(0)
+            expected.append([])
+        if isinstance(event, ContextOpened | Extended):
+            number = latest[event.context]
+            expected[number] += [lengths[number] + at for at in event.guarded_at]
+        if isinstance(event, ContextOpened | Extended | Generated):
+            lengths[latest[event.context]] += len(event.ids)
+    streams = Trajectory.fold(events).streams
+    assert [stream.guarded_at for stream in streams] == expected
+    for stream in streams:
+        sampled = {at for span in stream.tokens.sampled() for at in range(span.start, span.end)}
+        assert sampled.isdisjoint(stream.guarded_at), "what the model says is its own to say"
+
+
 @pytest.mark.parametrize(
     ("event", "said"),
     [

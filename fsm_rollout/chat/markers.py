@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -24,13 +26,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Injection = Literal["guard", "allow", "raise"]
+Placed = tuple[int, int, int]
+"""An id, and the characters ``[start, end)`` of the joined text that it stands for."""
 
 
 class Encoded(NamedTuple):
-    """Token ids, and how many control tokens written in messages were encoded as plain text."""
+    """Token ids, and how many control tokens written in messages were encoded as plain text.
+
+    ``guarded_at`` are the places, in order, of the ids that spell one of those.
+    """
 
     ids: list[int]
     guarded: int = 0
+    guarded_at: tuple[int, ...] = ()
+
+    def after(self, dropped: int) -> Encoded:
+        """Return what is left without the first ``dropped`` ids, which spell no guarded marker."""
+        return Encoded(self.ids[dropped:], self.guarded, tuple(at - dropped for at in self.guarded_at))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +130,6 @@ class MarkerEncoder:
             return Encoded(ids)
         if found != own and not self._injected(parts, found):
             return Encoded(ids)
-        guarded, injected = self._encode_between_markers(parts)
         if injection == "raise":
             texts = [
                 self.by_text[match].text
@@ -131,7 +142,7 @@ class MarkerEncoder:
                 f"a message holds control tokens as text: {', '.join(map(repr, dict.fromkeys(texts)))}; "
                 "injection='guard' encodes them as plain text",
             )
-        return Encoded(guarded, max(injected, 1))
+        return self._encode_between_markers(parts)
 
     def _injected(self, parts: Sequence[Part], found: list[int]) -> bool:
         """Return whether markers come from the environment's text, or the tokenizer just reads the scaffold so.
@@ -154,62 +165,85 @@ class MarkerEncoder:
         encoding = self._backend.encode("".join(part.text for part in parts), add_special_tokens=False)
         return own != [at for id_, (at, _) in zip(encoding.ids, encoding.offsets, strict=True) if id_ in self.ids]
 
-    def _encode_between_markers(self, parts: Sequence[Part]) -> tuple[list[int], int]:
+    def _encode_between_markers(self, parts: Sequence[Part]) -> Encoded:
         """Take the scaffold's own markers as given and encode what lies between them, free of markers."""
-        ids: list[int] = []
-        injected = 0
+        placed: list[Placed] = []
+        spelt: list[tuple[int, int]] = []
         pending: list[str] = []
         strip_left = False
+        at = 0  # where ``pending`` begins in the joined text
 
         def flush(strip_right: bool) -> None:
-            nonlocal injected
-            text = "".join(pending)
+            nonlocal at
+            text, start = "".join(pending), at
             pending.clear()
+            at += len(text)
             if strip_left:
+                start += len(text) - len(text.lstrip())
                 text = text.lstrip()
             if strip_right:
                 text = text.rstrip()
             if text:
-                canonical = self.encode(text)
-                count = self.count(canonical)
-                injected += count
-                ids.extend(self.encode_bare(text) if count else canonical)
+                canonical = self._placed(self._backend, text, start)
+                found = self._written(canonical, text, start)
+                spelt.extend(found)
+                placed.extend(self._bare_placed(text, start) if found else canonical)
 
         for part in parts:
             start = 0
             for position, marker in [] if part.environment else self.find(part.text):
                 pending.append(part.text[start:position])
                 flush(marker.lstrip)
-                ids.append(marker.id)
+                placed.append((marker.id, at, at + len(marker.text)))
                 strip_left = marker.rstrip
                 start = position + len(marker.text)
+                at += len(marker.text)
             pending.append(part.text[start:])
         flush(False)
-        return ids, injected
+        if not spelt:  # it overlaps one of the scaffold's own
+            whole = "".join(part.text for part in parts)
+            own = {(start, end) for id_, start, end in placed if id_ in self.ids}
+            spelt = [span for span in self._written(self._placed(self._backend, whole, 0), whole, 0) if span not in own]
+        ends = [end for _, end in spelt]
+        guarded_at = []
+        for index, (id_, start, end) in enumerate(placed):
+            place = bisect(ends, start)  # of the first that ends behind the token's start
+            if place < len(spelt) and spelt[place][0] < end and id_ not in self.ids:
+                guarded_at.append(index)
+        return Encoded([id_ for id_, _, _ in placed], max(len(spelt), 1), tuple(guarded_at))
 
-    def encode_bare(self, text: str) -> list[int]:
+    @staticmethod
+    def _placed(backend: Tokenizer, text: str, start: int) -> list[Placed]:
+        encoding = backend.encode(text, add_special_tokens=False)
+        return [(id_, start + a, start + b) for id_, (a, b) in zip(encoding.ids, encoding.offsets, strict=True)]
+
+    def _written(self, placed: Sequence[Placed], text: str, start: int) -> list[tuple[int, int]]:
+        """Return where in the text the markers among the ids stand, without the white space that they swallow."""
+        found = []
+        for id_, first, last in placed:
+            if id_ in self.by_id:
+                marker = self.by_id[id_].text
+                within = text.find(marker, first - start, last - start)  # -1: a normalizer made it of other text
+                found.append((first, last) if within < 0 else (start + within, start + within + len(marker)))
+        return found
+
+    def _bare_placed(self, text: str, start: int) -> list[Placed]:
         """Encode ``text`` so that no marker id comes out, whatever it holds."""
-        ids = self._bare_ids(text)
-        if not self.count(ids):
-            return ids
+        placed = self._bare_piece(text, start)
+        if not self.count(id_ for id_, _, _ in placed):
+            return placed
         # A marker may also be an ordinary entry of the model's vocabulary (Unigram). Cut it in two.
-        ids = []
-        start = 0
-        for match in self._pattern.finditer(text):
-            cut = match.start() + 1
-            ids += self._bare_ids(text[start:cut])
-            start = cut
-        ids += self._bare_ids(text[start:])
-        if self.count(ids):
+        cuts = [0, *(match.start() + 1 for match in self._pattern.finditer(text)), len(text)]
+        placed = [one for a, b in pairwise(cuts) for one in self._bare_piece(text[a:b], start + a)]
+        if self.count(id_ for id_, _, _ in placed):
             raise ChatTemplateError("injected-marker", "this vocabulary cannot spell a marker as plain text")
-        return ids
+        return placed
 
-    def _bare_ids(self, text: str) -> list[int]:
+    def _bare_piece(self, text: str, start: int) -> list[Placed]:
         if self._bare is None:
             self._bare = self._without_markers()
         bare, renamed = self._bare
-        ids: list[int] = bare.encode(text, add_special_tokens=False).ids
-        return [renamed.get(id_, id_) for id_ in ids] if renamed else ids
+        return [(renamed.get(id_, id_), first, last) for id_, first, last in self._placed(bare, text, start)]
 
     def _without_markers(self) -> tuple[Tokenizer, dict[int, int]]:
         """Return the tokenizer without markers, and the ids it numbers otherwise (those of white space)."""

@@ -74,8 +74,7 @@ class Scaffold:
                 ids += found
             else:
                 return Encoded(ids)
-        ids, guarded = encoder.encode_parts(self.parts(values), injection)
-        return Encoded(ids[self.dropped :], guarded)
+        return encoder.encode_parts(self.parts(values), injection).after(self.dropped)
 
 
 def compiled(

@@ -33,6 +33,10 @@ log = logging.getLogger(__name__)
 AUTHORED = frozenset({"system", "developer", "assistant"})
 """Roles whose text in a prompt is not the environment's."""
 
+AUDIT_FIRST = 8
+AUDIT_EVERY = 16
+"""How many trajectories have their glue checked against a full render: the first ones, then one in so many."""
+
 RETRIED = frozenset({"template-raised", "turn-dropped", "no-close-token"})
 """Refusals that another form of a tool call may avoid."""
 
@@ -79,6 +83,7 @@ class ChatTemplate:
         learner = Learner(self._deriver, self._renderer, self._encoder, self._dialect)
         self._cache = Cache(learner, self._renderer, self._encoder, injection)
         self.audit_failures: deque[str] = deque(maxlen=16)
+        self._asked = 0
         self.close_ids: frozenset[int] = closes.ids
         self.stop_ids: frozenset[int] = self._known | closes.ids
 
@@ -117,7 +122,7 @@ class ChatTemplate:
     def prompt_detailed(
         self, messages: Sequence[Mapping[str, Any]], tools: Tools | None, *, now: datetime | None = None
     ) -> Encoded:
-        """Return what :meth:`prompt` does, with the count of guarded control tokens."""
+        """Return what :meth:`prompt` does, with the guarded control tokens: how many, and where."""
         now, tools = now or self.now, shown_tools(tools)
         key = self._cache.prompt_key(messages, tools, now)
         known = None if key is None else self._cache.prompt(key, messages[-1]["content"])
@@ -183,7 +188,7 @@ class ChatTemplate:
         finish_reason: str,
         now: datetime | None = None,
     ) -> Encoded:
-        """Return what :meth:`glue` does, with the count of guarded control tokens."""
+        """Return what :meth:`glue` does, with the guarded control tokens: how many, and where."""
         sampled, tools = self._stop_of(sampled_ids, finish_reason), shown_tools(tools)
         step = self._cache.step(history, new_messages, tools, sampled)
         known = None if step is None else self._cache.glue(step)
@@ -268,6 +273,14 @@ class ChatTemplate:
         """
         return self.history == "split" and "user" in roles_of(new_messages)
 
+    def audit_due(self) -> bool:
+        """Say whether the trajectory that asks (each asks once) shall have its first glue audited.
+
+        The first few are, then a sample: an audit renders the whole history, milliseconds that no turn should wait for.
+        """
+        self._asked += 1
+        return self._asked <= AUDIT_FIRST or self._asked % AUDIT_EVERY == 0
+
     def audit(
         self,
         history: Sequence[Mapping[str, Any]],
@@ -338,7 +351,7 @@ class ChatTemplate:
         whole = self._encoder.encode_parts([Part(glue.close.text), *glue.parts], self.injection)
         if whole.ids[:1] != [glue.close.id]:
             raise ChatTemplateError("no-close-token", f"{glue.close.text!r} is not encoded as one token")
-        return Encoded(whole.ids[1:], whole.guarded) if self._was_sampled(glue, sampled) else whole
+        return whole.after(1) if self._was_sampled(glue, sampled) else whole
 
     def _was_sampled(self, glue: Glue, sampled: int | None) -> bool:
         """Return whether the sampled stop token stands for the close."""

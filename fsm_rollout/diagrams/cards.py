@@ -55,6 +55,8 @@ class Card:
     turn: int | None = None
     messages: list[Message] = field(default_factory=list)
     guarded: int = 0
+    unplaced: bool = False
+    """Whether its guarded markers are counted, and where they stand is not known (journals from before that was)."""
     generated: Generated | None = None
     calls: list[CallCard] = field(default_factory=list)
     scores: list[tuple[float, str]] = field(default_factory=list)
@@ -104,14 +106,14 @@ class _Dealer:
                 self.turns.pop(event.context, None)
                 self.open[event.context] = len(self.lengths)
                 self.lengths.append(0)
-                self._card("prompt", event.context, event.state, len(event.ids), event.messages, event.guarded)
+                self._card("prompt", event, event.messages)
             case Wrote():
                 self.writers.setdefault(event.context, event.state)
                 self.pending[event.context] += event.messages
             case Extended():
                 messages = self.pending.pop(event.context, [])
                 self.writers.pop(event.context, None)
-                self._card("environment", event.context, event.state, len(event.ids), messages, event.guarded)
+                self._card("environment", event, messages)
             case Generated():
                 self._generated(event)
             case Called():
@@ -136,17 +138,19 @@ class _Dealer:
             case _:
                 pass
 
-    def _card(self, kind: str, context: str, state: str, size: int, messages: list[Message], guarded: int = 0) -> Card:
-        number = self.open[context]
+    def _card(self, kind: str, event: ContextOpened | Extended | Generated, messages: list[Message]) -> Card:
+        number = self.open[event.context]
         start = self.lengths[number]
-        self.lengths[number] = start + size
-        card = Card(kind, state, number, start, start + size, self.turn, messages, guarded)
+        self.lengths[number] = end = start + len(event.ids)
+        card = Card(kind, event.state, number, start, end, self.turn, messages)
+        if not isinstance(event, Generated):
+            card.guarded, card.unplaced = event.guarded, event.guarded > 0 and not event.guarded_at
         self.found.append(card)
         return card
 
     def _generated(self, event: Generated) -> None:
         before = self.turns.get(event.context)
-        card = self._card("model", event.context, event.state, len(event.ids), [event.message])
+        card = self._card("model", event, [event.message])
         card.turn = before.turn if event.resumed and before is not None else self.turn
         card.generated = event
         card.calls = [

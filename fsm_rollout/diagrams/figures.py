@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from fsm_rollout.diagrams.moments import KINDS, Kind, Stretch, covered, stretches
+from fsm_rollout.diagrams.moments import BUSY, KINDS, Clock, Kind, Stretch, covered, stretches
 from fsm_rollout.diagrams.recorded import Recorded
 from fsm_rollout.events import Resumed
 from fsm_rollout.rows import turns_of
@@ -44,6 +44,8 @@ class Line:
     seconds: dict[Kind, float]
     """Of its time, how much at least one such thing was under way."""
     longest: Stretch | None
+    lives: tuple[tuple[float, float], ...]
+    """When it was under way: from its start to its end without the times for which it was set aside."""
     resumed: int
     """How often it was set aside, or cut off, and went on."""
     versions: tuple[int, ...]
@@ -51,8 +53,8 @@ class Line:
 
     @property
     def wall(self) -> float:
-        """Seconds from its first event to its end (or the latest event)."""
-        return self.end - self.start
+        """Seconds from its first event to its end (or the latest event), without those for which it was set aside."""
+        return sum(end - start for start, end in self.lives)
 
     @property
     def away(self) -> float:
@@ -62,21 +64,21 @@ class Line:
     @property
     def other(self) -> float:
         """Seconds in which none of the kinds was under way, at least."""
-        return max(0.0, self.wall - sum(self.seconds.values()))
+        return max(0.0, self.wall - sum(self.seconds[kind] for kind in BUSY))
 
     def why(self) -> str:
         """Return what its time went into, for the tail."""
-        kind = max(self.seconds, key=lambda name: self.seconds[name])
+        kind = max(BUSY, key=lambda name: self.seconds[name])
         if not self.wall:
             return "nothing took any time"
         if self.other > self.seconds[kind]:
             return f"{self.other / self.wall:.0%} outside of engine, tools and interactions"
         share = f"{self.seconds[kind] / self.wall:.0%} {_DOING[kind]}"
         if kind == "generate":
-            return f"{share}: {self.generations:,} generations, {self.trained:,} trained tokens"
+            return f"{share}: {_counted(self.generations, 'generation')}, {self.trained:,} trained tokens"
         if kind == "tool" and self.longest is not None and self.longest.kind == "tool":
             longest = f"the longest ({self.longest.label}) took {self.longest.seconds:.2f} s"
-            return f"{share}: {self.calls:,} calls, {longest}"
+            return f"{share}: {_counted(self.calls, 'call')}, {longest}"
         return share
 
 
@@ -85,8 +87,11 @@ _DOING: dict[Kind, str] = {
     "generate": "generating",
     "tool": "in tools",
     "interact": "in interactions",
-    "away": "set aside",
 }
+
+
+def _counted(count: int, word: str) -> str:
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 
 def versions_of(trajectory: Trajectory) -> tuple[int, ...]:
@@ -127,6 +132,8 @@ class Figures:
     tools: dict[str, ToolUse] = field(default_factory=dict)
     generations: list[Stretch] = field(default_factory=list)
     queued: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    _known: tuple[int, Clock] = field(default_factory=lambda: (0, Clock()))
+    """The clock, and of how many lines it is."""
 
     def add(self, recorded: Recorded) -> None:
         """Take one trajectory in."""
@@ -143,6 +150,7 @@ class Figures:
                 if stretch.failure is not None:
                     use.failures[stretch.failure] += 1
         end = trajectory.ended_at if trajectory.ended_at is not None else events[-1].at
+        clock = Clock((stretch.start, stretch.end) for stretch in found if stretch.kind == "away")
         self.lines.append(
             Line(
                 trajectory_id=trajectory.trajectory_id,
@@ -161,7 +169,8 @@ class Figures:
                 start=trajectory.started_at,
                 end=end,
                 seconds={kind: covered([s for s in found if s.kind == kind]) for kind in KINDS},
-                longest=max(found, key=lambda s: s.seconds, default=None),
+                longest=max((s for s in found if s.kind != "away"), key=lambda s: s.seconds, default=None),
+                lives=tuple(clock.runs(trajectory.started_at, end)),
                 resumed=sum(isinstance(event, Resumed) for event in events),
                 versions=versions_of(trajectory),
             )
@@ -177,13 +186,31 @@ class Figures:
         """When the last thing happened."""
         return max((line.end for line in self.lines), default=0.0)
 
+    @property
+    def seconds(self) -> float:
+        """How long at least one trajectory was under way; what courses over time are over."""
+        clock = self._clock()
+        return clock(self.end) - clock(self.begin)
+
+    def _clock(self) -> Clock:
+        """Return the clock that stands while nothing is under way: between a crash and the run that goes on, say."""
+        if self._known[0] == len(self.lines):
+            return self._known[1]
+        gaps, reached = list[tuple[float, float]](), self.begin
+        for start, end in sorted(life for line in self.lines for life in line.lives):
+            if start > reached:
+                gaps.append((reached, start))
+            reached = max(reached, end)
+        self._known = (len(self.lines), Clock([*gaps, (reached, self.end)]))
+        return self._known[1]
+
     def throughput(self) -> list[float]:
         """Return sampled tokens per second in each of ``BINS`` equal parts of the run."""
         return self._rate(self.generations)
 
     def under_way(self) -> list[float]:
         """Return the mean number of trajectories under way in each part."""
-        return self._busy([(line.start, line.end) for line in self.lines])
+        return self._busy([life for line in self.lines for life in line.lives])
 
     def load(self) -> list[float]:
         """Return the mean number of generations under way in each part."""
@@ -208,13 +235,13 @@ class Figures:
         ]
 
     def _rate(self, generations: Sequence[Stretch]) -> list[float]:
-        width = (self.end - self.begin) / BINS
+        width = self.seconds / BINS
         bins = self._course([(s.start, s.end, float(s.tokens)) for s in generations])
         return [tokens / width if width else 0.0 for tokens in bins]
 
     def _busy(self, times: Sequence[tuple[float, float]]) -> list[float]:
-        width = (self.end - self.begin) / BINS
-        bins = self._course([(start, end, end - start) for start, end in times])
+        width, clock = self.seconds / BINS, self._clock()
+        bins = self._course([(start, end, clock(end) - clock(start)) for start, end in times])
         return [amount / width if width else 0.0 for amount in bins]
 
     def _course(self, amounts: Iterable[tuple[float, float, float]]) -> list[float]:
@@ -222,11 +249,12 @@ class Figures:
 
         An amount's whole parts are entered as two differences, so that the cost does not grow with its length.
         """
-        begin, width = self.begin, (self.end - self.begin) / BINS
+        clock = self._clock()
+        begin, width = clock(self.begin), self.seconds / BINS
         sums, differences = [0.0] * BINS, [0.0] * (BINS + 1)
         for start, end, amount in amounts if width > 0 else ():
-            low = min(max((start - begin) / width, 0.0), BINS - 1e-9)
-            high = min(max((end - begin) / width, low), float(BINS))
+            low = min(max((clock(start) - begin) / width, 0.0), BINS - 1e-9)
+            high = min(max((clock(end) - begin) / width, low), float(BINS))
             first, last = int(low), min(int(high), BINS - 1)
             if first == last or high - low < 1e-9:
                 sums[first] += amount

@@ -33,6 +33,9 @@ WIDEST = 5.0
 """Points of an edge that is always taken."""
 
 SMALLEST = 0.5
+"""How far a picture is shrunk to fit: its text can still be read."""
+WIDE = 1600
+"""CSS pixels of a picture from left to right; what would be wider is drawn from top to bottom, as pages are read."""
 _POINT = 4 / 3
 """CSS pixels."""
 
@@ -161,9 +164,11 @@ def traffic_picture(traffic: Flow) -> Markup | None:
 
 
 def _picture(traffic: Flow, looks: Mapping[int, tuple[str, float, str]]) -> Markup | None:
+    drawn = [edge for edge in traffic.edges if edge.count or not edge.shared]
+    back = {(edge.dest, edge.source) for edge in drawn}
+    onward = {edge.source for edge in drawn if (edge.source, edge.dest) not in back}
     lines = [
-        "digraph {",
-        'bgcolor="transparent"; rankdir=LR; nodesep=0.35; ranksep=0.45; pad=0.1;',
+        'bgcolor="transparent"; nodesep=0.35; ranksep=0.45; pad=0.1;',
         'node [shape=box, style="rounded,filled", fontname="Helvetica", fontsize=12, margin="0.16,0.08"];',
         'edge [fontname="Helvetica", fontsize=10, arrowsize=0.7];',
     ]
@@ -173,31 +178,33 @@ def _picture(traffic: Flow, looks: Mapping[int, tuple[str, float, str]]) -> Mark
         used = "used" if visits else "unused"
         label = f"{visible(state)}\n{visits:,} ×" if visits else visible(state)
         lines.append(f'{name} [label={_quoted(label)}, class="state {used} {state_class(state)}"];')
-    for edge in traffic.edges:
-        if edge.shared and not edge.count:
-            continue
+    for edge in drawn:
         text, width, step = looks[id(edge)]
         asked = f"[{shown(edge.asked, CONDITIONS_SHOWN)}]" if edge.asked else ""
         label = _beside([visible(edge.trigger), *filter(None, (asked, text))], width)
         used = "used" if edge.count else "unused"
         lines.append(
             f"{numbers[edge.source]} -> {numbers[edge.dest]} [label={label}, penwidth={width:.2f}, "
-            f'class="row {used}{step}"];'
+            # What leads on is straight, and what only leads there and back is beside it.
+            f'class="row {used}{step}", weight={8 if edge.dest in onward else 1}];'
         )
-    return _svg("\n".join([*lines, "}"]))
-
-
-def _svg(dot: str) -> Markup | None:
-    """Lay out with Graphviz; ``None`` where there is none (or it fails): pages then have a table alone."""
     try:
-        drawn = render(dot, "svg").decode("utf-8")
-    except DrawingError:
+        return _svg("\n".join(lines))
+    except DrawingError:  # there is no Graphviz, or it fails: the page has a table alone
         return None
-    drawn = drawn[drawn.index("<svg") :]
-    # Shrunk to half its size its text can still be read; what is wider than the page by then is scrolled.
-    wide = re.search(r'<svg width="(\d+)pt"', drawn)
-    least = f' style="min-width:{int(wide[1]) * _POINT * SMALLEST:.0f}px"' if wide else ""
-    return Markup(f"<svg{least}{drawn.removeprefix('<svg')}")
+
+
+def _svg(body: str) -> Markup:
+    """Lay out with Graphviz, from left to right where there is room for that."""
+    for direction in ("LR", "TB"):
+        drawn = render(f"digraph {{ rankdir={direction};\n{body}\n}}", "svg").decode("utf-8")
+        drawn = drawn[drawn.index("<svg") :]
+        found = re.search(r'<svg width="(\d+)pt"', drawn)
+        width = int(found[1]) * _POINT if found else 0.0
+        if width <= WIDE:
+            break
+    # What is wider than the page when it has been shrunk as far as can be read is scrolled.
+    return Markup(f'<svg style="min-width:{width * SMALLEST:.0f}px"{drawn.removeprefix("<svg")}')
 
 
 def _quoted(text: str) -> str:

@@ -7,6 +7,7 @@ trajectory's life; nothing is estimated. Times are seconds on the scheduler's cl
 from __future__ import annotations
 
 import heapq
+from bisect import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -25,6 +26,8 @@ from fsm_rollout.events import (
 Kind = Literal["queue", "generate", "tool", "interact", "away"]
 KINDS: tuple[Kind, ...] = ("queue", "generate", "tool", "interact", "away")
 """``away``: set aside, from the last thing before to going on."""
+BUSY: tuple[Kind, ...] = ("queue", "generate", "tool", "interact")
+"""What a trajectory's time goes into while it is under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,31 @@ def covered(stretches: Iterable[Stretch]) -> float:
         total += max(0.0, stretch.end - max(stretch.start, reached))
         reached = max(reached, stretch.end)
     return total
+
+
+class Clock:
+    """Runs on except in the gaps it is given: a run that went on after a night is looked at without the night."""
+
+    def __init__(self, gaps: Iterable[tuple[float, float]] = ()) -> None:
+        self._starts, self._ends, self._before = list[float](), list[float](), [0.0]
+        for start, end in sorted(gaps):
+            if self._ends and start <= self._ends[-1]:
+                start = self._ends[-1]
+            if end > start:
+                self._starts.append(start)
+                self._ends.append(end)
+                self._before.append(self._before[-1] + end - start)
+
+    def __call__(self, at: float) -> float:
+        """Return ``at`` less all gaps before it; within a gap the clock stands still."""
+        place = bisect(self._starts, at)
+        return at - self._before[place] + (max(0.0, self._ends[place - 1] - at) if place else 0.0)
+
+    def runs(self, start: float, end: float) -> list[tuple[float, float]]:
+        """Return the parts of ``[start, end]`` in which it runs."""
+        inside = [gap for gap in zip(self._starts, self._ends, strict=True) if gap[0] < end and gap[1] > start]
+        bounds = [start, *(at for gap in inside for at in gap), end]
+        return [(a, b) for a, b in zip(bounds[::2], bounds[1::2], strict=True) if b > a]
 
 
 def packed(stretches: Sequence[Stretch]) -> list[int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -87,17 +88,26 @@ def duration(seconds: float | None) -> str:
     return f"{seconds // 60:,.0f} min {seconds % 60:.0f} s"
 
 
+def replica_name(name: str) -> str:
+    """Return how a replica is called in a sentence: pools name theirs ``replica-0``, engines of others as they like."""
+    return name if "replica" in name.lower() else f"replica {name}"
+
+
 def _unbroken_duration(seconds: float | None) -> str:
     return duration(seconds).replace(" ", "\u00a0")
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Return a number without noise: ``1``, ``0.333``, ``12,345``, ``–`` for none."""
+    """Return a number without noise: ``1``, ``0.333``, ``2.5``, ``548.8``, ``12,345``, ``–`` for none."""
     if value is None:
         return "–"
     if float(value).is_integer() and abs(value) < 1e15:
         return f"{int(value):,}"
-    return f"{value:,.{digits}f}" if abs(value) >= 10 ** (-digits) else f"{value:.1e}"
+    if not math.isfinite(value) or abs(value) < 10 ** (-digits):
+        return f"{value:.1e}"
+    before = len(str(int(abs(value))))  # the more digits before the point, the fewer are worth reading behind it
+    text = f"{value:,.{max(0, min(digits, 4 - before))}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 @cache
@@ -111,6 +121,7 @@ def _environment() -> Environment:
         "number": number,
         "as_json": _as_json,
         "state_class": state_class,
+        "replica": replica_name,
     }
     return environment
 

@@ -152,7 +152,7 @@ def open_run(path: str | Path) -> RecordedRun:
         agents=agents,
         config=config,
         base=Path(str(told.get("base") or ".")),
-        summary=_summary(journal.parent / "summary.json", notes),
+        summary=_summary(journal.parent / "summary.json", notes, expected="run" in told),
         notes=notes,
     )
 
@@ -166,9 +166,11 @@ def with_sub_agents(graph: AgentGraph) -> dict[str, AgentGraph]:
     return found
 
 
-def _summary(path: Path, notes: list[str]) -> Mapping[str, Any] | None:
+def _summary(path: Path, notes: list[str], *, expected: bool) -> Mapping[str, Any] | None:
+    """Read the summary of a run; a journal that a program of the user's keeps has none to be ``expected``."""
     if not path.is_file():
-        notes.append("the run has not ended (or was cut off): this is what its journal held at the time of reading")
+        if expected:
+            notes.append("the run has not ended (or was cut off): this is what its journal held at the time of reading")
         return None
     try:
         summary: Mapping[str, Any] = json.loads(path.read_text("utf-8"))

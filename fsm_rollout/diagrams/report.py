@@ -7,15 +7,15 @@ shows the command that makes it.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fsm_rollout.diagrams.figures import Figures, Line, Replica, histogram
 from fsm_rollout.diagrams.flow import Flow, traffic_picture
 from fsm_rollout.diagrams.links import REPORT, Links, page_path
-from fsm_rollout.diagrams.moments import KINDS
+from fsm_rollout.diagrams.moments import BUSY
 from fsm_rollout.diagrams.pages import render_page, write_page
 from fsm_rollout.diagrams.recorded import RecordedRun, open_run
 from fsm_rollout.diagrams.token_texts import visible
@@ -24,6 +24,8 @@ from fsm_rollout.diagrams.trajectory import page_of_run
 TAIL = 8
 GROUPS_SHOWN = 30
 SCORES_SHOWN = 64
+FLATS_SHOWN = 6
+"""Different scores of groups without spread that are named."""
 WORTH_A_PAGE = 3
 """How many of the slowest, the best and the worst get a page of their own at the end of a run."""
 
@@ -86,7 +88,7 @@ def _page(run: RecordedRun, figures: Figures, traffic: Sequence[Flow], links: Li
     columns, rows = _table(lines, links)
     names = [column["name"] for column in columns]
     scores = [line.score for line in lines if line.score is not None]
-    seconds = figures.end - figures.begin
+    seconds = figures.seconds
     sampled = sum(stretch.tokens for stretch in figures.generations)
     replicas = figures.replicas()
     means = [edge.score for one in traffic for edge in one.edges if edge.score is not None]
@@ -103,12 +105,15 @@ def _page(run: RecordedRun, figures: Figures, traffic: Sequence[Flow], links: Li
             "command": links.command("TRAJECTORY"),
         },
         run=run,
+        setting=_setting(run, [one.agent for one in traffic] or list(run.agents)),
         notes=run.notes,
         lines=lines,
         columns=columns,
         seconds=seconds,
+        still=figures.end - figures.begin - seconds,
         score_mean=sum(scores) / len(scores) if scores else None,
         groups=_groups(lines),
+        dropped=(run.summary or {}).get("groups_dropped", 0),
         group_count=len({line.group_id for line in lines}),
         reasons=_reasons(lines),
         endings=sorted({line.ending for line in lines}),
@@ -123,7 +128,7 @@ def _page(run: RecordedRun, figures: Figures, traffic: Sequence[Flow], links: Li
             ("seconds", histogram([line.wall for line in lines])),
         ],
         courses=[
-            ("sampled tokens per second", _course(figures.throughput())),
+            ("sampled tokens/s", _course(figures.throughput())),
             ("trajectories under way", _course(figures.under_way())),
             ("generations under way", _course(figures.load())),
         ]
@@ -133,14 +138,39 @@ def _page(run: RecordedRun, figures: Figures, traffic: Sequence[Flow], links: Li
         resumed=[line for line in lines if line.resumed],
         crossed=sum(len(line.versions) > 1 for line in lines),
         versions=sorted({version for line in lines for version in line.versions}),
+        spent=_spent(lines),
         tail=_tail(lines),
         tools=sorted(figures.tools.values(), key=lambda use: -sum(use.seconds)),
         graphs=[{"flow": one, "picture": traffic_picture(one)} for one in traffic],
         scale=(min(means), max(means)) if means and min(means) < max(means) else None,
-        kinds=[kind for kind in KINDS if any(line.seconds[kind] > 0 for line in lines)],
+        kinds=[kind for kind in BUSY if any(line.seconds[kind] > 0 for line in lines)],
         link=links.to,
         row_of={line.trajectory_id: place for place, line in enumerate(lines)},
     )
+
+
+def _setting(run: RecordedRun, agents: Sequence[str]) -> list[str]:
+    """Return what was run, in a few words: the agents, the engine, how much of it, and how it was sampled and scored.
+
+    The configuration is that of a journal that any program may have written: what is not as expected is left out.
+    """
+    config, engine = run.config, run.config.get("engine")
+    said = [", ".join(agents)]
+    if isinstance(engine, Mapping):
+        replicas = engine.get("replicas") or 1
+        many = f", {replicas} replicas" if replicas != 1 else ""
+        where = " on Ray" if engine.get("placement") == "ray" else ""
+        said.append(f"{engine.get('kind', 'engine')} {engine.get('model') or ''}".strip() + many + where)
+    if config.get("n") and config.get("n") != 1:
+        said.append(f"{config['n']} per prompt")
+    sampling = config.get("validation_sampling" if config.get("validate") else "sampling")
+    if isinstance(sampling, Mapping):
+        said += [f"{name} {value}" for name, value in sampling.items() if value is not None]
+    if config.get("seed") is not None:
+        said.append(f"seed {config['seed']}")
+    if config.get("reward"):
+        said.append(f"reward {str(config['reward']).rpartition(':')[2]}")
+    return [one for one in said if one]
 
 
 def weights_of(versions: Sequence[int]) -> str:
@@ -160,13 +190,24 @@ def _reasons(lines: Sequence[Line]) -> list[dict[str, Any]]:
     return found
 
 
+def _spent(lines: Sequence[Line]) -> dict[str, Any] | None:
+    """Return what the time of all trajectories together went into; ``None`` where nothing took any."""
+    parts: dict[str, float] = {kind: sum(line.seconds[kind] for line in lines) for kind in BUSY}
+    parts["other"] = sum(line.other for line in lines)
+    whole = sum(parts.values())
+    if not whole:
+        return None
+    shares = [{"kind": kind, "seconds": part, "share": part / whole} for kind, part in parts.items() if part > 0]
+    return {"parts": shares, "mean": sum(line.wall for line in lines) / len(lines)}
+
+
 def _tail(lines: Sequence[Line]) -> list[dict[str, Any]]:
     slowest = sorted((line for line in lines if line.wall > 0), key=lambda line: -line.wall)[:TAIL]
     longest = max((line.wall for line in slowest), default=0.0)
     found = []
     for line in slowest:
         # Tools of one turn may run beside each other's waits: shares are of what the bar shows, never over its end.
-        parts = [(kind, line.seconds[kind]) for kind in KINDS] + [("other", line.other)]
+        parts = [(kind, line.seconds[kind]) for kind in BUSY] + [("other", line.other)]
         whole = max(line.wall, sum(seconds for _, seconds in parts))
         shares = [
             {"kind": kind, "seconds": seconds, "share": seconds / whole * line.wall / longest}
@@ -197,8 +238,18 @@ def _groups(lines: Sequence[Line]) -> dict[str, Any] | None:
         at = (mean - low) / span if high > low else 0.5
         found.append({"group": group, "mean": mean, "deviation": deviation, "places": places, "at": at})
     found.sort(key=lambda item: (-item["deviation"], item["mean"]))
-    flat = sum(item["deviation"] == 0 for item in found)
-    return {"shown": found[:GROUPS_SHOWN], "count": len(found), "flat": flat, "low": low, "high": high}
+    spread = [item for item in found if item["deviation"] > 0]
+    flat = Counter(item["mean"] for item in found if not item["deviation"] > 0).most_common()
+    return {
+        "shown": spread[:GROUPS_SHOWN],
+        "count": len(found),
+        "spread": len(spread),
+        "flat": len(found) - len(spread),
+        "flats": flat[:FLATS_SHOWN],
+        "more_flats": len(flat) > FLATS_SHOWN,
+        "low": low,
+        "high": high,
+    }
 
 
 def _replicas(replicas: Sequence[Replica], seconds: float) -> list[dict[str, Any]]:

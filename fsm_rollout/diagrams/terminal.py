@@ -53,8 +53,10 @@ def run_view(run: RecordedRun) -> RenderableType:
             visits[state] = visits.get(state, 0) + count
     lines = figures.lines
     order = [state for graph in run.agents.values() for state in graph.states]
-    head = Text(f"{run.folder}: {len(lines):,} trajectories in {len({line.group_id for line in lines}):,} groups, ")
-    head.append(f"{duration(figures.end - figures.begin)}, {sum(line.trained for line in lines):,} trained tokens")
+    groups = len({line.group_id for line in lines})
+    head = Text(f"{run.folder}: {len(lines):,} {'trajectory' if len(lines) == 1 else 'trajectories'} in ")
+    head.append(f"{groups:,} {'group' if groups == 1 else 'groups'}, ")
+    head.append(f"{duration(figures.seconds)}, {sum(line.trained for line in lines):,} trained tokens")
     states = Text(" ").join(Text.assemble(_chip(state, order), f" {count:,} ") for state, count in visits.items())
     endings: dict[str, int] = {}
     for line in lines:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fsm_rollout.diagrams.moments import Stretch, packed, stays, stretches
-from fsm_rollout.diagrams.pages import write_page
+from fsm_rollout.diagrams.pages import replica_name, write_page
 from fsm_rollout.diagrams.recorded import Recorded
 
 TRAJECTORIES = 1
@@ -119,7 +119,7 @@ def _mark(phase: str, span: _Span, one: Recorded, track: int, origin: float) -> 
 
 
 def _replica(number: int, replica: str, found: list[tuple[Stretch, str]], origin: float) -> Iterator[dict[str, Any]]:
-    yield _named("process_name", number, f"replica {replica}" if replica else "engine")
+    yield _named("process_name", number, replica_name(replica) if replica else "engine")
     lanes = packed([stretch for stretch, _ in found])
     first = LANES * number
     for lane in range(max(lanes, default=-1) + 1):

@@ -61,24 +61,6 @@ class TokenTexts:
                 at += size
         return found
 
-    def guarded(self, stream: TokenStream, start: int, end: int) -> list[int]:
-        """Return the positions in ``[start, end)`` of tokens that spell a marker without being it."""
-        ids = stream.ids
-        texts = ["" if ids[at] in self.markers else self._one(ids[at]) for at in range(start, end)]
-        starts, joined, found = list[int](), 0, set[int]()
-        for text in texts:
-            starts.append(joined)
-            joined += len(text)
-        whole = "".join(texts)
-        for marker in set(self.markers.values()):
-            for match in re.finditer(re.escape(marker), whole):
-                found.update(
-                    start + index
-                    for index, (at, text) in enumerate(zip(starts, texts, strict=True))
-                    if text and at < match.end() and at + len(text) > match.start()
-                )
-        return sorted(found)
-
     def _whole(self, ids: Sequence[int]) -> int:
         """Return how many of the first tokens make up whole characters together; 1 when none do."""
         for size in range(2, len(ids) + 1):

@@ -10,6 +10,7 @@ import base64
 import json
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from html import escape
 from typing import Any
 
@@ -17,11 +18,12 @@ from fsm_rollout.diagrams.cards import Card, cards
 from fsm_rollout.diagrams.figures import versions_of
 from fsm_rollout.diagrams.flow import Flow, path_picture
 from fsm_rollout.diagrams.links import Links
-from fsm_rollout.diagrams.moments import KINDS, Stretch, covered, packed, stays, stretches
+from fsm_rollout.diagrams.moments import BUSY, Clock, Stretch, covered, packed, stays, stretches
 from fsm_rollout.diagrams.pages import render_page
+from fsm_rollout.diagrams.picture import shown
 from fsm_rollout.diagrams.recorded import Recorded, RecordedRun
 from fsm_rollout.diagrams.token_texts import TokenTexts, visible
-from fsm_rollout.events import Transitioned
+from fsm_rollout.events import Message, Transitioned
 from fsm_rollout.graph import AgentGraph
 from fsm_rollout.tokens import Ids, Logprobs
 from fsm_rollout.trajectory import Trajectory
@@ -31,6 +33,8 @@ Texts = Callable[[str], TokenTexts | None]
 STEPS_SHOWN = 200
 """Steps of the path that are listed; the picture has them all."""
 TICKS = 5
+GIST = 240
+"""Characters of what was asked and answered that stand at the top."""
 
 
 def page_of_run(run: RecordedRun, trajectory_id: str, links: Links) -> str:
@@ -76,6 +80,7 @@ def trajectory_page(
         links=links,
         notes=list(notes) if events else [*notes, _NO_EVENTS],
         ending=ending_of(recorded),
+        gist=_gist(trajectory),
         versions=versions_of(trajectory),
         picture=path_picture(traffic) if events or graph else None,
         flow=traffic,
@@ -90,7 +95,7 @@ def trajectory_page(
 
 _NO_EVENTS = (
     "made from the trajectory alone: its path, its tool calls and its times are in the journal only "
-    "(fsm_rollout.diagrams.notebook.page(rollout, trajectory) finds them there, and the tokens' texts)"
+    "(rollout.page(trajectory) finds them there, and the tokens' texts)"
 )
 
 
@@ -128,12 +133,7 @@ def token_data(trajectory: Trajectory, texts: Texts) -> dict[str, Any]:
                 "logprobs": _packed(logprobs_of(trajectory, len(streams))),
                 "spans": [[s.start, s.end, s.owner.value, s.state, s.turn, s.version] for s in stream.tokens.spans],
                 "spread": {at: visible(text) for at, text in known.spread(stream.tokens).items()} if known else {},
-                "guarded": [
-                    position
-                    for span in stream.tokens.spans
-                    if known and trajectory.guarded and span.version < 0
-                    for position in known.guarded(stream.tokens, span.start, span.end)
-                ],
+                "guarded": stream.guarded_at,
             }
         )
     for engine, ids in used.items():
@@ -169,13 +169,49 @@ def ending_of(recorded: Recorded) -> str:
     return "".join(parts) + (f": {detail}" if detail else ".")
 
 
+def _gist(trajectory: Trajectory) -> list[tuple[str, str]]:
+    """Return what a reader wants first: what was asked and the answer to that, and the last that was asked and said.
+
+    Said by what is trained, where there is such: a critic's verdict is not what a trajectory came to.
+    """
+    spoken = [stream for stream in trajectory.streams if stream.turn is not None]
+    spoken = [stream for stream in spoken if stream.tokens.trained] or spoken
+    latest = max(spoken, key=lambda stream: stream.turn or 0).messages if spoken else []
+    asked, again = _said("user", trajectory.messages), _said("user", latest)
+    told = [
+        ("asked", asked),
+        ("answer", _text(trajectory.extra.get("answer"))),
+        ("asked last", again if again != asked else ""),
+        ("said last", _said("assistant", latest)),
+    ]
+    return [(name, shown(" ".join(text.split()), GIST)) for name, text in told if text.strip()]
+
+
+def _said(role: str, messages: Sequence[Message]) -> str:
+    """Return what somebody said last."""
+    return next((_text(message.get("content")) for message in reversed(messages) if message.get("role") == role), "")
+
+
+def _text(value: object) -> str:
+    """Return text as it is, and other data (the parts of a message, an answer that is a number) as JSON."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
 def time_lanes(recorded: Recorded, names: Sequence[str]) -> dict[str, Any] | None:
-    """Return the lanes, one per state that took time, with places in percent; ``None`` when nothing took any."""
+    """Return the lanes, one per state that took time, with places in percent; ``None`` when nothing took any.
+
+    Time for which it was set aside is left out: where that was stands a mark.
+    """
     events = recorded.events
     if not events:
         return None
-    start, found = events[0].at, stretches(events)
-    visits = stays(events)
+    real = stretches(events)
+    clock = Clock((stretch.start, stretch.end) for stretch in real if stretch.kind == "away")
+    start, away = clock(events[0].at), [(stretch, clock(stretch.start)) for stretch in real if stretch.kind == "away"]
+    found = [replace(s, start=clock(s.start), end=clock(s.end)) for s in real if s.kind != "away"]
+    visits = [replace(visit, start=clock(visit.start), end=clock(visit.end)) for visit in stays(events)]
     end = max([visit.end for visit in visits] + [stretch.end for stretch in found], default=start)
     if end <= start:
         return None
@@ -200,7 +236,8 @@ def time_lanes(recorded: Recorded, names: Sequence[str]) -> dict[str, Any] | Non
                 "bars": [
                     {"place": f"{place(s.start, s.end)};top:{row / depth:.2%};height:{1 / depth:.2%}", "of": s}
                     for s, row in zip(own, rows, strict=True)
-                ],
+                ]
+                + [{"place": place(at, at) + ";top:0;height:100%", "of": s} for s, at in away if s.state == state],
                 "totals": _totals(own),
                 "share": sum(v.end - v.start for v in inside) / (end - start),
                 "seconds": sum(v.end - v.start for v in inside),
@@ -217,16 +254,17 @@ def time_lanes(recorded: Recorded, names: Sequence[str]) -> dict[str, Any] | Non
 
 
 def _totals(found: Sequence[Stretch]) -> list[tuple[str, float]]:
-    totals = [(kind, covered([item for item in found if item.kind == kind])) for kind in KINDS]
+    totals = [(kind, covered([item for item in found if item.kind == kind])) for kind in BUSY]
     return [(kind, seconds) for kind, seconds in totals if seconds > 0]
 
 
 def _limits(trajectory: Trajectory) -> list[dict[str, Any]]:
+    until = trajectory.latest_at if trajectory.ended_at is None else trajectory.ended_at
     spent = {
         **trajectory.spent,
         "response_tokens": trajectory.response_tokens,
         "context_tokens": max((len(stream.tokens) for stream in trajectory.streams), default=0),
-        "wall_seconds": trajectory.wall_seconds,
+        "wall_seconds": trajectory.elapsed(until),
     }
     return [
         {"name": name, "spent": spent.get(name) or 0, "most": most, "share": min(1.0, (spent.get(name) or 0) / most)}
@@ -249,9 +287,3 @@ def _packed(values: Ids | Logprobs) -> str:
 
     kind = "<i4" if values.typecode == "i" else "<f4"
     return base64.b64encode(np.frombuffer(values, dtype=values.typecode).astype(kind).tobytes()).decode()
-
-
-def message_text(message: dict[str, Any]) -> str:
-    """Return a message's content as text, whatever form it has."""
-    content = message.get("content")
-    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)

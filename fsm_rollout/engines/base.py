@@ -9,7 +9,8 @@ Invariants every engine keeps (``fsm_rollout.testing.check_engine`` tests them):
 4. ``abort`` ends a request with ``finish_reason`` "abort" and keeps all that was sampled; unknown ids are harmless.
 5. A request's tokens depend on its ids, sampling and seed only, not on what else is in the batch.
 6. Requests join and leave while others run; no request waits for another's end (but a full engine admits later).
-7. An engine emits an empty chunk when it admits a request; visit timeouts count from a request's first chunk.
+7. An engine emits an empty chunk when it admits a request; visit timeouts count from a request's first chunk, and
+   stand still from a chunk that ``waits`` to the next one.
 8. Each chunk carries the version of the weights that sampled it; a request under way goes on after an update.
 9. Ids of requests under way are unique; after :meth:`Engine.aclose` an engine takes no more requests.
 """
@@ -93,6 +94,8 @@ class Chunk:
     cached_tokens: int = 0
     queue_seconds: float = 0.0
     replica: str = ""
+    waits: bool = False
+    """Nobody works on the request from here to its next chunk: what served it was lost. Such a chunk is empty."""
 
 
 @dataclass(frozen=True, slots=True)

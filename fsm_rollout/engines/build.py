@@ -55,7 +55,7 @@ class RaySpec(Model):
 class PoolSpec(Model):
     """How patient a pool is with its replicas."""
 
-    attempts: Count = Field(3, description="how many replicas may fail a request before that is its end")
+    attempts: Count = Field(3, description="how often a request is tried, by the pool and by its caller together")
     restarts: Annotated[int, Field(ge=0, strict=True)] = Field(
         3, description="how often in a row a replica is started again"
     )
@@ -144,6 +144,11 @@ class SGLangSpec(Placed):
     deterministic: bool = False
     start_timeout: Annotated[float, Field(gt=0)] = 300.0
     args: Mapping[str, Any] = Field(default_factory=dict, description="further arguments of SGLang's ServerArgs")
+
+    @property
+    def alone(self) -> bool:
+        """Never: its process may die, and a pool brings it back, also a pool of one."""
+        return False
 
 
 class SGLangHTTPSpec(Placed):
@@ -242,7 +247,8 @@ class _BuildReplica:
     def __call__(self, name: str) -> Engine:
         urls = self.spec.get("urls")  # one for each replica
         mine = {} if urls is None else {"urls": [urls[int(name.rpartition("-")[2])]]}
-        return build_engine({**self.spec, **mine}, self.base)
+        model, build = _KINDS[self.spec["kind"]]
+        return build(model.model_validate({**self.spec, **mine}), self.base)
 
 
 def build_router(router: str) -> Router:

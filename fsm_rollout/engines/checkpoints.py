@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from fsm_rollout.engines.finite import check_finite
 from fsm_rollout.engines.model_folders import load_tokenizer, model_folder
 from fsm_rollout.errors import EngineError, did_you_mean
 
@@ -42,15 +43,24 @@ def _load_model(folder: Path, dtype: torch.dtype | str, device: torch.device) ->
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # it would be drawn across whatever the caller shows
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, dtype=dtype, attn_implementation="sdpa"
+        loaded, found = AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
         )
+        if missing := sorted(found["missing_keys"]):  # transformers makes them up, at random
+            raise EngineError(f"model '{folder}' lacks {_some(missing)}; save all of it with save_pretrained")
         return loaded.to(device).eval()
+    except EngineError:
+        raise
     except Exception as error:  # whatever a broken file makes transformers, torch or safetensors raise
         raise EngineError(f"model '{folder}' cannot be loaded: {type(error).__name__}: {error}") from error
     finally:
         if bars:
             logging.enable_progress_bar()
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{len(names)} of its tensors: {', '.join(names[:3])}{more}"
 
 
 def check_supported(model: Any) -> None:
@@ -113,9 +123,10 @@ def replace_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
     Tensors that are not named stay as they are, so weights may come in several parts.
 
     Raises:
-        EngineError: a name or shape does not fit.
+        EngineError: a name or shape does not fit, or a tensor is not finite.
     """
     own = model.state_dict()
+    check_finite(weights)
     for name, tensor in weights.items():
         if name not in own:
             raise EngineError(f"new weights name '{name}', which the model does not have{did_you_mean(name, own)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ from fsm_rollout.errors import EngineError, did_you_mean
 from fsm_rollout.model import CHECKPOINTS, embedded_model
 
 EMBEDDED = "embedded"
+PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
+"""Two names of one class in transformers 5."""
 
 
 def model_folder(model: str | Path, base: str | Path = ".") -> Path:
@@ -43,9 +46,22 @@ def load_tokenizer(folder: Path) -> Any:
     Raises:
         EngineError: transformers cannot load it.
     """
-    from transformers import AutoTokenizer  # takes seconds, so only where it is needed
-
     try:
+        if _is_plain(folder):
+            from transformers import PreTrainedTokenizerFast  # a second and more sooner than what follows
+
+            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        from transformers import AutoTokenizer  # imports every kind of model there is, and torch's compiler
+
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # whatever a broken file makes transformers or tokenizers raise
         raise EngineError(f"the tokenizer in '{folder}' cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def _is_plain(folder: Path) -> bool:
+    """Say whether the folder asks for the class that every fast tokenizer without code of its own has."""
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
+    except (OSError, ValueError):  # for transformers to judge
+        return False
+    return isinstance(config, dict) and config.get("tokenizer_class") in PLAIN and "auto_map" not in config

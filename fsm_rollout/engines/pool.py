@@ -3,8 +3,9 @@
 Invariant: a request is at one replica, or waits here in order until one has room. What it has streamed stays: when its
 replica is lost or fails it, it goes on elsewhere from there, so no token is lost or sampled twice, and each keeps its
 logprob and version. Every request gets its last chunk, or the error that ended the pool: it is tried ``attempts``
-times, and replicas are started a bounded number of times (:mod:`fsm_rollout.engines.pool_crew`). One that the router
-fails is not tried at all: its last chunk has an error ``RouterFailed: …``.
+times, those included that its caller begins (under the name ``ID#2``, ``ID#3``, …), and replicas are started a bounded
+number of times (:mod:`fsm_rollout.engines.pool_crew`). One that the router fails is not tried at all: its last chunk
+has an error ``RouterFailed: …``.
 """
 
 from __future__ import annotations
@@ -12,15 +13,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from anyio.from_thread import start_blocking_portal
 
+from fsm_rollout.deadlines import being_cancelled
 from fsm_rollout.engines.answers import Answers, check_unique
 from fsm_rollout.engines.base import Chunk, Load, Request
 from fsm_rollout.engines.packing import Flush
 from fsm_rollout.engines.pool_crew import Crew
-from fsm_rollout.engines.pool_members import Member, Passage, PoolTimes, ReplicaStats
+from fsm_rollout.engines.pool_members import Member, Passage, PoolTimes, ReplicaStats, Tries
 from fsm_rollout.engines.replicas import EngineFacts, Placement
 from fsm_rollout.engines.router import Router, StickyRouter, choose
 from fsm_rollout.errors import EngineError
@@ -31,7 +35,10 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
+LOOK_UP = 0.25
+"""Seconds between two looks, while replicas start, whether the caller has been interrupted."""
 STRIKES = 2
 """Dispatches that an engine may fail as a whole, with nothing finished between, before its replica is given up."""
 
@@ -43,7 +50,7 @@ class PoolEngine:
         placement: where the replicas live.
         count: how many there are.
         router: chooses their requests; default: :class:`StickyRouter`.
-        attempts: how many replicas may fail a request before that is its end.
+        attempts: how often a request is tried before that is its end, whoever tries it again: the pool or its caller.
         restarts: how often a replica that finishes nothing is started again before its place stays empty.
         times: seconds that the pool waits for its replicas.
 
@@ -67,13 +74,16 @@ class PoolEngine:
         """All requests under way, by id."""
         self._waiting: dict[str, Passage] = {}
         """Those of them that are at no replica, in order."""
+        self._aborts: list[Passage] = []
+        """Those of which their replicas are told in this turn of the loop that they are to end."""
+        self._tries = Tries()
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._emptied: asyncio.Future[None] | None = None
         self._crew = Crew(self, placement, count, restarts=restarts, times=times or PoolTimes())
         try:
             with start_blocking_portal() as portal:  # this may be called from within an event loop, or without any
-                started: tuple[EngineFacts, Any] = portal.call(self._crew.start)
+                started: tuple[EngineFacts, Any] = _wait(portal.start_task_soon(self._crew.start))
             self._facts, self._tokenizer = started
         except BaseException:
             placement.close()
@@ -114,8 +124,11 @@ class PoolEngine:
         check_unique(requests, self._passages)
         answers = Answers((request.request_id for request in requests), self._abort)
         for request in requests:
-            passage = Passage(request, answers, since=loop.time())
+            earlier, why = self._tries.before(request.request_id)
+            passage = Passage(request, answers, since=loop.time(), earlier=earlier)
             self._passages[request.request_id] = self._waiting[request.request_id] = passage
+            if earlier >= self._attempts:
+                self._give_up(passage, why)
         self._assign()
         return aiter(answers)
 
@@ -200,6 +213,7 @@ class PoolEngine:
             self._loop = loop
             self._passages.clear()
             self._waiting.clear()
+            self._aborts.clear()
             self._crew.bind()
         return loop
 
@@ -207,7 +221,7 @@ class PoolEngine:
 
     def _assign(self) -> None:
         """Send what waits, in order, as far as replicas have room: one dispatch per replica."""
-        if not self._waiting or self._closed:
+        if not self._waiting or self._closed or self._crew.in_doubt:
             return
         up = {member.name: member for member in self._crew.up}
         views = [member.view for member in up.values()]
@@ -249,6 +263,10 @@ class PoolEngine:
                 self._end(passage, told)
                 if told.error is None:
                     member.strikes = member.losses = 0
+                    self._tries.went_well(passage.request.request_id)
+                else:
+                    tries = passage.earlier + passage.failures + 1
+                    self._tries.failed(passage.request.request_id, tries, told.error)
         member.measure(flush, asyncio.get_running_loop().time())
         for request_ids, why in flush.failures:
             failed = [member.sent[request_id] for request_id in request_ids if request_id in member.sent]
@@ -266,7 +284,7 @@ class PoolEngine:
         self._assign()
 
     def joined(self) -> None:
-        """Send a new replica what waits."""
+        """Send what waits to those that are there now."""
         self._assign()
 
     def ended(self, error: EngineError) -> None:
@@ -287,12 +305,19 @@ class PoolEngine:
             done = passage.done()
             if done is not None:
                 self._end(passage, passage.last_chunk(done))
-            elif passage.failures >= self._attempts:
-                error = f"EngineError: {passage.failures} tries failed, the last one: {why}"
-                self._end(passage, passage.last_chunk("abort", error))
+            elif passage.earlier + passage.failures >= self._attempts:
+                self._give_up(passage, why)
             else:
                 first[passage.request.request_id] = passage
+                if (told := passage.waiting_chunk()) is not None:
+                    passage.answers.put(told)
         self._waiting = {**first, **self._waiting}
+
+    def _give_up(self, passage: Passage, why: str) -> None:
+        """End a request that has been tried often enough."""
+        tries = passage.earlier + passage.failures
+        self._tries.failed(passage.request.request_id, tries, why)
+        self._end(passage, passage.last_chunk("abort", f"EngineError: {tries} tries failed, the last one: {why}"))
 
     def _end(self, passage: Passage, chunk: Chunk) -> None:
         """Give a request its last chunk."""
@@ -306,7 +331,6 @@ class PoolEngine:
             self._emptied.set_result(None)
 
     def _abort(self, request_ids: Iterable[str]) -> None:
-        at: dict[Member, list[str]] = {}
         for request_id in request_ids:
             passage = self._passages.get(request_id)
             if passage is None:
@@ -314,7 +338,33 @@ class PoolEngine:
             passage.aborted = True
             if passage.member is None:
                 self._end(passage, passage.last_chunk("abort"))
-            else:
+            elif self._loop is not None and not self._loop.is_closed():
+                if not self._aborts:  # a cancelled run aborts each of its requests by itself: one message for all
+                    self._loop.call_soon(self._send_aborts)
+                self._aborts.append(passage)
+
+    def _send_aborts(self) -> None:
+        at: dict[Member, list[str]] = {}
+        for passage in self._aborts:
+            if passage.member is not None:
                 at.setdefault(passage.member, []).append(passage.sent_as)
+        self._aborts.clear()
         for member, sent_as in at.items():
             member.live.abort(sent_as)
+
+
+def _wait(done: Future[T]) -> T:
+    """Wait in this thread for what another one does.
+
+    Raises:
+        CancelledError: the task that waits here was cancelled, which is all that ``asyncio.run`` does at a Ctrl-C.
+    """
+    while True:
+        try:
+            return done.result(LOOK_UP)
+        except TimeoutError:
+            if done.done():
+                raise  # that was its own
+            with suppress(RuntimeError):  # no event loop runs in this thread
+                if being_cancelled():
+                    raise asyncio.CancelledError from None

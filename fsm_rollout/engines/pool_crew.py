@@ -11,8 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from anyio import CancelScope
+
+from fsm_rollout.engines.finite import check_finite
 from fsm_rollout.engines.packing import Flush
 from fsm_rollout.engines.pool_members import Member, PoolTimes
 from fsm_rollout.engines.replicas import EngineFacts, Order, Placement, Replica, ReplicaLost
@@ -23,6 +27,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+LOOK = 1.0
+"""Seconds that the others have to answer when one is lost, before they are given what it had."""
+TELL_AFTER = 2.0
+"""Seconds of closing after which it is said what is waited for."""
 
 
 class Owner(Protocol):
@@ -35,7 +44,7 @@ class Owner(Protocol):
         """Take back what a replica had; it is not up any more."""
 
     def joined(self) -> None:
-        """Make use of a replica that has come back."""
+        """Make use of a replica that has come back, or of those that are still there."""
 
     def ended(self, error: EngineError) -> None:
         """Give up: all replicas are lost for good."""
@@ -57,12 +66,20 @@ class Crew:
         there are), as shared, and the version."""
         self._updates = 0
         self._closed = False
+        self._looks = 0
+        self._news = asyncio.Event()
+        """Set whenever a member comes or is given up, and when all wake."""
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
     def up(self) -> list[Member]:
         """Those that take part."""
         return [member for member in self.members if member.state == "up"]
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether one has just been lost and it is not known yet who went with it; so nobody is given anything."""
+        return self._looks > 0
 
     @property
     def fallen(self) -> EngineError | None:
@@ -96,7 +113,8 @@ class Crew:
                 raise EngineError(f"the replicas do not serve the same model: {', '.join(map(str, facts))}")
             tokenizer = await self.members[0].live.tokenizer()
         except BaseException:
-            await self._stop_all()
+            with CancelScope(shield=True):  # whoever is interrupted still leaves nothing behind
+                await self._stop_all()
             raise
         for member in self.members:
             member.state = "up"
@@ -107,6 +125,8 @@ class Crew:
     def bind(self) -> None:
         """Belong to the running event loop, from now on."""
         self._change = asyncio.Lock()
+        self._looks = 0
+        self._news = asyncio.Event()
         self._tasks.clear()
         for member in self.members:
             if member.sent and member.state == "up":
@@ -121,12 +141,22 @@ class Crew:
     async def close(self) -> None:
         """Stop every replica, also those that start right now, and free what they shared."""
         self._closed = True
-        tasks = [task for task in self._tasks if not task.done()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._stop_all()
-        self._placement.close()
+        loop = asyncio.get_running_loop()
+        slow = loop.call_later(TELL_AFTER, self._tell_who_is_left)
+        try:
+            tasks = [task for task in self._tasks if not task.done()]
+            mine = [task for task in tasks if task.get_loop() is loop]
+            for task in tasks:
+                if task in mine:
+                    task.cancel()
+                else:  # of the loop that the crew belonged to, which may still run or be about to
+                    with suppress(RuntimeError):  # it is closed
+                        task.get_loop().call_soon_threadsafe(task.cancel)
+            await asyncio.gather(*mine, return_exceptions=True)
+            await self._stop_all()
+            await asyncio.to_thread(self._placement.close)
+        finally:
+            slow.cancel()
 
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run something until it is done or the crew is closed."""
@@ -136,7 +166,23 @@ class Crew:
         return task
 
     async def _stop_all(self) -> None:
-        await asyncio.gather(*(member.replica.stop() for member in self.members if member.replica is not None))
+        await asyncio.gather(*(self._stop(member) for member in self.members))
+
+    async def _stop(self, member: Member) -> None:
+        """End a member's present life; an engine that cannot even be closed keeps nobody from going on."""
+        if (replica := member.replica) is None:
+            return
+        try:
+            async with asyncio.timeout(self.times.order):
+                await replica.stop()
+        except Exception as error:
+            logger.warning("%s did not close, and is left behind: %s", member.name, _said(error))
+        if member.replica is replica:
+            member.replica = None
+
+    def _tell_who_is_left(self) -> None:
+        left = [member.name for member in self.members if member.replica is not None]
+        logger.warning("still closing: waiting for %s", ", ".join(left) if left else "what the replicas shared")
 
     # -- orders to all --------------------------------------------------------------------------------------------
 
@@ -151,25 +197,58 @@ class Crew:
                 self.paused = order == "pause"
             else:
                 self.asleep = order == "sleep"
+                self._news.set()
             await self._order(order)
 
     async def update(self, weights: Weights, version: int | None) -> int:
         """Pause all, load the weights everywhere, go on; return the version.
 
+        When all are lost at that moment, the next one that comes back is asked, so that somebody has looked at them;
+        but none comes back while all are to sleep. Weights that all are lost over twice are not tried a third time.
+
         Raises:
             EngineError: no replica took them; those that are still there go on with what they had.
         """
+        if isinstance(weights, Mapping):
+            await asyncio.to_thread(check_finite, weights)  # a folder's are looked at by each replica
+        for tries_left in (1, 0):
+            await self._until(lambda: bool(self.up) or self.asleep or self.fallen is not None)
+            try:
+                return await self._update(weights, version)
+            except ReplicaLost as error:
+                if not tries_left or self.fallen is not None:
+                    raise
+                logger.warning("%s; they are loaded again once a replica is there", error)
+        raise AssertionError("unreachable")
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            self._news.clear()
+            await self._news.wait()
+
+    async def _update(self, weights: Weights, version: int | None) -> int:
+        """Do what :meth:`update` does, once.
+
+        Raises:
+            ReplicaLost: all who were asked were lost over it; EngineError: see there.
+        """
         async with self._change:
+            if self.fallen is not None:
+                raise self.fallen
             number = self.version + 1 if version is None else version
             names = frozenset(weights) if isinstance(weights, Mapping) else None
             shared = await asyncio.to_thread(self._placement.share, weights)
-            asked = self.up
             if not self.paused:
                 await self._order("pause")
             try:
+                asked = self.up
+                if not asked and not self.asleep:
+                    raise ReplicaLost("no replica took the weights, so nothing has changed: all were lost meanwhile")
                 failed = await self._on_each(lambda replica: replica.update_weights(shared, number), self.times.update)
                 if failed and set(failed) >= set(asked):
-                    raise EngineError(f"no replica took the weights, so nothing has changed: {_first(failed)}")
+                    lost = all(isinstance(error, ReplicaLost) for error in failed.values())
+                    kind = ReplicaLost if lost else EngineError
+                    raise kind(f"no replica took the weights, so nothing has changed: {_first(failed)}")
                 self._weights = [*_still_wanted(self._weights, names), (names, shared, number)]
                 self._updates += 1
                 self.version = number
@@ -224,7 +303,28 @@ class Crew:
         logger.warning("%s is lost: %s; %d request(s) go on elsewhere", member.name, why, len(member.sent))
         member.leave(why)
         self.spawn(self._revive(member))
+        if self.up:
+            self._looks += 1
+            self.spawn(self._look_at_others())
         self._owner.lost(member, why)
+
+    async def _look_at_others(self) -> None:
+        """Find those that went at the same moment: requests would go from one to the next, and be tried in vain."""
+
+        async def look(member: Member, replica: Replica) -> None:
+            try:
+                async with asyncio.timeout(LOOK):
+                    await replica.ping()
+            except TimeoutError:
+                pass  # it may be busy; the watch has more patience
+            except Exception as error:
+                self.lose(member, replica, _said(error))
+
+        try:
+            await asyncio.gather(*(look(member, member.live) for member in self.up))
+        finally:
+            self._looks -= 1
+            self._owner.joined()
 
     async def _open(self, member: Member) -> EngineFacts:
         """Start a new replica in a member's place."""
@@ -239,10 +339,10 @@ class Crew:
     async def _revive(self, member: Member) -> None:
         """Start a lost member again, a bounded number of times, the later the more often it was lost."""
         while True:
-            if member.replica is not None:
-                await member.replica.stop()
+            await self._stop(member)
             if member.losses > self._restarts:
                 break
+            await self._until(lambda: not self.asleep)  # its memory is somebody else's until then
             await asyncio.sleep(self.times.backoff * 2 ** max(0, member.losses - 1))
             try:
                 await self._open(member)
@@ -253,9 +353,11 @@ class Crew:
                 logger.warning("%s could not be started again: %s", member.name, member.cause)
             else:
                 logger.info("%s is up again, with weights of version %d", member.name, self.version)
+                self._news.set()
                 self._owner.joined()
                 return
         member.state = "dead"
+        self._news.set()
         logger.error("%s was lost %d times in a row and stays away: %s", member.name, member.losses, member.cause)
         if self.fallen is not None:
             self._owner.ended(self.fallen)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -63,6 +64,41 @@ class ReplicaStats:
     """Why it was last lost."""
 
 
+class Tries:
+    """How often each request has failed, under whatever name: a caller that tries ``ID`` again calls it ``ID#2``, ….
+
+    Only the latest ``memory`` requests that failed are remembered.
+    """
+
+    def __init__(self, memory: int = 65_536) -> None:
+        self._memory = memory
+        self._failed: OrderedDict[str, tuple[int, str]] = OrderedDict()
+
+    def before(self, request_id: str) -> tuple[int, str]:
+        """Return how often a request failed under its earlier names, and why the last time."""
+        name = _first_name(request_id)
+        if name == request_id:  # it is tried for the first time, or all over again
+            self._failed.pop(name, None)
+        return self._failed.get(name, (0, ""))
+
+    def failed(self, request_id: str, count: int, why: str) -> None:
+        """Remember that a request has failed ``count`` times by now."""
+        name = _first_name(request_id)
+        self._failed[name] = (count, why)
+        self._failed.move_to_end(name)
+        if len(self._failed) > self._memory:
+            self._failed.popitem(last=False)
+
+    def went_well(self, request_id: str) -> None:
+        """Forget a request."""
+        self._failed.pop(_first_name(request_id), None)
+
+
+def _first_name(request_id: str) -> str:
+    name, mark, number = request_id.rpartition("#")
+    return name if mark and number.isdecimal() else request_id
+
+
 @dataclass(eq=False, slots=True)
 class Passage:
     """A request on its way: where it is, and what it has streamed."""
@@ -78,7 +114,11 @@ class Passage:
     version: int = 0
     admitted: bool = False
     aborted: bool = False
+    waits: bool = False
+    """Whether its caller was told that nobody works on it."""
     failures: int = 0
+    earlier: int = 0
+    """Failures of the same request under the names that its caller gave it before."""
 
     def ask(self) -> Request:
         """Return what to ask the next replica for: all of it, or the rest."""
@@ -87,7 +127,7 @@ class Passage:
         return self.request.continued(self.ids, f"{self.request.request_id}~{self.failures}")
 
     def take(self, chunk: Chunk, replica: str) -> Chunk | None:
-        """Return the chunk as the pool's own; ``None`` for a second admission, which means nothing to the caller."""
+        """Return the chunk as the pool's own; ``None`` for a second admission that means nothing to the caller."""
         if chunk.ids:
             self.ids.extend(chunk.ids)
         self.version = chunk.weight_version
@@ -95,8 +135,9 @@ class Passage:
         if not self.admitted:
             self.admitted = True
             queued += self.sent_at - self.since
-        elif not chunk.ids and chunk.finish_reason is None:
+        elif not chunk.ids and chunk.finish_reason is None and not self.waits:
             return None
+        self.waits = False
         if chunk.request_id == self.request.request_id and chunk.replica == replica and queued == chunk.queue_seconds:
             return chunk
         return replace(chunk, request_id=self.request.request_id, replica=replica, queue_seconds=queued)
@@ -109,6 +150,13 @@ class Passage:
         if self.ids and not sampling.ignore_eos and self.ids[-1] in sampling.stop_ids:
             return "stop"
         return "length" if len(self.ids) >= sampling.max_tokens else None
+
+    def waiting_chunk(self) -> Chunk | None:
+        """Return what tells the caller that nobody works on it; ``None`` when it knows."""
+        if self.waits or not self.admitted:
+            return None
+        self.waits = True
+        return Chunk(self.request.request_id, NO_IDS, NO_LOGPROBS, self.version, waits=True)
 
     def last_chunk(self, reason: FinishReason, error: str | None = None) -> Chunk:
         """Return a last chunk without tokens."""

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import Executor, Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from fsm_rollout.engines.base import Chunk, Engine, Request
 from fsm_rollout.engines.packing import Flush
@@ -21,6 +24,8 @@ from fsm_rollout.errors import EngineError
 if TYPE_CHECKING:
     import torch
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Weights = str | Path | Mapping[str, "torch.Tensor"]
 _BUILDING = threading.Lock()
 """Loading a model changes process-wide defaults for a while, so engines are built one after another."""
@@ -29,6 +34,15 @@ Order = Literal["pause", "resume", "sleep", "wake"]
 
 class ReplicaLost(EngineError):
     """A replica is gone, or in an unknown state; what it was asked may be asked of another."""
+
+
+@runtime_checkable
+class Mortal(Protocol):
+    """An engine that may be gone for good while the process that uses it lives on."""
+
+    @property
+    def failure(self) -> EngineError | None:
+        """Why it is gone, once it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +116,29 @@ class Placement(Protocol):
         """Free what the replicas shared; they are stopped by now."""
 
 
+class _DaemonThreads(Executor):
+    """One daemon thread per job: whoever gives a start up need not wait for it, not even to end the process."""
+
+    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
+
+        def work() -> None:
+            try:
+                result = function(*args, **kwargs)
+            except BaseException as error:
+                outcome: Callable[[], None] = partial(future.set_exception, error)
+            else:
+                outcome = partial(future.set_result, result)
+            with suppress(InvalidStateError):  # given up meanwhile
+                outcome()
+
+        threading.Thread(target=work, name="fsm-rollout-replica", daemon=True).start()
+        return future
+
+
+_threads = _DaemonThreads()
+
+
 class LocalReplica:
     """An engine in this process, built by ``build`` in a thread."""
 
@@ -109,6 +146,7 @@ class LocalReplica:
         self.name = name
         self._build = build
         self._engine: Engine | None = None
+        self._stopped = False
         self._chunks: list[Chunk] = []
         self._failures: list[tuple[Sequence[str], str]] = []
         self._listener: asyncio.Future[None] | None = None
@@ -116,12 +154,14 @@ class LocalReplica:
 
     async def start(self) -> EngineFacts:
         """Build the engine."""
-        engine = self._engine = await asyncio.to_thread(self._build_alone)
+        engine = self._engine = await asyncio.get_running_loop().run_in_executor(_threads, self._build_alone)
         return EngineFacts(engine.max_context, engine.eos_ids, engine.weight_version)
 
     def _build_alone(self) -> Engine:
         with _BUILDING:
-            return self._build()
+            if self._stopped:
+                raise EngineError(f"replica '{self.name}' was stopped before it started")
+            return self._build()  # when it has been stopped by then, nobody takes the engine, which ends it
 
     async def tokenizer(self) -> Any:
         """Return the engine's tokenizer."""
@@ -138,6 +178,10 @@ class LocalReplica:
             raise EngineError(f"replica '{self.name}' has no engine yet")
         return self._engine
 
+    @property
+    def _death(self) -> EngineError | None:
+        return self._engine.failure if isinstance(self._engine, Mortal) else None
+
     def submit(self, requests: Sequence[Request]) -> None:
         """Start a dispatch; its chunks go to the next flushes."""
         self._spawn(self._serve(requests))
@@ -148,28 +192,42 @@ class LocalReplica:
 
     async def flush(self) -> Flush:
         """Wait for chunks or failures; an engine that has much to say at once says it in one flush."""
-        if not (self._chunks or self._failures):
+        if not (self._chunks or self._failures or self._death):
             self._listener = asyncio.get_running_loop().create_future()
             await self._listener
         await asyncio.sleep(0)  # whoever else has something to say in this turn of the loop says it now
+        if not (self._chunks or self._failures) and (death := self._death) is not None:
+            raise ReplicaLost(str(death))
         flush = Flush(self._chunks, self._failures, self.engine.load())
         self._chunks, self._failures = [], []
         return flush
 
     async def ping(self) -> None:
-        """Return at once: the loop that runs this is the loop that asks."""
+        """Return at once, if the engine is not gone: the loop that runs this is the loop that asks."""
+        if (death := self._death) is not None:
+            raise ReplicaLost(str(death))
 
     async def update_weights(self, weights: Weights, version: int) -> None:
         """Hand the weights on."""
-        await self.engine.update_weights(weights, version)
+        await self._ask(self.engine.update_weights(weights, version))
 
     async def order(self, what: Order) -> None:
         """Hand the order on."""
         engine = self.engine
-        await {"pause": engine.pause, "resume": engine.resume, "sleep": engine.sleep, "wake": engine.wake}[what]()
+        orders = {"pause": engine.pause, "resume": engine.resume, "sleep": engine.sleep, "wake": engine.wake}
+        await self._ask(orders[what]())
+
+    async def _ask(self, answer: Coroutine[Any, Any, object]) -> None:
+        try:
+            await answer
+        except EngineError:
+            if (death := self._death) is not None:
+                raise ReplicaLost(str(death)) from None
+            raise
 
     async def stop(self) -> None:
         """Close the engine; requests under way are told no more."""
+        self._stopped = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -197,7 +255,8 @@ class LocalReplica:
         except Exception as error:  # whatever an engine raises is the engine's failure
             why = f"{type(error).__name__}: {error}"
         if under_way:
-            self._failures.append((sorted(under_way), why))
+            if self._death is None:  # else they are lost with this replica
+                self._failures.append((sorted(under_way), why))
             self._wake()
 
     async def _abort(self, request_ids: Iterable[str]) -> None:

@@ -100,6 +100,8 @@ class ScriptedEngine:
         self._waiting: dict[str, _Answer] = {}
         self._failed: Counter[tuple[str, int]] = Counter()
         self._paused = self._asleep = self._closed = False
+        eos = tokenizer.eos_token_id  # found anew by transformers each time
+        self._eos_ids = frozenset() if eos is None else frozenset({int(eos)})
 
     @property
     def tokenizer(self) -> Any:
@@ -114,8 +116,7 @@ class ScriptedEngine:
     @property
     def eos_ids(self) -> frozenset[int]:
         """The tokenizer's end-of-sequence token."""
-        eos = self._tokenizer.eos_token_id
-        return frozenset() if eos is None else frozenset({int(eos)})
+        return self._eos_ids
 
     @property
     def weight_version(self) -> int:

@@ -40,8 +40,9 @@ from typing import IO, TYPE_CHECKING, Any
 
 from fsm_rollout.engines.answers import Answers
 from fsm_rollout.engines.base import Chunk, Load, Request
+from fsm_rollout.engines.finite import check_finite, check_folder
 from fsm_rollout.engines.model_folders import load_tokenizer, model_folder
-from fsm_rollout.engines.sglang_model import shapes_in, stop_tokens_in, vocabulary_of, window_of
+from fsm_rollout.engines.sglang_model import check_complete, shapes_in, stop_tokens_in, vocabulary_of, window_of
 from fsm_rollout.engines.sglang_under_way import UnderWay
 from fsm_rollout.engines.sglang_wire import Abort, Do, Done, Failed, FromHost, Generate, Pieces, Ready, Start, Wire
 from fsm_rollout.errors import EngineError
@@ -65,6 +66,10 @@ PROGRESS_EVERY = 15.0
 """Seconds between two lines in the log while SGLang starts."""
 CLOSE_WITHIN = 20.0
 """Seconds that a process has to end once it is told to, or is killed."""
+LAST_TOKENS = 2.0
+"""Seconds that it has to hand over what was sampled when the engine is closed in mid-generation."""
+ORDER_WITHIN, UPDATE_WITHIN = 90.0, 600.0
+"""Seconds that it has to pause, resume, sleep or wake, and for each step of loading weights."""
 OUTPUT_LINES, OUTPUT_BYTES = 15, 16_384
 """How much of the process's output an error shows, of how much that it looks through."""
 
@@ -77,6 +82,7 @@ class _Process(threading.Thread):
         self.under_way = UnderWay(window, replica, lambda handles: self.send(Abort(handles)))
         self.ready: Future[Ready] = Future()
         self.closing = False
+        self.died: EngineError | None = None
         self._lock = threading.Lock()
         self._orders: dict[int, Future[None]] = {}
         self._count = 0
@@ -105,35 +111,42 @@ class _Process(threading.Thread):
         """Have the process carry out an order; the future raises EngineError when it cannot."""
         done: Future[None] = Future()
         with self._lock:
+            if self.died is not None:
+                done.set_exception(self.died)
+                return done
             self._count += 1
             number = self._count
             self._orders[number] = done
         self.send(Do(number, order, **details))
-        if not self.is_alive():
-            self._fail(self.failure())
         return done
 
     def run(self) -> None:
         """Hear the process to its end."""
-        while (message := self._wire.receive()) is not None:
-            match message:
-                case Ready():
-                    self.ready.set_result(message)
-                case Failed(reason):
-                    _settle(self.ready, self.failure(reason))
-                case Pieces(pieces):
-                    self.under_way.deliver(pieces)
-                case Done(number, error):
-                    with self._lock:
-                        done = self._orders.pop(number)
-                    _settle(done, None if error is None else EngineError(error))
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(CLOSE_WITHIN)
-        self._fail(self.failure())
+        try:
+            while (message := self._wire.receive()) is not None:
+                self._take(message)
+        finally:
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(CLOSE_WITHIN)
+            self._fail(self.failure())
+
+    def _take(self, message: object) -> None:
+        match message:
+            case Ready():
+                self.ready.set_result(message)
+            case Failed(reason):
+                _settle(self.ready, self.failure(reason))
+            case Pieces(pieces):
+                self.under_way.deliver(pieces)
+            case Done(number, error):
+                with self._lock:
+                    done = self._orders.pop(number)
+                _settle(done, None if error is None else EngineError(error))
 
     def _fail(self, error: EngineError) -> None:
         with self._lock:
             orders, self._orders = self._orders, {}
+            error = self.died = self.died or error
         _settle(self.ready, error)
         for done in orders.values():
             _settle(done, error)
@@ -153,6 +166,11 @@ class _Process(threading.Thread):
             log = self._log.fileno()
             return os.pread(log, OUTPUT_BYTES, max(0, os.fstat(log).st_size - OUTPUT_BYTES)).decode(errors="replace")
         return ""
+
+    def give_up(self, error: EngineError) -> None:
+        """End the process because of ``error``, which all that is under way and all that is asked later ends with."""
+        self.died = self.died or error
+        _kill(_family(self.process.pid), wait=False)
 
     def stop(self) -> None:
         """End the process and all below it, and wait for that; more than once if need be."""
@@ -209,14 +227,15 @@ def _family(pid: int) -> list[Any]:
         return []
 
 
-def _kill(processes: list[Any]) -> None:
-    """Kill what is left of these and wait until they are gone (psutil knows a process from a later one of its id)."""
+def _kill(processes: list[Any], *, wait: bool = True) -> None:
+    """Kill what is left of these, and wait until they are gone (psutil knows a process from a later one of its id)."""
     import psutil
 
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(processes, timeout=CLOSE_WITHIN / 2)
+    if wait:
+        psutil.wait_procs(processes, timeout=CLOSE_WITHIN / 2)
 
 
 def _environment() -> dict[str, str]:
@@ -331,6 +350,11 @@ class SGLangEngine:
         """How many policy updates the present weights have had."""
         return self._version
 
+    @property
+    def failure(self) -> EngineError | None:
+        """Why SGLang's process is gone, once it is; only another engine can go on then."""
+        return self._process.died
+
     def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
         """Start all requests at once (not at the first ``anext``); see the protocol."""
         self._check_open()
@@ -351,13 +375,17 @@ class SGLangEngine:
         quicker.
 
         Raises:
-            EngineError: the folder cannot be loaded, or a name or shape does not fit (then nothing has changed); or
-                SGLang refuses (its message says what it did).
+            EngineError: the folder cannot be loaded, a name or shape does not fit, or a tensor is not finite (then
+                nothing has changed); or SGLang refuses a folder (its message says what it did), or fails over tensors
+                half-way (then the engine is given up: see :attr:`failure`).
         """
         self._check_open()
         version = self._version + 1 if version is None else version
         if not isinstance(weights, Mapping):
-            await self._order("update_from_folder", path=str(model_folder(weights)), version=version)
+            folder = model_folder(weights)
+            check_complete(folder, shapes_in(self._folder))
+            await asyncio.to_thread(check_folder, folder)
+            await self._order("update_from_folder", path=str(folder), version=version)
         elif not weights:
             await self._order("count_update", version=version)
         else:
@@ -370,15 +398,19 @@ class SGLangEngine:
 
         if shapes := shapes_in(self._folder):
             check_weights(weights, shapes)
+        await asyncio.to_thread(check_finite, weights)
+        parts = parts_of(weights)
+        part = await asyncio.to_thread(next, parts, None)
         await self._order("begin_update")
-        complete = False
         try:
-            parts = parts_of(weights)
-            while (part := await asyncio.to_thread(next, parts, None)) is not None:
+            while part is not None:
                 await self._order("update_part", tensors=part)
-            complete = True
-        finally:
-            await self._order("end_update", version=version if complete else None)
+                part = await asyncio.to_thread(next, parts, None)
+            await self._order("end_update", version=version)
+        except BaseException as error:  # nobody may sample with what is there now
+            why = str(error) or type(error).__name__
+            self._process.give_up(EngineError(f"an update broke off, so nobody knows the weights any more: {why}"))
+            raise
 
     async def pause(self) -> None:
         """Sample nothing from now on; when this returns, everything sampled has been handed over."""
@@ -410,7 +442,7 @@ class SGLangEngine:
             self._closed = True
             if self._process.under_way.handles():
                 with suppress(EngineError, TimeoutError):  # for what was sampled and not yet sent
-                    async with asyncio.timeout(CLOSE_WITHIN):
+                    async with asyncio.timeout(LAST_TOKENS):
                         await asyncio.wrap_future(self._process.order("pause"))
             self._process.under_way.close(self._version, _closed())
         await asyncio.to_thread(self._stop)
@@ -421,7 +453,12 @@ class SGLangEngine:
 
     async def _order(self, order: str, **details: Any) -> None:
         self._check_open()
-        await asyncio.wrap_future(self._process.order(order, **details))
+        within = UPDATE_WITHIN if "update" in order else ORDER_WITHIN
+        try:
+            async with asyncio.timeout(within):
+                await asyncio.wrap_future(self._process.order(order, **details))
+        except TimeoutError:
+            raise EngineError(f"SGLang did not answer within {within:g} s (order '{order}'); is it stuck?") from None
 
     def _abandon(self, request_ids: Iterable[str]) -> None:
         if handles := self._process.under_way.handles(request_ids):

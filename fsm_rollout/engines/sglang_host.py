@@ -1,7 +1,8 @@
 """The process that owns one ``sglang.Engine``: ``python -m fsm_rollout.engines.sglang_host FD``.
 
 Invariant: it lives exactly as long as its connection. When the other end closes or dies, at any time, it ends all of
-SGLang's processes and itself; when SGLang dies, it dies, which the other end sees at once.
+SGLang's processes and itself; when SGLang dies, it dies, which the other end sees at once. When it is killed itself, at
+any time, SGLang's processes die with it.
 
 Why a process of its own: SGLang installs signal handlers and answers any failure with SIGQUIT, which by default kills
 the process it is in; it keeps its settings in globals, so two engines in one process would share them; closing one
@@ -12,6 +13,7 @@ to whoever uses the engine. It also keeps SGLang's own Python work off the calle
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import inspect
 import os
 import signal
@@ -27,6 +29,10 @@ from fsm_rollout.engines.sglang_requests import Requests
 from fsm_rollout.engines.sglang_wire import Abort, Do, Done, Failed, Generate, Pieces, Ready, Start, ToHost, Wire
 from fsm_rollout.errors import EngineError, did_you_mean
 
+_HOST = "FSM_ROLLOUT_SGLANG_HOST"
+"""Tells SGLang's processes the id of this one."""
+_SET_DEATH_SIGNAL = 1
+"""Linux's ``PR_SET_PDEATHSIG``."""
 IDLE_WITHIN = 30.0
 """Seconds that SGLang's scheduler has to become idle when nothing is asked of it any more."""
 
@@ -246,6 +252,7 @@ def main(descriptor: int) -> None:
     start = wire.receive()
     if not isinstance(start, Start):
         return
+    os.environ[_HOST] = str(os.getpid())
     early: list[ToHost] = []
     take: list[Callable[[ToHost], object]] = [early.append]
     threading.Thread(target=_read, args=(wire, lambda message: take[0](message)), daemon=True).start()
@@ -268,5 +275,17 @@ def main(descriptor: int) -> None:
     engine.loop.run_until_complete(serve())
 
 
+def _die_with_host() -> None:
+    """Have Linux kill this process when the one that started it dies; end it if the host is gone already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+        try:
+            os.kill(int(os.environ[_HOST]), 0)  # is it there?
+        except ProcessLookupError:
+            os._exit(1)
+
+
 if __name__ == "__main__":
     main(int(sys.argv[1]))
+elif __name__ == "__mp_main__":  # one of SGLang's processes, which does so itself, but only after seconds of imports
+    _die_with_host()

@@ -1,10 +1,11 @@
 """An SGLang server that others started, behind the engine protocol; one URL is one engine.
 
 Invariant: one thread with an event loop of its own talks to the server, so the engine can be used from any loop. What
-cannot be reached fails within a stated time (``ANSWER_WITHIN``, ``MISSING_FOR``) with an EngineError that has the URL;
-requests under way end with it, and the next ones try again: a server may come back. After a lost connection it is asked
-for its weight version before it gets a request; one that was restarted is given our last weights again, or is an error.
-Every answer says which version sampled it, so no token of another version is ever taken for one of ours.
+cannot be reached, or answers but not as SGLang does, or says nothing, fails within a stated time (``ANSWER_WITHIN``,
+``MISSING_FOR``, ``SILENT_FOR``, …) with an EngineError that has the URL; requests under way end with it, and the next
+ones try again: a server may come back. After a lost connection it is asked for its weight version before it gets a
+request; one that was restarted is given our last weights again, or is an error. Every answer says which version sampled
+it, so no token of another version is ever taken for one of ours.
 
 Tokens are exact (ids in, ids out), also through a server that has its own tokenizer. Everything that
 :mod:`fsm_rollout.engines.sglang` says about SGLang holds here, and: new weights come from a folder that the server can
@@ -15,23 +16,22 @@ travel as JSON; a server started with ``--incremental-streaming-output --skip-to
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx
-
 from fsm_rollout.engines.answers import Answers
 from fsm_rollout.engines.base import Chunk, Load, Request
+from fsm_rollout.engines.finite import check_folder
 from fsm_rollout.engines.model_folders import load_tokenizer, model_folder
-from fsm_rollout.engines.sglang_model import stop_tokens_in, vocabulary_of
+from fsm_rollout.engines.sglang_model import check_complete, shapes_in, stop_tokens_in, vocabulary_of
 from fsm_rollout.engines.sglang_requests import Requests
+from fsm_rollout.engines.sglang_server import MEMORY_WITHIN, Server
 from fsm_rollout.engines.sglang_under_way import UnderWay
 from fsm_rollout.engines.sglang_wire import Ask
 from fsm_rollout.errors import EngineError
@@ -41,127 +41,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ANSWER_WITHIN = 30.0
-"""Seconds that a server has to take a connection, and to answer a question about itself."""
 LOOK_EVERY = 5.0
 """Seconds between two looks whether a server that owes answers is still there."""
 MISSING_FOR = 30.0
 """Seconds after which a server that does not answer these is given up."""
-IDLE_WITHIN = 30.0
-"""Seconds that a server has to become idle when nothing is asked of it any more."""
-
-
-class _Server:
-    """The backend of :class:`Requests`; belongs to the loop of :class:`_Talk`.
-
-    Args:
-        url: where it is.
-        send_every: tokens between two outputs.
-        doubt: called when it may be another server, or have other weights, the next time.
-    """
-
-    def __init__(self, url: str, send_every: int, doubt: Callable[[], None]) -> None:
-        self.url = url.rstrip("/")
-        self.label = ""
-        """What it calls the weights that ours should be."""
-        self.ours = False
-        """Whether that name is ours. Until then others may update it, and we are none the wiser."""
-        self._doubt = doubt
-        self._send_every = send_every
-        timeout = httpx.Timeout(ANSWER_WITHIN, read=None)  # an answer may take as long as it likes; see ``watch``
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=128, keepalive_expiry=2.0)
-        self.client = httpx.AsyncClient(base_url=self.url, timeout=timeout, limits=limits, trust_env=False)
-
-    async def call(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, within: float | None = None
-    ) -> Any:
-        """Ask something and return the answer's JSON (``None`` when it is none).
-
-        Raises:
-            EngineError: the server is not there, or refuses.
-        """
-        try:
-            answer = await self.client.request(method, path, json=body, timeout=within)
-        except httpx.HTTPError as error:
-            raise self.gone(error) from None
-        if answer.is_error:
-            raise EngineError(f"{self.url}{path} answered {answer.status_code}: {_said(answer.text)}")
-        with suppress(ValueError):
-            return answer.json()
-        return None
-
-    def gone(self, error: Exception) -> EngineError:
-        """Say that the server cannot be reached, and have it looked at before the next request."""
-        self._doubt()
-        why = str(error) or type(error).__name__
-        return EngineError(
-            f"the SGLang server {self.url} cannot be reached ({why}); is it running, and is the url right?"
-        )
-
-    async def stream(self, rid: str, arguments: Mapping[str, Any]) -> AsyncIterator[Mapping[str, Any]]:
-        sampling = {**arguments["sampling_params"], "stream_interval": self._send_every}
-        body = {**arguments, "sampling_params": sampling, "rid": rid}
-        try:
-            async with self.client.stream("POST", "/generate", json=body) as answer:
-                if answer.is_error:
-                    text = _said((await answer.aread()).decode(errors="replace"))
-                    kind = ValueError if answer.status_code == httpx.codes.BAD_REQUEST else EngineError
-                    raise kind(f"{self.url}/generate answered {answer.status_code}: {text}")
-                async for line in answer.aiter_lines():
-                    if line.startswith("data: {"):
-                        out = json.loads(line[6:])
-                        if "error" in out:
-                            raise ValueError(out["error"].get("message", out["error"]))
-                        self._check_label(out["meta_info"].get("weight_version"))
-                        yield out
-                        if out["meta_info"]["finish_reason"] is not None:
-                            return
-        except httpx.HTTPError as error:
-            raise self.gone(error) from None
-        raise self.gone(EOFError("the answer broke off"))
-
-    def _check_label(self, label: object) -> None:
-        """Check which weights have sampled an output.
-
-        Raises:
-            EngineError: not ours; connections may break while nobody looks.
-        """
-        if self.ours and label is not None and str(label) != self.label:
-            self._doubt()
-            raise EngineError(
-                f"{self.url} samples with weights of version '{label}', not '{self.label}' as loaded here; it was "
-                f"restarted, or others update it"
-            )
-
-    async def ask_label(self) -> str:
-        """Return what the server calls its weights.
-
-        Raises:
-            EngineError: it is not there, or does not say.
-        """
-        info = await self.call("GET", "/model_info", within=ANSWER_WITHIN)
-        if not isinstance(info, Mapping):
-            raise EngineError(f"{self.url}/model_info does not say what an SGLang server says; is the url right?")
-        return str(info.get("weight_version", ""))
-
-    async def load_weights(self, folder: Path, label: str) -> None:
-        """Have it load a folder, which it must be able to read.
-
-        Raises:
-            EngineError: it is not there, or refuses.
-        """
-        what = {"model_path": str(folder), "weight_version": label}
-        told = await self.call("POST", "/update_weights_from_disk", what)
-        if not (isinstance(told, Mapping) and told.get("success")):
-            raise EngineError(f"{self.url} refused the weights: {told}")
-
-    async def abort(self, rid: str) -> None:
-        with suppress(EngineError):  # asked again, or the request fails by itself
-            await self.call("POST", "/abort_request", {"rid": rid}, within=ANSWER_WITHIN)
-
-
-def _said(text: str) -> str:
-    return text[:300].strip() or "nothing"
+SILENT_FOR = 300.0
+"""Seconds without a word about any request after which a server that has some is given up, however healthy it says it
+is."""
 
 
 class _Talk(threading.Thread):
@@ -171,7 +57,7 @@ class _Talk(threading.Thread):
         super().__init__(name="fsm-rollout-sglang-http", daemon=True)
         self.loop = asyncio.new_event_loop()
         self.under_way = UnderWay(0, replica, self._unheard)
-        self.server = _Server(url, send_every, self._doubt)
+        self.server = Server(url, send_every, self._doubt)
         self._folder: Path | None = None
         """The weights that it was last given from here."""
         self._look: asyncio.Task[None] | None = None
@@ -211,8 +97,8 @@ class _Talk(threading.Thread):
         Raises:
             EngineError: it is not there, or is no SGLang.
         """
-        info = await self.server.call("GET", "/server_info", within=ANSWER_WITHIN)
-        if not isinstance(info, Mapping) or "max_req_input_len" not in info:
+        info = await self.server.call("GET", "/server_info")
+        if not isinstance(info, Mapping) or not isinstance(info.get("max_req_input_len"), int):
             raise EngineError(
                 f"{self.server.url}/server_info does not say what an SGLang server says; is the url right?"
             )
@@ -262,7 +148,7 @@ class _Talk(threading.Thread):
                 f"build another engine to take it as it is"
             )
         try:
-            await server.call("POST", f"/flush_cache?timeout={IDLE_WITHIN:g}")
+            await server.flush_cache()
             await server.load_weights(self._folder, server.label)
         except EngineError as error:
             raise EngineError(f"{told}, and cannot be given '{self._folder}' again: {error}") from None
@@ -275,14 +161,25 @@ class _Talk(threading.Thread):
         self.under_way.fail(error, for_good=False)
 
     async def _watch(self) -> None:
-        """Look whether the server is there while it owes answers: a machine that is gone breaks no connection."""
+        """Look whether the server is there while it owes answers: a machine that is gone breaks no connection.
+
+        One that is there may still be stuck, so what it says of itself is not enough.
+        """
         while True:
             await asyncio.sleep(LOOK_EVERY)
-            if len(self.requests):
-                try:
+            owed = len(self.requests)
+            silent = 0.0 if self.requests.held else self.loop.time() - self.requests.heard
+            try:
+                if owed and silent > SILENT_FOR:
+                    self._doubt()
+                    raise EngineError(
+                        f"the SGLang server {self.server.url} has {owed} request(s) and said nothing of any for "
+                        f"{silent:.0f} s, though it answers; is it stuck?"
+                    )
+                if owed:
                     await self.server.call("GET", "/health", within=MISSING_FOR)
-                except EngineError as error:
-                    self.requests.give_up(error)
+            except EngineError as error:
+                self.requests.give_up(error)
 
     async def pause(self) -> None:
         async with self._orders:
@@ -299,12 +196,14 @@ class _Talk(threading.Thread):
                 raise EngineError(f"{busy} request(s) are under way; pause the engine before it sleeps")
             if "asleep" not in self.requests.held:
                 await self._empty("asleep")
-                await self.server.call("POST", "/release_memory_occupation", {"tags": ["kv_cache"]})
+                tags = {"tags": ["kv_cache"]}
+                await self.server.call("POST", "/release_memory_occupation", tags, within=MEMORY_WITHIN)
 
     async def wake(self) -> None:
         async with self._orders:
             if "asleep" in self.requests.held:
-                await self.server.call("POST", "/resume_memory_occupation", {"tags": ["kv_cache"]})
+                tags = {"tags": ["kv_cache"]}
+                await self.server.call("POST", "/resume_memory_occupation", tags, within=MEMORY_WITHIN)
                 self.requests.release("asleep")
 
     async def update(self, folder: Path | None, version: int) -> None:
@@ -332,7 +231,7 @@ class _Talk(threading.Thread):
         """Hold our requests, and wait until the server has nothing else to do and has dropped its cache."""
         await self.requests.hold(why)
         try:
-            await self.server.call("POST", f"/flush_cache?timeout={IDLE_WITHIN:g}")
+            await self.server.flush_cache()
         except EngineError:
             self.requests.release(why)
             raise
@@ -356,7 +255,7 @@ class SGLangHTTPEngine:
     ) -> None:
         if not url.startswith(("http://", "https://")):
             raise EngineError(f"'{url}' is no url of a server; write it as http://HOST:PORT")
-        folder = model_folder(model)
+        folder = self._folder = model_folder(model)
         self._tokenizer = load_tokenizer(folder)
         self._eos_ids = stop_tokens_in(folder, self._tokenizer)
         self._closed = False
@@ -404,7 +303,8 @@ class SGLangHTTPEngine:
         """Load the weights of a folder that the server reads under the same path; see the protocol.
 
         Raises:
-            EngineError: the server refuses, or the weights are tensors (save them in a folder).
+            EngineError: a tensor's shape does not fit or it is not finite (then the server was not asked), the server
+                refuses, or the weights are tensors (save them in a folder).
         """
         if isinstance(weights, Mapping) and weights:
             raise EngineError(
@@ -413,6 +313,9 @@ class SGLangHTTPEngine:
             )
         version = self.weight_version + 1 if version is None else version
         folder = None if isinstance(weights, Mapping) else model_folder(weights).resolve()
+        if folder is not None:
+            check_complete(folder, shapes_in(self._folder))
+            await asyncio.to_thread(check_folder, folder)
         await self._order(self._talk.update(folder, version))
         return version
 

@@ -63,6 +63,25 @@ def window_of(folder: Path) -> int | None:
     return window if isinstance(window, int) else None
 
 
+def check_complete(new: Path, shapes: Mapping[str, list[int]]) -> None:
+    """Check from its headers that a folder's tensors can take the place of all those that have ``shapes``.
+
+    What a model drafts tokens with (``mtp``) may be missing, because trainers leave it out. A folder without
+    safetensors files is not looked at.
+
+    Raises:
+        EngineError: a tensor is missing, or has another shape; or a file is broken.
+    """
+    given = shapes_in(new)
+    if not given:
+        return
+    for name, shape in shapes.items():
+        if name not in given and "mtp" not in name.split("."):
+            raise EngineError(f"the new weights in '{new}' lack '{name}', which the model has; save all of them")
+        if given.get(name, shape) != shape:
+            raise EngineError(f"new weight '{name}' in '{new}' has shape {given[name]}, the model's has {shape}")
+
+
 def shapes_in(folder: Path) -> Mapping[str, list[int]]:
     """Return the shapes of the folder's tensors by name, from its safetensors files.
 

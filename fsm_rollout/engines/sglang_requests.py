@@ -76,6 +76,8 @@ class Requests:
     vocabulary: int | None = None
     version: int = 0
     held: set[str] = field(default_factory=set)
+    heard: float = 0.0
+    """When SGLang last said something of a request, or was given one (the loop's time)."""
     _states: dict[int, _State] = field(default_factory=dict)
     _pieces: list[Piece] = field(default_factory=list)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -141,6 +143,7 @@ class Requests:
             self._end(state, "stop" if stopped else "length")
             return
         self._sent += 1
+        self.heard = asyncio.get_running_loop().time()
         state.rid = f"{self._prefix}-{self._sent:012d}"
         state.task = asyncio.get_running_loop().create_task(self._run(state))
         self._tasks.add(state.task)
@@ -169,6 +172,7 @@ class Requests:
             key = "output_token_sampling_logprobs" if "return_sampling_mask" in arguments else "output_token_logprobs"
             async for out in self.backend.stream(state.rid, arguments):
                 meta = out["meta_info"]
+                self.heard = asyncio.get_running_loop().time()
                 # Outputs may be the whole answer so far, or what is new; their ends are the same.
                 if (count := before + meta["completion_tokens"] - state.sampled) > 0:
                     self._take(state, out["output_ids"][-count:], meta[key][-count:], meta.get("cached_tokens", 0))
@@ -180,6 +184,8 @@ class Requests:
             finish, error = None, f"{type(failure).__name__}: {failure}"
         state.task = None
         match finish and finish["type"]:
+            case "stop" | "length" as reason if state.sampled == before:  # else an empty answer would be one
+                self._end(state, "abort", f"EngineError: SGLang ended the request with '{reason}' and without a token")
             case "stop" | "length" as reason:
                 self._end(state, reason)
             case "abort" if state.aborted:

@@ -280,8 +280,10 @@ class TransformersEngine:
         """Load new weights between two steps; see the protocol. Tensors that are not named stay as they are.
 
         Raises:
-            EngineError: the folder cannot be loaded, or a name or shape does not fit; then nothing has changed.
+            EngineError: the folder cannot be loaded, a name or shape does not fit, or a tensor is not finite; then
+                nothing has changed.
         """
+        self._check_open()
         if not isinstance(weights, Mapping):
             weights = await asyncio.to_thread(read_weights, weights, self._model.dtype)
         thread, decode, tensors = self._thread, self._thread.decode, weights

@@ -12,13 +12,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from fsm_rollout.dispatch import Dispatcher
 from fsm_rollout.engines.script import Script
 from fsm_rollout.engines.scripted import ScriptedEngine
-from fsm_rollout.graph import POLICY, AgentGraph
+from fsm_rollout.graph import AgentGraph
 from fsm_rollout.loader import load_agent
 from fsm_rollout.prompts import Prompt, as_prompts
 from fsm_rollout.scheduler import Scheduler
+from fsm_rollout.testing.one_engine import OneEngine
 from fsm_rollout.testing.simulation import embedded_tokenizer
 from fsm_rollout.testing.virtual_time import VirtualTimeLoop, run_virtual
 from fsm_rollout.trajectory import Trajectory
@@ -77,8 +77,7 @@ def make_scheduler(
     """
     graph = agent if isinstance(agent, AgentGraph) else load_agent(agent)
     made = script_engine(turns) if engine is None else engine
-    names = {POLICY, *(context.engine for context in graph.contexts.values())}
-    return Scheduler({graph.agent: graph}, {name: Dispatcher(made) for name in names}, **options)
+    return Scheduler({graph.agent: graph}, OneEngine(made), **options)
 
 
 def run_one(

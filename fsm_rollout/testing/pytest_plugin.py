@@ -14,6 +14,7 @@ How many runs are drawn is up to the Hypothesis settings in force (``--hypothesi
 
 from __future__ import annotations
 
+import argparse
 import glob
 import sys
 from collections.abc import Iterator
@@ -40,7 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--fsm-agents", action="append", default=[], metavar="GLOB", help="agent YAML files to test, as a quoted glob"
     )
     group.addoption(
-        "--fsm-examples", type=int, metavar="N", help="runs to draw per item (default: the Hypothesis settings)"
+        "--fsm-examples", type=_count, metavar="N", help="runs to draw per item (default: the Hypothesis settings)"
     )
     group.addoption("--fsm-seed", type=int, metavar="N", help="seed of the drawing (default: Hypothesis chooses)")
     group.addoption("--fsm-tokenizer", metavar="FOLDER", help="a model's folder (default: the embedded model)")
@@ -49,6 +50,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--fsm-real-tools", action="store_true", help="call the agent's own tools and interactions for real"
     )
     group.addoption("--fsm-replay", metavar="PLAN", help="run this one plan, as a failure printed it")
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a number from 1 on, got {text!r}")
+    return int(text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -204,7 +211,7 @@ class AgentItem(pytest.Item):
 
     def reportinfo(self) -> tuple[Path, int, str]:
         """Return where the item stands."""
-        return self.path, 0, f"{self.subject.path}::{self.name}"
+        return self.path, 0, self.name  # what pytest -v prints can be pasted then
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from fsm_rollout.chat import ChatTemplate
-from fsm_rollout.dispatch import Dispatcher
 from fsm_rollout.engines.base import Chunk, Request
 from fsm_rollout.engines.model_folders import EMBEDDED, load_tokenizer, model_folder
 from fsm_rollout.engines.pool import PoolEngine
@@ -37,6 +36,7 @@ from fsm_rollout.reopening import History
 from fsm_rollout.scheduler import Scheduler
 from fsm_rollout.states import HANDLERS
 from fsm_rollout.testing.mortal_replicas import MortalReplicas
+from fsm_rollout.testing.one_engine import OneEngine
 from fsm_rollout.testing.plan import Fault, Plan
 from fsm_rollout.testing.simulated import simulated_tool, with_simulated_users
 from fsm_rollout.testing.virtual_time import VirtualTimeLoop, run_virtual
@@ -119,7 +119,10 @@ class Simulation:
         return list(histories.values())
 
     def sampled(self) -> dict[tuple[str, str], list[Sampled]]:
-        """Return, by trajectory and context, each request and what the engines' own log says was sampled for it."""
+        """Return, by trajectory and context, each request and what the engines' own log says was sampled for it.
+
+        What a handler or an interaction asked a model (:meth:`fsm_rollout.visit.Visit.ask`) is in no context.
+        """
         requests: dict[str, Sampled] = {}
         for line in self.log:
             what = line.what
@@ -129,6 +132,8 @@ class Simulation:
                 _add(requests[what.request_id], what)
         found: dict[tuple[str, str], list[Sampled]] = defaultdict(list)
         for each in requests.values():
+            if each.request.request_id.startswith(f"{each.request.trajectory_id}/ask:"):
+                continue
             found[each.request.trajectory_id, each.request.context].append(each)
         return found
 
@@ -172,9 +177,9 @@ def simulate(
     loop = VirtualTimeLoop(horizon=max(HORIZON, 2 * (graph.limits.wall_seconds or 0)))
     result = world.result
     try:
-        with _quietly(), watchdog(result.watch, lambda: loop.beat, blocking_seconds):
+        with quietly(), watchdog(result.watch, lambda: loop.beat, blocking_seconds):
             run_virtual(run, loop=loop)
-    except (Exception, HandlerBlocked) as error:
+    except (Exception, HandlerBlocked, SystemExit) as error:
         result.crash = error
     finally:
         _close(run, loop)
@@ -201,9 +206,12 @@ def _prompts(plan: Plan, given: Sequence[Prompt]) -> Iterator[Prompt]:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """Keep the log clean: in a simulation failures are drawn, and thousands of warnings would say so."""
     loggers = [logging.getLogger(name) for name in ("fsm_rollout", "asyncio")]
+    if all(logger.level > logging.CRITICAL for logger in loggers):  # each change costs Python all its loggers' caches
+        yield
+        return
     before = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL + 1)
@@ -263,11 +271,8 @@ class _World:
         result, engine = self.result, self.result.engine
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._complain)
-        names = {POLICY, *(c.engine for each in _all_agents(self.played) for c in each.contexts.values())}
-        dispatchers = {name: Dispatcher(engine) for name in names}
-        for dispatcher in dispatchers.values():
-            dispatcher.chats = _shared_chats(engine.tokenizer)
-        book = None if journal is None else Journal(journal, interval=0.0)
+        dispatchers = OneEngine(engine, chats=_shared_chats(engine.tokenizer))
+        book = None if journal is None else Journal(journal)
         try:
             scheduler = Scheduler(
                 {self.played.agent: self.played},
@@ -375,6 +380,7 @@ __all__ = [
     "Sampled",
     "Simulation",
     "embedded_tokenizer",
+    "quietly",
     "simulate",
     "without_clocks",
 ]

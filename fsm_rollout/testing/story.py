@@ -145,7 +145,7 @@ def tokens_of(run: Simulation, trajectory_id: str, place: tuple[str, int, int]) 
 
 def explain(broken: LawBroken, where: str, replay: str) -> str:
     """Return what a user reads of a breach: what broke, the story, the tokens, and the line that replays it."""
-    lines = [f"{where}: {broken}"]
+    lines = [f"{where}: {broken}", *(f"  {note}" for note in getattr(broken, "__notes__", ()))]
     if broken.run is not None:
         lines += ["", *story(broken.run, broken.trajectory_id)]
         if broken.trajectory_id is not None and broken.tokens is not None:

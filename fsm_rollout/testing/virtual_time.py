@@ -7,8 +7,11 @@ the machine is, and a thousand hours take no time.
 Work outside the loop (threads, other processes) has no virtual duration. The loop knows of an operation outside when
 it went through ``run_in_executor`` (hence ``asyncio.to_thread``), until its thread has really ended, or when it is
 inside a ``with loop.external():`` block. While any is in flight the loop waits for it in real time and the clock
-stands. File descriptors are polled before each jump; code that expects an answer from another process puts its wait
-inside ``external()``.
+stands. File descriptors are polled before each jump. While a process that asyncio started runs, or a connection or a
+pipe is open, each jump is made no faster than real time would pass, so that an answer from there comes before the
+timeout that waits for it; but what is silent for too long is not waited for any longer (``patience`` for processes,
+:data:`CONNECTION_SECONDS` for descriptors: both ends of a connection may be on this loop). Code that expects an answer
+from something slower puts its wait inside ``external()``.
 
 When nothing is ready, no timer is set and nothing is in flight outside, no event can ever come: :class:`Deadlock` is
 raised and names the tasks that wait. What goes on for ever (time passes beyond a ``horizon``, or callbacks follow one
@@ -23,18 +26,24 @@ import heapq
 import itertools
 import math
 import selectors
+import socket
 from asyncio.events import TimerHandle
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import Context
 from typing import Any, Literal, TypeVar, TypeVarTuple, Unpack, cast
+from weakref import WeakKeyDictionary
+
+from fsm_rollout.testing import places
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 PATIENCE = 60.0
 """Real seconds that an operation outside the loop may take before it is given up."""
+CONNECTION_SECONDS = 5.0
+"""Real seconds of silence after which open connections and pipes are waited for no longer."""
 CLEANING_SECONDS = 10_000.0
 """Virtual seconds that cleaning up may take after a horizon was passed."""
 BUSY_STEPS = 200_000
@@ -94,6 +103,10 @@ class _Selector(selectors.BaseSelector):
         self._step(busy)
         return self._real.select(0) or ([] if busy else self._wait(self._real))
 
+    def select_really(self, seconds: float) -> bool:
+        """Wait in real time until there is something to select."""
+        return bool(self._real.select(seconds))
+
     def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
         return self._real.get_map()
 
@@ -116,9 +129,15 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._patience = patience
         self._horizon = horizon
         self._stop_when_idle = False
+        self._threaded = False
         self._steps = self._steps_now = 0
         self._resting = False
-        super().__init__(_Selector(self._wait, self._step))
+        self._processes: list[asyncio.SubprocessTransport] = []
+        self._silence = 0.0
+        """Real seconds that processes and connections have been waited for since one was last heard of."""
+        self._waits = _Selector(self._wait, self._step)
+        super().__init__(self._waits)
+        self._own = set(self._waits.get_map())  # the pipe by which threads wake the loop
         self._advance(0.0)
         self._threads = ThreadPoolExecutor(thread_name_prefix="virtual-time")
         self.set_default_executor(self._threads)
@@ -159,6 +178,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
     ) -> asyncio.Future[T]:
         """Run ``func`` in a thread and hold the clock until that thread is done, even when the future is cancelled."""
+        self._threaded = self._threaded or executor is None
         job: Future[T] = (executor or self._threads).submit(func, *args)
         future = asyncio.wrap_future(job, loop=self)
         self._outside += 1
@@ -173,10 +193,44 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def _release(self) -> None:
         self._outside -= 1
 
-    async def shutdown_default_executor(self, *args: Any, **kwargs: Any) -> None:
-        """Join the threads; that happens outside."""
+    async def subprocess_exec(self, *args: Any, **kwargs: Any) -> tuple[asyncio.SubprocessTransport, Any]:
+        """Start a process, as asyncio's loop does, and remember that it runs."""
+        with self.external():  # being cancelled here, it waits for the process's end
+            transport, protocol = await super().subprocess_exec(*args, **kwargs)
+        self._processes.append(transport)
+        return transport, protocol
+
+    async def subprocess_shell(self, *args: Any, **kwargs: Any) -> tuple[asyncio.SubprocessTransport, Any]:
+        """Start a shell, as asyncio's loop does, and remember that it runs."""
         with self.external():
-            await super().shutdown_default_executor(*args, **kwargs)
+            transport, protocol = await super().subprocess_shell(*args, **kwargs)
+        self._processes.append(transport)
+        return transport, protocol
+
+    def create_task(self, coro: Any, **kwargs: Any) -> asyncio.Task[Any]:
+        """Make a task, as asyncio's loop does, and remember which line asked for it."""
+        task: asyncio.Task[Any] = super().create_task(coro, **kwargs)
+        if (line := places.caller()) is not None:
+            _started[task] = line
+        return task
+
+    async def shutdown_default_executor(self, *args: Any, **kwargs: Any) -> None:
+        """Join the threads, if there are any; that happens outside (asyncio starts a thread to do so)."""
+        if self._threaded:
+            with self.external():
+                await super().shutdown_default_executor(*args, **kwargs)
+
+    def close(self) -> None:
+        """Close the loop, and end the processes that were left: their end needs a loop that still runs."""
+        left = [process for process in self._processes if not process.is_closing() or _runs(process)]
+        for process in left:
+            process.close()
+        if left:
+            self.run_until_idle()
+        while any(map(_runs, left)) and self._waits.select_really(self._patience):
+            self.run_until_idle()
+        self._processes.clear()
+        super().close()
 
     def run_until_idle(self) -> None:
         """Run what can run without time passing: until every task is done or waits."""
@@ -209,11 +263,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def _wait(self, real: selectors.BaseSelector) -> list[tuple[selectors.SelectorKey, int]]:
         if self._outside:
-            self._resting = True
-            try:
-                events = real.select(self._patience)
-            finally:
-                self._resting = False
+            events = self._rest(real, self._patience)
             if not events:
                 raise Deadlock(
                     f"{self._outside} operation(s) outside the loop did not call back within {self._patience:g} s of "
@@ -222,6 +272,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             return events
         if self._stop_when_idle:
             self.stop()
+        elif events := self._heard(real):
+            return events
         elif self._scheduled:
             self._advance(max(self._now, self._scheduled[0].when()))
         else:
@@ -230,6 +282,47 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
                 f"operation outside the loop is in flight.{_waiting(self)}"
             )
         return []
+
+    def _rest(self, real: selectors.BaseSelector, seconds: float) -> list[tuple[selectors.SelectorKey, int]]:
+        """Wait in real time, and say so (:attr:`beat`)."""
+        self._resting = True
+        try:
+            return real.select(seconds)
+        finally:
+            self._resting = False
+
+    def _heard(self, real: selectors.BaseSelector) -> list[tuple[selectors.SelectorKey, int]]:
+        """Give processes and connections the time until the next timer to say something."""
+        if any(map(_runs, self._processes)):
+            most = self._patience
+        elif any(fd not in self._own and not _listens(fd) for fd in real.get_map()):
+            most = min(self._patience, CONNECTION_SECONDS)
+        else:
+            return []
+        seconds = most  # with no timer there is nothing else that could happen
+        if self._scheduled:
+            seconds = min(self._scheduled[0].when() - self._now, most - self._silence)
+            if seconds <= 0:
+                return []
+        events = self._rest(real, seconds)
+        self._silence = 0.0 if events else self._silence + seconds
+        return events
+
+
+def _runs(process: asyncio.SubprocessTransport) -> bool:
+    return process.get_returncode() is None
+
+
+def _listens(fd: Any) -> bool:
+    """Whether a descriptor only waits for connections to come: nothing is owed to anybody there."""
+    try:
+        seen = socket.socket(fileno=fd)
+    except OSError:  # a pipe
+        return False
+    try:
+        return bool(seen.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    finally:
+        seen.detach()
 
 
 def run_virtual(
@@ -274,16 +367,13 @@ def _waiting(loop: asyncio.AbstractEventLoop) -> str:
 
 
 def _list(tasks: Iterable[asyncio.Task[Any]]) -> list[str]:
-    return sorted(f"{task.get_name()}: {_where(task.get_coro())}" for task in tasks)
+    return sorted(described(task) for task in tasks)
 
 
-def _where(coroutine: Any) -> str:
-    """Return ``outer > … > inner (file:line)``: where a coroutine waits, down to the innermost await."""
-    names = []
-    line = ""
-    while (code := getattr(coroutine, "cr_code", None) or getattr(coroutine, "ag_code", None)) is not None:
-        frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "ag_frame", None)
-        names.append(code.co_qualname)
-        line = f" ({code.co_filename}:{frame.f_lineno})" if frame else ""
-        coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "ag_await", None)
-    return " > ".join(names) + line if names else repr(coroutine)
+_started: WeakKeyDictionary[asyncio.Task[Any], str] = WeakKeyDictionary()
+"""Where each task of a virtual loop was asked for."""
+
+
+def described(task: asyncio.Task[Any]) -> str:
+    """Return what to call a task in a message: its name, where it waits, or else where it was started."""
+    return places.described(task, _started.get(task))

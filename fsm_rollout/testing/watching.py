@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
+from fsm_rollout.deadlines import being_cancelled
 from fsm_rollout.limits import LimitReached
 from fsm_rollout.states import State
 from fsm_rollout.trajectory import Outcome, Trajectory
@@ -40,6 +41,13 @@ class Visited:
     where: str = ""
     """Where it was when it was stopped, or where it raised: ``file:line, in function``."""
     declared: tuple[str, ...] = ()
+    cancelled: bool = False
+    """Whether it had been told to stop: by a timeout, or because its trajectory was."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it was told to stop, and did."""
+        return self.cancelled and isinstance(self.outcome, asyncio.CancelledError)
 
     @property
     def undeclared(self) -> bool:
@@ -77,7 +85,7 @@ class WatchedState(State):
             outcome = await self.real.run(trajectory, visit)
         except LimitReached:
             raise
-        except (Exception, asyncio.CancelledError) as error:
+        except (Exception, asyncio.CancelledError, SystemExit) as error:
             self._note(trajectory, error, _deepest(error.__traceback__))
             raise
         self._note(trajectory, outcome, "")
@@ -90,8 +98,10 @@ class WatchedState(State):
     def _note(self, trajectory: Trajectory, outcome: object, where: str) -> None:
         cls = type(self.real)
         name = f"{cls.__module__}:{cls.__qualname__}"
+        declared = tuple(self.real.triggers)
+        cancelled = being_cancelled()
         self.watch.visits.append(
-            Visited(trajectory.trajectory_id, self.name, name, outcome, where, tuple(self.real.triggers))
+            Visited(trajectory.trajectory_id, self.name, name, outcome, where, declared, cancelled)
         )
 
 

@@ -11,6 +11,7 @@ import inspect
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from fsm_rollout.tools.base import RunAgent, ToolContext, fresh
 from fsm_rollout.tools.call import STOP_SECONDS, invoke, is_async
 from fsm_rollout.tools.elsewhere import in_process
 from fsm_rollout.tools.json_schema import Schema
-from fsm_rollout.tools.parameters import Parameters, context_parameters
+from fsm_rollout.tools.parameters import Parameters, context_parameters, parameters_of
 
 MakeContext = Callable[[str], ToolContext]
 """Makes the ToolContext of a call; the argument tells its randomness from that of others within the call."""
@@ -47,7 +48,7 @@ def function_schema(name: str, description: str | None, parameters: Parameters, 
         raise ToolError(f"{where}: it has no docstring to tell the model what it does; write one, or a `description`")
     return {
         "type": "function",
-        "function": {"name": name, "description": description, "parameters": parameters.schema},
+        "function": {"name": name, "description": description, "parameters": deepcopy(parameters.schema)},
     }
 
 
@@ -104,7 +105,7 @@ class FunctionTool(BoundTool):
     def __init__(self, name: str, spec: graph.Tool, function: Callable[..., Any]) -> None:
         super().__init__(name, spec)
         self.function = function
-        self.parameters: Parameters = Parameters(function, where=self.where, hidden=spec.kwargs)
+        self.parameters: Parameters = parameters_of(function, where=self.where, hidden=spec.kwargs)
         self.schema = function_schema(name, spec.description, self.parameters, self.where)
         self.in_thread, self.places = _room(spec, function)
 
@@ -164,7 +165,7 @@ class ClassTool(BoundTool):
             missing = ", ".join(sorted(cls.__abstractmethods__))
             raise ToolError(f"{self.where}: the class is abstract; it lacks {missing}")
         method = inspect.isfunction(inspect.getattr_static(cls, "execute"))
-        self.parameters: Parameters = Parameters(execute, where=f"{self.where}: execute", method=method)
+        self.parameters: Parameters = parameters_of(execute, where=f"{self.where}: execute", method=method)
         if self.parameters.needed:
             raise ToolError(f"{self.where}: hidden values go to `create`, not to `execute`: {self.parameters.needed}")
         documentation = spec.description or self.parameters.description or inspect.cleandoc(cls.__doc__ or "")
@@ -279,14 +280,7 @@ class AgentTool(BoundTool):
         if spec.kwargs:
             raise ToolError(f"{self.where}: an agent takes no kwargs, only a task; got {', '.join(spec.kwargs)}")
 
-        def ask(task: str) -> None:
-            """Give the agent its task.
-
-            Args:
-                task: What to do, with all that is needed to do it.
-            """
-
-        self.parameters = Parameters(ask, where=self.where)
+        self.parameters = parameters_of(_ask, where=self.where)
         description = spec.description or agent.description or f"Hand a task to the agent '{agent.agent}'."
         self.schema = function_schema(name, description, self.parameters, self.where)
 
@@ -315,6 +309,14 @@ def _room(spec: graph.Tool, function: Callable[..., Any]) -> tuple[bool, int | N
         return False, os.cpu_count() or 1
     in_thread = spec.placement == "local" and not is_async(function)
     return in_thread, THREADS if in_thread else None
+
+
+def _ask(task: str) -> None:
+    """Give the agent its task.
+
+    Args:
+        task: What to do, with all that is needed to do it.
+    """
 
 
 def bind(name: str, spec: graph.Tool) -> BoundTool:

@@ -11,7 +11,7 @@ from typing import Any
 from fsm_rollout import graph
 from fsm_rollout.tools.binding import bind, function_schema
 from fsm_rollout.tools.json_schema import Schema
-from fsm_rollout.tools.parameters import Parameters
+from fsm_rollout.tools.parameters import parameters_of
 
 
 def tool_schema(
@@ -37,7 +37,7 @@ def tool_schema(
             description of a parameter that does not exist, or no description at all.
     """
     where = _where(function)
-    parameters = Parameters(function, where=where, hidden=hidden)
+    parameters = parameters_of(function, where=where, hidden=hidden)
     name = name or str(getattr(function, "__name__", type(function).__name__))
     return function_schema(name, description, parameters, where)
 
@@ -58,7 +58,7 @@ def validate_arguments(function: Callable[..., Any], arguments: Mapping[str, Any
         BadArguments: they do not fit; says which, what was got and what is expected, for the model to read.
         ToolError: the function cannot be a tool.
     """
-    return Parameters(function, where=_where(function)).read(arguments)
+    return parameters_of(function, where=_where(function)).read(arguments)
 
 
 def _where(function: Callable[..., Any]) -> str:

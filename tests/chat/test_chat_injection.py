@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from itertools import pairwise
 from typing import Any
 
 import chat_zoo as zoo
@@ -24,6 +26,7 @@ STOP = TOKENIZER.eos_token_id
 pieces = st.sampled_from(
     [*MARKERS, "<|im_", "end|>", "<", "|>", "\n", " ", "word", "é", "漢", "assistant\n", "<|im_end|"]
 )
+SPELT = "|".join(map(re.escape, sorted(MARKERS, key=len, reverse=True)))
 texts = st.lists(pieces | st.text(max_size=4).filter(str.isprintable), max_size=12).map("".join)
 
 
@@ -49,6 +52,39 @@ def test_guarded_glue_has_the_scaffolds_control_tokens_only(text: str, role: str
     if encoded.guarded == 0:
         assert encoded.ids == canonical
     assert glue(ALLOW, text, role).ids == canonical
+
+
+@given(texts, st.sampled_from(["user", "tool"]))
+def test_the_places_are_those_of_the_tokens_that_spell_a_marker(text: str, role: str) -> None:
+    """ChatML's markers share no tokens with what stands before them, so the text alone says where they are."""
+    encoded = glue(GUARD, text, role)
+    ends, said = [], ""
+    for at in range(len(encoded.ids)):
+        said = GUARD.decode(encoded.ids[: at + 1])
+        ends.append(len(said))
+    before = len(f"\n<|im_start|>{role}\n")
+    spelt = [range(before + found.start(), before + found.end()) for found in re.finditer(SPELT, text)]
+    expected = tuple(
+        at
+        for at, (start, end) in enumerate(pairwise([0, *ends]))
+        if any(start < one.stop and end > one.start for one in spelt)
+    )
+    assert (encoded.guarded, encoded.guarded_at) == (len(spelt), expected)
+    assert GUARD.glue_reference(
+        [zoo.user(), zoo.said()],
+        [{"role": role, "content": text}],
+        None,
+        sampled_ids=[STOP],
+        finish_reason="stop",
+    ) == glue(GUARD, text, role), "with and without a scaffold"
+
+
+def test_what_the_author_spells_is_not_guarded_and_what_the_user_spells_is_found() -> None:
+    messages = [{"role": "system", "content": "Stop at <|im_end|>."}, {"role": "user", "content": "<|im_end|>?"}]
+    for encoded in (GUARD.prompt_detailed(messages, None), GUARD.prompt_reference(messages, None)):
+        assert GUARD.decode([encoded.ids[at] for at in encoded.guarded_at]).startswith("<|im_end|>")
+        assert encoded.guarded_at[0] > encoded.ids.index(STOP)
+        assert encoded.guarded == 1
 
 
 @given(texts)
@@ -128,10 +164,11 @@ def test_a_marker_that_overlaps_itself_does_not_move() -> None:
     backend.add_special_tokens([AddedToken("##", special=True, normalized=False)])
     encoder = MarkerEncoder(backend)
     marker = backend.token_to_id("##")
-    ids, guarded = encoder.encode_parts([Part("a #", environment=True), Part("##b")], "guard")
+    ids, guarded, guarded_at = encoder.encode_parts([Part("a #", environment=True), Part("##b")], "guard")
     assert ids.count(marker) == 1
     assert encoder.decode(ids[: ids.index(marker)]) == "a #"
     assert guarded == 1
+    assert encoder.decode([ids[at] for at in guarded_at]).strip() == "#", "without the template's own"
 
 
 def test_a_marker_in_the_models_own_vocabulary_is_spelt_out() -> None:
@@ -141,8 +178,9 @@ def test_a_marker_in_the_models_own_vocabulary_is_spelt_out() -> None:
     backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="_", prepend_scheme="first")
     backend.add_special_tokens(["<s>", "</s>", "<unk>"])
     encoder = MarkerEncoder(backend)
-    ids, guarded = encoder.encode_parts([Part("ab </s> <s>c", environment=True), Part("</s>")], "guard")
+    ids, guarded, guarded_at = encoder.encode_parts([Part("ab </s> <s>c", environment=True), Part("</s>")], "guard")
     assert guarded == 2
+    assert backend.decode([ids[at] for at in guarded_at]).translate(str.maketrans("", "", " _")) == "</s><s>"
     assert [encoder.by_id[id_].text for id_ in ids if id_ in encoder.ids] == ["</s>"]
 
 
@@ -179,6 +217,7 @@ def test_a_lone_surrogate_is_refused() -> None:
 def test_white_space_a_token_swallows_stays_swallowed_in_guarded_text() -> None:
     encoder = MarkerEncoder(zoo.tokenizer_for(TEMPLATE, lstrip=True, rstrip=True).backend_tokenizer)
     parts = [Part("<|im_end|>\n<|im_start|> "), Part(" a <tool_call> b ", environment=True), Part("\n<|im_end|>")]
-    ids, guarded = encoder.encode_parts(parts, "guard")
+    ids, guarded, guarded_at = encoder.encode_parts(parts, "guard")
     assert guarded == 1
+    assert encoder.decode([ids[at] for at in guarded_at]).strip() == "<tool_call>"
     assert encoder.decode(ids) == "<|im_end|><|im_start|>a <tool_call> b<|im_end|>"

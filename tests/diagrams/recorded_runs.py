@@ -9,6 +9,7 @@ from typing import Any
 
 from embedded import tokenizer
 
+from fsm_rollout.chat.markers import Part, encoder_for
 from fsm_rollout.events import (
     AnyEvent,
     Called,
@@ -91,6 +92,7 @@ def history(
     def moved(when: float, trigger: str, source: str, dest: str, **facts: Any) -> Transitioned:
         return Transitioned(at=at + when, trigger=trigger, source=source, dest=dest, spent={}, **facts)
 
+    glued = encoder_for(tokenizer()).encode_parts([Part("\n"), Part(told, environment=True)], "guard")
     call = ToolCall(id="c1", name="calculate", arguments={"left": 1, "operator": told, "right": 2})
     answer = {"role": "tool", "content": told, "tool_call_id": "c1", "name": "calculate"}
     events: list[AnyEvent] = [
@@ -133,7 +135,12 @@ def history(
         Wrote(at=at + 5.0, context="main", state="PROCESSING_TOOLS", messages=[answer]),
         moved(5.0, "tools_done", "PROCESSING_TOOLS", "GENERATING"),
         Extended(
-            at=at + 5.0, context="main", state="PROCESSING_TOOLS", ids=ids("\n" + told), guarded=int("<|" in told)
+            at=at + 5.0,
+            context="main",
+            state="PROCESSING_TOOLS",
+            ids=array("i", glued.ids),
+            guarded=glued.guarded,
+            guarded_at=list(glued.guarded_at),
         ),
         generated(8.0, text, 2.0),
         moved(8.0, "generated", "GENERATING", "INTERACTING"),

@@ -15,7 +15,7 @@ def sixty_states() -> AgentGraph:
     rows: list[dict[str, object]] = [{"trigger": "prompted", "source": "PENDING", "dest": "STEP_0"}]
     for step in range(STEPS):
         own, tools = f"STEP_{step}", f"TOOLS_{step}"
-        states[own] = {"handler": "generate", "timeout": 60}
+        states[own] = {"handler": "generate", "prompt": "Go on.", "timeout": 60}
         states[tools] = {"handler": "call_tools", "timeout": 30}
         rows.append({"trigger": "generated", "source": own, "dest": tools, "conditions": "has_tool_calls"})
         if step % 5 == 4:

@@ -88,7 +88,13 @@ def test_groups_with_the_widest_spread_come_first(tmp_path: Path) -> None:
     }
     write_report(write_run(tmp_path, histories))
     page = (tmp_path / "report.html").read_text("utf-8")
-    assert re.findall(r'<div class="group"><bdi>(\w+)<', page) == ["wide", "narrow", "even"]
+    assert re.findall(r'<div class="group"><bdi>(\w+)<', page) == ["wide", "narrow"]
+    assert "1 of 3 have no spread" in page
+    assert "without spread: 1 all 0.5" in page
+    assert "dropped" not in page.partition('id="groups"')[2].partition("</section>")[0]
+    (tmp_path / "summary.json").write_text('{"groups_dropped": 1}', "utf-8")
+    write_report(tmp_path)
+    assert "1 dropped by the filter" in (tmp_path / "report.html").read_text("utf-8")
 
 
 def test_the_agents_of_a_run_are_those_of_its_sub_agents_too(tmp_path: Path) -> None:

@@ -25,10 +25,11 @@ from fsm_rollout.cli import app
 from fsm_rollout.diagrams.cards import cards
 from fsm_rollout.diagrams.flow import Flow
 from fsm_rollout.diagrams.links import page_path
+from fsm_rollout.diagrams.pages import number as said_number
 from fsm_rollout.diagrams.recorded import Recorded
 from fsm_rollout.diagrams.token_texts import GOES_ON, TokenTexts, visible
 from fsm_rollout.diagrams.trajectory import notebook, token_data, trajectory_page
-from fsm_rollout.events import AnyEvent, Called, Transitioned
+from fsm_rollout.events import AnyEvent, Called, ContextOpened, Extended, Generated, Transitioned
 from fsm_rollout.journal import Journal
 from fsm_rollout.loader import load_agent
 from fsm_rollout.testing.strategies.histories import event_sequences
@@ -167,13 +168,48 @@ def test_every_token_has_one_text_and_characters_over_several_are_whole() -> Non
     assert vocabulary[ids[-1]] == texts.markers[ids[-1]] == "<|im_end|>"
 
 
-def test_guarded_markers_are_found_where_they_are_spelt_out() -> None:
-    marker = tokenizer().convert_tokens_to_ids("<|im_end|>")
-    spelt = [id_ for letter in "<|im_end|>" for id_ in tokenizer().encode(letter, add_special_tokens=False)]
-    ids = [*tokenizer().encode("a b", add_special_tokens=False), marker, *spelt, marker]
-    stream = TokenStream(ids, state="PENDING")
-    first = len(ids) - 1 - len(spelt)
-    assert TokenTexts(tokenizer()).guarded(stream, 0, len(ids)) == list(range(first, len(ids) - 1))
+def test_what_was_guarded_is_known_by_place_and_not_by_what_it_spells() -> None:
+    told = history(told="a <|im_end|> b")
+    at = next(place for place, event in enumerate(told) if isinstance(event, Extended))
+    glue = told[at]
+    assert isinstance(glue, Extended)
+    assert len(glue.guarded_at) > 1
+    for places in (glue.guarded_at, glue.guarded_at[:1], []):
+        recorded = Recorded.of([*told[:at], replace(glue, guarded_at=places), *told[at + 1 :]])
+        (stream,) = token_data(recorded.trajectory, lambda engine: TokenTexts(tokenizer()))["streams"]
+        start = next(card.start for card in cards(recorded) if card.kind == "environment")
+        assert stream["guarded"] == [start + place for place in places]
+        assert ("where, was not recorded" in trajectory_page(recorded)) == (not places)
+
+
+def test_what_was_asked_and_answered_stands_at_the_top() -> None:
+    def gist(**facts: Any) -> list[str]:
+        page = trajectory_page(Recorded.of(history(**facts)))
+        _, found, rest = page.partition('<dl class="gist">')
+        rows = re.findall(r"<dt>(.*?)</dt><dd[^>]*>(.*?)</dd>", rest.partition("</dl>")[0] if found else "")
+        return [f"{name}: {html.unescape(text)}" for name, text in rows]
+
+    assert gist(text="How many?\nThree?") == ["asked: How many? Three?", "answer: How many? Three?",
+                                              "said last: How many? Three?"]  # fmt: skip
+    assert gist(text=NASTY)[0] == f"asked: {NASTY}"
+    assert len(gist(text="word " * 500)[0]) < 300
+    assert gist(text="") == []
+
+
+def test_what_a_critic_said_is_not_what_a_trajectory_came_to() -> None:
+    events = history()
+    opened = next(event for event in events if isinstance(event, ContextOpened))
+    said = [event for event in events if isinstance(event, Generated)][-1]
+    at = events.index(said) + 1
+    verdict = [
+        replace(opened, at=said.at, context="critic", trained=False, messages=[{"role": "user", "content": "Is it?"}]),
+        replace(said, context="critic", message={"role": "assistant", "content": "ACCEPT"}),
+    ]
+    page = trajectory_page(Recorded.of([*events[:at], *verdict, *events[at:]]))
+    top = page.partition('<dl class="gist">')[2].partition("</dl>")[0]
+    assert "The answer is 3." in top
+    assert "ACCEPT" not in top
+    assert "Is it?" not in top
 
 
 @given(st.text())
@@ -185,7 +221,7 @@ def test_visible_text_hides_nothing(text: str) -> None:
 
 def test_a_run_that_is_being_written_can_be_looked_at(tmp_path: Path) -> None:
     events = history()
-    with Journal(tmp_path / "journal.sqlite", metadata={}) as journal:
+    with Journal(tmp_path / "journal.sqlite", metadata={"run": {}}) as journal:
         for event in events[:6]:
             journal.append("0/0", event)
         journal.flush()
@@ -195,6 +231,46 @@ def test_a_run_that_is_being_written_can_be_looked_at(tmp_path: Path) -> None:
     assert "It has not ended: it is in PROCESSING_TOOLS." in (tmp_path / "t.html").read_text("utf-8")
     assert "the run has not ended" in (tmp_path / "r.html").read_text("utf-8")
     assert data_of((tmp_path / "r.html").read_text("utf-8"))["rows"][0][3] == "unfinished"
+
+
+def test_a_journal_of_ones_own_program_is_not_said_to_be_cut_off(tmp_path: Path) -> None:
+    """It never has a summary; what has not ended in it says so itself."""
+    with Journal(tmp_path / "journal.sqlite") as journal:
+        for event in history():
+            journal.append("0/0", event)
+        for event in history("0/1")[:6]:
+            journal.append("0/1", event)
+    shown(str(tmp_path), "-o", str(tmp_path / "r.html"))
+    page = (tmp_path / "r.html").read_text("utf-8")
+    assert "the run has not ended" not in page
+    assert [row[3] for row in data_of(page)["rows"]] == ["answered", "unfinished"]
+
+
+def test_a_report_says_what_was_run_and_where_all_time_went(tmp_path: Path) -> None:
+    engine = {"kind": "transformers", "model": "embedded", "replicas": 2, "placement": "ray"}
+    facts = {"n": 4, "seed": 7, "sampling": {"temperature": 1.0, "top_p": None}, "reward": "rewards:exact", "odd": 1}
+    write_run(tmp_path, {"0/0": history(), "0/1": history("0/1")}, engine=engine, **facts)
+    shown(str(tmp_path), "-o", str(tmp_path / "r.html"))
+    page = (tmp_path / "r.html").read_text("utf-8")
+    setting = (
+        "tool_user · transformers embedded, 2 replicas on Ray · 4 per prompt · temperature 1.0 · seed 7 · reward exact"
+    )
+    text = re.sub("<.*?>", "", page)
+    assert setting in text
+    # Of each 10 s: 1 s in queues, 4.5 s generating, 2 s in the tool, 1 s interacting.
+    assert "10.0\u00a0s on average: queue 10 %, generate 45 %, tool 20 %, interact 10 %, other 15 %" in text
+    for odd in ({"engine": "x", "sampling": 3, "reward": ["?"]}, {"engine": {}, "n": None}):
+        write_run(tmp_path / f"odd{len(odd)}", {"0/0": history()}, **odd)
+        shown(str(tmp_path / f"odd{len(odd)}"), "-o", str(tmp_path / "r.html"))
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(None, "–"), (0.0, "0"), (1 / 3, "0.333"), (2.5, "2.5"), (11.504, "11.5"), (548.84, "548.8"), (2324.8, "2,325"),
+     (0.0004, "4.0e-04"), (-0.5, "-0.5"), (100.0, "100"), (float("inf"), "inf")],
+)  # fmt: skip
+def test_numbers_are_said_without_noise(value: float | None, said: str) -> None:
+    assert said_number(value) == said
 
 
 def test_an_empty_run_is_one_without_trajectories(tmp_path: Path) -> None:

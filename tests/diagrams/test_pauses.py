@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
 from recorded_runs import history, write_run
 
 from fsm_rollout.diagrams.figures import BINS, Figures
-from fsm_rollout.diagrams.moments import covered, stretches
+from fsm_rollout.diagrams.moments import Clock, covered, stretches
 from fsm_rollout.diagrams.recorded import Recorded
 from fsm_rollout.diagrams.report import write_report
 from fsm_rollout.diagrams.show import show
+from fsm_rollout.diagrams.trajectory import time_lanes
 from fsm_rollout.events import AnyEvent, Called, Generated, Resumed, Suspended
 from fsm_rollout.testing.strategies.histories import several_event_sequences
 
@@ -35,9 +38,46 @@ def test_time_away_is_neither_tools_nor_generation() -> None:
     figures = Figures()
     figures.add(recorded)
     (line,) = figures.lines
-    assert (line.resumed, line.away, line.wall) == (1, 7.0, 17.0)
+    assert (line.resumed, line.away, line.wall, figures.seconds) == (1, 7.0, 10.0, 10.0)
     assert line.seconds["tool"] == 2.0
-    assert line.why() == "41% set aside"
+    assert line.why().startswith("45% generating")
+
+
+def test_a_run_that_went_on_after_a_night_is_looked_at_without_the_night(tmp_path: Path) -> None:
+    """What took seconds fills the lanes and the courses, as it does where nothing was set aside."""
+    night = 50_000.0
+    lanes = [time_lanes(Recorded.of(events), ["PENDING", "GENERATING", "PROCESSING_TOOLS", "INTERACTING"])
+             for events in (history(), interrupted(away=night))]  # fmt: skip
+    assert lanes[0] is not None
+    assert lanes[1] is not None
+    assert (lanes[1]["seconds"], lanes[1]["largest"]) == (lanes[0]["seconds"], lanes[0]["largest"]) == (10.0, ANY)
+    for calm, torn in zip(lanes[0]["lanes"], lanes[1]["lanes"], strict=True):
+        assert (torn["share"], torn["seconds"], torn["visits"]) == (calm["share"], calm["seconds"], calm["visits"])
+        marks = [bar["place"] for bar in torn["bars"] if bar["of"].kind == "away"]
+        assert [bar for bar in torn["bars"] if bar["place"] not in marks] == [
+            {**bar, "of": ANY} for bar in calm["bars"]
+        ]
+        assert marks == ["left:50.0000%;width:0.0000%;top:0;height:100%"] * (torn["state"] == "PROCESSING_TOOLS")
+
+    figures = Figures()
+    for events, seconds in ((interrupted(away=night), 10.0), (history("1/0"), 15.0)):  # the other went on meanwhile
+        figures.add(Recorded.of(events))
+        assert figures.seconds == seconds
+    assert sum(figures.throughput()) * 15.0 / BINS == pytest.approx(sum(s.tokens for s in figures.generations))
+    write_report(write_run(tmp_path, {"0/0": interrupted(away=night)}))
+    report = (tmp_path / "report.html").read_text("utf-8")
+    assert "without 833 min 20 s in which nothing was under way" in report.replace("\u00a0", " ")
+    assert "besides, set aside for 833 min 20 s" in report.replace("\u00a0", " ")
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted), max_size=5), st.integers(0, 40),
+       st.integers(0, 40))  # fmt: skip
+def test_a_clock_stands_in_its_gaps_and_runs_elsewhere(gaps: list[list[int]], start: int, end: int) -> None:
+    start, end = sorted((start, end))
+    clock = Clock((a, b) for a, b in gaps)
+    runs = [second for second in range(start, end) if not any(a <= second < b for a, b in gaps)]
+    assert clock(end) - clock(start) == len(runs)
+    assert [second for a, b in clock.runs(start, end) for second in range(int(a), int(b))] == runs
 
 
 def test_a_clock_that_lies_behind_is_taken_to_have_stood_still() -> None:

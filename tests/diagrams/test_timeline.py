@@ -115,7 +115,7 @@ def test_figures_add_up(histories: list[list[AnyEvent]]) -> None:
     figures = Figures()
     for events in histories:
         figures.add(Recorded.of(events))
-    width = (figures.end - figures.begin) / BINS
+    width = figures.seconds / BINS
     sampled = sum(len(e.ids) for events in histories for e in events if isinstance(e, Generated))
     if width > 0:
         assert sum(figures.throughput()) * width == pytest.approx(sampled, abs=1e-6)

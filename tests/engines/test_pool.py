@@ -71,6 +71,8 @@ class Fragile(LocalReplica):
     async def ping(self) -> None:
         if self.stuck:
             await asyncio.Event().wait()
+        if self.dead.is_set():
+            raise ReplicaLost("its process is gone")
 
     async def update_weights(self, weights: Any, version: int) -> None:
         if "update" in self.refuses:
@@ -220,7 +222,8 @@ def test_what_a_dead_replica_had_goes_on_elsewhere(place: Place, tokenizer: Any,
         place.last(1).dead.set()
         for answer in (await asked).values():
             right(answer, tokenizer)
-            assert sum(not chunk.ids and chunk.finish_reason is None for chunk in answer.chunks) == 1
+            empty = [chunk.waits for chunk in answer.chunks if not chunk.ids and chunk.finish_reason is None]
+            assert empty in ([False], [False, True, False])  # admitted; and by another, after nobody had it
         stats = pool.replicas[1]
         assert (stats.restarts, stats.moved, stats.cause) == (1, 3, "its process is gone")
         if after == 2.5:  # two of eight pieces had come, so the rest is asked for after these

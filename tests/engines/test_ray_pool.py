@@ -7,8 +7,11 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ import ray_work
 import torch
 from ray_work import ByTrajectory, ask, right, through
 
+from fsm_rollout import ray_session
 from fsm_rollout.dispatch import Dispatcher, Ticket
 from fsm_rollout.engines.base import Request, SamplingParams
 from fsm_rollout.engines.build import build_engine
@@ -55,6 +59,56 @@ def test_no_ray_at_the_address(address: str):
     address = address.format(port=closed_port())
     with pytest.raises(EngineError, match=f"no Ray could be reached at '{address}': .*start one there"):
         build_engine(spec(ray={"address": address}), Path())
+    assert not ray.is_initialized()
+
+
+@contextmanager
+def peer(kind: str) -> Iterator[int]:
+    """Something that listens and is no Ray; yields its port."""
+    if kind == "web":
+        server = HTTPServer(("127.0.0.1", 0), QuietHandler)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield int(server.server_address[1])
+        server.shutdown()
+        thread.join()
+        server.server_close()
+        return
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def hang_up() -> None:
+            connection, _ = server.accept()
+            connection.recv(100)
+            connection.close()
+
+        thread = threading.Thread(target=hang_up)
+        if kind == "hangs up":
+            thread.start()
+        yield int(server.getsockname()[1])
+        if kind == "hangs up":
+            thread.join()
+
+
+class QuietHandler(BaseHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("web", r"what listens there is no Ray: asked in Ray's protocol \(gRPC\) it answers b'<!DOCTYPE'"),
+        ("hangs up", r"what listens there is no Ray: .* it hangs up"),
+        ("is silent", r"what listens there says nothing for 0\.2 s"),
+    ],
+)
+def test_something_else_listens_at_the_address(kind: str, message: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ray_session, "CONNECT", 0.2 if kind == "is silent" else 60)
+    with (
+        peer(kind) as port,
+        pytest.raises(EngineError, match=f"no Ray could be reached at '127.0.0.1:{port}': {message}"),
+    ):
+        build_engine(spec(ray={"address": f"127.0.0.1:{port}"}), Path())
     assert not ray.is_initialized()
 
 
@@ -153,6 +207,31 @@ def test_killed_actors_cost_nothing_and_three_replicas_answer_like_one():
 
     asyncio.run(main())
     asyncio.run(once_more())
+
+
+@pytest.mark.usefixtures("cluster")
+def test_the_only_actor_is_killed_twice():
+    """A run of one replica loses no trajectory, and takes no token twice."""
+    pool = scripted(1)
+
+    async def main() -> None:
+        dispatcher = Dispatcher(pool)
+        tickets = [dispatcher.submit(ask(i)) for i in range(24)]
+        async with asyncio.timeout(60):
+            for life in range(2):
+                before = pool.replicas[0].tokens
+                while pool.replicas[0].state != "up" or pool.replicas[0].tokens <= before:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                ray.kill(actors(pool)[0])
+                while pool.replicas[0].restarts <= life:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            await asyncio.gather(*(ticket.done.wait() for ticket in tickets))
+        for ticket in tickets:
+            right(ticket)
+        assert pool.replicas[0].restarts == 2
+        await pool.aclose()
+
+    asyncio.run(main())
 
 
 @pytest.mark.usefixtures("cluster")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from engines.sglang_oracle import Answers, ask, model, request, worst
 
 import fsm_rollout as fr
+from fsm_rollout.engines import sglang, sglang_weights
 from fsm_rollout.engines.base import Load
 from fsm_rollout.engines.sglang import SGLangEngine
 from fsm_rollout.engines.transformers import TransformersEngine
@@ -114,6 +116,7 @@ def test_updates_in_mid_flight_lose_no_token_and_mistake_no_version(engine: SGLa
     [
         ({"model.norm.wight": torch.zeros(128)}, "did you mean 'model.norm.weight'?"),
         ({"model.norm.weight": torch.zeros(64)}, r"has shape \[64\], the model's has \[128\]"),
+        ({"model.norm.weight": torch.tensor([float("nan")] * 128)}, "is not finite: 128 NaN and 0 infinite of 128"),
         ("/no/such/folder", "there is no folder '/no/such/folder'"),
     ],
 )
@@ -231,6 +234,27 @@ def test_a_rollout_of_an_agent_with_tools(engine: SGLangEngine) -> None:
     assert int(data["response_mask"].sum()) > 200
 
 
+def test_a_process_that_does_not_answer_is_not_waited_for_without_end(
+    engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang, "ORDER_WITHIN", 0.3)
+    host = psutil.Process(engine._process.process.pid)
+
+    async def main() -> None:
+        host.suspend()
+        try:
+            with pytest.raises(EngineError, match=r"did not answer within 0\.3 s \(order 'pause'\); is it stuck"):
+                await engine.pause()
+        finally:
+            host.resume()
+        monkeypatch.setattr(sglang, "ORDER_WITHIN", 60.0)
+        await engine.resume()
+        (got,) = await ask(engine, request(engine, next(names), 1, 8))
+        assert got.ids
+
+    asyncio.run(main())
+
+
 def test_arguments_are_checked_before_anything_starts() -> None:
     with pytest.raises(EngineError, match="there is no folder 'no-such-model'"):
         SGLangEngine("no-such-model")
@@ -243,6 +267,28 @@ def test_a_start_that_takes_too_long_is_given_up_and_leaves_nothing_behind() -> 
     with pytest.raises(EngineError, match=r"SGLang did not start .* within 0\.2 s; raise start_timeout"):
         SGLangEngine("embedded", start_timeout=0.2)
     assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def test_a_host_that_is_killed_while_it_starts_leaves_nothing_behind() -> None:
+    """SGLang's processes see to that themselves, but only once they have imported everything."""
+    me = psutil.Process()
+    before = set(me.children(recursive=True))
+    family: list[psutil.Process] = []
+
+    def kill() -> None:
+        while len(family) < 4:  # the host, multiprocessing's tracker, and the first processes of SGLang
+            family[:] = set(me.children(recursive=True)) - before
+        next(process for process in family if process.ppid() == me.pid).kill()
+
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    with pytest.raises(EngineError, match=r"process of SGLang has ended \(exit code -9\)"):
+        SGLangEngine("embedded", threads=1)
+    killer.join()
+    _, left = psutil.wait_procs(family, timeout=30)
+    for process in left:
+        process.kill()
+    assert not left
 
 
 def test_an_argument_that_sglang_does_not_have_is_named() -> None:
@@ -277,6 +323,37 @@ def test_a_killed_scheduler_ends_what_is_under_way_and_no_other_engine(engine: S
         await second.aclose()
         (still,) = await ask(engine, request(engine, next(names), 0, 8))
         assert still.ids
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_fails_half_way_through_an_update_samples_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part is in, and the next one never comes."""
+
+    def one_part(weights: Any) -> Iterator[bytes]:
+        yield sglang_weights.packed({"model.norm.weight": torch.zeros(128)})
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(sglang_weights, "parts_of", one_part)
+    half = SGLangEngine("embedded", threads=1)
+
+    async def main() -> None:
+        got = Answers(request(half, "a", 0, 1900, ignore_eos=True))
+        pending = asyncio.ensure_future(got.drain(half.generate([got["a"].request])))
+        await got.until(lambda: bool(got["a"].ids))
+        with pytest.raises(OSError, match="the disk is gone"):
+            await half.update_weights({"model.norm.weight": torch.zeros(128)})
+        said = "an update broke off, so nobody knows the weights any more: the disk is gone"
+        with pytest.raises(EngineError, match=said):
+            await half.pause()
+        with pytest.raises(EngineError, match=said):
+            await asyncio.wait_for(pending, 60)
+        assert worst(got["a"], {0: "final"}) < CLOSE
+        with pytest.raises(EngineError, match=said):
+            half.generate([request(half, next(names))])
+        assert str(half.failure) == said
+        assert half.weight_version == 0
+        await half.aclose()
 
     asyncio.run(main())
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
+from safetensors.torch import load_file, save_file
 
 from fsm_rollout.engines.base import Chunk, Engine, Load, Request, SamplingParams
 from fsm_rollout.engines.checkpoints import check_supported
@@ -133,6 +134,34 @@ def test_weights_may_come_from_a_folder(tokenizer: Any, other_model: Any, tmp_pa
     check_logprobs(asyncio.run(main()), {11: other_model})
 
 
+def test_a_folder_that_lacks_tensors_or_has_no_numbers_changes_nothing(tokenizer: Any, tmp_path: Path):
+    """transformers would make up what is missing, at random."""
+    own = make_model(0)
+    before = {name: tensor.clone() for name, tensor in own.state_dict().items()}
+    own.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+
+    async def main() -> None:
+        engine = TransformersEngine(own, tokenizer)
+        kept = {name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"}
+        save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(EngineError, match=r"lacks 1 of its tensors: model\.norm\.weight"):
+            await engine.update_weights(tmp_path)
+        bad = tensors["model.norm.weight"].clone()
+        bad[7] = -float("inf")
+        save_file({**kept, "model.norm.weight": bad}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(
+            EngineError, match=r"'model\.norm\.weight' is not finite: 0 NaN and 1 infinite of 48 values"
+        ):
+            await engine.update_weights(tmp_path)
+        assert engine.weight_version == 0
+        await engine.aclose()
+
+    asyncio.run(main())
+    assert all(torch.equal(before[name], tensor) for name, tensor in own.state_dict().items())
+
+
 def test_weights_that_do_not_fit_change_nothing(tokenizer: Any):
     own = make_model(0)
     before = {name: tensor.clone() for name, tensor in own.state_dict().items()}
@@ -146,6 +175,16 @@ def test_weights_that_do_not_fit_change_nothing(tokenizer: Any):
             await engine.update_weights({"model.norm.weight": torch.zeros(7)})
         with pytest.raises(EngineError, match="there is no folder"):
             await engine.update_weights("/nowhere/at/all")
+        bad = good.clone()
+        bad[[3, 5]] = float("nan")
+        with pytest.raises(
+            EngineError, match=r"new weight 'model\.norm\.weight' is not finite: 2 NaN and 0 infinite of 48"
+        ):
+            await engine.update_weights({"model.layers.0.input_layernorm.weight": good, "model.norm.weight": bad})
+        with pytest.raises(EngineError, match=r"'model\.norm\.weight' is on the meta device"):
+            await engine.update_weights({"model.norm.weight": torch.zeros(48, device="meta")})
+        with pytest.raises(EngineError, match=r"'model\.norm\.weight' is a list; weights are torch tensors by name"):
+            await engine.update_weights({"model.norm.weight": [0.0] * 48})  # type: ignore[dict-item]
         assert engine.weight_version == 0
         await engine.aclose()
 

@@ -154,8 +154,7 @@ MUTANTS = (
         TOOLS,
     ),
     Mutant(
-        "ignore wall_seconds", "driving.py", 'wall_timeout = asyncio.timeout(None if wall == float("inf") else wall)',
-        "wall_timeout = asyncio.timeout(None)",
+        "ignore wall_seconds", "driving.py", 'timeout, None if wall == float("inf") else wall)', "timeout)",
         "2: time is up when it is up",
         SCHEDULER,
     ),

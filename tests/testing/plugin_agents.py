@@ -77,6 +77,24 @@ HIDDEN_STATE = _HANDLER.format(
     body='        self.seen = getattr(self, "seen", 0) + 1\n'
     '        return Outcome("right" if self.seen % 2 else "wrong")'
 )
+SWALLOWS_ONCE = grader(
+    "try:", "    await asyncio.sleep(20)", "except asyncio.CancelledError:", "    pass", 'return Outcome("right")'
+)
+TIMES_OUT = grader('raise TimeoutError("the search server")')
+EXITS = grader("raise SystemExit(3)")
+CANCELS_ITSELF = grader("raise asyncio.CancelledError")
+SPEAKS_AGAIN = grader('await visit.generate("main")', 'return Outcome("right")')
+REMEMBERS = "SEEN = set()\n" + grader(
+    "told = trajectory.seed in SEEN", "SEEN.add(trajectory.seed)", 'return Outcome("right" if told else "wrong")'
+)
+ASKS = grader(
+    'said = await visit.ask("judge", [{"role": "user", "content": "Right?"}])',
+    'return Outcome("right" if "yes" in said else "wrong")',
+)
+BOTH = grader(
+    "left, right = await asyncio.gather(visit.generate('left'), visit.generate('right'))",
+    'return Outcome("right" if "4" in trajectory.text else "wrong")',
+)
 TOOLS = """\
 def lookup(word: str) -> str:
     \"\"\"Look a word up.

@@ -9,16 +9,24 @@ from pathlib import Path
 
 import pytest
 from testing.plugin_agents import (
+    ASKS,
     BLOCKS,
+    BOTH,
+    CANCELS_ITSELF,
     DEAD_ROW,
+    EXITS,
     GOOD,
     GRADED,
     HIDDEN_STATE,
     LOOKS_UP,
     NEVER,
     RAISES,
+    REMEMBERS,
     RIGHT,
+    SPEAKS_AGAIN,
     SWALLOWS,
+    SWALLOWS_ONCE,
+    TIMES_OUT,
     TOOLS,
     UNDECLARED,
     UNLOADABLE,
@@ -123,8 +131,23 @@ def test_a_row_that_can_never_fire_is_named(folder: pytest.Pytester) -> None:
         (UNDECLARED, "the handler of 'GRADING' (grader:Grade) returned 'unsure', an undeclared outcome"),
         (NEVER, "the handler of 'GRADING' (grader:Grade) never returns by itself"),
         (SWALLOWS, "the run did not end: Endless"),
+        (SWALLOWS_ONCE, "the handler of 'GRADING' (grader:Grade) was told to stop and went on: it returned 'right'"),
+        (TIMES_OUT, "the handler of 'GRADING' (grader:Grade) raised TimeoutError: the search server"),
+        (EXITS, "the handler of 'GRADING' (grader:Grade) raised SystemExit, which ends the whole program"),
+        (CANCELS_ITSELF, "the handler of 'GRADING' (grader:Grade) raised CancelledError"),
+        (SPEAKS_AGAIN, "the handler of 'GRADING' (grader:Grade) raised ChatTemplateError: [no-new-message]"),
     ],
-    ids=["raises", "undeclared", "never returns", "swallows cancellation"],
+    ids=[
+        "raises",
+        "undeclared",
+        "never returns",
+        "swallows cancellation",
+        "swallows it once",
+        "times out",
+        "exits",
+        "cancels itself",
+        "speaks again",
+    ],
 )
 def test_a_handler_at_fault_is_named_with_its_story_and_a_line_that_replays_it(
     folder: pytest.Pytester, source: str, told: str
@@ -162,6 +185,43 @@ def test_a_handler_that_keeps_state_on_itself_depends_on_the_schedule(folder: py
     result.stdout.re_match_lines(
         [r"agent.yaml::schedule: law 6: (concurrency|max_running|replicas|slow) .* changes its"]
     )
+
+
+def test_what_a_handler_keeps_between_runs_is_told_with_the_run_that_showed_it(folder: pytest.Pytester) -> None:
+    agent(folder, GRADED, grader=REMEMBERS)
+    result = folder.runpytest_inprocess("--fsm-agents", "agent.yaml", "-k", "schedule", *FEW)
+    result.assert_outcomes(failed=1, deselected=7)
+    result.stdout.fnmatch_lines(
+        ["agent.yaml::schedule: law 6: *", "  and not when the same plan ran again: something is kept between runs"]
+    )
+
+
+@pytest.mark.parametrize("source", [ASKS, BOTH], ids=["asks a model", "two generations side by side"])
+def test_what_handlers_may_do_is_no_fault(folder: pytest.Pytester, source: str) -> None:
+    agent(folder, GRADED.replace("states:", "contexts: {left: {}, right: {}}\nstates:"), grader=source)
+    folder.runpytest_inprocess("--fsm-agents", "agent.yaml", *FEW[2:], "--fsm-examples", "25").assert_outcomes(passed=8)
+
+
+def test_an_agent_whose_rows_never_fire_is_named(folder: pytest.Pytester) -> None:
+    agent(folder, GOOD.replace("limits: {", "limits: {context_tokens: 5, "))
+    result = folder.runpytest_inprocess("--fsm-agents", "agent.yaml", "-k", "coverage", *FEW)
+    result.assert_outcomes(failed=1, deselected=7)
+    result.stdout.fnmatch_lines(["*no row was ever taken in 8 runs: every trajectory ended as *prompt_too_long*"])
+
+
+def test_the_names_that_v_prints_can_be_pasted(folder: pytest.Pytester) -> None:
+    agent(folder, GOOD)
+    folder.runpytest_inprocess("-v", "--fsm-agents", "agent.yaml", "-k", "rules", *FEW).stdout.fnmatch_lines(
+        ["agent.yaml::rules PASSED*"]
+    )
+
+
+@pytest.mark.parametrize("count", ["0", "-3", "many"])
+def test_a_count_of_examples_is_a_count(folder: pytest.Pytester, count: str) -> None:
+    agent(folder, GOOD)
+    result = folder.runpytest_inprocess("--fsm-agents", "agent.yaml", "--fsm-examples", count)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"*--fsm-examples: a number from 1 on, got '{count}'*"])
 
 
 def test_a_handler_that_blocks_the_loop_is_named_with_its_line(folder: pytest.Pytester) -> None:

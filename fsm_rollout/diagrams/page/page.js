@@ -245,8 +245,9 @@
     canvas.addEventListener("pointerleave", () => { tip.hidden = true; });
     canvas.addEventListener("click", (event) => reveal(number, at(event)));
   }
-  drawAll();
-  addEventListener("resize", drawAll);
+  /* At once for what has a size; a notebook's frame that is far from being seen gets one later. */
+  const resized = new ResizeObserver((entries) => entries.forEach(({ target }) => draw(target.closest(".strip"))));
+  for (const figure of strips) resized.observe(figure.querySelector("canvas"));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
 
   /* -- the report's table ------------------------------------------------------------------------------------ */
@@ -255,6 +256,8 @@
     const body = table.tBodies[0], heads = [...table.tHead.querySelectorAll("th")], SHOWN = 200;
     const search = document.getElementById("search"), reason = document.getElementById("reason"), agent = document.getElementById("agent");
     const state = { column: -1, down: false, shown: SHOWN };
+    /* Where one number of a column has digits behind the point, all have, so that the points stand below each other. */
+    const behind = data.columns.map((column, index) => data.rows.some((row) => !Number.isInteger(row[index] ?? 0)) ? column.digits : 0);
     const cell = (row, index) => {
       const column = data.columns[index], value = row[index], td = make("td", column.number ? "num" : "");
       if (index === 0) {
@@ -271,7 +274,7 @@
           td.append(link);
         }
       } else if (value === null) td.textContent = "–";
-      else if (column.number) td.textContent = (+value).toLocaleString("en", { maximumFractionDigits: column.digits });
+      else if (column.number) td.textContent = (+value).toLocaleString("en", { minimumFractionDigits: behind[index], maximumFractionDigits: behind[index] });
       else td.append(make("bdi", "", value));
       return td;
     };

@@ -16,6 +16,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from fsm_rollout.frozen import FrozenMap
 from fsm_rollout.graph import TERMINATED, AgentGraph
 from fsm_rollout.handlers import BUILT_IN_HANDLERS, BUILT_IN_STATES
 from fsm_rollout.rules.paths import nothing_new
@@ -171,7 +172,7 @@ def _answered(graph: AgentGraph) -> AgentGraph:
         name: state.model_copy(update={"prompt": "and now?"}) if name in dests else state
         for name, state in graph.states.items()
     }
-    return graph.model_copy(update={"states": states})
+    return graph.model_copy(update={"states": FrozenMap(states)})
 
 
 @st.composite

@@ -9,6 +9,7 @@ before it is written to, pending messages enter the stream before a generation, 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import add
 from typing import Any
@@ -90,11 +91,19 @@ _attempts = st.lists(
     max_size=2,
 )
 _generate = _step("generate", context=contexts, state=states, pieces=pieces, text=texts, attempts=_attempts)
-_write = _step("write", context=contexts, state=states, messages=messages("user", "tool"), ids=ids, glue=st.booleans())
-_score = _step("score", value=score, turn=st.none() | st.integers(0, 3))
-_open = _step(
-    "open", context=contexts, state=states, messages=messages("system", "user"), ids=ids, guarded=st.integers(0, 2)
+guarded = st.sets(st.integers(0, 2), max_size=2).map(sorted)
+"""Places of guarded tokens, as far as there are so many tokens."""
+_write = _step(
+    "write",
+    context=contexts,
+    state=states,
+    messages=messages("user", "tool"),
+    ids=ids,
+    glue=st.booleans(),
+    guarded=guarded,
 )
+_score = _step("score", value=score, turn=st.none() | st.integers(0, 3))
+_open = _step("open", context=contexts, state=states, messages=messages("system", "user"), ids=ids, guarded=guarded)
 _rest = st.one_of(
     _open,
     _step("transition", dest=states, limit=st.none() | st.just("tool_calls"), spent=st.integers(0, 2)),
@@ -140,6 +149,11 @@ def events_of(plan: Plan, trajectory_id: str = "t0") -> list[AnyEvent]:
     return _Writer(plan, trajectory_id).events
 
 
+def _guarded(places: Sequence[int], ids: Sequence[int]) -> dict[str, Any]:
+    there = [place for place in places if place < len(ids)]
+    return {"guarded": min(1, len(there)), "guarded_at": there}
+
+
 class _Writer:
     """Keeps just enough of a trajectory's state to say what is valid next; knows nothing of the code under test."""
 
@@ -171,7 +185,9 @@ class _Writer:
     def add(self, kind: type[Any], **facts: Any) -> None:
         self.events.append(kind(at=float(len(self.events)), **facts))
 
-    def on_open(self, context: str, state: str, messages: list[Any], ids: list[int], guarded: int = 0) -> None:
+    def on_open(
+        self, context: str, state: str, messages: list[Any], ids: list[int], guarded: Sequence[int] = ()
+    ) -> None:
         trained = TRAINED[context]
         self.add(
             ContextOpened,
@@ -181,7 +197,7 @@ class _Writer:
             ids=array("i", ids),
             trained=trained,
             engine="policy" if trained else "judge",
-            guarded=guarded,
+            **_guarded(guarded, ids),
         )
         self.pending[context] = False
         self.answered.discard(context)
@@ -190,16 +206,18 @@ class _Writer:
         if context not in self.pending:
             self.on_open(context, state, [{"role": "user", "content": ""}], [1])
 
-    def on_write(self, context: str, state: str, messages: list[Any], ids: list[int], glue: bool) -> None:
+    def on_write(
+        self, context: str, state: str, messages: list[Any], ids: list[int], glue: bool, guarded: Sequence[int] = ()
+    ) -> None:
         self.ensure_open(context, state)
         self.add(Wrote, context=context, state=state, messages=messages)
         self.pending[context] = True
         self.answered.discard(context)
         if glue:
-            self.glue(context, state, ids)
+            self.glue(context, state, ids, guarded)
 
-    def glue(self, context: str, state: str, ids: list[int]) -> None:
-        self.add(Extended, context=context, state=state, ids=array("i", ids))
+    def glue(self, context: str, state: str, ids: list[int], guarded: Sequence[int] = ()) -> None:
+        self.add(Extended, context=context, state=state, ids=array("i", ids), **_guarded(guarded, ids))
         self.pending[context] = False
 
     def on_generate(self, context: str, state: str, pieces: list[Any], text: str, attempts: list[Any]) -> None:

@@ -7,6 +7,7 @@ fast machine where nothing fails. Everything shrinks towards it: shorter scripts
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from hypothesis import strategies as st
@@ -33,6 +34,12 @@ _endings: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
         {"hang": True},
     ]
 )
+# Strategies are made once where they can be: making and checking one costs Hypothesis as much as drawing from it.
+_one_in_four = st.integers(0, 3).map(lambda number: number == 3)
+_delays = st.sampled_from(DELAYS)
+_pieces = st.integers(1, 3)
+_seeds = st.integers(0, 3)
+_kills = st.integers(0, 60)
 
 
 @st.composite
@@ -40,8 +47,8 @@ def turns(draw: st.DrawFn, texts: st.SearchStrategy[str], *, failures: bool = Tr
     """Draw one turn of a script; the simplest is a plain answer at once."""
     text = draw(texts)
     more: dict[str, Any] = dict(draw(_endings)) if failures else {}
-    if draw(st.integers(0, 3)) == 3:
-        more |= {"delay": draw(st.sampled_from(DELAYS)), "chunks": draw(st.integers(1, 3))}
+    if draw(_one_in_four):
+        more |= {"delay": draw(_delays), "chunks": draw(_pieces)}
     return Turn(text=text, **more)
 
 
@@ -59,6 +66,7 @@ def engine_scripts(
     return st.fixed_dictionaries(contexts).map(lambda script: {key: said for key, said in script.items() if said})
 
 
+@cache
 def tool_fates(*, failures: bool = True) -> st.SearchStrategy[ToolFate]:
     """Return a strategy for what a call of a tool may come to."""
     result = st.builds(
@@ -94,6 +102,7 @@ def reply_fates(graph: AgentGraph, *, failures: bool = True) -> st.SearchStrateg
     return st.one_of(said, last, said.map(lambda fate: fate), failing)  # as often said as all the rest
 
 
+@cache
 def fault_schedules(*, trajectories: int = 4, max_faults: int = 3) -> st.SearchStrategy[tuple[Fault, ...]]:
     """Return a strategy for what is done to a run from outside, to its engines and their replicas too."""
     moment = st.sampled_from([0.0, 0.05, 0.1, 0.3, 1.0, 2.5, 10.0]) | st.floats(0, 100, allow_nan=False)
@@ -107,6 +116,7 @@ def fault_schedules(*, trajectories: int = 4, max_faults: int = 3) -> st.SearchS
     return st.lists(fault, max_size=max_faults).map(tuple)
 
 
+@cache
 def schedules(*, max_replicas: int = 3) -> st.SearchStrategy[Schedule]:
     """Return a strategy for schedules; half of them have one engine."""
     return st.builds(
@@ -118,16 +128,14 @@ def schedules(*, max_replicas: int = 3) -> st.SearchStrategy[Schedule]:
     )
 
 
-@st.composite
 def plans(
-    draw: st.DrawFn, graph: AgentGraph, script: st.SearchStrategy[Mapping[str, tuple[Turn, ...]]], *,
+    graph: AgentGraph, script: st.SearchStrategy[Mapping[str, tuple[Turn, ...]]], *,
     failures: bool = True, faults: bool = True, compared: bool = False, killed: bool = False,
     max_prompts: int = 2, max_n: int = 2,
-) -> Plan:  # fmt: skip
-    """Draw a plan for an agent.
+) -> st.SearchStrategy[Plan]:  # fmt: skip
+    """Return a strategy for plans of an agent.
 
     Args:
-        draw: given by Hypothesis.
         graph: the agent.
         script: what the engine says, from :func:`engine_scripts`; made once, as it renders templates.
         failures: let engines, tools and users fail and hang.
@@ -137,22 +145,28 @@ def plans(
         max_prompts: the most prompts.
         max_n: the most trajectories per prompt.
     """
-    prompts, n = draw(st.integers(1, max_prompts)), draw(st.integers(1, max_n))
-    says = draw(st.lists(script, min_size=1, max_size=min(3, prompts * n)))
-    return Plan(
-        seed=draw(st.integers(0, 3)),
-        prompts=prompts,
-        n=n,
-        says=tuple(says),
-        tools=tuple(draw(st.lists(tool_fates(failures=failures), min_size=1, max_size=3))) if graph.tools else (
-            ToolFate(),
-        ),
-        replies=tuple(draw(reply_fates(graph, failures=failures)) for _ in range(draw(st.integers(0, 3)))),
-        faults=draw(fault_schedules(trajectories=prompts * n)) if faults else (),
-        schedule=draw(schedules()),
-        other_schedule=draw(schedules()) if compared else Schedule(),
-        killed_after=draw(st.integers(0, 60)) if killed else 0,
-    )  # fmt: skip
+    counts = st.tuples(st.integers(1, max_prompts), st.integers(1, max_n))
+    scripts = [st.lists(script, min_size=1, max_size=most).map(tuple) for most in (1, 2, 3)]
+    fates = st.lists(tool_fates(failures=failures), min_size=1, max_size=3).map(tuple)
+    replies = st.lists(reply_fates(graph, failures=failures), max_size=3).map(tuple)
+
+    @st.composite
+    def plan(draw: st.DrawFn) -> Plan:
+        prompts, n = draw(counts)
+        return Plan(
+            says=draw(scripts[min(3, prompts * n) - 1]),
+            seed=draw(_seeds),
+            prompts=prompts,
+            n=n,
+            tools=draw(fates) if graph.tools else (ToolFate(),),
+            replies=draw(replies),
+            faults=draw(fault_schedules(trajectories=prompts * n)) if faults else (),
+            schedule=draw(schedules()),
+            other_schedule=draw(schedules()) if compared else Schedule(),
+            killed_after=draw(_kills) if killed else 0,
+        )
+
+    return plan()
 
 
 def outcomes(graph: AgentGraph, state: str) -> st.SearchStrategy[Outcome]:
