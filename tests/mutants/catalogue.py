@@ -159,6 +159,17 @@ MUTANTS = (
         SCHEDULER,
     ),
     Mutant(
+        "let a wait for the engine hold up wall_seconds", "deadlines.py", "self._reschedule(self._wall)",
+        "self._reschedule(None)",
+        "2: time is up when it is up",
+        ("tests/test_deadlines.py",),
+    ),
+    Mutant(
+        "record generations side by side as they end", "turn.py", "        await one.in_turn()\n", "",
+        "6: results do not depend on the schedule",
+        SCHEDULER,
+    ),
+    Mutant(
         "ignore bad_calls", "states/call_tools.py", '        visit.check("bad_calls")\n', "",
         "2: no more bad calls than allowed",
         LIMITS,
