@@ -51,6 +51,7 @@ _INSERT_TRAJECTORY = "INSERT INTO trajectories VALUES (?, ?, ?, ?, ?)"
 
 _EventRow = tuple[str, int, float, str, bytes]
 _TrajectoryRow = tuple[str, str, int, str, str | None]
+_Fact = tuple[str, str]
 
 
 class _Flush:
@@ -84,13 +85,24 @@ class Journal:
         self.path = Path(path)
         self._interval = interval
         self._next: dict[str, int] = {}
-        self._queue: SimpleQueue[_EventRow | _TrajectoryRow | _Flush] = SimpleQueue()
+        self._queue: SimpleQueue[_EventRow | _TrajectoryRow | _Fact | _Flush] = SimpleQueue()
         self._hurry = threading.Event()
         self._failure: Exception | None = None
         self._closed = False
         self._connection = _create(self.path, {**(metadata or {}), "code_version": __version__})
         self._thread = threading.Thread(target=self._write, name=f"journal {self.path.name}", daemon=True)
         self._thread.start()
+
+    def describe(self, metadata: Mapping[str, Any]) -> None:
+        """Keep what it was not yet told about the run: plain data, by keys; what it knows already stays.
+
+        Raises:
+            JournalError: the journal is closed or cannot be written to any more.
+        """
+        if self._closed or self._failure is not None:
+            raise self._broken()
+        for key, value in metadata.items():
+            self._queue.put((key, json.dumps(value)))
 
     def append(self, trajectory_id: str, event: AnyEvent) -> None:
         """Take in the next event of a trajectory; microseconds, from any one thread. It is on disk after a flush.
@@ -182,11 +194,13 @@ class Journal:
             for flush in flushes:
                 flush.done.set()
 
-    def _commit(self, batch: list[_EventRow | _TrajectoryRow]) -> None:
+    def _commit(self, batch: list[_EventRow | _TrajectoryRow | _Fact]) -> None:
         with self._connection:  # one transaction, in the order of appending
             self._connection.execute("BEGIN")
-            self._connection.executemany(_INSERT_TRAJECTORY, (r for r in batch if not isinstance(r[4], bytes)))
-            self._connection.executemany(_INSERT_EVENT, (r for r in batch if isinstance(r[4], bytes)))
+            self._connection.executemany("INSERT OR IGNORE INTO run VALUES (?, ?)", (r for r in batch if len(r) == 2))
+            rows = [r for r in batch if len(r) == 5]
+            self._connection.executemany(_INSERT_TRAJECTORY, (r for r in rows if not isinstance(r[4], bytes)))
+            self._connection.executemany(_INSERT_EVENT, (r for r in rows if isinstance(r[4], bytes)))
 
 
 def _kind(event: AnyEvent) -> str:

@@ -28,6 +28,7 @@ from fsm_rollout.errors import ConfigError, EngineError, Problem
 from fsm_rollout.graph import POLICY, AgentGraph, Sampling
 from fsm_rollout.journal import Journal
 from fsm_rollout.live import Group
+from fsm_rollout.loader import dump
 from fsm_rollout.prompts import Prompt, as_prompt, as_prompts
 from fsm_rollout.proof import prove
 from fsm_rollout.reopening import History
@@ -139,11 +140,24 @@ class Rollout:
                 max_staleness=max_staleness,
                 requeue_stale=requeue_stale,
             )
+            if journal is not None:
+                journal.describe(self._description({POLICY: engine, **(engines or {})}, base))
         except BaseException:
             if self._owned:
                 self._loop().call(self._close_engines)
             self._close_loop()
             raise
+
+    def _description(self, specs: Mapping[str, EngineLike], base: Path | None) -> dict[str, Any]:
+        """Return what a journal must know so that its trajectories can be drawn and read later."""
+        models: dict[str, dict[str, str]] = {}
+        for name, spec in specs.items():
+            if isinstance(spec, Mapping):
+                models[name] = {key: str(spec[key]) for key in ("tokenizer", "model") if spec.get(key) is not None}
+            elif folder := getattr(spec.tokenizer, "name_or_path", None):
+                models[name] = {"tokenizer": str(folder)}
+        agents = {name: dump(graph) for name, graph in self.agents.items()}
+        return {"agents": agents, "engines": models, "base": str(base or Path.cwd())}
 
     def _engine(self, name: str, spec: EngineLike, base: Path | None) -> Engine:
         if not isinstance(spec, Mapping):

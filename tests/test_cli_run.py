@@ -135,8 +135,10 @@ def test_a_target_and_a_filter_from_the_run_file(place: Path) -> None:
     done = CliRunner().invoke(app, ["run", str(place / "run.yaml"), *asked])
     assert done.exit_code == 0, done.output
     summary = json.loads((place / "out/summary.json").read_text("utf-8"))
-    assert summary["stop_reasons"]["suspended"] == 8 - 4
-    assert summary["groups_dropped"] == 2
+    aside = summary["stop_reasons"]["suspended"]
+    assert 1 <= aside <= 8 - 4, "on a busy machine another one may end before the rest is set aside"
+    assert summary["stop_reasons"]["answered"] == 8 - aside
+    assert 2 <= summary["groups_dropped"] <= 8 - aside - 2
     from fsm_rollout import TrajectoryBatch
 
     assert sorted(TrajectoryBatch.load(place / "out/batch").tensordict["group_id"]) == ["1", "3"]

@@ -11,7 +11,10 @@ import pytest
 from embedded import tokenizer
 
 import fsm_rollout as fr
+from fsm_rollout.diagrams.recorded import open_run
+from fsm_rollout.engines.scripted import ScriptedEngine
 from fsm_rollout.errors import EngineError
+from fsm_rollout.journal import Journal, metadata
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 SCRIPTED = {"kind": "scripted", "turns": ["The answer is 4."]}
@@ -136,3 +139,29 @@ def test_validation_is_greedy_unless_said_otherwise() -> None:
     rollout.run(["?"])
     rollout.close()
     assert [line.what.sampling.temperature for line in engine.log if hasattr(line.what, "sampling")] == [0.0]
+
+
+@pytest.mark.parametrize("built", [True, False], ids=["built by the rollout", "an engine of one's own"])
+def test_a_journal_knows_enough_to_be_looked_at_later(tmp_path: Path, built: bool) -> None:
+    spec: Any = {"kind": "scripted", "turns": ["Four."]}
+    engine = spec if built else ScriptedEngine(["Four."], tokenizer=tokenizer())
+    with (
+        Journal(tmp_path / "mine.sqlite", {"agents": {}, "mine": 1}) as journal,
+        fr.Rollout(agent(), engine, journal=journal) as rollout,
+    ):
+        rollout.run(["What is 2 + 2?"])
+    run = open_run(tmp_path / "mine.sqlite")
+    assert metadata(tmp_path / "mine.sqlite")["mine"] == 1
+    assert run.agents == {}, "what the journal was told before stays"
+    texts = run.texts("policy")
+    assert texts is not None, run.notes
+    (recorded,) = run.histories()
+    (stream,) = recorded.trajectory.streams
+    assert "Four." in "".join(texts.vocabulary(stream.tokens.ids)[id_] for id_ in stream.tokens.ids)
+
+
+def test_a_journal_without_metadata_gets_the_agents(tmp_path: Path) -> None:
+    engine = {"kind": "scripted", "turns": ["Four."]}
+    with Journal(tmp_path / "mine.sqlite") as journal, fr.Rollout(agent(), engine, journal=journal) as rollout:
+        rollout.run(["What is 2 + 2?"])
+    assert open_run(tmp_path / "mine.sqlite").agents == {agent().agent: agent()}

@@ -80,6 +80,8 @@ class RecordedRun:
     agents: Mapping[str, AgentGraph]
     config: Mapping[str, Any]
     base: Path
+    models: Mapping[str, Mapping[str, str]]
+    """The engines' models, as a program of the user's told its journal."""
     summary: Mapping[str, Any] | None
     """``None`` while the run is going on, or when it was cut off."""
     notes: list[str] = field(default_factory=list)
@@ -116,6 +118,7 @@ class RecordedRun:
 
     def _model(self, engine: str) -> str:
         spec = self.config.get("engine") if engine == POLICY else (self.config.get("engines") or {}).get(engine)
+        spec = self.models.get(engine, spec)
         if not isinstance(spec, Mapping):
             raise EngineError(f"the run's configuration says nothing of engine '{engine}'")
         return str(spec.get("tokenizer") or spec.get("model") or "embedded")  # the kinds' own default
@@ -152,6 +155,7 @@ def open_run(path: str | Path) -> RecordedRun:
         agents=agents,
         config=config,
         base=Path(str(told.get("base") or ".")),
+        models=told.get("engines") or {},
         summary=_summary(journal.parent / "summary.json", notes, expected="run" in told),
         notes=notes,
     )
