@@ -60,7 +60,7 @@ class Ticket:
     heard: bool = False
     """Whether the present try has had a chunk."""
     waits: bool = False
-    """Whether the engine has said that nobody works on it; the deadline stands still until its next chunk."""
+    """Whether nobody works on it: between two tries, or as the engine says; the deadline stands still meanwhile."""
     watch: asyncio.TimerHandle | None = None
     """Gives the try up when the engine says nothing of it for too long; gone with the first chunk."""
 
@@ -81,6 +81,12 @@ class Ticket:
         if self.deadline is not None and self.holds:
             self.holds -= 1
             self.deadline.run()
+
+    def wait(self) -> None:
+        """Let the deadline stand still until the next chunk, if the request has been admitted; until then it does."""
+        if self.admitted_at is not None and not self.waits:
+            self.waits = True
+            self.hold()
 
     def take(self, chunk: Chunk, now: float) -> None:
         """Append one chunk.
@@ -107,9 +113,11 @@ class Ticket:
         if self.admitted_at is None:
             self.admitted_at = now
             self.release()
-        if chunk.waits != self.waits:
-            self.waits = chunk.waits
-            (self.hold if chunk.waits else self.release)()
+        if chunk.waits:
+            self.wait()
+        elif self.waits:
+            self.waits = False
+            self.release()
         self.heard = True
         if len(chunk.ids):
             self.ids.extend(chunk.ids)
@@ -331,6 +339,7 @@ class Dispatcher:
             self._end(ticket, "abort", error)
         else:
             logger.warning("request %s failed (%s); trying again", ticket.request_id, str(error).partition("\n")[0])
+            ticket.wait()
             delay = self.backoff * 2 ** (ticket.attempt - 1)
             ticket.attempt += 1
             ticket.request_id = f"{ticket.request.request_id}#{ticket.attempt}"

@@ -319,3 +319,22 @@ def test_a_hold_taken_while_paused_is_released_between_two_tries_too() -> None:
             return asyncio.get_running_loop().time() < 900.0
 
     assert run(engine, guarded)
+
+
+def test_a_deadline_stands_still_while_a_second_try_queues() -> None:
+    """The first try fails after 2 s; the second waits 20 s for a place, and takes 2 s: four seconds of its time."""
+    turns = {"a": Turn(text="one two", delay=1.0, chunks=2, crash="lost", fails=1), "long": Turn(text="x", delay=20.0)}
+    engine = ScriptedEngine(lambda r: turns[r.trajectory_id], tokenizer=tokenizer(), max_running=1)
+
+    async def body(dispatcher: Dispatcher) -> tuple[list[tuple[str | None, int]], bool, float]:
+        loop = asyncio.get_running_loop()
+        async with Deadline(4.5) as deadline:
+            ticket = dispatcher.submit(request("a"), deadline)
+            await asyncio.sleep(0.5)
+            other = dispatcher.submit(request("long"))
+            ended = await done(ticket, other)
+        return ended, deadline.expired, loop.time()
+
+    (one, _), expired, at = run(engine, body)
+    assert (one[0], expired) == ("stop", False)
+    assert at > 20
