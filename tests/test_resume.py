@@ -163,11 +163,15 @@ class Thorough(State):
         return Outcome("generated")
 
 
-@pytest.mark.parametrize("reset", [False, True])
-def test_a_handler_of_many_steps_goes_on_from_any_of_them(reset: bool) -> None:
-    """Every event is tried as the last one before a crash; what was spent, asked and scored counts once."""
+@pytest.mark.parametrize(("initial", "reset"), [("PENDING", False), ("PENDING", True), ("WORKING", False)])
+def test_a_handler_of_many_steps_goes_on_from_any_of_them(initial: str, reset: bool) -> None:
+    """Every event is tried as the last one before a crash; what was spent, asked and scored counts once.
+
+    Entering WORKING writes its prompt into an open context, begins the context anew, or opens it.
+    """
     graph = AgentGraph(
         agent="a",
+        initial=initial,
         limits={"assistant_turns": 9, "tool_calls": 6, "user_turns": 3},
         tools={"tool": {"use": "law_tools:echo", "timeout": 50.0}},
         interaction={"use": "test_resume:Replying"},
