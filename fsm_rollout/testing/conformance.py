@@ -1,34 +1,38 @@
 """Whether an engine keeps the promises of :mod:`fsm_rollout.engines.base`.
 
 Invariant: :func:`check_engine` uses nothing but the protocol, so it judges any engine, and it always comes to an end:
-an answer that does not come within ``patience`` seconds is a fault like any other. It runs in virtual time, too.
+a call or an answer that does not come within ``patience`` seconds is a fault like any other. It runs in virtual time,
+too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fsm_rollout.engines.base import Chunk, Engine, Load, Request, SamplingParams
+from fsm_rollout.engines.base import Engine, Request
 from fsm_rollout.errors import EngineError
+from fsm_rollout.testing import engine_orders as orders
 from fsm_rollout.testing.engine_answers import Answer, take
+from fsm_rollout.testing.engine_under_check import LONG, TRIES, Subject, within
 from fsm_rollout.testing.promises import ConformanceError
-from fsm_rollout.tokens import Ids, as_ids
+from fsm_rollout.tokens import as_ids
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["Report", "check_engine"]
 
-TEXTS = ("1", "What is (37 + 58) * 4?", "Count from 1 to 20: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12", "a b c d e f g h")
 CLOSE = 1e-3
 """How far two logprobs of the same token may be apart (batches of different shapes round differently)."""
+LONGER, SECONDS = 10.0, 0.5
+"""How many times, and how many seconds, longer an answer takes that another one must not wait for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,9 @@ class Report:
     checks: tuple[str, ...]
     requests: int
     tokens: int
+    seeds_matter: bool = True
+    """Whether equal requests with different seeds got different tokens at temperature 1. Where not, every trajectory of
+    a group is the same: fine for a script, a fault of a model that samples."""
 
 
 async def check_engine(
@@ -57,288 +64,235 @@ async def check_engine(
         weights: what to update its weights with; default: no tensors at all, which changes nothing but the version.
         deterministic: whether equal requests get equal tokens (invariant 5). An engine that computes in half precision
             without batch-invariant kernels does not; then everything else is checked.
-        patience: seconds that any one answer may take.
-        settle: seconds after which a paused engine is believed to be silent.
+        patience: seconds that any one answer or call may take.
+        settle: seconds after which a paused engine is believed to be silent; more than lie between two chunks.
 
     Raises:
-        ConformanceError: the first promise found broken.
+        ConformanceError: the first promise found broken, and in which check.
+        ValueError: ``prompts`` are too few.
     """
-    if prompts is None:
-        prompts = [engine.tokenizer.encode(text, add_special_tokens=False) for text in TEXTS]
-    checker = _Checker(engine, [as_ids(list(prompt)) for prompt in prompts], patience, settle)
-    checks: dict[str, Callable[[], Awaitable[None]]] = {
-        "answers": checker.answers,
-        "stop tokens": checker.stop_tokens,
-        "ignore_eos": checker.ignore_eos,
-        "refusals": checker.refusals,
-        "unique ids": checker.unique_ids,
-        "abort": checker.abort,
-        "abandoned": checker.abandoned,
-        "pause and sleep": checker.pause,
-        "versions": lambda: checker.versions({} if weights is None else weights),
-    }
-    if deterministic:
-        checks = {"same seed": checker.same_seed, "continued": checker.continued, **checks}
+    if prompts is not None and len({tuple(prompt) for prompt in prompts if len(prompt)}) < 2:
+        raise ValueError(f"prompts: give at least two different ones, each of at least one token; got {prompts!r:.80}")
     try:
-        for check in checks.values():
-            await check()
-        await checker.close()
+        with within("set up", 1):
+            it = Subject(engine, prompts, deterministic=deterministic, patience=patience, settle=settle)
+        checks: dict[str, tuple[int, Callable[[Subject], Awaitable[None]]]] = {
+            "answers": (1, _answers),
+            "logprobs": (2, _logprobs),
+            "stop tokens": (3, _stop_tokens),
+            "ignore_eos": (3, _ignore_eos),
+            "refusals": (1, _refusals),
+            "pause and sleep": (6, orders.pause),  # first: some of what follows is held by a pause
+            "unique ids": (9, _unique_ids),
+            "abort": (4, orders.abort),
+            "abandoned": (6, _abandoned),
+            "one by one": (6, _one_by_one),
+            "pause under way": (6, orders.pause_under_way),
+            "versions": (8, lambda it: orders.versions(it, {} if weights is None else weights)),
+            "close": (9, orders.close),
+        }
+        if deterministic:
+            exact: dict[str, tuple[int, Callable[[Subject], Awaitable[None]]]] = {
+                "same seed": (5, _same_seed),
+                "greedy": (5, _greedy),
+                "continued": (5, _continued),
+            }
+            checks = exact | checks
+        for name, (invariant, check) in checks.items():
+            with within(name, invariant):
+                await check(it)
     except BaseException:
         with suppress(Exception):  # what was found is worth more than a failing close
-            await engine.aclose()
+            async with asyncio.timeout(patience):
+                await engine.aclose()
         raise
-    return Report((*checks, "close"), checker.requests, checker.tokens)
+    return Report(tuple(checks), it.requests, it.tokens, it.seeds_matter)
 
 
-class _Checker:
-    def __init__(self, engine: Engine, prompts: list[Ids], patience: float, settle: float) -> None:
-        self.engine, self.prompts, self.patience, self.settle = engine, prompts, patience, settle
-        self.requests = self.tokens = 0
-        self._names = itertools.count()
-        # Models have more rows than their tokenizers have tokens, for alignment.
-        self.every_token = frozenset(range(len(engine.tokenizer) + 4096)) | engine.eos_ids
+def _same(invariant: int, one: Answer, other: Answer, what: str, skip: int = 0) -> None:
+    first, second = one.ids[skip:], other.ids
+    if first != second:
+        raise ConformanceError(invariant, f"{what}: {second} instead of {first}")
+    for a, b in zip(one.logprobs[skip:], other.logprobs, strict=True):
+        if abs(a - b) > CLOSE:
+            raise ConformanceError(invariant, f"{what}: the logprob {b} instead of {a}")
 
-    def request(self, prompt: int, max_tokens: int, turn: int = 0, **sampling: Any) -> Request:
-        """Return a request whose content depends on the arguments only, under a new id."""
-        sampling.setdefault("stop_ids", self.engine.eos_ids)
-        return Request(
-            f"check-{next(self._names)}",
-            self.prompts[prompt % len(self.prompts)],
-            SamplingParams(max_tokens, **sampling),
-            trajectory_id=f"check-{prompt}",
-            agent="check",
-            context="main",
-            turn=turn,
-        )
 
-    def start(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
-        self.requests += len(requests)
-        return self.engine.generate(requests)
+async def _same_seed(it: Subject) -> None:
+    """Ask the same alone, in a batch, and beside other dispatches: the answer is the same."""
+    count = max(4, len(it.prompts))
+    make = [partial(it.request, i, 8, seed=1000 + i) for i in range(count)]
+    alone = [(await it.collect(one()))[0] for one in make]
+    together = await it.collect(*(one() for one in make))
+    apart = await asyncio.gather(*(it.collect(one()) for one in reversed(make)))
+    it.good(alone)
+    for index, answer in enumerate(alone):
+        _same(5, answer, together[index], "a request got another answer in a batch than alone")
+        _same(5, answer, apart[-1 - index][0], "a request got another answer beside others than alone")
 
-    async def collect(self, *requests: Request, stream: AsyncIterator[Chunk] | None = None) -> list[Answer]:
-        """Get all answers of one dispatch, checking their form."""
-        answers = {request.request_id: Answer(request) for request in requests}
-        stream = self.start(requests) if stream is None else stream
-        try:
-            async with asyncio.timeout(self.patience):
-                async for chunk in stream:
-                    take(chunk, answers)
-        except TimeoutError:
-            late = [name for name, answer in answers.items() if answer.finish_reason is None]
-            what = f"no last chunk for {', '.join(late)}" if late else "the iterator did not end after the last chunk"
-            raise ConformanceError(1, f"{what} within {self.patience:g} s") from None
-        self.whole(answers)
-        return list(answers.values())
 
-    def whole(self, answers: Mapping[str, Answer]) -> None:
-        """Check that all have come to a proper end."""
-        for answer in answers.values():
-            answer.whole(self.engine.max_context)
-            self.tokens += len(answer.ids)
+async def _greedy(it: Subject) -> None:
+    """Ask at temperature 0 with two seeds: the answer is the same."""
+    for prompt in range(len(it.prompts)):
+        (one,) = await it.collect(it.request(prompt, 8, temperature=0.0, seed=1))
+        (other,) = await it.collect(it.request(prompt, 8, temperature=0.0, seed=2))
+        _same(5, one, other, "at temperature 0, where nothing is left to chance, another seed gave another answer")
 
-    def good(self, answers: Iterable[Answer]) -> None:
-        for answer in answers:
-            if answer.finish_reason == "abort":
-                error = answer.chunks[-1].error
-                raise ConformanceError(1, f"'{answer.request.request_id}' ended with 'abort', error {error!r}")
 
-    def same(self, invariant: int, one: Answer, other: Answer, what: str, skip: int = 0) -> None:
-        first, second = one.ids[skip:], other.ids
-        if first != second:
-            raise ConformanceError(invariant, f"{what}: {second} instead of {first}")
-        for a, b in zip(one.logprobs[skip:], other.logprobs, strict=True):
-            if abs(a - b) > CLOSE:
-                raise ConformanceError(invariant, f"{what}: the logprob {b} instead of {a}")
+async def _continued(it: Subject) -> None:
+    """Go on where an answer was cut: its rest comes, so its tokens are in order and all there."""
+    for prompt in range(len(it.prompts)):
+        (whole,) = await it.collect(it.request(prompt, 9, temperature=0.0))
+        for cut in range(1, min(len(whole.ids), 5)):
+            rest = whole.request.continued(as_ids(whole.ids[:cut]), it.name())
+            (answer,) = await it.collect(rest)
+            _same(5, whole, answer, f"going on after {cut} of {whole.ids} gave other tokens", skip=cut)
 
-    async def answers(self) -> None:
-        """Ask much at once, in one dispatch and in several: all is answered."""
-        batch = [self.request(i, 1 + 3 * (i % 3), seed=i, temperature=(i % 2) / 1.0) for i in range(6)]
-        several = [self.collect(self.request(i, 5, seed=i, top_k=5, top_p=0.9)) for i in range(4)]
-        first, *rest = await asyncio.gather(self.collect(*batch), *several)
-        self.good(itertools.chain(first, *rest))
-        if [chunk async for chunk in self.engine.generate([])]:
-            raise ConformanceError(1, "a dispatch without requests got chunks")
 
-    async def same_seed(self) -> None:
-        """Ask the same alone, in a batch, and beside other dispatches: the answer is the same."""
-        count = max(4, len(self.prompts))
-        make = [partial(self.request, i, 8, seed=1000 + i) for i in range(count)]
-        alone = [(await self.collect(one()))[0] for one in make]
-        together = await self.collect(*(one() for one in make))
-        apart = await asyncio.gather(*(self.collect(one()) for one in reversed(make)))
-        self.good(alone)
-        for index, answer in enumerate(alone):
-            self.same(5, answer, together[index], "a request got another answer in a batch than alone")
-            self.same(5, answer, apart[-1 - index][0], "a request got another answer beside others than alone")
+async def _answers(it: Subject) -> None:
+    """Ask much at once, in one dispatch and in several: all is answered."""
+    batch = [it.request(i, 1 + 3 * (i % 3), seed=i, temperature=(i % 2) / 1.0) for i in range(6)]
+    several = [it.collect(it.request(i, 5, seed=i, top_k=5, top_p=0.9)) for i in range(4)]
+    first, *rest = await asyncio.gather(it.collect(*batch), *several)
+    it.good(itertools.chain(first, *rest))
+    try:
+        empty = await it.next(it.start([]), it.now + it.patience)
+    except TimeoutError:
+        raise ConformanceError(1, f"a dispatch without requests did not end within {it.patience:g} s") from None
+    except EngineError as error:
+        raise ConformanceError(
+            1, f"a dispatch without requests raised EngineError: {error}; its iterator just ends"
+        ) from error
+    if empty is not None:
+        raise ConformanceError(1, "a dispatch without requests got chunks")
 
-    async def continued(self) -> None:
-        """Go on where an answer was cut: its rest comes, so its tokens are in order and all there."""
-        for prompt in range(len(self.prompts)):
-            (whole,) = await self.collect(self.request(prompt, 9, temperature=0.0))
-            for cut in range(1, min(len(whole.ids), 5)):
-                rest = whole.request.continued(as_ids(whole.ids[:cut]), f"check-{next(self._names)}")
-                (answer,) = await self.collect(rest)
-                self.same(5, whole, answer, f"going on after {cut} of {whole.ids} gave other tokens", skip=cut)
 
-    async def stop_tokens(self) -> None:
-        """Let every token stop: the answer is one token, the stop token."""
-        for answer in await self.collect(*(self.request(i, 5, stop_ids=self.every_token, seed=i) for i in range(3))):
-            if answer.finish_reason != "stop" or len(answer.ids) != 1:
-                raise ConformanceError(
-                    3, f"every token was a stop token, and {answer.ids} ended with '{answer.finish_reason}'"
-                )
+async def _logprobs(it: Subject) -> None:
+    """Sample at temperature 1: not every token can have been certain. And see whether seeds matter."""
+    both = [
+        await it.collect(*(it.request(i, 16, seed=seed, ignore_eos=True) for i in range(len(it.prompts))))
+        for seed in (1, 2)
+    ]
+    logprobs = [logprob for answers in both for answer in answers for logprob in answer.logprobs]
+    if len(it.engine.tokenizer) > 1 and not any(logprobs):
+        raise ConformanceError(
+            2, f"all {len(logprobs)} tokens sampled at temperature 1 have the logprob 0.0, a probability of 1; "
+            "an engine must give the logprob of each token that it samples"
+        )  # fmt: skip
+    it.seeds_matter = [answer.ids for answer in both[0]] != [answer.ids for answer in both[1]]
 
-    async def ignore_eos(self) -> None:
-        """Ignore stop tokens, which all are: exactly max_tokens come."""
-        requests = [self.request(i, 7, seed=i, ignore_eos=True, stop_ids=self.every_token) for i in range(2)]
-        self.good(await self.collect(*requests))
 
-    async def refusals(self) -> None:
-        """Send a prompt that is too long: it fails, and nothing else."""
-        long = replace(self.request(0, 4), ids=as_ids([self.prompts[0][0]]) * self.engine.max_context)
-        good, bad = await self.collect(self.request(1, 4), long)
-        if not (bad.chunks[-1].error or "").startswith("PromptTooLong: "):
+async def _stop_tokens(it: Subject) -> None:
+    """Let every token stop: the answer is one token, the stop token."""
+    for answer in await it.collect(*(it.request(i, 5, stop_ids=it.every_token, seed=i) for i in range(3))):
+        if answer.finish_reason != "stop" or len(answer.ids) != 1:
             raise ConformanceError(
-                1, f"{len(long.ids)} tokens in a window of {self.engine.max_context} ended with "
-                f"'{bad.finish_reason}', error {bad.chunks[-1].error!r}; expected 'PromptTooLong: …'"
-            )  # fmt: skip
-        self.good([good])
-
-    async def unique_ids(self) -> None:
-        """Use an id twice: the engine objects."""
-        request, long = self.request(0, 2), self.request(0, 4096, ignore_eos=True)
-        stream = self.start([long])
-        await anext(stream)
-        try:
-            for twice in ([request, request], [replace(request, request_id=long.request_id)]):
-                try:
-                    async with asyncio.timeout(self.patience):
-                        async for _ in self.engine.generate(twice):
-                            pass
-                except EngineError:
-                    continue
-                except TimeoutError:
-                    pass
-                raise ConformanceError(9, "two requests under way with one id were accepted; raise EngineError")
-        finally:
-            await stream.aclose()  # type: ignore[attr-defined]
-
-    async def abort(self) -> None:
-        """Abort a request: it ends and keeps what it has; others go on."""
-        try:
-            await self.engine.abort(["no such request"])
-        except Exception as error:
-            raise ConformanceError(4, f"abort of an unknown id raised {type(error).__name__}: {error}") from error
-        gone, stays = self.request(0, 64, ignore_eos=True, seed=3), self.request(1, 8, ignore_eos=True, seed=4)
-        stream = self.start([gone, stays])
-        answers = {request.request_id: Answer(request) for request in (gone, stays)}
-        try:
-            async with asyncio.timeout(self.patience):
-                async for chunk in stream:
-                    take(chunk, answers)
-                    if chunk.request_id == gone.request_id:
-                        await self.engine.abort([gone.request_id, "no such request"])
-        except TimeoutError:
-            raise ConformanceError(4, f"an aborted request did not end within {self.patience:g} s") from None
-        self.whole(answers)
-        if answers[stays.request_id].finish_reason == "abort":
-            raise ConformanceError(4, "aborting a request ended another one as well")
-        self.good([answers[stays.request_id]])
-        if answers[gone.request_id].finish_reason not in ("abort", "length"):
-            raise ConformanceError(4, f"an aborted request ended with '{answers[gone.request_id].finish_reason}'")
-
-    async def abandoned(self) -> None:
-        """Stop listening: the engine becomes idle."""
-        stream = self.start([self.request(0, 4096, ignore_eos=True)])
-        await anext(stream)
-        await stream.aclose()  # type: ignore[attr-defined]  # an async generator, in all engines there are
-        await self.idle()
-
-    async def idle(self) -> None:
-        try:
-            async with asyncio.timeout(self.patience):
-                while True:
-                    load = self.engine.load()
-                    if not isinstance(load, Load) or min(load.running, load.waiting, load.used_tokens) < 0:
-                        raise ConformanceError(6, f"load() gave {load}")
-                    if not load.running and not load.waiting:
-                        return
-                    await asyncio.sleep(self.settle / 10)
-        except TimeoutError:
-            raise ConformanceError(6, f"nothing is asked of it any more, and load() says {load}") from None
-
-    async def pause(self) -> None:
-        """Hold the engine, by pausing and by sleeping: it accepts requests and samples nothing."""
-        for hold, go_on in ((self.engine.pause, self.engine.resume), (self.engine.sleep, self.engine.wake)):
-            await hold()
-            requests = [self.request(i, 4, seed=i) for i in range(2)]
-            answers = {request.request_id: Answer(request) for request in requests}
-            stream = self.start(requests)
-            pending = asyncio.ensure_future(self._drain(stream, answers))
-            await asyncio.sleep(self.settle)
-            if any(answer.ids for answer in answers.values()):
-                raise ConformanceError(6, f"tokens were sampled after {hold.__name__}()")
-            await go_on()
-            try:
-                async with asyncio.timeout(self.patience):
-                    await pending
-            except TimeoutError:
-                raise ConformanceError(6, f"requests did not end after {go_on.__name__}()") from None
-            self.whole(answers)
-            self.good(answers.values())
-
-    async def _drain(self, stream: AsyncIterator[Chunk], answers: Mapping[str, Answer]) -> None:
-        async for chunk in stream:
-            take(chunk, answers)
-
-    async def versions(self, weights: str | Path | Mapping[str, torch.Tensor]) -> None:
-        """Update the weights: new tokens carry the new version, what is under way goes on."""
-        before = self.engine.weight_version
-        request = self.request(0, 48, ignore_eos=True)
-        answers = {request.request_id: Answer(request)}
-        updated: int | None = None
-        async with asyncio.timeout(self.patience):
-            async for chunk in self.start([request]):
-                take(chunk, answers)
-                if updated is None:
-                    updated = await self.engine.update_weights(weights)
-        self.whole(answers)
-        if answers[request.request_id].finish_reason == "abort":
-            raise ConformanceError(8, "a request under way did not go on after update_weights")
-        if updated != before + 1 or self.engine.weight_version != updated:
-            raise ConformanceError(
-                8,
-                f"after version {before}, update_weights returned {updated} and weight_version is "
-                f"{self.engine.weight_version}; by default it goes up by one",
+                3, f"every token was a stop token, and {answer.ids} ended with '{answer.finish_reason}'"
             )
-        if await self.engine.update_weights(weights, before + 7) != before + 7:
-            raise ConformanceError(8, "update_weights did not take the version given")
-        (answer,) = await self.collect(self.request(1, 4))
-        if any(chunk.weight_version != before + 7 for chunk in answer.chunks if chunk.ids):
-            raise ConformanceError(8, f"tokens sampled after the update to {before + 7} carry another version")
 
-    async def close(self) -> None:
-        """Close: that ends what is under way, may be done twice, and is final."""
-        request = self.request(0, 4096, ignore_eos=True)
-        answers = {request.request_id: Answer(request)}
-        stream = self.start([request])
-        take(await anext(stream), answers)
-        await self.engine.aclose()
-        try:
-            async with asyncio.timeout(self.patience):
-                await self._drain(stream, answers)
-            try:
-                await self.engine.aclose()
-            except Exception as error:
-                raise ConformanceError(9, f"closing a second time raised {type(error).__name__}: {error}") from error
-        except TimeoutError:
-            raise ConformanceError(1, "a request under way did not end when the engine was closed") from None
-        self.whole(answers)
-        try:
-            async with asyncio.timeout(self.patience):
-                await anext(self.engine.generate([self.request(0, 1)]))
-        except EngineError:
+
+async def _ignore_eos(it: Subject) -> None:
+    """Ignore stop tokens, which all are: exactly max_tokens come."""
+    requests = [it.request(i, 7, seed=i, ignore_eos=True, stop_ids=it.every_token) for i in range(2)]
+    it.good(await it.collect(*requests))
+
+
+async def _refusals(it: Subject) -> None:
+    """Send a prompt that is too long: it fails, and nothing else."""
+    long = replace(it.request(0, 4), ids=as_ids([it.prompts[0][0]]) * it.engine.max_context)
+    try:
+        good, bad = await it.collect(it.request(1, 4), long)
+    except EngineError as error:
+        raise ConformanceError(
+            1, f"a prompt that is too long failed its whole dispatch with EngineError: {error}; "
+            "end that request alone, by a last chunk with the error 'PromptTooLong: …'"
+        ) from error  # fmt: skip
+    if not (bad.chunks[-1].error or "").startswith("PromptTooLong: "):
+        raise ConformanceError(
+            1, f"{len(long.ids)} tokens in a window of {it.engine.max_context} ended with "
+            f"'{bad.finish_reason}', error {bad.chunks[-1].error!r}; expected 'PromptTooLong: …'"
+        )  # fmt: skip
+    it.good([good])
+
+
+async def _unique_ids(it: Subject) -> None:
+    """Use an id twice, in one dispatch and while a pause keeps the first under way: the engine objects."""
+    request, long = it.request(0, 2), it.request(0, LONG, ignore_eos=True)
+    await _refuses_ids(it, [request, request])
+    await it.call(6, it.engine.pause)
+    async with it.reading(it.start([long]), {long.request_id: Answer(long)}):
+        await asyncio.sleep(it.settle)
+        await _refuses_ids(it, [replace(request, request_id=long.request_id)])
+        await it.call(6, it.engine.resume)
+
+
+async def _refuses_ids(it: Subject, twice: Sequence[Request]) -> None:
+    answers = {request.request_id: Answer(request) for request in twice}
+    try:
+        await it.drain(it.start(twice), answers, it.now + it.patience)
+    except EngineError:
+        return
+    except (ConformanceError, TimeoutError):
+        pass  # it took them, and mixes them up
+    except Exception as error:
+        raise ConformanceError(
+            9, f"an id used twice raised {type(error).__name__}: {error}; raise EngineError"
+        ) from error
+    raise ConformanceError(9, "two requests under way with one id were accepted; raise EngineError")
+
+
+async def _abandoned(it: Subject) -> None:
+    """Stop listening: the engine becomes idle."""
+    request = it.request(0, LONG, ignore_eos=True)
+    stream = it.start([request])
+    await it.first(stream, {request.request_id: Answer(request)})
+    await it.stop_listening(stream)
+    if not await it.until(lambda: not it.load().running and not it.load().waiting):
+        raise ConformanceError(6, f"nothing is asked of it any more, and load() says {it.load()}")
+
+
+async def _one_by_one(it: Subject) -> None:
+    """Ask for one token and for very many in one dispatch: the one comes while the others are being sampled.
+
+    That is seen without a clock: once the one is there, the long request can be aborted. An engine that is too quick
+    for that, or that takes as long for one token as for many, is not judged: alone, the long request must take longer
+    by far.
+    """
+    for _ in range(TRIES):
+        if await _short_beside_long(it):
             return
-        except TimeoutError:
-            pass
-        raise ConformanceError(9, "a closed engine took a request; raise EngineError")
+    short: list[float] = []
+    long: list[float] = []
+    for _ in range(TRIES):
+        for tokens, seconds in ((1, short), (LONG, long)):
+            began = it.now
+            await it.collect(it.request(0, tokens, ignore_eos=True))
+            seconds.append(it.now - began)
+    if min(long) > LONGER * max(short) + SECONDS:
+        raise ConformanceError(
+            6, f"a request for one token came only when one for {LONG} in its dispatch had ended (alone they take "
+            f"{max(short):.3g} and {min(long):.3g} s); no request waits for another's end"
+        )  # fmt: skip
+
+
+async def _short_beside_long(it: Subject) -> bool:
+    """Return whether a short request came, and a long one beside it could still be aborted, or had to wait."""
+    short, long = it.request(0, 1, ignore_eos=True), it.request(1, LONG, ignore_eos=True)
+    answers = {request.request_id: Answer(request) for request in (short, long)}
+    stream, until = it.start([short, long]), it.now + it.patience
+    told = waited = False
+    try:
+        while (chunk := await it.next(stream, until)) is not None:
+            take(chunk, answers)
+            if answers[long.request_id].finish_reason is not None and not answers[short.request_id].chunks:
+                waited = True  # a full engine admits later
+            if answers[short.request_id].finish_reason is not None and not told:
+                told = True
+                await it.call(4, it.engine.abort, [long.request_id])
+    except TimeoutError:
+        late = ", ".join(name for name, answer in answers.items() if answer.finish_reason is None)
+        raise ConformanceError(
+            6, f"no last chunk for {late} within {it.patience:g} s; asked for were 1 and {LONG} tokens in one dispatch"
+        ) from None  # fmt: skip
+    it.whole(answers)
+    return waited or answers[long.request_id].finish_reason == "abort"

@@ -42,12 +42,14 @@ class Answer:
         name = self.request.request_id
         if self.finish_reason is not None:
             raise ConformanceError(1, f"'{name}' got another chunk after its last one: {chunk}")
-        if len(chunk.ids) != len(chunk.logprobs):
-            raise ConformanceError(2, f"'{name}' got {len(chunk.ids)} ids with {len(chunk.logprobs)} logprobs")
         if not (isinstance(chunk.ids, array) and chunk.ids.typecode == "i" and all(i >= 0 for i in chunk.ids)):
             raise ConformanceError(1, f"'{name}': ids must be an array('i') of tokens, got {chunk.ids!r:.80}")
         if not (isinstance(chunk.logprobs, array) and chunk.logprobs.typecode == "f"):
             raise ConformanceError(2, f"'{name}': logprobs must be an array('f'), got {chunk.logprobs!r:.80}")
+        if len(chunk.ids) != len(chunk.logprobs):
+            raise ConformanceError(2, f"'{name}' got {len(chunk.ids)} ids with {len(chunk.logprobs)} logprobs")
+        if not isinstance(chunk.weight_version, int):
+            raise ConformanceError(8, f"'{name}': weight_version must be an int, got {chunk.weight_version!r}")
         wrong = next((p for p in chunk.logprobs if not (math.isfinite(p) and p <= 0)), None)
         if wrong is not None:
             raise ConformanceError(2, f"'{name}' got the logprob {wrong}; it must be finite and at most 0")
@@ -87,6 +89,8 @@ class Answer:
 
 def take(chunk: Chunk, answers: Mapping[str, Answer]) -> None:
     """Give a chunk to the answer it belongs to."""
+    if not isinstance(chunk, Chunk):
+        raise ConformanceError(1, f"generate() gave {chunk!r:.80}, which is no Chunk")
     if chunk.request_id not in answers:
         raise ConformanceError(
             1, f"a chunk for '{chunk.request_id}', which is no request of this dispatch ({', '.join(answers)})"

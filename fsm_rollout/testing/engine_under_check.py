@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from fsm_rollout.engines.base import Chunk, Engine, Load, Request, SamplingParams
@@ -33,8 +34,16 @@ LATE = 1.0
 class Subject:
     """An engine, what it is asked, and what of it has been counted."""
 
-    def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]] | None, patience: float, settle: float) -> None:
-        self.engine, self.patience, self.settle = engine, patience, settle
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: Sequence[Sequence[int]] | None,
+        *,
+        deterministic: bool,
+        patience: float,
+        settle: float,
+    ) -> None:
+        self.engine, self.deterministic, self.patience, self.settle = engine, deterministic, patience, settle
         if prompts is None:
             prompts = [engine.tokenizer.encode(text, add_special_tokens=False) for text in TEXTS]
         self.prompts = [as_ids(list(prompt)) for prompt in prompts]
@@ -212,6 +221,19 @@ class Subject:
         for answer in answers.values():
             answer.whole(self.engine.max_context)
             self.tokens += len(answer.ids)
+
+    async def as_alone(self, invariant: int, answer: Answer, what: str) -> None:
+        """Check that an interrupted request got the tokens that it gets uninterrupted."""
+        if not self.deterministic or not answer.ids:
+            return
+        sampling = replace(answer.request.sampling, max_tokens=len(answer.ids))
+        (alone,) = await self.collect(replace(answer.request, request_id=self.name(), sampling=sampling))
+        if alone.ids != answer.ids:
+            first = next(i for i, pair in enumerate(zip(alone.ids, answer.ids, strict=True)) if pair[0] != pair[1])
+            raise ConformanceError(
+                invariant, f"a request that was {what} got other tokens than alone: from the {first}. (from 0) on "
+                f"{answer.ids[first : first + 8]} instead of {alone.ids[first : first + 8]}"
+            )  # fmt: skip
 
     def good(self, answers: Iterable[Answer]) -> None:
         """Check that none was aborted."""

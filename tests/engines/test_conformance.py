@@ -13,6 +13,7 @@ from fsm_rollout.engines.scripted import ScriptedEngine, Turn
 from fsm_rollout.engines.transformers import TransformersEngine
 from fsm_rollout.errors import EngineError
 from fsm_rollout.testing import ConformanceError, check_engine, run_virtual
+from fsm_rollout.testing.virtual_time import Endless
 
 TEXT = "hello, wonderful world"
 
@@ -26,7 +27,8 @@ def test_the_scripted_engine_conforms(tokenizer: Any, max_running: int | None):
     report = run_virtual(check_engine(ScriptedEngine(script, tokenizer=tokenizer, max_running=max_running)))
     assert report.requests > 50
     assert report.tokens > 100
-    assert len(report.checks) == 12
+    assert len(report.checks) == 16
+    assert not report.seeds_matter
 
 
 @pytest.mark.parametrize(("max_running", "send_every"), [(64, 8), (2, 1)])
@@ -95,6 +97,14 @@ def drop_a_token(chunk: Chunk) -> Iterable[Chunk]:
     yield cut(chunk, -1) if chunk.finish_reason is None and len(chunk.ids) > 1 else chunk
 
 
+def no_logprobs(chunk: Chunk) -> Iterable[Chunk]:
+    yield replace(chunk, logprobs=None)  # type: ignore[arg-type]
+
+
+def zeros_for_logprobs(chunk: Chunk) -> Iterable[Chunk]:
+    yield replace(chunk, logprobs=array("f", [0.0] * len(chunk.ids)))
+
+
 def positive_logprobs(chunk: Chunk) -> Iterable[Chunk]:
     yield replace(chunk, logprobs=array("f", [-p for p in chunk.logprobs]))
 
@@ -116,6 +126,14 @@ def old_versions(chunk: Chunk) -> Iterable[Chunk]:
     yield replace(chunk, weight_version=0)
 
 
+def no_versions(chunk: Chunk) -> Iterable[Chunk]:
+    yield replace(chunk, weight_version=None)  # type: ignore[arg-type]
+
+
+def a_version_ahead(chunk: Chunk) -> Iterable[Chunk]:
+    yield replace(chunk, weight_version=chunk.weight_version + 1)
+
+
 def falling_versions(chunk: Chunk) -> Iterable[Chunk]:
     yield replace(chunk, weight_version=5 if not len(chunk.ids) else 1)
 
@@ -126,6 +144,10 @@ def stop_for_length(chunk: Chunk) -> Iterable[Chunk]:
 
 def another_error(chunk: Chunk) -> Iterable[Chunk]:
     yield replace(chunk, error="ValueError: too long") if chunk.error else chunk
+
+
+def tuples(chunk: Chunk) -> Iterable[Any]:
+    yield chunk.request_id, chunk.ids
 
 
 def abort_all(chunk: Chunk) -> Iterable[Chunk]:
@@ -141,14 +163,19 @@ SPOILED = [
     (end_twice, 1, "another chunk after its last one"),
     (reorder, 5, "going on after 1 of"),
     (drop_a_token, 1, "ended with 'length' after"),
+    (no_logprobs, 2, r"logprobs must be an array\('f'\), got None .check 'same seed'"),
+    (zeros_for_logprobs, 2, r"all \d+ tokens sampled at temperature 1 have the logprob 0.0"),
     (positive_logprobs, 2, "at most 0"),
     (infinite_logprobs, 2, "finite"),
     (lists, 1, r"must be an array\('i'\)"),
     (skip_admission, 7, "the first chunk has tokens"),
     (old_versions, 8, "carry another version"),
+    (no_versions, 8, "weight_version must be an int, got None"),
+    (a_version_ahead, 8, "weight_version is 0, and tokens carry the version 1"),
     (falling_versions, 8, "went back to 1"),
     (stop_for_length, 3, "the stop token was dropped"),
     (another_error, 1, "expected 'PromptTooLong: …'"),
+    (tuples, 1, "which is no Chunk"),
     (abort_all, 1, "ended with 'abort'"),
 ]
 
@@ -269,6 +296,233 @@ class Stops(ScriptedEngine):
         return super().generate([replace(r, sampling=replace(r.sampling, ignore_eos=False)) for r in requests])
 
 
+class AbortsWhatWaits(ScriptedEngine):
+    """Takes what has not begun off its queue, and lets the rest run on."""
+
+    async def abort(self, request_ids: Iterable[str]) -> None:
+        self._abort(set(request_ids) & set(self._waiting))
+
+
+class AbortsAtTheEnd(Third):
+    """Remembers that a request was aborted, and says so when everything is sampled."""
+
+    gone: frozenset[str] = frozenset()
+
+    async def abort(self, request_ids: Iterable[str]) -> None:
+        self.gone |= set(request_ids)
+
+    async def _spoiled(self, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+        async for chunk in chunks:
+            gone = chunk.finish_reason is not None and chunk.request_id in self.gone
+            yield replace(chunk, finish_reason="abort") if gone else chunk
+
+
+class AddsToAborted(Third):
+    """Gives what is aborted a piece of something else."""
+
+    @staticmethod
+    def spoil(chunk: Chunk) -> Iterable[Chunk]:
+        if chunk.finish_reason == "abort" and chunk.error is None:
+            chunk = replace(chunk, ids=array("i", [7] * 80), logprobs=array("f", [-0.5] * 80))
+        yield chunk
+
+
+class LosesTokensInPauses(Third):
+    """Drops the first token after a pause."""
+
+    drops = False
+
+    async def resume(self) -> None:
+        self.drops = bool(self._running)
+        await super().resume()
+
+    async def _spoiled(self, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+        async for chunk in chunks:
+            drop = self.drops and len(chunk.ids) > 9
+            self.drops = self.drops and not drop
+            yield replace(chunk, ids=chunk.ids[1:], logprobs=chunk.logprobs[1:]) if drop else chunk
+
+
+class KeepsVersions(Third):
+    """Each request has the version that it began with."""
+
+    async def _spoiled(self, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+        versions: dict[str, int] = {}
+        async for chunk in chunks:
+            yield replace(chunk, weight_version=versions.setdefault(chunk.request_id, chunk.weight_version))
+
+
+class StampsAtDelivery(Third):
+    async def _spoiled(self, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+        async for chunk in chunks:
+            yield replace(chunk, weight_version=self.weight_version)
+
+
+class UpdatesOnlyWhenPaused(ScriptedEngine):
+    """Admits what is under way again after a pause alone, so only then it gets the new version."""
+
+    def _emit(self, answer: Any, *pieces: Any, **end: Any) -> None:
+        version, self._version = self._version, self.began.setdefault(answer.request.request_id, self._version)
+        super()._emit(answer, *pieces, **end)
+        self._version = version
+
+    async def resume(self) -> None:
+        self.began.clear()
+        await super().resume()
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.began: dict[str, int] = {}
+
+
+class StopsAtPausedUpdates(ScriptedEngine):
+    async def update_weights(self, weights: Any, version: int | None = None) -> int:
+        if self._paused:
+            self._abort(list(self._running))
+        return await super().update_weights(weights, version)
+
+
+class PausesByAborting(ScriptedEngine):
+    async def pause(self) -> None:
+        await super().pause()
+        self._abort(list(self._running))
+
+
+class PausesAdmission(ScriptedEngine):
+    """Lets what is under way run on."""
+
+    async def pause(self) -> None:
+        self._paused = True
+
+
+class ForgetsWhatItPaused(ScriptedEngine):
+    async def resume(self) -> None:
+        self._paused = False
+        self._admit()
+
+
+class SaysItIsIdle(ScriptedEngine):
+    def load(self) -> Load:
+        return Load()
+
+
+class ChoosesBySeed(ScriptedEngine):
+    """Samples, at whatever temperature."""
+
+    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
+        return super().generate([replace(r, sampling=replace(r.sampling, temperature=1.0)) for r in requests])
+
+
+class DeliversAtTheEnd(Third):
+    """Hands a dispatch over when all of it has ended."""
+
+    async def _spoiled(self, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+        for chunk in [chunk async for chunk in chunks]:
+            yield chunk
+
+
+class EndsAtTheEnd(Third):
+    """Says that a request has ended when all of its dispatch have."""
+
+    async def _spoiled(self, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+        ends = []
+        async for chunk in chunks:
+            if chunk.finish_reason is None:
+                yield chunk
+            else:
+                ends.append(chunk)
+        for chunk in ends:
+            yield chunk
+
+
+class IsACoroutine(ScriptedEngine):
+    async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:  # type: ignore[override]
+        return super().generate(requests)
+
+
+class GivesAList(ScriptedEngine):
+    def generate(self, requests: Sequence[Request]) -> Any:
+        return []
+
+
+class Iterates:
+    """An iterator that nobody can close."""
+
+    def __init__(self, chunks: AsyncIterator[Chunk]) -> None:
+        self.chunks = chunks
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        return await anext(self.chunks)
+
+
+class CannotBeLeft(ScriptedEngine):
+    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
+        return Iterates(super().generate(requests))
+
+
+class PausesAtOnce(ScriptedEngine):
+    def pause(self) -> Any:
+        self._paused = True
+
+
+class HasNoVersion(ScriptedEngine):
+    @property
+    def weight_version(self) -> Any:
+        return None
+
+
+class HasNoSleep(ScriptedEngine):
+    sleep = property()  # type: ignore[assignment]
+
+
+class RaisesOnUsedIds(ScriptedEngine):
+    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
+        try:
+            return super().generate(requests)
+        except EngineError as error:
+            raise error if self._closed else ValueError(f"used: {error}") from error
+
+
+class RaisesOnLongPrompts(ScriptedEngine):
+    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
+        if any(len(request.ids) >= self.max_context for request in requests):
+            raise EngineError("too long")
+        return super().generate(requests)
+
+
+class RaisesOnNothing(ScriptedEngine):
+    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
+        if not requests:
+            raise EngineError("no requests")
+        return super().generate(requests)
+
+
+class RaisesAnythingOnceClosed(ScriptedEngine):
+    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
+        if self._closed:
+            raise RuntimeError("gone")
+        return super().generate(requests)
+
+
+class RaisesInPause(ScriptedEngine):
+    async def pause(self) -> None:
+        raise KeyError("x")
+
+
+class CancelsWhoAsks(ScriptedEngine):
+    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
+        raise asyncio.CancelledError
+
+
+class HasNoStopTokens(ScriptedEngine):
+    @property
+    def eos_ids(self) -> Any:
+        return None
+
+
 FAULTY = [
     (Swaps, 5, "a request got another answer in a batch than alone"),
     (TakesSameIds, 9, "two requests under way with one id"),
@@ -285,6 +539,32 @@ FAULTY = [
     (ForgetsIdsUnderWay, 9, "two requests under way with one id"),
     (ClosesOnce, 9, "closing a second time raised EngineError"),
     (Stops, 3, "stopped, though ignore_eos was asked for"),
+    (Hangs, 4, "an aborted request ran on to its full length"),
+    (AbortsWhatWaits, 4, "an aborted request ran on to its full length"),
+    (AbortsAtTheEnd, 4, "an aborted request ran on to its full length"),
+    (AddsToAborted, 4, "a request that was aborted got other tokens than alone: from the 0. .from 0. on"),
+    (LosesTokensInPauses, 6, "a request that was paused got other tokens than alone"),
+    (KeepsVersions, 8, r"a request under way kept its version \d+ after the update"),
+    (StampsAtDelivery, 8, r"tokens that came in a pause carry \d+, the version of an update made in it"),
+    (UpdatesOnlyWhenPaused, 8, r"a request under way kept its version \d+ after the update"),
+    (StopsAtPausedUpdates, 8, "update_weights in a pause ended a request under way"),
+    (PausesByAborting, 6, r"pause\(\) ended a request under way; it must go on"),
+    (PausesAdmission, 6, r"pause\(\) let a request under way run on"),
+    (ForgetsWhatItPaused, 6, r"a request under way at pause\(\) did not go on after resume\(\)"),
+    (SaysItIsIdle, 6, r"requests wait after pause\(\), and load\(\) says"),
+    (IsACoroutine, 1, r"generate\(\) gave a coroutine"),
+    (GivesAList, 1, r"generate\(\) gave \[\], which is no async iterator"),
+    (CannotBeLeft, 6, r"gave a Iterates without aclose\(\)"),
+    (PausesAtOnce, 6, r"pause\(\) gave None at once; write 'async def'"),
+    (HasNoVersion, 8, "weight_version is None; it must be an int"),
+    (HasNoSleep, 6, r"the engine raised AttributeError: .* \(check 'pause and sleep'\)"),
+    (RaisesOnUsedIds, 9, "an id used twice raised ValueError: used: .*; raise EngineError"),
+    (RaisesOnLongPrompts, 1, "too long failed its whole dispatch with EngineError: too long"),
+    (RaisesOnNothing, 1, "a dispatch without requests raised EngineError: no requests"),
+    (RaisesAnythingOnceClosed, 9, "a closed engine raised RuntimeError: gone; raise EngineError"),
+    (RaisesInPause, 6, r"pause\(\) raised KeyError: 'x' \(check 'pause and sleep'\)"),
+    (CancelsWhoAsks, 5, "raised CancelledError, and nobody had cancelled anything"),
+    (HasNoStopTokens, 1, r"the engine raised TypeError: .* \(check 'set up'\)"),
 ]
 
 
@@ -306,11 +586,188 @@ def test_an_engine_that_does_not_abort_is_found_in_time(tokenizer: Any):
         pass
 
     def endless(request: Request) -> Turn:
-        return Turn(text=TEXT, chunks=4, delay=0.5, hang=request.sampling.max_tokens == 64)
+        return Turn(text=TEXT, chunks=4, delay=0.5, hang=request.sampling.max_tokens == 4096)
 
     with pytest.raises(ConformanceError, match="an aborted request did not end within 60 s") as found:
         run_virtual(check_engine(Endless(endless, tokenizer=tokenizer)))
     assert found.value.invariant == 4
+
+
+# -- engines whose answers depend on the seed, or take the longer the longer they are ------------------------------
+
+
+def by_seed(request: Request) -> Turn:
+    seed = request.sampling.seed if request.sampling.temperature else 0
+    return Turn(text=f"{request.ids[0]} {seed} {TEXT}", chunks=4, delay=0.5)
+
+
+def by_length(request: Request) -> Turn:
+    return Turn(text=TEXT, chunks=request.sampling.max_tokens, delay=0.01)
+
+
+def test_whether_seeds_matter_is_reported(tokenizer: Any):
+    assert run_virtual(check_engine(ScriptedEngine(by_seed, tokenizer=tokenizer))).seeds_matter
+
+
+def test_an_engine_that_samples_at_temperature_0_is_found(tokenizer: Any):
+    with pytest.raises(ConformanceError, match=r"at temperature 0, .* another seed gave another answer") as found:
+        run_virtual(check_engine(ChoosesBySeed(by_seed, tokenizer=tokenizer)))
+    assert found.value.invariant == 5
+
+
+@pytest.mark.parametrize("engine", [DeliversAtTheEnd, EndsAtTheEnd])
+def test_an_engine_that_keeps_short_answers_back_is_found(tokenizer: Any, engine: Any):
+    with pytest.raises(ConformanceError, match="a request for one token came only when one for 4096") as found:
+        run_virtual(check_engine(engine(by_length, tokenizer=tokenizer)))
+    assert found.value.invariant == 6
+
+
+@pytest.mark.parametrize("max_running", [None, 1, 2])
+@pytest.mark.parametrize(("chunks", "delay"), [(1, 0.0), (4, 0.0), (1, 0.01), (8, 0.01), (None, 0.01), (3, 9.0)])
+def test_no_speed_is_a_fault(tokenizer: Any, max_running: int | None, chunks: int | None, delay: float):
+    def turn(request: Request) -> Turn:
+        return Turn(text=f"{request.ids[0]} {TEXT}", chunks=chunks or request.sampling.max_tokens, delay=delay)
+
+    run_virtual(check_engine(ScriptedEngine(turn, tokenizer=tokenizer, max_running=max_running), patience=600.0))
+
+
+def test_a_full_engine_may_admit_the_last_first(tokenizer: Any):
+    class LastFirst(ScriptedEngine):
+        def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
+            return super().generate(list(reversed(requests)))
+
+    run_virtual(check_engine(LastFirst(by_length, tokenizer=tokenizer, max_running=1), patience=600.0))
+
+
+class FarAway(ScriptedEngine):
+    """Its chunks travel for 0.3 s, so what was sampled before an order comes after it."""
+
+    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
+        return self._travel(super().generate(requests))
+
+    async def _travel(self, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+        loop = asyncio.get_running_loop()
+        sent: asyncio.Queue[tuple[float, Chunk | None]] = asyncio.Queue()
+
+        async def send() -> None:
+            async for chunk in chunks:
+                sent.put_nowait((loop.time() + 0.3, chunk))
+            sent.put_nowait((0.0, None))
+
+        sending = loop.create_task(send())
+        try:
+            while (one := await sent.get())[1] is not None:
+                await asyncio.sleep(max(0.0, one[0] - loop.time()))
+                yield one[1]
+            await sending
+        finally:
+            sending.cancel()
+            await asyncio.wait({sending})
+
+
+@pytest.mark.parametrize("settle", [0.05, 0.2, 1.0])
+@pytest.mark.parametrize("turn", [script, by_length], ids=["in pieces", "by length"])
+def test_chunks_may_be_on_their_way_when_an_order_comes(tokenizer: Any, settle: float, turn: Any):
+    run_virtual(check_engine(FarAway(turn, tokenizer=tokenizer), settle=settle))
+
+
+@pytest.mark.parametrize("settle", [0.05, 0.2, 1.0])
+def test_all_chunks_may_be_on_their_way_when_an_order_comes(tokenizer: Any, settle: float):
+    run_virtual(check_engine(FarAway(quick, tokenizer=tokenizer), settle=settle))
+
+
+def quick(request: Request) -> Turn:
+    return Turn(text=f"{request.ids[0]} {TEXT}", chunks=4, delay=0.05)
+
+
+def test_a_quick_engine_that_does_not_abort_is_found(tokenizer: Any):
+    with pytest.raises(ConformanceError, match="an aborted request ran on to its full length") as found:
+        run_virtual(check_engine(Hangs(quick, tokenizer=tokenizer)))
+    assert found.value.invariant == 4
+
+
+def test_versions_that_a_quick_engine_keeps_are_found(tokenizer: Any):
+    with pytest.raises(ConformanceError, match=r"kept its version \d+ after the update") as found:
+        run_virtual(check_engine(KeepsVersions(quick, tokenizer=tokenizer), settle=1.0))
+    assert found.value.invariant == 8
+
+
+# -- engines that hang ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "invariant", "message"),
+    [
+        ("pause", 6, r"pause\(\) did not return within 60 s \(check 'pause and sleep'\)"),
+        ("wake", 6, r"wake\(\) did not return within 60 s \(check 'pause and sleep'\)"),
+        ("abort", 4, r"abort of an unknown id did not return within 60 s \(check 'abort'\)"),
+        ("update_weights", 8, r"update_weights\(\) did not return within 60 s \(check 'versions'\)"),
+        ("aclose", 9, r"aclose\(\) did not return within 60 s \(check 'close'\)"),
+    ],
+)
+def test_a_method_that_never_returns_is_named(tokenizer: Any, method: str, invariant: int, message: str):
+    async def hang(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    hang.__name__ = method
+    engine = type("Stuck", (ScriptedEngine,), {method: hang})(script, tokenizer=tokenizer)
+    with pytest.raises(ConformanceError, match=message) as found:
+        run_virtual(check_engine(engine), leaks="ignore")
+    assert found.value.invariant == invariant
+
+
+def test_an_abort_that_never_returns_is_named_by_itself(tokenizer: Any):
+    class Stuck(ScriptedEngine):
+        async def abort(self, request_ids: Iterable[str]) -> None:
+            if set(request_ids) & set(self._running):
+                await asyncio.Event().wait()
+
+    with pytest.raises(ConformanceError, match=r"abort\(\) did not return within 60 s"):
+        run_virtual(check_engine(Stuck(script, tokenizer=tokenizer)), leaks="ignore")
+
+
+def test_what_was_found_is_told_though_the_engine_cannot_be_closed(tokenizer: Any):
+    class Stuck(NeverSleeps):
+        async def aclose(self) -> None:
+            await asyncio.Event().wait()
+
+    with pytest.raises(ConformanceError, match=r"sampled after sleep\(\)"):
+        run_virtual(check_engine(Stuck(script, tokenizer=tokenizer), settle=1.0), leaks="ignore")
+
+
+def test_an_engine_that_never_begins_a_long_request_is_found_in_time(tokenizer: Any):
+    class Unadmitted(Third):
+        async def _spoiled(self, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+            async for chunk in chunks:
+                if chunk.request_id in self.long:
+                    await asyncio.Event().wait()
+                yield chunk
+
+        def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
+            self.long = {request.request_id for request in requests if request.sampling.max_tokens == 4096}
+            return super().generate(requests)
+
+    with pytest.raises(ConformanceError, match=r"no first chunk for .* within 60 s") as found:
+        run_virtual(check_engine(Unadmitted(script, tokenizer=tokenizer)), leaks="ignore")
+    assert found.value.invariant == 7
+
+
+def test_chunks_without_end_are_found_in_time(tokenizer: Any):
+    class Floods(Third):
+        async def _spoiled(self, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+            chunk = await anext(chunks)
+            while True:
+                yield chunk  # without ever waiting
+
+    with pytest.raises(ConformanceError, match=r"no last chunk for check-0 within 0.01 s"):
+        asyncio.run(check_engine(Floods(script, tokenizer=tokenizer), patience=0.01))
+    with pytest.raises(Endless):  # no time passes
+        run_virtual(check_engine(Floods(script, tokenizer=tokenizer)))
+
+
+def test_one_prompt_is_too_few(tokenizer: Any):
+    with pytest.raises(ValueError, match="at least two different ones, each of at least one token"):
+        asyncio.run(check_engine(ScriptedEngine(script, tokenizer=tokenizer), prompts=[[1], [1], []]))
 
 
 def test_every_invariant_has_an_engine_that_breaks_it():
