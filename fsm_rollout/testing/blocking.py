@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 from fsm_rollout.testing import places, watching
-from fsm_rollout.testing.promises import BlockedLoop, ConformanceError, HungLoop, Stepped
+from fsm_rollout.testing.promises import BlockedLoop, ConformanceError, SlowLoop, Stepped
 from fsm_rollout.testing.virtual_time import Deadlock, Endless, LeakedTasks, VirtualTimeLoop, run_virtual
 
 T = TypeVar("T")
@@ -30,8 +30,8 @@ BLOCKING_SECONDS = watching.BLOCKING_SECONDS
 HORIZON = 1e7
 """Virtual seconds after which a run counts as endless."""
 HOW_TIME_PASSES = (
-    "time is virtual: it stands for threads, for processes that asyncio started and within "
-    "`asyncio.get_running_loop().external()`; put what else is awaited from outside there"
+    "time is virtual: it stands for threads and for processes that asyncio started, a moment for connections, and "
+    "within `asyncio.get_running_loop().external()`: put what else is awaited from outside there"
 )
 
 _BLOCKING: Mapping[str, Callable[[Any], str | None]] = {
@@ -128,7 +128,7 @@ def unblocked(invariant: int, name: str) -> Iterator[list[BlockedLoop]]:
 def busy(invariant: int, name: str, stepped: Stepped[Any]) -> None:
     """Raise for code that computed for so long in one step that all others had to wait."""
     if stepped.busiest > BUSY_SECONDS:
-        raise BlockedLoop(
+        raise SlowLoop(
             invariant,
             f"{name} kept the event loop busy for {stepped.busiest:.1f} s between two awaits; compute in a thread",
         )
@@ -156,12 +156,14 @@ def in_virtual_time(
             with watching.watchdog(watch, lambda: loop.beat, BLOCKING_SECONDS):
                 return run_virtual(work, loop=loop)
         except watching.HandlerBlocked as error:
-            raise HungLoop(
+            raise SlowLoop(
                 blocking[0],
                 f"{blocking[1]} keeps the event loop for more than {BLOCKING_SECONDS:g} s, at "
                 f"{places.raised(error.__traceback__) or watch.blocked}; await something, or use a thread",
             ) from error
-        except (Deadlock, Endless) as error:
+        except Deadlock as error:
+            raise ConformanceError(endless[0], f"{endless[1]} ({HOW_TIME_PASSES}): {error}") from None
+        except Endless as error:
             raise ConformanceError(endless[0], f"{endless[1]}: {error}") from None
         except LeakedTasks as error:
             raise ConformanceError(leaky[0], f"{leaky[1]}: {str(error).partition('; ')[2] or error}") from None

@@ -1,16 +1,14 @@
 """What all conformance checks share: the error they raise, and how code under check is driven.
 
-Invariant: a check ends. Code under check runs in virtual time, one step of its coroutine after the other
-(:class:`Stepped`), so it can be cancelled at each of its awaits, and code that stops the event loop's thread is named
-(:func:`unblocked`) instead of waited for.
+Invariant: a broken promise comes out as one :class:`ConformanceError`, of the simplest case that shows it, also where
+the code under check keeps something and does not fail twice (:func:`search`). Code under check is run one step of its
+coroutine after the other (:class:`Stepped`), so it can be cancelled at each of its awaits.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import sys
-import threading
 import time
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
@@ -20,15 +18,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.handlers import load_object
-from fsm_rollout.testing.virtual_time import Deadlock, LeakedTasks, run_virtual
 
 if TYPE_CHECKING:
     from hypothesis import strategies as st
 
 T = TypeVar("T")
-
-BUSY_SECONDS = 1.0
-"""CPU seconds that one step of a coroutine may take: everything else on the loop waits for it."""
 
 
 class ConformanceError(AssertionError):
@@ -40,7 +34,23 @@ class ConformanceError(AssertionError):
 
     def __init__(self, invariant: int, message: str) -> None:
         self.invariant = invariant
+        self.message = message
         super().__init__(f"invariant {invariant}: {message}")
+
+
+class BlockedLoop(ConformanceError):
+    """Code under check stopped the event loop's thread; raised where it did so."""
+
+
+class SlowLoop(BlockedLoop):
+    """Code under check kept the event loop's thread for seconds, as it would do each time."""
+
+
+class _Told(KeyboardInterrupt):
+    """Takes a failure out of Hypothesis as it is. Of this kind because it keeps any other, to shrink it."""
+
+    def __init__(self, error: ConformanceError) -> None:
+        self.error = error
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +65,14 @@ class Checked:
 def search(strategy: st.SearchStrategy[T], hold: Callable[[T], object], examples: int) -> int:
     """Run ``hold`` on generated values until it raises, shrink, and raise for the simplest; return how many ran.
 
-    The same every time: no seed, no database.
+    The same every time: no seed, no database. A :class:`SlowLoop` is not shrunk: that would take its
+    seconds many times over.
     """
     from hypothesis import HealthCheck, Phase, given, settings  # here: engines are checked without it
+    from hypothesis.errors import Flaky
 
     ran = 0
+    latest: ConformanceError | None = None
 
     @settings(
         max_examples=examples,
@@ -73,11 +86,26 @@ def search(strategy: st.SearchStrategy[T], hold: Callable[[T], object], examples
     )
     @given(strategy)
     def holds(value: T) -> None:
-        nonlocal ran
+        nonlocal ran, latest
         ran += 1
-        hold(value)
+        try:
+            hold(value)
+        except SlowLoop as error:
+            raise _Told(error) from None
+        except ConformanceError as error:
+            latest = error
+            raise
 
-    holds()
+    try:
+        holds()
+    except _Told as told:
+        raise told.error from None
+    except Flaky:
+        if latest is None:  # what it draws from is not the same twice: nothing that was checked
+            raise
+        raise type(latest)(
+            latest.invariant, f"{latest.message} (and not the second time: something is kept between runs, or random)"
+        ) from None
     return ran
 
 
@@ -198,80 +226,3 @@ async def cancelled_at(number: int, work: Coroutine[Any, Any, T], patience: floa
     if not task.cancelled():
         task.exception()
     return stepped
-
-
-class BlockedLoop(ConformanceError):
-    """Code under check stopped the event loop's thread; raised where it did so."""
-
-
-_BLOCKING: dict[str, Callable[[Any], str | None]] = {
-    "socket.connect": lambda args: None if args[0].gettimeout() == 0 else f"a blocking connection to {args[1]!r}",
-    "socket.getaddrinfo": lambda args: f"a blocking look-up of {args[0]!r}",
-    "os.system": lambda args: "os.system()",
-}
-"""Python's own audit events that mean waiting in the thread that raises them."""
-_watches: dict[int, tuple[int, str, list[BlockedLoop]]] = {}
-_hooked = False
-
-
-def _audit(event: str, args: Any) -> None:
-    if _watches and event in _BLOCKING:
-        _refuse(_BLOCKING[event](args))
-
-
-def _refuse(what: str | None) -> None:
-    watch = _watches.get(threading.get_ident())
-    if watch is not None and what is not None:
-        invariant, name, found = watch
-        error = BlockedLoop(invariant, f"{name} blocks the event loop with {what}; await something, or use a thread")
-        found.append(error)
-        raise error
-
-
-def _sleep(seconds: Any) -> None:
-    _refuse(f"time.sleep({seconds})")
-    _real_sleep(seconds)
-
-
-_real_sleep = time.sleep
-
-
-@contextmanager
-def unblocked(invariant: int, name: str) -> Iterator[list[BlockedLoop]]:
-    """Refuse what would block this thread, within the block: it raises there, and is in the list that is given."""
-    global _hooked
-    if not _hooked:  # a hook cannot be taken away again, so there is one for good
-        sys.addaudithook(_audit)
-        _hooked = True
-    found: list[BlockedLoop] = []
-    _watches[threading.get_ident()] = (invariant, name, found)
-    time.sleep = _sleep  # it raises no audit event before Python 3.13; other threads sleep on
-    try:
-        yield found
-    finally:
-        del _watches[threading.get_ident()]
-        if not _watches:
-            time.sleep = _real_sleep
-
-
-def busy(invariant: int, name: str, stepped: Stepped[Any]) -> None:
-    """Raise for code that computed for so long in one step that all others had to wait."""
-    if stepped.busiest > BUSY_SECONDS:
-        raise BlockedLoop(
-            invariant,
-            f"{name} kept the event loop busy for {stepped.busiest:.1f} s between two awaits; compute in a thread",
-        )
-
-
-def in_virtual_time(work: Coroutine[Any, Any, T], *, endless: tuple[int, str], leaky: tuple[int, str]) -> T:
-    """Run ``work`` in virtual time; the two pairs name the invariants broken when it stands still, or leaves tasks.
-
-    Raises:
-        ConformanceError: it can never end (``endless``), or tasks that it started outlived it (``leaky``).
-    """
-    try:
-        return run_virtual(work)
-    except Deadlock as error:
-        raise ConformanceError(endless[0], f"{endless[1]}: {error}") from None
-    except LeakedTasks as error:
-        raise ConformanceError(leaky[0], f"{leaky[1]}: {str(error).partition('; ')[2] or error}") from None

@@ -7,6 +7,7 @@ formats are drawn as Hypothesis can.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -87,7 +88,7 @@ def _value(schema: Schema | bool, defs: Schema, depth: int = 0) -> st.SearchStra
     match kind:
         case "string":
             if "pattern" in schema:
-                return st.from_regex(schema["pattern"])
+                return _matching(schema)
             if not {"minLength", "maxLength"} & schema.keys():
                 return _FORMATS.get(schema.get("format", ""), plain_texts)
             texts = st.text(
@@ -96,6 +97,8 @@ def _value(schema: Schema | bool, defs: Schema, depth: int = 0) -> st.SearchStra
                 max_size=schema.get("maxLength", max(12, schema.get("minLength", 0))),
             )
             return _FORMATS.get(schema.get("format", ""), texts)
+        case "integer" | "number" if "multipleOf" in schema:
+            return _multiples(schema, schema["multipleOf"])
         case "integer":
             low, high = _bounds(schema, 1)
             return st.integers(-MOST if low is None else low, MOST if high is None else high)
@@ -136,6 +139,24 @@ def _object(schema: Schema, defs: Schema, depth: int = 0) -> st.SearchStrategy[d
         {name: one for name, one in drawn.items() if name in required},
         optional={name: one for name, one in drawn.items() if name not in required},
     )
+
+
+def _matching(schema: Schema) -> st.SearchStrategy[str]:
+    """Draw texts of a pattern; a ``$`` is the end there, in Python it may stand before a last line break as well."""
+    least, most = schema.get("minLength", 0), schema.get("maxLength", math.inf)
+    ends = "$" in schema["pattern"]
+    texts: st.SearchStrategy[str] = st.from_regex(str(schema["pattern"]))
+    return texts.filter(lambda text: least <= len(text) <= most and not (ends and text.endswith("\n")))
+
+
+def _multiples(schema: Schema, step: Any) -> st.SearchStrategy[Any]:
+    """Draw multiples of a number, within the bounds."""
+    low, high = _bounds(schema, 0)
+    most = MOST if schema["type"] == "integer" else 1e6
+    low, high = -most if low is None else low, most if high is None else high
+    excluded = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    drawn = st.integers(math.ceil(low / step), math.floor(high / step)).map(lambda count: count * step)
+    return drawn.filter(lambda value: low <= value <= high and value not in excluded)
 
 
 def _bounds(schema: Schema, step: int) -> tuple[Any, Any]:

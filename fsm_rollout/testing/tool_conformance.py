@@ -24,20 +24,19 @@ from fsm_rollout.graph import POLICY, AgentGraph, Retry, Tool
 from fsm_rollout.prompts import Prompt
 from fsm_rollout.scheduler import Scheduler
 from fsm_rollout.testing import schema_values
+from fsm_rollout.testing.blocking import HOW_TIME_PASSES, busy, in_virtual_time
 from fsm_rollout.testing.promises import (
     Checked,
     ConformanceError,
     Stepped,
-    busy,
     called,
     cancelled_at,
     importable,
-    in_virtual_time,
     search,
-    unblocked,
 )
 from fsm_rollout.testing.simulation import embedded_tokenizer
 from fsm_rollout.tools import AgentAnswer, ToolContext
+from fsm_rollout.tools.base import CallResult
 from fsm_rollout.tools.binding import BoundTool
 from fsm_rollout.tools.call import STOP_SECONDS
 from fsm_rollout.tools.toolbox import Toolbox, ToolSession
@@ -66,7 +65,8 @@ def check_tool(
     5. Cancellation passes, at every await (async tools).
     6. The event loop is never blocked (async tools).
     7. No task outlives its call.
-    8. Equal calls of equal seeds give equal results, alone or beside other calls and trajectories (``deterministic``).
+    8. Equal calls of equal seeds give equal results, alone or beside other calls and trajectories, and however often
+       they were made before (``deterministic``).
     9. What it is given stays as it is: the prompt's other fields, the arguments as they were recorded.
     10. `release` works after every use, and after none.
 
@@ -106,7 +106,7 @@ def _check(
     examples: int,
 ) -> Checked:
     given = {"tool": tools_kwargs} if tools_kwargs else {}
-    checker = _Checker(spec, name, given, extra or {}, patience)
+    checker = _Checker(spec, name, given, extra or {}, patience, deterministic)
     parameters = checker.schema()
     calls = schema_values.arguments(parameters) if drawn is None else drawn
     ran = search(calls, checker.answers, examples)
@@ -117,7 +117,7 @@ def _check(
     if not checker.tool.in_thread:
         ran += search(calls, checker.cancelled, max(1, examples // 5))
     if deterministic:
-        ran += search(st.lists(calls, min_size=1, max_size=4), checker.same, max(1, examples // 5))
+        ran += search(st.lists(calls, min_size=2, max_size=4), checker.same, max(1, examples // 5))
     promises = ["schema", "arguments taken", "arguments refused", "results", "tasks", "inputs", "release"]
     promises += [] if checker.tool.in_thread else ["cancellation", "event loop"]
     return Checked((*promises, *(["same seed"] if deterministic else [])), ran)
@@ -125,9 +125,16 @@ def _check(
 
 class _Checker:
     def __init__(
-        self, spec: Tool, name: str, tools_kwargs: Mapping[str, Any], extra: Mapping[str, Any], patience: float
+        self,
+        spec: Tool,
+        name: str,
+        tools_kwargs: Mapping[str, Any],
+        extra: Mapping[str, Any],
+        patience: float,
+        deterministic: bool,
     ) -> None:
         self.name, self.tools_kwargs, self.extra, self.patience = name, tools_kwargs, extra, patience
+        self.deterministic = deterministic
         # Each call by itself and in full: tries and truncation are the toolbox's.
         spec = spec.model_copy(update={"retry": Retry(), "response_tokens": None})
         graph = AgentGraph(
@@ -149,6 +156,8 @@ class _Checker:
         """The prompt's fields as the latest session was given them."""
         self.raised = 0
         self.last = ""
+        self.first: dict[str, CallResult] = {}
+        """What each call came to when a session began with it for the first time."""
 
     def schema(self) -> Mapping[str, Any]:
         """Return the schema of the parameters, looked at."""
@@ -177,15 +186,12 @@ class _Checker:
 
     def run(self, work: Any) -> Any:
         """Run in virtual time."""
-        with unblocked(6, self.name) as blocked:
-            result = in_virtual_time(
-                work,
-                endless=(4, f"a call of {self.name} never ends"),
-                leaky=(7, f"tasks that {self.name} started outlived it"),
-            )
-        if blocked:
-            raise blocked[0]
-        return result
+        return in_virtual_time(
+            work,
+            blocking=(6, self.name),
+            endless=(4, f"a call of {self.name} never ends"),
+            leaky=(7, f"tasks that {self.name} started outlived it"),
+        )
 
     def answers(self, arguments: dict[str, Any]) -> None:
         """Make one call and look at what it came to."""
@@ -199,8 +205,9 @@ class _Checker:
                     result = await stepped
             except TimeoutError:
                 raise ConformanceError(
-                    4, f"{self.name} did not return within {self.patience:g} s; the arguments: {arguments}"
-                ) from None
+                    4, f"{self.name} did not return within {self.patience:g} s; the arguments: {arguments}; "
+                    f"{HOW_TIME_PASSES}"
+                ) from None  # fmt: skip
             failures = await session.release()
             if failures:
                 raise ConformanceError(10, failures[0])
@@ -224,9 +231,26 @@ class _Checker:
             raise ConformanceError(9, f"{self.name} changed the recorded arguments {kept} to {arguments}")
         if self.told != self.extra:
             raise ConformanceError(9, f"{self.name} changed the prompt's fields {dict(self.extra)} to {self.told}")
+        if self.deterministic:
+            self.as_ever(kept, result)
         if result.failure is not None:
             self.raised += 1
             self.last = f"{result.text} (arguments {arguments})"
+
+    def as_ever(self, arguments: dict[str, Any], result: CallResult) -> None:
+        """Compare what a session's first call came to with what it came to when it was made for the first time."""
+        result = _outcome(result)
+        first = self.first.setdefault(repr(arguments), result)
+        if result != first:
+            raise self.differs(arguments, first, result, "later")
+
+    def differs(self, arguments: dict[str, Any], one: CallResult, two: CallResult, when: str) -> ConformanceError:
+        """Return what to raise for two calls that should have come to the same."""
+        return ConformanceError(
+            8,
+            f"{self.name}({arguments}) gave {one.text!r}, and {when} {two.text!r} (reward {one.reward}, {two.reward}); "
+            "take randomness from ToolContext.rng and keep nothing between calls",
+        )
 
     def refuses(self, drawn: tuple[str, dict[str, Any]]) -> None:
         """Pass what the schema forbids: a message comes back, and the tool does not run."""
@@ -294,30 +318,33 @@ class _Checker:
         async def calls(together: bool) -> list[Any]:
             session = self.open()
             made = [
-                session.call(ToolCall(id=f"c{index}", name="tool", arguments=copy.deepcopy(one)))
-                for index, one in enumerate(listed)
+                session.call(ToolCall(id=f"c{number}", name="tool", arguments=copy.deepcopy(one)))
+                for number, one in enumerate(listed, 1)
             ]
             results = await asyncio.gather(*made) if together else [await call for call in made]
             await session.release()
-            return [replace(result, seconds=0.0, child_id=None) for result in results]
+            return [_outcome(result) for result in results]
 
         async def main() -> tuple[list[Any], list[list[Any]]]:
             alone = await calls(False)
             return alone, await asyncio.gather(*(calls(True) for _ in range(2)))
 
         alone, beside = self.run(main())
+        self.as_ever(listed[0], alone[0])
         again, (first, second) = self.run(main())
         for other, when in (
             (again, "the second time"), (first, "made at once"), (second, "made by another trajectory of the same seed")
         ):  # fmt: skip
             for arguments, one, two in zip(listed, alone, other, strict=True):
                 if one != two:
-                    raise ConformanceError(
-                        8, f"{self.name}({arguments}) gave {one.text!r}, and {when} {two.text!r} (reward {one.reward}, "
-                        f"{two.reward}); take randomness from ToolContext.rng and keep nothing between calls"
-                    )  # fmt: skip
+                    raise self.differs(arguments, one, two, when)
         if beside[0] != first:
             raise ConformanceError(8, f"{self.name} gave {beside[0]}, and the second time {first}")
+
+
+def _outcome(result: CallResult) -> CallResult:
+    """Return what must be the same each time."""
+    return replace(result, seconds=0.0, child_id=None)
 
 
 def _context(extra: Mapping[str, Any], purpose: str) -> ToolContext:

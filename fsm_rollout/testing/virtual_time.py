@@ -197,14 +197,14 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         """Start a process, as asyncio's loop does, and remember that it runs."""
         with self.external():  # being cancelled here, it waits for the process's end
             transport, protocol = await super().subprocess_exec(*args, **kwargs)
-        self._processes.append(transport)
+        self._processes = [*filter(_matters, self._processes), transport]
         return transport, protocol
 
     async def subprocess_shell(self, *args: Any, **kwargs: Any) -> tuple[asyncio.SubprocessTransport, Any]:
         """Start a shell, as asyncio's loop does, and remember that it runs."""
         with self.external():
             transport, protocol = await super().subprocess_shell(*args, **kwargs)
-        self._processes.append(transport)
+        self._processes = [*filter(_matters, self._processes), transport]
         return transport, protocol
 
     def create_task(self, coro: Any, **kwargs: Any) -> asyncio.Task[Any]:
@@ -222,7 +222,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def close(self) -> None:
         """Close the loop, and end the processes that were left: their end needs a loop that still runs."""
-        left = [process for process in self._processes if not process.is_closing() or _runs(process)]
+        left = [*filter(_matters, self._processes)]
         for process in left:
             process.close()
         if left:
@@ -311,6 +311,11 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 def _runs(process: asyncio.SubprocessTransport) -> bool:
     return process.get_returncode() is None
+
+
+def _matters(process: asyncio.SubprocessTransport) -> bool:
+    """Whether it runs, or has something to say that was not read."""
+    return _runs(process) or not process.is_closing()
 
 
 def _listens(fd: Any) -> bool:

@@ -19,6 +19,7 @@ from fsm_rollout.events import AnyEvent, Ended, Prompted, Resumed, Suspended, Tr
 from fsm_rollout.limits import LimitReached
 from fsm_rollout.states import State
 from fsm_rollout.testing.promises import Stepped
+from fsm_rollout.testing.virtual_time import described
 from fsm_rollout.trajectory import Outcome, Trajectory
 from fsm_rollout.visit import Visit
 
@@ -110,7 +111,7 @@ def watched_class(cls: type[State]) -> type[State]:
         finally:
             _visiting.reset(token)
             seen.seconds = asyncio.get_running_loop().time() - began
-            seen.left = sorted(task.get_name() for task in seen.tasks if not task.done())
+            seen.left = sorted(described(task) for task in seen.tasks if not task.done())
             after = _kept(self)
             keys = [key for key in after.keys() | before.keys() if after.get(key) != before.get(key)]
             seen.changed = ", ".join(sorted(keys)) or None

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from fsm_rollout.deadlines import being_cancelled
 from fsm_rollout.limits import LimitReached
 from fsm_rollout.states import State
+from fsm_rollout.testing.places import is_users
 from fsm_rollout.trajectory import Outcome, Trajectory
 
 if TYPE_CHECKING:
@@ -106,9 +107,9 @@ class WatchedState(State):
 
 
 def _deepest(tb: TracebackType | None) -> str:
-    """Return the innermost place that is not asyncio's or this package's own; else the innermost."""
+    """Return the innermost place in the user's code; else the innermost."""
     frames = [frame for frame in traceback.extract_tb(tb) if frame.filename != __file__]
-    own = [frame for frame in frames if "asyncio" not in frame.filename and "fsm_rollout" not in frame.filename]
+    own = [frame for frame in frames if is_users(frame.filename)]
     chosen = (own or frames)[-1:]
     return "".join(f"{frame.filename}:{frame.lineno}, in {frame.name}" for frame in chosen)
 
@@ -122,7 +123,7 @@ def _place(frame: FrameType | None) -> str:
     names = [(f.f_code.co_filename, f.f_lineno, f.f_code.co_qualname) for f in stack]
     loop = next((i for i, (file, *_) in enumerate(names) if file.endswith("asyncio/events.py")), len(names))
     inner = names[:loop] or names
-    own = [n for n in inner if "asyncio" not in n[0] and "fsm_rollout" not in n[0] and not n[0].startswith("<")]
+    own = [n for n in inner if is_users(n[0])]
     file, line, name = (own or inner)[0]
     return f"{file}:{line}, in {name}"
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from fsm_rollout import load_agent
 from fsm_rollout.interactions import Conversation, Reply
-from fsm_rollout.testing import ConformanceError, check_interaction
+from fsm_rollout.testing import ConformanceError, blocking, check_interaction
 
 SCRIPTED, MODEL = "fsm_rollout.interactions:ScriptedUser", "fsm_rollout.interactions:ModelUser"
 
@@ -119,6 +120,17 @@ class Crowded(Base):
         return Reply(said, done=conversation.replies > 0)
 
 
+class Recognises(Base):
+    """Knows whom it has met, for all time."""
+
+    met: ClassVar[set[str]] = set()
+
+    async def reply(self, conversation: Conversation) -> Any:
+        known = conversation.text in self.met
+        self.met.add(conversation.text)
+        return Reply("You again." if known else "Hello.", done=conversation.replies > 0)
+
+
 class Remembers(Base):
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -176,6 +188,7 @@ class ClosesOnlyWhatBegan(Base):
         (Marks, 4, "changed the conversation's trajectory"),
         (Moody, 5, "take randomness from conversation.rng"),
         (Crowded, 5, "and beside another"),
+        (Recognises, 5, r"Hello\..* and the second time with .*You again"),
         (Remembers, 6, "built anew before reply 2"),
         (Swallows, 7, "cancelled at its await number 1, swallowed it"),
         (Sleeps, 8, r"blocks the event loop with time.sleep\(1\)"),
@@ -187,6 +200,21 @@ class ClosesOnlyWhatBegan(Base):
 )
 def test_a_broken_interaction_is_found(interaction: Any, invariant: int, message: str) -> None:
     Crowded.present = 0
+    Recognises.met.clear()
     with pytest.raises(ConformanceError, match=message) as found:
         check_interaction(interaction, examples=20)
     assert found.value.invariant == invariant
+
+
+class WaitsForItself(Base):
+    async def reply(self, conversation: Conversation) -> Any:
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire()
+
+
+def test_one_that_hangs_the_loop_is_ended_and_its_line_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocking, "BLOCKING_SECONDS", 0.5)
+    with pytest.raises(ConformanceError, match=r"at .*test_check_interaction\.py:\d+, in reply; await") as found:
+        check_interaction(WaitsForItself, examples=5)
+    assert found.value.invariant == 8

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import subprocess
+import threading
 import time
 from collections import Counter
 from contextlib import suppress
@@ -17,7 +19,7 @@ from fsm_rollout.events import Ended
 from fsm_rollout.graph import Sampling
 from fsm_rollout.limits import LimitReached
 from fsm_rollout.states import HANDLERS, State
-from fsm_rollout.testing import ConformanceError, check_state
+from fsm_rollout.testing import ConformanceError, blocking, check_state
 from fsm_rollout.trajectory import Outcome, Trajectory
 from fsm_rollout.visit import Visit
 
@@ -76,6 +78,38 @@ def test_a_good_handler_that_does_everything_conforms() -> None:
     check_state(Several, examples=10)
 
 
+class Asks(Base):
+    """Asks a model that no context of the agent has."""
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        said = await visit.ask("judge", [{"role": "user", "content": "Right?"}])
+        visit.write([{"role": "user", "content": f"They said {len(said)} letters."}], context="main")
+        return Outcome("done")
+
+
+def test_a_handler_may_ask_any_engine() -> None:
+    check_state(Asks, examples=15)
+
+
+class RunsACommand(Base):
+    """Good: the process runs beside the loop."""
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        process = await asyncio.create_subprocess_exec("expr", "2", "+", "2", stdout=subprocess.PIPE)
+        try:
+            said, _ = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        visit.write([{"role": "user", "content": said.decode()}], context="main")
+        return Outcome("done")
+
+
+def test_a_handler_that_runs_a_command_conforms() -> None:
+    check_state(RunsACommand, examples=5)
+
+
 class NoTriggers(Base):
     triggers = ()
 
@@ -129,10 +163,12 @@ SHARED: list[str] = []
 class SharesAList(Base):
     async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
         SHARED.append(trajectory.trajectory_id)
-        await asyncio.sleep(1.0)
-        visit.write([{"role": "user", "content": f"{len(SHARED)} are here."}], context="main")
-        await asyncio.sleep(1.0)
-        SHARED.remove(trajectory.trajectory_id)
+        try:
+            await asyncio.sleep(1.0)
+            visit.write([{"role": "user", "content": f"{len(SHARED)} are here."}], context="main")
+            await asyncio.sleep(1.0)
+        finally:
+            SHARED.remove(trajectory.trajectory_id)
         return Outcome("done")
 
 
@@ -210,6 +246,24 @@ class WritesItDirectly(Base):
         return Outcome("done")
 
 
+class WritesIntoThePrompt(Base):
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        trajectory.extra["note"] = "x"  # type: ignore[index]
+        return Outcome("done")
+
+
+class RewritesAMessage(Base):
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        trajectory.stream("main").messages[-1]["content"] = "something else"
+        return Outcome("done")
+
+
+class GoesWhereItLikes(Base):
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        trajectory.state = "GENERATING"
+        return Outcome("done")
+
+
 class EndsIt(Base):
     async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
         visit.emit(Ended(at=visit.clock(), stop_reason="enough"))
@@ -231,6 +285,53 @@ class Dices(Base):
     async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
         visit.write([{"role": "user", "content": f"Take {random.random()}."}], context="main")
         return Outcome("done")
+
+
+class DicesItsWay(Base):
+    triggers = ("left", "right")
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        return Outcome(random.choice(self.triggers))
+
+
+class SameTwiceInAnyOrder(Base):
+    """All visits together come to the same, in another order each time."""
+
+    triggers = ("left", "right")
+    flips = 0
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        number = trajectory.visits["CHECKED"]
+        if number == 1:
+            FLIPS.append(len(FLIPS) % 2)
+        return Outcome(self.triggers[(FLIPS[-1] + number) % 2])
+
+
+FLIPS: list[int] = []
+REMEMBERED: set[str] = set()
+
+
+class Memoises(Base):
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        known = trajectory.text in REMEMBERED
+        REMEMBERED.add(trajectory.text)
+        visit.write([{"role": "user", "content": "Known." if known else "New."}], context="main")
+        return Outcome("done")
+
+
+class WaitsForItself(Base):
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire()
+        return Outcome("done")
+
+
+def test_a_handler_that_hangs_the_loop_is_ended_and_its_line_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocking, "BLOCKING_SECONDS", 0.5)
+    with pytest.raises(ConformanceError, match=r"for more than 0\.5 s, at .*test_check_state\.py:\d+, in run") as found:
+        check_state(WaitsForItself, examples=5)
+    assert found.value.invariant == 6
 
 
 class ReadsTheClock(Base):
@@ -264,17 +365,25 @@ class ReadsTheClock(Base):
         (FailsToTidyUp, 5, "timed_out raised KeyError"),
         (Sleeps, 6, r"blocks the event loop with time.sleep\(30\)"),
         (Computes, 6, "kept the event loop busy"),
-        (LeavesATask, 7, "while its task prefetch was running"),
+        (LeavesATask, 7, "while this task was running: prefetch: sleep .started at .*test_check_state"),
         (WritesItDirectly, 8, "changed the trajectory's spent without an event"),
+        (WritesIntoThePrompt, 8, "changed the trajectory's extra without an event"),
+        (RewritesAMessage, 8, "changed the trajectory's .*streams.* without an event"),
+        (GoesWhereItLikes, 8, "left a trajectory that cannot go on: KeyError"),
         (EndsIt, 8, "emitted Ended"),
         (IgnoresLimits, 9, r"swallowed LimitReached \('response_tokens'\)"),
         (Dices, 10, "take randomness from visit.rng"),
+        (DicesItsWay, 10, r"came out with trigger \d as '(left|right)', and the second time as '(left|right)'"),
+        (SameTwiceInAnyOrder, 10, r"came out with trigger 3 as '(left|right)', and the second time as '(left|right)'"),
+        (Memoises, 10, r"with message 3 as .*New.*, and the second time as .*Known"),
         (ReadsTheClock, 11, "set aside at its await number 1 and resumed"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_a_broken_handler_is_found(handler: Any, invariant: int, message: str) -> None:
     SHARED.clear()
+    REMEMBERED.clear()
+    FLIPS.clear()
     with pytest.raises(ConformanceError, match=message) as found:
         check_state(handler, examples=12)
     assert found.value.invariant == invariant

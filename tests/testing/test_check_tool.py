@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import queue
 import random
+import subprocess
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +18,7 @@ from hypothesis import strategies as st
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from fsm_rollout import load_agent
-from fsm_rollout.testing import ConformanceError, check_tool
+from fsm_rollout.testing import ConformanceError, blocking, check_tool
 from fsm_rollout.tools import Hidden, Tool, ToolContext, ToolResult
 
 AGENTS = Path(__file__).parents[2] / "configs/agents"
@@ -78,6 +81,50 @@ class Search(Tool):
         await asyncio.sleep(2.0)
 
 
+async def computes(expression: Literal["2 + 2", "37 + 58"]) -> str:
+    """Compute it in another process, whose time is real."""
+    process = await asyncio.create_subprocess_exec("expr", *expression.split(), stdout=subprocess.PIPE)
+    try:
+        async with asyncio.timeout(20.0):
+            said, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return said.decode()
+
+
+async def asks_a_shell(number: Annotated[int, Field(ge=0, le=99)]) -> str:
+    """Compute it in a shell, a line at a time."""
+    process = await asyncio.create_subprocess_shell(
+        "while read line; do expr $line + 1; done", stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(f"{number}\n".encode())
+        said = await process.stdout.readline()
+    finally:
+        process.stdin.close()
+        await process.wait()
+    return said.decode()
+
+
+async def draws_by_its_schema(
+    price: Annotated[int, Field(ge=0, multiple_of=5)],
+    ratio: Annotated[float, Field(gt=0, lt=1, multiple_of=0.25)],
+    code: Annotated[str, Field(pattern="^[a-z]+$")],
+    word: Annotated[str, Field(pattern="^[a-z]*$", max_length=3)] = "",
+) -> str:
+    """Take what follows the schema."""
+    return f"{price} {ratio} {code} {word}"
+
+
+@pytest.mark.parametrize("tool", [computes, asks_a_shell, draws_by_its_schema])
+def test_what_has_raised_false_alarms_conforms(tool: Any) -> None:
+    check_tool(tool, examples=30)
+
+
 def in_a_thread(path: str, *, depth: int = 1, token: Annotated[str, Hidden] = "t") -> dict[str, Any]:
     """List a folder."""
     return {"path": path, "depth": depth, "token": token}
@@ -129,6 +176,13 @@ async def hangs(a: int) -> int:
     return a
 
 
+async def spins(a: int) -> int:
+    """Look again and again, without ever waiting."""
+    while a is not None:  # noqa: ASYNC110  # that is the fault
+        await asyncio.sleep(0)
+    return a
+
+
 async def swallows(a: int) -> int:
     """Go on whatever happens."""
     await asyncio.sleep(0.1)
@@ -175,6 +229,52 @@ async def counts(a: int) -> int:
     return next(numbers)
 
 
+SEEN: set[str] = set()
+
+
+async def memoises(query: Literal["a", "b"]) -> str:
+    """Remember what was asked, for all time."""
+    hit = query in SEEN
+    SEEN.add(query)
+    return "hit" if hit else "miss"
+
+
+CALLED: list[int] = []
+
+
+async def tires() -> str:
+    """Work once, without any argument."""
+    CALLED.append(1)
+    return "done" if len(CALLED) == 1 else "tired"
+
+
+SPENT: set[str] = set()
+
+
+async def works_once(query: str) -> object:
+    """Return what no model can read, and never again."""
+    if SPENT:
+        return "fine"
+    SPENT.add(query)
+    return object()
+
+
+async def runs_a_command(a: int) -> int:
+    """Wait for a process, in the loop's own thread."""
+    return subprocess.run(["true"], check=False).returncode + a  # noqa: ASYNC221
+
+
+async def waits_for_a_process(a: int) -> int:
+    """Wait for a process by hand."""
+    with subprocess.Popen(["true"]) as process:  # noqa: ASYNC220
+        return process.wait() + a
+
+
+async def asks_the_terminal(a: int) -> str:
+    """Ask whoever sits there."""
+    return input("Well? ")  # noqa: ASYNC250
+
+
 class Notes:
     """Keeps notes for the trajectory."""
 
@@ -217,12 +317,19 @@ class FailsToLetGo:
         (takes_anything, 3, "took {'a': 'no number'}, though 'a' is of another type"),
         (returns_an_object, 4, "cannot be told to a model"),
         (hangs, 4, "did not return within 60 s"),
+        (spins, 4, "a call of spins never ends: .*time never passes"),
         (swallows, 5, "cancelled at its await number 2 .*swallowed it"),
         (never_stops, 5, "did not stop within 5 s"),
         (sleeps, 6, r"blocks the event loop with time.sleep\(5\)"),
-        (leaves_a_task, 7, "heartbeat"),
+        (runs_a_command, 6, r"blocks the event loop with a subprocess \(\['true'\], communicate\)"),
+        (waits_for_a_process, 6, r"blocks the event loop with a subprocess \(\['true'\], wait\)"),
+        (asks_the_terminal, 6, r"blocks the event loop with input\(\)"),
+        (leaves_a_task, 7, r"heartbeat: sleep \(started at .*test_check_tool\.py:\d+, in leaves_a_task\)"),
         (dices, 8, "take randomness from ToolContext.rng"),
-        (counts, 8, "the second time"),
+        (counts, 8, "and later"),
+        (memoises, 8, r"memoises\({'query': 'a'}\) gave 'miss', and later 'hit'"),
+        (tires, 8, r"tires\({}\) gave 'done', and later 'tired'"),
+        (works_once, 4, "cannot be told to a model.* not the second time: something is kept between runs"),
         (Notes, 8, "made at once 'busy'"),
         (marks, 9, r"changed the prompt's fields {'seen': \[\]}"),
         (FailsToLetGo, 10, "release raised ConnectionError"),
@@ -230,6 +337,9 @@ class FailsToLetGo:
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_a_broken_tool_is_found(tool: Any, invariant: int, message: str) -> None:
+    SEEN.clear()
+    CALLED.clear()
+    SPENT.clear()
     with pytest.raises(ConformanceError, match=message) as found:
         check_tool(tool, extra={"seen": []}, examples=20)
     assert found.value.invariant == invariant
@@ -237,3 +347,53 @@ def test_a_broken_tool_is_found(tool: Any, invariant: int, message: str) -> None
 
 def test_a_tool_that_does_not_claim_to_be_deterministic_is_not_held_to_it() -> None:
     assert "same seed" not in check_tool(dices, deterministic=False, examples=10).promises
+
+
+async def locks(a: int) -> int:
+    """Wait for itself."""
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+    return a
+
+
+async def waits_for_a_queue(a: int) -> int:
+    """Wait for what nobody puts there, within Python's own code."""
+    answer: int = queue.Queue[int]().get()
+    return answer
+
+
+async def computes_for_ever(a: int) -> int:
+    """Count, without end."""
+    while True:
+        a += 1
+
+
+@pytest.mark.parametrize("tool", [locks, waits_for_a_queue, computes_for_ever], ids=lambda tool: tool.__name__)
+def test_a_tool_that_hangs_the_loop_is_ended_and_its_line_named(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocking, "BLOCKING_SECONDS", 0.5)
+    with pytest.raises(
+        ConformanceError,
+        match=rf"keeps the event loop for more than 0\.5 s, at .*{__name__}\.py:\d+, in {tool.__name__}",
+    ) as found:
+        check_tool(tool, examples=5)
+    assert found.value.invariant == 6
+    assert "test_check_tool.py" in str(found.value)
+
+
+async def asks_a_stranger(a: int) -> str:
+    """Wait for a thread that the loop knows nothing of."""
+    answered = asyncio.Event()
+    await answered.wait()
+    return "never"
+
+
+def test_what_did_not_return_is_told_how_time_passes() -> None:
+    with pytest.raises(ConformanceError, match=r"did not return within 60 s; .*time is virtual.*external\(\)"):
+        check_tool(asks_a_stranger, examples=5)
+
+
+def test_what_is_patched_for_a_check_is_as_before_afterwards() -> None:
+    before = time.sleep, subprocess.Popen.wait, subprocess.Popen.communicate
+    check_tool(draws_by_its_schema, examples=2)
+    assert (time.sleep, subprocess.Popen.wait, subprocess.Popen.communicate) == before

@@ -235,6 +235,31 @@ class Remembers(Angle):
         return replace(parsed, content=f"{parsed.content} {self.seen}".strip() if self.seen > 9 else parsed.content)
 
 
+class Memoises(Angle):
+    """Says of a text that it was read before, for all time."""
+
+    def __init__(self) -> None:
+        self.read: set[str] = set()
+
+    def parse(self, text: str, ids: Sequence[int] = (), tools: Sequence[Any] | None = None) -> Parsed:
+        parsed = super().parse(text, ids, tools)
+        again = text in self.read
+        self.read.add(text)
+        return replace(parsed, content="again") if again else parsed
+
+
+class StumblesOnce(Angle):
+    """Fails at the first call that it is to read, and never again."""
+
+    stumbled = False
+
+    def parse(self, text: str, ids: Sequence[int] = (), tools: Sequence[Any] | None = None) -> Parsed:
+        if "<<" in text and not self.stumbled:
+            self.stumbled = True
+            raise KeyError("tools")
+        return super().parse(text, ids, tools)
+
+
 class StopsAtTheStop(Angle):
     def parse(self, text: str, ids: Sequence[int] = (), tools: Sequence[Any] | None = None) -> Parsed:
         if text.endswith("<|im_end|>"):
@@ -266,6 +291,8 @@ class PythonsJson(Angle):
         (DropsUnfinished, 5, "dropped in silence: '<<"),
         (Completes, 5, "was cut off, and read as"),
         (Remembers, 6, "and the second time as"),
+        (Memoises, 6, "and the second time as"),
+        (StumblesOnce, 1, "KeyError.* not the second time: something is kept between runs"),
         (StopsAtTheStop, 7, "with the stop token"),
         (PythonsJson, 8, "are no JSON"),
     ],

@@ -1,6 +1,10 @@
 """Virtual time: it passes only when nothing can run, timers keep their order, and nothing waits for ever."""
 
 import asyncio
+import os
+import selectors
+import socket
+import subprocess
 import threading
 from collections.abc import Callable
 
@@ -210,3 +214,131 @@ def test_the_main_coroutines_error_comes_through(fail: Callable[[], object]):
 
     with pytest.raises((ZeroDivisionError, KeyError)):
         run_virtual(main())
+
+
+def test_a_process_takes_no_virtual_time_and_is_waited_for():
+    async def main() -> tuple[bytes, float]:
+        async with asyncio.timeout(30):
+            process = await asyncio.create_subprocess_exec("expr", "2", "+", "2", stdout=subprocess.PIPE)
+            said, _ = await process.communicate()
+        return said, asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == (b"4\n", 0.0)
+
+
+def test_a_process_without_pipes_is_waited_for():
+    async def main() -> tuple[int, float]:
+        async with asyncio.timeout(30):
+            process = await asyncio.create_subprocess_shell("exit 3")
+            code = await process.wait()
+        return code, asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == (3, 0.0)
+
+
+def test_an_answer_from_a_connection_comes_before_the_timeout_that_waits_for_it():
+    here, there = socket.socketpair()
+
+    def answer() -> None:
+        there.sendall(there.recv(1).upper())
+        there.close()
+
+    async def main() -> tuple[bytes, float]:
+        reader, writer = await asyncio.open_connection(sock=here)
+        thread = threading.Thread(target=answer)
+        async with asyncio.timeout(30):
+            thread.start()
+            writer.write(b"a")
+            said = await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        thread.join()
+        return said, asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == (b"A", 0.0)
+
+
+class Rests(VirtualTimeLoop):
+    """Keeps how long it meant to wait in real time, and does not wait (``really``: it does)."""
+
+    def __init__(self) -> None:
+        self.rests: list[float] = []
+        self.really = False
+        super().__init__()
+
+    def _rest(self, real: selectors.BaseSelector, seconds: float) -> list[tuple[selectors.SelectorKey, int]]:
+        self.rests.append(seconds)
+        return super()._rest(real, seconds if self.really else 0.0)
+
+
+def test_a_process_that_is_silent_does_not_stop_time_for_ever():
+    loop = Rests()
+
+    async def main() -> float:
+        process = await asyncio.create_subprocess_exec("cat", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for _ in range(1000):
+            await asyncio.sleep(3600)
+        assert loop.rests == [60.0]  # for the first of them
+        loop.really = True
+        assert process.stdin is not None
+        process.stdin.close()
+        await process.wait()
+        return loop.time()
+
+    assert run_virtual(main(), loop=loop) == 3_600_000.0
+
+
+def test_a_process_that_is_left_is_ended_with_the_loop():
+    async def main() -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec("cat", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    process = run_virtual(main())
+    with pytest.raises(ChildProcessError):
+        os.waitpid(process.pid, os.WNOHANG)  # it has ended, and was waited for
+
+
+def test_a_server_that_only_listens_stops_time_for_no_moment():
+    async def main() -> None:
+        async with await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0):
+            await asyncio.sleep(3600)
+
+    loop = Rests()
+    run_virtual(main(), loop=loop)
+    assert loop.rests == []
+
+
+def test_an_open_connection_is_waited_for_no_longer_than_the_next_timer_is_away():
+    here, there = socket.socketpair()
+
+    async def main() -> None:
+        _, writer = await asyncio.open_connection(sock=here)
+        await asyncio.sleep(2.5)
+        await asyncio.sleep(3600)
+        writer.close()
+        await writer.wait_closed()
+
+    loop = Rests()
+    run_virtual(main(), loop=loop)
+    there.close()
+    assert loop.rests[0] == 2.5
+    assert max(loop.rests) <= 5.0
+
+
+def test_a_task_is_named_by_the_users_line():
+    async def fetch() -> None:
+        await asyncio.wait_for(asyncio.Event().wait(), 1e9)
+
+    async def main() -> None:
+        main.tasks = [  # type: ignore[attr-defined]
+            asyncio.create_task(fetch(), name="mine"),
+            asyncio.create_task(asyncio.sleep(1e9), name="pythons"),
+        ]
+        await asyncio.sleep(0)
+
+    with pytest.raises(LeakedTasks) as found:
+        run_virtual(main())
+    first = main.__code__.co_firstlineno
+    assert f"mine: test_a_task_is_named_by_the_users_line.<locals>.fetch > wait_for ({__file__}:{first - 2})" in str(
+        found.value
+    )
+    assert f"pythons: sleep (started at {__file__}:{first + 3}, in main)" in str(found.value)
