@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -167,6 +168,7 @@ class Dispatcher:
         self._holding = asyncio.Lock()
         self._reasons: set[str] = set()
         """Why the engine is paused."""
+        self._told = False
 
     def submit(self, request: Request, deadline: Deadline | None = None) -> Ticket:
         """Queue one request for the next flush and return its ticket; ``deadline`` runs from its first chunk.
@@ -180,10 +182,16 @@ class Dispatcher:
         ticket.hold()
         if self.paused:
             ticket.hold()
+            self._tell_of_sleep()
         self.requests += 1
         self._open.add(ticket)
         self._enqueue(ticket)
         return ticket
+
+    def _tell_of_sleep(self) -> None:
+        if "asleep" in self._reasons and not self._told:
+            self._told = True
+            logger.warning("the engine is asleep: generations wait until it is woken")
 
     async def pause(self, reason: str = "asked") -> None:
         """Let the engine sample nothing until :meth:`resume`; timeouts of what waits for it stand still.
@@ -215,21 +223,26 @@ class Dispatcher:
                     self._go_on()
 
     def _go_on(self) -> None:
-        self.paused = False
+        self.paused = self._told = False
         for ticket in self._open:
             ticket.release()
             if ticket.request_id in self._tickets and ticket not in self._waiting and not ticket.heard:
                 self._watch(ticket)
 
     async def update_weights(self, weights: Weights, version: int | None = None) -> int:
-        """Load new weights while everything waits for the engine, and return their version.
+        """Load new weights (a model folder, or tensors by name) while everything waits; return their version.
 
         Generations under way go on afterwards, and timeouts stand still meanwhile; tools and interactions go on all
         the time.
 
         Raises:
-            EngineError: the engine could not load them; it goes on with the old ones.
+            EngineError: they are neither, or older than the present ones; or the engine could not load them. It goes
+                on with the old ones.
         """
+        if not isinstance(weights, Mapping | str | PathLike):
+            raise EngineError(f"new weights are a model's folder, or tensors by name; got a {type(weights).__name__}")
+        if version is not None and version < self.engine.weight_version:
+            raise EngineError(f"weights of version {version} cannot follow version {self.engine.weight_version}")
         async with self._updating:
             await self.pause("update")
             try:

@@ -200,6 +200,10 @@ class Transitioned(Event, frozen=True, kw_only=True, tag="transitioned"):
     """Which of the agent's rows fired, by its place in ``transitions``; ``None`` for an implicit one."""
 
 
+REWARD = "reward"
+"""The source of a score that the run's reward gave."""
+
+
 class Scored(Event, frozen=True, kw_only=True, tag="scored"):
     """A score was given: to the trajectory (``turn`` is None) or to one turn (index of its generation)."""
 

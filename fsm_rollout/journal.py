@@ -49,6 +49,12 @@ CREATE TABLE events (
 _INSERT_EVENT = "INSERT INTO events (trajectory_id, seq, at, kind, payload) VALUES (?, ?, ?, ?, ?)"
 _INSERT_TRAJECTORY = "INSERT INTO trajectories VALUES (?, ?, ?, ?, ?)"
 
+_UNFINISHED = """
+SELECT group_id FROM trajectories AS begun WHERE parent_id IS NULL AND NOT EXISTS (
+    SELECT 1 FROM events WHERE events.trajectory_id = begun.trajectory_id AND kind = 'ended'
+)
+"""
+
 _EventRow = tuple[str, int, float, str, bytes]
 _TrajectoryRow = tuple[str, str, int, str, str | None]
 _Fact = tuple[str, str]
@@ -285,15 +291,19 @@ def trajectory_ids(path: str | os.PathLike[str]) -> list[str]:
         return [row[0] for row in connection.execute("SELECT trajectory_id FROM trajectories ORDER BY rowid")]
 
 
-def histories(path: str | os.PathLike[str]) -> Iterator[list[AnyEvent]]:
+def histories(path: str | os.PathLike[str], *, unfinished: bool = False) -> Iterator[list[AnyEvent]]:
     """Yield the events of every trajectory, in the order in which they began, as they stood when reading began.
+
+    ``unfinished``: only of groups in which a sample has begun and not ended. The others were handed over, or were
+    about to be.
 
     Raises:
         JournalError: as for :func:`metadata`; or an event that cannot be read.
     """
     with _reading(path) as connection:
         connection.execute("BEGIN")  # one snapshot for all that follows
-        for (trajectory_id,) in connection.execute("SELECT trajectory_id FROM trajectories ORDER BY rowid"):
+        chosen = f"WHERE group_id IN ({_UNFINISHED})" if unfinished else ""
+        for (trajectory_id,) in connection.execute(f"SELECT trajectory_id FROM trajectories {chosen} ORDER BY rowid"):
             yield _events(connection, path, trajectory_id)
 
 

@@ -153,7 +153,7 @@ class LiveTrajectory:
             self.group,
             child_id,
             parent.sample,
-            parent_id=parent.trajectory_id,
+            parent=parent,
         )
         self.group.children.append(live.trajectory)
         await drive(live)
@@ -191,13 +191,15 @@ def begin(
     trajectory_id: str,
     sample: int,
     *,
-    parent_id: str | None = None,
+    parent: Trajectory | None = None,
     run: int = 0,
 ) -> LiveTrajectory:
     """Create a trajectory (its first event) and what it holds open."""
     graph = program.graph
     spends = program.machine.spends[graph.initial]
     limits = graph.limits if prompt.limits is None else graph.limits.lowered(prompt.limits)
+    # A second epoch is not the first, nor are its sub-agents.
+    seed = derive_seed(scheduler.seed if parent is None else parent.seed, trajectory_id, *([run] if run else []))
     prompted = Prompted(
         at=asyncio.get_running_loop().time(),
         trajectory_id=trajectory_id,
@@ -208,10 +210,10 @@ def begin(
         messages=[dict(message) for message in prompt.messages],
         extra=prompt.extra,
         limits=limits.model_dump(),
-        seed=derive_seed(scheduler.seed, trajectory_id, *([run] if run else [])),  # a second epoch is not the first
+        seed=seed,
         date=datetime.now().isoformat(timespec="seconds"),
         validate=scheduler.validate,
-        parent_id=parent_id,
+        parent_id=None if parent is None else parent.trajectory_id,
         sampling=prompt.sampling.model_dump(exclude_none=True) if prompt.sampling is not None else {},
         spent={} if spends is None else {spends: 1},  # an entry like any other
     )

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fsm_rollout.events import AnyEvent, Scored
+from fsm_rollout.events import REWARD, AnyEvent, Scored
 from fsm_rollout.live import Group, LiveTrajectory
 from fsm_rollout.program import Program
 from fsm_rollout.rewards import Reward
@@ -108,18 +108,19 @@ class Run:
 async def score(group: Group, reward: Reward | None, tell: Callable[[Trajectory, AnyEvent], None]) -> None:
     """Score a group's ended samples; a sub-agent's trajectory gets the score of the sample that it served."""
     ended = [trajectory for trajectory in group.trajectories if trajectory.ended]
-    if reward is None or not ended:
+    if reward is None or all(trajectory.rewarded for trajectory in ended):  # before an interruption
         return
-    values = await reward.score(ended)
+    due = ended if reward.of_group else [trajectory for trajectory in ended if not trajectory.rewarded]
+    values = await reward.score(due)
     now = asyncio.get_running_loop().time()
     scores: dict[int, float] = {}
-    for trajectory, value in zip(ended, values, strict=True):
+    for trajectory, value in zip(due, values, strict=True):
         if isinstance(value, Exception):
             group.reward_errors.append(f"{trajectory.trajectory_id}: {type(value).__name__}: {value}")
         elif value is not None:
             scores[trajectory.sample] = value
     for trajectory in group.all:
-        if trajectory.ended and trajectory.sample in scores:
-            event = Scored(at=now, value=scores[trajectory.sample], source="reward")
+        if trajectory.ended and trajectory.sample in scores and not trajectory.rewarded:
+            event = Scored(at=now, value=scores[trajectory.sample], source=REWARD)
             trajectory.apply(event)
             tell(trajectory, event)

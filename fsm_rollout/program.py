@@ -129,8 +129,9 @@ def problems_of(prompts: Iterable[Prompt], program_of: Callable[[Prompt], Progra
     """Return what is wrong with what prompts ask of their agents, each problem with its prompt."""
     problems: list[Problem] = []
     seen: set[str] = set()
-    for index, prompt in enumerate(prompts):
-        group_id = prompt.prompt_id or str(index)
+    for index, given in enumerate(prompts):
+        group_id = given.prompt_id or str(index)
+        prompt = given.model_copy(update={"prompt_id": group_id})  # the name that it will have
         if group_id in seen:
             problems.append(Problem(f"prompt id '{group_id}' is used twice; it names the group"))
         seen.add(group_id)
@@ -142,5 +143,5 @@ def problems_of(prompts: Iterable[Prompt], program_of: Callable[[Prompt], Progra
         except ConfigError as error:
             problems += error.problems
         except ToolError as error:
-            problems.append(Problem(f"prompt '{prompt.prompt_id}': {error}"))
+            problems.append(Problem(f"prompt '{group_id}': {error}"))
     return problems

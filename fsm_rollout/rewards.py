@@ -26,6 +26,8 @@ from fsm_rollout.trajectory import Trajectory
 logger = logging.getLogger(__name__)
 
 Score = float | None | Exception
+TELL_EVERY = 64
+"""After so many dropped groups in a row it is said that nothing else has come for a while."""
 
 
 class Reward:
@@ -56,10 +58,20 @@ class Reward:
                 f"reward '{self.name}' must take one argument, a trajectory or a group: {error}"
             ) from error
         first = next(iter(signature.parameters.values()))
+        self._told = False
         self.of_group = first.name == "group" or _is_sequence(function, first)
 
     async def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """Return one score per trajectory of a group, in order."""
+        """Return one score per trajectory of a group, in order; the first failure there is goes to the log."""
+        scores = await self._score(trajectories)
+        failed = [(t, score) for t, score in zip(trajectories, scores, strict=True) if isinstance(score, Exception)]
+        if failed and not self._told:
+            self._told = True
+            (trajectory, error), kind = failed[0], type(failed[0][1]).__name__
+            logger.warning("no score for trajectory %s: %s: %s", trajectory.trajectory_id, kind, error)
+        return scores
+
+    async def _score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         if not self.of_group:
             values = await asyncio.gather(*map(self._call, trajectories))
             return [self._read(t, value) for t, value in zip(trajectories, values, strict=True)]
@@ -122,12 +134,20 @@ class GroupFilter:
             inspect.signature(function).bind(None)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"group filter {self.name!r} must take one argument, a group: {error}") from error
+        self._dropped = 0
 
     async def keeps(self, trajectories: Sequence[Trajectory]) -> bool:
         """Say whether a group, scored, shall count."""
         try:
             async with asyncio.timeout(self._timeout):
-                return bool(await invoke(functools.partial(self._function, list(trajectories)), {}))
+                kept = bool(await invoke(functools.partial(self._function, list(trajectories)), {}))
+            self._dropped = 0 if kept else self._dropped + 1
+            if self._dropped and self._dropped % TELL_EVERY == 0:
+                logger.warning(
+                    "group filter '%s' has dropped %d groups in a row; the last one's scores: %s",
+                    self.name, self._dropped, [trajectory.score for trajectory in trajectories],
+                )  # fmt: skip
+            return kept
         except Exception:
             logger.exception("group filter '%s' failed; the group is kept", self.name)
         except asyncio.CancelledError:
@@ -138,8 +158,11 @@ class GroupFilter:
 
 
 def scores_differ(group: Sequence[Trajectory]) -> bool:
-    """Return whether a group's scores are not all the same: those have no advantage to learn from (a group filter)."""
-    return len({trajectory.score for trajectory in group}) > 1
+    """Return whether a group's scores are not all the same: those have no advantage to learn from (a group filter).
+
+    Samples without a score say nothing.
+    """
+    return len({trajectory.score for trajectory in group if trajectory.score is not None}) > 1
 
 
 def exact_answer(trajectory: Trajectory) -> float:
@@ -153,6 +176,15 @@ def exact_answer(trajectory: Trajectory) -> float:
         ValueError: the prompt has no ``answer``.
     """
     return float(all(_given(trajectory)))
+
+
+def first_answer(trajectory: Trajectory) -> float:
+    """Return 1.0 when the model gave the prompt's ``answer``, whatever came of later questions; else 0.0.
+
+    Raises:
+        ValueError: the prompt has no ``answer``.
+    """
+    return float(_given(trajectory)[0])
 
 
 def fraction_answered(trajectory: Trajectory) -> float:

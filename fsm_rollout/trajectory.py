@@ -13,6 +13,7 @@ from typing import Any
 
 from fsm_rollout.errors import StreamError
 from fsm_rollout.events import (
+    REWARD,
     AnyEvent,
     Asked,
     Attempt,
@@ -154,6 +155,7 @@ class Trajectory:
         "messages",
         "parent_id",
         "resumptions",
+        "rewarded",
         "routed",
         "sample",
         "sampling",
@@ -232,6 +234,8 @@ class Trajectory:
         self.away = 0.0
         """Seconds between its suspensions and its resumptions."""
         self.resumptions = 0
+        self.rewarded = False
+        """Whether the run's reward has scored it."""
         self.ended_at: float | None = None
 
     @classmethod
@@ -419,6 +423,7 @@ class Trajectory:
     def _scored(self, event: Scored) -> None:
         if event.turn is None:
             self.score = event.value
+            self.rewarded |= event.source == REWARD
         else:
             self.turn_scores.append((event.turn, event.value))
 

@@ -338,3 +338,35 @@ def test_a_deadline_stands_still_while_a_second_try_queues() -> None:
     (one, _), expired, at = run(engine, body)
     assert (one[0], expired) == ("stop", False)
     assert at > 20
+
+
+def test_what_waits_for_a_sleeping_engine_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    async def body(dispatcher: Dispatcher) -> list[tuple[str | None, int]]:
+        await dispatcher.pause("asleep")
+        tickets = [dispatcher.submit(request("a")), dispatcher.submit(request("b"))]
+        await asyncio.sleep(100.0)
+        await dispatcher.resume("asleep")
+        return await done(*tickets)
+
+    assert [reason for reason, _ in run(scripted(Turn(text="yes")), body)] == ["stop", "stop"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "the engine is asleep: generations wait until it is woken"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("weights", "version", "says"),
+    [
+        (None, None, "a model's folder, or tensors by name; got a NoneType"),
+        ([("w", 1)], None, "got a list"),
+        ({}, 1, "weights of version 1 cannot follow version 2"),
+    ],
+)
+def test_what_are_no_new_weights_is_refused(weights: Any, version: int | None, says: str) -> None:
+    async def body(dispatcher: Dispatcher) -> int:
+        await dispatcher.update_weights({}, 2)
+        with pytest.raises(EngineError, match=says):
+            await dispatcher.update_weights(weights, version)
+        return dispatcher.engine.weight_version
+
+    assert run(scripted(Turn(text="yes")), body) == 2

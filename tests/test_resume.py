@@ -23,7 +23,7 @@ from fsm_rollout.dispatch import Dispatcher
 from fsm_rollout.engines.base import Chunk, Request
 from fsm_rollout.engines.scripted import ScriptedEngine, Turn
 from fsm_rollout.errors import ConfigError, EngineError, JournalError
-from fsm_rollout.events import AnyEvent, decode, encode
+from fsm_rollout.events import AnyEvent, Scored, decode, encode
 from fsm_rollout.graph import AgentGraph, Interaction, Limits, Sampling
 from fsm_rollout.interactions import Conversation, Reply
 from fsm_rollout.live import Group
@@ -689,6 +689,60 @@ def test_two_steps_of_one_rollout_are_different_samples() -> None:
 
     trajectories = [t for group in run_virtual(main()) for t in group.trajectories]
     assert len({t.seed for t in trajectories}) == len(trajectories) == 8
+
+
+def test_sub_agents_of_two_steps_are_different_samples_too() -> None:
+    graph = AgentGraph(
+        agent="a",
+        limits={"assistant_turns": 3, "tool_calls": 3},
+        tools={"ask": {"agent": single().model_copy(update={"agent": "helper"}), "timeout": 50.0}},
+        **TOOLS,
+    )
+    asks = '<tool_call>\n{"name": "ask", "arguments": {"task": "Think."}}\n</tool_call>'
+    bench = Bench(graph, lambda r: Turn(text=asks if r.agent == "a" and r.turn == 0 else "done", delay=0.5))
+
+    async def main() -> list[Group]:
+        return [*await bench.run(), *await bench.run()]
+
+    children = [child for group in run_virtual(main()) for child in group.children]
+    assert len({child.seed for child in children}) == len(children) == 8
+
+
+@pytest.mark.parametrize("of_group", [False, True])
+def test_what_was_scored_before_an_interruption_is_not_judged_again(of_group: bool) -> None:
+    judged: list[str] = []
+
+    def one(trajectory: Trajectory) -> float:
+        judged.append(trajectory.trajectory_id)
+        return float(trajectory.sample)
+
+    def all_of(group: Sequence[Trajectory]) -> list[float]:
+        return [one(trajectory) for trajectory in group]
+
+    reward = Reward(all_of if of_group else one)
+    first = Bench(single(), slow({"p1": 20.0}), reward=reward)
+    run_virtual(first.run())
+    assert sorted(judged) == ["p0/0", "p0/1", "p1/0", "p1/1"]
+    cut = max(i for i, (name, event) in enumerate(first.log) if name == "p0/1" and isinstance(event, Scored)) + 1
+    judged.clear()
+    groups = run_virtual(Bench(single(), slow({}), reward=reward).run(resume=histories(first.log[:cut])))
+    assert sorted(judged) == ["p1/0", "p1/1"]
+    assert [t.score for group in sorted(groups, key=lambda g: g.index) for t in group.trajectories] == [0, 1, 0, 1]
+
+
+def test_only_the_unfinished_groups_of_a_journal_can_be_asked_for(tmp_path: Path) -> None:
+    bench = Bench(single(), slow({"p1": 20.0}), journal=journal.Journal(tmp_path / "j.sqlite"))
+
+    async def main() -> None:
+        asyncio.get_running_loop().call_later(10.0, bench.scheduler.stop, "asked")
+        await bench.run()
+
+    run_virtual(main())
+    assert bench.scheduler.journal is not None
+    bench.scheduler.journal.close()
+    assert [h[0].trajectory_id for h in journal.histories(tmp_path / "j.sqlite")] == ["p0/0", "p0/1", "p1/0", "p1/1"]
+    left = [history[0].trajectory_id for history in journal.histories(tmp_path / "j.sqlite", unfinished=True)]
+    assert left == ["p1/0", "p1/1"]
 
 
 def test_prompts_that_raise_leave_no_trajectory_without_an_end() -> None:

@@ -13,8 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.events import AnyEvent, ContextOpened, Generated, Message, Prompted, Wrote
-from fsm_rollout.rewards import Reward, exact_answer, fraction_answered
+from fsm_rollout.events import AnyEvent, ContextOpened, Generated, Message, Prompted, Scored, Wrote
+from fsm_rollout.rewards import (
+    TELL_EVERY,
+    GroupFilter,
+    Reward,
+    exact_answer,
+    first_answer,
+    fraction_answered,
+    scores_differ,
+)
 from fsm_rollout.trajectory import Trajectory
 
 CALLS = [{"id": "c", "type": "function", "function": {"name": "calculate", "arguments": {}}}]
@@ -99,6 +107,7 @@ NEXT, CHECK = user("+1"), user("Check that.")
 )
 def test_each_answer_is_given_in_its_place(turns: list[Message], extra: dict[str, Any], exact: float, fraction: float):
     assert exact_answer(trajectory(*turns, extra=extra)) == exact
+    assert first_answer(trajectory(*turns, extra=extra)) >= exact
     assert fraction_answered(trajectory(*turns, extra=extra)) == fraction
 
 
@@ -265,3 +274,51 @@ def test_a_blocking_reward_does_not_stall_the_loop():
 def test_what_is_no_reward_is_refused(function: Any, says: str):
     with pytest.raises(ConfigError, match=says):
         Reward(function)
+
+
+def test_the_first_answer_counts_whatever_comes_later():
+    extra = {"answer": "4", "interaction_kwargs": {"turns": ["And 3 + 3?"], "answers": ["6"]}}
+    assert first_answer(trajectory(said("The answer is 4."), extra=extra)) == 1.0
+    assert first_answer(trajectory(said("The answer is 6."), extra=extra)) == 0.0
+    assert exact_answer(trajectory(said("The answer is 4."), extra=extra)) == 0.0
+
+
+def having(*values: float | None) -> list[Trajectory]:
+    found = [trajectory(said("4")) for _ in values]
+    for one, value in zip(found, values, strict=True):
+        if value is not None:
+            one.apply(Scored(at=9.0, value=value))
+    return found
+
+
+def test_scores_differ_where_there_are_two():
+    assert scores_differ(having(0.0, 1.0, None))
+    assert not scores_differ(having(1.0, 1.0, None))
+    assert not scores_differ(having(None, None))
+
+
+def test_a_failing_reward_is_told_of_once(caplog: pytest.LogCaptureFixture):
+    def boom(one: Trajectory) -> float:
+        raise ValueError("the judge is down")
+
+    reward = Reward(boom)
+    for _ in range(2):
+        asyncio.run(reward.score(having(None, None)))
+    (line,) = [record.getMessage() for record in caplog.records if "no score" in record.getMessage()]
+    assert line.endswith("ValueError: the judge is down")
+
+
+def test_a_filter_that_drops_everything_says_so_now_and_then(caplog: pytest.LogCaptureFixture):
+    async def main() -> None:
+        wanted = GroupFilter(scores_differ)
+        for _ in range(2 * TELL_EVERY):
+            assert not await wanted.keeps(having(1.0, 1.0))
+        assert await wanted.keeps(having(0.0, 1.0))
+        assert not await wanted.keeps(having(1.0, 1.0))
+
+    asyncio.run(main())
+    lines = [record.getMessage() for record in caplog.records if "in a row" in record.getMessage()]
+    assert [f"dropped {count} groups in a row" in line for count, line in zip((64, 128), lines, strict=True)] == [
+        True
+    ] * 2
+    assert lines[0].endswith("scores: [1.0, 1.0]")

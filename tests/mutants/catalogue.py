@@ -117,8 +117,8 @@ MUTANTS = (
         SCHEDULE,
     ),
     Mutant(
-        "a seed for the run alone", "live.py", "seed=derive_seed(scheduler.seed, trajectory_id,",
-        "seed=derive_seed(scheduler.seed, sample,",
+        "a seed for the run alone", "live.py", "parent is None else parent.seed, trajectory_id,",
+        "parent is None else parent.seed, sample,",
         "6: no two trajectories share their randomness",
         SCHEDULE,
     ),
