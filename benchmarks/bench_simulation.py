@@ -20,6 +20,7 @@ from fsm_rollout.testing.simulation import simulate
 
 AGENT = Path(__file__).parent.parent / "configs/agents/tool_user.yaml"
 ROUNDS = 5
+DELAYS = (0.0, 0.1, 0.5, 2.0)
 CALL = '<tool_call>\n{"name": "calculate", "arguments": {"left": 1, "operator": "+", "right": 1}}\n</tool_call>'
 
 
@@ -32,12 +33,12 @@ def drawn(path: Path) -> list[Plan]:
 
 
 def large(turns: int) -> Plan:
-    """Return a plan of a thousand trajectories, each with some turns that call a tool, at moments of their own."""
+    """Return a plan of a thousand trajectories, each with some turns that call a tool after a while."""
     rng = Random(0)
     says = tuple(
         {
             "tool_user/main": (
-                *(Turn(text=CALL, delay=rng.random()) for _ in range(turns)),
+                *(Turn(text=CALL, delay=rng.choice(DELAYS)) for _ in range(turns)),
                 Turn(text="The answer is 2."),
             )
         }

@@ -63,6 +63,18 @@ def _settled() -> None:
     atexit.register(gc.unfreeze)
 
 
+@contextmanager
+def _rarely_collected() -> Iterator[None]:
+    """Let the collector look at a run's many small objects less often; it took an eighth of the time."""
+    before = gc.get_threshold()
+    if before[0]:  # somebody may have switched it off
+        gc.set_threshold(50_000, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """One request as an engine knows it: what it was given, and all that it sampled for it.
@@ -177,7 +189,7 @@ def simulate(
     loop = VirtualTimeLoop(horizon=max(HORIZON, 2 * (graph.limits.wall_seconds or 0)))
     result = world.result
     try:
-        with quietly(), watchdog(result.watch, lambda: loop.beat, blocking_seconds):
+        with quietly(), _rarely_collected(), watchdog(result.watch, lambda: loop.beat, blocking_seconds):
             run_virtual(run, loop=loop)
     except (Exception, HandlerBlocked, SystemExit) as error:
         result.crash = error
