@@ -13,22 +13,21 @@ Invariant: a rollout owns what it builds (engines named by a spec, its event loo
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from anyio.from_thread import BlockingPortal, start_blocking_portal
-
 from fsm_rollout.dispatch import Dispatcher
 from fsm_rollout.engines.base import Engine
 from fsm_rollout.engines.build import build_engine
+from fsm_rollout.engines.pool import PoolEngine
 from fsm_rollout.errors import ConfigError, EngineError, Problem
 from fsm_rollout.graph import POLICY, AgentGraph, Sampling
 from fsm_rollout.journal import Journal
 from fsm_rollout.live import Group
 from fsm_rollout.loader import dump
+from fsm_rollout.plain_calls import LoopThread, close_at_exit
 from fsm_rollout.prompts import Prompt, as_prompt, as_prompts
 from fsm_rollout.proof import prove
 from fsm_rollout.reopening import History
@@ -38,8 +37,6 @@ from fsm_rollout.trajectory import Trajectory
 from fsm_rollout.verify import verify
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from fsm_rollout.batch import TrajectoryBatch
     from fsm_rollout.diagrams.notebook import Page
 
@@ -114,8 +111,7 @@ class Rollout:
                 said
             )
         self._closed = False
-        self._portal: BlockingPortal | None = None
-        self._portal_context: AbstractContextManager[BlockingPortal] | None = None
+        self._loop_thread: LoopThread | None = None
         self._owned: list[Engine] = []
         try:
             self.engines = {
@@ -143,10 +139,12 @@ class Rollout:
             if journal is not None:
                 journal.describe(self._description({POLICY: engine, **(engines or {})}, base))
         except BaseException:
+            self._closed = True
             if self._owned:
                 self._loop().call(self._close_engines)
             self._close_loop()
             raise
+        close_at_exit(self)
 
     def _description(self, specs: Mapping[str, EngineLike], base: Path | None) -> dict[str, Any]:
         """Return what a journal must know so that its trajectories can be drawn and read later."""
@@ -196,16 +194,24 @@ class Rollout:
 
         Raises:
             ConfigError: a prompt asks for what its agent does not have; with a list, nothing has run.
-            EngineError: the rollout is closed.
+            EngineError: the rollout is closed, an engine of it serves another event loop, or there is no Ray for the
+                tools that are placed there.
         """
-        if self._closed:
-            raise EngineError("this rollout is closed, and its engines with it; make another")
+        self._check_open()
+        for name, engine in self.engines.items():
+            if isinstance(engine, PoolEngine) and engine.serves_another_loop:
+                raise EngineError(
+                    f"engine '{name}' serves another event loop, which still lives; use either the plain forms (run, "
+                    "update_weights, …) or the async ones (arun, stream, aupdate_weights, …) of a rollout, not both"
+                )
         checked: Iterable[Prompt]
         if target_groups is None or isinstance(prompts, Sequence):
             checked = as_prompts(prompts, named=False)
             self.scheduler.check(checked)
         else:
             checked = self._one_by_one(prompts)
+        for program in self.scheduler.programs.values():
+            await program.toolbox.prepare()
         options: dict[str, Any] = {"target_groups": target_groups, "over_sample": over_sample, "resume": resume}
         async with aclosing(self.scheduler.run(checked, n, **options)) as groups:
             async for group in groups:
@@ -321,7 +327,10 @@ class Rollout:
         resume: Iterable[History] = (),
         **batch: Any,
     ) -> TrajectoryBatch:
-        """Do what :meth:`arun` does, from ordinary code and from notebooks alike. Ctrl-C cancels what runs."""
+        """Do what :meth:`arun` does, from ordinary code and from notebooks alike.
+
+        Ctrl-C cancels what runs and waits until that has ended; a second one does not wait.
+        """
         options: dict[str, Any] = {"target_groups": target_groups, "over_sample": over_sample, "resume": resume}
         return self._wait(lambda: self.arun(prompts, n, **options, **batch))
 
@@ -338,19 +347,18 @@ class Rollout:
         self._wait(self.awake)
 
     def _wait(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        future: Future[T] = self._loop().start_task_soon(work)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+        self._check_open()
+        return self._loop().call(work)
 
-    def _loop(self) -> BlockingPortal:
-        """Return the event loop that plain calls share: in a thread of its own, so that any caller may wait for it."""
-        if self._portal is None:
-            self._portal_context = start_blocking_portal()
-            self._portal = self._portal_context.__enter__()
-        return self._portal
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("this rollout is closed, and its engines with it; make another")
+
+    def _loop(self) -> LoopThread:
+        """Return the event loop that plain calls share."""
+        if self._loop_thread is None or not self._loop_thread.alive:
+            self._loop_thread = LoopThread()
+        return self._loop_thread
 
     def close(self) -> None:
         """Close the engines that this rollout built, and its event loop. Safe to call twice."""
@@ -360,9 +368,9 @@ class Rollout:
         self._close_loop()
 
     def _close_loop(self) -> None:
-        if self._portal_context is not None:
-            self._portal_context.__exit__(None, None, None)
-            self._portal_context = self._portal = None
+        if self._loop_thread is not None:
+            self._loop_thread.close()
+            self._loop_thread = None
 
     def __enter__(self) -> Rollout:
         """Use as a context manager to close what was built."""

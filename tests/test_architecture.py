@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "fsm_rollout"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS: list[set[str]] = [
-    {"errors", "seeds", "frozen", "answers", "ray_session"},
+    {"errors", "seeds", "frozen", "answers", "ray_session", "plain_calls"},
     {"handlers", "tokens"},
     {"graph", "events"},
     {"trajectory"},

@@ -249,3 +249,65 @@ def test_the_callers_script_is_not_run_again(tmp_path: Path) -> None:
     said = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=120).stdout
     assert said.split("\n")[:2] == ["training", '{"text": "A"}']
     assert said.count("training") == 1
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_end_with_a_caller_that_is_killed_during_a_call(how: signal.Signals, tmp_path: Path) -> None:
+    """And with them what the tool has started."""
+    script, pids = tmp_path / "train.py", tmp_path / "pids"
+    script.write_text(
+        "import os, sys, threading, time\n"
+        "from pathlib import Path\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from test_tools_elsewhere import call_all\n"
+        "def die():\n"
+        f"    while not (pids := Path({str(pids)!r})).exists() or len(pids.read_text().split()) < 2:\n"
+        "        threading.Event().wait(0.05)\n"
+        f"    os.kill(os.getpid(), {int(how)})\n"
+        "threading.Thread(target=die).start()\n"
+        f"call_all({{'use': 'test_tools_elsewhere:hangs', 'placement': 'process'}}, {{'path': {str(pids)!r}}})\n",
+        "utf-8",
+    )
+    assert subprocess.run([sys.executable, str(script)], timeout=120).returncode == -how
+    for pid in map(int, pids.read_text("utf-8").split()):
+        gone(pid)
+
+
+@pytest.mark.xdist_group("ray")
+def test_ray_starts_before_the_time_of_the_first_call(tmp_path: Path) -> None:
+    """In a program of its own, where no Ray is there yet: nothing is told of its start, and no call waits for it."""
+    agent, script = tmp_path / "agent.yaml", tmp_path / "train.py"
+    agent.write_text(
+        "agent: a\n"
+        "limits: {assistant_turns: 3, tool_calls: 3, bad_calls: 1, response_tokens: 512, wall_seconds: 100}\n"
+        "tools: {shout: {use: 'test_tools_elsewhere:shout', placement: ray, timeout: 60}}\n"
+        "states:\n"
+        "  PENDING: {}\n"
+        "  GENERATING: {sampling: {max_tokens: 64}, timeout: 60}\n"
+        "  PROCESSING_TOOLS: {timeout: 60}\n"
+        "transitions:\n"
+        "  - {trigger: prompted, source: PENDING, dest: GENERATING}\n"
+        "  - {trigger: generated, source: GENERATING, dest: PROCESSING_TOOLS, conditions: has_tool_calls}\n"
+        "  - {trigger: generated, source: GENERATING, dest: TERMINATED}\n"
+        "  - {trigger: tools_done, source: PROCESSING_TOOLS, dest: GENERATING}\n",
+        "utf-8",
+    )
+    script.write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import ray, fsm_rollout as fr\n"
+        "from fsm_rollout.events import Transitioned\n"
+        "def look(trajectory, event):\n"
+        "    if isinstance(event, Transitioned) and event.dest == 'PROCESSING_TOOLS':\n"
+        "        print('ready' if ray.is_initialized() else 'not ready')\n"
+        'call = \'<tool_call>\\n{"name": "shout", "arguments": {"text": "a"}}\\n</tool_call>\'\n'
+        f"agent = fr.load_agent({str(agent)!r})\n"
+        "with fr.Rollout(agent, {'kind': 'scripted', 'turns': [call, 'done']}, on_event=[look]) as rollout:\n"
+        "    print(rollout.run(['x']).tensordict['stop_reason'])\n",
+        "utf-8",
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "ready"
+    assert "generated" in done.stdout or "answered" in done.stdout

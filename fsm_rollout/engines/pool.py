@@ -116,6 +116,11 @@ class PoolEngine:
         """What became of each replica so far."""
         return [member.stats() for member in self._crew.members]
 
+    @property
+    def serves_another_loop(self) -> bool:
+        """Whether it belongs to an event loop that still lives and is not the running one."""
+        return self._loop not in (None, asyncio.get_running_loop()) and not self._loop.is_closed()
+
     def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
         """Send the requests to their replicas at once, as far as those have room; see the protocol."""
         loop = self._bind()
@@ -208,7 +213,7 @@ class PoolEngine:
             raise EngineError("the pool is closed; build another")
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
-            if self._loop is not None and not self._loop.is_closed():
+            if self.serves_another_loop:
                 raise EngineError("the pool serves another event loop; close that first, or build a pool for each")
             self._loop = loop
             self._passages.clear()

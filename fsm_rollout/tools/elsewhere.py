@@ -24,7 +24,9 @@ from fsm_rollout.tools import told
 from fsm_rollout.tools.base import ToolResult
 from fsm_rollout.tools.call import invoke, is_async
 
-_START = "import sys; sys.path.insert(0, sys.argv[1]); from fsm_rollout.tools.worker import main; main()"
+_START = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from fsm_rollout.tools.worker import main; main(int(sys.argv[2]))"
+)
 
 
 class ToolDied(Exception):
@@ -37,7 +39,7 @@ class _Worker:
     def __init__(self) -> None:
         package = str(Path(__file__).parents[2])
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _START, package],
+            [sys.executable, "-c", _START, package, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,

@@ -8,9 +8,11 @@ once is the toolbox's to say, and tasks are spread over the nodes.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 from fsm_rollout.handlers import load_object
@@ -20,6 +22,10 @@ from fsm_rollout.tools.base import ToolResult
 from fsm_rollout.tools.call import invoke
 from fsm_rollout.tools.elsewhere import ToolDied, portable, run_here
 
+logger = logging.getLogger(__name__)
+
+TELL_AFTER = 2.0
+"""Seconds of connecting after which it is said what is waited for."""
 OPTIONS = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": "SPREAD"}
 
 
@@ -52,6 +58,22 @@ async def _ray() -> Any:
     if not ray.is_initialized():
         await asyncio.to_thread(connect)
     return ray
+
+
+async def prepare() -> None:
+    """Connect Ray, and have it start a worker, so that the first call's time is all its own.
+
+    Raises:
+        EngineError: there is no Ray.
+    """
+    slow = asyncio.get_running_loop().call_later(TELL_AFTER, logger.info, "waiting for Ray, where tools are to run")
+    try:
+        if not import_ray().is_initialized():
+            await _ray()
+            with suppress(ToolDied):  # the calls will tell
+                await call_on_ray("os:getpid", {})
+    finally:
+        slow.cancel()
 
 
 async def _answer(ray: Any, reference: Any, *, force: bool) -> Any:

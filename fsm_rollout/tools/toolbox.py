@@ -21,7 +21,7 @@ from fsm_rollout.graph import MAIN, AgentGraph
 from fsm_rollout.seeds import derive_seed
 from fsm_rollout.tools import told
 from fsm_rollout.tools.base import AgentAnswer, CallResult, RunAgent, ToolContext, ToolResult
-from fsm_rollout.tools.binding import BoundTool, NotReady, OpenTool, bind
+from fsm_rollout.tools.binding import BoundTool, ClassTool, FunctionTool, NotReady, OpenTool, bind
 from fsm_rollout.tools.call import Expired, bounded
 from fsm_rollout.tools.elsewhere import ToolDied
 from fsm_rollout.tools.json_schema import Schema
@@ -76,6 +76,18 @@ class Toolbox:
                 raise ToolError(f"tools_kwargs of '{name}' must be a mapping, got {type(kwargs).__name__}")
         for name, tool in self._tools.items():
             tool.check(tools_kwargs.get(name, {}))
+
+    async def prepare(self) -> None:
+        """Connect what tools run on; to be awaited before calls are made, whose timeouts are not for that.
+
+        Raises:
+            EngineError: it is not there.
+        """
+        real = [tool for tool in self._tools.values() if isinstance(tool, FunctionTool | ClassTool)]
+        if any(tool.spec.placement == "ray" for tool in real):
+            from fsm_rollout.tools.on_ray import prepare  # Ray: only for those who ask for it
+
+            await prepare()
 
     def open(
         self,

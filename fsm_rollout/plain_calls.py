@@ -1,0 +1,155 @@
+"""Plain calls of async code: an event loop in a thread of its own, so that any caller may wait, notebooks included.
+
+Invariant: a call that is interrupted (Ctrl-C) is cancelled once, as ``asyncio.run`` does it, and what it has to clean
+up is done before the interruption goes on to the caller; a second one goes on at once. Nothing here keeps the
+interpreter from ending: what is still open then is closed while threads and executors still work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+
+# This registers how the interpreter's end stops executors; what is registered later, as here, comes before that.
+import concurrent.futures.thread
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar
+
+from fsm_rollout.errors import EngineError
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class LoopThread:
+    """An event loop in a daemon thread; it ends when it is closed or nobody knows it any more."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._enough = asyncio.Event()
+        self._calls: set[asyncio.Task[Any]] = set()
+        serve = (self._loop, self._enough, self._calls)  # not this object, which could then never be collected
+        self._thread = threading.Thread(target=_serve, args=serve, name="fsm-rollout-loop", daemon=True)
+        self._thread.start()
+        self._end = weakref.finalize(self, _tell, self._loop, self._enough.set)
+        self._end.atexit = False
+
+    @property
+    def alive(self) -> bool:
+        """Whether it takes calls: a SystemExit in the loop, which is meant for the process, ends it."""
+        return self._thread.is_alive()
+
+    def call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run ``work()`` on the loop and wait for its result.
+
+        Raises:
+            EngineError: this is the loop's own thread, which cannot wait for itself.
+            CancelledError: the work was cancelled from within.
+        """
+        if threading.current_thread() is self._thread:
+            raise EngineError("a plain call cannot be made from code that it runs; await the async form there")
+        if not threading.current_thread().daemon:
+            _callers.add(threading.current_thread())
+        done: Future[T] = Future()
+        begun: list[asyncio.Task[T]] = []
+
+        def begin() -> None:
+            task = self._loop.create_task(work())
+            begun.append(task)
+            self._calls.add(task)
+            task.add_done_callback(end)
+
+        def end(task: asyncio.Task[T]) -> None:
+            self._calls.discard(task)
+            if task.cancelled():
+                done.cancel()
+            elif (error := task.exception()) is not None:
+                done.set_exception(error)
+            else:
+                done.set_result(task.result())
+
+        def give_up() -> None:
+            if begun:
+                begun[0].cancel()
+            else:
+                done.cancel()  # interrupted before the loop was even asked
+
+        try:
+            self._loop.call_soon_threadsafe(begin)
+            return done.result()
+        except BaseException:
+            if not done.done():
+                _tell(self._loop, give_up)
+                with suppress(CancelledError):
+                    done.exception()  # waits for what is cleaned up
+            raise
+
+    def close(self) -> None:
+        """Wait for the calls under way, and end the loop and its thread."""
+        self._end()
+        self._thread.join()
+
+
+def _serve(loop: asyncio.AbstractEventLoop, enough: asyncio.Event, calls: set[asyncio.Task[Any]]) -> None:
+    async def until_told() -> None:
+        await enough.wait()
+        while calls:
+            await asyncio.wait(calls)
+
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(until_told())
+
+
+def _tell(loop: asyncio.AbstractEventLoop, what: Callable[[], object]) -> None:
+    try:
+        loop.call_soon_threadsafe(what)
+    except RuntimeError:  # it is closed, and all its tasks have ended
+        logger.debug("a loop had ended before it was told to")
+
+
+class Closeable(Protocol):
+    """What is closed at the interpreter's end, if it has not been by then."""
+
+    def close(self) -> None:
+        """Close; safe to call twice."""
+
+
+_open: weakref.WeakSet[Closeable] = weakref.WeakSet()
+_callers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+"""Threads that the interpreter waits for at its end, and that may still make calls."""
+
+
+def close_at_exit(one: Closeable) -> None:
+    """See to it that something is closed before the interpreter ends; it is not kept from being collected."""
+    _open.add(one)
+
+
+def _close_all() -> None:
+    # Threads of executors end only when they are told to, which comes after this.
+    waiting = getattr(concurrent.futures.thread, "_threads_queues", ())
+    for thread in list(_callers):
+        if thread is not threading.main_thread() and thread not in waiting:
+            thread.join()
+    for one in list(_open):
+        try:
+            one.close()
+        except Exception:
+            logger.exception("what was still open at the interpreter's end could not be closed")
+
+
+def _forget() -> None:
+    """In a forked child there are neither the threads nor the engines of its parent; they are not its to close."""
+    _open.clear()
+    _callers.clear()
+
+
+# `atexit` itself comes too late: executors take no work then, and whoever waits for it waits for ever.
+getattr(threading, "_register_atexit", atexit.register)(_close_all)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
