@@ -21,10 +21,14 @@ AGENT = Path(__file__).parent.parent / "configs/agents/single_turn.yaml"
 HEAD = f"import fsm_rollout as fr\nagent = fr.load_agent({str(AGENT)!r})\n"
 
 
+# What a shell starts in the background ignores Ctrl-C, and so would all that it starts.
+HEARS_CTRL_C = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+
+
 def script(tmp_path: Path, text: str) -> subprocess.CompletedProcess[str]:
     """Run a program of a user's to its end, which is to come; the time is for machines that have much else to do."""
     path = tmp_path / "train.py"
-    path.write_text(text, "utf-8")
+    path.write_text(HEARS_CTRL_C + text, "utf-8")
     return subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=300)
 
 

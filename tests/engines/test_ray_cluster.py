@@ -34,7 +34,7 @@ def test_a_node_dies_in_the_middle_of_a_run():
     try:
         # The pool connects by itself, and lets go by itself.
         options = RayOptions(address=cluster.address, nodes=[node.node_id for node in nodes])
-        pool = PoolEngine(RayPlacement(ByTrajectory(0.1), 3, options), 3, times=PoolTimes(start=60, backoff=0.05))
+        pool = PoolEngine(RayPlacement(ByTrajectory(0.5), 3, options), 3, times=PoolTimes(start=60, backoff=0.05))
         members = pool._crew.members
         assert [node_of(member) for member in members] == [node.node_id for node in nodes]
 
@@ -45,10 +45,9 @@ def test_a_node_dies_in_the_middle_of_a_run():
             for ticket in await through(pool, [ask(i) for i in range(48)], kill):
                 right(ticket)
             async with asyncio.timeout(60):
-                while pool.replicas[1].state != "up":  # noqa: ASYNC110
+                while (stats := pool.replicas[1]).restarts < 1 or stats.state != "up":  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
-            stats = pool.replicas[1]
-            assert (stats.restarts >= 1, stats.moved > 0) == (True, True)
+            assert stats.moved > 0, "an answer takes four seconds, so some were under way"
             assert node_of(members[1]) in {nodes[0].node_id, nodes[2].node_id}
             for ticket in await through(pool, [ask(i) for i in range(100, 124)]):
                 right(ticket)
