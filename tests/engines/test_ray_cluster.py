@@ -29,6 +29,7 @@ def test_a_node_dies_in_the_middle_of_a_run():
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     quick = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000}  # else it takes fifteen seconds
     head = {"num_cpus": 0, "include_dashboard": False, "_system_config": quick}
+    ray.shutdown()  # of what an earlier test of this process has left connected
     cluster = Cluster(initialize_head=True, head_node_args=head)
     nodes = [cluster.add_node(num_cpus=2) for _ in range(3)]
     try:
