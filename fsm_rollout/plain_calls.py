@@ -17,14 +17,17 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
-from concurrent.futures import CancelledError, Future
-from contextlib import suppress
+from concurrent.futures import CancelledError
 from typing import Any, Protocol, TypeVar
 
 from fsm_rollout.errors import EngineError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+HEARING = 0.5
+"""Seconds after which a waiting caller looks up: a Ctrl-C that another thread was given, or that came just before the
+wait began, does not end the wait."""
 
 
 class LoopThread:
@@ -56,8 +59,9 @@ class LoopThread:
             raise EngineError("a plain call cannot be made from code that it runs; await the async form there")
         if not threading.current_thread().daemon:
             _callers.add(threading.current_thread())
-        done: Future[T] = Future()
         begun: list[asyncio.Task[T]] = []
+        ended = threading.Lock()  # a bare one: what is written in Python may be interrupted while it holds its own
+        ended.acquire()
 
         def begin() -> None:
             task = self._loop.create_task(work())
@@ -67,28 +71,31 @@ class LoopThread:
 
         def end(task: asyncio.Task[T]) -> None:
             self._calls.discard(task)
-            if task.cancelled():
-                done.cancel()
-            elif (error := task.exception()) is not None:
-                done.set_exception(error)
-            else:
-                done.set_result(task.result())
+            if not task.cancelled():
+                task.exception()  # is told to the caller, or gives way to the interruption
+            ended.release()
 
         def give_up() -> None:
             if begun:
                 begun[0].cancel()
             else:
-                done.cancel()  # interrupted before the loop was even asked
+                ended.release()  # interrupted before the loop was even asked
 
         try:
             self._loop.call_soon_threadsafe(begin)
-            return done.result()
+            self._wait(ended)
         except BaseException:
-            if not done.done():
-                _tell(self._loop, give_up)
-                with suppress(CancelledError):
-                    done.exception()  # waits for what is cleaned up
+            if not (begun and begun[0].done()) and _tell(self._loop, give_up):
+                self._wait(ended)  # for what is cleaned up
             raise
+        if not begun or begun[0].cancelled():
+            raise CancelledError
+        return begun[0].result()
+
+    def _wait(self, ended: threading.Lock) -> None:
+        """Wait until something has ended, or the loop has, and hear a Ctrl-C meanwhile."""
+        while not ended.acquire(timeout=HEARING) and self.alive:
+            pass
 
     def close(self) -> None:
         """Wait for the calls under way, and end the loop and its thread."""
@@ -106,11 +113,13 @@ def _serve(loop: asyncio.AbstractEventLoop, enough: asyncio.Event, calls: set[as
         runner.run(until_told())
 
 
-def _tell(loop: asyncio.AbstractEventLoop, what: Callable[[], object]) -> None:
+def _tell(loop: asyncio.AbstractEventLoop, what: Callable[[], object]) -> bool:
     try:
         loop.call_soon_threadsafe(what)
     except RuntimeError:  # it is closed, and all its tasks have ended
         logger.debug("a loop had ended before it was told to")
+        return False
+    return True
 
 
 class Closeable(Protocol):

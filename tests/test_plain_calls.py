@@ -87,6 +87,30 @@ except KeyboardInterrupt:
     assert (done.returncode, done.stdout, done.stderr) == (0, "out\n", "")
 
 
+def test_a_ctrl_c_that_another_thread_was_given_is_heard(tmp_path: Path) -> None:
+    """The kernel gives a signal to any thread, and Python's handlers run in the main one: nothing wakes that then."""
+    text = """
+import asyncio, signal, threading
+from fsm_rollout.plain_calls import LoopThread
+def press():
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+async def work():
+    loop = asyncio.get_running_loop()
+    loop.call_later(0.3, press)  # the caller waits by then
+    try:
+        await asyncio.Event().wait()
+    finally:
+        loop.call_later(0.3, press)
+        await asyncio.Event().wait()
+try:
+    LoopThread().call(work)
+except KeyboardInterrupt:
+    print("out")
+"""
+    done = script(tmp_path, text)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "out\n", "")
+
+
 SPECS = [
     pytest.param({"kind": "scripted", "turns": ["a"]}, id="scripted"),
     pytest.param({"kind": "scripted", "turns": ["a"], "replicas": 2}, id="a pool"),
