@@ -1,4 +1,4 @@
-"""The command line: ``fsm-rollout check | draw | run | show | schema | new``.
+"""The command line: ``fsm-rollout check | draw | run | resume | show | schema | new``.
 
 Invariant: bad input ends with exit code 2 and one line per problem on stderr, never with a traceback. What a command
 needs is imported inside it, so that each starts as fast as it can.
@@ -6,12 +6,17 @@ needs is imported inside it, so that each starts as fast as it can.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from fsm_rollout.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from fsm_rollout.execute import Progress
+    from fsm_rollout.run_config import RunConfig
 
 app = typer.Typer(
     name="fsm-rollout",
@@ -100,23 +105,50 @@ def run(
 
     A key that starts with `agent.` changes the agent: agent.limits.tool_calls=3
     """
+    from fsm_rollout.execute import execute
+    from fsm_rollout.run_config import load_run
+
+    def work(progress: Progress) -> tuple[RunConfig, dict[str, Any]]:
+        config = load_run(file, overrides or [])
+        return config, execute(config, progress)
+
+    _carry_out(work)
+
+
+@app.command()
+def resume(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="a run's folder", show_default=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[key=value ...]", help="changes to the run", show_default=False)
+    ] = None,
+) -> None:
+    """Go on with a run that was interrupted, or cut off by a crash, and write the results of the whole.
+
+    Example: fsm-rollout resume runs/demo engine.threads=2
+
+    What has ended stays as it is; what is half-finished goes on from its last complete turn or call.
+    """
+    from fsm_rollout.execute import resume as go_on
+
+    _carry_out(lambda progress: go_on(folder, overrides or [], progress))
+
+
+def _carry_out(work: Callable[[Progress], tuple[RunConfig, dict[str, Any]]]) -> None:
+    """Do a run, or the rest of one, and print what came of it."""
     from rich.console import Console
 
     from fsm_rollout.errors import RolloutError
-    from fsm_rollout.execute import execute
     from fsm_rollout.progress import RunProgress, summary_table
-    from fsm_rollout.run_config import load_run
 
     console = Console(stderr=True)
     try:
-        config = load_run(file, overrides or [])
-        summary = execute(config, lambda total: RunProgress(total, console))
+        config, summary = work(lambda total, done: RunProgress(total, done, console))
     except ConfigError as error:
         _refuse(error)
     except RolloutError as error:
         _refuse(ConfigError(str(error)))
     except KeyboardInterrupt:
-        typer.echo("interrupted; what was done until then is in the run's journal.sqlite", err=True)
+        typer.echo("interrupted; `fsm-rollout resume` goes on with what is in the run's folder", err=True)
         raise typer.Exit(130) from None
     Console().print(summary_table(summary))
     for error_text in summary.get("reward_errors", [])[:5]:

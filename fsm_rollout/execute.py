@@ -1,7 +1,8 @@
 """Carrying out a run YAML: from the file to the run's folder.
 
 Invariant: every mistake in the input is found before the first file is written. A run's folder holds ``journal.sqlite``
-from the first event on; ``batch/``, ``summary.json`` and ``report.html`` are put in place whole, at the end.
+from the first event on; ``batch/``, ``summary.json`` and ``report.html`` are put in place whole, at the end. A run that
+is interrupted sets aside what is under way, and :func:`resume` goes on with it, as with what a crash has cut off.
 """
 
 from __future__ import annotations
@@ -10,37 +11,35 @@ import asyncio
 import json
 import logging
 import shutil
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.graph import AgentGraph
-from fsm_rollout.journal import Journal, is_journal
+from fsm_rollout.journal import Journal, is_journal, metadata, read
 from fsm_rollout.live import Group
 from fsm_rollout.loader import dump, load_agent
 from fsm_rollout.prompts import Prompt, read_prompts
 from fsm_rollout.rollout import Rollout
-from fsm_rollout.run_config import RunConfig
-from fsm_rollout.scheduler import Listener
+from fsm_rollout.run_config import RunConfig, recorded_run
+from fsm_rollout.scheduler import Listener, Scheduler
 from fsm_rollout.summary import summarize
+from fsm_rollout.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
-Progress = Callable[[int], AbstractContextManager[Listener]]
-"""Makes the listener that shows a run of so many trajectories."""
+Progress = Callable[[int, int], AbstractContextManager[Listener]]
+"""Makes the listener that shows a run of so many trajectories, so many of which have ended already."""
 
-OWN_FILES = (
-    "journal.sqlite",
-    "journal.sqlite-wal",
-    "journal.sqlite-shm",
-    "batch",
-    "summary.json",
-    "report.html",
-    "trajectories",
-)
+JOURNAL = "journal.sqlite"
+RESULTS = ("batch", "summary.json", "report.html", "trajectories")
+OWN_FILES = (JOURNAL, f"{JOURNAL}-wal", f"{JOURNAL}-shm", *RESULTS)
 """What a run writes into its folder, hence what the next run of that name replaces."""
 
 
@@ -53,8 +52,43 @@ def execute(config: RunConfig, progress: Progress) -> dict[str, Any]:
     """
     agents = load_agents(config)
     prompts = read_prompts(config.prompts, limit=config.limit)
-    with progress(len(prompts) * config.n) as listener:
+    with progress(len(prompts) * config.n, 0) as listener:
         return asyncio.run(_run(config, agents, prompts, listener))
+
+
+def resume(folder: Path, overrides: Sequence[str], progress: Progress) -> tuple[RunConfig, dict[str, Any]]:
+    """Go on with the run in a folder, interrupted or cut off, to its end; return its config and the summary.
+
+    What has ended is left as it is and comes into the batch too; the journal goes on where it stopped. ``overrides``
+    change the run, its engine say, but not its agents, which must be what they were.
+
+    Raises:
+        ConfigError: no run wrote that folder, or something in the run, its agents, prompts or engines is wrong now.
+        JournalError: there is no journal in it that can be read, or the run is still going on.
+        EngineError: an engine cannot start.
+    """
+    path = folder / JOURNAL
+    said = metadata(path)
+    if "run" not in said:
+        raise ConfigError(f"{path} is the journal of a program; `fsm-rollout run` did not write it")
+    config = recorded_run(said["run"], Path(said["base"]), overrides).model_copy(update={"out": folder.absolute()})
+    agents = load_agents(config)
+    for name, graph in agents.items():
+        if dump(graph) != said["agents"].get(name):
+            raise ConfigError(
+                f"agent '{name}' is not what it was when the run in '{folder}' began; put it back, or run it anew"
+            )
+    prompts = read_prompts(config.prompts, limit=config.limit)
+    asked = {prompt.prompt_id: list(prompt.messages) for prompt in prompts}
+    before = list(read(path))
+    if other := [t.group_id for t in before if t.parent_id is None and asked.get(t.group_id) != list(t.messages)]:
+        raise ConfigError(
+            f"prompt '{other[0]}' is not in {config.prompts} any more as it was when the run in '{folder}' began; put "
+            "it back, or run it anew"
+        )
+    ended = sum(t.ended for t in before if t.parent_id is None)
+    with progress(len(prompts) * config.n, ended) as listener:
+        return config, asyncio.run(_run(config, agents, prompts, listener, before))
 
 
 def load_agents(config: RunConfig) -> dict[str, AgentGraph]:
@@ -66,7 +100,11 @@ def load_agents(config: RunConfig) -> dict[str, AgentGraph]:
 
 
 async def _run(
-    config: RunConfig, agents: Mapping[str, AgentGraph], prompts: list[Prompt], listener: Listener
+    config: RunConfig,
+    agents: Mapping[str, AgentGraph],
+    prompts: list[Prompt],
+    listener: Listener,
+    before: Sequence[Trajectory] | None = None,
 ) -> dict[str, Any]:
     rollout = Rollout(
         agents,
@@ -87,20 +125,45 @@ async def _run(
     )
     try:
         rollout.scheduler.check(prompts)
-        folder = fresh_folder(config.out)
-        metadata = {"agents": {name: dump(graph) for name, graph in agents.items()}, "run": config.to_json()}
-        metadata["base"] = str(config.base)
-        with Journal(folder / "journal.sqlite", metadata=metadata) as journal:
+        folder = fresh_folder(config.out) if before is None else config.out
+        facts = {"agents": {name: dump(graph) for name, graph in agents.items()}, "run": config.to_json()}
+        facts["base"] = str(config.base)
+        with Journal(folder / JOURNAL, metadata=facts, append=before is not None) as journal:
             rollout.scheduler.journal = journal
             started = time.monotonic()
             stream = rollout.stream(
-                prompts, config.n, target_groups=config.target_groups, over_sample=config.over_sample
+                prompts,
+                config.n,
+                target_groups=config.target_groups,
+                over_sample=config.over_sample,
+                resume=before or (),
             )
-            groups = [group async for group in stream]
+            with _suspending(rollout.scheduler):
+                groups = [group async for group in stream]
             seconds = time.monotonic() - started
         return _write(folder, rollout, groups, seconds)
     finally:
         await rollout.aclose()
+
+
+@contextmanager
+def _suspending(scheduler: Scheduler) -> Iterator[None]:
+    """Let a Ctrl-C set aside what is under way, so that it can go on later, before it cancels the run as ever."""
+    cancel = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(cancel):
+        yield
+        return
+    loop = asyncio.get_running_loop()
+
+    def suspend(number: int, frame: FrameType | None) -> None:
+        loop.call_soon_threadsafe(scheduler.stop, "interrupted")
+        cancel(number, frame)
+
+    signal.signal(signal.SIGINT, suspend)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, cancel)
 
 
 def fresh_folder(path: Path) -> Path:
@@ -111,7 +174,7 @@ def fresh_folder(path: Path) -> Path:
             written to.
     """
     there = [name for name in OWN_FILES if (path / name).exists()]
-    if there and not is_journal(path / "journal.sqlite"):
+    if there and not is_journal(path / JOURNAL):
         raise ConfigError(
             f"out: '{path}' holds '{there[0]}', and no journal of a run that wrote it; choose another, or remove it"
         )

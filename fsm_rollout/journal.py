@@ -49,6 +49,9 @@ CREATE TABLE events (
 _INSERT_EVENT = "INSERT INTO events (trajectory_id, seq, at, kind, payload) VALUES (?, ?, ?, ?, ?)"
 _INSERT_TRAJECTORY = "INSERT INTO trajectories VALUES (?, ?, ?, ?, ?)"
 
+_INSERT_FACT = "INSERT OR REPLACE INTO run VALUES (?, ?)"
+_LENGTHS = "SELECT trajectory_id, MAX(seq) + 1 FROM events GROUP BY trajectory_id"
+
 _UNFINISHED = """
 SELECT group_id FROM trajectories AS begun WHERE parent_id IS NULL AND NOT EXISTS (
     SELECT 1 FROM events WHERE events.trajectory_id = begun.trajectory_id AND kind = 'ended'
@@ -58,6 +61,8 @@ SELECT group_id FROM trajectories AS begun WHERE parent_id IS NULL AND NOT EXIST
 _EventRow = tuple[str, int, float, str, bytes]
 _TrajectoryRow = tuple[str, str, int, str, str | None]
 _Fact = tuple[str, str]
+_Rows = list[_EventRow | _TrajectoryRow | _Fact]
+"""What is committed together: a trajectory is never there without its first event."""
 
 
 class _Flush:
@@ -69,16 +74,18 @@ class _Flush:
 
 
 class Journal:
-    """Writes the events of one run to a new file.
+    """Writes the events of one run to a file.
 
     Args:
         path: the file, ``journal.sqlite`` in a run's folder.
         metadata: plain data about the run to keep with it: the agents' YAML, the run's configuration. The package's
             version is added as ``code_version``.
         interval: seconds over which events are gathered into one transaction.
+        append: the file is there, and the run in it goes on; else it must be new.
 
     Raises:
-        JournalError: there is something at ``path`` already, or the file cannot be written.
+        JournalError: there is something at ``path`` already; or (``append``) it is no journal, or somebody else still
+            writes to it; or the file cannot be written.
     """
 
     def __init__(
@@ -87,15 +94,17 @@ class Journal:
         metadata: Mapping[str, Any] | None = None,
         *,
         interval: float = 0.1,
+        append: bool = False,
     ) -> None:
         self.path = Path(path)
         self._interval = interval
-        self._next: dict[str, int] = {}
-        self._queue: SimpleQueue[_EventRow | _TrajectoryRow | _Fact | _Flush] = SimpleQueue()
+        self._queue: SimpleQueue[_Rows | _Flush] = SimpleQueue()
         self._hurry = threading.Event()
         self._failure: Exception | None = None
         self._closed = False
-        self._connection = _create(self.path, {**(metadata or {}), "code_version": __version__})
+        said = {**(metadata or {}), "code_version": __version__}
+        self._connection = (_reopen if append else _create)(self.path, said)
+        self._next: dict[str, int] = dict(self._connection.execute(_LENGTHS))
         self._thread = threading.Thread(target=self._write, name=f"journal {self.path.name}", daemon=True)
         self._thread.start()
 
@@ -108,7 +117,7 @@ class Journal:
         if self._closed or self._failure is not None:
             raise self._broken()
         for key, value in metadata.items():
-            self._queue.put((key, json.dumps(value)))
+            self._queue.put([(key, json.dumps(value))])
 
     def append(self, trajectory_id: str, event: AnyEvent) -> None:
         """Take in the next event of a trajectory; microseconds, from any one thread. It is on disk after a flush.
@@ -126,10 +135,11 @@ class Journal:
             raise JournalError(
                 f"event {seq} of trajectory {trajectory_id} is {_kind(event)}; 'prompted' comes first and only there"
             )
+        rows: _Rows = [(trajectory_id, seq, event.at, _kind(event), payload)]
         if isinstance(event, Prompted):
-            self._queue.put((trajectory_id, event.group_id, event.sample, event.agent, event.parent_id))
+            rows.insert(0, (trajectory_id, event.group_id, event.sample, event.agent, event.parent_id))
         self._next[trajectory_id] = seq + 1
-        self._queue.put((trajectory_id, seq, event.at, _kind(event), payload))
+        self._queue.put(rows)
 
     def flush(self) -> None:
         """Return once everything appended so far is committed. Blocks: in async code, call it in a thread.
@@ -190,7 +200,7 @@ class Journal:
             last = any(flush.last for flush in flushes)
             if self._failure is None:
                 try:
-                    self._commit([item for item in batch if not isinstance(item, _Flush)])
+                    self._commit([row for item in batch if not isinstance(item, _Flush) for row in item])
                     if last:
                         _fold_log_in(self._connection)
                 except (sqlite3.Error, OSError) as error:
@@ -200,7 +210,7 @@ class Journal:
             for flush in flushes:
                 flush.done.set()
 
-    def _commit(self, batch: list[_EventRow | _TrajectoryRow | _Fact]) -> None:
+    def _commit(self, batch: _Rows) -> None:
         with self._connection:  # one transaction, in the order of appending
             self._connection.execute("BEGIN")
             self._connection.executemany("INSERT OR IGNORE INTO run VALUES (?, ?)", (r for r in batch if len(r) == 2))
@@ -224,9 +234,7 @@ def _create(path: Path, metadata: Mapping[str, Any]) -> sqlite3.Connection:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
             connection.executescript(f"BEGIN; {_SCHEMA}")
-            connection.executemany(
-                "INSERT INTO run VALUES (?, ?)", ((key, json.dumps(value)) for key, value in metadata.items())
-            )
+            connection.executemany(_INSERT_FACT, _facts(metadata))
             connection.execute("COMMIT")
         except BaseException:
             connection.close()
@@ -234,6 +242,30 @@ def _create(path: Path, metadata: Mapping[str, Any]) -> sqlite3.Connection:
     except (sqlite3.Error, OSError) as error:
         raise JournalError(f"journal {path} cannot be written: {error}") from error
     return connection
+
+
+def _reopen(path: Path, metadata: Mapping[str, Any]) -> sqlite3.Connection:
+    with _reading(path):
+        pass  # it is a journal
+    try:
+        connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
+        try:
+            connection.execute("PRAGMA journal_mode = DELETE")  # not granted while anybody else has its log open
+            connection.execute("PRAGMA busy_timeout = 5000")
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = NORMAL")
+            connection.executemany(_INSERT_FACT, _facts(metadata))
+        except BaseException:
+            connection.close()
+            raise
+    except sqlite3.OperationalError as error:
+        why = "another process has it open: the run is still going on" if "locked" in str(error) else error
+        raise JournalError(f"journal {path} cannot be written: {why}") from error
+    return connection
+
+
+def _facts(metadata: Mapping[str, Any]) -> Iterator[_Fact]:
+    return ((key, json.dumps(value)) for key, value in metadata.items())
 
 
 def _fold_log_in(connection: sqlite3.Connection) -> None:

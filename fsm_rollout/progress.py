@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from fsm_rollout.events import AnyEvent, Ended, Generated, Prompted, Suspended, Transitioned
+from fsm_rollout.events import AnyEvent, Ended, Generated, Prompted, Resumed, Suspended, Transitioned
 from fsm_rollout.trajectory import Trajectory
 
 PLAIN_EVERY = 10.0
@@ -25,20 +25,26 @@ PLAIN_EVERY = 10.0
 
 
 class RunProgress:
-    """A listener that shows a run; use it as a context manager around the run."""
+    """A listener that shows a run; use it as a context manager around the run.
 
-    def __init__(self, total: int, console: Console) -> None:
+    Args:
+        total: trajectories of the run.
+        done: how many of them had ended in an earlier part of it.
+        console: where to show it.
+    """
+
+    def __init__(self, total: int, done: int, console: Console) -> None:
         self._total = total
         self._console = console
         self._states: Counter[str] = Counter()
         self._open: dict[str, Trajectory] = {}
-        self._done = 0
+        self._done = done
         self._tokens = 0
         self._started = self._plain_at = time.monotonic()
         self._bar = Progress(
             TextColumn("trajectories"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
         )
-        self._task = self._bar.add_task("", total=total)
+        self._task = self._bar.add_task("", total=total, completed=done)
         self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> RunProgress:
@@ -62,7 +68,11 @@ class RunProgress:
                 self._states[event.dest] += 1
             case Generated():
                 self._tokens += len(event.ids)
+            case Resumed():
+                self._open[trajectory.trajectory_id] = trajectory
+                self._states[trajectory.state] += 1
             case Ended() | Suspended():
+                self._states[trajectory.state] -= isinstance(event, Suspended)
                 self._open.pop(trajectory.trajectory_id, None)
                 if trajectory.parent_id is None:
                     self._done += 1

@@ -124,6 +124,23 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     if not isinstance(data, dict):
         problems = problems or [Problem(_not_a_run(data), str(path), None if data is None else 1)]
         raise ConfigError(problems)
+    return _config(data, Path(path).absolute().parent, overrides, source, problems)
+
+
+def recorded_run(said: str, base: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the config that :meth:`RunConfig.to_json` gave, with further overrides laid over it.
+
+    Raises:
+        ConfigError: an override is wrong.
+    """
+    data = json.loads(said)
+    earlier = [f"agent.{override}" for override in data.pop("agent_overrides", ())]
+    return _config(data, base, [*earlier, *overrides], SourceMap("the run's journal"), [])
+
+
+def _config(
+    data: dict[str, Any], base: Path, overrides: Sequence[str], source: SourceMap, problems: list[Problem]
+) -> RunConfig:
     own = [override for override in overrides if not override.startswith("agent.")]
     problems += apply_overrides(data, own, source)
     problems += interpolate(data, source)
@@ -135,7 +152,6 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(in_file_order(problems)) from None
     if problems:
         raise ConfigError(in_file_order(problems))
-    base = Path(path).absolute().parent
 
     def resolved(key: str, value: Path) -> Path:
         return (Path() if (key,) in source.overrides else base).absolute() / value

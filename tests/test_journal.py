@@ -56,13 +56,18 @@ def test_what_was_appended_is_what_is_read_at_any_moment(
     path = tmp_path_factory.mktemp("journal") / "deep" / "journal.sqlite"
     order = list(interleaved(several))
     at = data.draw(st.integers(0, len(order)), label="read after")
+    middle = data.draw(st.integers(at, len(order)), label="close after")
     with Journal(path, {"agent": "…"}, interval=0.0) as journal:
         for trajectory_id, event in order[:at]:
             journal.append(trajectory_id, event)
         journal.flush()
         early = list(read(path))
-        for trajectory_id, event in order[at:]:
+        for trajectory_id, event in order[at:middle]:
             journal.append(trajectory_id, event)
+    with Journal(path, {"more": 1}, interval=0.0, append=True) as journal:
+        for trajectory_id, event in order[middle:]:
+            journal.append(trajectory_id, event)
+    assert metadata(path) == {"agent": "…", "more": 1, "code_version": __version__}
     so_far: dict[str, list[AnyEvent]] = {}
     for trajectory_id, event in order[:at]:
         so_far.setdefault(trajectory_id, []).append(event)
@@ -71,6 +76,18 @@ def test_what_was_appended_is_what_is_read_at_any_moment(
     for sequence in several:
         assert events(path, sequence[0].trajectory_id) == sequence  # type: ignore[union-attr]
     assert os.listdir(path.parent) == ["journal.sqlite"], "one self-contained file is left"
+
+
+def test_only_a_journal_that_nobody_writes_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    with pytest.raises(JournalError, match="there is no journal"):
+        Journal(path, append=True)
+    with Journal(path) as journal:
+        journal.append("t", prompted())
+        with pytest.raises(JournalError, match="the run is still going on"):
+            Journal(path, append=True)
+        journal.append("u", prompted("u"))
+    assert [trajectory.trajectory_id for trajectory in read(path)] == ["t", "u"]
 
 
 def test_a_reader_beside_the_writer_sees_prefixes(tmp_path: Path) -> None:

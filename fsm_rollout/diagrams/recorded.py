@@ -91,8 +91,7 @@ class RecordedRun:
     def histories(self) -> Iterator[Recorded]:
         """Yield every trajectory with its events, in the order in which they began, one at a time."""
         for history in histories(self.journal):
-            if history:  # a trajectory may be named a moment before its first event is
-                yield Recorded.of(history)
+            yield Recorded.of(history)
 
     def trajectory(self, trajectory_id: str) -> Recorded:
         """Return one trajectory.
