@@ -72,6 +72,15 @@ class Card:
         """The roles of its messages, in order, repeats once."""
         return list(dict.fromkeys(str(message.get("role", "?")) for message in self.messages))
 
+    @property
+    def cut(self) -> str | None:
+        """What cut its generation short, if anything did."""
+        if self.generated is None or self.generated.finish_reason == "stop":
+            return None
+        if self.generated.finish_reason == "length":
+            return f"cut at {self.generated.cut_by or 'max_tokens'}"
+        return "aborted"
+
 
 def cards(recorded: Recorded) -> list[Card]:
     """Return the cards of a trajectory; without its events those that its token streams alone tell."""

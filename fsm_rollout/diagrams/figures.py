@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
+from fsm_rollout.diagrams.endings import kind_of_end
 from fsm_rollout.diagrams.moments import BUSY, KINDS, Clock, Kind, Stretch, covered, stretches
+from fsm_rollout.diagrams.pages import number
 from fsm_rollout.diagrams.recorded import Recorded
 from fsm_rollout.events import Resumed
 from fsm_rollout.rows import turns_of
@@ -55,6 +58,11 @@ class Line:
     def wall(self) -> float:
         """Seconds from its first event to its end (or the latest event), without those for which it was set aside."""
         return sum(end - start for start, end in self.lives)
+
+    @property
+    def kind(self) -> Literal["fine", "cut", "open"]:
+        """What kind of an end it came to."""
+        return kind_of_end(self.ending)
 
     @property
     def away(self) -> float:
@@ -177,6 +185,16 @@ class Figures:
         )
 
     @property
+    def own(self) -> list[Line]:
+        """Those of the prompts; sub-agents are called by them, and have their scores."""
+        return [line for line in self.lines if line.parent_id is None]
+
+    @property
+    def called(self) -> list[Line]:
+        """Those of sub-agents."""
+        return [line for line in self.lines if line.parent_id is not None]
+
+    @property
     def begin(self) -> float:
         """When the first trajectory began."""
         return min((line.start for line in self.lines), default=0.0)
@@ -209,8 +227,8 @@ class Figures:
         return self._rate(self.generations)
 
     def under_way(self) -> list[float]:
-        """Return the mean number of trajectories under way in each part."""
-        return self._busy([life for line in self.lines for life in line.lives])
+        """Return the mean number of the prompts' own trajectories under way in each part."""
+        return self._busy([life for line in self.own for life in line.lives])
 
     def load(self) -> list[float]:
         """Return the mean number of generations under way in each part."""
@@ -281,14 +299,14 @@ class Histogram:
     mean: float
     integers: bool
 
-    def bar(self, place: int) -> str:
-        """Return which values a bar holds."""
+    def bar(self, place: int, say: Callable[[float], str] = number) -> str:
+        """Return which values a bar holds; ``say`` writes one."""
         width = (self.high - self.low) / len(self.counts)
         low, high = self.low + place * width, self.low + (place + 1) * width
         if self.integers:
             first, last = math.ceil(low), math.ceil(high) - 1
-            return f"{first:,}" if first >= last else f"{first:,} to {last:,}"
-        return f"{low:.3g} to {high:.3g}"
+            return say(first) if first >= last else f"{say(first)} to {say(last)}"
+        return f"{say(low)} to {say(high)}"
 
 
 def histogram(values: Sequence[float]) -> Histogram | None:

@@ -20,12 +20,15 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from fsm_rollout.diagrams.endings import kind_of_end
 from fsm_rollout.diagrams.palette import css_variables
-from fsm_rollout.diagrams.token_texts import visible
+from fsm_rollout.diagrams.token_texts import folded, visible
 
 PAGE = Path(__file__).parent / "page"
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ONE_LINE = 100
+SMALLEST = 1e-6
+"""Numbers closer to 0 are written with an exponent."""
 _PARTS = ("line", "fill", "ink")
 
 
@@ -98,13 +101,15 @@ def _unbroken_duration(seconds: float | None) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Return a number without noise: ``1``, ``0.333``, ``2.5``, ``548.8``, ``12,345``, ``–`` for none."""
+    """Return a number without noise: ``1``, ``0.333``, ``2.5``, ``548.8``, ``12,345``, ``0.00042``, ``–`` for none."""
     if value is None:
         return "–"
     if float(value).is_integer() and abs(value) < 1e15:
         return f"{int(value):,}"
-    if not math.isfinite(value) or abs(value) < 10 ** (-digits):
+    if not math.isfinite(value) or abs(value) < SMALLEST:
         return f"{value:.1e}"
+    if abs(value) < 10 ** (-digits):
+        return f"{value:.{1 - math.floor(math.log10(abs(value)))}f}".rstrip("0")  # the first two of its digits
     before = len(str(int(abs(value))))  # the more digits before the point, the fewer are worth reading behind it
     text = f"{value:,.{max(0, min(digits, 4 - before))}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
@@ -117,6 +122,8 @@ def _environment() -> Environment:
     )
     environment.filters |= {
         "visible": visible,
+        "folded": folded,
+        "kind_of_end": kind_of_end,
         "duration": _unbroken_duration,
         "number": number,
         "as_json": _as_json,

@@ -35,7 +35,7 @@ class Box:
     lines: tuple[str, ...] = ()
     """What a visit is charged for and bounded by, most telling first."""
     trained: bool | None = None
-    """Whether what it samples is trained on; ``None`` where nothing is sampled."""
+    """Whether what it samples is trained on; ``None`` where nothing is sampled, or not known to be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def _box(structure: Structure, name: str) -> Box:
     if spec is None:
         return Box(name, "undefined")
     state, context = graph.states[name], graph.context(graph.states[name].context)
-    samples = spec.name == "generate" or ":" in spec.name
+    samples = spec.spends == "assistant_turns"  # of a handler of the user's that spends nothing, nothing is known
     where = "" if state.context == MAIN else f" in {state.context}"
     if samples and context.engine != POLICY:
         where += f" by {context.engine}"
@@ -125,8 +125,9 @@ def _box(structure: Structure, name: str) -> Box:
 
 def _facts(graph: AgentGraph, name: str, handler: str, spends: str | None) -> Iterator[str]:
     state, limits = graph.states[name], graph.limits.model_dump()
-    if handler == "call_tools" and (tools := graph.tools_of(state.context)):
-        yield ", ".join(tools)
+    calls = spends == "tool_calls" or (":" in handler and spends == "assistant_turns")
+    if calls and (tools := graph.tools_of(state.context)):
+        yield ", ".join(_tool(graph, name) for name in tools)
     if handler == "interact" and (interaction := state.interaction or graph.interaction):
         yield interaction.use.rpartition(":")[2]
     charged = [spends, *(["bad_calls"] if handler == "call_tools" else [])]
@@ -143,6 +144,11 @@ def _facts(graph: AgentGraph, name: str, handler: str, spends: str | None) -> It
         yield f"timeout {state.timeout:,g} s"
     if state.reset:
         yield "opens a new stream"
+
+
+def _tool(graph: AgentGraph, name: str) -> str:
+    tool = graph.tools.get(name)
+    return name if tool is None or tool.agent is None else f"{name} (agent {tool.agent.agent})"
 
 
 def _arrows(structure: Structure) -> Iterator[Arrow]:

@@ -16,10 +16,12 @@ from typing import Any
 from msgspec.structs import replace
 
 from fsm_rollout.diagrams.token_texts import TokenTexts
-from fsm_rollout.engines.model_folders import load_tokenizer, model_folder
+from fsm_rollout.engines.model_folders import load_tokenizer
+from fsm_rollout.engines.replay import model_of, told_of
 from fsm_rollout.errors import ConfigError, EngineError, JournalError, StreamError, did_you_mean
 from fsm_rollout.events import AnyEvent, Prompted, Resumed, Transitioned
-from fsm_rollout.graph import POLICY, AgentGraph
+from fsm_rollout.graph import AgentGraph
+from fsm_rollout.handlers import look_in
 from fsm_rollout.journal import events, histories, metadata, trajectory_ids
 from fsm_rollout.loader import loads
 from fsm_rollout.trajectory import Trajectory
@@ -79,9 +81,8 @@ class RecordedRun:
     journal: Path
     agents: Mapping[str, AgentGraph]
     config: Mapping[str, Any]
-    base: Path
-    models: Mapping[str, Mapping[str, str]]
-    """The engines' models, as a program of the user's told its journal."""
+    told: Mapping[str, Any]
+    """What the journal was told about the run."""
     summary: Mapping[str, Any] | None
     """``None`` while the run is going on, or when it was cut off."""
     notes: list[str] = field(default_factory=list)
@@ -109,18 +110,11 @@ class RecordedRun:
         """Return the texts of an engine's tokens, or ``None`` (and a note) when its tokenizer is not at hand."""
         if engine not in self._texts:
             try:
-                self._texts[engine] = TokenTexts(load_tokenizer(model_folder(self._model(engine), self.base)))
-            except EngineError as error:
+                self._texts[engine] = TokenTexts(load_tokenizer(model_of(*told_of(self.told, engine))))
+            except (EngineError, JournalError) as error:
                 self._texts[engine] = None
                 self.notes.append(f"tokens of engine '{engine}' are shown as ids, without their text: {error}")
         return self._texts[engine]
-
-    def _model(self, engine: str) -> str:
-        spec = self.config.get("engine") if engine == POLICY else (self.config.get("engines") or {}).get(engine)
-        spec = self.models.get(engine, spec)
-        if not isinstance(spec, Mapping):
-            raise EngineError(f"the run's configuration says nothing of engine '{engine}'")
-        return str(spec.get("tokenizer") or spec.get("model") or "embedded")  # the kinds' own default
 
 
 def open_run(path: str | Path) -> RecordedRun:
@@ -139,6 +133,8 @@ def open_run(path: str | Path) -> RecordedRun:
         raise ConfigError(str(error)) from error
     notes: list[str] = []
     agents: dict[str, AgentGraph] = {}
+    for folder in told.get("modules") or ():
+        look_in(folder)
     for name, text in (told.get("agents") or {}).items():
         try:
             agents = with_sub_agents(loads(str(text), name=f"{name}.yaml")) | agents
@@ -153,8 +149,7 @@ def open_run(path: str | Path) -> RecordedRun:
         journal=journal,
         agents=agents,
         config=config,
-        base=Path(str(told.get("base") or ".")),
-        models=told.get("engines") or {},
+        told=told,
         summary=_summary(journal.parent / "summary.json", notes, expected="run" in told),
         notes=notes,
     )

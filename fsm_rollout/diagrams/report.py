@@ -16,7 +16,7 @@ from fsm_rollout.diagrams.figures import Figures, Line, Replica, histogram
 from fsm_rollout.diagrams.flow import Flow, traffic_picture
 from fsm_rollout.diagrams.links import REPORT, Links, page_path
 from fsm_rollout.diagrams.moments import BUSY
-from fsm_rollout.diagrams.pages import render_page, write_page
+from fsm_rollout.diagrams.pages import duration, number, render_page, write_page
 from fsm_rollout.diagrams.recorded import RecordedRun, open_run
 from fsm_rollout.diagrams.token_texts import visible
 from fsm_rollout.diagrams.trajectory import page_of_run
@@ -28,13 +28,16 @@ FLATS_SHOWN = 6
 """Different scores of groups without spread that are named."""
 WORTH_A_PAGE = 3
 """How many of the slowest, the best and the worst get a page of their own at the end of a run."""
+NO_PAGE = "It has no page. A click says which command makes one."
+SAID = 3
+"""Different messages of one kind of failure that are shown."""
 
 
 def write_report(folder: str | Path, out: str | Path | None = None, *, pages: bool = False) -> Path:
     """Write a run's report (``report.html`` in its folder, unless ``out`` says where) and return its path.
 
     ``pages`` also makes the pages of the trajectories that are most worth a look: the slowest, best and worst scored,
-    and the first of every stop reason, with those that they called and were called by.
+    the first of every stop reason and those whose failures are told, with those that they called and were called by.
 
     Raises:
         ConfigError: ``folder`` is not a run's.
@@ -55,11 +58,12 @@ def write_report(folder: str | Path, out: str | Path | None = None, *, pages: bo
 def worth_a_page(figures: Figures) -> list[str]:
     """Return the ids of trajectories that a reader of the report will want to open."""
     by_time = sorted(figures.lines, key=lambda line: -line.wall)
-    scored = sorted((line for line in figures.lines if line.score is not None), key=lambda line: line.score or 0.0)
+    scored = sorted((line for line in figures.own if line.score is not None), key=lambda line: line.score or 0.0)
     endings: dict[str, Line] = {}
     for line in figures.lines:
         endings.setdefault(line.ending, line)
-    chosen = [*by_time[:WORTH_A_PAGE], *scored[:WORTH_A_PAGE], *scored[-WORTH_A_PAGE:], *endings.values()]
+    said = [line for item in (*_reasons(figures.own), *_reasons(figures.called)) for line in item["said"]]
+    chosen = [*by_time[:WORTH_A_PAGE], *scored[:WORTH_A_PAGE], *scored[-WORTH_A_PAGE:], *endings.values(), *said]
     by_id = {line.trajectory_id: line for line in figures.lines}
     called: defaultdict[str | None, list[str]] = defaultdict(list)
     for line in figures.lines:
@@ -84,10 +88,10 @@ def _read(run: RecordedRun) -> tuple[Figures, list[Flow]]:
 
 
 def _page(run: RecordedRun, figures: Figures, traffic: Sequence[Flow], links: Links) -> str:
-    lines = figures.lines
+    lines, own = figures.lines, figures.own
     columns, rows = _table(lines, links)
     names = [column["name"] for column in columns]
-    scores = [line.score for line in lines if line.score is not None]
+    scores = [line.score for line in own if line.score is not None]
     seconds = figures.seconds
     sampled = sum(stretch.tokens for stretch in figures.generations)
     replicas = figures.replicas()
@@ -103,29 +107,33 @@ def _page(run: RecordedRun, figures: Figures, traffic: Sequence[Flow], links: Li
             "reason": names.index("stop reason"),
             "agent": names.index("agent"),
             "command": links.command("TRAJECTORY"),
+            "no_page": NO_PAGE,
         },
         run=run,
         setting=_setting(run, [one.agent for one in traffic] or list(run.agents)),
         notes=run.notes,
         lines=lines,
+        own=own,
+        called=figures.called,
         columns=columns,
         seconds=seconds,
         still=figures.end - figures.begin - seconds,
         score_mean=sum(scores) / len(scores) if scores else None,
-        groups=_groups(lines),
+        groups=_groups(own),
         dropped=(run.summary or {}).get("groups_dropped", 0),
-        group_count=len({line.group_id for line in lines}),
-        reasons=_reasons(lines),
+        group_count=len({line.group_id for line in own}),
+        reasons=_reasons(own),
+        called_reasons=_reasons(figures.called),
         endings=sorted({line.ending for line in lines}),
         agents=sorted({line.agent for line in lines}),
         tokens=sum(line.tokens for line in lines),
         trained=sum(line.trained for line in lines),
         rate=sampled / seconds if seconds else None,
         histograms=[
-            ("messages per trajectory", histogram([line.turns for line in lines])),
-            ("tokens after the prompt", histogram([line.tokens for line in lines])),
-            ("score", histogram(scores)),
-            ("seconds", histogram([line.wall for line in lines])),
+            ("messages per trajectory", histogram([line.turns for line in own]), number),
+            ("tokens after the prompt", histogram([line.tokens for line in own]), number),
+            ("score", histogram(scores), number),
+            ("time", histogram([line.wall for line in own]), duration),
         ],
         courses=[
             ("sampled tokens/s", _course(figures.throughput())),
@@ -135,16 +143,17 @@ def _page(run: RecordedRun, figures: Figures, traffic: Sequence[Flow], links: Li
         if lines
         else [],
         replicas=_replicas(replicas, seconds) if len(replicas) > 1 else [],
-        resumed=[line for line in lines if line.resumed],
-        crossed=sum(len(line.versions) > 1 for line in lines),
+        resumed=[line for line in own if line.resumed],
+        crossed=sum(len(line.versions) > 1 for line in own),
         versions=sorted({version for line in lines for version in line.versions}),
-        spent=_spent(lines),
+        spent=_spent(own),
         tail=_tail(lines),
         tools=sorted(figures.tools.values(), key=lambda use: -sum(use.seconds)),
         graphs=[{"flow": one, "picture": traffic_picture(one)} for one in traffic],
         scale=(min(means), max(means)) if means and min(means) < max(means) else None,
         kinds=[kind for kind in BUSY if any(line.seconds[kind] > 0 for line in lines)],
         link=links.to,
+        no_page=NO_PAGE,
         row_of={line.trajectory_id: place for place, line in enumerate(lines)},
     )
 
@@ -179,6 +188,7 @@ def weights_of(versions: Sequence[int]) -> str:
 
 
 def _reasons(lines: Sequence[Line]) -> list[dict[str, Any]]:
+    """Return how many ended for which reason, and of failures the first with each of the first few messages."""
     by_reason: defaultdict[str, list[Line]] = defaultdict(list)
     for line in lines:
         by_reason[line.ending].append(line)
@@ -186,7 +196,13 @@ def _reasons(lines: Sequence[Line]) -> list[dict[str, Any]]:
     for reason, own in sorted(by_reason.items(), key=lambda item: -len(item[1])):
         scores = [line.score for line in own if line.score is not None]
         mean = sum(scores) / len(scores) if scores else None
-        found.append({"reason": reason, "count": len(own), "share": len(own) / len(lines), "score": mean})
+        failures: dict[str, Line] = {}
+        for line in own if own[0].kind == "cut" else ():
+            if line.detail:
+                failures.setdefault(line.detail, line)
+        said = list(failures.values())[:SAID]
+        share = len(own) / len(lines)
+        found.append({"reason": reason, "count": len(own), "share": share, "score": mean, "said": said})
     return found
 
 
@@ -222,7 +238,7 @@ def _groups(lines: Sequence[Line]) -> dict[str, Any] | None:
     """Return the groups of several scored trajectories, the widest spread first; without spread nothing is learned."""
     by_group: defaultdict[str, list[float]] = defaultdict(list)
     for line in lines:
-        if line.score is not None and line.parent_id is None:
+        if line.score is not None:
             by_group[line.group_id].append(line.score)
     several = {group: scores for group, scores in by_group.items() if len(scores) > 1}
     if not several:

@@ -5,25 +5,29 @@ Invariant: text from a model or a tool is only ever printed as text: no markup, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from fsm_rollout.diagrams.cards import Card, cards
-from fsm_rollout.diagrams.figures import Figures
+from fsm_rollout.diagrams.endings import kind_of_end
+from fsm_rollout.diagrams.figures import Figures, Line
 from fsm_rollout.diagrams.moments import KINDS, covered, stays, stretches
 from fsm_rollout.diagrams.pages import duration, number
 from fsm_rollout.diagrams.palette import colour_of
 from fsm_rollout.diagrams.recorded import Recorded, RecordedRun
-from fsm_rollout.diagrams.token_texts import TokenTexts, visible
+from fsm_rollout.diagrams.token_texts import TokenTexts, shortened, visible
 from fsm_rollout.diagrams.trajectory import describe, ending_of
 from fsm_rollout.events import Transitioned
 from fsm_rollout.trajectory import Stream
 
 ROWS = 20
+WIDE = 120
+"""Columns of a terminal in which a table of all there is to say can be read."""
 TOKENS_SHOWN = 160
 """Tokens of one card; the first half and the last."""
 TEXT_SHOWN = 200
@@ -49,29 +53,64 @@ def run_view(run: RecordedRun) -> RenderableType:
     visits: dict[str, int] = {}
     for recorded in run.histories():
         figures.add(recorded)
-        for state, count in recorded.trajectory.visits.items():
+        for state, count in recorded.trajectory.visits.items() if recorded.trajectory.parent_id is None else ():
             visits[state] = visits.get(state, 0) + count
-    lines = figures.lines
+    own, called = figures.own, figures.called
     order = [state for graph in run.agents.values() for state in graph.states]
-    groups = len({line.group_id for line in lines})
-    head = Text(f"{run.folder}: {len(lines):,} {'trajectory' if len(lines) == 1 else 'trajectories'} in ")
-    head.append(f"{groups:,} {'group' if groups == 1 else 'groups'}, ")
-    head.append(f"{duration(figures.seconds)}, {sum(line.trained for line in lines):,} trained tokens")
+    groups = len({line.group_id for line in own})
+    head = Text(f"{run.folder}: {len(own):,} {'trajectory' if len(own) == 1 else 'trajectories'} in ")
+    head.append(f"{groups:,} {'group' if groups == 1 else 'groups'}")
+    head.append(f" + {len(called):,} of sub-agents" if called else "")
+    trained = sum(line.trained for line in figures.lines)
+    head.append(f", {duration(figures.seconds)}, {trained:,} trained tokens{' in all' if called else ''}")
     states = Text(" ").join(Text.assemble(_chip(state, order), f" {count:,} ") for state, count in visits.items())
-    endings: dict[str, int] = {}
-    for line in lines:
-        endings[line.ending] = endings.get(line.ending, 0) + 1
-    ended = Text("ended: " + ", ".join(f"{visible(name)} {count:,}" for name, count in endings.items()))
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("slowest", "stop reason", "score", "turns", "trained", "calls", "time", "what it went into"):
-        table.add_column(name, justify="right" if name in ("score", "turns", "trained", "calls", "time") else "left")
-    for line in sorted(lines, key=lambda line: -line.wall)[:ROWS]:
-        calls = f"{line.calls}" + (f" ({line.failures} failed)" if line.failures else "")
-        cells = (visible(line.trajectory_id), visible(line.ending), number(line.score), str(line.generations))
-        rest = (f"{line.trained:,}", calls, duration(line.wall), visible(line.why()))
-        table.add_row(*(Text(cell) for cell in (*cells, *rest)))
     parts: list[RenderableType] = [*_notes(run.notes), head]
-    return Group(*parts, states, ended, table) if lines else Group(*parts, Text("it has no trajectories"))
+    if not figures.lines:
+        return Group(*parts, Text("it has no trajectories"))
+    parts += [states, Text.assemble("ended: ", _endings(own))]
+    if called:
+        parts.append(Text.assemble("of sub-agents: ", _endings(called)))
+    return Group(*parts, _Slowest(sorted(figures.lines, key=lambda line: -line.wall)[:ROWS]))
+
+
+def _endings(lines: Sequence[Line]) -> Text:
+    counts = Counter(line.ending for line in lines)
+    return Text(", ").join(Text.assemble(_ending(name), f" {count:,}") for name, count in counts.most_common())
+
+
+def _ending(reason: str) -> Text:
+    return Text(visible(reason), style="red" if kind_of_end(reason) == "cut" else "")
+
+
+class _Slowest:
+    """The table of the slowest: what their time went into has a column where there is room, else lines of its own.
+
+    No column cuts what stands in it: what is too long for its column goes on below.
+    """
+
+    def __init__(self, lines: Sequence[Line]) -> None:
+        self.lines = lines
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = options.max_width >= WIDE
+        columns = ["slowest", "stop reason", "score", "turns", "trained", "calls", "time"]
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        for name in [*columns, *(["what it went into"] if wide else [])]:
+            number_like = name in columns[2:]
+            table.add_column(
+                name, justify="right" if number_like else "left", no_wrap=number_like, overflow="fold", min_width=4
+            )
+        for line in self.lines:
+            calls = f"{line.calls}" + (f" ({line.failures} failed)" if line.failures else "")
+            of = "" if line.parent_id is None else "↳ "  # a sub-agent
+            rest = (number(line.score), str(line.generations), f"{line.trained:,}", calls, duration(line.wall))
+            cells = [Text(of + visible(line.trajectory_id)), _ending(line.ending), *map(Text, rest)]
+            table.add_row(*cells, *([Text(visible(line.why()))] if wide else []))
+        yield table
+        if not wide:
+            yield Text("what it went into:", style="dim")
+            for line in self.lines:
+                yield Text.assemble(f"  {visible(line.trajectory_id)}: ", (visible(line.why()), "dim"))
 
 
 def trajectory_view(run: RecordedRun, trajectory_id: str) -> RenderableType:
@@ -99,7 +138,7 @@ def trajectory_view(run: RecordedRun, trajectory_id: str) -> RenderableType:
         if any(s.kind == kind for s in found)
     )
     path = Text(" → ").join(_chip(stay.state, order) for stay in stays(recorded.events))
-    parts: list[RenderableType] = [*_notes(run.notes), head, Text(visible(ending_of(recorded))), path]
+    parts: list[RenderableType] = [*_notes(run.notes), head, Text(shortened(visible(ending_of(recorded)))), path]
     if totals:
         parts.append(Text(totals, style="dim"))
     for card in cards(recorded):
@@ -111,13 +150,15 @@ def _card(card: Card, recorded: Recorded, order: Sequence[str], texts: Sequence[
     if isinstance(card.step, Transitioned):
         return []
     if card.pause is not None:
-        return [Text(f"\n{visible(card.pause)}", style="dim italic")]
+        return [Text(f"\n{shortened(visible(card.pause))}", style="dim italic")]
     title = Text.assemble("\n", _chip(card.state, order), (f" {visible(describe(card))}", "bold"))
     title.append(
         f"  {card.end - card.start:,} tokens" if card.kind != "pending" else "  never entered the tokens", "dim"
     )
     if card.generated is not None:
         title.append(f", turn {card.turn}, {duration(card.generated.seconds)}", "dim")
+    if card.cut is not None:
+        title.append(f"  {visible(card.cut)}", "red")
     for value, _ in card.scores:
         title.append(f"  score {number(value)}", "green")
     if card.guarded:

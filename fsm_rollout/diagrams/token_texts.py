@@ -34,6 +34,21 @@ def visible(text: str) -> str:
     return _HIDDEN.sub(lambda found: _LOOK.get(found.group()) or f"⟨{ord(found.group()):04X}⟩", text)
 
 
+LONG = 240
+"""Characters of a message that stand where there is more to be seen than it."""
+
+
+def folded(text: str) -> tuple[str, str]:
+    """Return the beginning of a text, and the rest of it where it is long."""
+    return (text, "") if len(text) <= LONG else (text[: LONG - 40], text[LONG - 40 :])  # never for a word or two
+
+
+def shortened(text: str) -> str:
+    """Return a text, and of a long one its beginning and how much more there is."""
+    begins, rest = folded(text)
+    return f"{begins} … {len(rest):,} more characters" if rest else text
+
+
 class TokenTexts:
     """What the tokens of one tokenizer look like."""
 

@@ -42,7 +42,8 @@ def write_run(
     """Write a run's folder that holds these trajectories, and nothing of a run's end."""
     graph = graph or load_agent(CONFIGS / "agents/tool_user.yaml")
     run = {"engine": {"kind": "scripted", "tokenizer": "embedded"}, "engines": {}, **config}
-    metadata = {"agents": {graph.agent: dump(graph)}, "run": run, "base": str(folder)}
+    engines = {"policy": {"kind": "scripted", "tokenizer": "embedded"}}
+    metadata = {"agents": {graph.agent: dump(graph)}, "engines": engines, "run": run, "base": str(folder)}
     with Journal(folder / "journal.sqlite", metadata=metadata) as journal:
         for trajectory_id, events in histories.items():
             for event in events:

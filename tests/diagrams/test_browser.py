@@ -325,6 +325,19 @@ def test_the_table_sorts_filters_and_links(browser: Any, run: Path) -> None:
     quiet(browser)
 
 
+def test_what_has_no_page_does_not_look_like_a_link(browser: Any, run: Path) -> None:
+    opened(browser, run / "report.html")
+    looks = browser.execute_script(
+        """return [...document.querySelectorAll("#trajectories tbody tr")].map((row) => {
+             const name = row.cells[0].firstChild, style = getComputedStyle(name);
+             const plain = style.color === getComputedStyle(row.cells[1]).color;
+             return [plain, style.textDecorationLine, name.dataset.tip || ""]})"""
+    )
+    without = [True, "none", "It has no page. A click says which command makes one."]
+    assert looks == [[False, "underline", ""], without, without, [False, "underline", ""]]
+    quiet(browser)
+
+
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1280])
 def test_nothing_is_wider_than_the_window_and_text_can_be_read(

@@ -267,7 +267,8 @@ def test_a_report_says_what_was_run_and_where_all_time_went(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("value", "said"),
     [(None, "–"), (0.0, "0"), (1 / 3, "0.333"), (2.5, "2.5"), (11.504, "11.5"), (548.84, "548.8"), (2324.8, "2,325"),
-     (0.0004, "4.0e-04"), (-0.5, "-0.5"), (100.0, "100"), (float("inf"), "inf")],
+     (0.0004, "0.0004"), (0.000942, "0.00094"), (-0.0123, "-0.012"), (4e-9, "4.0e-09"),
+     (-0.5, "-0.5"), (100.0, "100"), (float("inf"), "inf")],
 )  # fmt: skip
 def test_numbers_are_said_without_noise(value: float | None, said: str) -> None:
     assert said_number(value) == said
@@ -302,7 +303,7 @@ def test_without_its_model_and_its_agent_a_run_can_still_be_read(tmp_path: Path)
             journal.append("0/0", event)
     shown(str(tmp_path), "--trajectory", "0/0", "-o", str(tmp_path / "t.html"))
     page = html.unescape((tmp_path / "t.html").read_text("utf-8"))
-    assert "says nothing of engine 'policy'" in page
+    assert "says nothing of an engine 'policy'" in page
     assert "drawn from what happened" in page
     assert data_of(page)["vocabularies"] == {}
 

@@ -271,6 +271,7 @@
           const link = make("button", "command", "");
           link.append(make("bdi", "", value));
           link.dataset.row = data.rows.indexOf(row);
+          link.dataset.tip = data.no_page;
           td.append(link);
         }
       } else if (value === null) td.textContent = "–";
