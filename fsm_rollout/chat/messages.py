@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsm_rollout.errors import ChatTemplateError
+from fsm_rollout.errors import ChatTemplateError, did_you_mean
+from fsm_rollout.prompts import ROLES
 
 Message = dict[str, Any]
 
@@ -152,6 +153,20 @@ def roles_of(messages: Sequence[Mapping[str, Any]]) -> list[object]:
         return [message.get("role") for message in messages]
     except AttributeError:
         raise malformed(0, "messages must be a list of dicts") from None
+
+
+def check_written(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse messages that no template can be given, where they are written instead of where they are rendered.
+
+    Raises:
+        ChatTemplateError: ``multimodal-content`` or ``malformed-message``.
+
+    """
+    for index, message in enumerate(conform(messages, Dialect())):
+        if message["role"] not in ROLES:
+            raise malformed(index, f"has the unknown role {message['role']!r}{did_you_mean(message['role'], ROLES)}")
+        if messages[index].get("content") is None and "tool_calls" not in message:
+            raise malformed(index, "has no content")
 
 
 def check_turns(history: Sequence[Mapping[str, Any]], new_messages: Sequence[Mapping[str, Any]]) -> None:

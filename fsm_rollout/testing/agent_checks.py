@@ -29,6 +29,7 @@ from fsm_rollout.loader import dump, loads, read_agent
 from fsm_rollout.prompts import Prompt
 from fsm_rollout.proof import Bound, prove
 from fsm_rollout.testing import handler_laws, laws
+from fsm_rollout.testing.blocking import unblocked
 from fsm_rollout.testing.laws import Law, LawBroken
 from fsm_rollout.testing.plan import Plan, Schedule
 from fsm_rollout.testing.reachable import reachable_rows
@@ -36,7 +37,7 @@ from fsm_rollout.testing.simulation import Simulation, embedded_tokenizer, quiet
 from fsm_rollout.testing.strategies.plans import engine_scripts, plans
 from fsm_rollout.testing.virtual_time import Endless
 from fsm_rollout.testing.walks import Walker, row_name, taken
-from fsm_rollout.testing.watching import BLOCKING_SECONDS
+from fsm_rollout.testing.watching import BLOCKING_SECONDS, HandlerBlocked
 from fsm_rollout.trajectory import Trajectory
 
 WALKS_PER_EXAMPLE = 20
@@ -93,16 +94,20 @@ class Subject:
         return settings().max_examples if self.examples is None else self.examples
 
     def simulate(self, plan: Plan, graph: AgentGraph | None = None, **more: Any) -> Simulation:
-        """Run a plan."""
-        return simulate(
-            graph or self.graph,
-            plan,
-            tokenizer=self.tokenizer,
-            real_tools=self.real_tools,
-            prompts=self.prompts,
-            blocking_seconds=self.blocking_seconds,
-            **more,
-        )
+        """Run a plan; what would block the event loop is refused where it is called, and the run is blocked there."""
+        with unblocked(0, "a handler") as refused:
+            run = simulate(
+                graph or self.graph,
+                plan,
+                tokenizer=self.tokenizer,
+                real_tools=self.real_tools,
+                prompts=self.prompts,
+                blocking_seconds=self.blocking_seconds,
+                **more,
+            )
+        if refused:
+            run.watch.blocked, run.watch.waits_in = refused[0].where, refused[0].what
+        return run
 
     def plans(self, *, failures: bool = True, **what: bool) -> st.SearchStrategy[Plan]:
         """Return a strategy for runs of the agent."""
@@ -173,7 +178,7 @@ def _size(broken: LawBroken) -> int:
 
 
 def _is_slow(run: Simulation) -> bool:
-    return run.watch.blocked is not None or isinstance(run.crash, Endless)
+    return isinstance(run.crash, Endless | HandlerBlocked)
 
 
 def judge(run: Simulation, held: Sequence[Law]) -> Simulation:

@@ -2,7 +2,8 @@
 
 Invariant: a run ends, and what kept the loop's thread is named. Calls that are known to wait there (``time.sleep``, a
 blocking connection, the end of a process) are refused where they are made, however short the wait would have been; what
-nobody can know of (a lock, a queue, an endless computation) is interrupted by an alarm after :data:`BLOCKING_SECONDS`.
+may or may not wait (a lock, a queue) is interrupted once it does, and anything else (an endless computation) after
+:data:`BLOCKING_SECONDS`.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ T = TypeVar("T")
 BUSY_SECONDS = 1.0
 """CPU seconds that one step of a coroutine may take: everything else on the loop waits for it."""
 BLOCKING_SECONDS = watching.BLOCKING_SECONDS
-"""Real seconds that one step may take, whatever it does."""
+"""Seconds that one step may take, whatever it does."""
 HORIZON = 1e7
 """Virtual seconds after which a run counts as endless."""
 HOW_TIME_PASSES = (
     "time is virtual: it stands for threads and for processes that asyncio started, a moment for connections, and "
     "within `asyncio.get_running_loop().external()`: put what else is awaited from outside there"
 )
+
+INSTEAD = "await something, or use a thread"
 
 _BLOCKING: Mapping[str, Callable[[Any], str | None]] = {
     "socket.connect": lambda args: None if args[0].gettimeout() == 0 else f"a blocking connection to {args[1]!r}",
@@ -65,16 +68,15 @@ def _audit(event: str, args: Any) -> None:
 
 def _refuse(what: str | None) -> None:
     watch = _watches.get(threading.get_ident())
-    if watch is not None and what is not None:
-        error = BlockedLoop(
-            watch.invariant, f"{watch.name} blocks the event loop with {what}; await something, or use a thread"
-        )
+    if watch is not None and what is not None and not watching.is_importing(sys._getframe()):
+        error = BlockedLoop(watch.invariant, f"{watch.name} blocks the event loop with {what}; {INSTEAD}")
+        error.what, error.where = what, places.caller()
         watch.found.append(error)
         raise error
 
 
 def _sleep(seconds: Any) -> None:
-    _refuse(f"time.sleep({seconds})")
+    _refuse(f"time.sleep({seconds})" if seconds else None)
     _real_sleep(seconds)
 
 
@@ -147,20 +149,24 @@ def in_virtual_time(
 
     Raises:
         BlockedLoop: it stopped the loop's thread.
-        ConformanceError: it can never end, or leaves tasks.
+        ConformanceError: it can never end, leaves tasks, or lets some fail unheard.
     """
     loop, watch = VirtualTimeLoop(horizon=HORIZON), watching.Watch()
-    loop.set_exception_handler(_complain)
+    unheard: list[str] = []
+    loop.set_exception_handler(lambda loop, context: unheard.append(_said(context)))
     with unblocked(*blocking) as blocked:
         try:
             with watching.watchdog(watch, lambda: loop.beat, BLOCKING_SECONDS):
-                return run_virtual(work, loop=loop)
+                result = run_virtual(work, loop=loop)
+            if unheard:
+                raise ConformanceError(leaky[0], f"what {blocking[1]} started failed, and nobody heard: {unheard[0]}")
+            return result
         except watching.HandlerBlocked as error:
-            raise SlowLoop(
-                blocking[0],
-                f"{blocking[1]} keeps the event loop for more than {BLOCKING_SECONDS:g} s, at "
-                f"{places.raised(error.__traceback__) or watch.blocked}; await something, or use a thread",
-            ) from error
+            what = f"keeps the event loop for more than {BLOCKING_SECONDS:g} s"
+            if watch.waits_in is not None:
+                what = f"blocks the event loop in '{watch.waits_in}'"
+            where = places.raised(error.__traceback__) or watch.blocked
+            raise SlowLoop(blocking[0], f"{blocking[1]} {what}, at {where}; {INSTEAD}") from error
         except Deadlock as error:
             raise ConformanceError(endless[0], f"{endless[1]} ({HOW_TIME_PASSES}): {error}") from None
         except Endless as error:
@@ -172,6 +178,7 @@ def in_virtual_time(
                 raise blocked[0]
 
 
-def _complain(loop: Any, context: dict[str, Any]) -> None:
-    if not isinstance(context.get("exception"), watching.HandlerBlocked):  # that one is told
-        loop.default_exception_handler(context)
+def _said(context: Mapping[str, Any]) -> str:
+    """Return what the event loop has to say about a callback or task that failed on its own."""
+    error = context.get("exception")
+    return f"{context.get('message')}{'' if error is None else f': {type(error).__name__}: {error}'}"

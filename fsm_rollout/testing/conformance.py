@@ -32,7 +32,9 @@ __all__ = ["Report", "check_engine"]
 CLOSE = 1e-3
 """How far two logprobs of the same token may be apart (batches of different shapes round differently)."""
 LONGER, SECONDS = 10.0, 0.5
-"""How many times, and how many seconds, longer an answer takes that another one must not wait for."""
+"""How many times, and how many seconds, longer answers take that another one must not wait for."""
+MANY = (1, 8, 64)
+"""How many long answers: more of them, where fewer do not take long enough to tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +111,11 @@ async def check_engine(
     return Report(tuple(checks), it.requests, it.tokens, it.seeds_matter)
 
 
-def _same(invariant: int, one: Answer, other: Answer, what: str, skip: int = 0) -> None:
-    first, second = one.ids[skip:], other.ids
+def _same(invariant: int, one: Answer, other: Answer, what: str, skip: int = 0, to: int | None = None) -> None:
+    first, second = one.ids[skip:to], other.ids
     if first != second:
         raise ConformanceError(invariant, f"{what}: {second} instead of {first}")
-    for a, b in zip(one.logprobs[skip:], other.logprobs, strict=True):
+    for a, b in zip(one.logprobs[skip:to], other.logprobs, strict=True):
         if abs(a - b) > CLOSE:
             raise ConformanceError(invariant, f"{what}: the logprob {b} instead of {a}")
 
@@ -140,10 +142,12 @@ async def _greedy(it: Subject) -> None:
 
 
 async def _continued(it: Subject) -> None:
-    """Go on where an answer was cut: its rest comes, so its tokens are in order and all there."""
+    """Ask for less, and go on from there: both come as in the whole, so tokens and logprobs belong together."""
     for prompt in range(len(it.prompts)):
         (whole,) = await it.collect(it.request(prompt, 9, temperature=0.0))
         for cut in range(1, min(len(whole.ids), 5)):
+            (part,) = await it.collect(it.request(prompt, cut, temperature=0.0))
+            _same(5, whole, part, f"asked for only {cut} of 9 tokens, it gave others", to=cut)
             rest = whole.request.continued(as_ids(whole.ids[:cut]), it.name())
             (answer,) = await it.collect(rest)
             _same(5, whole, answer, f"going on after {cut} of {whole.ids} gave other tokens", skip=cut)
@@ -168,23 +172,27 @@ async def _answers(it: Subject) -> None:
 
 
 async def _logprobs(it: Subject) -> None:
-    """Sample at temperature 1: not every token can have been certain. And see whether seeds matter."""
+    """Sample at temperatures 1 and 0: not every token can have been certain. And see whether seeds matter."""
     both = [
         await it.collect(*(it.request(i, 16, seed=seed, ignore_eos=True) for i in range(len(it.prompts))))
         for seed in (1, 2)
     ]
     logprobs = [logprob for answers in both for answer in answers for logprob in answer.logprobs]
-    if len(it.engine.tokenizer) > 1 and not any(logprobs):
-        raise ConformanceError(
-            2, f"all {len(logprobs)} tokens sampled at temperature 1 have the logprob 0.0, a probability of 1; "
-            "an engine must give the logprob of each token that it samples"
-        )  # fmt: skip
+    greedy = await it.collect(*(it.request(i, 16, temperature=0.0, ignore_eos=True) for i in range(len(it.prompts))))
+    for temperature, told in ((1, logprobs), (0, [logprob for answer in greedy for logprob in answer.logprobs])):
+        if len(it.engine.tokenizer) > 1 and not any(told):
+            raise ConformanceError(
+                2, f"all {len(told)} tokens sampled at temperature {temperature} have the logprob 0.0, a probability "
+                "of 1; an engine must give the logprob of each token that it samples, at temperature 0 that of the "
+                "unscaled softmax"
+            )  # fmt: skip
     it.seeds_matter = [answer.ids for answer in both[0]] != [answer.ids for answer in both[1]]
 
 
 async def _stop_tokens(it: Subject) -> None:
-    """Let every token stop: the answer is one token, the stop token."""
-    for answer in await it.collect(*(it.request(i, 5, stop_ids=it.every_token, seed=i) for i in range(3))):
+    """Let every token stop, also where it is the last allowed: the answer is one token, the stop token."""
+    requests = [it.request(i, most, stop_ids=it.every_token, seed=i) for i in range(3) for most in (5, 1)]
+    for answer in await it.collect(*requests):
         if answer.finish_reason != "stop" or len(answer.ids) != 1:
             raise ConformanceError(
                 3, f"every token was a stop token, and {answer.ids} ended with '{answer.finish_reason}'"
@@ -243,9 +251,7 @@ async def _refuses_ids(it: Subject, twice: Sequence[Request]) -> None:
 
 async def _abandoned(it: Subject) -> None:
     """Stop listening: the engine becomes idle."""
-    request = it.request(0, LONG, ignore_eos=True)
-    stream = it.start([request])
-    await it.first(stream, {request.request_id: Answer(request)})
+    stream, _ = await it.under_way()
     await it.stop_listening(stream)
     if not await it.until(lambda: not it.load().running and not it.load().waiting):
         raise ConformanceError(6, f"nothing is asked of it any more, and load() says {it.load()}")
@@ -254,45 +260,55 @@ async def _abandoned(it: Subject) -> None:
 async def _one_by_one(it: Subject) -> None:
     """Ask for one token and for very many in one dispatch: the one comes while the others are being sampled.
 
-    That is seen without a clock: once the one is there, the long request can be aborted. An engine that is too quick
-    for that, or that takes as long for one token as for many, is not judged: alone, the long request must take longer
-    by far.
+    That is seen without a clock: once the one is there, a long request can be aborted. An engine that is too quick
+    for that, however many long ones it is given, or that takes as long for one token as for many, is not judged: alone,
+    the long requests must take longer by far.
     """
-    for _ in range(TRIES):
-        if await _short_beside_long(it):
-            return
-    short: list[float] = []
-    long: list[float] = []
-    for _ in range(TRIES):
-        for tokens, seconds in ((1, short), (LONG, long)):
-            began = it.now
-            await it.collect(it.request(0, tokens, ignore_eos=True))
-            seconds.append(it.now - began)
-    if min(long) > LONGER * max(short) + SECONDS:
-        raise ConformanceError(
-            6, f"a request for one token came only when one for {LONG} in its dispatch had ended (alone they take "
-            f"{max(short):.3g} and {min(long):.3g} s); no request waits for another's end"
-        )  # fmt: skip
+    for count in MANY:
+        for _ in range(TRIES):
+            if await _short_beside_long(it, count):
+                return
+        short: list[float] = []
+        long: list[float] = []
+        for _ in range(TRIES):
+            for requests, seconds in (([it.request(0, 1, ignore_eos=True)], short), (_long(it, count), long)):
+                began = it.now
+                await it.collect(*requests)
+                seconds.append(it.now - began)
+        if min(long) > LONGER * max(short) + SECONDS:
+            many = f"{count} for {LONG} had ended" if count > 1 else f"one for {LONG} had ended"
+            raise ConformanceError(
+                6, f"a request for one token came only when {many} in its dispatch (alone they take "
+                f"{max(short):.3g} and {min(long):.3g} s); no request waits for another's end"
+            )  # fmt: skip
+        if not SECONDS * count / MANY[-1] <= min(long) < min(2 * SECONDS, it.patience / MANY[1]):
+            return  # more would not take long enough either, or too long
 
 
-async def _short_beside_long(it: Subject) -> bool:
+def _long(it: Subject, count: int) -> list[Request]:
+    return [it.request(number, LONG, ignore_eos=True) for number in range(1, count + 1)]
+
+
+async def _short_beside_long(it: Subject, count: int) -> bool:
     """Return whether a short request came, and a long one beside it could still be aborted, or had to wait."""
-    short, long = it.request(0, 1, ignore_eos=True), it.request(1, LONG, ignore_eos=True)
-    answers = {request.request_id: Answer(request) for request in (short, long)}
-    stream, until = it.start([short, long]), it.now + it.patience
+    short, long = it.request(0, 1, ignore_eos=True), _long(it, count)
+    names = [request.request_id for request in long]
+    answers = {request.request_id: Answer(request) for request in (short, *long)}
+    first, others = answers[short.request_id], [answers[name] for name in names]
+    stream, until = it.start([short, *long]), it.now + it.patience
     told = waited = False
     try:
         while (chunk := await it.next(stream, until)) is not None:
             take(chunk, answers)
-            if answers[long.request_id].finish_reason is not None and not answers[short.request_id].chunks:
+            if not first.chunks and any(answer.finish_reason is not None for answer in others):
                 waited = True  # a full engine admits later
-            if answers[short.request_id].finish_reason is not None and not told:
+            if first.finish_reason is not None and not told:
                 told = True
-                await it.call(4, it.engine.abort, [long.request_id])
+                await it.call(4, it.engine.abort, names)
     except TimeoutError:
         late = ", ".join(name for name, answer in answers.items() if answer.finish_reason is None)
         raise ConformanceError(
             6, f"no last chunk for {late} within {it.patience:g} s; asked for were 1 and {LONG} tokens in one dispatch"
         ) from None  # fmt: skip
     it.whole(answers)
-    return waited or answers[long.request_id].finish_reason == "abort"
+    return waited or any(answer.finish_reason == "abort" for answer in others)

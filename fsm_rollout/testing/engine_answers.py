@@ -59,6 +59,10 @@ class Answer:
             raise ConformanceError(1, f"'{name}' got an error with finish_reason '{chunk.finish_reason}', not 'abort'")
         if not self.chunks and len(chunk.ids) and chunk.error is None:
             raise ConformanceError(7, f"'{name}': the first chunk has tokens; an empty one must say it was admitted")
+        if chunk.waits and (len(chunk.ids) or chunk.finish_reason is not None):
+            raise ConformanceError(
+                7, f"'{name}' got a chunk that `waits` and brings something; it must be an empty one"
+            )
         if self.chunks and chunk.weight_version < self.chunks[-1].weight_version:
             raise ConformanceError(8, f"'{name}': the weight version went back to {chunk.weight_version}")
         self.chunks.append(chunk)

@@ -121,11 +121,8 @@ async def pause_under_way(it: Subject) -> None:
 
 async def _ran_on(it: Subject) -> bool:
     """Pause a request under way, and let it go on; return whether it came to its end although it should wait."""
-    request = it.request(0, LONG, ignore_eos=True)
-    answers = {request.request_id: Answer(request)}
-    answer = answers[request.request_id]
-    stream = it.start([request])
-    await it.first(stream, answers)
+    stream, answer = await it.under_way()
+    answers = {answer.request.request_id: answer}
     await it.call(6, it.engine.pause)
     async with it.reading(stream, answers) as reading:
         late = await _silence(it, answer, it.settle)
@@ -138,9 +135,9 @@ async def _ran_on(it: Subject) -> bool:
             if not await it.until(lambda: len(answer.ids) > had or reading.done()):
                 raise ConformanceError(6, "a request under way at pause() did not go on after resume()")
             _not_ended_by(6, "resume() after pause()", answer)
-            await it.call(4, it.engine.abort, [request.request_id])
+            await it.call(4, it.engine.abort, list(answers))
         else:
-            await it.call(4, it.engine.abort, [request.request_id])
+            await it.call(4, it.engine.abort, list(answers))
             await it.call(6, it.engine.resume)
         await _end(it, reading)
     it.whole(answers)
@@ -215,11 +212,8 @@ def _tokens_of(answer: Answer, other_than: set[int]) -> list[Chunk]:
 async def _update_running(it: Subject, weights: str | Path | Mapping[str, torch.Tensor]) -> str | None:
     """Update under a request; return its version, in words, if it kept that to its end, long afterwards."""
     before = it.engine.weight_version
-    request = it.request(0, LONG, ignore_eos=True)
-    answers = {request.request_id: Answer(request)}
-    answer = answers[request.request_id]
-    stream = it.start([request])
-    await it.first(stream, answers)
+    stream, answer = await it.under_way()
+    answers = {answer.request.request_id: answer}
     if _tokens_of(answer, {before}):
         raise ConformanceError(8, f"weight_version is {before}, and tokens carry the version {_versions(answer)}")
     updated = await it.call(8, it.engine.update_weights, weights)
@@ -235,7 +229,7 @@ async def _update_running(it: Subject, weights: str | Path | Mapping[str, torch.
             take(chunk, answers)
             if not renewed and len(chunk.ids) and chunk.weight_version == updated:
                 renewed = True
-                await it.call(4, it.engine.abort, [request.request_id])
+                await it.call(4, it.engine.abort, list(answers))
     except TimeoutError:
         raise ConformanceError(
             8, f"a request under way at update_weights neither ended nor got a token of version {updated} within "
@@ -256,11 +250,8 @@ async def _update_paused(
     Return its version, in words, if it kept that to its end.
     """
     before = it.engine.weight_version
-    request = it.request(0, LONG, ignore_eos=True)
-    answers = {request.request_id: Answer(request)}
-    answer = answers[request.request_id]
-    stream = it.start([request])
-    await it.first(stream, answers)
+    stream, answer = await it.under_way()
+    answers = {answer.request.request_id: answer}
     await asyncio.sleep(wait)
     await it.call(6, it.engine.pause)
     updated = await it.call(8, it.engine.update_weights, weights, before + 7)
@@ -278,7 +269,7 @@ async def _update_paused(
         if not await it.until(lambda: bool(_tokens_of(answer, {before})) or reading.done()):
             raise ConformanceError(8, "a request under way did not go on after update_weights in a pause")
         _not_ended_by(8, "update_weights in a pause", answer)
-        await it.call(4, it.engine.abort, [request.request_id])
+        await it.call(4, it.engine.abort, list(answers))
         await _end(it, reading)
     it.whole(answers)
     _only(answer, before, updated)
@@ -302,10 +293,8 @@ def _versions(answer: Answer) -> str:
 
 async def close(it: Subject) -> None:
     """Close: that ends what is under way, may be done twice, and is final."""
-    request = it.request(0, LONG, ignore_eos=True)
-    answers = {request.request_id: Answer(request)}
-    stream = it.start([request])
-    await it.first(stream, answers)
+    stream, answer = await it.under_way()
+    answers = {answer.request.request_id: answer}
     await it.call(9, it.engine.aclose)
     try:
         await it.drain(stream, answers, it.now + it.patience)

@@ -124,6 +124,13 @@ class Subject:
         take(chunk, answers)
         return chunk
 
+    async def under_way(self) -> tuple[AsyncIterator[Chunk], Answer]:
+        """Start a long request, and return its chunks and what has come of it once it is admitted."""
+        answer = Answer(self.request(0, LONG, ignore_eos=True))
+        stream = self.start([answer.request])
+        await self.first(stream, {answer.request.request_id: answer})
+        return stream, answer
+
     async def drain(self, stream: AsyncIterator[Chunk], answers: Mapping[str, Answer], until: float = math.inf) -> None:
         """Take all that comes.
 

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from hypothesis import strategies as st
 
+from fsm_rollout.chat.messages import check_written
 from fsm_rollout.errors import ToolError
 from fsm_rollout.events import Message, Prompted, Transitioned
 from fsm_rollout.graph import Interaction as Spec
@@ -38,6 +39,8 @@ from fsm_rollout.trajectory import Trajectory
 
 MOST_WAITS = 40
 """A reply is cancelled at each of its awaits, up to this many."""
+LATER_SECONDS = 1024.0
+"""How much later the same conversation is held again: it must not depend on the clock."""
 
 _said = st.sampled_from(["", "Yes.", "The answer is 4.", "Which one?", "é 漢字 🙂", "I cannot do that."])
 
@@ -162,6 +165,7 @@ class _World:
 
     async def ask(self, engine: str, messages: Sequence[Message], sampling: Sampling | None = None) -> str:
         """Answer for any model, after a while; what is said depends on how often models have been asked."""
+        check_written(messages)
         number, self.asked = self.asked, self.asked + 1
         await asyncio.sleep(0.5)
         return self.script.answers[number % len(self.script.answers)]
@@ -263,17 +267,21 @@ class _Checker:
         """Hold a conversation twice, and a third time beside another one."""
         other = Script(("Something else.", *script.turns), ("No.",), script.seed + 1)
 
+        async def later() -> list[Reply]:
+            await asyncio.sleep(LATER_SECONDS)
+            return await self.talk(script)
+
         async def beside() -> list[Reply]:
             return (await asyncio.gather(self.talk(script), self.talk(other)))[0]
 
         latest = self.run(self.talk(script))
         first = self.first.setdefault(script, latest)
-        again = ("the second time", latest), ("the second time", self.run(self.talk(script)))
+        again = ("the second time", latest), ("the second time", self.run(later()))
         for when, second in (*again, ("beside another", self.run(beside()))):
             if first != second:
                 raise ConformanceError(
                     5, f"{self.name} answered {script} with {first}, and {when} with {second}; "
-                    "take randomness from conversation.rng and keep nothing on the class"
+                    "take randomness from conversation.rng, read no clock, and keep nothing on the class"
                 )  # fmt: skip
 
     def resumed(self, script: Script) -> None:

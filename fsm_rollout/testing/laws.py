@@ -60,7 +60,9 @@ class LawBroken(RolloutError):
 def keeps_running(run: Simulation) -> None:
     """Law 8: the run came to its end by itself, and nothing failed beside it."""
     if run.watch.blocked is not None:
-        raise LawBroken(8, f"the event loop is blocked: {run.watch.blocked} does not return and does not await")
+        waits = run.watch.waits_in
+        what = "does not return and does not await" if waits is None else f"waits in '{waits}' instead of awaiting"
+        raise LawBroken(8, f"the event loop is blocked: {run.watch.blocked} {what}")
     if run.crash is not None:
         raise LawBroken(8, f"the run did not end: {type(run.crash).__name__}: {run.crash}")
     if run.complaints:

@@ -41,6 +41,11 @@ class ConformanceError(AssertionError):
 class BlockedLoop(ConformanceError):
     """Code under check stopped the event loop's thread; raised where it did so."""
 
+    what: str = ""
+    """The call that would have waited."""
+    where: str | None = None
+    """The user's line that made it."""
+
 
 class SlowLoop(BlockedLoop):
     """Code under check kept the event loop's thread for seconds, as it would do each time."""
@@ -203,19 +208,29 @@ class Stepped(Generic[T]):
 
 
 async def cancelled_at(number: int, work: Coroutine[Any, Any, T], patience: float) -> Stepped[T]:
-    """Cancel ``work`` at its ``number``-th wait and give it ``patience`` seconds to end; see ``heard`` and ``waits``.
+    """Cancel ``work`` at its ``number``-th wait and give it ``patience`` seconds from then on to end; see ``heard``.
 
     Raises:
         TimeoutError: it did not end.
     """
-    stepped = Stepped(work, cancel_at=number)
+    told = asyncio.Event()
+
+    def cancel() -> None:
+        told.set()
+        task.cancel()
+
+    stepped = Stepped(work, cancel_at=number, cancel=cancel)
 
     async def run() -> T:
-        return await stepped
+        try:
+            return await stepped
+        finally:
+            told.set()
 
     task = asyncio.get_running_loop().create_task(run())
     try:
-        done, _ = await asyncio.wait({task}, timeout=None if number == 0 else patience)
+        await told.wait()
+        done, _ = await asyncio.wait({task}, timeout=patience)
         if not done:
             raise TimeoutError
     finally:

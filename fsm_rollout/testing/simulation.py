@@ -68,7 +68,7 @@ def _rarely_collected() -> Iterator[None]:
     """Let the collector look at a run's many small objects less often; it took an eighth of the time."""
     before = gc.get_threshold()
     if before[0]:  # somebody may have switched it off
-        gc.set_threshold(50_000, *before[1:])
+        gc.set_threshold(1_000_000, *before[1:])
     try:
         yield
     finally:
@@ -205,6 +205,7 @@ def _close(run: Coroutine[Any, Any, None], loop: VirtualTimeLoop) -> None:
         run.close()
     finally:
         asyncio.set_event_loop(None)
+        loop.set_exception_handler(lambda *_: None)  # a pool knows its loop for long, which need not know the run
         if not loop.is_closed():
             loop.close()
 
@@ -242,6 +243,15 @@ def _shared_chats(tokenizer: Any) -> dict[object, ChatTemplate]:
     return _chats.setdefault(id(tokenizer), (tokenizer, {}))[1]
 
 
+def _says(plan: Plan, request: Request) -> Turn:
+    """Return what the engine says; to a sub-agent as to its parent, to a new attempt as to the old one."""
+    prompt, sample, *_ = request.trajectory_id.split("/")
+    number = int(prompt[1:]) * plan.n + int(sample.partition("~")[0])
+    turn = plan.turn(number, f"{request.agent}/{request.context}", request.turn)
+    slow = plan.schedule.slow
+    return turn if slow == 1.0 or not turn.delay else turn.model_copy(update={"delay": turn.delay * slow})
+
+
 class _World:
     """A run while it is going on."""
 
@@ -250,10 +260,11 @@ class _World:
         self.real_tools = real_tools
         self.played = graph if real_tools else with_simulated_users(graph, plan.replies)
         self.replicas: MortalReplicas | None = None
+        says = partial(_says, plan)  # not a method of this world: it and its engine would be one cycle, freed late
         options = {"tokenizer": tokenizer, "max_context": max_context, "max_running": plan.schedule.max_running}
 
         def build(name: str) -> ScriptedEngine:
-            return ScriptedEngine(self._says, **options, log=True, replica=name)
+            return ScriptedEngine(says, **options, log=True, replica=name)
 
         if plan.pooled:
             self.replicas = MortalReplicas(build)
@@ -261,17 +272,6 @@ class _World:
         else:
             engine = build("")
             self.result = Simulation(graph, plan, tokenizer, engine, engine.log)
-
-    def _says(self, request: Request) -> Turn:
-        key = f"{request.agent}/{request.context}"
-        turn = self.plan.turn(self._number(request.trajectory_id), key, request.turn)
-        slow = self.plan.schedule.slow
-        return turn if slow == 1.0 or not turn.delay else turn.model_copy(update={"delay": turn.delay * slow})
-
-    def _number(self, trajectory_id: str) -> int:
-        """Return a trajectory's number; a sub-agent's is its parent's, a new attempt's that of the old."""
-        prompt, sample, *_ = trajectory_id.split("/")
-        return int(prompt[1:]) * self.plan.n + int(sample.partition("~")[0])
 
     async def run(
         self,

@@ -7,6 +7,7 @@ Invariant: the handler runs in a real agent, on the real scheduler and a scripte
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -150,6 +151,8 @@ def _load(handler: type[State] | str, name: str) -> type[State]:
         raise ConformanceError(1, f"{name} is no subclass of fsm_rollout.states.State")
     if getattr(found, "__abstractmethods__", None):
         raise ConformanceError(1, f"{name} is abstract; it lacks {', '.join(sorted(found.__abstractmethods__))}")
+    if inspect.iscoroutinefunction(found.timed_out):
+        raise ConformanceError(1, f"{name}.timed_out is 'async def', and nobody awaits it; write 'def timed_out'")
     return found
 
 
@@ -284,6 +287,11 @@ class _Checker:
                 9, f"{self.name}.run swallowed LimitReached ('{visited.limit}') and returned {outcome}; let it pass; "
                 f"{story}"
             )  # fmt: skip
+        if not visited.awaited:
+            raise ConformanceError(
+                2,
+                f"{self.name}.run gave {outcome!r:.80}, which cannot be awaited; write 'async def run' without 'yield'",
+            )
         if error is None and not (isinstance(outcome, Outcome) and outcome.trigger in self.cls.triggers):
             declared = ", ".join(self.cls.triggers)
             raise ConformanceError(2, f"{self.name}.run returned {outcome!r}; it declares: {declared}; {story}")
@@ -336,6 +344,11 @@ class _Checker:
         for trajectory in trajectories:
             if trajectory.stop_reason == "timed_out":
                 raise ConformanceError(4, f"a visit of {self.name} did not end in {self.patience:g} s; {story}")
+            if str(trajectory.stop_reason).startswith("failed:"):  # later: what it raises itself is told above
+                raise ConformanceError(
+                    8, f"{self.name} left a trajectory that cannot go on: {trajectory.stop_reason}: "
+                    f"{trajectory.detail}; {story}"
+                )  # fmt: skip
 
     def runs(self, story: Story) -> None:
         """Run, whatever comes."""

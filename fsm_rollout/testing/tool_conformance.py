@@ -10,11 +10,11 @@ import asyncio
 import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from random import Random
 from typing import Any
 
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from fsm_rollout.dispatch import Dispatcher
 from fsm_rollout.engines.scripted import ScriptedEngine
@@ -43,6 +43,8 @@ from fsm_rollout.tools.toolbox import Toolbox, ToolSession
 
 MOST_WAITS = 40
 """A call is cancelled at each of its awaits, up to this many."""
+LATER_SECONDS = 1024.0
+"""How much later the same calls are made again: they must not depend on the clock."""
 
 
 def check_tool(
@@ -88,6 +90,8 @@ def check_tool(
         ConformanceError: a promise does not hold; with the simplest call that shows it.
     """
     if isinstance(tool, Tool):
+        if tool.agent is not None:
+            embedded_tokenizer()  # loading it takes seconds, which are not the tool's
         return _check(tool, called(tool.use or "agent"), tools_kwargs, extra, arguments, deterministic, patience,
                       examples)  # fmt: skip
     with importable(tool) as path:
@@ -249,7 +253,7 @@ class _Checker:
         return ConformanceError(
             8,
             f"{self.name}({arguments}) gave {one.text!r}, and {when} {two.text!r} (reward {one.reward}, {two.reward}); "
-            "take randomness from ToolContext.rng and keep nothing between calls",
+            "take randomness from ToolContext.rng, read no clock, and keep nothing between calls",
         )
 
     def refuses(self, drawn: tuple[str, dict[str, Any]]) -> None:
@@ -301,7 +305,13 @@ class _Checker:
                 except TimeoutError:
                     return None
                 finally:
-                    await opened.release()
+                    try:
+                        await opened.release()
+                    except Exception as error:
+                        raise ConformanceError(
+                            10, f"{self.name}: release raised {type(error).__name__} after a call that was cancelled "
+                            f"at its await number {number}: {error}"
+                        ) from error  # fmt: skip
 
             stepped = self.run(one())
             where = f"cancelled at its await number {number} (arguments {arguments})"
@@ -325,13 +335,14 @@ class _Checker:
             await session.release()
             return [_outcome(result) for result in results]
 
-        async def main() -> tuple[list[Any], list[list[Any]]]:
+        async def main(seconds: float) -> tuple[list[Any], list[list[Any]]]:
+            await asyncio.sleep(seconds)
             alone = await calls(False)
             return alone, await asyncio.gather(*(calls(True) for _ in range(2)))
 
-        alone, beside = self.run(main())
+        alone, beside = self.run(main(0.0))
         self.as_ever(listed[0], alone[0])
-        again, (first, second) = self.run(main())
+        again, (first, second) = self.run(main(LATER_SECONDS))
         for other, when in (
             (again, "the second time"), (first, "made at once"), (second, "made by another trajectory of the same seed")
         ):  # fmt: skip
@@ -351,7 +362,7 @@ def _context(extra: Mapping[str, Any], purpose: str) -> ToolContext:
     return ToolContext("check/0", "check", Random(purpose), extra)
 
 
-async def _run_agent(tool: str, graph: AgentGraph, task: str) -> AgentAnswer:
+async def _run_agent(tool: str, graph: AgentGraph, task: str, seed: int) -> AgentAnswer:
     """Run an agent that is the tool: on its own scheduler, with an engine that always gives the same answer."""
     engine = ScriptedEngine(lambda request: "The answer is 4.", tokenizer=embedded_tokenizer())
     names = {spec.engine for spec in graph.contexts.values()} | {POLICY}

@@ -147,6 +147,7 @@ def _rendered_by(tokenizer: Any) -> Render:
 class _Checker:
     def __init__(self, read: ToolFormat, render: Render, tokenizer: Any) -> None:
         self.format, self.render, self.tokenizer = read, render, tokenizer
+        self.tools = copy.deepcopy(TOOLS)
         self.first: dict[str, Parsed] = {}
         """Each text as it was read for the first time."""
 
@@ -154,7 +155,7 @@ class _Checker:
         """Read a text, and check what holds of every reading."""
         ids = self.tokenizer(text, add_special_tokens=False).input_ids if self.tokenizer is not None else ()
         try:
-            parsed = self.format.parse(text, ids, TOOLS)
+            parsed = self.format.parse(text, ids, self.tools)
         except Exception as error:
             raise ConformanceError(1, f"parse raised {type(error).__name__}: {error}; the text: {text!r}") from error
         if not isinstance(parsed, Parsed) or not isinstance(parsed.content, str):
@@ -173,6 +174,8 @@ class _Checker:
                 raise ConformanceError(
                     8, f"the arguments of {call.name} are no JSON ({error}): {call.arguments!r}; the text: {text!r}"
                 ) from None
+        if self.tools != TOOLS:
+            raise ConformanceError(6, f"parse changed the tools that it was given; the text: {text!r}")
         first = self.first.setdefault(text, copy.deepcopy(parsed))
         if first != parsed:
             raise ConformanceError(6, f"{text!r} was read as {first}, and the second time as {parsed}")

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import inspect
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 from fsm_rollout.engines.script import Turn
 from fsm_rollout.events import AnyEvent, Ended, Prompted, Resumed, Suspended, Transitioned
@@ -59,6 +61,8 @@ class Visited:
 
     stepped: Stepped[Any]
     outcome: Any = None
+    awaited: bool = True
+    """Whether what `run` gave could be awaited."""
     limit: str | None = None
     """The limit that the visit said was reached."""
     changed: str | None = None
@@ -67,7 +71,8 @@ class Visited:
     """What `timed_out` raised."""
     forbidden: str | None = None
     """The event that it emitted in the scheduler's place."""
-    tasks: list[asyncio.Task[Any]] = field(default_factory=list)
+    tasks: WeakSet[asyncio.Task[Any]] = field(default_factory=WeakSet)
+    """Those that it started; not kept alive, so that asyncio complains about those that fail unheard."""
     left: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -94,15 +99,19 @@ def watched_class(cls: type[State]) -> type[State]:
 
     async def run(self: State, trajectory: Trajectory, visit: Visit) -> Outcome:
         watch, before = current_watch.get(), _kept(self)
+        work: Any = cls.run(self, trajectory, visit)
         name = trajectory.trajectory_id
         first = not watch.visits
         stepped: Stepped[Any] = Stepped(
-            cls.run(self, trajectory, visit),
+            work,
             cancel_at=watch.story.cancel_at if first else None,
             cancel=lambda: watch.interrupt(name),
         )
         seen = Visited(stepped)
         watch.visits.append(seen)
+        if not inspect.isawaitable(work):
+            seen.outcome, seen.awaited = work, False
+            raise TypeError("run() cannot be awaited")
         _listen(visit, seen)
         token, began = _visiting.set(seen), asyncio.get_running_loop().time()
         try:
@@ -184,7 +193,7 @@ def task_factory(loop: asyncio.AbstractEventLoop, work: Any, **kwargs: Any) -> a
     task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, **kwargs)
     seen, code = _visiting.get(), getattr(work, "cr_code", None)
     if seen is not None and code is not None and not code.co_filename.endswith(_ENGINE_SIDE):
-        seen.tasks.append(task)
+        seen.tasks.add(task)
     return task
 
 

@@ -2,14 +2,20 @@
 
 Invariant: a watched handler does exactly what it does unwatched. Two things are seen that a run alone does not tell:
 where a visit that had to be stopped was waiting, and that a callback keeps the event loop for too long in real time
-(virtual time cannot pass meanwhile, so no timeout could ever end it).
+(virtual time cannot pass meanwhile, so no timeout could ever end it). How slow a machine is makes no fault: what
+computes is measured in CPU seconds, short waits count only in calls that are made to wait, and what a module does once,
+when it is imported, is let be (interrupting it would leave half a module).
 """
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import dis
+import linecache
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,7 +33,18 @@ if TYPE_CHECKING:
     from fsm_rollout.visit import Visit
 
 BLOCKING_SECONDS = 5.0
-"""Real seconds that one callback may keep the event loop before it counts as blocking."""
+"""Seconds that one callback may keep the event loop, computing or waiting, before it counts as blocking."""
+GLANCE_SECONDS = 0.1
+"""Real seconds between two looks at what the loop is doing."""
+STILL = 2
+"""Looks in a row that must see a callback wait in the very same call: so many glances, it has waited."""
+STILL_CPU_SECONDS = 0.002
+"""CPU seconds between two looks from which on it computes, however slowly, instead of waiting."""
+WAITS = frozenset(
+    ["accept", "acquire", "communicate", "connect", "flock", "get", "join", "lockf", "poll", "recv", "recv_into",
+     "recvfrom", "result", "select", "sendall", "sleep", "wait", "wait_for", "waitpid"]
+)  # fmt: skip
+"""What the calls are named in which a thread waits: for locks, queues, threads, connections and processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +82,8 @@ class Watch:
     visits: list[Visited] = field(default_factory=list)
     blocked: str | None = None
     """Where the loop was blocked: ``file:line, in function``."""
+    waits_in: str | None = None
+    """The call that it waited in there, as it is written, where that is known."""
 
 
 class HandlerBlocked(KeyboardInterrupt):
@@ -128,9 +147,55 @@ def _place(frame: FrameType | None) -> str:
     return f"{file}:{line}, in {name}"
 
 
+def is_importing(frame: FrameType | None) -> bool:
+    """Whether a module is being imported."""
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _waiting_call(frame: FrameType | None) -> str | None:
+    """Return the user's call that a thread waits in, if that call, or one that it makes, is known to wait.
+
+    A thread that is being started is waited for, too; how long that takes is the machine's doing.
+    """
+    known = False
+    while frame is not None and frame.f_code.co_qualname not in ("Thread.start", "Handle._run"):
+        text, name = _present_call(frame)
+        known = known or name in WAITS
+        if is_users(frame.f_code.co_filename):
+            return text if known else None
+        frame = frame.f_back
+    return None
+
+
+def _present_call(frame: FrameType) -> tuple[str, str]:
+    """Return the call that a frame is in, as it is written, and its name; of ``with lock:`` that is ``acquire``."""
+    code, nothing = frame.f_code, ("", "")
+    line, end_line, column, end_column = list(code.co_positions())[frame.f_lasti // 2]
+    lines = linecache.getlines(code.co_filename, frame.f_globals)
+    if line is None or end_line is None or end_line > len(lines):
+        return nothing
+    text = [written.encode() for written in lines[line - 1 : end_line]]
+    text[-1] = text[-1][:end_column]
+    text[0] = text[0][column:]
+    said = b"".join(text).decode()
+    if dis.opname[code.co_code[frame.f_lasti]] == "BEFORE_WITH":
+        return said.partition("\n")[0], "acquire"
+    try:
+        node = ast.parse(f"({said})", mode="eval").body
+    except (SyntaxError, ValueError):
+        return nothing
+    function = node.func if isinstance(node, ast.Call) else None
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    return " ".join(said.split()), name
+
+
 @contextmanager
 def watchdog(watch: Watch, beats: Callable[[], int | None], seconds: float = BLOCKING_SECONDS) -> Iterator[None]:
-    """Interrupt the block when the event loop makes no step for ``seconds`` of real time.
+    """Interrupt the block when the event loop makes no step for ``seconds``, or waits in a known call.
 
     ``beats`` counts the loop's steps; ``None`` while it rightly waits for something outside. It works in the main
     thread of a Unix process, where an alarm can interrupt anything; elsewhere nothing is watched. An alarm that
@@ -142,17 +207,27 @@ def watchdog(watch: Watch, beats: Callable[[], int | None], seconds: float = BLO
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
         return
-    seen: list[int | None] = [-1]
+    beat: int | None = -1
+    still = 0
+    place: object = None
+    cpu = kept = 0.0
 
     def alarm(number: int, frame: FrameType | None) -> None:
-        now = beats()
-        if now is not None and now == seen[0]:
-            watch.blocked = _place(frame)
+        nonlocal beat, still, place, cpu, kept
+        before, beat = (beat, place, cpu), beats()
+        place, cpu = frame and (id(frame), frame.f_lasti), time.thread_time()
+        if beat is None or beat != before[0]:
+            still, kept = 0, 0.0
+            return
+        still = still + 1 if place == before[1] and cpu - before[2] < STILL_CPU_SECONDS else 0
+        kept += GLANCE_SECONDS if still else cpu - before[2]
+        waits_in = _waiting_call(frame) if still >= STILL else None
+        if (waits_in is not None or kept >= seconds) and not is_importing(frame):
+            watch.blocked, watch.waits_in = _place(frame), waits_in
             raise HandlerBlocked(watch.blocked)
-        seen[0] = now
 
     before = signal.signal(signal.SIGALRM, alarm)
-    left, every = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+    left, every = signal.setitimer(signal.ITIMER_REAL, GLANCE_SECONDS, GLANCE_SECONDS)
     try:
         yield
     finally:

@@ -2,6 +2,7 @@
 
 import asyncio
 from array import array
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from fsm_rollout.engines.base import Chunk, Load, Request
-from fsm_rollout.engines.scripted import ScriptedEngine, Turn
+from fsm_rollout.engines.scripted import ScriptedEngine, Turn, scripted_logprob
 from fsm_rollout.engines.transformers import TransformersEngine
 from fsm_rollout.errors import EngineError
 from fsm_rollout.testing import ConformanceError, check_engine, run_virtual
@@ -142,6 +143,10 @@ def stop_for_length(chunk: Chunk) -> Iterable[Chunk]:
     yield replace(chunk, finish_reason="stop") if chunk.finish_reason == "length" else chunk
 
 
+def wait_and_bring(chunk: Chunk) -> Iterable[Chunk]:
+    yield replace(chunk, waits=True)
+
+
 def another_error(chunk: Chunk) -> Iterable[Chunk]:
     yield replace(chunk, error="ValueError: too long") if chunk.error else chunk
 
@@ -161,7 +166,7 @@ SPOILED = [
     (swap_ids, 1, "no request of this dispatch"),
     (never_end, 1, "has had no last chunk"),
     (end_twice, 1, "another chunk after its last one"),
-    (reorder, 5, "going on after 1 of"),
+    (reorder, 5, "asked for only 1 of 9 tokens, it gave others"),
     (drop_a_token, 1, "ended with 'length' after"),
     (no_logprobs, 2, r"logprobs must be an array\('f'\), got None .check 'same seed'"),
     (zeros_for_logprobs, 2, r"all \d+ tokens sampled at temperature 1 have the logprob 0.0"),
@@ -174,6 +179,7 @@ SPOILED = [
     (a_version_ahead, 8, "weight_version is 0, and tokens carry the version 1"),
     (falling_versions, 8, "went back to 1"),
     (stop_for_length, 3, "the stop token was dropped"),
+    (wait_and_bring, 7, "got a chunk that `waits` and brings something"),
     (another_error, 1, "expected 'PromptTooLong: …'"),
     (tuples, 1, "which is no Chunk"),
     (abort_all, 1, "ended with 'abort'"),
@@ -197,6 +203,59 @@ class Swaps(Third):
             a, b, *rest = requests
             requests = [replace(b, request_id=a.request_id), replace(a, request_id=b.request_id), *rest]
         return ScriptedEngine.generate(self, requests)
+
+
+class KnowsTheRequest(Third):
+    """Spoils chunks by what was asked for."""
+
+    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
+        self.asked = {request.request_id: request for request in requests} | getattr(self, "asked", {})
+        return super().generate(requests)
+
+    async def _spoiled(self, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+        count: Counter[str] = Counter()
+        async for chunk in chunks:
+            count[chunk.request_id] += len(chunk.ids)
+            yield self.spoiled(chunk, self.asked[chunk.request_id], count[chunk.request_id])
+
+    def spoiled(self, chunk: Chunk, request: Request, count: int) -> Chunk:
+        raise NotImplementedError
+
+
+class CallsTheLastTokenLength(KnowsTheRequest):
+    """Looks at the length before it looks at the stop token."""
+
+    def spoiled(self, chunk: Chunk, request: Request, count: int) -> Chunk:
+        full = chunk.finish_reason == "stop" and count == request.sampling.max_tokens
+        return replace(chunk, finish_reason="length") if full else chunk
+
+
+class CertainWhenGreedy(KnowsTheRequest):
+    """Gives logprobs after the temperature, which at 0 leaves one token."""
+
+    def spoiled(self, chunk: Chunk, request: Request, count: int) -> Chunk:
+        zeros = array("f", [0.0] * len(chunk.ids))
+        return chunk if request.sampling.temperature else replace(chunk, logprobs=zeros)
+
+
+class OneAhead(KnowsTheRequest):
+    """Gives each token the logprob of the one after it; of the last one it makes one up."""
+
+    def spoiled(self, chunk: Chunk, request: Request, count: int) -> Chunk:
+        if not len(chunk.ids):
+            return chunk
+        first = len(request.ids) + count - len(chunk.ids)
+        shifted = [scripted_logprob(token, first + 1 + place) for place, token in enumerate(chunk.ids)]
+        if chunk.finish_reason is not None:
+            shifted[-1] = -9.0
+        return replace(chunk, logprobs=array("f", shifted))
+
+
+class BeginsAnew(ScriptedEngine):
+    """Gives the beginning of the answer again, where it is to go on."""
+
+    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
+        return super().generate([replace(r, ids=r.ids[: len(r.ids) - r.sampled], sampled=0) for r in requests])
 
 
 class Hangs(ScriptedEngine):
@@ -524,6 +583,10 @@ class HasNoStopTokens(ScriptedEngine):
 
 
 FAULTY = [
+    (BeginsAnew, 5, "going on after 1 of"),
+    (CallsTheLastTokenLength, 3, r"sampled the stop token \d+ at 0 and did not stop there .check 'stop tokens'"),
+    (CertainWhenGreedy, 2, r"all \d+ tokens sampled at temperature 0 have the logprob 0.0"),
+    (OneAhead, 5, "asked for only 1 of 9 tokens, it gave others: the logprob -9.0"),
     (Swaps, 5, "a request got another answer in a batch than alone"),
     (TakesSameIds, 9, "two requests under way with one id"),
     (Truncates, 1, "got 4 tokens; max_tokens and the window allow 0"),
@@ -619,6 +682,16 @@ def test_an_engine_that_samples_at_temperature_0_is_found(tokenizer: Any):
 def test_an_engine_that_keeps_short_answers_back_is_found(tokenizer: Any, engine: Any):
     with pytest.raises(ConformanceError, match="a request for one token came only when one for 4096") as found:
         run_virtual(check_engine(engine(by_length, tokenizer=tokenizer)))
+    assert found.value.invariant == 6
+
+
+@pytest.mark.parametrize("engine", [DeliversAtTheEnd, EndsAtTheEnd])
+def test_a_quick_engine_that_keeps_short_answers_back_is_found_by_many(tokenizer: Any, engine: Any):
+    def in_a_tenth(request: Request) -> Turn:
+        return Turn(text=TEXT, chunks=8 if request.sampling.max_tokens == 4096 else 1, delay=0.0125)
+
+    with pytest.raises(ConformanceError, match="a request for one token came only when 8 for 4096 had ended") as found:
+        run_virtual(check_engine(engine(in_a_tenth, tokenizer=tokenizer, max_running=1)))
     assert found.value.invariant == 6
 
 

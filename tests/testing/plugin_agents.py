@@ -46,6 +46,7 @@ transitions:
 
 _HANDLER = """\
 import asyncio
+import threading
 import time
 
 from fsm_rollout import Outcome, State
@@ -67,7 +68,10 @@ def grader(*lines: str) -> str:
 RIGHT = grader('return Outcome("right" if "4" in trajectory.text else "wrong")')
 RAISES = grader('said = trajectory.text.split("answer is ")[1]', 'return Outcome("right" if "4" in said else "wrong")')
 UNDECLARED = grader('return Outcome("right" if "4" in trajectory.text else "unsure")')
-BLOCKS = grader("while True:", "    time.sleep(0.01)")
+BLOCKS = grader("while True:", "    pass")
+NAPS = grader("try:", "    time.sleep(0.001)", "except Exception:", "    pass", 'return Outcome("right")')
+WAITS = grader("lock = threading.Lock()", "with lock:", "    lock.acquire(timeout=1)", 'return Outcome("right")')
+WRITES_NUMBERS = grader('visit.write([{"role": "user", "content": 42}], context="main")', 'return Outcome("wrong")')
 NEVER = grader("await asyncio.Event().wait()")
 SWALLOWS = grader(
     "while True:", "    try:", "        await asyncio.sleep(1)", "    except asyncio.CancelledError:", "        pass"

@@ -103,6 +103,18 @@ class Marks(Base):
         return await super().reply(conversation)
 
 
+class ReadsTheClock(Base):
+    async def reply(self, conversation: Conversation) -> Any:
+        now = asyncio.get_running_loop().time()
+        return Reply(f"It is {now:g} o'clock.", done=conversation.replies > 1)
+
+
+class AsksNonsense(Base):
+    async def reply(self, conversation: Conversation) -> Any:
+        await conversation.ask("judge", [{"role": "user", "content": 42}])
+        return await super().reply(conversation)
+
+
 class Moody(Base):
     async def reply(self, conversation: Conversation) -> Any:
         return Reply(random.choice(["Yes.", "No."]), done=conversation.replies > 1)
@@ -189,6 +201,8 @@ class ClosesOnlyWhatBegan(Base):
         (Moody, 5, "take randomness from conversation.rng"),
         (Crowded, 5, "and beside another"),
         (Recognises, 5, r"Hello\..* and the second time with .*You again"),
+        (ReadsTheClock, 5, "It is 0 o'clock.* and the second time with .*It is 1024 o'clock"),
+        (AsksNonsense, 2, "raised ChatTemplateError: .*content must be a string, got int"),
         (Remembers, 6, "built anew before reply 2"),
         (Swallows, 7, "cancelled at its await number 1, swallowed it"),
         (Sleeps, 8, r"blocks the event loop with time.sleep\(1\)"),
@@ -204,6 +218,18 @@ def test_a_broken_interaction_is_found(interaction: Any, invariant: int, message
     with pytest.raises(ConformanceError, match=message) as found:
         check_interaction(interaction, examples=20)
     assert found.value.invariant == invariant
+
+
+class TakesItsTime(Base):
+    """Good: longer than a cancelled reply may take, but nobody cancels it."""
+
+    async def reply(self, conversation: Conversation) -> Any:
+        await asyncio.sleep(20.0)
+        return await super().reply(conversation)
+
+
+def test_a_slow_interaction_conforms() -> None:
+    assert "cancellation" in check_interaction(TakesItsTime, examples=8).promises
 
 
 class WaitsForItself(Base):

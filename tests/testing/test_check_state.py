@@ -68,7 +68,7 @@ class Several(Base):
             await visit.call_tool(attempt)
         visit.write([{"role": "user", "content": f"Think {visit.rng.randint(0, 9)}."}], context="main")
         await visit.generate("main", Sampling(max_tokens=8))
-        visit.score_turn(trajectory.turn - 1, 0.5)
+        visit.score_turn(0.5)
         said = await visit.ask("policy", [{"role": "user", "content": "Is it good?"}])
         visit.write([{"role": "user", "content": said or "Nothing."}], context="main")
         return Outcome("done")
@@ -327,11 +327,80 @@ class WaitsForItself(Base):
         return Outcome("done")
 
 
-def test_a_handler_that_hangs_the_loop_is_ended_and_its_line_named(monkeypatch: pytest.MonkeyPatch) -> None:
+class ComputesForEver(Base):
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        while True:
+            pass
+
+
+@pytest.mark.parametrize(
+    ("handler", "message"),
+    [(WaitsForItself, r"in 'lock\.acquire\(\)', at"), (ComputesForEver, r"for more than 0\.5 s, at")],
+    ids=["waits", "computes"],
+)
+def test_a_handler_that_hangs_the_loop_is_ended_and_its_line_named(
+    handler: type[State], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(blocking, "BLOCKING_SECONDS", 0.5)
-    with pytest.raises(ConformanceError, match=r"for more than 0\.5 s, at .*test_check_state\.py:\d+, in run") as found:
-        check_state(WaitsForItself, examples=5)
+    with pytest.raises(ConformanceError, match=rf"{message} .*test_check_state\.py:\d+, in run") as found:
+        check_state(handler, examples=5)
     assert found.value.invariant == 6
+
+
+class Yields(Base):
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Any:
+        yield Outcome("done")
+
+
+class TidiesUpLater(Base):
+    async def timed_out(self, trajectory: Trajectory, visit: Visit) -> None:  # type: ignore[override]
+        visit.write([{"role": "user", "content": "Too late."}], context="main")
+
+
+class FailsUnheard(Base):
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        async def fail() -> None:
+            raise ConnectionError("no route")
+
+        left_behind.append(asyncio.create_task(fail()).get_name())
+        await asyncio.sleep(1.0)
+        return Outcome("done")
+
+
+class ScoresTheNextTurn(Base):
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        visit.score_turn(1.0, trajectory.turn)
+        return Outcome("done")
+
+
+class WritesNumbers(Base):
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        visit.write([{"role": "user", "content": 42}], context="main")
+        return Outcome("done")
+
+
+class WritesParts(Base):
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        visit.write([{"role": "user", "content": [{"type": "image", "url": "a.png"}]}], context="main")
+        return Outcome("done")
+
+
+class WritesForNobody(Base):
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        visit.write([{"role": "usr", "content": "Hm."}], context="main")
+        return Outcome("done")
+
+
+class WritesNothing(Base):
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        visit.write([{"role": "user", "contents": "Hm."}], context="main")
+        return Outcome("done")
+
+
+class SpeaksForTheModel(Base):
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        visit.write([{"role": "assistant", "content": "I am done."}], context="main")
+        return Outcome("done")
 
 
 class ReadsTheClock(Base):
@@ -355,6 +424,15 @@ class ReadsTheClock(Base):
         (Undeclared, 2, r"returned Outcome\(trigger='finished'.* it declares: done; the engine says .*ACCEPT"),
         (ReturnsText, 2, "returned 'done'"),
         (Raises, 2, "raised IndexError"),
+        (TidiesUpLater, 1, "timed_out is 'async def', and nobody awaits it"),
+        (Yields, 2, "gave <async_generator object .*, which cannot be awaited"),
+        (ScoresTheNextTurn, 2, "there is no turn 1 to score; the first is 0, the latest 0"),
+        (FailsUnheard, 7, "started failed, and nobody heard: .*ConnectionError: no route"),
+        (WritesNumbers, 2, "message 0: content must be a string, got int"),
+        (WritesParts, 2, "message 0 holds a part of type 'image'"),
+        (WritesForNobody, 2, "message 0: has the unknown role 'usr'; did you mean 'user'"),
+        (WritesNothing, 2, "message 0: has no content"),
+        (SpeaksForTheModel, 8, "cannot go on: failed:ChatTemplateError: .assistant-in-new"),
         (Counts, 3, "changed self.count"),
         (CountsOnItsClass, 3, "changed CountsOnItsClass.seen"),
         (SharesAList, 3, "beside others"),

@@ -6,9 +6,11 @@ import asyncio
 import itertools
 import queue
 import random
+import socket
 import subprocess
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -295,6 +297,44 @@ async def marks(a: int, context: ToolContext) -> int:
     return a
 
 
+async def reads_the_clock(a: int) -> str:
+    """Say what time it is."""
+    return f"{asyncio.get_running_loop().time():g}"
+
+
+async def fails_unheard(a: int) -> int:
+    """Start what fails later."""
+
+    async def fail() -> None:
+        raise ConnectionError("no route")
+
+    kept.append(asyncio.create_task(fail()).get_name())
+    return a
+
+
+class LosesItsFile:
+    """Is released before it has opened anything, when its call is cancelled."""
+
+    async def execute(self, a: int) -> int:
+        """Open a file, in a while."""
+        await asyncio.sleep(1.0)
+        self.file = "open"
+        return a
+
+    async def release(self) -> None:
+        del self.file
+
+
+async def takes_its_time(a: int) -> int:
+    """Take longer than a cancelled call may: nobody cancels this one."""
+    await asyncio.sleep(50.0)
+    return a
+
+
+def test_a_slow_tool_conforms() -> None:
+    assert "cancellation" in check_tool(takes_its_time, examples=10).promises
+
+
 class FailsToLetGo:
     """Is not there any more when it is released."""
 
@@ -331,6 +371,9 @@ class FailsToLetGo:
         (tires, 8, r"tires\({}\) gave 'done', and later 'tired'"),
         (works_once, 4, "cannot be told to a model.* not the second time: something is kept between runs"),
         (Notes, 8, "made at once 'busy'"),
+        (reads_the_clock, 8, r"gave '0', and the second time '1024'"),
+        (fails_unheard, 7, "what fails_unheard started failed, and nobody heard: .*ConnectionError: no route"),
+        (LosesItsFile, 10, "release raised AttributeError after a call that was cancelled at its await number 1"),
         (marks, 9, r"changed the prompt's fields {'seen': \[\]}"),
         (FailsToLetGo, 10, "release raised ConnectionError"),
     ],
@@ -358,9 +401,44 @@ async def locks(a: int) -> int:
 
 
 async def waits_for_a_queue(a: int) -> int:
-    """Wait for what nobody puts there, within Python's own code."""
-    answer: int = queue.Queue[int]().get()
-    return answer
+    """Wait a moment for what nobody puts there, within Python's own code."""
+    with suppress(queue.Empty):
+        queue.Queue[int]().get(timeout=0.6)
+    return a
+
+
+async def enters_a_lock(a: int) -> int:
+    """Wait until a thread is done with it."""
+    lock = threading.Lock()
+    lock.acquire()
+    threading.Timer(0.6, lock.release).start()
+    with lock:
+        return a
+
+
+async def hears_nothing(a: int) -> int:
+    """Wait a moment for the other side."""
+    here, there = socket.socketpair()
+    with here, there, suppress(TimeoutError):
+        here.settimeout(0.6)
+        here.recv(1)
+    return a
+
+
+async def leaves_it_to_threads(a: int) -> int:
+    """Wait in threads, one of them its own, for longer than the loop may."""
+    lock = threading.Lock()
+    lock.acquire()
+    await asyncio.to_thread(lock.acquire, timeout=0.4)
+    with lock_of_all:
+        return a
+
+
+lock_of_all = threading.Lock()
+
+
+def test_waiting_in_a_thread_is_no_fault() -> None:
+    check_tool(leaves_it_to_threads, deterministic=False, examples=1)
 
 
 async def computes_for_ever(a: int) -> int:
@@ -369,13 +447,22 @@ async def computes_for_ever(a: int) -> int:
         a += 1
 
 
-@pytest.mark.parametrize("tool", [locks, waits_for_a_queue, computes_for_ever], ids=lambda tool: tool.__name__)
-def test_a_tool_that_hangs_the_loop_is_ended_and_its_line_named(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("tool", "what"),
+    [
+        (locks, r"blocks the event loop in 'lock\.acquire\(\)'"),
+        (waits_for_a_queue, r"blocks the event loop in 'queue\.Queue\[int\]\(\)\.get\(timeout=0\.6\)'"),
+        (enters_a_lock, "blocks the event loop in 'with lock:'"),
+        (hears_nothing, r"blocks the event loop in 'here\.recv\(1\)'"),
+        (computes_for_ever, r"keeps the event loop for more than 0\.5 s"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_tool_that_hangs_the_loop_is_ended_and_its_line_named(
+    tool: Any, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(blocking, "BLOCKING_SECONDS", 0.5)
-    with pytest.raises(
-        ConformanceError,
-        match=rf"keeps the event loop for more than 0\.5 s, at .*{__name__}\.py:\d+, in {tool.__name__}",
-    ) as found:
+    with pytest.raises(ConformanceError, match=rf"{what}, at .*{__name__}\.py:\d+, in {tool.__name__}") as found:
         check_tool(tool, examples=5)
     assert found.value.invariant == 6
     assert "test_check_tool.py" in str(found.value)

@@ -267,6 +267,13 @@ class StopsAtTheStop(Angle):
         return super().parse(text, ids, tools)
 
 
+class RenamesTheTools(Angle):
+    def parse(self, text: str, ids: Sequence[int] = (), tools: Sequence[Any] | None = None) -> Parsed:
+        for tool in tools or ():
+            tool["function"]["name"] = tool["function"]["name"].lower().strip("_ ") + "_tool"
+        return super().parse(text, ids, tools)
+
+
 class PythonsJson(Angle):
     def parse(self, text: str, ids: Sequence[int] = (), tools: Sequence[Any] | None = None) -> Parsed:
         if (found := re.fullmatch(r"<<(\w+) (.*)>>", text)) and "NaN" in text:
@@ -292,6 +299,7 @@ class PythonsJson(Angle):
         (Completes, 5, "was cut off, and read as"),
         (Remembers, 6, "and the second time as"),
         (Memoises, 6, "and the second time as"),
+        (RenamesTheTools, 6, "parse changed the tools that it was given"),
         (StumblesOnce, 1, "KeyError.* not the second time: something is kept between runs"),
         (StopsAtTheStop, 7, "with the stop token"),
         (PythonsJson, 8, "are no JSON"),

@@ -19,6 +19,7 @@ from testing.plugin_agents import (
     GRADED,
     HIDDEN_STATE,
     LOOKS_UP,
+    NAPS,
     NEVER,
     RAISES,
     REMEMBERS,
@@ -30,6 +31,8 @@ from testing.plugin_agents import (
     TOOLS,
     UNDECLARED,
     UNLOADABLE,
+    WAITS,
+    WRITES_NUMBERS,
 )
 
 from fsm_rollout.testing import agent_checks
@@ -136,6 +139,10 @@ def test_a_row_that_can_never_fire_is_named(folder: pytest.Pytester) -> None:
         (EXITS, "the handler of 'GRADING' (grader:Grade) raised SystemExit, which ends the whole program"),
         (CANCELS_ITSELF, "the handler of 'GRADING' (grader:Grade) raised CancelledError"),
         (SPEAKS_AGAIN, "the handler of 'GRADING' (grader:Grade) raised ChatTemplateError: [no-new-message]"),
+        (
+            WRITES_NUMBERS,
+            "raised ChatTemplateError: [malformed-message] message 0: content must be a string, got int\n  at ",
+        ),
     ],
     ids=[
         "raises",
@@ -147,6 +154,7 @@ def test_a_row_that_can_never_fire_is_named(folder: pytest.Pytester) -> None:
         "exits",
         "cancels itself",
         "speaks again",
+        "writes numbers",
     ],
 )
 def test_a_handler_at_fault_is_named_with_its_story_and_a_line_that_replays_it(
@@ -229,6 +237,21 @@ def test_a_handler_that_blocks_the_loop_is_named_with_its_line(folder: pytest.Py
     folder.syspathinsert()
     subject = Subject(folder.path / "agent.yaml", examples=3, blocking_seconds=0.2)
     with pytest.raises(LawBroken, match=r"the event loop is blocked: .*grader.py:12, in Grade.run does not return"):
+        agent_checks.ends(subject)
+
+
+@pytest.mark.parametrize(
+    ("source", "line", "call"),
+    [(NAPS, 13, r"time\.sleep\(0\.001\)"), (WAITS, 14, r"lock\.acquire\(timeout=1\)")],
+    ids=["naps", "waits for a lock"],
+)
+def test_a_handler_that_waits_without_awaiting_is_named_with_the_call(
+    folder: pytest.Pytester, source: str, line: int, call: str
+) -> None:
+    agent(folder, GRADED, grader=source)
+    folder.syspathinsert()
+    subject = Subject(folder.path / "agent.yaml", examples=3)
+    with pytest.raises(LawBroken, match=rf"the event loop is blocked: .*grader.py:{line}, in .*run waits in '{call}'"):
         agent_checks.ends(subject)
 
 
