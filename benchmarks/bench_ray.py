@@ -191,14 +191,17 @@ def by_context(options: argparse.Namespace) -> None:
         return time.process_time() - before
 
     async def measure() -> None:
-        await cost(1000)
-        found: dict[int, list[float]] = {1_000: [], 8_000: [], 64_000: []}
-        for _ in range(options.reps):
-            for tokens, seconds in found.items():
-                seconds.append(1e6 * await cost(tokens) / (options.chats * TURNS))
-        medians = {tokens: statistics.median(seconds) for tokens, seconds in found.items()}
+        sizes = [1_000, 8_000, 64_000]
+        for tokens in sizes:
+            await cost(tokens)  # warm
+        rounds = []
+        for _ in range(options.rounds):  # side by side, each size first and last in turn: shared machines drift
+            sizes.reverse()
+            rounds.append({tokens: 1e6 * await cost(tokens) / (options.chats * TURNS) for tokens in sizes})
+        medians = {tokens: statistics.median(found[tokens] for found in rounds) for tokens in sorted(sizes)}
+        ratio = statistics.median(found[64_000] / found[1_000] for found in rounds)
         print("driver's CPU per turn: " + ", ".join(f"{t // 1000}k {us:.0f} us" for t, us in medians.items()))
-        print(f"64k against 1k: {medians[64_000] / medians[1_000]:.2f} (target 1.2)")
+        print(f"64k against 1k: {ratio:.2f} (target 1.2), medians of {options.rounds} rounds")
         await pool.aclose()
 
     asyncio.run(measure())
@@ -220,6 +223,7 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=512)
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--reps", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=9, help="for the cost by context")
     parser.add_argument("--chats", type=int, default=32, help="conversations at once, for the cost by context")
     parser.add_argument("--only", choices=["wall", "context"])
     options = parser.parse_args()

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -28,6 +28,18 @@ else:  # ``array`` takes no type parameter at run time before Python 3.12
 
 NO_VERSION = -1
 """The weight version of a token that no engine sampled."""
+LAST_VERSION = 2**31 - 1
+"""Batches have weight versions as int32."""
+
+
+class Snapshot(Ids):
+    """The ids of a stream at one moment, which nobody may change.
+
+    Of two from one ``origin`` the shorter begins the longer; nobody need compare them, token by token, to know it.
+    """
+
+    __slots__ = ("origin",)
+    origin: object
 
 
 def as_ids(ids: Sequence[int] | Ids) -> Ids:
@@ -51,8 +63,7 @@ class Owner(Enum):
     """Sampled by the context's engine: trained if and only if the context is."""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(msgspec.Struct, frozen=True):
     """A run of tokens ``[start, end)`` with one origin."""
 
     start: int
@@ -75,10 +86,11 @@ class TokenStream:
     can reach the stream's own.
     """
 
-    __slots__ = ("_ids", "_logprobs", "_spans", "trained")
+    __slots__ = ("_ids", "_logprobs", "_origin", "_spans", "trained")
 
     def __init__(self, prompt: Sequence[int] | Ids, *, state: str, turn: int = 0, trained: bool = True) -> None:
         self.trained = trained
+        self._origin = object()
         self._ids: Ids = array("i")
         self._logprobs: Logprobs = array("f")
         self._spans: list[Span] = []
@@ -141,9 +153,11 @@ class TokenStream:
     __hash__ = None  # type: ignore[assignment]  # mutable
 
     @property
-    def ids(self) -> Ids:
+    def ids(self) -> Snapshot:
         """All token ids, a copy."""
-        return self._ids[:]
+        snapshot = Snapshot("i", self._ids)
+        snapshot.origin = self._origin
+        return snapshot
 
     @property
     def spans(self) -> tuple[Span, ...]:

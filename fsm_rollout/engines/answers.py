@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Container, Iterable, Sequence
+
+import numpy as np
 
 from fsm_rollout.engines.base import Chunk, Request
 from fsm_rollout.errors import EngineError
@@ -19,8 +21,11 @@ NO_IDS = Ids("i")
 NO_LOGPROBS = Logprobs("f")
 
 
-def refusal(request: Request, max_context: int) -> str | None:
-    """Return the ``error`` of a request that no engine can serve, or ``None`` for a good one."""
+def refusal(request: Request, max_context: int, vocabulary: int | None = None) -> str | None:
+    """Return the ``error`` of a request that no engine can serve, or ``None`` for a good one.
+
+    A model that is given a token beyond its ``vocabulary`` fails with all that it computes beside, or for good.
+    """
     if len(request.ids) + 1 > max_context:
         return (
             f"PromptTooLong: {len(request.ids)} tokens and one to sample do not fit into a window of {max_context}; "
@@ -30,18 +35,25 @@ def refusal(request: Request, max_context: int) -> str | None:
         return "EngineError: a request has no ids; give at least one token to go on from"
     if request.sampling.max_tokens < 1:
         return f"EngineError: max_tokens is {request.sampling.max_tokens}; ask for at least one token"
+    if vocabulary is not None:
+        highest = int(np.frombuffer(request.ids, np.uint32).max())  # a negative one is very high
+        if highest >= vocabulary:
+            return (
+                f"EngineError: token {np.uint32(highest).astype(np.int32)} is none of the model's {vocabulary}; is the "
+                f"tokenizer that of it?"
+            )
     return None
 
 
-def check_unique(requests: Sequence[Request], under_way: Iterable[str]) -> None:
+def check_unique(requests: Sequence[Request], under_way: Container[str]) -> None:
     """Check that no id is used twice.
 
     Raises:
         EngineError: an id is under way already, or twice in the dispatch.
     """
-    seen = set(under_way)
+    seen: set[str] = set()
     for request in requests:
-        if request.request_id in seen:
+        if request.request_id in under_way or request.request_id in seen:
             raise EngineError(f"request id '{request.request_id}' is under way already; give every request its own")
         seen.add(request.request_id)
 

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "abort"]
 
+FOR_GOOD = frozenset({"RouterFailed", "ReplayDiverged", "ReplayCutOff"})
+"""Classes of errors of single requests that would come again if the request did."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:

@@ -19,7 +19,7 @@ from fsm_rollout.engines.model_folders import load_tokenizer, model_folder
 from fsm_rollout.engines.router import LeastLoadedRouter, Router, StickyRouter
 from fsm_rollout.engines.script import Script, Turn
 from fsm_rollout.errors import ConfigError, Problem, did_you_mean
-from fsm_rollout.graph import Model
+from fsm_rollout.graph import POLICY, Model
 from fsm_rollout.handlers import load_object
 from fsm_rollout.reading.source_map import ConfigPath, SourceMap
 from fsm_rollout.reading.yaml_source import read_text, read_yaml
@@ -43,7 +43,9 @@ Turns = Annotated[
 class RaySpec(Model):
     """Where Ray is and how it places replicas; see :class:`fsm_rollout.engines.ray_pool.RayOptions`."""
 
-    address: str | None = Field(None, description="`auto` or host:port; default: RAY_ADDRESS, else a Ray of our own")
+    address: str | None = Field(
+        None, description="`auto`, host:port or ray://host:port; default: RAY_ADDRESS, else a Ray of our own"
+    )
     resources: Mapping[str, Annotated[float, Field(gt=0)]] = Field(
         default_factory=dict, description="further resources that each replica takes"
     )
@@ -114,6 +116,15 @@ class ScriptedSpec(Placed):
         return self
 
 
+class ReplaySpec(Placed):
+    """``kind: replay``; see :class:`fsm_rollout.engines.replay.ReplayEngine`."""
+
+    kind: Literal["replay"]
+    run: Folder = Field(description="the earlier run's folder, or a journal, relative to the run file")
+    engine: str = Field(POLICY, description="the earlier run's name for the engine whose answers these are")
+    max_context: Count | None = Field(None, description="default: that engine's")
+
+
 class TransformersSpec(Placed):
     """``kind: transformers``; see :class:`fsm_rollout.engines.transformers.TransformersEngine`."""
 
@@ -178,32 +189,37 @@ def build_engine(spec: Mapping[str, Any], base: Path) -> Engine:
         ConfigError: the spec, its router, or a script file that it names, is wrong; holds every problem.
         EngineError: the engine cannot start, say for want of its model.
     """
+    if found := faults(spec):
+        raise ConfigError([Problem(message) for _, message in found])
     spec = _without_nulls(spec)
-    kind = str(spec.get("kind", ""))
-    if not kind:
-        raise ConfigError(f"an engine needs 'kind'; known: {', '.join(_KINDS)}")
-    if kind in _ABSENT:
-        raise ConfigError(f"engine kind '{kind}' needs {_ABSENT[kind]}, which this version does not have")
-    if kind not in _KINDS:
-        raise ConfigError(f"engine kind '{kind}' does not exist{did_you_mean(kind, _KINDS)}")
-    model, build = _KINDS[kind]
-    problems: list[Problem] = []
-    try:
-        checked = model.model_validate(spec)
-    except ValidationError as error:
-        problems += [Problem(message) for _, message in _explain(error, model)]
-    router: Router | None = None
-    try:
-        if isinstance(spec.get("router"), str):
-            router = build_router(spec["router"])
-    except ConfigError as error:
-        problems += error.problems
-    if problems:
-        raise ConfigError(problems)
+    model, build = _KINDS[spec["kind"]]
+    checked = model.model_validate(spec)
     if checked.alone:
         return build(checked, base)
     own = {key: value for key, value in spec.items() if key not in PLACED}
-    return _build_pool(checked, router or build_router(checked.router), own, base)
+    return _build_pool(checked, build_router(checked.router), own, base)
+
+
+def faults(spec: Mapping[str, Any]) -> list[tuple[ConfigPath, str]]:
+    """Return what is wrong with a spec, as far as can be said without building the engine: where in it, and what."""
+    spec = _without_nulls(spec)
+    kind = str(spec.get("kind", ""))
+    if not kind:
+        return [((), f"an engine needs 'kind'; known: {', '.join(_KINDS)}")]
+    if kind not in _KINDS:
+        return [(("kind",), f"engine kind '{kind}' does not exist{did_you_mean(kind, _KINDS)}")]
+    model, _ = _KINDS[kind]
+    found: list[tuple[ConfigPath, str]] = []
+    try:
+        model.model_validate(spec)
+    except ValidationError as error:
+        found += _explain(error, model)
+    try:
+        if isinstance(spec.get("router"), str):
+            build_router(spec["router"])
+    except ConfigError as error:
+        found += [(("router",), problem.message) for problem in error.problems]
+    return found
 
 
 def _without_nulls(spec: Mapping[str, Any]) -> dict[str, Any]:
@@ -284,6 +300,12 @@ def _build_scripted(spec: ScriptedSpec, base: Path) -> Engine:
     )
 
 
+def _build_replay(spec: ReplaySpec, base: Path) -> Engine:
+    from fsm_rollout.engines.replay import replay
+
+    return replay(base / spec.run, spec.engine, max_context=spec.max_context)
+
+
 def _build_transformers(spec: TransformersSpec, base: Path) -> Engine:
     from fsm_rollout.engines.transformers import TransformersEngine
 
@@ -345,10 +367,8 @@ def _explain(error: ValidationError, model: type[Model] | None) -> list[tuple[Co
 
 _KINDS: Mapping[str, tuple[type[Placed], Callable[[Any, Path], Engine]]] = {
     "scripted": (ScriptedSpec, _build_scripted),
+    "replay": (ReplaySpec, _build_replay),
     "transformers": (TransformersSpec, _build_transformers),
     "sglang": (SGLangSpec, _build_sglang),
     "sglang_http": (SGLangHTTPSpec, _build_sglang_http),
-}
-_ABSENT: Mapping[str, str] = {
-    "replay": "fsm_rollout.engines.replay",
 }

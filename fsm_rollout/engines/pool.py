@@ -13,13 +13,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from anyio.from_thread import start_blocking_portal
 
-from fsm_rollout.deadlines import being_cancelled
 from fsm_rollout.engines.answers import Answers, check_unique
 from fsm_rollout.engines.base import Chunk, Load, Request
 from fsm_rollout.engines.packing import Flush
@@ -28,6 +25,7 @@ from fsm_rollout.engines.pool_members import Member, Passage, PoolTimes, Replica
 from fsm_rollout.engines.replicas import EngineFacts, Placement
 from fsm_rollout.engines.router import Router, StickyRouter, choose
 from fsm_rollout.errors import EngineError
+from fsm_rollout.waiting import wait_for
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,10 +33,7 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
-LOOK_UP = 0.25
-"""Seconds between two looks, while replicas start, whether the caller has been interrupted."""
 STRIKES = 2
 """Dispatches that an engine may fail as a whole, with nothing finished between, before its replica is given up."""
 
@@ -83,7 +78,7 @@ class PoolEngine:
         self._crew = Crew(self, placement, count, restarts=restarts, times=times or PoolTimes())
         try:
             with start_blocking_portal() as portal:  # this may be called from within an event loop, or without any
-                started: tuple[EngineFacts, Any] = _wait(portal.start_task_soon(self._crew.start))
+                started: tuple[EngineFacts, Any] = wait_for(portal.start_task_soon(self._crew.start))
             self._facts, self._tokenizer = started
         except BaseException:
             placement.close()
@@ -356,20 +351,3 @@ class PoolEngine:
         self._aborts.clear()
         for member, sent_as in at.items():
             member.live.abort(sent_as)
-
-
-def _wait(done: Future[T]) -> T:
-    """Wait in this thread for what another one does.
-
-    Raises:
-        CancelledError: the task that waits here was cancelled, which is all that ``asyncio.run`` does at a Ctrl-C.
-    """
-    while True:
-        try:
-            return done.result(LOOK_UP)
-        except TimeoutError:
-            if done.done():
-                raise  # that was its own
-            with suppress(RuntimeError):  # no event loop runs in this thread
-                if being_cancelled():
-                    raise asyncio.CancelledError from None

@@ -20,7 +20,8 @@ from fsm_rollout.engines.base import Engine, Request
 from fsm_rollout.engines.packing import Contexts, Flush, pack_flush, pack_requests, unpack_flush, unpack_requests
 from fsm_rollout.engines.replicas import EngineFacts, LocalReplica, Order, ReplicaLost, Weights
 from fsm_rollout.errors import EngineError
-from fsm_rollout.ray_session import connect
+from fsm_rollout.ray_session import answer_to, connect
+from fsm_rollout.waiting import pause
 
 try:
     import ray
@@ -43,7 +44,7 @@ class RayOptions:
     """Where the actors run and what each of them gets."""
 
     address: str | None = None
-    """Of a cluster (``auto``: the one on this machine); default: ``RAY_ADDRESS``, else a Ray of our own."""
+    """Of a cluster; see :func:`fsm_rollout.ray_session.connect`. Default: ``RAY_ADDRESS``, else a Ray of our own."""
     cpus: float = 1.0
     gpus: float = 0.0
     """More than one: the replicas get a placement group, so that either all of them find their place or none."""
@@ -179,7 +180,7 @@ class RayReplica:
             if self._has_engine:
                 with suppress(Exception):
                     async with asyncio.timeout(FAREWELL):
-                        await actor.stop.remote()
+                        await answer_to(actor.stop.remote())
             with suppress(Exception):
                 ray.kill(actor)
 
@@ -191,7 +192,7 @@ class RayReplica:
 async def _answer(reference: Any) -> Any:
     """Wait for a call's result; its errors as they were raised there, Ray's own as :class:`ReplicaLost`."""
     try:
-        return await reference
+        return await answer_to(reference)
     except RayTaskError as error:
         if isinstance(error.cause, Exception):
             raise error.cause from None
@@ -296,7 +297,7 @@ class RayPlacement:
                 return
             if time.monotonic() >= until:
                 break
-            time.sleep(0.5)
+            pause(0.5)
         each = "; ".join(_amounts(node) for node in nodes) or "no node at all"
         raise EngineError(
             f"Ray has too few resources: {self._count} replica(s) take {_amounts(self._options.demand)} each, and only "

@@ -10,13 +10,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import Executor, Future, InvalidStateError
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+from fsm_rollout.daemon_threads import DaemonThreads
 from fsm_rollout.engines.base import Chunk, Engine, Request
 from fsm_rollout.engines.packing import Flush
 from fsm_rollout.errors import EngineError
@@ -24,8 +22,6 @@ from fsm_rollout.errors import EngineError
 if TYPE_CHECKING:
     import torch
 
-P = ParamSpec("P")
-T = TypeVar("T")
 Weights = str | Path | Mapping[str, "torch.Tensor"]
 _BUILDING = threading.Lock()
 """Loading a model changes process-wide defaults for a while, so engines are built one after another."""
@@ -116,27 +112,8 @@ class Placement(Protocol):
         """Free what the replicas shared; they are stopped by now."""
 
 
-class _DaemonThreads(Executor):
-    """One daemon thread per job: whoever gives a start up need not wait for it, not even to end the process."""
-
-    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        future: Future[T] = Future()
-
-        def work() -> None:
-            try:
-                result = function(*args, **kwargs)
-            except BaseException as error:
-                outcome: Callable[[], None] = partial(future.set_exception, error)
-            else:
-                outcome = partial(future.set_result, result)
-            with suppress(InvalidStateError):  # given up meanwhile
-                outcome()
-
-        threading.Thread(target=work, name="fsm-rollout-replica", daemon=True).start()
-        return future
-
-
-_threads = _DaemonThreads()
+_threads = DaemonThreads("fsm-rollout-replica")
+"""Whoever gives a start up need not wait for it, not even to end the process."""
 
 
 class LocalReplica:
@@ -278,9 +255,12 @@ class LocalPlacement:
         return LocalReplica(name, lambda: self._build(name))
 
     def share(self, weights: Weights) -> Weights:
-        """Copy tensors: a replica that starts later must get these, not what training has made of them since."""
+        """Copy tensors: a replica that starts later must get these, not what training has made of them since.
+
+        To the CPU's memory: they are kept until others replace them all, which is no use to make of a GPU's.
+        """
         if isinstance(weights, Mapping):
-            return {name: tensor.detach().clone() for name, tensor in weights.items()}
+            return {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.items()}
         return weights
 
     def advice(self) -> str:

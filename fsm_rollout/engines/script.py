@@ -8,10 +8,10 @@ cut it, and a request that continues another gets what is left.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import cycle, islice, pairwise
 from typing import Annotated
 
+import msgspec
 from pydantic import Field, model_validator
 
 from fsm_rollout.engines.base import FinishReason, Request
@@ -100,8 +100,7 @@ def turn_for(script: Script, request: Request) -> Turn:
     return spoken(turns[request.turn])
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """How a request will be answered: its pieces, each after ``delay`` seconds, and its end."""
 
     pieces: tuple[tuple[Ids, Logprobs], ...]
@@ -135,19 +134,12 @@ def plan(
         rest, stopped = list(islice(cycle(ids), request.sampled, request.sampled + budget)), False
     else:
         rest = ids[request.sampled :]
-    result = Plan(
-        _pieces(rest[:budget], turn.chunks, start, turn.logprob),
-        delay=turn.delay,
-        finish_reason="stop" if stopped else turn.finish_reason,
-        error=turn.error,
-        crash=turn.crash,
-        hang=turn.hang,
-    )
+    pieces = _pieces(rest[:budget], turn.chunks, start, turn.logprob)
     if len(rest) > budget or (len(rest) == budget and not stopped):
-        return replace(result, finish_reason="length", error=None, crash=None, hang=False)
+        return Plan(pieces, turn.delay, "length")
     if stopped:  # a stop token ends a generation, whatever the turn would have come to
-        return replace(result, error=None, crash=None, hang=False)
-    return result
+        return Plan(pieces, turn.delay, "stop")
+    return Plan(pieces, turn.delay, turn.finish_reason, turn.error, turn.crash, turn.hang)
 
 
 def _turn_ids(

@@ -8,12 +8,14 @@ scripted engine is the same every time. It waits with the event loop's timers al
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from fsm_rollout.engines.answers import NO_IDS, NO_LOGPROBS, Answers, check_unique, refusal
 from fsm_rollout.engines.base import Chunk, FinishReason, Load, Request
@@ -45,8 +47,7 @@ class _Answer:
     """Seconds to the next piece, while the engine is held; ``None`` when none will come."""
 
 
-@dataclass(frozen=True, slots=True)
-class Logged:
+class Logged(msgspec.Struct, frozen=True):
     """One line of the engine's own log: a request it took or a chunk it gave, at a time of the event loop's clock."""
 
     at: float
@@ -60,6 +61,12 @@ def _spoken(script: Script) -> Script:
     if isinstance(script, Mapping):
         return {key: [spoken(turn) for turn in turns] for key, turns in script.items()}
     return [spoken(turn) for turn in script]
+
+
+@lru_cache(maxsize=4096)
+def _encoded(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """Return the tokens of a text: the same few are said again and again, by one engine after the other."""
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 class ScriptedEngine:
@@ -90,7 +97,7 @@ class ScriptedEngine:
     ) -> None:
         self._script = _spoken(turns)
         self._tokenizer = tokenizer
-        self._encode = lru_cache(maxsize=4096)(partial(tokenizer.encode, add_special_tokens=False))
+        self._encode = partial(_encoded, tokenizer)
         self._max_context = max_context
         self._max_running = max_running
         self._replica = replica
@@ -101,7 +108,7 @@ class ScriptedEngine:
         self._failed: Counter[tuple[str, int]] = Counter()
         self._paused = self._asleep = self._closed = False
         eos = tokenizer.eos_token_id  # found anew by transformers each time
-        self._eos_ids = frozenset() if eos is None else frozenset({int(eos)})
+        self._eos = None if eos is None else int(eos)
 
     @property
     def tokenizer(self) -> Any:
@@ -116,7 +123,7 @@ class ScriptedEngine:
     @property
     def eos_ids(self) -> frozenset[int]:
         """The tokenizer's end-of-sequence token."""
-        return self._eos_ids
+        return frozenset() if self._eos is None else frozenset({self._eos})
 
     @property
     def weight_version(self) -> int:
@@ -138,7 +145,7 @@ class ScriptedEngine:
         """Start answering at once (not at the first ``anext``); see the protocol."""
         if self._closed:
             raise EngineError("the scripted engine is closed; build another")
-        check_unique(requests, {**self._running, **self._waiting})
+        check_unique(requests, ChainMap(self._running, self._waiting))
         answers = Answers((request.request_id for request in requests), self._abort)
         for request in requests:
             self._record(answers, request)
@@ -226,7 +233,7 @@ class ScriptedEngine:
                 turn,
                 request,
                 encode=self._encode,
-                eos=self._tokenizer.eos_token_id,
+                eos=self._eos,
                 max_context=self._max_context,
                 mended=mended,
             )

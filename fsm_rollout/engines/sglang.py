@@ -1,8 +1,8 @@
 """SGLang behind the engine protocol, in a process of its own (:mod:`fsm_rollout.engines.sglang_host`).
 
-Invariant: one thread hears SGLang's process. The event loop never waits for it, requests and orders go one way through
-a socket, and chunks come back in one callback per flush and loop. When the process dies, for whatever reason, all that
-is under way and all that is asked later ends with an EngineError that shows the end of what the process printed.
+Invariant: one thread hears SGLang's process, one talks to it. The event loop never waits for it, requests and orders go
+one way through a socket, and chunks come back in one callback per flush and loop. When the process dies, for whatever
+reason, all that is under way and all that is asked later ends with an EngineError that shows the end of its output.
 
 What SGLang 0.5.21 was found to do, beyond or beside the protocol:
 
@@ -42,10 +42,19 @@ from fsm_rollout.engines.answers import Answers
 from fsm_rollout.engines.base import Chunk, Load, Request
 from fsm_rollout.engines.finite import check_finite, check_folder
 from fsm_rollout.engines.model_folders import load_tokenizer, model_folder
-from fsm_rollout.engines.sglang_model import check_complete, shapes_in, stop_tokens_in, vocabulary_of, window_of
+from fsm_rollout.engines.sglang_model import (
+    check_complete,
+    check_weights_there,
+    shapes_in,
+    stop_tokens_in,
+    vocabulary_of,
+    window_of,
+)
+from fsm_rollout.engines.sglang_outbox import Outbox
 from fsm_rollout.engines.sglang_under_way import UnderWay
 from fsm_rollout.engines.sglang_wire import Abort, Do, Done, Failed, FromHost, Generate, Pieces, Ready, Start, Wire
 from fsm_rollout.errors import EngineError
+from fsm_rollout.waiting import wait_for
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +88,7 @@ class _Process(threading.Thread):
 
     def __init__(self, start: Start, window: int, replica: str) -> None:
         super().__init__(name="fsm-rollout-sglang", daemon=True)
-        self.under_way = UnderWay(window, replica, lambda handles: self.send(Abort(handles)))
+        self.under_way = UnderWay(window, replica, lambda handles: self.send(Abort(handles)), start.vocabulary)
         self.ready: Future[Ready] = Future()
         self.closing = False
         self.died: EngineError | None = None
@@ -100,12 +109,12 @@ class _Process(threading.Thread):
             )
         self._wire = Wire(here, FromHost)
         self._wire.send(start)
+        self._outbox = Outbox(self._wire, lambda error: self.give_up(EngineError(f"cannot tell SGLang: {error}")))
         self.start()
 
     def send(self, message: Generate | Abort | Do) -> None:
-        """Send a message, unless the process is gone (then everything has failed already)."""
-        with suppress(OSError):
-            self._wire.send(message)
+        """Have a message sent, unless the process is gone (then everything has failed already)."""
+        self._outbox.put(message)
 
     def order(self, order: str, **details: Any) -> Future[None]:
         """Have the process carry out an order; the future raises EngineError when it cannot."""
@@ -176,7 +185,7 @@ class _Process(threading.Thread):
         """End the process and all below it, and wait for that; more than once if need be."""
         self.closing = True
         family = _family(self.process.pid)
-        self._wire.close()  # it ends itself and what it started
+        self._outbox.close(CLOSE_WITHIN)  # it ends itself and what it started
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(CLOSE_WITHIN / 2)
         _kill(family)
@@ -295,6 +304,8 @@ class SGLangEngine:
         if taken := sorted(set(args or {}) & set(OWN_ARGUMENTS)):
             raise EngineError(f"args: {', '.join(taken)}: the engine sets this itself; leave it out")
         folder = model_folder(model)
+        if "load_format" not in (args or {}):
+            check_weights_there(folder)
         self._folder = folder
         self._tokenizer = load_tokenizer(folder)
         self._eos_ids = stop_tokens_in(folder, self._tokenizer)
@@ -478,7 +489,7 @@ def _await_start(process: _Process, folder: Path, timeout: float) -> Ready:
     began = time.monotonic()
     while (waited := time.monotonic() - began) < timeout:
         try:
-            return process.ready.result(min(PROGRESS_EVERY, timeout - waited))
+            return wait_for(process.ready, min(PROGRESS_EVERY, timeout - waited))
         except TimeoutError:
             logger.info("SGLang is starting '%s': %.0f of at most %.0f s", folder, time.monotonic() - began, timeout)
         except EngineError as error:

@@ -35,6 +35,8 @@ from fsm_rollout.engines.sglang_server import MEMORY_WITHIN, Server
 from fsm_rollout.engines.sglang_under_way import UnderWay
 from fsm_rollout.engines.sglang_wire import Ask
 from fsm_rollout.errors import EngineError
+from fsm_rollout.tokens import LAST_VERSION
+from fsm_rollout.waiting import wait_for
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_EVERY = 5.0
 """Seconds between two looks whether a server that owes answers is still there."""
+LAST_TOKENS = 2.0
+"""Seconds that a server has to hand over what was sampled when the engine is closed in mid-generation."""
 MISSING_FOR = 30.0
 """Seconds after which a server that does not answer these is given up."""
 SILENT_FOR = 300.0
@@ -56,7 +60,7 @@ class _Talk(threading.Thread):
     def __init__(self, url: str, send_every: int, vocabulary: int | None, replica: str) -> None:
         super().__init__(name="fsm-rollout-sglang-http", daemon=True)
         self.loop = asyncio.new_event_loop()
-        self.under_way = UnderWay(0, replica, self._unheard)
+        self.under_way = UnderWay(0, replica, self._unheard, vocabulary)
         self.server = Server(url, send_every, self._doubt)
         self._folder: Path | None = None
         """The weights that it was last given from here."""
@@ -105,7 +109,7 @@ class _Talk(threading.Thread):
         self.under_way.max_context = int(info["max_req_input_len"])
         self.requests.mask_tokens = int(info.get("sampling_mask_max_tokens", 0))
         self.server.label = label = await self.server.ask_label()
-        self.requests.version = int(label) if label.isdecimal() else 0
+        self.requests.version = int(label) if label.isdecimal() and int(label) <= LAST_VERSION else 0
 
     def begin(self, asks: Sequence[Ask]) -> None:
         """Start requests, once the server has been looked at if need be."""
@@ -262,7 +266,7 @@ class SGLangHTTPEngine:
         self._talk = _Talk(url, send_every, vocabulary_of(folder), url if replica is None else replica)
         self._stop = weakref.finalize(self, self._talk.stop)
         try:
-            self._talk.do(self._talk.meet()).result()
+            wait_for(self._talk.do(self._talk.meet()))
         except BaseException:
             self._stop()
             raise
@@ -347,7 +351,9 @@ class SGLangHTTPEngine:
         """End everything with "abort" and with what it has; the server stays."""
         if not self._closed:
             if self._talk.under_way.handles():
-                await self._order(self._talk.pause())
+                with suppress(EngineError, TimeoutError):  # for what was sampled and not yet sent
+                    async with asyncio.timeout(LAST_TOKENS):
+                        await self._order(self._talk.pause())
             self._closed = True
             self._talk.under_way.close(self.weight_version, self._refusal())
         await asyncio.to_thread(self._stop)

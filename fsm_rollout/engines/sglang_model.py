@@ -63,6 +63,17 @@ def window_of(folder: Path) -> int | None:
     return window if isinstance(window, int) else None
 
 
+def check_weights_there(folder: Path) -> None:
+    """Check that a folder has weights, and whole ones where they are safetensors: SGLang finds out after a minute.
+
+    Raises:
+        EngineError: it has none, or a file is broken.
+    """
+    if not any(any(folder.glob(f"*.{kind}")) for kind in ("safetensors", "bin", "pt", "gguf")):
+        raise EngineError(f"'{folder}' has no weights (*.safetensors, *.bin); copy them there")
+    shapes_in(folder)
+
+
 def check_complete(new: Path, shapes: Mapping[str, list[int]]) -> None:
     """Check from its headers that a folder's tensors can take the place of all those that have ``shapes``.
 
@@ -86,13 +97,17 @@ def shapes_in(folder: Path) -> Mapping[str, list[int]]:
     """Return the shapes of the folder's tensors by name, from its safetensors files.
 
     Raises:
-        EngineError: a file is broken.
+        EngineError: a file is broken, or cut off.
     """
     shapes: dict[str, list[int]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with path.open("rb") as file:
                 header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+                start = file.tell()
+            end = max((t["data_offsets"][1] for name, t in header.items() if name != "__metadata__"), default=0)
+            if (size := path.stat().st_size) < start + end:
+                raise ValueError(f"it is cut off: it has {size:,} of {start + end:,} bytes")
             shapes |= {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
         except (ValueError, KeyError, TypeError, struct.error) as error:
             raise EngineError(f"'{path}' is no safetensors file: {type(error).__name__}: {error}") from None

@@ -36,10 +36,14 @@ class UnderWay:
         max_context: the longest input plus output, in tokens.
         replica: a name that every chunk carries.
         unheard: called with the handles of requests whose event loop is gone.
+        vocabulary: how many tokens the model knows, if that is known.
     """
 
-    def __init__(self, max_context: int, replica: str, unheard: Callable[[list[int]], None]) -> None:
+    def __init__(
+        self, max_context: int, replica: str, unheard: Callable[[list[int]], None], vocabulary: int | None = None
+    ) -> None:
         self.max_context = max_context
+        self._vocabulary = vocabulary
         self._replica = replica
         self._unheard = unheard
         self._lock = threading.Lock()
@@ -61,7 +65,7 @@ class UnderWay:
                 raise self._failure
             check_unique(requests, self._handles)
             for request in requests:
-                error = refusal(request, self.max_context)
+                error = refusal(request, self.max_context, self._vocabulary)
                 if error is not None:
                     answers.put(_last(request.request_id, "abort", error, version, self._replica))
                     continue

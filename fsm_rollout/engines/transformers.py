@@ -215,6 +215,7 @@ class TransformersEngine:
         self._device: torch.device = model.device
         self._tokenizer = tokenizer
         self._max_context = max_context or window_of(model)
+        self._vocabulary: int = len(model.get_input_embeddings().weight)
         self._eos_ids = stop_tokens_of(model, tokenizer)
         self._replica = replica
         self._closed = False
@@ -255,7 +256,8 @@ class TransformersEngine:
         """Start all requests at once (not at the first ``anext``); see the protocol."""
         self._check_open()
         answers = Answers((request.request_id for request in requests), self._abort)
-        refused = {r.request_id: error for r in requests if (error := refusal(r, self._max_context)) is not None}
+        window, vocabulary = self._max_context, self._vocabulary
+        refused = {r.request_id: error for r in requests if (error := refusal(r, window, vocabulary)) is not None}
         self._thread.submit([request for request in requests if request.request_id not in refused], answers)
         for request_id, error in refused.items():
             answers.put(

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any, cast
 
 from fsm_rollout.handlers import load_object
-from fsm_rollout.ray_session import connect, import_ray
+from fsm_rollout.ray_session import answer_to, connect, import_ray
 from fsm_rollout.tools import told
 from fsm_rollout.tools.base import ToolResult
 from fsm_rollout.tools.call import invoke
@@ -78,7 +78,7 @@ async def prepare() -> None:
 
 async def _answer(ray: Any, reference: Any, *, force: bool) -> Any:
     try:
-        value, error = await reference
+        value, error = await answer_to(reference)
     except asyncio.CancelledError:
         ray.cancel(reference, force=force)
         raise

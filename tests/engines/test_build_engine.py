@@ -58,17 +58,14 @@ def test_a_key_that_is_null_is_not_there(tmp_path: Path):
 @pytest.mark.parametrize(
     ("spec", "messages"),
     [
-        ({}, ["an engine needs 'kind'; known: scripted, transformers"]),
+        ({}, ["an engine needs 'kind'; known: scripted, replay, transformers"]),
         ({"kind": "scriptd"}, ["engine kind 'scriptd' does not exist; did you mean 'scripted'?"]),
         ({"kind": ["x"]}, ["engine kind '['x']' does not exist"]),
         ({"kind": "sglang", "tpp": 2}, ["unknown key 'tpp'; did you mean 'tp'?"]),
         ({"kind": "sglang", "mem_fraction": 2}, ["mem_fraction should be less than 1, got 2"]),
         ({"kind": "sglang_http"}, ["'urls' is missing"]),
         ({"kind": "sglang_http", "urls": ["http://a:1"], "replicas": 2}, ["each url is a replica"]),
-        (
-            {"kind": "replay"},
-            ["engine kind 'replay' needs fsm_rollout.engines.replay, which this version does not have"],
-        ),
+        ({"kind": "replay"}, ["'run' is missing"]),
         ({"kind": "scripted"}, ["a scripted engine needs either 'turns' or 'script'"]),
         ({"kind": "scripted", "turns": [], "script": "x"}, ["a scripted engine needs either 'turns' or 'script'"]),
         ({"kind": "scripted", "turns": "hello"}, ["turns must be a list, or a mapping of", "got 'hello'"]),

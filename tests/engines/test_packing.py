@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fsm_rollout.engines import packing
 from fsm_rollout.engines.base import Chunk, Load, Request, SamplingParams
 from fsm_rollout.engines.packing import Contexts, Flush, pack_flush, pack_requests, unpack_flush, unpack_requests
 from fsm_rollout.errors import EngineError
-from fsm_rollout.tokens import as_ids, as_logprobs
+from fsm_rollout.tokens import TokenStream, as_ids, as_logprobs
 
 token = st.integers(0, 2**31 - 1)
 ids = st.lists(token, max_size=12).map(as_ids)
@@ -92,6 +93,27 @@ def test_a_turn_costs_what_is_new_in_it():
     assert len(pack_requests([first], here)) > 4 * 64_000
     assert len(pack_requests([replace(first, ids=first.ids + as_ids([1, 2, 3]))], here)) < 100
     assert len(pack_requests([replace(first, ids=as_ids([7]) + first.ids)], here)) > 4 * 64_000
+
+
+def test_what_a_stream_adds_is_known_without_a_look_at_the_rest(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(packing, "np", None)
+    here, there = Contexts(), Contexts()
+    stream = TokenStream([1, 2, 3], state="PENDING")
+    before = stream.ids
+    stream.write([4, 5], state="GENERATING", turn=1)
+    for ids, known in ((before, 0), (stream.ids, 3), (stream.ids, 5)):
+        assert here.known("t/", ids) == known
+        request = Request("r", ids, SamplingParams(1), trajectory_id="t")
+        assert unpack_requests(pack_requests([request], here), there) == [request]
+    assert here.known("t/", before) == 0, "shorter than what was sent"
+
+
+def test_streams_that_begin_alike_are_compared():
+    one, other = TokenStream([1, 2, 3], state="PENDING"), TokenStream([1, 2, 4, 5], state="PENDING")
+    here = Contexts()
+    here.put("t/", one.ids)
+    assert here.known("t/", other.ids) == 0
+    assert here.known("t/", TokenStream([1, 2, 3, 4], state="PENDING").ids) == 3
 
 
 def test_an_end_that_has_seen_other_blocks_says_so():

@@ -112,11 +112,35 @@ def test_something_else_listens_at_the_address(kind: str, message: str, monkeypa
     assert not ray.is_initialized()
 
 
+def test_rays_client_is_not_installed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "grpc", None)
+    with pytest.raises(EngineError, match=r"pip install 'ray\[client\]', or give the address of the cluster itself"):
+        build_engine(spec(ray={"address": "ray://127.0.0.1:10001"}), Path())
+
+
 def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "fsm_rollout.engines.ray_pool")
     with pytest.raises(EngineError, match=r"pip install 'fsm-rollout\[ray\]', or use placement 'local'"):
         build_engine(spec(), Path())
+
+
+def test_a_ray_that_starts_when_its_caller_is_interrupted_is_shut_down():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    others = set(threading.enumerate())
+
+    async def main() -> None:
+        signal.raise_signal(signal.SIGINT)  # asyncio cancels this task, which does not await anything
+        ray_session.connect("local")
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(main())
+    signal.signal(signal.SIGINT, before)
+    for thread in set(threading.enumerate()) - others:
+        if thread.name == "fsm-rollout-ray":
+            thread.join(60)
+            assert not thread.is_alive()
+    assert not ray.is_initialized()
 
 
 @pytest.mark.parametrize(
@@ -163,6 +187,31 @@ def scripted(count: int, delay: float = 0.05, **options: Any) -> PoolEngine:
 
 def actors(pool: PoolEngine) -> list[Any]:
     return [member.replica._actor for member in pool._crew.members]  # type: ignore[union-attr]
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("address", [None, "auto", "local", "{there}", "localhost:{port}", "ray://127.0.0.1:10001"])
+def test_the_ray_that_is_connected_is_asked_for(address: str | None):
+    there = ray.get_runtime_context().gcs_address
+    address = address and address.format(there=there, port=there.rpartition(":")[2])
+    assert not ray_session.connect(address), "it is not ours"
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("address", ["127.0.0.1:{other}", "203.0.113.7:{port}", "ray://203.0.113.7:10001"])
+def test_another_ray_than_the_connected_one_is_asked_for(address: str):
+    there = ray.get_runtime_context().gcs_address
+    address = address.format(port=there.rpartition(":")[2], other=closed_port())
+    message = f"the Ray at '{address}', but this process is connected to the one at '{there}'.*ray.shutdown"
+    with pytest.raises(EngineError, match=message):
+        build_engine(spec(ray={"address": address}), Path())
+    assert ray.is_initialized()
+
+
+@pytest.mark.usefixtures("cluster")
+def test_what_is_no_address_is_told_of_where_ray_is_connected():
+    with pytest.raises(EngineError, match="'nonsense' is wrong: an address is 'auto', host:port or ray://host:port"):
+        build_engine(spec(ray={"address": "nonsense"}), Path())
 
 
 @pytest.mark.usefixtures("cluster")

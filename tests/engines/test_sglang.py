@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from fsm_rollout.engines.transformers import TransformersEngine
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model import embedded_model
 from fsm_rollout.testing import check_engine
+from fsm_rollout.tokens import as_ids
 
 pytestmark = pytest.mark.xdist_group("sglang")  # one worker starts it
 
@@ -79,6 +81,14 @@ def test_a_top_k_beyond_what_sglang_can_answer_for_is_refused_alone(engine: SGLa
     assert good.reason in ("stop", "length")
     assert bad.chunks[-1].error is not None
     assert "top_k is 5000, and SGLang says exact logprobs of at most 4096 kept tokens" in bad.chunks[-1].error
+
+
+def test_a_token_beyond_the_vocabulary_is_refused_alone(engine: SGLangEngine) -> None:
+    """SGLang would die of it."""
+    wrong = replace(request(engine, next(names)), ids=as_ids([5, 704]))
+    good, bad = asyncio.run(ask(engine, request(engine, next(names)), wrong))
+    assert good.reason in ("stop", "length")
+    assert bad.chunks[-1].error == "EngineError: token 704 is none of the model's 704; is the tokenizer that of it?"
 
 
 def test_updates_in_mid_flight_lose_no_token_and_mistake_no_version(engine: SGLangEngine) -> None:

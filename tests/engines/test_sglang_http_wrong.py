@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -15,9 +16,11 @@ from engines.test_sglang_http_restart import FIRST, Handler, Tiny, one
 from safetensors.torch import load_file, save_file
 
 from fsm_rollout.engines import sglang_http, sglang_server
+from fsm_rollout.engines.base import Request, SamplingParams
 from fsm_rollout.engines.sglang_http import SGLangHTTPEngine
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model import embedded_model
+from fsm_rollout.tokens import as_ids
 
 
 class Wrong(Tiny):
@@ -144,6 +147,35 @@ def test_a_server_that_answers_nothing_any_more(server: Wrong, monkeypatch: pyte
         server.never = {"/generate", "/health"}
         with pytest.raises(EngineError, match=r"cannot be reached \(no answer to /health within 0\.3 s\)"):
             await one(engine, "a")
+
+    using(server, main)
+
+
+def test_a_server_that_stands_still_does_not_keep_the_engine_from_closing(
+    server: Wrong, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(sglang_http, "LAST_TOKENS", 0.2)
+
+    async def main(engine: SGLangHTTPEngine) -> None:
+        server.never = {"/generate", "/abort_request"}
+        answer = asyncio.create_task(one(engine, "a"))
+        while "/generate" not in server.asked:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        async with asyncio.timeout(20):  # it has thirty seconds to answer an abort
+            await engine.aclose()
+        assert (await answer).reason == "abort"
+
+    using(server, main)
+    gc.collect()
+    assert not caplog.records, "no task is left behind"
+
+
+def test_a_token_beyond_the_vocabulary_is_not_even_shown_to_the_server(server: Wrong):
+    async def main(engine: SGLangHTTPEngine) -> None:
+        wrong = Request("a", as_ids([1, 704]), SamplingParams(3))
+        (chunk,) = [chunk async for chunk in engine.generate([wrong])]
+        assert chunk.error == "EngineError: token 704 is none of the model's 704; is the tokenizer that of it?"
+        assert "/generate" not in server.asked
 
     using(server, main)
 

@@ -12,7 +12,7 @@ from engines.sglang_oracle import model
 
 from fsm_rollout.engines import sglang_weights
 from fsm_rollout.engines.model_folders import load_tokenizer
-from fsm_rollout.engines.sglang_model import shapes_in, stop_tokens_in, vocabulary_of, window_of
+from fsm_rollout.engines.sglang_model import check_weights_there, shapes_in, stop_tokens_in, vocabulary_of, window_of
 from fsm_rollout.engines.sglang_weights import check_weights, parts_of, unpacked
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model import embedded_model
@@ -45,6 +45,17 @@ def test_a_broken_checkpoint_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"no")
     with pytest.raises(EngineError, match=r"model\.safetensors' is no safetensors file"):
         shapes_in(tmp_path)
+
+
+def test_a_checkpoint_that_is_cut_off_or_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"has no weights \(\*\.safetensors, \*\.bin\)"):
+        check_weights_there(tmp_path)
+    whole = (embedded_model() / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole)
+    check_weights_there(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(whole[:-1])
+    with pytest.raises(EngineError, match=f"it is cut off: it has {len(whole) - 1:,} of {len(whole):,} bytes"):
+        check_weights_there(tmp_path)
 
 
 def test_weights_travel_whole_in_parts_of_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,6 +206,18 @@ def test_a_failing_model_fails_what_is_under_way_and_no_more(model: Any, tokeniz
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("token", [257, -1])
+def test_a_token_that_the_model_does_not_have_fails_its_request_alone(model: Any, tokenizer: Any, token: int):
+    """As of another model's tokenizer: the model would fail with all that it decodes at that moment."""
+    engine = TransformersEngine(model, tokenizer)
+    wrong = Request("wrong", as_ids([1, token, 2]), SamplingParams(8))
+    chunks = asyncio.run(collect(engine, request("right", ignore_eos=True), wrong))
+    last = {chunk.request_id: chunk for chunk in chunks if chunk.finish_reason is not None}
+    assert last["wrong"].error == f"EngineError: token {token} is none of the model's 257; is the tokenizer that of it?"
+    assert (last["right"].finish_reason, last["right"].error) == ("length", None)
+    asyncio.run(engine.aclose())
+
+
 def test_a_paused_engine_is_silent_and_sleep_frees_its_cache(model: Any, tokenizer: Any):
     async def main() -> None:
         engine = TransformersEngine(model, tokenizer, send_every=1)
