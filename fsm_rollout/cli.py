@@ -16,7 +16,6 @@ from fsm_rollout.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from fsm_rollout.execute import Progress
-    from fsm_rollout.run_config import RunConfig
 
 app = typer.Typer(
     name="fsm-rollout",
@@ -98,6 +97,9 @@ def run(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[key=value ...]", help="changes to the run", show_default=False)
     ] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="begin anew where a run of that name has not come to its end")
+    ] = False,
 ) -> None:
     """Run an agent on prompts and write the run's folder: journal.sqlite, batch/, summary.json and report.html.
 
@@ -108,11 +110,11 @@ def run(
     from fsm_rollout.execute import execute
     from fsm_rollout.run_config import load_run
 
-    def work(progress: Progress) -> tuple[RunConfig, dict[str, Any]]:
+    try:
         config = load_run(file, overrides or [])
-        return config, execute(config, progress)
-
-    _carry_out(work)
+    except ConfigError as error:
+        _refuse(error)
+    _carry_out(config.out, lambda progress: execute(config, progress, replace=replace))
 
 
 @app.command()
@@ -130,34 +132,38 @@ def resume(
     """
     from fsm_rollout.execute import resume as go_on
 
-    _carry_out(lambda progress: go_on(folder, overrides or [], progress))
+    _carry_out(folder.absolute(), lambda progress: go_on(folder, overrides or [], progress))
 
 
-def _carry_out(work: Callable[[Progress], tuple[RunConfig, dict[str, Any]]]) -> None:
+def _carry_out(out: Path, work: Callable[[Progress], dict[str, Any]]) -> None:
     """Do a run, or the rest of one, and print what came of it."""
     from rich.console import Console
 
+    from fsm_rollout.diagrams.token_texts import shortened
     from fsm_rollout.errors import RolloutError
     from fsm_rollout.progress import RunProgress, summary_table
 
     console = Console(stderr=True)
     try:
-        config, summary = work(lambda total, done: RunProgress(total, done, console))
+        summary = work(lambda total, done: RunProgress(total, done, console))
     except ConfigError as error:
         _refuse(error)
     except RolloutError as error:
         _refuse(ConfigError(str(error)))
     except KeyboardInterrupt:
-        typer.echo("interrupted; `fsm-rollout resume` goes on with what is in the run's folder", err=True)
+        more = f"; to go on: fsm-rollout resume {_short(out)}" if (out / "journal.sqlite").exists() else ""
+        typer.echo(f"interrupted{more}", err=True)
         raise typer.Exit(130) from None
     Console().print(summary_table(summary))
     for error_text in summary.get("reward_errors", [])[:5]:
         typer.echo(f"no score: {error_text}", err=True)
     failures: dict[str, str] = summary.get("failures", {})
-    for reason, detail in list(failures.items())[:5]:
-        typer.echo(f"{reason} ({summary['stop_reasons'][reason]:,} of {summary['trajectories']:,}): {detail}", err=True)
-    report = ", report.html" if (config.out / "report.html").is_file() else ""
-    typer.echo(f"{_short(config.out)}: journal.sqlite, batch/, summary.json{report}")
+    for part, whose in ((summary, ""), (summary["sub_agents"], " sub-agents")):
+        for reason, detail in list(part.get("failures", {}).items())[:5]:
+            count = f"{part['stop_reasons'][reason]:,} of {part['trajectories']:,}{whose}"
+            typer.echo(f"{reason} ({count}): {shortened(detail)}", err=True)
+    report = ", report.html" if (out / "report.html").is_file() else ""
+    typer.echo(f"{_short(out)}: journal.sqlite, batch/, summary.json{report}")
     if failures and sum(summary["stop_reasons"][reason] for reason in failures) == summary["trajectories"]:
         typer.echo("every trajectory failed", err=True)
         raise typer.Exit(1)
@@ -236,4 +242,7 @@ def _refuse(error: ConfigError) -> NoReturn:
 
 def main() -> None:
     """Run the command line (the console script's entry)."""
+    from fsm_rollout.handlers import look_in
+
+    look_in(Path.cwd())  # as `python -m` does
     app()

@@ -11,24 +11,23 @@ import asyncio
 import json
 import logging
 import shutil
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
+from fsm_rollout.engines.build import faults
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.graph import AgentGraph
+from fsm_rollout.graph import POLICY, AgentGraph
 from fsm_rollout.journal import Journal, is_journal, metadata, read
 from fsm_rollout.live import Group
 from fsm_rollout.loader import dump, load_agent
 from fsm_rollout.prompts import Prompt, read_prompts
+from fsm_rollout.reading.source_map import ConfigPath, in_file_order
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.run_config import RunConfig, recorded_run
-from fsm_rollout.scheduler import Listener, Scheduler
+from fsm_rollout.scheduler import Listener
 from fsm_rollout.summary import summarize
 from fsm_rollout.trajectory import Trajectory
 
@@ -43,8 +42,10 @@ OWN_FILES = (JOURNAL, f"{JOURNAL}-wal", f"{JOURNAL}-shm", *RESULTS)
 """What a run writes into its folder, hence what the next run of that name replaces."""
 
 
-def execute(config: RunConfig, progress: Progress) -> dict[str, Any]:
+def execute(config: RunConfig, progress: Progress, *, replace: bool = False) -> dict[str, Any]:
     """Run a config to its end, write its folder, and return the summary.
+
+    A finished run of that name is replaced, and with ``replace`` also one that has not come to its end.
 
     Raises:
         ConfigError: something in the run, its agents, prompts or engines is wrong; nothing has been written.
@@ -53,11 +54,11 @@ def execute(config: RunConfig, progress: Progress) -> dict[str, Any]:
     agents = load_agents(config)
     prompts = read_prompts(config.prompts, limit=config.limit)
     with progress(len(prompts) * config.n, 0) as listener:
-        return asyncio.run(_run(config, agents, prompts, listener))
+        return _carry_out(config, agents, prompts, listener, replace=replace)
 
 
-def resume(folder: Path, overrides: Sequence[str], progress: Progress) -> tuple[RunConfig, dict[str, Any]]:
-    """Go on with the run in a folder, interrupted or cut off, to its end; return its config and the summary.
+def resume(folder: Path, overrides: Sequence[str], progress: Progress) -> dict[str, Any]:
+    """Go on with the run in a folder, interrupted or cut off, to its end, and return the summary.
 
     What has ended is left as it is and comes into the batch too; the journal goes on where it stopped. ``overrides``
     change the run, its engine say, but not its agents, which must be what they were.
@@ -88,7 +89,7 @@ def resume(folder: Path, overrides: Sequence[str], progress: Progress) -> tuple[
         )
     ended = sum(t.ended for t in before if t.parent_id is None)
     with progress(len(prompts) * config.n, ended) as listener:
-        return config, asyncio.run(_run(config, agents, prompts, listener, before))
+        return _carry_out(config, agents, prompts, listener, before)
 
 
 def load_agents(config: RunConfig) -> dict[str, AgentGraph]:
@@ -99,13 +100,16 @@ def load_agents(config: RunConfig) -> dict[str, AgentGraph]:
     return {graph.agent: graph}
 
 
-async def _run(
+def _carry_out(
     config: RunConfig,
     agents: Mapping[str, AgentGraph],
     prompts: list[Prompt],
     listener: Listener,
     before: Sequence[Trajectory] | None = None,
+    *,
+    replace: bool = False,
 ) -> dict[str, Any]:
+    _check_engines(config)
     rollout = Rollout(
         agents,
         config.engine,
@@ -122,14 +126,19 @@ async def _run(
         on_tool_failure=config.failures.tool,
         group_filter=config.group_filter,
         on_event=[listener],
-    )
+    )  # not within the event loop, where a Ctrl-C would wait until a model has been loaded
+    return asyncio.run(_run(rollout, config, prompts, before, replace=replace))
+
+
+async def _run(
+    rollout: Rollout, config: RunConfig, prompts: list[Prompt], before: Sequence[Trajectory] | None, *, replace: bool
+) -> dict[str, Any]:
     try:
         rollout.scheduler.check(prompts)
-        folder = fresh_folder(config.out) if before is None else config.out
-        facts = {"agents": {name: dump(graph) for name, graph in agents.items()}, "run": config.to_json()}
-        facts["base"] = str(config.base)
+        folder = fresh_folder(config.out, replace=replace) if before is None else config.out
+        facts = rollout.description | {"run": config.to_json()}
         with Journal(folder / JOURNAL, metadata=facts, append=before is not None) as journal:
-            rollout.scheduler.journal = journal
+            rollout.journal = journal
             started = time.monotonic()
             stream = rollout.stream(
                 prompts,
@@ -138,45 +147,43 @@ async def _run(
                 over_sample=config.over_sample,
                 resume=before or (),
             )
-            with _suspending(rollout.scheduler):
-                groups = [group async for group in stream]
+            groups = [group async for group in stream]
             seconds = time.monotonic() - started
         return _write(folder, rollout, groups, seconds)
     finally:
         await rollout.aclose()
 
 
-@contextmanager
-def _suspending(scheduler: Scheduler) -> Iterator[None]:
-    """Let a Ctrl-C set aside what is under way, so that it can go on later, before it cancels the run as ever."""
-    cancel = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(cancel):
-        yield
-        return
-    loop = asyncio.get_running_loop()
-
-    def suspend(number: int, frame: FrameType | None) -> None:
-        loop.call_soon_threadsafe(scheduler.stop, "interrupted")
-        cancel(number, frame)
-
-    signal.signal(signal.SIGINT, suspend)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, cancel)
+def _check_engines(config: RunConfig) -> None:
+    """Check the engines' mappings while it is known in which lines they stand."""
+    specs: dict[ConfigPath, Mapping[str, Any]] = {("engine",): config.engine} | {
+        ("engines", name): spec for name, spec in config.engines.items()
+    }
+    problems = [
+        config.problem((*at, *path), f"engine '{at[1] if at[1:] else POLICY}': {message}")
+        for at, spec in specs.items()
+        for path, message in faults(spec)
+    ]
+    if problems:
+        raise ConfigError(in_file_order(problems))
 
 
-def fresh_folder(path: Path) -> Path:
+def fresh_folder(path: Path, *, replace: bool = False) -> Path:
     """Make the run's folder, without what an earlier run of the same name has written there.
 
     Raises:
-        ConfigError: there is a file in its place, it holds things of those names that no run wrote, or it cannot be
-            written to.
+        ConfigError: there is a file in its place, it holds things of those names that no run wrote, or (unless
+            ``replace``) a run that could go on; or it cannot be written to.
     """
     there = [name for name in OWN_FILES if (path / name).exists()]
     if there and not is_journal(path / JOURNAL):
         raise ConfigError(
             f"out: '{path}' holds '{there[0]}', and no journal of a run that wrote it; choose another, or remove it"
+        )
+    if there and not replace and not (path / "summary.json").exists() and any(read(path / JOURNAL)):
+        raise ConfigError(
+            f"out: '{path}' holds a run that has not come to its end; go on with it (fsm-rollout resume {path}), "
+            "choose another folder, or give --replace"
         )
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -195,9 +202,6 @@ def fresh_folder(path: Path) -> Path:
 def _write(folder: Path, rollout: Rollout, groups: list[Group], seconds: float) -> dict[str, Any]:
     trajectories = [trajectory for group in [*groups, *rollout.carried] for trajectory in group.all]
     summary = summarize(trajectories, wall_seconds=seconds, engine=rollout.engine_stats())
-    failed = [t for t in trajectories if (t.stop_reason or "").startswith("failed:")]
-    if failed:
-        summary["failures"] = {str(t.stop_reason): t.detail or "" for t in reversed(failed)}
     errors = [error for group in groups for error in group.reward_errors]
     if errors:
         summary["reward_errors"] = errors

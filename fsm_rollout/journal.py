@@ -6,6 +6,7 @@ connection, so no event loop ever waits for a disk; a crash of the process loses
 ``interval`` and was not yet flushed.
 
 Tables: ``run(key, value)``, values as JSON; ``trajectories(trajectory_id, group_id, sample, agent, parent_id)``;
+``handed_over(group_id, yes)``, of the groups that the caller has had and is done with;
 ``events(id, trajectory_id, seq, at, kind, payload)``, where ``id`` is the place in the run, ``seq`` the place in the
 trajectory, and ``payload`` what :func:`fsm_rollout.events.encode` gives. SQLite's ``application_id`` marks the file as
 a journal and its ``user_version`` is the format.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -33,6 +35,8 @@ from fsm_rollout.trajectory import Trajectory
 
 APPLICATION_ID = 0x46534D52  # "FSMR"
 FORMAT = 1
+LOOK_EVERY = 0.5
+"""Seconds between two looks whether the writer is still there."""
 
 _SCHEMA = f"""
 PRAGMA application_id = {APPLICATION_ID};
@@ -45,23 +49,29 @@ CREATE TABLE events (
     id INTEGER PRIMARY KEY, trajectory_id TEXT NOT NULL, seq INTEGER NOT NULL, at REAL NOT NULL, kind TEXT NOT NULL,
     payload BLOB NOT NULL, UNIQUE (trajectory_id, seq)
 );
+CREATE TABLE handed_over (group_id TEXT PRIMARY KEY, yes INTEGER NOT NULL);
 """
 _INSERT_EVENT = "INSERT INTO events (trajectory_id, seq, at, kind, payload) VALUES (?, ?, ?, ?, ?)"
 _INSERT_TRAJECTORY = "INSERT INTO trajectories VALUES (?, ?, ?, ?, ?)"
 
 _INSERT_FACT = "INSERT OR REPLACE INTO run VALUES (?, ?)"
+_INSERT_HANDED_OVER = "INSERT OR REPLACE INTO handed_over VALUES (?, ?)"
 _LENGTHS = "SELECT trajectory_id, MAX(seq) + 1 FROM events GROUP BY trajectory_id"
+_GROUPS = "SELECT DISTINCT group_id FROM trajectories"
 
 _UNFINISHED = """
-SELECT group_id FROM trajectories AS begun WHERE parent_id IS NULL AND NOT EXISTS (
-    SELECT 1 FROM events WHERE events.trajectory_id = begun.trajectory_id AND kind = 'ended'
+WHERE group_id NOT IN (SELECT group_id FROM handed_over WHERE yes) OR group_id IN (
+    SELECT group_id FROM trajectories AS begun WHERE parent_id IS NULL AND NOT EXISTS (
+        SELECT 1 FROM events WHERE events.trajectory_id = begun.trajectory_id AND kind = 'ended'
+    )
 )
 """
 
 _EventRow = tuple[str, int, float, str, bytes]
 _TrajectoryRow = tuple[str, str, int, str, str | None]
 _Fact = tuple[str, str]
-_Rows = list[_EventRow | _TrajectoryRow | _Fact]
+_HandedOver = tuple[str, bool]
+_Rows = list[_EventRow | _TrajectoryRow | _Fact | _HandedOver]
 """What is committed together: a trajectory is never there without its first event."""
 
 
@@ -105,6 +115,8 @@ class Journal:
         said = {**(metadata or {}), "code_version": __version__}
         self._connection = (_reopen if append else _create)(self.path, said)
         self._next: dict[str, int] = dict(self._connection.execute(_LENGTHS))
+        self.groups: set[str] = {group_id for (group_id,) in self._connection.execute(_GROUPS)}
+        """The ids of all groups that are in it."""
         self._thread = threading.Thread(target=self._write, name=f"journal {self.path.name}", daemon=True)
         self._thread.start()
 
@@ -138,8 +150,23 @@ class Journal:
         rows: _Rows = [(trajectory_id, seq, event.at, _kind(event), payload)]
         if isinstance(event, Prompted):
             rows.insert(0, (trajectory_id, event.group_id, event.sample, event.agent, event.parent_id))
+            self.groups.add(event.group_id)
         self._next[trajectory_id] = seq + 1
         self._queue.put(rows)
+
+    def __contains__(self, trajectory_id: str) -> bool:
+        """Say whether it has a trajectory of that id."""
+        return trajectory_id in self._next
+
+    def handed_over(self, group_id: str, yes: bool = True) -> None:
+        """Keep that the caller has had a group and come back for more; or (``yes=False``) that it is under way again.
+
+        Raises:
+            JournalError: the journal is closed or cannot be written to any more.
+        """
+        if self._closed or self._failure is not None:
+            raise self._broken()
+        self._queue.put([(group_id, yes)])
 
     def flush(self) -> None:
         """Return once everything appended so far is committed. Blocks: in async code, call it in a thread.
@@ -165,9 +192,16 @@ class Journal:
     def _finish(self, flush: _Flush) -> None:
         self._queue.put(flush)
         self._hurry.set()
-        flush.done.wait()
+        while not flush.done.wait(LOOK_EVERY) and not self._abandoned():
+            pass
+        if not flush.done.is_set():
+            self._failure = self._failure or RuntimeError("the interpreter has stopped the thread that writes it")
         if self._failure is not None:
             raise self._broken()
+
+    def _abandoned(self) -> bool:
+        """Whether the writer is gone: at the interpreter's end daemon threads stand still, and nobody says so."""
+        return sys.is_finalizing() or not self._thread.is_alive()
 
     def _broken(self) -> JournalError:
         why = f"cannot be written: {self._failure}" if self._failure is not None else "is closed"
@@ -213,7 +247,10 @@ class Journal:
     def _commit(self, batch: _Rows) -> None:
         with self._connection:  # one transaction, in the order of appending
             self._connection.execute("BEGIN")
-            self._connection.executemany("INSERT OR IGNORE INTO run VALUES (?, ?)", (r for r in batch if len(r) == 2))
+            pairs = [r for r in batch if len(r) == 2]
+            self._connection.executemany(_INSERT_HANDED_OVER, (r for r in pairs if isinstance(r[1], bool)))
+            facts = (r for r in pairs if not isinstance(r[1], bool))
+            self._connection.executemany("INSERT OR IGNORE INTO run VALUES (?, ?)", facts)
             rows = [r for r in batch if len(r) == 5]
             self._connection.executemany(_INSERT_TRAJECTORY, (r for r in rows if not isinstance(r[4], bytes)))
             self._connection.executemany(_INSERT_EVENT, (r for r in rows if isinstance(r[4], bytes)))
@@ -326,15 +363,16 @@ def trajectory_ids(path: str | os.PathLike[str]) -> list[str]:
 def histories(path: str | os.PathLike[str], *, unfinished: bool = False) -> Iterator[list[AnyEvent]]:
     """Yield the events of every trajectory, in the order in which they began, as they stood when reading began.
 
-    ``unfinished``: only of groups in which a sample has begun and not ended. The others were handed over, or were
-    about to be.
+    ``unfinished``: only of groups that the caller of the run has not had, or had while a sample was set aside. What it
+    was still at work on counts as not had: the journal is told when it comes back for more
+    (:meth:`fsm_rollout.scheduler.Scheduler.run`), so each group comes at least once.
 
     Raises:
         JournalError: as for :func:`metadata`; or an event that cannot be read.
     """
     with _reading(path) as connection:
         connection.execute("BEGIN")  # one snapshot for all that follows
-        chosen = f"WHERE group_id IN ({_UNFINISHED})" if unfinished else ""
+        chosen = _UNFINISHED if unfinished else ""
         for (trajectory_id,) in connection.execute(f"SELECT trajectory_id FROM trajectories {chosen} ORDER BY rowid"):
             yield _events(connection, path, trajectory_id)
 

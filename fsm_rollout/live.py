@@ -46,7 +46,8 @@ class Group:
     discarded: list[Trajectory] = field(default_factory=list)
     """Attempts that fell behind the weights and were begun anew; in no batch."""
     dropped: bool = False
-    """Whether the run's group filter turned it down; it is in no batch and does not count towards a target."""
+    """Whether it is in no batch and does not count towards a target: the run's group filter turned it down, or a sample
+    of it fell behind the weights once too often."""
 
     @property
     def all(self) -> list[Trajectory]:
@@ -61,16 +62,21 @@ class Group:
     def discard_unread(self, parent: Trajectory) -> None:
         """Take sub-agents' trajectories out that were cut off with their parent, whose call will be made again."""
         unread = [c for c in self.children if c.parent_id == parent.trajectory_id and c.stop_reason == "cancelled"]
-        ids = {child.trajectory_id for child in unread}
-        self.discarded += unread
-        self.children = [child for child in self.children if child.trajectory_id not in ids]
+        for child in unread:
+            self._discard(child)
 
     def replace(self, old: Trajectory, new: Trajectory) -> None:
         """Put a new attempt in the place of one that is given up."""
-        served = f"{old.trajectory_id}/"
         self.trajectories = [new if one is old else one for one in self.trajectories]
-        self.discarded += [old, *(child for child in self.children if child.trajectory_id.startswith(served))]
-        self.children = [child for child in self.children if not child.trajectory_id.startswith(served)]
+        self._discard(old)
+
+    def _discard(self, one: Trajectory) -> None:
+        """Take a trajectory out, and all that served it, and what served those."""
+        served = f"{one.trajectory_id}/"
+        lost = [one, *(child for child in self.children if child.trajectory_id.startswith(served))]
+        self.discarded += lost
+        gone = {child.trajectory_id for child in lost}
+        self.children = [child for child in self.children if child.trajectory_id not in gone]
 
 
 class LiveTrajectory:
@@ -140,7 +146,7 @@ class LiveTrajectory:
             self._interactions[key] = build_interaction(spec, self.prompt.extra.get("interaction_kwargs") or {})
         return self._interactions[key]
 
-    async def _run_agent(self, tool: str, graph: AgentGraph, task: str) -> AgentAnswer:
+    async def _run_agent(self, tool: str, graph: AgentGraph, task: str, seed: int) -> AgentAnswer:
         """Run a sub-agent to its end, as a child trajectory of the same group, in the calling task."""
         self._spawned += 1
         parent = self.trajectory
@@ -154,6 +160,7 @@ class LiveTrajectory:
             child_id,
             parent.sample,
             parent=parent,
+            seed=seed,
         )
         self.group.children.append(live.trajectory)
         await drive(live)
@@ -192,14 +199,18 @@ def begin(
     sample: int,
     *,
     parent: Trajectory | None = None,
+    seed: int | None = None,
     run: int = 0,
 ) -> LiveTrajectory:
-    """Create a trajectory (its first event) and what it holds open."""
+    """Create a trajectory (its first event) and what it holds open.
+
+    A ``seed`` is given to sub-agents; others have their own, and in a second epoch (``run``) another one.
+    """
     graph = program.graph
     spends = program.machine.spends[graph.initial]
     limits = graph.limits if prompt.limits is None else graph.limits.lowered(prompt.limits)
-    # A second epoch is not the first, nor are its sub-agents.
-    seed = derive_seed(scheduler.seed if parent is None else parent.seed, trajectory_id, *([run] if run else []))
+    if seed is None:
+        seed = derive_seed(scheduler.seed, trajectory_id, *([run] if run else []))
     prompted = Prompted(
         at=asyncio.get_running_loop().time(),
         trajectory_id=trajectory_id,

@@ -1,14 +1,11 @@
-"""Groups under way, and the runs they belong to: what is there, what is still to do.
+"""Groups under way: what is there of them, what is still to do, and their scores.
 
-Invariant: a group belongs to one run at a time. It leaves a run once: handed over when all its samples are done, or
-carried when the run has reached its target before that.
+Invariant: one attempt stands for each sample that has begun; earlier ones were given up and are in no batch.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -30,8 +27,17 @@ class OpenGroup:
     """What has begun, by sample."""
     attempts: dict[int, int] = field(default_factory=dict)
     """How many attempts of a sample were given up."""
+    due: list[int] = field(default_factory=list)
+    """The samples that the present run has still to begin, or to let go on."""
     left: int = 0
     """How many samples of the present run are not done."""
+    carried: bool = False
+    """Whether a run with a target has left it over."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether it counts towards a target: it was not dropped, and nobody suspended a part of it."""
+        return not self.group.dropped and self.group.ended
 
     def begun(self, live: LiveTrajectory) -> None:
         """Take a sample in; the groups' trajectories are in the order of samples."""
@@ -48,79 +54,45 @@ class OpenGroup:
         attempt = self.attempts.get(sample, 0)
         return f"{self.group.group_id}/{sample}" + (f"~{attempt}" if attempt else "")
 
-    def give_up(self, live: LiveTrajectory) -> None:
+    def give_up(self, sample: int) -> None:
         """Count an attempt out, so that the sample is begun anew."""
-        sample = live.trajectory.sample
         self.attempts[sample] = self.attempts.get(sample, 0) + 1
-        live.requeue = False
+
+    def stands(self, sample: int) -> LiveTrajectory | None:
+        """Return the attempt that stands for a sample, if one has begun and was not given up."""
+        live = self.live.get(sample)
+        return live if live is not None and live.trajectory.trajectory_id == self.next_id(sample) else None
 
     @property
     def todo(self) -> list[int]:
         """The samples that are not done: not begun, set aside, or given up."""
-        return [
-            sample
-            for sample in range(self.n)
-            if sample not in self.live
-            or not self.live[sample].trajectory.ended
-            or self.live[sample].trajectory.trajectory_id != self.next_id(sample)
-        ]
+        standing = map(self.stands, range(self.n))
+        return [sample for sample, live in enumerate(standing) if live is None or not live.trajectory.ended]
 
 
-@dataclass(slots=True, eq=False)
-class Run:
-    """One call of :meth:`fsm_rollout.scheduler.Scheduler.run`."""
+async def score_group(group: Group, reward: Reward | None, tell: Callable[[Trajectory, AnyEvent], None]) -> None:
+    """Score a group's ended samples; a sub-agent's trajectory gets the score of the sample that it served.
 
-    number: int
-    ended: asyncio.Queue[Group | None] = field(default_factory=asyncio.Queue)
-    """The groups to hand over, then ``None``."""
-    open: dict[str, OpenGroup] = field(default_factory=dict)
-    over: bool = False
-    """Whether it has reached its target: nothing begins any more, and what runs is set aside."""
-    closing: bool = False
-    """Whether nobody listens any more."""
-    most: float = math.inf
-    """How many groups may be under way or done and kept, before the next one begins."""
-    pending: deque[OpenGroup] = field(default_factory=deque)
-    """What goes on in this run and has not come up yet: carried over from an earlier run, or reopened."""
-    reopened: dict[str, Group] = field(default_factory=dict)
-    """Groups reopened in this run whose prompt has not come up."""
-    ids: set[str] = field(default_factory=set)
-    """The ids of the prompts that have come up, and of their groups."""
-    scoring: set[asyncio.Task[None]] = field(default_factory=set)
-    failure: Exception | None = None
-    """Why there are no further prompts, if that is a mistake."""
-    kept: int = 0
-    moved: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when a group is done, or all is over."""
-
-    @property
-    def has_target(self) -> bool:
-        """Whether it ends when enough groups have."""
-        return self.most != math.inf
-
-    async def room(self) -> None:
-        """Wait until another group may begin."""
-        while len(self.open) + self.kept >= self.most and not self.over:
-            self.moved.clear()
-            await self.moved.wait()
-
-
-async def score(group: Group, reward: Reward | None, tell: Callable[[Trajectory, AnyEvent], None]) -> None:
-    """Score a group's ended samples; a sub-agent's trajectory gets the score of the sample that it served."""
+    Who was scored before an interruption, or before another sample began anew, is judged again only with its group.
+    """
     ended = [trajectory for trajectory in group.trajectories if trajectory.ended]
-    if reward is None or all(trajectory.rewarded for trajectory in ended):  # before an interruption
+    scores = {trajectory.sample: trajectory.score for trajectory in ended if trajectory.rewarded}
+    due = [trajectory for trajectory in ended if not trajectory.rewarded]
+    if reward is None or not ended:
         return
-    due = ended if reward.of_group else [trajectory for trajectory in ended if not trajectory.rewarded]
-    values = await reward.score(due)
+    if due:
+        judged = ended if reward.of_group else due
+        values = await reward.score(judged)
+        group.reward_errors.clear()
+        for trajectory, value in zip(judged, values, strict=True):
+            if isinstance(value, Exception):
+                group.reward_errors.append(f"{trajectory.trajectory_id}: {type(value).__name__}: {value}")
+            elif value is not None:
+                scores[trajectory.sample] = value
     now = asyncio.get_running_loop().time()
-    scores: dict[int, float] = {}
-    for trajectory, value in zip(due, values, strict=True):
-        if isinstance(value, Exception):
-            group.reward_errors.append(f"{trajectory.trajectory_id}: {type(value).__name__}: {value}")
-        elif value is not None:
-            scores[trajectory.sample] = value
     for trajectory in group.all:
-        if trajectory.ended and trajectory.sample in scores and not trajectory.rewarded:
-            event = Scored(at=now, value=scores[trajectory.sample], source=REWARD)
+        score = scores.get(trajectory.sample)
+        if trajectory.ended and score is not None and not (trajectory.rewarded and trajectory.score == score):
+            event = Scored(at=now, value=score, source=REWARD)
             trajectory.apply(event)
             tell(trajectory, event)

@@ -6,9 +6,11 @@ prompt's own fields) is what it was given then.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from pydantic import ValidationError
 
 from fsm_rollout.errors import ConfigError, Problem, did_you_mean
@@ -27,16 +29,18 @@ History = Trajectory | Sequence[AnyEvent]
 """A trajectory as it stood: the object itself, or its events as a journal has them (``journal.histories``)."""
 
 
-def reopen(scheduler: Scheduler, histories: Iterable[History], n: int, now: float) -> list[OpenGroup]:
+def reopen(scheduler: Scheduler, histories: Iterable[History], n: int) -> list[OpenGroup]:
     """Return the groups of some histories, ready to go on; samples that never began begin with the others.
 
-    Events are written into the scheduler's journal first (a trajectory object must be in it already). A sub-agent's
-    trajectory that has not ended is ended as ``cancelled``: the call that it served is made again.
+    What the scheduler's journal does not have yet is written into it first (a trajectory object must be in it already).
+    A sub-agent's trajectory that has not ended is ended as ``cancelled``: the call that it served is made again.
 
     Raises:
-        ConfigError: a trajectory's agent is not one of the run's; all such problems at once.
+        ConfigError: a trajectory's agent is not one of the run's, or its group is under way; all such problems at once.
         StreamError: a history is not one.
     """
+    now = asyncio.get_running_loop().time()
+    journal = scheduler.journal
     problems: list[Problem] = []
     groups: dict[str, list[Trajectory]] = {}
     given = list(histories)
@@ -44,6 +48,9 @@ def reopen(scheduler: Scheduler, histories: Iterable[History], n: int, now: floa
         groups.setdefault(trajectory.group_id, []).append(trajectory)
     opened: list[OpenGroup] = []
     for group_id, trajectories in groups.items():
+        if group_id in scheduler.under_way:
+            problems.append(Problem(f"group '{group_id}' is under way already; give its trajectories once"))
+            continue
         samples = sorted((t for t in trajectories if t.parent_id is None), key=_attempt)
         current = {trajectory.sample: trajectory for trajectory in samples}  # a later attempt stands for earlier ones
         try:
@@ -71,9 +78,12 @@ def reopen(scheduler: Scheduler, histories: Iterable[History], n: int, now: floa
     for history in given:  # into the journal, now that all of them are good
         if not isinstance(history, Trajectory):
             trajectory = Trajectory(history[0]) if isinstance(history[0], Prompted) else _folded(history)
-            for event in history:
-                scheduler.tell(trajectory, event)
+            if journal is None or trajectory.trajectory_id not in journal:
+                for event in history:
+                    scheduler.tell(trajectory, event)
     for one in opened:
+        if journal is not None:
+            journal.handed_over(one.group.group_id, False)
         for child in one.group.children:
             if not child.ended:
                 resumed = Resumed(at=now, away=now - child.latest_at)
@@ -81,6 +91,11 @@ def reopen(scheduler: Scheduler, histories: Iterable[History], n: int, now: floa
                     child.apply(event)
                     scheduler.tell(child, event)
     return opened
+
+
+def same_prompt(one: Prompt, other: Prompt) -> bool:
+    """Say whether two prompts ask the same, wherever they were read."""
+    return bool(msgspec.to_builtins(one.messages) == msgspec.to_builtins(other.messages))
 
 
 def _folded(history: History) -> Trajectory:

@@ -24,6 +24,7 @@ from fsm_rollout.engines.build import build_engine
 from fsm_rollout.engines.pool import PoolEngine
 from fsm_rollout.errors import ConfigError, EngineError, Problem
 from fsm_rollout.graph import POLICY, AgentGraph, Sampling
+from fsm_rollout.handlers import looked_in
 from fsm_rollout.journal import Journal
 from fsm_rollout.live import Group
 from fsm_rollout.loader import dump
@@ -32,7 +33,7 @@ from fsm_rollout.prompts import Prompt, as_prompt, as_prompts
 from fsm_rollout.proof import prove
 from fsm_rollout.reopening import History
 from fsm_rollout.rewards import GroupFilter, Reward
-from fsm_rollout.scheduler import OVER_SAMPLE, Listener, OnToolFailure, Scheduler
+from fsm_rollout.scheduler import MAX_RESTARTS, OVER_SAMPLE, Listener, OnToolFailure, Scheduler
 from fsm_rollout.trajectory import Trajectory
 from fsm_rollout.verify import verify
 
@@ -63,9 +64,9 @@ class Rollout:
         on_tool_failure: ``tell_model``, or ``end`` to fail the trajectory.
         group_filter: ``module:function``, or a function of a group's scored trajectories: whether they shall be in
             the batch and count towards ``target_groups`` (``fsm_rollout.rewards:scores_differ``).
-        max_staleness: how many weight versions behind a trajectory's oldest token may be; what is further behind
-            after an update is given up.
-        requeue_stale: begin what is given up anew.
+        max_staleness: how many weight versions the oldest trained token of a group may be behind when you get it; a
+            sample with an older one, running or ended, begins anew.
+        max_restarts: how often a sample may; a group with one that falls behind once more comes as ``dropped``.
         on_event: called with each trajectory and event as it happens; must not block.
         journal: where to keep all events.
         base: what paths in engine specs are relative to; by default the working directory.
@@ -92,7 +93,7 @@ class Rollout:
         on_tool_failure: OnToolFailure = "tell_model",
         group_filter: str | Callable[..., Any] | None = None,
         max_staleness: int | None = None,
-        requeue_stale: bool = True,
+        max_restarts: int = MAX_RESTARTS,
         on_event: Sequence[Listener] = (),
         journal: Journal | None = None,
         base: Path | None = None,
@@ -104,7 +105,6 @@ class Rollout:
         for graph in self.agents.values():
             prove(graph)
         self.validate = validate
-        self.journal = journal
         said = _sampling(sampling)
         if validate:
             said = (Sampling(temperature=0.0) if validation_sampling is None else _sampling(validation_sampling)).over(
@@ -129,15 +129,15 @@ class Rollout:
                 sampling=said,
                 validate=validate,
                 reward=Reward(reward) if reward is not None else None,
-                journal=journal,
                 listeners=on_event,
                 on_tool_failure=on_tool_failure,
                 group_filter=GroupFilter(group_filter) if group_filter is not None else None,
                 max_staleness=max_staleness,
-                requeue_stale=requeue_stale,
+                max_restarts=max_restarts,
             )
-            if journal is not None:
-                journal.describe(self._description({POLICY: engine, **(engines or {})}, base))
+            self.description = self._description({POLICY: engine, **(engines or {})}, base)
+            """What a journal must know so that its trajectories can be drawn, read and replayed later: plain data."""
+            self.journal = journal
         except BaseException:
             self._closed = True
             if self._owned:
@@ -147,15 +147,26 @@ class Rollout:
         close_at_exit(self)
 
     def _description(self, specs: Mapping[str, EngineLike], base: Path | None) -> dict[str, Any]:
-        """Return what a journal must know so that its trajectories can be drawn and read later."""
-        models: dict[str, dict[str, str]] = {}
-        for name, spec in specs.items():
-            if isinstance(spec, Mapping):
-                models[name] = {key: str(spec[key]) for key in ("tokenizer", "model") if spec.get(key) is not None}
-            elif folder := getattr(spec.tokenizer, "name_or_path", None):
-                models[name] = {"tokenizer": str(folder)}
+        engines: dict[str, dict[str, Any]] = {}
+        for name, engine in self.engines.items():
+            spec = specs[name]
+            if not isinstance(spec, Mapping):
+                spec = {"tokenizer": getattr(engine.tokenizer, "name_or_path", None)}
+            said = {key: str(spec[key]) for key in ("kind", "tokenizer", "model", "run", "engine") if spec.get(key)}
+            engines[name] = said | {"max_context": engine.max_context, "eos_ids": sorted(engine.eos_ids)}
         agents = {name: dump(graph) for name, graph in self.agents.items()}
-        return {"agents": agents, "engines": models, "base": str(base or Path.cwd())}
+        return {"agents": agents, "engines": engines, "base": str(base or Path.cwd()), "modules": looked_in()}
+
+    @property
+    def journal(self) -> Journal | None:
+        """Where all events are kept. It may be set between runs."""
+        return self.scheduler.journal
+
+    @journal.setter
+    def journal(self, journal: Journal | None) -> None:
+        self.scheduler.journal = journal
+        if journal is not None:
+            journal.describe(self.description)
 
     def _engine(self, name: str, spec: EngineLike, base: Path | None) -> Engine:
         if not isinstance(spec, Mapping):
@@ -192,11 +203,22 @@ class Rollout:
             resume: trajectories that were set aside or cut off, to go on with: those of a journal
                 (``fsm_rollout.journal.histories(path)``), or suspended :class:`Trajectory` objects of this rollout.
 
+        With a journal, a group counts as handed over when you ask for the next one, or run again: so after a crash
+        ``histories(path, unfinished=True)`` gives each group that you have not had or were still at work on.
+
         Raises:
             ConfigError: a prompt asks for what its agent does not have; with a list, nothing has run.
             EngineError: the rollout is closed, an engine of it serves another event loop, or there is no Ray for the
                 tools that are placed there.
         """
+        options: dict[str, Any] = {"target_groups": target_groups, "over_sample": over_sample, "resume": resume}
+        async with aclosing(self._groups(prompts, n, **options)) as groups:
+            async for group in groups:
+                yield group
+
+    async def _groups(
+        self, prompts: Iterable[PromptLike], n: int, *, target_groups: int | None, **options: Any
+    ) -> AsyncGenerator[Group, None]:
         self._check_open()
         for name, engine in self.engines.items():
             if isinstance(engine, PoolEngine) and engine.serves_another_loop:
@@ -212,8 +234,7 @@ class Rollout:
             checked = self._one_by_one(prompts)
         for program in self.scheduler.programs.values():
             await program.toolbox.prepare()
-        options: dict[str, Any] = {"target_groups": target_groups, "over_sample": over_sample, "resume": resume}
-        async with aclosing(self.scheduler.run(checked, n, **options)) as groups:
+        async with aclosing(self.scheduler.run(checked, n, target_groups=target_groups, **options)) as groups:
             async for group in groups:
                 yield group
 
@@ -236,10 +257,10 @@ class Rollout:
         """Run all prompts (or as many as ``target_groups`` takes) and return one batch, in the order of the prompts.
 
         Arguments are those of :meth:`stream`; further ones those of :meth:`TrajectoryBatch.from_trajectories` (widths,
-        ``packed``, …).
+        ``packed``, …). Whatever weights change meanwhile, no trained token of it is older than ``max_staleness``.
         """
-        stream = self.stream(prompts, n, target_groups=target_groups, over_sample=over_sample, resume=resume)
-        async with aclosing(stream) as groups:
+        options: dict[str, Any] = {"target_groups": target_groups, "over_sample": over_sample, "resume": resume}
+        async with aclosing(self._groups(prompts, n, together=True, **options)) as groups:
             return self.batch([group async for group in groups], **batch)
 
     def batch(self, groups: Iterable[Group], **options: Any) -> TrajectoryBatch:
@@ -251,7 +272,10 @@ class Rollout:
         trajectories: list[Trajectory] = [trajectory for group in kept for trajectory in group.all]
         tokenizer = self.engines[POLICY].tokenizer
         pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        return TrajectoryBatch.from_trajectories(trajectories, pad_id=pad_id or 0, **options)
+        graphs = [program.graph for program in self.scheduler.programs.values()]
+        states = dict.fromkeys(name for graph in graphs for name in graph.states)  # the same numbers in every step
+        options = {"state_names": tuple(states), "pad_id": pad_id or 0} | options
+        return TrajectoryBatch.from_trajectories(trajectories, **options)
 
     def engine_stats(self) -> dict[str, Any]:
         """Return per engine: requests, dispatches, and the version of its weights."""
@@ -371,6 +395,16 @@ class Rollout:
         if self._loop_thread is not None:
             self._loop_thread.close()
             self._loop_thread = None
+
+    async def __aenter__(self) -> Rollout:
+        """Use as an async context manager to close what was built."""
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        """Close."""
+        await self.aclose()
 
     def __enter__(self) -> Rollout:
         """Use as a context manager to close what was built."""

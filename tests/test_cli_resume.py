@@ -66,6 +66,17 @@ class Ear:
                 signal.raise_signal(signal.SIGINT)
 
 
+@contextmanager
+def interrupted() -> Iterator[None]:
+    """Hear a Ctrl-C, also where a shell has made this process deaf to it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def rows(folder: Path) -> dict[str, Any]:
     """Return what a run came to, without what clocks say."""
     batch = TrajectoryBatch.load(folder / "batch").tensordict
@@ -86,13 +97,8 @@ def whole(run: Path) -> dict[str, Any]:
     [(Prompted, 1), (Prompted, 5), (Generated, 1), (Generated, 10), (Called, 3), (Ended, 1), (Ended, 8)],
 )
 def test_ctrl_c_and_on_again(run: Path, whole: dict[str, Any], kind: type[AnyEvent], at: int) -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have made this process deaf to it
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            execute(load_run(run), Ear(kind, at))
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with interrupted(), pytest.raises(KeyboardInterrupt):
+        execute(load_run(run), Ear(kind, at))
     out = run.parent / "out"
     left = list(histories(out / "journal.sqlite"))
     stands = [Trajectory.fold(events) for events in left]
@@ -100,14 +106,27 @@ def test_ctrl_c_and_on_again(run: Path, whole: dict[str, Any], kind: type[AnyEve
     ended = sum(trajectory.ended for trajectory in stands)
     assert len(list(out.iterdir())) == 1, "only the journal"
     ear = Ear()
-    config, summary = resume(out, [], ear)
+    summary = resume(out, [], ear)
     assert ear.shown == (8, ended)
-    assert (config.out, summary["trajectories"], summary["stop_reasons"]) == (out, 8, {"answered": 8})
+    assert (summary["trajectories"], summary["stop_reasons"]) == (8, {"answered": 8})
     assert rows(out) == whole
     again = [event for event in ear.heard if isinstance(event, Generated | Called)]
     had = sum(isinstance(e, Generated | Called) for events in left for e in events)
     assert had + len(again) == 8 * 5, "nothing is sampled or called twice"
     assert len(list(read(out / "journal.sqlite"))) == 8
+
+
+def test_an_unfinished_run_is_not_replaced_unasked(run: Path, whole: dict[str, Any]) -> None:
+    with interrupted(), pytest.raises(KeyboardInterrupt):
+        execute(load_run(run), Ear(Called, 1))
+    before = (run.parent / "out" / "journal.sqlite").read_bytes()
+    done = CliRunner().invoke(app, ["run", str(run)])
+    assert done.exit_code == 2
+    assert "fsm-rollout resume" in done.output
+    assert (run.parent / "out" / "journal.sqlite").read_bytes() == before
+    assert CliRunner().invoke(app, ["run", str(run), "--replace"]).exit_code == 0
+    assert rows(run.parent / "out") == whole
+    assert CliRunner().invoke(app, ["run", str(run)]).exit_code == 0, "what has ended is replaced"
 
 
 def test_a_whole_run_is_only_written_again(run: Path, whole: dict[str, Any]) -> None:

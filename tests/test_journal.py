@@ -235,6 +235,34 @@ def test_a_trajectory_begins_with_prompted_and_only_there(tmp_path: Path) -> Non
     assert len(events(tmp_path / "j.sqlite", "t")) == 1, "what was refused leaves no gap"
 
 
+LATE = """
+import sys
+from fsm_rollout.journal import Journal
+
+class Late:
+    journal = Journal(sys.argv[1])
+
+    def __del__(self):
+        try:
+            self.journal.close()
+        except Exception as error:
+            sys.stderr.write(str(error))
+
+late = Late()
+"""
+
+
+def test_a_journal_that_is_closed_after_its_writer_is_gone_says_so(tmp_path: Path) -> None:
+    """The interpreter stops daemon threads at its end, and they answer nobody then."""
+    path = tmp_path / "j.sqlite"
+    done = subprocess.run(
+        [sys.executable, "-c", LATE, str(path)], check=False, capture_output=True, text=True, timeout=100,
+        cwd=Path(__file__).parents[1],
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert done.stderr == f"journal {path} cannot be written: the interpreter has stopped the thread that writes it"
+
+
 def test_a_closed_journal_takes_nothing(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j.sqlite")
     journal.close()

@@ -155,11 +155,11 @@ class Thorough(State):
         await asyncio.sleep(visit.rng.random())
         said = await visit.ask("judge", [{"role": "user", "content": "Well?"}], Sampling(max_tokens=8))
         visit.write([{"role": "user", "content": f"They said {said.encode().hex()[:8]}."}], context="main")
-        visit.score_turn(0, 0.5)
+        visit.score_turn(0.5)
         generated = await visit.generate("main")
         for attempt in generated.attempts:
             await visit.call_tool(attempt)
-        visit.score_turn(1, 0.75)
+        visit.score_turn(0.75)
         return Outcome("generated")
 
 
@@ -204,6 +204,46 @@ def test_a_handler_of_many_steps_goes_on_from_any_of_them(initial: str, reset: b
         again = Bench(graph, choose)
         assert outline(run_virtual(again.run(n=1, prompts=1, resume=histories(whole.log[:cut])))) == expected, cut
     assert kinds >= {"Charged", "Scored", "Asked", "Interacted", "Called", "Wrote", "Generated", "Extended", "Ended"}
+
+
+@pytest.mark.parametrize("limit", ["timeout", "wall_seconds"])
+def test_a_timeout_stays_one_wherever_its_run_was_cut_off(limit: str) -> None:
+    """Every event is tried as the last one; after the calls were told that their time is up, only their row is left."""
+    rows = [
+        *TOOLS["transitions"],
+        {"trigger": "timed_out", "source": "PROCESSING_TOOLS", "dest": "HURRYING"},
+        {
+            "trigger": "limit_reached", "source": "PROCESSING_TOOLS", "dest": "HURRYING",
+            "conditions": [{"name": "limit", "argument": "wall_seconds"}],
+        },
+        {"trigger": "written", "source": "HURRYING", "dest": "GENERATING"},
+    ]  # fmt: skip
+    states = {
+        **TOOLS["states"],
+        "GENERATING": {"timeout": 100.0, "max_visits": 3},
+        "PROCESSING_TOOLS": {
+            "timeout": 3.0 if limit == "timeout" else 200.0,
+            "prompt": "Now the tools.",
+            "parallel": 2,
+        },
+        "HURRYING": {"handler": "write", "prompt": "Hurry!", "max_visits": 2},
+    }
+    wall = {"wall_seconds": 4.0} if limit == "wall_seconds" else {}
+    graph = AgentGraph(
+        agent="a", limits={"assistant_turns": 6, "tool_calls": 6, **wall}, states=states, transitions=rows,
+        tools={name: {"use": f"law_tools:{name}", "timeout": 500.0} for name in ("echo", "hang")},
+    )  # fmt: skip
+    calls = "\n".join([call("hang", "x"), call("echo", "hello"), call("hang", "y"), call("echo", "never")])
+
+    def choose(request: Request) -> Turn:
+        return Turn(text="done" if request.turn else calls, delay=0.5)
+
+    whole = Bench(graph, choose)
+    expected = outline(run_virtual(whole.run(n=1, prompts=1)))
+    assert expected["p0/0"][1]["HURRYING"] == 1
+    for cut in range(len(whole.log) + 1):
+        again = Bench(graph, choose)
+        assert outline(run_virtual(again.run(n=1, prompts=1, resume=histories(whole.log[:cut])))) == expected, cut
 
 
 def test_time_away_counts_against_no_limit() -> None:
@@ -372,12 +412,14 @@ def test_a_target_is_enough_and_the_rest_goes_on_in_the_next_run_on_new_weights(
         assert request.sampling.max_tokens == 64 - request.sampled
 
 
-def test_what_ends_beyond_the_target_comes_first_in_the_next_run() -> None:
+@pytest.mark.parametrize("together", [False, True])
+def test_what_ends_beyond_the_target_comes_first_in_the_next_run(together: bool) -> None:
     bench = Bench(single(), slow({}))  # all groups end at the same moment
 
     async def main() -> list[list[str]]:
-        runs = [await bench.run(prompts=5, target_groups=2, over_sample=3)]
-        runs += [[group async for group in bench.scheduler.run([], target_groups=2)] for _ in range(3)]
+        options: dict[str, Any] = {"target_groups": 2, "together": together}
+        runs = [await bench.run(prompts=5, over_sample=3, **options)]
+        runs += [[group async for group in bench.scheduler.run([], **options)] for _ in range(3)]
         return [[group.group_id for group in run] for run in runs]
 
     runs = run_virtual(main())
@@ -592,10 +634,10 @@ def test_visit_timeouts_stand_still_during_an_update() -> None:
     assert max(times) > 503.0
 
 
-@pytest.mark.parametrize("requeue", [True, False])
-def test_what_falls_too_far_behind_is_given_up(requeue: bool) -> None:
+@pytest.mark.parametrize("requeue", [1, 0])
+def test_what_falls_too_far_behind_is_given_up(requeue: int) -> None:
     bench = Bench(
-        single(), slow({"p0": 1.0, "p1": 0.5}), max_staleness=1, requeue_stale=requeue, reward=Reward(lambda t: 1.0)
+        single(), slow({"p0": 1.0, "p1": 0.5}), max_staleness=1, max_restarts=requeue, reward=Reward(lambda t: 1.0)
     )
 
     async def main() -> list[Group]:
@@ -1075,7 +1117,60 @@ def test_closing_a_stream_waits_for_what_runs() -> None:
         stream = rollout.stream(["one", "two"])
         await anext(stream)
         await stream.aclose()
-        assert not rollout.scheduler._running
+        assert not rollout.scheduler.running
         await rollout.aclose()
 
     run_virtual(main())
+
+
+SPEAKS: dict[str, Any] = {
+    "limits": {"assistant_turns": 4, "tool_calls": 4, "response_tokens": 400, "wall_seconds": 1000},
+    "states": {"PENDING": {"handler": "prompt"}, "GENERATING": {"handler": "generate", "timeout": 100}},
+    "transitions": [
+        {"trigger": "prompted", "source": "PENDING", "dest": "GENERATING"},
+        {"trigger": "generated", "source": "GENERATING", "dest": "TERMINATED", "stop_reason": "answered"},
+    ],
+}
+CALLING = '<tool_call>\n{"name": "%s", "arguments": {"task": "t"}}\n</tool_call>'
+CALLS: dict[str, Any] = SPEAKS | {
+    "states": SPEAKS["states"] | {"PROCESSING_TOOLS": {"handler": "call_tools", "timeout": 900}},
+    "transitions": [
+        SPEAKS["transitions"][0],
+        {
+            "trigger": "generated",
+            "source": "GENERATING",
+            "dest": "PROCESSING_TOOLS",
+            "conditions": [{"name": "has_tool_calls"}],
+        },
+        SPEAKS["transitions"][1],
+        {"trigger": "tools_done", "source": "PROCESSING_TOOLS", "dest": "GENERATING"},
+    ],
+}
+
+
+@pytest.mark.parametrize("at", [None, 5.0, 25.0, 45.0, 65.0, 85.0])
+def test_sub_agents_say_the_same_wherever_their_callers_were_interrupted(at: float | None) -> None:
+    """And those that served a sub-agent whose call is made again are in no batch either."""
+    deep = AgentGraph(**{"agent": "deep", **SPEAKS})
+    middle = AgentGraph(**{"agent": "middle", **CALLS, "tools": {"ask": {"agent": deep, "timeout": 500}}})
+    outer = AgentGraph(**{"agent": "outer", **CALLS, "tools": {"delegate": {"agent": middle, "timeout": 900}}})
+
+    def script(request: Request) -> Turn:
+        tool = {"outer": "delegate", "middle": "ask"}.get(request.agent)
+        said = f"answer {request.sampling.seed % 100_000}" if tool is None or request.turn else CALLING % tool
+        return Turn(text=said, delay=20.0)
+
+    bench = Bench(outer, script)
+
+    async def main() -> list[Group]:
+        if at is not None:
+            asyncio.get_running_loop().call_later(at, bench.scheduler.suspend, "p0/0")
+        groups = await bench.run(1, 1)
+        return groups if at is None else await bench.run(1, 0, resume=groups[0].all)
+
+    (group,) = run_virtual(main())
+    said = [[list(stream.tokens.ids) for stream in trajectory.streams] for trajectory in group.all]
+    assert [trajectory.stop_reason for trajectory in group.all] == ["answered"] * 3
+    if at is not None:
+        (whole,) = run_virtual(Bench(outer, script).run(1, 1))
+        assert said == [[list(stream.tokens.ids) for stream in trajectory.streams] for trajectory in whole.all]

@@ -165,3 +165,21 @@ def test_a_journal_without_metadata_gets_the_agents(tmp_path: Path) -> None:
     with Journal(tmp_path / "mine.sqlite") as journal, fr.Rollout(agent(), engine, journal=journal) as rollout:
         rollout.run(["What is 2 + 2?"])
     assert open_run(tmp_path / "mine.sqlite").agents == {agent().agent: agent()}
+
+
+def test_states_have_the_same_numbers_in_every_step() -> None:
+    """Whichever states a step has come through, and those of sub-agents too."""
+    delegate = fr.load_agent(CONFIGS / "agents/delegate.yaml")
+    with fr.Rollout(delegate, SCRIPTED) as rollout:
+        names = rollout.run(["a"]).state_names
+    assert names == ("PENDING", "GENERATING", "PROCESSING_TOOLS")
+
+
+def test_an_async_rollout_closes_what_it_built() -> None:
+    async def main() -> fr.Rollout:
+        async with fr.Rollout(agent(), SCRIPTED) as rollout:
+            assert len(await rollout.arun(["a"])) == 1
+        return rollout
+
+    with pytest.raises(EngineError, match="is closed"):
+        asyncio.run(main()).run(["b"])
