@@ -9,6 +9,7 @@ Everything is imported on first use, so ``import fsm_rollout`` loads neither tor
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -79,9 +80,12 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name in _HOMES:
+        value = getattr(import_module(f"fsm_rollout.{_HOMES[name]}"), name)
+    elif not name.startswith("_") and find_spec(f"fsm_rollout.{name}") is not None:
+        return import_module(f"fsm_rollout.{name}")  # its parts: fsm_rollout.journal, fsm_rollout.rewards
+    else:
         raise AttributeError(f"module 'fsm_rollout' has no attribute '{name}'")
-    value = getattr(import_module(f"fsm_rollout.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
 

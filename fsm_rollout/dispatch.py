@@ -16,12 +16,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsIndex
 
 from fsm_rollout.deadlines import Deadline, being_cancelled
-from fsm_rollout.engines.base import Chunk, Engine, Request
+from fsm_rollout.engines.base import FOR_GOOD, Chunk, Engine, Request
 from fsm_rollout.errors import EngineError, PromptTooLong
-from fsm_rollout.tokens import Ids, Logprobs
+from fsm_rollout.tokens import LAST_VERSION, Ids, Logprobs
 
 if TYPE_CHECKING:
     import torch
@@ -159,10 +159,14 @@ class Dispatcher:
         self.chats: dict[object, ChatTemplate] = {}
         """The chat templates of this engine's model, by settings."""
         self._waiting: list[Ticket] = []
+        self._warned: set[str | None] = set()
+        """The kinds of failures that have been told of."""
         self._tickets: dict[str, Ticket] = {}
         """The tickets that the engine has, or is about to get, by the request id of the present try."""
-        self._open: set[Ticket] = set()
-        """All tickets that have not ended: also those between two tries."""
+        self._asked: set[str] = set()
+        """The request ids that the engine may still have: also of tickets that it did not end in time."""
+        self._open: dict[Ticket, None] = {}
+        """All tickets that have not ended, in order: also those between two tries."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._updating = asyncio.Lock()
         self._holding = asyncio.Lock()
@@ -173,18 +177,16 @@ class Dispatcher:
     def submit(self, request: Request, deadline: Deadline | None = None) -> Ticket:
         """Queue one request for the next flush and return its ticket; ``deadline`` runs from its first chunk.
 
-        Raises:
-            EngineError: a request of that id is under way.
+        The engine knows it by another id where its own is under way already.
         """
-        if request.request_id in self._tickets:
-            raise EngineError(f"request '{request.request_id}' is under way already")
-        ticket = Ticket(request, asyncio.get_running_loop().time(), deadline, request_id=request.request_id)
+        request_id = self._free_id(request.request_id)
+        ticket = Ticket(request, asyncio.get_running_loop().time(), deadline, request_id=request_id)
         ticket.hold()
         if self.paused:
             ticket.hold()
             self._tell_of_sleep()
         self.requests += 1
-        self._open.add(ticket)
+        self._open[ticket] = None
         self._enqueue(ticket)
         return ticket
 
@@ -236,13 +238,17 @@ class Dispatcher:
         the time.
 
         Raises:
-            EngineError: they are neither, or older than the present ones; or the engine could not load them. It goes
-                on with the old ones.
+            EngineError: they are neither, or older than the present ones, or ``version`` is no int32; or the engine
+                could not load them. It goes on with the old ones.
         """
         if not isinstance(weights, Mapping | str | PathLike):
             raise EngineError(f"new weights are a model's folder, or tensors by name; got a {type(weights).__name__}")
-        if version is not None and version < self.engine.weight_version:
-            raise EngineError(f"weights of version {version} cannot follow version {self.engine.weight_version}")
+        coming = self.engine.weight_version + 1 if version is None else version
+        if not isinstance(coming, SupportsIndex) or coming.__index__() > LAST_VERSION:
+            raise EngineError(f"weight versions are whole numbers up to {LAST_VERSION:,}, got {coming!r}")
+        version = None if version is None else version.__index__()  # NumPy has whole numbers of its own
+        if coming < self.engine.weight_version:
+            raise EngineError(f"weights of version {coming} cannot follow version {self.engine.weight_version}")
         async with self._updating:
             await self.pause("update")
             try:
@@ -250,14 +256,22 @@ class Dispatcher:
             finally:
                 await self.resume("update")
 
-    def sampling_since(self) -> dict[str, int]:
-        """Return, by trajectory, the oldest weight version among the tokens of generations under way."""
-        oldest: dict[str, int] = {}
+    def sampling_since(self) -> dict[tuple[str, str], int]:
+        """Return, by trajectory and context, the oldest weight version among the tokens of generations under way."""
+        oldest: dict[tuple[str, str], int] = {}
         for ticket in self._open:
             for _, version in ticket.versions:
-                name = ticket.request.trajectory_id
+                name = ticket.request.trajectory_id, ticket.request.context
                 oldest[name] = min(version, oldest.get(name, version))
         return oldest
+
+    def _free_id(self, request_id: str, number: int = 1) -> str:
+        """Return an id that nothing goes by which is under way, or which an engine slow to abort still has."""
+        name = request_id if number == 1 else f"{request_id}#{number}"
+        while name in self._tickets or name in self._asked:
+            number += 1
+            name = f"{request_id}#{number}"
+        return name
 
     def _enqueue(self, ticket: Ticket) -> None:
         self._tickets[ticket.request_id] = ticket
@@ -266,10 +280,9 @@ class Dispatcher:
             asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
-        tickets = [ticket for ticket in self._waiting if not ticket.done.is_set()]
+        tickets = self._waiting.copy()
         self._waiting.clear()
         if tickets:
-            self.dispatches += 1
             self._spawn(self._serve(tickets))
 
     def _spawn(self, coroutine: Coroutine[object, object, None]) -> None:
@@ -291,7 +304,16 @@ class Dispatcher:
     async def _serve(self, tickets: Sequence[Ticket]) -> None:
         """Run one engine call to its end and route its chunks."""
         loop = asyncio.get_running_loop()
-        open_ids = {ticket.request_id for ticket in tickets}
+        for ticket in tickets:
+            if ticket.aborted:  # since the flush: the engine has been told, and knew nothing of it
+                self._end(ticket, "abort")
+        tickets = [ticket for ticket in tickets if not ticket.done.is_set()]
+        if not tickets:
+            return
+        self.dispatches += 1
+        asked = {ticket.request_id for ticket in tickets}
+        self._asked |= asked
+        open_ids = dict.fromkeys(ticket.request_id for ticket in tickets)  # in order: a set's differs by process
         failure: EngineError | None = None
         for ticket in tickets:
             ticket.heard = False
@@ -302,17 +324,20 @@ class Dispatcher:
                 if told is None or chunk.request_id not in open_ids:
                     logger.warning("the engine answered an unknown or ended request %r", chunk.request_id)
                 elif self._route(told, chunk, loop.time()):
-                    open_ids.discard(chunk.request_id)
+                    open_ids.pop(chunk.request_id, None)
+                if chunk.finish_reason is not None:
+                    self._asked.discard(chunk.request_id)
         except (Exception, asyncio.CancelledError) as error:  # whatever an engine raises is the engine's failure
             if isinstance(error, asyncio.CancelledError) and being_cancelled():
                 raise
             name = type(error).__name__
             failure = error if isinstance(error, EngineError) else EngineError(f"{name}: {error}", kind=name)
+        self._asked -= asked
         for ticket in [self._tickets[request_id] for request_id in open_ids if request_id in self._tickets]:
             self._failed(ticket, failure or EngineError(f"the engine never finished request {ticket.request_id}"))
 
     def _ask(self, ticket: Ticket) -> Request:
-        if ticket.attempt == 1:
+        if ticket.request_id == ticket.request.request_id:
             return ticket.request
         return ticket.request.continued(ticket.ids, ticket.request_id)
 
@@ -327,11 +352,13 @@ class Dispatcher:
         if chunk.error is not None:
             if chunk.error.startswith("PromptTooLong"):
                 self._end(ticket, "abort", PromptTooLong(chunk.error))  # it would not fit the next time either
-            elif chunk.error.startswith("RouterFailed"):
-                self._end(ticket, "abort", EngineError(chunk.error, kind="RouterFailed"))  # no request's fault
             else:
                 kind, colon, _ = chunk.error.partition(":")
-                self._failed(ticket, EngineError(chunk.error, kind=kind if colon and kind.isidentifier() else None))
+                failure = EngineError(chunk.error, kind=kind if colon and kind.isidentifier() else None)
+                if kind in FOR_GOOD:
+                    self._end(ticket, "abort", failure)
+                else:
+                    self._failed(ticket, failure)
         elif chunk.finish_reason == "abort" and not ticket.aborted:
             self._failed(ticket, EngineError(f"the engine aborted request {ticket.request_id} by itself"))
         elif chunk.finish_reason is not None:
@@ -351,11 +378,13 @@ class Dispatcher:
         elif ticket.attempt >= self.attempts:
             self._end(ticket, "abort", error)
         else:
-            logger.warning("request %s failed (%s); trying again", ticket.request_id, str(error).partition("\n")[0])
+            level = logging.INFO if error.kind in self._warned else logging.WARNING  # of a thousand alike, the first
+            self._warned.add(error.kind)
+            logger.log(level, "request %s failed (%s); trying again", ticket.request_id, str(error).partition("\n")[0])
             ticket.wait()
             delay = self.backoff * 2 ** (ticket.attempt - 1)
             ticket.attempt += 1
-            ticket.request_id = f"{ticket.request.request_id}#{ticket.attempt}"
+            ticket.request_id = self._free_id(ticket.request.request_id, ticket.attempt)
             asyncio.get_running_loop().call_later(delay, self._retry, ticket)
 
     def _retry(self, ticket: Ticket) -> None:
@@ -364,7 +393,7 @@ class Dispatcher:
 
     def _end(self, ticket: Ticket, finish_reason: str, error: EngineError | None = None) -> None:
         self._tickets.pop(ticket.request_id, None)
-        self._open.discard(ticket)
+        self._open.pop(ticket, None)
         ticket.end(finish_reason, error)
 
     async def abort(self, ticket: Ticket) -> None:

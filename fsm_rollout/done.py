@@ -53,3 +53,8 @@ class Done:
         """Return the next event of that kind about ``key`` (context, call, engine, limit or turn), if one is left."""
         left = self._left.get((kind, key)) if self._left else None
         return left.popleft() if left else None
+
+    def turns_ahead(self) -> int:
+        """Return how many turns are recorded that the handler has not asked for yet."""
+        ahead = (event for (kind, _), events in self._left.items() if kind is Generated for event in events)
+        return sum(not event.resumed for event in ahead)

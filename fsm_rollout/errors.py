@@ -17,8 +17,12 @@ A bad trajectory is data (its stop reason says why it ended), never one of these
 from __future__ import annotations
 
 import difflib
+import os
+import sysconfig
+import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 
 class RolloutError(Exception):
@@ -118,6 +122,32 @@ def single(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error
+
+
+def describe(error: BaseException) -> str:
+    """Return ``KeyError: 'x' (at mine.py:12, in run)``: what went wrong, and the innermost place in the user's code.
+
+    Errors of this package speak for themselves, so their class is left out; so is the place where there is none.
+    """
+    try:
+        message = str(error)
+    except Exception:  # an exception that cannot even be printed
+        message = ""
+    if not isinstance(error, RolloutError):
+        message = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    place = place_of(error)
+    return f"{message} (at {place})" if place else message
+
+
+def place_of(error: BaseException) -> str:
+    """Return the innermost ``file.py:line, in function`` outside of this package, and of libraries if there is one."""
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_PACKAGE)]
+    own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<frozen "))]
+    return "".join(f"{Path(at.filename).name}:{at.lineno}, in {at.name}" for at in (own or frames)[-1:])
+
+
+_PACKAGE = f"{Path(__file__).parent}{os.sep}"
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:

@@ -139,7 +139,7 @@ class Called(Event, frozen=True, kw_only=True, tag="called"):
     """One attempted tool call came to its end. ``failure`` is ``None`` on success.
 
     Failures the model is to blame for (``bad``) are charged to ``bad_calls``: a broken or unknown call, wrong
-    arguments, a raising tool.
+    arguments, a tool that raises something that a better call may help (:mod:`fsm_rollout.tools.toolbox`).
     """
 
     state: str
@@ -204,6 +204,12 @@ REWARD = "reward"
 """The source of a score that the run's reward gave."""
 
 
+class TimedOut(Event, frozen=True, kw_only=True, tag="timed_out"):
+    """The time of the present visit was up, or (``walled``) that of the trajectory; its handler closes what is open."""
+
+    walled: bool = False
+
+
 class Scored(Event, frozen=True, kw_only=True, tag="scored"):
     """A score was given: to the trajectory (``turn`` is None) or to one turn (index of its generation)."""
 
@@ -248,6 +254,7 @@ AnyEvent = (
     | Asked
     | Interacted
     | Charged
+    | TimedOut
     | Transitioned
     | Scored
     | Suspended

@@ -162,7 +162,7 @@ class Predicate(Model):
 
 
 class Row(Model):
-    """One row of the transition table. ``source`` has been expanded from ``*`` and lists by :attr:`AgentGraph.rows`."""
+    """One row of the transition table; ``source`` names states, or is ``*``: all that are not final."""
 
     trigger: Name
     source: tuple[str, ...]

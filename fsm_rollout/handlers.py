@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +46,23 @@ BUILT_IN_HANDLERS = {
     )
 }
 
+TEMPLATE_FACTS = {
+    "agent": "the agent's name",
+    "state": "the state's name",
+    "messages": "the prompt's messages",
+    "task": "the text of the last of them",
+    "text": "the latest turn's text",
+    "texts": "the turns' texts, by context",
+    "history": "the messages so far, by context",
+    "extra": "the prompt's other fields",
+    "visits": "how often each state was visited",
+    "spent": "how much of each counted limit is spent",
+    "turn": "how many turns have been generated",
+    "score": "the trajectory's score, if any",
+    "turn_scores": "(turn, score) of each turn that was scored",
+}
+"""The names that a state's ``prompt`` template may use, with what they are."""
+
 BUILT_IN_STATES = {
     "PENDING": "prompt",
     "GENERATING": "generate",
@@ -51,6 +70,24 @@ BUILT_IN_STATES = {
     "INTERACTING": "interact",
 }
 """The state names that know their handler."""
+
+
+_folders: list[str] = []
+
+
+def look_in(folder: str | os.PathLike[str]) -> None:
+    """Let ``module:name`` find modules in a folder too, after all that is installed."""
+    entry = os.path.abspath(folder)
+    if entry not in sys.path and os.path.isdir(entry):
+        sys.path.append(entry)
+        importlib.invalidate_caches()
+    if entry not in _folders:
+        _folders.append(entry)
+
+
+def looked_in() -> list[str]:
+    """Return the folders given to :func:`look_in`."""
+    return list(_folders)
 
 
 def load_object(path: str) -> object:
@@ -62,7 +99,9 @@ def load_object(path: str) -> object:
     module_name, _, attribute = path.partition(":")
     try:
         found: object = importlib.import_module(module_name)
-    except Exception as error:  # whatever a user's module raises at import is their mistake to see, not a crash
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a user's module does at import, sys.exit too, is their mistake to see
         raise ConfigError(f"cannot import '{module_name}' (from '{path}'): {type(error).__name__}: {error}") from error
     for part in attribute.split("."):
         try:

@@ -131,16 +131,17 @@ def build_interaction(spec: InteractionSpec, kwargs: Mapping[str, Any] | None = 
         raise ToolError(f"interaction '{spec.use}': it is no class with a method `reply`")
     merged = fresh({**spec.kwargs, **given})
     try:
-        inspect.signature(cls).bind(**merged)
-    except TypeError as error:
-        sources = {key: "interaction_kwargs of the prompt" if key in given else "its kwargs" for key in merged}
-        got = ", ".join(f"{key} ({source})" for key, source in sources.items()) or "nothing"
-        raise ToolError(f"interaction '{spec.use}': {error}; it takes {inspect.signature(cls)}, got {got}") from error
-    try:
         made = cls(**merged)
-    except Exception as error:  # a constructor may find anything wrong with a prompt's values
+    except Exception as raised:  # a constructor may find anything wrong with a prompt's values
+        takes = inspect.signature(cls)  # seen to afterwards: it takes longer than most constructors
+        try:
+            takes.bind(**merged)
+        except TypeError as error:
+            sources = {key: "interaction_kwargs of the prompt" if key in given else "its kwargs" for key in merged}
+            got = ", ".join(f"{key} ({source})" for key, source in sources.items()) or "nothing"
+            raise ToolError(f"interaction '{spec.use}': {error}; it takes {takes}, got {got}") from error
         source = f" (the prompt's interaction_kwargs gave {', '.join(given)})" if given else ""
-        raise ToolError(f"interaction '{spec.use}': {type(error).__name__}: {error}{source}") from error
+        raise ToolError(f"interaction '{spec.use}': {type(raised).__name__}: {raised}{source}") from raised
     return BoundInteraction(spec.use, made)
 
 

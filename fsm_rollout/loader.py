@@ -7,8 +7,9 @@ unchanged. What is wrong is found all in one go; each problem has the place in w
 The stages: read (strict YAML, lines) → overrides → interpolation → normal form (short spellings written out, files
 read in) → pydantic (types, unknown keys) → verification.
 
-Paths and templates are relative to the YAML file. A ``system`` or ``prompt`` that is one word ending in ``.md``,
-``.txt``, ``.jinja`` or ``.j2`` names a file; anything else, and ``{text: …}`` always, is the text itself.
+Paths and templates are relative to the YAML file, and ``module:name`` finds modules beside it too. A ``system`` or
+``prompt`` that is one word ending in ``.md``, ``.txt``, ``.jinja`` or ``.j2`` names a file; anything else, and
+``{text: …}`` always, is the text itself.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pydantic import ValidationError
 
 from fsm_rollout.errors import ConfigError, Problem
 from fsm_rollout.graph import AgentGraph
+from fsm_rollout.handlers import look_in
 from fsm_rollout.reading.dumping import dump
 from fsm_rollout.reading.form import explain, repaired
 from fsm_rollout.reading.normal_form import Normaliser
@@ -77,6 +79,8 @@ def _graph(reading: Reading) -> AgentGraph:
 
 
 def _read(text: str, source: SourceMap, base: Path, overrides: Sequence[str], inside: tuple[Path, ...]) -> Reading:
+    if inside:
+        look_in(base)  # an agent's code may lie beside its YAML, as its prompts do
     data, problems = read_yaml(text, source)
     if data is None and problems:
         return Reading(None, source, tuple(problems))

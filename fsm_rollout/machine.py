@@ -14,7 +14,7 @@ from typing import Any
 
 import transitions
 
-from fsm_rollout.errors import RolloutError
+from fsm_rollout.errors import RolloutError, describe
 from fsm_rollout.events import AnyEvent, Transitioned
 from fsm_rollout.graph import IMPLICIT_TRIGGERS, TERMINATED, AgentGraph, Row
 from fsm_rollout.handlers import handler_spec
@@ -125,8 +125,10 @@ class AgentMachine:
         def condition(event_data: Any) -> bool:
             try:
                 return bool(holds(event_data.model, event_data.kwargs["outcome"]))
-            except Exception as error:
-                raise PredicateFailed(f"predicate '{predicate.name}': {type(error).__name__}: {error}") from error
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # one that calls sys.exit fails its trajectory, not the run
+                raise PredicateFailed(f"predicate '{predicate.name}': {describe(error)}") from error
 
         return condition
 

@@ -72,6 +72,9 @@ class Program:
                 problems.append(Problem(f"agent '{graph.agent}', context '{name}': {error}"))
         if problems:
             raise ConfigError(problems)
+        self._samplings = {
+            (state, name): self._sampling(state, name) for state in graph.working_states for name in names
+        }
 
     def _handler(self, state: str) -> State:
         spec = self.graph.states[state]
@@ -108,6 +111,9 @@ class Program:
 
     def sampling_of(self, state: str, context: str) -> Sampling:
         """Return what the agent and the run say about sampling in a state; the prompt may still lower it."""
+        return self._samplings[state, context]
+
+    def _sampling(self, state: str, context: str) -> Sampling:
         mine = self.graph.states[state].sampling
         return self.sampling.over(mine) if self.graph.context(context).engine == POLICY else mine
 

@@ -166,16 +166,14 @@ def _checked(items: Iterable[_Item | Problem], *, named: bool = True) -> list[Pr
 def _prompt(item: _Item) -> Prompt | list[Problem]:
     data = item.data
     if isinstance(data, Prompt):
-        return data
+        return _written(data, item)
     if isinstance(data, str) and item.file is None:
         data = {"messages": [{"role": "user", "content": data}]}
     if not isinstance(data, Mapping):
         return [item.problem(f"a prompt is a mapping with 'messages', got {_shown(data)}")]
     try:
         # Through JSON, because pydantic is strict there in the right way: no "8" for 8, but lists for tuples.
-        prompt = Prompt.model_validate_json(json.dumps(dict(data)), strict=True)
-        problem = unwritable([prompt.messages, prompt.extra])
-        return prompt if problem is None else [item.problem(problem)]
+        return _written(Prompt.model_validate_json(json.dumps(dict(data)), strict=True), item)
     except ValidationError as error:
         hint = "; is it 'prompt'?" if "prompt" in data else ""
         return [
@@ -184,6 +182,11 @@ def _prompt(item: _Item) -> Prompt | list[Problem]:
         ]
     except (TypeError, ValueError, RecursionError) as error:
         return [item.problem(f"holds something that is not plain data (text, numbers, lists, mappings): {error}")]
+
+
+def _written(prompt: Prompt, item: _Item) -> Prompt | list[Problem]:
+    problem = unwritable([prompt.messages, prompt.extra])
+    return prompt if problem is None else [item.problem(problem)]
 
 
 def _shown(data: object) -> str:

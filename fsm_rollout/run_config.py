@@ -16,11 +16,14 @@ from pydantic import ConfigDict, Field, PrivateAttr, ValidationError, field_vali
 
 from fsm_rollout.errors import ConfigError, Problem
 from fsm_rollout.graph import POLICY, FreeForm, ImportPath, Model, Named, Sampling, Seconds
+from fsm_rollout.handlers import look_in
 from fsm_rollout.reading.model_errors import explanations
 from fsm_rollout.reading.overrides import apply_overrides, interpolate
-from fsm_rollout.reading.source_map import SourceMap, in_file_order
+from fsm_rollout.reading.source_map import ConfigPath, SourceMap, in_file_order
 from fsm_rollout.reading.yaml_source import read_text, read_yaml
 
+ENGINE_PATHS = ("model", "tokenizer", "script", "run")
+"""What of an engine's mapping may be a path."""
 AtLeastOne = Annotated[int, Field(ge=1)]
 
 
@@ -73,6 +76,7 @@ class RunConfig(Model):
 
     _base: Path = PrivateAttr(Path())
     _agent_overrides: tuple[str, ...] = PrivateAttr(())
+    _source: SourceMap = PrivateAttr(SourceMap())
 
     @field_validator("agent", mode="before")
     @classmethod
@@ -99,6 +103,10 @@ class RunConfig(Model):
         """What the command line changes in the YAML of every agent of the run: ``limits.tool_calls=3``."""
         return self._agent_overrides
 
+    def problem(self, path: ConfigPath, message: str) -> Problem:
+        """Say of a key of the YAML what only others could find wrong with it, and where it stands."""
+        return self._source.problem(path, message)
+
     def to_json(self) -> str:
         """Return the config as JSON text, with the YAML's keys and, if there are any, ``agent_overrides``."""
         said = self.model_dump(mode="json", by_alias=True)
@@ -110,8 +118,8 @@ class RunConfig(Model):
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run's YAML; interpolation and ``key=value`` overrides as in an agent's.
 
-    ``agent`` and ``prompts`` are relative to the file, or to the working directory when an override names them; so is
-    ``out`` always. Overrides of ``agent.…`` are kept for the agents themselves, in ``agent_overrides``.
+    ``agent``, ``prompts`` and what engines name are relative to the file, or to the working directory when an override
+    names them; so is ``out`` always. Overrides of ``agent.…`` are kept for the agents, in ``agent_overrides``.
 
     Raises:
         ConfigError: the file or an override is wrong; holds every problem, in file order.
@@ -124,6 +132,7 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     if not isinstance(data, dict):
         problems = problems or [Problem(_not_a_run(data), str(path), None if data is None else 1)]
         raise ConfigError(problems)
+    look_in(Path(path).absolute().parent)
     return _config(data, Path(path).absolute().parent, overrides, source, problems)
 
 
@@ -133,6 +142,7 @@ def recorded_run(said: str, base: Path, overrides: Sequence[str] = ()) -> RunCon
     Raises:
         ConfigError: an override is wrong.
     """
+    look_in(base)
     data = json.loads(said)
     earlier = [f"agent.{override}" for override in data.pop("agent_overrides", ())]
     return _config(data, base, [*earlier, *overrides], SourceMap("the run's journal"), [])
@@ -156,9 +166,16 @@ def _config(
     def resolved(key: str, value: Path) -> Path:
         return (Path() if (key,) in source.overrides else base).absolute() / value
 
+    def from_here(spec: Mapping[str, Any], *at: str) -> dict[str, Any]:
+        named = (key for key in ENGINE_PATHS if {at, at[:-1], (*at, key)} & source.overrides.keys())
+        here = {key: Path(spec[key]).absolute() for key in named if isinstance(spec.get(key), str)}
+        return {**spec, **{key: str(path) for key, path in here.items() if path.exists()}}
+
     agent = config.agent
     config = config.model_copy(
         update={
+            "engine": from_here(config.engine, "engine"),
+            "engines": {name: from_here(spec, "engines", name) for name, spec in config.engines.items()},
             "agent": {name: resolved("agent", file) for name, file in agent.items()}
             if isinstance(agent, Mapping)
             else resolved("agent", agent),
@@ -167,6 +184,7 @@ def _config(
         }
     )
     config._base = base
+    config._source = source
     config._agent_overrides = tuple(
         override.removeprefix("agent.") for override in overrides if override.startswith("agent.")
     )

@@ -8,8 +8,9 @@ decided here; a :class:`~fsm_rollout.events.Transitioned` event says it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from fsm_rollout.errors import StreamError
 from fsm_rollout.events import (
@@ -31,6 +32,7 @@ from fsm_rollout.events import (
     Resumed,
     Scored,
     Suspended,
+    TimedOut,
     ToolCall,
     Transitioned,
     Wrote,
@@ -38,8 +40,7 @@ from fsm_rollout.events import (
 from fsm_rollout.tokens import Ids, TokenStream
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True):
     """What a visit of a state came to: the trigger to raise, and facts about it that rows may ask for.
 
     A handler returns one of its declared triggers. The scheduler itself raises ``failed`` (with the error's class
@@ -154,6 +155,7 @@ class Trajectory:
         "limits",
         "messages",
         "parent_id",
+        "queue_seconds",
         "resumptions",
         "rewarded",
         "routed",
@@ -167,6 +169,7 @@ class Trajectory:
         "stop_reason",
         "streams",
         "suspended",
+        "time_up",
         "tool_rewards",
         "tool_seconds",
         "trajectory_id",
@@ -210,6 +213,8 @@ class Trajectory:
         """What the present visit has done so far; when it is begun again, this is not done again."""
         self.interrupted = False
         """Whether the present visit was broken off once and begun again."""
+        self.time_up: TimedOut | None = None
+        """Set when the time of the present visit is up and only its end is left to be done."""
         self.asked: dict[str, int] = {}
         """How often the environment has asked each engine."""
         self.called: list[Called] = []
@@ -226,9 +231,7 @@ class Trajectory:
         """The row that led to a final state."""
         self.transitions = 0
         self.guarded = 0
-        self.generate_seconds = 0.0
-        self.tool_seconds = 0.0
-        self.interact_seconds = 0.0
+        self.queue_seconds = self.generate_seconds = self.tool_seconds = self.interact_seconds = 0.0
         self.started_at = event.at
         self.latest_at = event.at
         self.away = 0.0
@@ -381,6 +384,7 @@ class Trajectory:
             self.context_turns[event.context] = self.context_turns.get(event.context, 0) + 1
         self.last = event
         self.called = []
+        self.queue_seconds += event.queue_seconds
         self.generate_seconds += event.seconds
 
     def _call_begun(self, event: CallBegun) -> None:
@@ -405,6 +409,10 @@ class Trajectory:
     def _charged(self, event: Charged) -> None:
         self.spent[event.limit] = self.spent.get(event.limit, 0) + event.amount
 
+    def _timed_out(self, event: TimedOut) -> None:
+        self.time_up = event
+        self.here = []
+
     def _transitioned(self, event: Transitioned) -> None:
         if event.source != self.state:
             raise StreamError(f"a row from '{event.source}' fired in state '{self.state}' of {self.trajectory_id}")
@@ -413,6 +421,7 @@ class Trajectory:
         self.transitions += 1
         self.here = []
         self.interrupted = False
+        self.time_up = None
         self.state = event.dest
         if event.stop_reason is not None:
             self.exit = event
@@ -476,6 +485,7 @@ _APPLY: Mapping[type[Event], Callable[[Trajectory, Any], None]] = {
     Asked: Trajectory._asked,
     Interacted: Trajectory._interacted,
     Charged: Trajectory._charged,
+    TimedOut: Trajectory._timed_out,
     Transitioned: Trajectory._transitioned,
     Scored: Trajectory._scored,
     Suspended: Trajectory._suspended,

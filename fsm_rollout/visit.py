@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from fsm_rollout.chat.messages import check_written
 from fsm_rollout.deadlines import Deadline, being_cancelled
 from fsm_rollout.dispatch import ABORT_GRACE
 from fsm_rollout.done import Done
@@ -138,7 +139,7 @@ class Visit:
         self.check(limit)
 
     def facts(self) -> dict[str, Any]:
-        """Return what a state's prompt template may use."""
+        """Return what a state's prompt template may use: :data:`fsm_rollout.handlers.TEMPLATE_FACTS`."""
         trajectory = self.trajectory
         return {
             "agent": trajectory.agent,
@@ -176,6 +177,16 @@ class Visit:
             else:
                 self.write(prompt, context=spec.context)
 
+    def context(self, name: str) -> BoundContext:
+        """Return a context of the agent.
+
+        Raises:
+            StreamError: it has none of that name.
+        """
+        if name not in self.program.contexts:
+            raise StreamError(f"there is no context '{name}'{did_you_mean(name, self.program.contexts)}")
+        return self.program.contexts[name]
+
     def open_context(self, context: str) -> Stream:
         """Return the open stream of ``context``; a first use opens it with the trajectory's prompt.
 
@@ -185,7 +196,7 @@ class Visit:
         return self.trajectory.stream(context) or self._open(context, None)
 
     def _open(self, context: str, messages: Sequence[Message] | None) -> Stream:
-        bound = self.program.contexts[context]
+        bound = self.context(context)
         opening = list(self.trajectory.messages if messages is None else messages)
         if bound.spec.system is not None and opening[0]["role"] != "system":
             opening.insert(0, {"role": "system", "content": bound.spec.system})
@@ -224,7 +235,12 @@ class Visit:
         return self.trajectory.streams[-1]
 
     def write(self, messages: Sequence[Message], *, context: str) -> None:
-        """Append the environment's messages to a context; they enter its tokens with the next generation."""
+        """Append the environment's messages to a context; they enter its tokens with the next generation.
+
+        Raises:
+            ChatTemplateError: they are not OpenAI-style messages with text.
+        """
+        check_written(messages)
         if messages and self._done.take(Wrote, context) is None:
             self.open_context(context)
             self.emit(Wrote(at=self.clock(), context=context, state=self.state, messages=list(messages)))
@@ -251,8 +267,9 @@ class Visit:
             LimitReached: no turn, or no token, is left; or a token limit cut the turn (which is recorded).
             PromptTooLong: a first turn's prompt leaves no room.
             EngineError: the engine failed for good (what it had sampled is recorded).
-            StreamError: another generation of this context is under way.
+            StreamError: there is no such context, or another generation of it is under way.
         """
+        self.context(context)
         if self._prepaid:
             self._prepaid -= 1
         else:
@@ -434,8 +451,17 @@ class Visit:
         )
         return text
 
-    def score_turn(self, turn: int, value: float) -> None:
-        """Give a score to the turn with that generation index."""
+    def score_turn(self, value: float, turn: int | None = None) -> None:
+        """Give a score to the trajectory's latest turn, or to ``turn``: its index, from 0 (``turn`` counts them).
+
+        Raises:
+            StreamError: there is no such turn, or the score is not a finite number.
+        """
+        latest = self.trajectory.turn - 1
+        turn = latest - self._done.turns_ahead() if turn is None else turn
+        if not isinstance(turn, int) or not 0 <= turn <= latest:
+            there = "none has been generated yet" if latest < 0 else f"the first is 0, the latest {latest}"
+            raise StreamError(f"there is no turn {turn} to score; {there}")
         if self._done.take(Scored, turn) is not None:
             return
         self.emit(Scored(at=self.clock(), value=float(value), turn=turn, source=self.state))

@@ -11,18 +11,18 @@ PACKAGE = Path(__file__).parent.parent / "fsm_rollout"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS: list[set[str]] = [
-    {"errors", "seeds", "frozen", "answers", "ray_session", "plain_calls"},
+    {"errors", "seeds", "frozen", "answers", "plain_calls", "daemon_threads"},
     {"handlers", "tokens"},
     {"graph", "events"},
     {"trajectory"},
-    {"predicates", "limits", "prompts", "deadlines", "reading"},
+    {"predicates", "limits", "prompts", "deadlines", "waiting", "ray_session", "reading"},
     {"chat", "tool_formats", "tools", "machine", "model"},
     {"interactions", "rewards"},
     {"rules", "proof_search", "proof", "verify", "reading.normal_form", "reading.dumping", "run_config"},
     {"loader", "agent_schema", "scaffold"},
     {"engines.base", "engines.answers", "engines.script"},
     {"dispatch", "done", "states", "program", "turn", "visit", "driving", "journal"},
-    {"live", "open_groups", "reopening", "staleness", "scheduler", "rows"},
+    {"live", "open_groups", "reopening", "staleness", "runs", "scheduler", "rows"},
     {"padding", "batch", "summary"},
     {"engines", "testing"},
     {"rollout"},

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -168,3 +170,57 @@ def test_a_run_of_which_everything_failed_says_why_and_fails(place: Path) -> Non
     assert done.exit_code == 1
     assert "failed:Overload (1 of 1): Overload: no room" in done.output
     assert "every trajectory failed" in done.output
+
+
+GRADED = """
+agent: graded
+limits: {assistant_turns: 2, response_tokens: 64}
+states:
+  PENDING: {}
+  GENERATING: {timeout: 60}
+  GRADING: {handler: "grader_of_mine:Grade", timeout: 5, max_visits: 2}
+transitions:
+  - {trigger: prompted, source: PENDING, dest: GENERATING}
+  - {trigger: generated, source: GENERATING, dest: GRADING}
+  - {trigger: graded, source: GRADING, dest: TERMINATED, stop_reason: graded}
+"""
+GRADER = """
+from fsm_rollout import Outcome, State
+class Grade(State):
+    triggers = ("graded",)
+    async def run(self, trajectory, visit):
+        return Outcome("graded")
+"""
+
+
+@pytest.mark.parametrize("beside", ["the agent", "the command"])
+def test_code_is_found_beside_the_agent_and_where_the_command_is_given(place: Path, beside: str) -> None:
+    there = place / "elsewhere"
+    there.mkdir()
+    (place / "agent.yaml").write_text(GRADED, "utf-8")
+    (place / "prompts.jsonl").write_text(json.dumps({"messages": PROMPT["messages"]}) + "\n", "utf-8")
+    (place if beside == "the agent" else there).joinpath("grader_of_mine.py").write_text(GRADER, "utf-8")
+
+    def command(*arguments: str, cwd: Path) -> str:
+        # -P: as the console script, which knows nothing of the working directory
+        line = [sys.executable, "-P", "-c", "from fsm_rollout.cli import main; main()", *arguments]
+        done = subprocess.run(line, cwd=cwd, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "ends within" in command("check", "../agent.yaml", cwd=there)
+    assert "graded 1" in command("run", "../run.yaml", cwd=there)
+    page = place / "page.html"
+    command("show", "out", "-o", "page.html", cwd=place)
+    assert "which fails here" not in page.read_text("utf-8"), "pages find it again"
+
+
+def test_wrong_keys_of_engines_are_named_with_their_line(place: Path) -> None:
+    text = (place / "run.yaml").read_text("utf-8")
+    several = "engine: {kind: scripted, trns: []}\nengines:\n  judge:\n    kind: skripted\n"
+    (place / "run.yaml").write_text(text.replace(text.splitlines()[3], several), "utf-8")
+    first, second = refused(place).splitlines()
+    assert f"{place / 'run.yaml'}:4: engine 'policy': unknown key 'trns'; did you mean 'turns'" in first
+    assert f"{place / 'run.yaml'}:7: engine 'judge': engine kind 'skripted' does not exist" in second
+    told = refused(place, "engine={kind: scripted, turns: [a], tps: 1}", "engines={}")
+    assert told.startswith("override 'engine={kind: scripted, turns: [a], tps: 1}': engine 'policy': unknown key 'tps'")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import pytest
 from embedded import tokenizer
 from hypothesis import given
@@ -18,6 +20,7 @@ from fsm_rollout.engines.base import Chunk, Request, SamplingParams
 from fsm_rollout.engines.scripted import ScriptedEngine, Turn
 from fsm_rollout.errors import EngineError, PromptTooLong
 from fsm_rollout.testing.virtual_time import run_virtual
+from fsm_rollout.tokens import TokenStream
 
 
 def request(name: str, *, max_tokens: int = 50, ids: int = 3) -> Request:
@@ -297,6 +300,43 @@ def test_deadlines_stand_still_while_queued_and_while_paused() -> None:
     assert run(engine, body) == [False, False]
 
 
+NAMES = [f"r{number}" for number in range(50)]
+
+
+def test_what_is_tried_again_keeps_its_order() -> None:
+    """One crash befalls many requests; a set of their ids would have another order in each process."""
+    engine = scripted(Turn(text="yes", delay=1.0, crash="lost", fails=1))
+
+    async def body(dispatcher: Dispatcher) -> None:
+        await done(*(dispatcher.submit(request(name)) for name in NAMES))
+
+    run(engine, body)
+    asked = [line.what.trajectory_id for line in engine.log if isinstance(line.what, Request)]
+    assert asked == NAMES + NAMES
+
+
+def test_what_was_paused_keeps_its_order() -> None:
+    """One pause befalls many requests, which are out of time in the order in which they were asked for."""
+    engine = scripted(Turn(text="yes", hang=True))
+    late: list[str] = []
+
+    async def body(dispatcher: Dispatcher) -> None:
+        async def one(name: str) -> None:
+            with suppress(TimeoutError):
+                async with Deadline(1.0) as deadline:
+                    await dispatcher.submit(request(name), deadline).done.wait()
+            late.append(name)
+
+        ones = asyncio.gather(*map(one, NAMES))
+        await asyncio.sleep(0.5)
+        await dispatcher.pause()
+        await dispatcher.resume()
+        await ones
+
+    run(engine, body)
+    assert late == NAMES
+
+
 def test_a_hold_taken_while_paused_is_released_between_two_tries_too() -> None:
     """The request fails during the pause, and the engine goes on during the backoff: its deadline must run again."""
     engine = scripted(Turn(text="yes", hang=True, delay=1.0))
@@ -319,6 +359,53 @@ def test_a_hold_taken_while_paused_is_released_between_two_tries_too() -> None:
             return asyncio.get_running_loop().time() < 900.0
 
     assert run(engine, guarded)
+
+
+def test_a_request_aborted_in_the_turn_of_its_flush_never_reaches_the_engine() -> None:
+    """The abort comes between the flush and the call to the engine, which does not know the request then."""
+    engine = scripted(Turn(text="one two three", delay=60.0))
+
+    async def body(dispatcher: Dispatcher) -> tuple[Any, ...]:
+        loop = asyncio.get_running_loop()
+        stays, goes = dispatcher.submit(request("stays")), dispatcher.submit(request("goes"))
+        await loop.create_task(dispatcher.abort(goes))  # begins right behind the flush
+        ended_at = loop.time()
+        return ended_at, goes.finish_reason, await done(stays), dispatcher.dispatches
+
+    ended_at, reason, stays, dispatches = run(engine, body)
+    assert (ended_at, reason, stays[0][0], dispatches) == (0.0, "abort", "stop", 1)
+    assert [line.what.request_id for line in engine.log if isinstance(line.what, Request)] == ["stays"]
+
+
+def test_an_id_that_the_engine_still_has_is_not_used_again() -> None:
+    """An abort slower than the grace leaves the request there; the next under its name is answered, with its own."""
+
+    class Late(ScriptedEngine):
+        async def abort(self, request_ids: Iterable[str]) -> None:
+            """Take it an hour later."""
+
+    engine = Late(
+        lambda r: Turn(
+            text="old" if "#" not in r.request_id else "new", delay=900.0 if r.trajectory_id == "slow" else 100.0
+        ),
+        tokenizer=tokenizer(),
+        log=True,
+    )
+
+    async def body(dispatcher: Dispatcher) -> list[str]:
+        left, slow = dispatcher.submit(request("a")), dispatcher.submit(request("slow"))
+        await asyncio.sleep(1.0)
+        await dispatcher.abort(left)
+        again, beside = dispatcher.submit(request("a")), dispatcher.submit(request("b"))
+        await done(again, beside)
+        first = [again.ids.tolist(), left.ids.tolist()]
+        after = dispatcher.submit(request("a"))  # the engine is done with the first, if not with all of its call
+        await done(after, slow)
+        assert [again.attempt, beside.attempt, after.attempt] == [1, 1, 1]
+        assert first == [[*tokenizer().encode("new"), tokenizer().eos_token_id], []]
+        return [line.what.request_id for line in engine.log if isinstance(line.what, Request)]
+
+    assert run(engine, body) == ["a", "slow", "a#2", "b", "a"]
 
 
 def test_a_deadline_stands_still_while_a_second_try_queues() -> None:
@@ -360,13 +447,28 @@ def test_what_waits_for_a_sleeping_engine_is_told_of(caplog: pytest.LogCaptureFi
         (None, None, "a model's folder, or tensors by name; got a NoneType"),
         ([("w", 1)], None, "got a list"),
         ({}, 1, "weights of version 1 cannot follow version 2"),
+        ({}, 2**31, "whole numbers up to 2,147,483,647, got 2147483648"),
+        ({}, 2.5, "whole numbers up to 2,147,483,647, got 2.5"),
     ],
 )
 def test_what_are_no_new_weights_is_refused(weights: Any, version: int | None, says: str) -> None:
     async def body(dispatcher: Dispatcher) -> int:
-        await dispatcher.update_weights({}, 2)
+        assert type(await dispatcher.update_weights({}, np.int64(2))) is int
         with pytest.raises(EngineError, match=says):
             await dispatcher.update_weights(weights, version)
         return dispatcher.engine.weight_version
 
     assert run(scripted(Turn(text="yes")), body) == 2
+
+
+def test_the_last_weight_version_is_the_last_that_a_batch_can_tell() -> None:
+    async def body(dispatcher: Dispatcher) -> int:
+        last = await dispatcher.update_weights({}, 2**31 - 1)
+        tokens = TokenStream([1], state="GENERATING")
+        tokens.sample([2], [-1.0], state="GENERATING", turn=0, version=last)
+        assert tokens.response_versions().tolist() == [last]
+        with pytest.raises(EngineError, match="got 2147483648"):
+            await dispatcher.update_weights({})
+        return dispatcher.engine.weight_version
+
+    assert run(scripted(Turn(text="yes")), body) == 2**31 - 1

@@ -343,12 +343,12 @@ def test_predicates_in_every_spelling() -> None:
 def test_texts_by_file(tmp_path: Path) -> None:
     (tmp_path / "sys.md").write_text("Be good.\n", encoding="utf-8")
     (tmp_path / "deep").mkdir()
-    (tmp_path / "deep" / "p.jinja").write_bytes(b"a\r\n{{ b }}\n")
+    (tmp_path / "deep" / "p.jinja").write_bytes(b"a\r\n{{ task }}\n")
     text = changed("agent: solver", "agent: solver\ncontexts: {main: {system: sys.md}}")
     text = text.replace("{sampling", "{prompt: deep/p.jinja, sampling")
     graph = loads(text, tmp_path)
     assert graph.contexts["main"].system == "Be good."
-    assert graph.states["GENERATING"].prompt == "a\n{{ b }}"
+    assert graph.states["GENERATING"].prompt == "a\n{{ task }}"
     graph = loads(text.replace("sys.md", "see sys.md").replace("deep/p.jinja", "{text: p.jinja}"), tmp_path)
     assert graph.contexts["main"].system == "see sys.md"
     assert graph.states["GENERATING"].prompt == "p.jinja"

@@ -17,7 +17,7 @@ from pyarrow.parquet import write_table
 
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.graph import Limits, Sampling
-from fsm_rollout.prompts import Prompt, as_prompts, read_prompts
+from fsm_rollout.prompts import Prompt, as_prompt, as_prompts, read_prompts
 from fsm_rollout.testing.strategies.histories import json_values
 
 ASK = {"messages": [{"role": "user", "content": "?"}]}
@@ -269,3 +269,13 @@ def test_prompts_are_frozen() -> None:
 def test_what_cannot_be_written_down_is_refused() -> None:
     with pytest.raises(ConfigError, match="cannot be written down"):
         as_prompts([{"messages": [{"role": "user", "content": "?"}], "answer": 10**30}])
+
+
+@pytest.mark.parametrize("answer", [object(), 10**30, "\ud800"], ids=["object", "integer", "surrogate"])
+def test_a_prompt_made_in_python_is_checked_too(answer: Any) -> None:
+    good = Prompt(messages=({"role": "user", "content": "?"},), answer=1)
+    bad = Prompt(messages=({"role": "user", "content": "?"},), prompt_id="own", answer=answer)
+    with pytest.raises(ConfigError, match=r"prompts\[1\]: the values cannot be written down"):
+        as_prompts([good, bad])
+    with pytest.raises(ConfigError, match=r"prompts\[7\]: the values cannot be written down"):
+        as_prompt(bad, 7)

@@ -22,7 +22,8 @@ except SystemExit as end:
 
 
 @pytest.mark.parametrize(
-    "code", ["import fsm_rollout", "import fsm_rollout as f; f.load_agent, f.verify, f.prove, f.AgentGraph", CHECK]
+    "code",
+    ["import fsm_rollout as f; f.journal.histories", "import fsm_rollout as f; f.load_agent, f.verify, f.prove", CHECK],
 )
 def test_importing_and_checking_load_nothing_heavy(code: str) -> None:
     program = f"{code}\nimport sys\nsys.exit(' '.join(m for m in {HEAVY!r} if m in sys.modules) or 0)"

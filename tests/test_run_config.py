@@ -194,3 +194,16 @@ def test_the_runs_that_are_shipped(path: Path) -> None:
         assert isinstance(file, Path)
         assert file.is_file()
     assert run.out == Path.cwd() / "runs" / path.stem
+
+
+def test_paths_of_engines_are_taken_from_where_an_override_is_given(folder: Path) -> None:
+    (folder / "mine").mkdir()
+    asked = ["engine.model=mine", "engines.judge={kind: replay, run: mine}", "engines.other.kind=transformers"]
+    config = load(folder, SMALLEST, *asked, "engines.other.model=embedded:early")
+    assert config.engine["model"] == str(folder / "mine")
+    assert config.engines["judge"]["run"] == str(folder / "mine")
+    assert config.engines["other"]["model"] == "embedded:early"
+    assert load(folder, SMALLEST, "engine.model=not_there").engine["model"] == "not_there"
+    assert load(folder, SMALLEST.replace("scripted}", "scripted, model: mine}")).engine["model"] == "mine", (
+        "the file's own is the file's"
+    )

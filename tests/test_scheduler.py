@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
+import re
+import textwrap
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,13 +18,16 @@ from embedded import tokenizer
 from laws.world import call
 from pydantic import BaseModel
 
+from fsm_rollout import driving
 from fsm_rollout.dispatch import Dispatcher
 from fsm_rollout.engines.base import Chunk, Request
 from fsm_rollout.engines.scripted import ScriptedEngine, Turn
 from fsm_rollout.errors import ConfigError
+from fsm_rollout.events import Transitioned
 from fsm_rollout.frozen import FrozenMap
 from fsm_rollout.graph import AgentGraph, Context, Sampling
-from fsm_rollout.interactions import Reply
+from fsm_rollout.handlers import TEMPLATE_FACTS
+from fsm_rollout.interactions import Conversation, Reply
 from fsm_rollout.journal import Journal
 from fsm_rollout.live import Group
 from fsm_rollout.prompts import Prompt
@@ -305,7 +313,7 @@ class Graceless(Liar):
     """Gives a score that is none."""
 
     async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
-        visit.score_turn(0, float("nan"))
+        visit.score_turn(float("nan"), 0)
         return Outcome("said")
 
 
@@ -496,6 +504,245 @@ class Deaf(State):
         except asyncio.CancelledError:
             await asyncio.sleep(1.0)
         return Outcome("said")
+
+
+class Odd(BaseException):
+    """Neither an Exception nor one of Python's own."""
+
+
+ENDS: dict[str, BaseException] = {"exit": SystemExit(3), "generator": GeneratorExit(), "odd": Odd("strange")}
+
+
+class Ends(State):
+    """Raises what is no Exception, the way that the first message says; the other trajectories go on."""
+
+    triggers: ClassVar = ("said",)
+
+    class Options(BaseModel):
+        kind: str
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        if trajectory.trajectory_id.startswith("p0"):
+            await asyncio.sleep(1.0)
+            raise ENDS[self.options.kind]  # type: ignore[union-attr]
+        await visit.generate("main")
+        return Outcome("said")
+
+
+class EndingUser:
+    """An interaction that raises it, in a thread."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def reply(self, conversation: Conversation) -> Any:
+        raise ENDS[self.kind]
+
+
+class AsyncEndingUser(EndingUser):
+    """An interaction that raises it on the loop."""
+
+    async def reply(self, conversation: Conversation) -> Any:
+        raise ENDS[self.kind]
+
+
+def ending_predicate(trajectory: Trajectory) -> bool:
+    if trajectory.trajectory_id.startswith("p0"):
+        raise SystemExit(3)
+    return True
+
+
+@pytest.mark.parametrize("kind", ENDS)
+def test_a_handler_that_raises_what_is_no_exception_fails_its_own_trajectory(kind: str) -> None:
+    groups, _ = run(custom("Ends", options={"kind": kind}), ["hm"], prompts(2))
+    reasons = {t.trajectory_id: t.stop_reason for g in groups for t in g.trajectories}
+    assert reasons == {"p0/0": f"failed:{type(ENDS[kind]).__name__}", "p1/0": "said"}
+
+
+@pytest.mark.parametrize("user", ["EndingUser", "AsyncEndingUser"])
+@pytest.mark.parametrize("kind", ENDS)
+def test_so_does_an_interaction(kind: str, user: str) -> None:
+    use = {"use": f"test_scheduler:{user}", "kwargs": {"kind": kind}}
+    frame = agent(
+        {
+            "states": {"PENDING": {}, "INTERACTING": {"timeout": 50.0}},
+            "transitions": [{"trigger": "prompted", "source": "PENDING", "dest": "INTERACTING"}],
+        },
+        interaction=use,
+    )
+    groups, _ = run(frame, ["hm"])
+    assert only(groups).stop_reason == f"failed:{type(ENDS[kind]).__name__}"
+
+
+def test_so_does_a_predicate() -> None:
+    rows = [
+        {**SINGLE["transitions"][0], "conditions": [{"name": "test_scheduler:ending_predicate"}]},
+        *SINGLE["transitions"],
+    ]
+    groups, _ = run(agent({**SINGLE, "transitions": rows}), ["hm"], prompts(2))
+    reasons = {t.trajectory_id: t.stop_reason for g in groups for t in g.trajectories}
+    assert reasons == {"p0/0": "failed:PredicateFailed", "p1/0": "answered"}
+
+
+class Wrong(State):
+    """Goes wrong in a way of its own choice."""
+
+    triggers: ClassVar = ("said",)
+
+    class Options(BaseModel):
+        how: str
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        match self.options.how:  # type: ignore[union-attr]
+            case "key":
+                raise KeyError("boom")
+            case "json":
+                json.loads("{")
+            case "context":
+                await visit.generate("mian")
+            case "writing":
+                visit.write([{"role": "user", "content": "?"}], context="mian")
+            case "early":
+                visit.score_turn(0.5)
+            case "count":
+                await visit.generate("main")
+                visit.score_turn(0.5, trajectory.turn)
+            case "swapped":
+                await visit.generate("main")
+                visit.score_turn(trajectory.turn, 0.0)  # type: ignore[arg-type]
+        return Outcome("said")
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "detail"),
+    [
+        ("key", "KeyError", "KeyError: 'boom'"),
+        ("json", "JSONDecodeError", "JSONDecodeError: Expecting property name enclosed in double quotes: line 1"),
+        ("context", "StreamError", "there is no context 'mian'; did you mean 'main'?"),
+        ("writing", "StreamError", "there is no context 'mian'; did you mean 'main'?"),
+        ("early", "StreamError", "there is no turn -1 to score; none has been generated yet"),
+        ("count", "StreamError", "there is no turn 1 to score; the first is 0, the latest 0"),
+        ("swapped", "StreamError", "there is no turn 0.0 to score; the first is 0, the latest 0"),
+    ],
+)
+def test_a_failure_says_what_and_where_also_where_a_row_takes_it(how: str, error: str, detail: str) -> None:
+    trajectory = only(run(custom("Wrong", options={"how": how}), ["hm"])[0])
+    assert trajectory.stop_reason == f"failed:{error}"
+    line = trajectory.detail or ""
+    assert line.startswith(detail)
+    assert re.search(r" \(at test_scheduler\.py:\d+, in run\)$", line)
+    assert not trajectory.turn_scores
+    routed: list[Transitioned] = []
+    graph = custom("Wrong", options={"how": how})
+    rows = [*graph.model_dump()["transitions"], {"trigger": "failed", "source": "OWN", "dest": "TERMINATED"}]
+    listeners = [lambda _, event: routed.append(event) if isinstance(event, Transitioned) else None]
+    run(AgentGraph(**{**graph.model_dump(), "transitions": rows}), ["hm"], listeners=listeners)
+    assert (routed[-1].row, routed[-1].detail) == (2, line)
+
+
+class Scores(State):
+    """Scores each of its turns as it goes, and an earlier one."""
+
+    triggers: ClassVar = ("said",)
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        await visit.generate("main")
+        visit.score_turn(0.25)
+        visit.write([{"role": "user", "content": "And?"}], context="main")
+        await visit.generate("main")
+        visit.score_turn(0.5)
+        visit.score_turn(0.75, 0)
+        return Outcome("said")
+
+
+def test_a_score_is_the_latest_turn_s_unless_it_says_another() -> None:
+    assert only(run(custom("Scores"), ["hm", "ho"])[0]).turn_scores == [(0, 0.25), (1, 0.5), (0, 0.75)]
+
+
+class Looks(State):
+    """Scores whether the facts are those that are said to be."""
+
+    triggers: ClassVar = ("said",)
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        await visit.generate("main")
+        visit.score_turn(float(list(visit.facts()) == list(TEMPLATE_FACTS)))
+        return Outcome("said")
+
+
+def test_templates_may_use_all_that_is_said_and_nothing_else() -> None:
+    assert only(run(custom("Looks"), ["hm"])[0]).turn_scores == [(0, 1.0)]
+    assert all(f"``{fact}``" in (State.__doc__ or "") for fact in TEMPLATE_FACTS)
+
+
+def test_the_worked_example_of_a_handler_works() -> None:
+    """What stands in the docstring of State, as it stands there."""
+    example = (State.__doc__ or "").partition("::\n\n")[2].partition("    What ``visit`` offers")[0]
+    exec(textwrap.dedent(example), globals())
+    graph = custom("Draft", options={"min_words": 4}, max_visits=2)
+    states = {**graph.model_dump()["states"], "GENERATING": {"timeout": 50.0}}
+    rows = [
+        {"trigger": "prompted", "source": "PENDING", "dest": "OWN"},
+        {"trigger": "good", "source": "OWN", "dest": "TERMINATED", "stop_reason": "good"},
+        {"trigger": "poor", "source": "OWN", "dest": "OWN"},
+    ]
+    trajectory = only(run(agent({"states": states, "transitions": rows}), ["one two", "one two three four five"])[0])
+    assert trajectory.stop_reason == "good"
+    assert trajectory.turn_scores == [(0, 0.5), (1, 1.0)]
+    asked = [m["content"] for m in trajectory.streams[0].messages if m["role"] == "user"]
+    assert asked == ["Question 0?", "Only 2 words. Write more."]
+
+
+class Sleeps(State):
+    """Keeps the event loop."""
+
+    triggers: ClassVar = ("said",)
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        await asyncio.sleep(1.0)
+        CLOCK[0] += 2.5
+        return Outcome("said")
+
+
+CLOCK = [0.0]
+
+
+def test_a_handler_that_keeps_the_event_loop_is_named_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driving, "monotonic", lambda: CLOCK[0])
+    groups, _ = run(custom("Sleeps"), ["hm"], prompts(3))
+    assert {t.stop_reason for g in groups for t in g.trajectories} == {"said"}
+    (said,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert (
+        said
+        == "the handler of 'OWN' kept the event loop for 2.5 s (trajectory p0/0), and all else waited; use a thread"
+    )
+
+
+class Stubborn(State):
+    """Swallows its cancellation and goes on for long."""
+
+    triggers: ClassVar = ("said",)
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(1000.0)
+        await asyncio.sleep(1000.0)
+        return Outcome("said")
+
+
+def test_a_handler_that_ignores_its_cancellation_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    groups, _ = run(custom("Stubborn"), ["hm"])
+    assert only(groups).stop_reason == "said"
+    (said,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert said.startswith("the handler of 'OWN' ignores its cancellation (trajectory p0/0, 30 s so far)")
+
+
+def test_an_interruption_goes_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENDS, "interrupt", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        run(custom("Ends", options={"kind": "interrupt"}), ["hm"], prompts(2))
 
 
 def test_a_handler_that_is_cancelled_by_its_own_code_has_failed() -> None:

@@ -16,7 +16,7 @@ import pytest
 from fsm_rollout import graph
 from fsm_rollout.errors import ToolError
 from fsm_rollout.events import ToolCall
-from fsm_rollout.tools import CallResult, Toolbox, ToolContext, ToolResult
+from fsm_rollout.tools import AgentAnswer, CallResult, Toolbox, ToolContext, ToolResult
 
 
 def whoami(text: str, context: ToolContext) -> ToolResult:
@@ -99,6 +99,10 @@ class Counter:
         return f"{self.count} {os.getpid()}"
 
 
+async def no_agent(tool: str, agent: graph.AgentGraph, task: str, seed: int) -> AgentAnswer:
+    raise AssertionError("no agent is called here")
+
+
 def call_all(
     tool: dict[str, Any], /, *arguments: dict[str, Any], extra: dict[str, Any] | None = None, **kwargs: Any
 ) -> list[CallResult]:
@@ -112,7 +116,7 @@ def call_all(
             seed=1,
             tools_kwargs=kwargs,
             extra=extra or {},
-            run_agent=None,  # type: ignore[arg-type]
+            run_agent=no_agent,
         )
         results = [
             await session.call(ToolCall(id=f"c{i}", name="tool", arguments=given)) for i, given in enumerate(arguments)
@@ -166,7 +170,7 @@ def test_what_goes_wrong_elsewhere_is_told(placement: str, kind: str, failure: s
     failed, good = call_all(tool, {"kind": kind}, {"kind": "connection"})
     assert failed.failure == failure
     assert says in failed.text
-    assert failed.bad == (kind != "killed"), "a process that dies is not the model's fault"
+    assert failed.bad == (kind in ("picky", "exit")), "neither dying nor a lost connection is the model's fault"
     assert good.failure == "ConnectionResetError", "the next call has a process"
     retried = call_all(tool | {"retry": {"attempts": 2, "errors": ["ConnectionError"]}}, {"kind": "connection"})
     assert retried[0].tries == 2

@@ -8,6 +8,7 @@ import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import date
+from pathlib import Path
 from typing import Annotated, Any, Literal, Optional
 
 import pytest
@@ -347,6 +348,13 @@ def test_a_tool_says_what_it_does():
 def test_a_tool_that_cannot_be_built_says_why(tool: dict[str, Any], says: str):
     with pytest.raises(ToolError, match=f"tool 't'.*{says}"):
         tool_schema_of("t", graph.Tool(**tool))
+
+
+def test_a_module_that_exits_when_it_is_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "this_module_exits.py").write_text("import sys\nsys.exit(7)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ToolError, match=r"tool 't'.*cannot import 'this_module_exits'.*SystemExit: 7"):
+        tool_schema_of("t", graph.Tool(use="this_module_exits:f"))
 
 
 class Configured:

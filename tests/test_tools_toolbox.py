@@ -25,6 +25,7 @@ from fsm_rollout.tools import AgentAnswer, CallResult, Hidden, Tool, Toolbox, To
 
 LOG: list[Any] = []
 GATE = threading.Event()
+ENTERED = threading.Event()
 WHO: contextvars.ContextVar[str] = contextvars.ContextVar("WHO", default="nobody")
 
 
@@ -32,6 +33,7 @@ WHO: contextvars.ContextVar[str] = contextvars.ContextVar("WHO", default="nobody
 def _fresh():
     LOG.clear()
     GATE.clear()
+    ENTERED.clear()
     yield
     GATE.set()
 
@@ -73,6 +75,26 @@ async def stubborn() -> str:
                 raise
 
 
+async def linger(seconds: float) -> str:
+    """Take 20 s to stop."""
+    LOG.append(("start", asyncio.get_running_loop().time()))
+    try:
+        await asyncio.sleep(seconds)
+    except asyncio.CancelledError:
+        await asyncio.sleep(20)
+    LOG.append(("end", asyncio.get_running_loop().time()))
+    return "done"
+
+
+def gated() -> str:
+    """Wait at the gate."""
+    LOG.append("in")
+    ENTERED.set()
+    GATE.wait()
+    LOG.append("out")
+    return "through"
+
+
 class Unprintable(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no")
@@ -86,6 +108,8 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     "value": lambda: ValueError("bad value"),
     "connection": lambda: ConnectionResetError("gone"),
     "timeout": lambda: TimeoutError("the server's"),
+    "path": lambda: FileNotFoundError("no notes.txt"),
+    "memory": lambda: MemoryError(),
     "long": lambda: ValueError("x" * 10_000),
     "silent": lambda: KeyError(),
     "stop": lambda: StopIteration(1),
@@ -251,7 +275,7 @@ class HangingCreate:
         return "?"
 
 
-async def no_agent(tool: str, agent: graph.AgentGraph, task: str) -> AgentAnswer:
+async def no_agent(tool: str, agent: graph.AgentGraph, task: str, seed: int) -> AgentAnswer:
     raise AssertionError("no agent is called here")
 
 
@@ -340,7 +364,7 @@ def test_a_call_that_reaches_no_tool_is_the_models_fault_and_it_is_told_why(
     ("kind", "failure", "says"),
     [
         ("value", "ValueError", "ValueError: bad value"),
-        ("timeout", "TimeoutError", "TimeoutError: the server's"),
+        ("path", "FileNotFoundError", "FileNotFoundError: no notes.txt"),
         ("long", "ValueError", "x" * 250 + " … " + "x" * 250),
         ("silent", "KeyError", "error: KeyError;"),
         ("odd", "Odd", "Odd: strange"),
@@ -361,9 +385,28 @@ def test_whatever_a_tool_raises_becomes_a_result(use: str, kind: str, failure: s
     result.text.encode()
 
 
-@pytest.mark.parametrize("kind", ["exit", "interrupt"])
-def test_what_ends_a_process_ends_only_the_tools_thread(kind: str):
-    result = made(box(fail="fail"), a_call("fail", kind=kind))
+@pytest.mark.parametrize(
+    ("kind", "retry", "says"),
+    [
+        ("connection", {}, "fail failed: ConnectionResetError: gone"),
+        ("timeout", {}, "fail failed: TimeoutError: the server's"),
+        ("memory", {}, "fail failed: MemoryError"),
+        ("value", {"attempts": 1, "errors": ["ArithmeticError", "ValueError"]}, "fail failed: ValueError: bad value"),
+        ("odd", {"attempts": 1, "errors": ["Odd"]}, "fail failed: Odd: strange"),
+    ],
+)
+@pytest.mark.parametrize("use", ["fail", "async_fail"])
+def test_what_no_other_call_would_have_helped_is_told_without_blame(
+    use: str, kind: str, retry: dict[str, Any], says: str
+):
+    result = made(box(fail={"use": use, "retry": retry}), a_call("fail", kind=kind))
+    assert result.text == f"error: {says}; try again, or go on without it"
+    assert (result.failure, result.bad, result.tries) == (type(ERRORS[kind]()).__name__, False, 1)
+
+
+@pytest.mark.parametrize(("use", "kind"), [("fail", "exit"), ("fail", "interrupt"), ("async_fail", "exit")])
+def test_what_ends_a_process_ends_only_the_call(use: str, kind: str):
+    result = made(box(fail=use), a_call("fail", kind=kind))
     assert (result.failure, result.bad) == ("RuntimeError", True)
 
 
@@ -512,7 +555,7 @@ def test_cancelling_a_call_leaves_its_thread_behind():
 def test_retries(retry: dict[str, Any], more: dict[str, Any], failures: int, tries: int, failure: str | None):
     result = made(box(flaky={"use": "flaky", "retry": retry, **more}), a_call("flaky", failures=failures))
     assert (result.tries, result.failure, len(LOG)) == (tries, failure, tries)
-    assert result.bad == (failure is not None)
+    assert not result.bad
     pauses = [later - earlier for earlier, later in pairwise(LOG)]
     assert all(0.25 * 2**n <= pause <= 0.5 * 2**n for n, pause in enumerate(pauses))
 
@@ -564,6 +607,56 @@ def test_no_more_calls_run_at_once_than_there_are_places(durations: list[float],
     assert most == min(places, len(durations)), "all places are used, and no more"
     assert all(result.failure is None for result in results), "waiting for a place is not charged to the tool"
     assert all(result.seconds >= d for result, d in zip(results, durations, strict=True))
+
+
+def test_a_thread_left_behind_keeps_its_place_until_it_ends():
+    async def main() -> None:
+        session = opened(box(gated={"use": "gated", "concurrency": 1, "timeout": 1000}, add="sync_add"))
+        given_up = asyncio.create_task(session.call(a_call("gated", "c1")))
+        await asyncio.to_thread(ENTERED.wait)
+        given_up.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        waiting = asyncio.create_task(session.call(a_call("gated", "c2")))
+        assert (await session.call(a_call("add", "c3", left=1, right=2))).text == "3"
+        GATE.set()
+        assert (await waiting).text == "through"
+
+    asyncio.run(main())
+    assert LOG == ["in", "out", "in", "out"]
+
+
+def test_who_waits_for_places_that_do_not_come_back_is_told_so(caplog: pytest.LogCaptureFixture):
+    """Both calls are left running at 8 s; the third has the timeout of 3 s from then on, not from when it came."""
+
+    async def main() -> list[CallResult]:
+        session = opened(box(linger={"use": "linger", "concurrency": 2, "timeout": 3}))
+        return await asyncio.gather(*(session.call(a_call("linger", f"c{i}", seconds=99)) for i in range(3)))
+
+    results = run_virtual(main(), leaks="ignore")
+    assert [(result.failure, result.bad, result.seconds) for result in results] == [
+        ("timed_out", False, 8.0),
+        ("timed_out", False, 8.0),
+        ("timed_out", False, 11.0),
+    ]
+    assert results[2].text == (
+        "error: linger is still busy with calls that did not end; try again later or go on without it"
+    )
+    assert caplog.text.count("all 2 places of tool 'linger' are held by calls that were given up") == 1
+
+
+def test_a_place_that_comes_back_ends_the_wait():
+    """The first call is left running from 35 s on and ends at 50 s; the second may begin then."""
+
+    async def main() -> list[CallResult]:
+        session = opened(box(linger={"use": "linger", "concurrency": 1, "timeout": 30}))
+        return await asyncio.gather(
+            *(session.call(a_call("linger", f"c{i}", seconds=s)) for i, s in enumerate((99, 1)))
+        )
+
+    slow, quick = run_virtual(main())
+    assert (slow.failure, quick.text) == ("timed_out", "done")
+    assert LOG == [("start", 0.0), ("end", 50.0), ("start", 50.0), ("end", 51.0)]
 
 
 def test_a_toolbox_serves_one_loop_after_another():
@@ -806,7 +899,7 @@ def test_an_instance_is_released_when_its_calls_were_cancelled():
     ],
 )
 def test_an_agent_is_run_with_its_task(answer: AgentAnswer, result: CallResult):
-    async def run_agent(tool: str, agent: graph.AgentGraph, task: str) -> AgentAnswer:
+    async def run_agent(tool: str, agent: graph.AgentGraph, task: str, seed: int) -> AgentAnswer:
         assert (tool, agent, task) == ("ask", HELPER, "do it")
         return answer
 
@@ -814,7 +907,7 @@ def test_an_agent_is_run_with_its_task(answer: AgentAnswer, result: CallResult):
 
 
 def test_a_failed_agent_may_be_tried_again():
-    async def run_agent(tool: str, agent: graph.AgentGraph, task: str) -> AgentAnswer:
+    async def run_agent(tool: str, agent: graph.AgentGraph, task: str, seed: int) -> AgentAnswer:
         LOG.append(task)
         return AgentAnswer("ok") if len(LOG) == 2 else AgentAnswer("", failure="failed:EngineError")
 
@@ -829,7 +922,7 @@ def test_a_failed_agent_may_be_tried_again():
 def test_an_agents_end_is_awaited_however_long_it_takes():
     """Its trajectory must be recorded: it is not left behind as a tool would be."""
 
-    async def run_agent(tool: str, agent: graph.AgentGraph, task: str) -> AgentAnswer:
+    async def run_agent(tool: str, agent: graph.AgentGraph, task: str, seed: int) -> AgentAnswer:
         try:
             await asyncio.sleep(1000)
         finally:

@@ -9,6 +9,7 @@ from hypothesis import given
 
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.graph import AgentGraph
+from fsm_rollout.handlers import TEMPLATE_FACTS
 from fsm_rollout.loader import loads
 from fsm_rollout.proof import prove
 from fsm_rollout.testing.strategies.broken_graphs import broken_graphs
@@ -247,7 +248,7 @@ def test_10_limits_that_are_not_set() -> None:
     expect(
         data,
         "the cycle GENERATING -> PROCESSING_TOOLS -> GENERATING may never end: limits.assistant_turns and "
-        "limits.tool_calls is not set; set it, or give one of its states max_visits [rule 10]",
+        "limits.tool_calls are not set; set them, or give one of its states max_visits [rule 10]",
     )
     data["limits"] = {"tool_calls": 3}
     expect(data)
@@ -263,7 +264,18 @@ def test_10_agents_as_tools() -> None:
     data["states"]["PROCESSING_TOOLS"]["max_visits"] = 3
     expect(data)
     data["transitions"].append(row("limit_reached", "*", "GENERATING"))
-    assert [line[:50] for line in found(data)] == ["state 'PROCESSING_TOOLS' has max_visits, so tool_c"]
+    (refused,) = found(data)
+    assert refused.startswith("state 'PROCESSING_TOOLS' has max_visits, so tool_calls no longer bounds its calls")
+    for other in (
+        row("limit_reached", "*", "GENERATING", conditions=[("limit", "assistant_turns")]),
+        row("limit_reached", "*", "GENERATING", unless=[("limit", "tool_calls")]),
+        row("limit_reached", "GENERATING", "GENERATING"),  # where tool_calls is never reached
+    ):
+        data["transitions"][-1] = other
+        expect(data)
+        assert prove(AgentGraph.model_validate(data)).tool_calls is not None
+    data["transitions"][-1] = row("limit_reached", "*", "GENERATING", conditions=[("limit", "tool_calls")])
+    assert found(data) == [refused]
 
 
 def test_problems_of_agents_as_tools() -> None:
@@ -380,6 +392,20 @@ def test_20_templates(prompt: str) -> None:
     data["states"]["GENERATING"]["prompt"] = prompt
     (message,) = found(data)
     assert message.startswith("state 'GENERATING': prompt is no Jinja template: ")
+
+
+def test_20_templates_name_facts() -> None:
+    data = base()
+    every = "".join(f"{{{{ {fact} }}}}" for fact in TEMPLATE_FACTS)
+    data["states"]["GENERATING"]["prompt"] = every + "{% for i in range(turn) %}{{ loop.index }}{{ i }}{% endfor %}"
+    expect(data)
+    data["states"]["GENERATING"]["prompt"] = "{{ texs.main }} {{ foo.bar }}"
+    known = ", ".join(TEMPLATE_FACTS)
+    expect(
+        data,
+        f"state 'GENERATING': prompt names 'foo', which no trajectory has; known: {known} [rule 20]",
+        "state 'GENERATING': prompt names 'texs', which no trajectory has; did you mean 'texts'? [rule 20]",
+    )
 
 
 AGAIN = (

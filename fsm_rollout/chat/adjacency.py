@@ -1,7 +1,8 @@
 """Which roles have followed which in a history: what templates that insist on an order look at.
 
 Invariant: equal to a scan of the whole history, but a history that goes on from one seen before costs only its
-new messages. Histories are recognised by the identity of their assistant turns, which are kept alive here.
+new messages. Histories are recognised by the identity of their assistant turns, which are kept alive here, some
+``MOST_CHARACTERS`` of them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 from fsm_rollout.chat.scaffold import Recent
 
 Pairs = frozenset[tuple[str, str]]
+MOST_CHARACTERS = 2**24
 
 
 class Adjacency:
@@ -19,6 +21,8 @@ class Adjacency:
 
     def __init__(self, size: int = 8192) -> None:
         self._seen: Recent[int, tuple[Mapping[str, Any], int, Pairs]] = Recent(size)
+        self._characters = 0
+        """At least as many as the turns that are kept have."""
         self._same: dict[Pairs, Pairs] = {}
 
     def pairs(self, history: Sequence[Mapping[str, Any]]) -> Pairs:
@@ -48,8 +52,20 @@ class Adjacency:
         if len(self._same) > 4096:
             self._same.clear()
         pairs = self._same.setdefault(pairs, pairs)  # one object for equal sets: dict lookups compare by identity
+        self._characters += _characters(history[-1])
+        if self._characters > MOST_CHARACTERS:  # what still goes on is scanned once more
+            self._seen.clear()
+            self._characters = _characters(history[-1])
         self._seen.put(id(history[-1]), (history[-1], size - 1, pairs))
         return pairs
+
+
+def _characters(value: object) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if isinstance(value, list | tuple) else 0
 
 
 def _kind(message: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ turns out to hold a marker goes the long way, through :meth:`MarkerEncoder.encod
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -168,11 +168,6 @@ class Recent(Generic[K, V]):
         if len(self._entries) > self._size:
             self._entries.popitem(last=False)
         return value
-
-    def get_or(self, key: K, make: Callable[[], V]) -> V:
-        """Return the entry, made if it is not there."""
-        entry = self.get(key)
-        return self.put(key, make()) if entry is None else entry
 
     def clear(self) -> None:
         """Forget everything."""

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from fsm_rollout.errors import ConfigError, Problem, did_you_mean
-from fsm_rollout.handlers import load_object
+from fsm_rollout.handlers import load_object, look_in
 from fsm_rollout.reading.form import STATE_KEYS, explain
 from fsm_rollout.reading.overrides import interpolate
 from fsm_rollout.reading.source_map import ConfigPath, SourceMap, describe
@@ -152,6 +152,7 @@ class Normaliser:
                 self._report(at, f"'{file}' holds no agent (a mapping with `agent`, `states` and `transitions`)")
             return None
         self.problems += interpolate(data, source)
+        look_in(file.parent)
         return self.agent(data, at, file.parent, (*inside, file.resolve()))
 
 

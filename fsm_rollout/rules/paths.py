@@ -48,8 +48,9 @@ def cycles(structure: Structure) -> Iterator[Finding]:
     if cycle:
         missing = dict.fromkeys(f"limits.{structure.spends(s)}" for s in cycle if structure.spends(s))
         message = (
-            f"the cycle {' -> '.join(cycle)} may never end: {' and '.join(missing)} is not set; "
-            "set it, or give one of its states max_visits"
+            f"the cycle {' -> '.join(cycle)} may never end: {' and '.join(missing)} "
+            f"{'is not set; set it' if len(missing) == 1 else 'are not set; set them'}, "
+            "or give one of its states max_visits"
         )
         yield Finding(10, ("limits",), message)
 
@@ -65,7 +66,7 @@ def agents_as_tools(structure: Structure) -> Iterator[Finding]:
         message = f"tool '{agents[0]}' is an agent, so its calls must be bounded; set limits.tool_calls"
         yield Finding(10, ("tools", agents[0]), message)
         return
-    routed = any(row.trigger == "limit_reached" for row in graph.transitions)
+    routed = any(_routes(row, "tool_calls") and {*structure.sources(row)} & {*callers} for row in graph.transitions)
     for state in callers:
         if routed and graph.states[state].max_visits is not None:
             message = (
@@ -73,6 +74,14 @@ def agents_as_tools(structure: Structure) -> Iterator[Finding]:
                 "'limit_reached' row has routed it; remove max_visits"
             )
             yield Finding(10, ("states", state, "max_visits"), message)
+
+
+def _routes(row: Row, limit: str) -> bool:
+    """Whether a row may take a limit that was reached."""
+    wanted = [(predicate, True) for predicate in row.conditions] + [(predicate, False) for predicate in row.unless]
+    return row.trigger == "limit_reached" and all(
+        (predicate.argument == limit) is holds for predicate, holds in wanted if predicate.name == "limit"
+    )
 
 
 def nothing_new(structure: Structure) -> Iterator[Finding]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fsm_rollout.errors import ConfigError, RolloutError
+from fsm_rollout.errors import ConfigError, RolloutError, did_you_mean
 from fsm_rollout.graph import MAIN, POLICY, TERMINATED, AgentGraph, State
-from fsm_rollout.handlers import load_object
+from fsm_rollout.handlers import TEMPLATE_FACTS, load_object
 from fsm_rollout.reading.source_map import ConfigPath
 from fsm_rollout.rules.finding import Finding
 from fsm_rollout.rules.structure import WAITING, Structure
@@ -124,18 +124,25 @@ def nobody(structure: Structure) -> Iterator[Finding]:
 
 
 def templates(structure: Structure) -> Iterator[Finding]:
-    """Yield rule 20: a prompt that is not a Jinja template."""
+    """Yield rule 20: a prompt that is not a Jinja template, or names a fact that there is not."""
     for name, state in structure.graph.states.items():
         if state.prompt is None or not any(mark in state.prompt for mark in ("{{", "{%", "{#")):
             continue
         from jinja2 import TemplateSyntaxError
+        from jinja2.meta import find_undeclared_variables
         from jinja2.sandbox import SandboxedEnvironment
 
+        path: ConfigPath = ("states", name, "prompt")
+        environment = SandboxedEnvironment()
         try:
-            SandboxedEnvironment().from_string(state.prompt)
+            environment.from_string(state.prompt)
+            named = find_undeclared_variables(environment.parse(state.prompt))
         except TemplateSyntaxError as error:
-            path: ConfigPath = ("states", name, "prompt")
             yield Finding(20, path, f"state '{name}': prompt is no Jinja template: {error.message}", error.lineno)
+            continue
+        for fact in sorted(named - TEMPLATE_FACTS.keys()):
+            hint = did_you_mean(fact, TEMPLATE_FACTS) or f"; known: {', '.join(TEMPLATE_FACTS)}"
+            yield Finding(20, path, f"state '{name}': prompt names '{fact}', which no trajectory has{hint}")
 
 
 RULES = (waits, code, trained, keys, finals, initial, nobody, templates)

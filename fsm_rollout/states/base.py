@@ -25,7 +25,39 @@ class State(ABC):
     Subclass it for a handler of your own and name it in the YAML as ``handler: module:Class``. Declare the triggers
     that :meth:`run` may raise, so that the graph can be checked and the agent proven to end; a handler that ``spends``
     no limit needs a ``max_visits`` in every cycle it is part of. ``Options``, a pydantic model, declares YAML keys of
-    its own; they arrive as ``self.options``.
+    its own; they arrive as ``self.options``, the state's other keys as ``self.spec``::
+
+        class Draft(State):
+            triggers = ("good", "poor")
+            spends = "assistant_turns"
+
+            class Options(BaseModel):
+                min_words: int = 20
+
+            async def run(self, trajectory, visit):
+                await visit.generate(self.spec.context)
+                words = len(trajectory.text.split())
+                visit.score_turn(min(1.0, words / self.options.min_words))
+                if words >= self.options.min_words:
+                    return Outcome("good")
+                more = {"role": "user", "content": f"Only {words} words. Write more."}
+                visit.write([more], context=self.spec.context)
+                return Outcome("poor")
+
+    What ``visit`` offers (:class:`fsm_rollout.visit.Visit` says what each costs, gives and raises):
+
+    - ``await generate(context, sampling=None)``: one assistant turn. Its text is then ``trajectory.text``, the calls
+      that it attempts are ``trajectory.attempts``.
+    - ``await call_tool(attempt)``: carries out one of those; the model is told with ``write``.
+    - ``write(messages, context=…)``: appends messages, which the next generation answers.
+    - ``score_turn(value, turn=None)``: scores the latest turn, or another.
+    - ``await ask(engine, messages, sampling=None)``: a text from a model on a named engine; in no stream, not charged.
+    - ``await interact(context)``: the reply of the state's interaction.
+    - ``charge(limit)``, ``check(limit)``, ``remaining(limit)``: spend a limit, or see what is left.
+    - ``rng``, ``clock()``, ``resumed``: random numbers and a time that replay; whether the visit has begun again.
+    - ``facts()``: what a ``prompt`` template may use (:data:`fsm_rollout.handlers.TEMPLATE_FACTS`): ``agent``,
+      ``state``, ``messages``, ``task``, ``text``, ``texts``, ``history``, ``extra``, ``visits``, ``spent``, ``turn``,
+      ``score``, ``turn_scores``.
     """
 
     triggers: ClassVar[tuple[str, ...]] = ()
@@ -44,8 +76,8 @@ class State(ABC):
         After a suspension or a crash it runs again from its start, and what the visit had recorded is not done twice:
         the same operations return what they returned. So let its steps follow from the trajectory and ``visit.rng``.
 
-        What it raises becomes the trigger ``failed``. Being cancelled is how a timeout reaches it: let it pass, or
-        your visit cannot be ended. Tasks that it starts must have ended when it returns.
+        What it raises becomes the trigger ``failed``, SystemExit too. Being cancelled is how a timeout reaches it: let
+        it pass, or your visit cannot be ended. Tasks that it starts must have ended when it returns.
         """
 
     def timed_out(self, trajectory: Trajectory, visit: Visit) -> None:  # noqa: B027  # optional, most need nothing

@@ -23,7 +23,7 @@ class Interact(State):
         judged = trajectory.last_turn(self.spec.context)
         reply = await visit.interact(self.spec.context)
         if reply.score is not None and judged is not None:
-            visit.score_turn(judged, reply.score)
+            visit.score_turn(reply.score, judged)
         if reply.content is not None:
             visit.write([{"role": "user", "content": reply.content}], context=self.spec.context)
         return Outcome("interaction_done" if reply.done else "replied")

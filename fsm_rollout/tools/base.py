@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+import msgspec
+
 from fsm_rollout.graph import AgentGraph
 
 
@@ -79,12 +81,12 @@ class AgentAnswer:
     child_id: str | None = None
 
 
-RunAgent = Callable[[str, AgentGraph, str], Awaitable[AgentAnswer]]
+RunAgent = Callable[[str, AgentGraph, str, int], Awaitable[AgentAnswer]]
+"""Runs an agent as a tool: by the tool's name, the agent, its task, and the seed of the call and the try."""
 """Runs an agent as a child trajectory: tool name, agent, task."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallResult:
+class CallResult(msgspec.Struct, frozen=True):
     """One attempted call, at its end; the fields are those of :class:`fsm_rollout.events.Called`."""
 
     text: str

@@ -300,7 +300,8 @@ class _OpenAgent(OpenTool):
         self._run_agent = run_agent
 
     async def call(self, arguments: dict[str, Any], context: MakeContext) -> Any:
-        return await self._run_agent(self._tool.name, self._tool.agent, arguments["task"])
+        seed = context("agent").rng.getrandbits(63)  # the call's own, however often it was interrupted and made again
+        return await self._run_agent(self._tool.name, self._tool.agent, arguments["task"], seed)
 
 
 def _room(spec: graph.Tool, function: Callable[..., Any]) -> tuple[bool, int | None]:

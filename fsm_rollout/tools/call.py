@@ -1,9 +1,9 @@
 """Running code that is not ours, so that it can neither block the loop nor outlive its time.
 
 Invariants: sync code runs in a thread of its own, a daemon, so one that never returns keeps neither the event loop nor
-the interpreter's exit waiting (the pools of ``concurrent.futures`` are joined at exit). Whatever code raises comes
-back as an exception of the call, never as a cancellation of ours; only KeyboardInterrupt, and SystemExit raised on
-the loop's own thread, go through: they are meant for the process.
+the interpreter's exit waiting; what is given up and runs on is counted (:func:`leftovers`). Whatever code raises comes
+back as an exception of the call, never as a cancellation of ours or an end of the process; only a KeyboardInterrupt
+raised on the loop's own thread goes through.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import asyncio
 import contextvars
 import inspect
 import logging
-import threading
-from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import Executor, Future
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
-P = ParamSpec("P")
+from fsm_rollout.daemon_threads import DaemonThreads
+
 T = TypeVar("T")
 
 STOP_SECONDS = 5.0
@@ -30,22 +30,42 @@ class Expired(Exception):
     """The code did not end within the time it was given. Not a TimeoutError: code may raise those of its own."""
 
 
-class _DaemonThreads(Executor):
-    """One daemon thread per job. An executor, because event loops know how to wait for those."""
+class Leftovers:
+    """What runs of some code: threads, and async code that refused to stop. Truthy while there is any."""
 
-    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run ``function`` in a new thread."""
-        future: Future[T] = Future()
+    def __init__(self) -> None:
+        self._count = 0
+        self.then: Callable[[], object] | None = None
+        """Called when the last of it has ended."""
 
-        def work() -> None:
-            if future.set_running_or_notify_cancel():
-                future.set_result(function(*args, **kwargs))
+    def __bool__(self) -> bool:
+        return self._count > 0
 
-        threading.Thread(target=work, name="fsm-rollout-tool", daemon=True).start()
-        return future
+    def begin(self) -> None:
+        """Count one more."""
+        self._count += 1
+
+    def end(self) -> None:
+        """Count one less."""
+        self._count -= 1
+        if not self._count and self.then is not None:
+            then, self.then = self.then, None
+            then()
 
 
-_threads = _DaemonThreads()
+_threads = DaemonThreads("fsm-rollout-tool")
+_leftovers: contextvars.ContextVar[Leftovers | None] = contextvars.ContextVar("leftovers", default=None)
+
+
+@contextmanager
+def leftovers() -> Iterator[Leftovers]:
+    """Count what the code within has begun and not ended; at the end of the block that is what it has left behind."""
+    left = Leftovers()
+    token = _leftovers.set(left)
+    try:
+        yield left
+    finally:
+        _leftovers.reset(token)
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -61,7 +81,8 @@ async def invoke(function: Callable[..., Any], arguments: Mapping[str, Any]) -> 
     A sync function that returns an awaitable (a decorated async one, say) has it awaited.
     """
     if is_async(function):
-        return await function(**arguments)
+        return await _kept(function(**arguments))
+    loop, left = asyncio.get_running_loop(), _leftovers.get()
     context = contextvars.copy_context()
 
     def work() -> tuple[Any, BaseException | None]:
@@ -69,8 +90,15 @@ async def invoke(function: Callable[..., Any], arguments: Mapping[str, Any]) -> 
             return context.run(function, **arguments), None
         except BaseException as error:
             return None, error
+        finally:
+            if left is not None:
+                with suppress(RuntimeError):  # the loop was closed meanwhile
+                    loop.call_soon_threadsafe(left.end)
 
-    result, error = await asyncio.get_running_loop().run_in_executor(_threads, work)
+    job = loop.run_in_executor(_threads, work)
+    if left is not None:
+        left.begin()
+    result, error = await job
     if error is not None:
         try:
             # Raised here, these would end the process or look like our own cancellation.
@@ -79,7 +107,15 @@ async def invoke(function: Callable[..., Any], arguments: Mapping[str, Any]) -> 
             raise error
         finally:
             del error  # a frame that holds an exception that holds the frame
-    return await result if inspect.isawaitable(result) else result
+    return await _kept(result) if inspect.isawaitable(result) else result
+
+
+async def _kept(work: Awaitable[T]) -> T:
+    """Await ``work``; a SystemExit would leave the task, and end the loop."""
+    try:
+        return await work
+    except SystemExit as error:
+        raise RuntimeError(f"SystemExit: {error}") from error
 
 
 async def bounded(
@@ -88,7 +124,7 @@ async def bounded(
     """Await ``work`` for at most ``seconds``.
 
     When time is up, or when the caller is cancelled, ``work`` is cancelled and has ``stop_seconds`` to clean up; work
-    that refuses to stop is left running and logged, so it holds up nobody.
+    that refuses to stop is left running and logged, so it holds up nobody. Threads are left running at once.
 
     Raises:
         Expired: time was up.
@@ -114,6 +150,9 @@ async def _stop(task: asyncio.Task[Any], seconds: float | None) -> None:
     if not task.done():
         _logger.warning("%s did not stop within %s s of being cancelled; it is left running", task.get_name(), seconds)
         task.add_done_callback(_look_at)
+        if (left := _leftovers.get()) is not None:
+            left.begin()
+            task.add_done_callback(lambda _: left.end())
     else:
         _look_at(task)
 

@@ -64,13 +64,22 @@ def interrupted(name: str) -> str:
 
 
 def raised(error: BaseException) -> str:
-    """Return what is told about a tool that raised."""
+    """Return what is told about a tool that raised, which a better call may help."""
+    return _error(_said(error), "correct the call and try again")
+
+
+def failed(name: str, error: BaseException) -> str:
+    """Return what is told about a tool that raised for a reason outside of the call."""
+    return _error(f"{name} failed: {_said(error)}", "try again, or go on without it")
+
+
+def _said(error: BaseException) -> str:
     try:
         message = str(error)
     except Exception:  # an exception that cannot even be printed
         message = ""
     name = type(error).__name__
-    return _error(f"{name}: {_short(message, LONGEST_MESSAGE)}" if message else name, "correct the call and try again")
+    return f"{name}: {_short(message, LONGEST_MESSAGE)}" if message else name
 
 
 def not_ready(name: str, error: BaseException) -> str:
@@ -82,6 +91,11 @@ def timed_out(name: str, seconds: float | None) -> str:
     """Return what is told about a call that took too long."""
     after = f" after {seconds:g} s" if seconds is not None else ""
     return _error(f"{name} did not answer and was stopped{after}", "try again or go on without it")
+
+
+def no_place(name: str) -> str:
+    """Return what is told about a call that found no place, because calls that were stopped run on and hold them."""
+    return _error(f"{name} is still busy with calls that did not end", "try again later or go on without it")
 
 
 def agent_failed(name: str, failure: str) -> str:

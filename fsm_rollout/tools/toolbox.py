@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 from weakref import WeakKeyDictionary
+
+from msgspec.structs import replace
 
 from fsm_rollout.errors import BadArguments, ToolError, did_you_mean
 from fsm_rollout.events import Attempt, ToolCall
@@ -25,11 +27,17 @@ from fsm_rollout.tools.binding import BoundTool, ClassTool, FunctionTool, NotRea
 from fsm_rollout.tools.call import Expired, bounded
 from fsm_rollout.tools.elsewhere import ToolDied
 from fsm_rollout.tools.json_schema import Schema
+from fsm_rollout.tools.places import NoPlace, Places
 from fsm_rollout.tools.truncation import truncate
 
 FIRST_PAUSE = 0.5
 """Seconds before the second try, at most; doubled for each further one."""
 LONGEST_PAUSE = 30.0
+OF_THE_WORLD = (OSError, MemoryError, ImportError)
+"""What no other call would have helped: a tool that raises these (timeouts and connections are among them), or what its
+``retry.errors`` name, has failed, and the model is told so without blame. For all else it may correct its call."""
+OF_THE_CALL = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
+"""The exceptions to that: they are about the path that the call names."""
 RELEASE_SECONDS = 30.0
 """How long a `release` may take where the tool has no timeout."""
 
@@ -45,8 +53,8 @@ class Toolbox:
         self._graph = graph
         self._tools = {name: bind(name, spec) for name, spec in graph.tools.items()}
         self._schemas: dict[str, tuple[Schema, ...]] = {}
-        # A semaphore belongs to the loop it has waited on, and a toolbox may serve several, one after the other.
-        self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Semaphore]] = WeakKeyDictionary()
+        # Places belong to the loop that waits for them, and a toolbox may serve several, one after the other.
+        self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Places]] = WeakKeyDictionary()
 
     def replace(self, make: Callable[[BoundTool], BoundTool]) -> None:
         """Put another tool in the place of each, before any is opened: simulations let tools come to drawn results."""
@@ -116,14 +124,17 @@ class Toolbox:
         return ToolSession(self, trajectory_id, group_id, seed, tools_kwargs or {}, extra, run_agent)
 
     def place(self, tool: BoundTool) -> AbstractAsyncContextManager[None]:
-        """Return what to hold while a tool runs: one of its ``concurrency`` places, over all trajectories."""
+        """Return what to hold while a tool runs: one of its ``concurrency`` places, over all trajectories.
+
+        A call that is given up holds its place until what it has left running ends (:mod:`fsm_rollout.tools.places`).
+        """
         limit = tool.spec.concurrency or tool.places
         if limit is None:
             return nullcontext()
         places = self._places.setdefault(asyncio.get_running_loop(), {})
         if tool.name not in places:
-            places[tool.name] = asyncio.Semaphore(limit)
-        return places[tool.name]
+            places[tool.name] = Places(tool.name, limit)
+        return places[tool.name].one(tool.spec.timeout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +153,6 @@ class ToolSession:
         "_extra",
         "_group_id",
         "_open",
-        "_released",
         "_run_agent",
         "_seed",
         "_tools_kwargs",
@@ -165,9 +175,9 @@ class ToolSession:
         self._seed = seed
         self._tools_kwargs = tools_kwargs
         self._extra = extra
-        self._run_agent = run_agent
+        self._run_agent: RunAgent | None = run_agent
+        """``None`` once released: whoever runs the agents holds this session, and the two would keep each other."""
         self._open: dict[str, tuple[BoundTool, OpenTool]] = {}
-        self._released = False
 
     async def call(
         self, attempt: ToolCall | Attempt, *, context: str = MAIN, tokenizer: Any | None = None
@@ -182,7 +192,7 @@ class ToolSession:
         Raises:
             ToolError: the session has been released, or a tokenizer is needed.
         """
-        if self._released:
+        if self._run_agent is None:
             raise ToolError(f"the tools of trajectory {self._trajectory_id} have been released; make calls before that")
         loop = asyncio.get_running_loop()
         begun = loop.time()
@@ -195,7 +205,7 @@ class ToolSession:
             if tool is None:
                 result = CallResult(told.unknown_tool(attempt.name, known), failure="unknown_tool", bad=True)
             else:
-                result = await self._run(tool, attempt)
+                result = await self._run(tool, attempt, self._run_agent)
         result = replace(result, seconds=loop.time() - begun)
         if tool is None or tool.spec.response_tokens is None:
             return result
@@ -209,7 +219,7 @@ class ToolSession:
 
         It finishes what it began even when it is cancelled meanwhile. A second time there is nothing to do.
         """
-        self._released = True
+        self._run_agent = None
         opened, self._open = self._open, {}
         releases = [self._release(tool, mine) for tool, mine in opened.values() if mine.to_release]
         if not releases:
@@ -234,7 +244,7 @@ class ToolSession:
             return f"tool '{tool.name}': release raised {type(error).__name__}: {error}"
         return None
 
-    async def _run(self, tool: BoundTool, call: ToolCall) -> CallResult:
+    async def _run(self, tool: BoundTool, call: ToolCall, run_agent: RunAgent) -> CallResult:
         try:
             arguments = tool.read(call.arguments)
         except BadArguments as error:
@@ -242,7 +252,7 @@ class ToolSession:
         except Exception as error:  # a validator of the tool's own types
             return CallResult(told.raised(error), failure=type(error).__name__, bad=True)
         if tool.name not in self._open:
-            opened = tool.open(self._tools_kwargs.get(tool.name, {}), self._run_agent)
+            opened = tool.open(self._tools_kwargs.get(tool.name, {}), run_agent)
             self._open[tool.name] = (tool, opened)
         retry = tool.spec.retry
         tries = 0
@@ -250,8 +260,12 @@ class ToolSession:
             tries += 1
             if tries > 1:
                 arguments = tool.read(call.arguments)  # the try before may have changed what it was given
-            async with self._box.place(tool):
-                end = await self._try(tool, call.id, arguments, tries)
+            try:
+                async with self._box.place(tool):
+                    end = await self._try(tool, call.id, arguments, tries)
+            except NoPlace:
+                text = told.no_place(tool.name)
+                end = _End(CallResult(text, failure="timed_out"), _class_names(TimeoutError()))
             if not end.errors or tries >= retry.attempts or (retry.errors and end.errors.isdisjoint(retry.errors)):
                 return replace(end.result, tries=tries)
             jitter = Random(derive_seed(self._seed, "tool", call.id, tries, "pause")).uniform(0.5, 1.0)
@@ -279,7 +293,11 @@ class ToolSession:
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
         except BaseException as error:  # tools may raise anything, pytest's and trio's own kinds included
-            return _End(CallResult(told.raised(error), failure=type(error).__name__, bad=True), _class_names(error))
+            names = _class_names(error)
+            of_the_world = isinstance(error, OF_THE_WORLD) and not isinstance(error, OF_THE_CALL)
+            if of_the_world or not names.isdisjoint(tool.spec.retry.errors):
+                return _End(CallResult(told.failed(tool.name, error), failure=type(error).__name__), names)
+            return _End(CallResult(told.raised(error), failure=type(error).__name__, bad=True), names)
 
 
 def _end_of(tool: BoundTool, value: Any) -> _End:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import chat_zoo as zoo
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsm_rollout.chat import ChatTemplate
-from fsm_rollout.chat.adjacency import Adjacency
+from fsm_rollout.chat.adjacency import MOST_CHARACTERS, Adjacency
 from fsm_rollout.errors import ChatTemplateError
 
 ASK = "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
@@ -226,6 +227,27 @@ def test_adjacency_of_a_growing_history_is_that_of_a_scan(kinds: list[str], stop
         assert growing.pairs(history[:stop]) == Adjacency().pairs(history[:stop])
         if len(history[:stop]) > 1:  # the same turn at another place, as in a stream opened afresh
             assert growing.pairs(history[1:stop]) == Adjacency().pairs(history[1:stop])
+
+
+def test_turns_are_kept_alive_by_their_size_not_by_their_number() -> None:
+    """Both ways to write a long turn: as text, and as what a tool is called with."""
+
+    class Message(dict[str, Any]):
+        """A message whose end can be seen."""
+
+    def turn(index: int) -> Message:
+        text = f"{index} " + "x" * 100_000
+        call = {"id": "c", "type": "function", "function": {"name": "write", "arguments": {"lines": [text]}}}
+        return Message(role="assistant", content=text) if index % 2 else Message(role="assistant", tool_calls=[call])
+
+    adjacency = Adjacency()
+    made: list[weakref.ref[Message]] = []
+    for index in range(500):
+        last = turn(index)
+        made.append(weakref.ref(last))
+        assert adjacency.pairs([zoo.user(), last]) == Adjacency().pairs([zoo.user(), last])
+    kept = [message for ref in made if (message := ref()) is not None]
+    assert 1 < len(kept) < 1.01 * MOST_CHARACTERS / 100_000
 
 
 def test_caches_are_bounded() -> None:

@@ -26,6 +26,7 @@ REPLICAS = (
 ROUTER = ("tests/engines/test_router.py",)
 MACHINE = ("tests/testing/test_scheduler_machine.py",)
 SCHEDULER = ("tests/test_scheduler.py",)
+LOOP = ("tests/test_training_loop.py",)
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,8 @@ MUTANTS = (
         SCHEDULE,
     ),
     Mutant(
-        "a seed for the run alone", "live.py", "parent is None else parent.seed, trajectory_id,",
-        "parent is None else parent.seed, sample,",
+        "a seed for the run alone", "live.py", "derive_seed(scheduler.seed, trajectory_id,",
+        "derive_seed(scheduler.seed, sample,",
         "6: no two trajectories share their randomness",
         SCHEDULE,
     ),
@@ -154,7 +155,7 @@ MUTANTS = (
         TOOLS,
     ),
     Mutant(
-        "ignore wall_seconds", "driving.py", 'timeout, None if wall == float("inf") else wall)', "timeout)",
+        "ignore wall_seconds", "driving.py", 'timeout, None if wall == float("inf") else wall, ', "timeout, None, ",
         "2: time is up when it is up",
         SCHEDULER,
     ),
@@ -188,7 +189,7 @@ MUTANTS = (
     ),
     # -- every prompt comes back (law 8)
     Mutant(
-        "lose an aborted trajectory", "scheduler.py", "            slots.release()\n            one.left -= 1\n",
+        "lose an aborted trajectory", "runs.py", "            slots.release()\n            one.left -= 1\n",
         "            slots.release()\n            one.left -= live.trajectory.stop_reason != \"cancelled\"\n",
         "8: a cancelled trajectory comes back as well",
         MACHINE,
@@ -213,6 +214,19 @@ MUTANTS = (
         "        try:\n            with suppress",
         "8: nothing is running afterwards",
         MACHINE,
+    ),
+    Mutant(
+        "what has ended does not grow old", "staleness.py",
+        "if (done or live.trajectory.ended) and self.end_of(live)]", "if False]",
+        "nothing older than `max_staleness` is handed over",
+        LOOP,
+    ),
+    Mutant(
+        "forget what was being trained on", "scheduler.py",
+        "                    yield one.group\n",
+        "                    self._settle(run.given)\n                    yield one.group\n",
+        "8: after a crash, each group comes at least once",
+        LOOP,
     ),
     Mutant(
         "swap group ids", "open_groups.py",
