@@ -53,7 +53,7 @@ async def drive(live: LiveTrajectory) -> None:
             machine.fire(trajectory, outcome, at=loop.time(), emit=live.emit)
             _end_if_final(live)
     except asyncio.CancelledError:
-        halt(live, live.stop if live.stop is not None else Outcome("cancelled"))
+        halt(live, live.cancelled_as)
         raise
     finally:
         if trajectory.ended or not live.keep:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+CUT_OFF = "the run was interrupted"
+"""The detail of a sub-agent's trajectory that ended with its caller's interruption, so that its call is made again."""
 CLOSE_SECONDS = 30.0
 """How long an interaction may take to close."""
 
@@ -61,7 +63,7 @@ class Group:
 
     def discard_unread(self, parent: Trajectory) -> None:
         """Take sub-agents' trajectories out that were cut off with their parent, whose call will be made again."""
-        unread = [c for c in self.children if c.parent_id == parent.trajectory_id and c.stop_reason == "cancelled"]
+        unread = [c for c in self.children if c.parent_id == parent.trajectory_id and c.detail == CUT_OFF]
         for child in unread:
             self._discard(child)
 
@@ -86,6 +88,7 @@ class LiveTrajectory:
         "_interactions",
         "_spawned",
         "audited",
+        "caller",
         "group",
         "keep",
         "program",
@@ -105,6 +108,8 @@ class LiveTrajectory:
         self.prompt = prompt
         self.group = group
         self.trajectory = trajectory
+        self.caller: LiveTrajectory | None = None
+        """Whom it serves, when it is a sub-agent's."""
         self.stop: Outcome | str | None = None
         """Why it is being stopped from outside: an outcome to end with, or the reason of a suspension."""
         self.keep = False
@@ -136,6 +141,16 @@ class LiveTrajectory:
         self.trajectory.apply(event)
         self.scheduler.tell(self.trajectory, event)
 
+    @property
+    def cancelled_as(self) -> Outcome | str:
+        """What a cancellation is: what it was stopped with; else its caller's doing, who may have been interrupted."""
+        if self.stop is not None:
+            return self.stop
+        caller = self.caller
+        while caller is not None and caller.stop is None:
+            caller = caller.caller
+        return Outcome("cancelled", detail=None if caller is None else CUT_OFF)
+
     def interaction(self, state: str) -> BoundInteraction:
         """Return the interaction of a state, built at its first use and kept for the trajectory."""
         spec = self.program.graph.states[state].interaction
@@ -162,6 +177,7 @@ class LiveTrajectory:
             parent=parent,
             seed=seed,
         )
+        live.caller = self
         self.group.children.append(live.trajectory)
         await drive(live)
         child = live.trajectory

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from fsm_rollout.errors import ConfigError, Problem, did_you_mean
 from fsm_rollout.events import AnyEvent, Ended, Prompted, Resumed
 from fsm_rollout.graph import Limits, Sampling
-from fsm_rollout.live import Group, LiveTrajectory
+from fsm_rollout.live import CUT_OFF, Group, LiveTrajectory
 from fsm_rollout.open_groups import OpenGroup
 from fsm_rollout.program import Program
 from fsm_rollout.prompts import Prompt
@@ -87,7 +87,7 @@ def reopen(scheduler: Scheduler, histories: Iterable[History], n: int) -> list[O
         for child in one.group.children:
             if not child.ended:
                 resumed = Resumed(at=now, away=now - child.latest_at)
-                for event in (resumed, Ended(at=now, stop_reason="cancelled", detail="the run was interrupted")):
+                for event in (resumed, Ended(at=now, stop_reason="cancelled", detail=CUT_OFF)):
                     child.apply(event)
                     scheduler.tell(child, event)
     return opened

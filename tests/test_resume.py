@@ -1174,3 +1174,27 @@ def test_sub_agents_say_the_same_wherever_their_callers_were_interrupted(at: flo
     if at is not None:
         (whole,) = run_virtual(Bench(outer, script).run(1, 1))
         assert said == [[list(stream.tokens.ids) for stream in trajectory.streams] for trajectory in whole.all]
+
+
+@pytest.mark.parametrize("at", [None, 35.0])
+def test_a_sub_agent_that_its_call_gave_up_stays(at: float | None) -> None:
+    """Its call was answered (its time was up), so an interruption later on takes nothing of it back."""
+    helper = AgentGraph(**{"agent": "helper", **SPEAKS})
+    outer = AgentGraph(**{"agent": "outer", **CALLS, "tools": {"delegate": {"agent": helper, "timeout": 5}}})
+
+    def script(request: Request) -> Turn:
+        if request.agent == "helper":
+            return Turn(text="a b c d e f", delay=2.0, chunks=6)
+        return Turn(text="Done." if request.turn else CALLING % "delegate", delay=20.0)
+
+    bench = Bench(outer, script)
+
+    async def main() -> list[Group]:
+        if at is not None:
+            asyncio.get_running_loop().call_later(at, bench.scheduler.suspend, "p0/0")
+        groups = await bench.run(1, 1)
+        return groups if at is None else await bench.run(1, 0, resume=groups[0].all)
+
+    (group,) = run_virtual(main())
+    assert [(t.stop_reason, t.trained_tokens > 0) for t in group.all] == [("answered", True), ("cancelled", True)]
+    assert group.discarded == []

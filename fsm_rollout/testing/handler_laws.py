@@ -21,10 +21,10 @@ DRAWN_FAILURES = frozenset({"Overload", "EngineError", "RuntimeError"})
 
 
 def handlers_stay(run: Simulation) -> None:
-    """Hold handlers to this: they do not end the program."""
+    """Hold handlers to this: they do not try to end the program."""
     for visit in run.watch.visits:
         if isinstance(visit.outcome, SystemExit):
-            raise _blame(visit, f"raised SystemExit, which ends the whole program\n  at {visit.where}")
+            raise _blame(visit, f"raised SystemExit, which fails its trajectory alone\n  at {visit.where}")
 
 
 def handlers_behave(run: Simulation) -> None:

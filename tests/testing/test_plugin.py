@@ -136,7 +136,7 @@ def test_a_row_that_can_never_fire_is_named(folder: pytest.Pytester) -> None:
         (SWALLOWS, "the run did not end: Endless"),
         (SWALLOWS_ONCE, "the handler of 'GRADING' (grader:Grade) was told to stop and went on: it returned 'right'"),
         (TIMES_OUT, "the handler of 'GRADING' (grader:Grade) raised TimeoutError: the search server"),
-        (EXITS, "the handler of 'GRADING' (grader:Grade) raised SystemExit, which ends the whole program"),
+        (EXITS, "the handler of 'GRADING' (grader:Grade) raised SystemExit, which fails its trajectory alone"),
         (CANCELS_ITSELF, "the handler of 'GRADING' (grader:Grade) raised CancelledError"),
         (SPEAKS_AGAIN, "the handler of 'GRADING' (grader:Grade) raised ChatTemplateError: [no-new-message]"),
         (
