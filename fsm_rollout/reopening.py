@@ -109,16 +109,22 @@ def _attempt(trajectory: Trajectory) -> int:
 
 def _program(scheduler: Scheduler, trajectory: Trajectory) -> Program:
     agent = trajectory.agent
-    for program in scheduler.programs.values():
-        if program.graph.agent == agent:
-            if trajectory.exit is not None or trajectory.state in program.graph.states:
-                return program
-            raise ConfigError(
-                f"trajectory '{trajectory.trajectory_id}' stands in state '{trajectory.state}', which agent '{agent}' "
-                "does not have any more; resume with the agent that it began with"
-            )
-    names = {program.graph.agent for program in scheduler.programs.values()}
-    raise ConfigError(f"agent '{agent}' of a trajectory to resume is not one of the run's{did_you_mean(agent, names)}")
+    there = scheduler.agents.values() if trajectory.parent_id is None else scheduler.programs.values()
+    programs = [program for program in there if program.graph.agent == agent]
+    if not programs:
+        hint = did_you_mean(agent, {program.graph.agent for program in there})
+        raise ConfigError(f"agent '{agent}' of a trajectory to resume is not one of the run's{hint}")
+    if any(program.graph != programs[0].graph for program in programs):
+        raise ConfigError(
+            f"several agents of the run are called '{agent}' in their YAML, so it is not known whose the trajectories "
+            "to resume are; give each a name of its own"
+        )
+    if trajectory.exit is None and trajectory.state not in programs[0].graph.states:
+        raise ConfigError(
+            f"trajectory '{trajectory.trajectory_id}' stands in state '{trajectory.state}', which agent '{agent}' "
+            "does not have any more; resume with the agent that it began with"
+        )
+    return programs[0]
 
 
 def _prompt(group_id: str, trajectory: Trajectory) -> Prompt:

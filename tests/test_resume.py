@@ -1198,3 +1198,23 @@ def test_a_sub_agent_that_its_call_gave_up_stays(at: float | None) -> None:
     (group,) = run_virtual(main())
     assert [(t.stop_reason, t.trained_tokens > 0) for t in group.all] == [("answered", True), ("cancelled", True)]
     assert group.discarded == []
+
+
+def test_agents_of_one_name_are_not_taken_for_one_another() -> None:
+    one, other = AgentGraph(**{"agent": "solver", **SPEAKS}), AgentGraph(**{"agent": "solver", **CALLS})
+    bench = Bench(one, lambda request: Turn(text="Done.", delay=20.0))
+
+    async def main() -> list[Trajectory]:
+        asyncio.get_running_loop().call_later(5, bench.scheduler.suspend, "p0/0")
+        return [trajectory for group in await bench.run(1, 1) for trajectory in group.all]
+
+    left = run_virtual(main())
+
+    async def again(*graphs: AgentGraph) -> list[Group]:
+        agents = {str(number): graph for number, graph in enumerate(graphs)}
+        scheduler = Scheduler(agents, {"policy": Dispatcher(bench.engine)})
+        return [group async for group in scheduler.run([], 1, resume=left)]
+
+    with pytest.raises(ConfigError, match="several agents of the run are called 'solver'"):
+        run_virtual(again(other, one))
+    assert [group.ended for group in run_virtual(again(one, one.model_copy()))] == [True], "the same one twice is one"
