@@ -27,6 +27,11 @@ app = typer.Typer(
 )
 
 
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[key=value ...]", help="changes to the run", show_default=False)
+]
+
+
 @app.callback()
 def _commands() -> None:
     """Agent rollouts as explicit state machines.
@@ -94,9 +99,7 @@ def draw(
 @app.command()
 def run(
     file: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="the run's file", show_default=False)],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[key=value ...]", help="changes to the run", show_default=False)
-    ] = None,
+    overrides: Overrides = None,
     replace: Annotated[
         bool, typer.Option("--replace", help="begin anew where a run of that name has not come to its end")
     ] = False,
@@ -120,9 +123,7 @@ def run(
 @app.command()
 def resume(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="a run's folder", show_default=False)],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[key=value ...]", help="changes to the run", show_default=False)
-    ] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Go on with a run that was interrupted, or cut off by a crash, and write the results of the whole.
 

@@ -1131,6 +1131,16 @@ SPEAKS: dict[str, Any] = {
         {"trigger": "generated", "source": "GENERATING", "dest": "TERMINATED", "stop_reason": "answered"},
     ],
 }
+
+
+async def interrupted(bench: Bench, at: float | None) -> list[Group]:
+    """Run one sample; set it aside at some time, if any, and go on with it at once."""
+    if at is not None:
+        asyncio.get_running_loop().call_later(at, bench.scheduler.suspend, "p0/0")
+    groups = await bench.run(1, 1)
+    return groups if at is None else await bench.run(1, 0, resume=groups[0].all)
+
+
 CALLING = '<tool_call>\n{"name": "%s", "arguments": {"task": "t"}}\n</tool_call>'
 CALLS: dict[str, Any] = SPEAKS | {
     "states": SPEAKS["states"] | {"PROCESSING_TOOLS": {"handler": "call_tools", "timeout": 900}},
@@ -1161,14 +1171,7 @@ def test_sub_agents_say_the_same_wherever_their_callers_were_interrupted(at: flo
         return Turn(text=said, delay=20.0)
 
     bench = Bench(outer, script)
-
-    async def main() -> list[Group]:
-        if at is not None:
-            asyncio.get_running_loop().call_later(at, bench.scheduler.suspend, "p0/0")
-        groups = await bench.run(1, 1)
-        return groups if at is None else await bench.run(1, 0, resume=groups[0].all)
-
-    (group,) = run_virtual(main())
+    (group,) = run_virtual(interrupted(bench, at))
     said = [[list(stream.tokens.ids) for stream in trajectory.streams] for trajectory in group.all]
     assert [trajectory.stop_reason for trajectory in group.all] == ["answered"] * 3
     if at is not None:
@@ -1188,14 +1191,7 @@ def test_a_sub_agent_that_its_call_gave_up_stays(at: float | None) -> None:
         return Turn(text="Done." if request.turn else CALLING % "delegate", delay=20.0)
 
     bench = Bench(outer, script)
-
-    async def main() -> list[Group]:
-        if at is not None:
-            asyncio.get_running_loop().call_later(at, bench.scheduler.suspend, "p0/0")
-        groups = await bench.run(1, 1)
-        return groups if at is None else await bench.run(1, 0, resume=groups[0].all)
-
-    (group,) = run_virtual(main())
+    (group,) = run_virtual(interrupted(bench, at))
     assert [(t.stop_reason, t.trained_tokens > 0) for t in group.all] == [("answered", True), ("cancelled", True)]
     assert group.discarded == []
 

@@ -7,24 +7,22 @@ a change of an agent, a tool or a chat template does is found where it first sho
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
-from fsm_rollout.engines.answers import NO_IDS, NO_LOGPROBS, Answers, check_unique, refusal
-from fsm_rollout.engines.base import Chunk, FinishReason, Load, Request
+from fsm_rollout.engines.base import FinishReason, Request
 from fsm_rollout.engines.model_folders import EMBEDDED, load_tokenizer, model_folder
+from fsm_rollout.engines.script import Plan
+from fsm_rollout.engines.scripted import ScriptedEngine
 from fsm_rollout.errors import EngineError, JournalError, did_you_mean
 from fsm_rollout.events import AnyEvent, Generated
 from fsm_rollout.graph import POLICY
 from fsm_rollout.journal import histories, metadata
 from fsm_rollout.tokens import Ids, Logprobs
 from fsm_rollout.trajectory import Stream, Trajectory
-
-if TYPE_CHECKING:
-    import torch
 
 AROUND = 8
 """Tokens shown on either side of the place in which an input differs."""
@@ -43,14 +41,14 @@ class Recorded:
     logprobs: Logprobs = field(default_factory=lambda: Logprobs("f"))
     versions: list[int] = field(default_factory=list)
     """Of each token."""
-    finish_reason: str = "abort"
+    finish_reason: FinishReason = "abort"
 
     def add(self, event: Generated) -> None:
         """Take in a part of it; one that was interrupted has several."""
         self.ids.extend(event.ids)
         self.logprobs.extend(event.logprobs)
         self.versions += [version for count, version in event.versions for _ in range(count)]
-        self.finish_reason = event.finish_reason
+        self.finish_reason = cast(FinishReason, event.finish_reason)
 
 
 def recorded(path: Path) -> dict[Place, Recorded]:
@@ -121,7 +119,7 @@ def model_of(told: Mapping[str, Any], base: Path) -> Path:
     return model_folder(told.get("tokenizer") or told.get("model") or EMBEDDED, base)
 
 
-class ReplayEngine:
+class ReplayEngine(ScriptedEngine):
     """See the module.
 
     Args:
@@ -138,126 +136,41 @@ class ReplayEngine:
     """
 
     def __init__(self, journal: str | Path, *, tokenizer: Any, max_context: int, eos_ids: Iterable[int]) -> None:
+        super().__init__((), tokenizer=tokenizer, max_context=max_context)
         self._journal = Path(journal)
         self._recorded = recorded(self._journal)
-        self._tokenizer = tokenizer
-        self._max_context = max_context
-        self._eos_ids = frozenset(eos_ids)
-        self._version = 0
-        self._waiting: dict[str, tuple[Request, Answers]] = {}
-        self._paused = self._asleep = self._closed = False
-
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer given."""
-        return self._tokenizer
-
-    @property
-    def max_context(self) -> int:
-        """The longest input plus output, in tokens."""
-        return self._max_context
+        self._stops = frozenset(eos_ids)
 
     @property
     def eos_ids(self) -> frozenset[int]:
         """The stop tokens given."""
-        return self._eos_ids
+        return self._stops
 
-    @property
-    def weight_version(self) -> int:
-        """How often :meth:`update_weights` was called, or the version it was last given."""
-        return self._version
-
-    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
-        """Answer at once, unless the engine is held; see the protocol."""
-        if self._closed:
-            raise EngineError("the replay is closed; build another")
-        check_unique(requests, self._waiting)
-        answers = Answers((request.request_id for request in requests), self._abort)
-        self._waiting.update((request.request_id, (request, answers)) for request in requests)
-        self._go_on()
-        return aiter(answers)
-
-    async def abort(self, request_ids: Iterable[str]) -> None:
-        """End these requests now; only those of a held engine are still under way."""
-        self._abort(request_ids)
-
-    async def update_weights(self, weights: str | Path | Mapping[str, torch.Tensor], version: int | None = None) -> int:
-        """Count an update; the answers stay those of the run."""
-        self._version = self._version + 1 if version is None else version
-        return self._version
-
-    async def pause(self) -> None:
-        """Answer nothing until :meth:`resume`."""
-        self._paused = True
-
-    async def resume(self) -> None:
-        """Answer what has been asked meanwhile."""
-        self._paused = False
-        self._go_on()
-
-    async def sleep(self) -> None:
-        """Answer nothing until :meth:`wake`; there is no memory to give back."""
-        self._asleep = True
-
-    async def wake(self) -> None:
-        """Go on after :meth:`sleep`."""
-        self._asleep = False
-        self._go_on()
-
-    def load(self) -> Load:
-        """Return how many requests wait for a held engine; nothing runs for any time."""
-        return Load(waiting=len(self._waiting))
-
-    async def aclose(self) -> None:
-        """End everything with "abort"."""
-        self._closed = True
-        self._abort(list(self._waiting))
-
-    def _go_on(self) -> None:
-        while self._waiting and not (self._paused or self._asleep):
-            request, answers = self._waiting.pop(next(iter(self._waiting)))
-            for chunk in self._answer(request):
-                answers.put(chunk)
-
-    def _abort(self, request_ids: Iterable[str]) -> None:
-        for request_id in request_ids:
-            if request_id in self._waiting:
-                _, answers = self._waiting.pop(request_id)
-                answers.put(Chunk(request_id, NO_IDS, NO_LOGPROBS, self._version, "abort"))
-
-    def _answer(self, request: Request) -> Iterable[Chunk]:
-        """Yield the empty chunk of the admission, one for each run of tokens of one version, and an empty last one."""
-        yield self._chunk(request)
+    def _plan(self, request: Request) -> Plan:
+        """Return the recorded tokens that a request asks for, a piece for each run of one version, and their end."""
         found = self._recorded.get((request.trajectory_id, request.context, request.turn))
-        wrong = refusal(request, self._max_context) or self._difference(request, found)
-        if wrong is not None or found is None:
-            yield self._chunk(request, finish_reason="abort", error=wrong)
-            return
-        end = min(len(found.ids), request.sampled + request.sampling.max_tokens)
-        at = request.sampled
-        while at < end:
-            version = found.versions[at]
-            until = at + sum(1 for _ in takewhile(version.__eq__, found.versions[at:end]))
-            yield Chunk(request.request_id, found.ids[at:until], found.logprobs[at:until], version)
-            at = until
+        if found is None:
+            return Plan((), error=f"ReplayDiverged: {self._journal} has no {self._where(request)}: it went another way")
+        if (wrong := self._difference(request, found)) is not None:
+            return Plan((), error=wrong)
+        start = request.sampled
+        end = min(len(found.ids), start + request.sampling.max_tokens)
+        runs = [(version, len(list(run))) for version, run in groupby(found.versions[start:end])]
+        bounds = list(accumulate((length for _, length in runs), initial=start))
+        pieces = tuple((found.ids[at:to], found.logprobs[at:to]) for at, to in pairwise(bounds))
+        versions = tuple(version for version, _ in runs)
         if end < len(found.ids):
-            yield self._chunk(request, finish_reason="length")
-        elif found.finish_reason == "stop" or found.finish_reason == "length":
-            yield self._chunk(request, finish_reason=found.finish_reason)  # type: ignore[arg-type]
-        else:
-            said = f"ReplayCutOff: {self._where(request)} was cut off in {self._journal}, after {len(found.ids)} tokens"
-            yield self._chunk(request, finish_reason="abort", error=said)
-
-    def _chunk(self, request: Request, finish_reason: FinishReason | None = None, error: str | None = None) -> Chunk:
-        return Chunk(request.request_id, NO_IDS, NO_LOGPROBS, self._version, finish_reason, error)
+            return Plan(pieces, versions=versions, finish_reason="length")
+        if found.finish_reason != "abort":
+            return Plan(pieces, versions=versions, finish_reason=found.finish_reason)
+        said = f"ReplayCutOff: {self._where(request)} was cut off in {self._journal}, after {len(found.ids)} tokens"
+        return Plan(pieces, versions=versions, error=said)
 
     def _where(self, request: Request) -> str:
         return f"generation {request.turn} (from 0) of trajectory '{request.trajectory_id}' in '{request.context}'"
 
-    def _difference(self, request: Request, found: Recorded | None) -> str | None:
+    def _difference(self, request: Request, found: Recorded) -> str | None:
         """Return where a request is not what the run has asked there, or ``None`` where it is."""
-        if found is None:
-            return f"ReplayDiverged: {self._journal} has no {self._where(request)}: it went another way there"
         had = found.stream.tokens.ids[: found.start] + found.ids[: request.sampled]
         if request.ids == had:
             return None

@@ -109,6 +109,8 @@ class Plan(msgspec.Struct, frozen=True):
     error: str | None = None
     crash: str | None = None
     hang: bool = False
+    versions: tuple[int, ...] = ()
+    """Of each piece, the weights that sampled it; default: the engine's when it is given."""
 
 
 def plan(

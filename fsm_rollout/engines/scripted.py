@@ -255,9 +255,10 @@ class ScriptedEngine:
     def _next_piece(self, answer: _Answer) -> None:
         todo, answer.timer = answer.plan, None
         ids, logprobs = todo.pieces[answer.given] if todo.pieces else (NO_IDS, NO_LOGPROBS)
+        version = todo.versions[answer.given] if todo.versions else None
         answer.given += 1
         if answer.given < len(todo.pieces):
-            self._emit(answer, ids, logprobs)
+            self._emit(answer, ids, logprobs, version=version)
             self._schedule(answer, todo.delay)
         elif todo.hang:
             self._emit(answer, ids, logprobs)
@@ -265,7 +266,8 @@ class ScriptedEngine:
             self._emit(answer, ids, logprobs)
             self._crash(answer.answers, todo.crash)
         else:
-            self._finish(answer, "abort" if todo.error is not None else todo.finish_reason, todo.error, ids, logprobs)
+            reason = "abort" if todo.error is not None else todo.finish_reason
+            self._finish(answer, reason, todo.error, ids, logprobs, version)
 
     def _finish(
         self,
@@ -274,9 +276,10 @@ class ScriptedEngine:
         error: str | None = None,
         ids: Ids = NO_IDS,
         logprobs: Logprobs = NO_LOGPROBS,
+        version: int | None = None,
     ) -> None:
         self._forget(answer.request.request_id)
-        self._emit(answer, ids, logprobs, finish_reason=reason, error=error)
+        self._emit(answer, ids, logprobs, finish_reason=reason, error=error, version=version)
         self._admit()
 
     def _crash(self, answers: Answers, message: str) -> None:
@@ -305,13 +308,14 @@ class ScriptedEngine:
         *,
         finish_reason: FinishReason | None = None,
         error: str | None = None,
+        version: int | None = None,
         queue_seconds: float = 0.0,
     ) -> None:
         chunk = Chunk(
             answer.request.request_id,
             ids,
             logprobs,
-            weight_version=self._version,
+            weight_version=self._version if version is None else version,
             finish_reason=finish_reason,
             error=error,
             queue_seconds=queue_seconds,
