@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from fsm_rollout.chat import ChatTemplate
-from fsm_rollout.tool_formats import get_format
+from fsm_rollout.chat.formats import get_format
 
 TEMPLATE = (
     "{%- if tools %}{{ '<|im_start|>system\\n' + messages[0].content + '\\n\\n# Tools\\n\\n<tools>' }}"

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from fsm_rollout import Prompt, ScriptedEngine, load_agent
-from fsm_rollout.dispatch import Dispatcher
-from fsm_rollout.engines.scripted import Turn
-from fsm_rollout.scheduler import Scheduler
+from fsm_rollout.engines.client import Dispatcher
+from fsm_rollout.engines.scripted.engine import Turn
+from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.testing.virtual_time import run_virtual
 
 AGENT = Path(__file__).parent.parent / "configs/agents/tool_agent.yaml"

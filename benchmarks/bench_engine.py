@@ -13,9 +13,9 @@ import asyncio
 import random
 import time
 
-from fsm_rollout.engines.base import Request, SamplingParams
-from fsm_rollout.engines.transformers import TransformersEngine
-from fsm_rollout.tokens import as_ids
+from fsm_rollout.engines.protocol import Request, SamplingParams
+from fsm_rollout.engines.transformers.engine import TransformersEngine
+from fsm_rollout.trajectory.tokens import as_ids
 
 
 async def measure(engine: TransformersEngine, count: int, prompt: int, tokens: int, concurrent: int) -> None:

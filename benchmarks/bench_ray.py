@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from fsm_rollout import Prompt, Rollout, load_agent
-from fsm_rollout.dispatch import Dispatcher
-from fsm_rollout.engines.base import Engine, Request
-from fsm_rollout.engines.model_folders import load_tokenizer, model_folder
+from fsm_rollout.engines.client import Dispatcher
 from fsm_rollout.engines.pool import PoolEngine
-from fsm_rollout.engines.ray_pool import RayOptions, RayPlacement
-from fsm_rollout.engines.scripted import ScriptedEngine, Turn
-from fsm_rollout.scheduler import Scheduler
+from fsm_rollout.engines.protocol import Engine, Request
+from fsm_rollout.engines.ray import RayOptions, RayPlacement
+from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
+from fsm_rollout.engines.transformers.model_folders import load_tokenizer, model_folder
+from fsm_rollout.scheduler.scheduler import Scheduler
 
 TURNS = 40
 AGENT = """

@@ -28,10 +28,10 @@ from typing import Any
 import psutil
 
 import fsm_rollout as fr
-from fsm_rollout.engines.sglang import SGLangEngine
-from fsm_rollout.graph import AgentGraph
+from fsm_rollout.agent.graph import AgentGraph
+from fsm_rollout.engines.sglang.engine import SGLangEngine
 from fsm_rollout.model import embedded_model
-from fsm_rollout.prompts import Prompt
+from fsm_rollout.trajectory.prompt import Prompt
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 TEXT = "please work out the sum of 12 and 34 then subtract 5 from 67 and say what is left of it all now"
@@ -60,7 +60,7 @@ def agent(tokens: int) -> AgentGraph:
 
 def bare(options: argparse.Namespace) -> None:
     """Serve measurements of the bare loop on standard input and output: a line with ids in, seconds out."""
-    from fsm_rollout.engines import sglang_cpu
+    from fsm_rollout.engines.sglang import cpu as sglang_cpu
 
     base = sglang_cpu.prepare(1)
     import sglang

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from random import Random
 
-from fsm_rollout.engines.script import Turn
-from fsm_rollout.loader import load_agent
+from fsm_rollout.agent.loader import load_agent
+from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.testing.agent_checks import Subject, search
 from fsm_rollout.testing.plan import Plan
 from fsm_rollout.testing.simulation import simulate

@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fsm_rollout.diagrams.links import Links
-from fsm_rollout.diagrams.pages import write_page
-from fsm_rollout.diagrams.recorded import open_run
-from fsm_rollout.diagrams.trajectory import page_of_run
+from fsm_rollout.report.links import Links
+from fsm_rollout.report.pages import write_page
+from fsm_rollout.report.recorded import open_run
+from fsm_rollout.report.trajectory import page_of_run
 
 HERE = Path(__file__).parent
 RUN, TRAJECTORY = HERE / "demo", "10/1"

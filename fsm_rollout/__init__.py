@@ -15,27 +15,30 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AgentGraph": "graph",
+    "AgentGraph": "agent.graph",
     "ChatTemplate": "chat",
     "ConfigError": "errors",
-    "Group": "live",
-    "Journal": "journal",
-    "Outcome": "trajectory",
-    "Prompt": "prompts",
+    "Group": "scheduler.live",
+    "Journal": "trajectory.journal",
+    "Outcome": "trajectory.trajectory",
+    "Prompt": "trajectory.prompt",
     "Rollout": "rollout",
     "RolloutError": "errors",
-    "ScriptedEngine": "engines.scripted",
+    "ScriptedEngine": "engines.scripted.engine",
     "State": "states",
     "ToolContext": "tools",
     "ToolResult": "tools",
-    "Trajectory": "trajectory",
-    "TrajectoryBatch": "batch",
-    "TransformersEngine": "engines.transformers",
-    "load_agent": "loader",
-    "prove": "proof",
-    "read_prompts": "prompts",
-    "verify": "verify",
+    "Trajectory": "trajectory.trajectory",
+    "TrajectoryBatch": "batch.batch",
+    "TransformersEngine": "engines.transformers.engine",
+    "load_agent": "agent.loader",
+    "prove": "agent.proof",
+    "read_prompts": "trajectory.prompt",
+    "verify": "agent.verify",
 }
+
+_MODULES = {"journal": "trajectory.journal"}
+"""Modules that are called by a shorter name: ``fsm_rollout.journal.histories``."""
 
 __all__ = [  # as in the table above; the type checker wants the literals
     "AgentGraph",
@@ -61,29 +64,31 @@ __all__ = [  # as in the table above; the type checker wants the literals
 ]
 
 if TYPE_CHECKING:
-    from fsm_rollout.batch import TrajectoryBatch
+    from fsm_rollout.agent.graph import AgentGraph
+    from fsm_rollout.agent.loader import load_agent
+    from fsm_rollout.agent.proof import prove
+    from fsm_rollout.agent.verify import verify
+    from fsm_rollout.batch.batch import TrajectoryBatch
     from fsm_rollout.chat import ChatTemplate
-    from fsm_rollout.engines.scripted import ScriptedEngine
-    from fsm_rollout.engines.transformers import TransformersEngine
+    from fsm_rollout.engines.scripted.engine import ScriptedEngine
+    from fsm_rollout.engines.transformers.engine import TransformersEngine
     from fsm_rollout.errors import ConfigError, RolloutError
-    from fsm_rollout.graph import AgentGraph
-    from fsm_rollout.journal import Journal
-    from fsm_rollout.live import Group
-    from fsm_rollout.loader import load_agent
-    from fsm_rollout.prompts import Prompt, read_prompts
-    from fsm_rollout.proof import prove
     from fsm_rollout.rollout import Rollout
+    from fsm_rollout.scheduler.live import Group
     from fsm_rollout.states import State
     from fsm_rollout.tools import ToolContext, ToolResult
-    from fsm_rollout.trajectory import Outcome, Trajectory
-    from fsm_rollout.verify import verify
+    from fsm_rollout.trajectory.journal import Journal
+    from fsm_rollout.trajectory.prompt import Prompt, read_prompts
+    from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         value = getattr(import_module(f"fsm_rollout.{_HOMES[name]}"), name)
+    elif name in _MODULES:
+        value = import_module(f"fsm_rollout.{_MODULES[name]}")
     elif not name.startswith("_") and find_spec(f"fsm_rollout.{name}") is not None:
-        return import_module(f"fsm_rollout.{name}")  # its parts: fsm_rollout.journal, fsm_rollout.rewards
+        return import_module(f"fsm_rollout.{name}")
     else:
         raise AttributeError(f"module 'fsm_rollout' has no attribute '{name}'")
     globals()[name] = value

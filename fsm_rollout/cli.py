@@ -15,7 +15,7 @@ import typer
 from fsm_rollout.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from fsm_rollout.execute import Progress
+    from fsm_rollout.jobs.runner import Progress
 
 app = typer.Typer(
     name="fsm-rollout",
@@ -53,8 +53,8 @@ def check(
 
     Every problem is printed with its file, line and rule, and the exit code is 2.
     """
-    from fsm_rollout.loader import read_agent
-    from fsm_rollout.proof import prove
+    from fsm_rollout.agent.loader import read_agent
+    from fsm_rollout.agent.proof import prove
 
     problems: list[Problem] = []
     for file in files:
@@ -83,8 +83,8 @@ def draw(
 
     Example: fsm-rollout draw configs/agents/tool_user.yaml -o tool_user.svg
     """
+    from fsm_rollout.agent.loader import load_agent
     from fsm_rollout.diagrams import graph as diagrams
-    from fsm_rollout.loader import load_agent
 
     try:
         diagrams.form_of(output)  # before any work
@@ -110,8 +110,8 @@ def run(
 
     A key that starts with `agent.` changes the agent: agent.limits.tool_calls=3
     """
-    from fsm_rollout.execute import execute
-    from fsm_rollout.run_config import load_run
+    from fsm_rollout.jobs.run_config import load_run
+    from fsm_rollout.jobs.runner import execute
 
     try:
         config = load_run(file, overrides or [])
@@ -131,7 +131,7 @@ def resume(
 
     What has ended stays as it is; what is half-finished goes on from its last complete turn or call.
     """
-    from fsm_rollout.execute import resume as go_on
+    from fsm_rollout.jobs.runner import resume as go_on
 
     _carry_out(folder.absolute(), lambda progress: go_on(folder, overrides or [], progress))
 
@@ -140,9 +140,9 @@ def _carry_out(out: Path, work: Callable[[Progress], dict[str, Any]]) -> None:
     """Do a run, or the rest of one, and print what came of it."""
     from rich.console import Console
 
-    from fsm_rollout.diagrams.token_texts import shortened
     from fsm_rollout.errors import RolloutError
-    from fsm_rollout.progress import RunProgress, summary_table
+    from fsm_rollout.jobs.progress import RunProgress, summary_table
+    from fsm_rollout.report.token_texts import shortened
 
     console = Console(stderr=True)
     try:
@@ -189,7 +189,7 @@ def show(
     """
     from rich.console import Console
 
-    from fsm_rollout.diagrams.show import show as view_of
+    from fsm_rollout.report.show import show as view_of
 
     try:
         view = view_of(folder, trajectory, output)
@@ -211,7 +211,7 @@ def schema() -> None:
     """
     import json
 
-    from fsm_rollout.agent_schema import agent_schema
+    from fsm_rollout.agent.json_schema import agent_schema
 
     typer.echo(json.dumps(agent_schema(), indent=2))
 
@@ -222,7 +222,7 @@ def new(name: Annotated[str, typer.Argument(help="what to call the agent", show_
 
     Example: fsm-rollout new my_agent && fsm-rollout check my_agent.yaml
     """
-    from fsm_rollout.scaffold import new_agent
+    from fsm_rollout.agent.new_agent import new_agent
 
     try:
         path = new_agent(name, Path())
@@ -243,7 +243,7 @@ def _refuse(error: ConfigError) -> NoReturn:
 
 def main() -> None:
     """Run the command line (the console script's entry)."""
-    from fsm_rollout.handlers import look_in
+    from fsm_rollout.agent.handlers import look_in
 
     look_in(Path.cwd())  # as `python -m` does
     app()

@@ -18,28 +18,28 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fsm_rollout.dispatch import Dispatcher
-from fsm_rollout.engines.base import Engine
-from fsm_rollout.engines.build import build_engine
+from fsm_rollout.agent.graph import POLICY, AgentGraph, Sampling
+from fsm_rollout.agent.handlers import looked_in
+from fsm_rollout.agent.loader import dump
+from fsm_rollout.agent.proof import prove
+from fsm_rollout.agent.verify import verify
+from fsm_rollout.concurrency.loop_thread import LoopThread, close_at_exit
+from fsm_rollout.engines.client import Dispatcher
 from fsm_rollout.engines.pool import PoolEngine
+from fsm_rollout.engines.protocol import Engine
+from fsm_rollout.engines.specs import build_engine
+from fsm_rollout.environment.rewards import GroupFilter, Reward
 from fsm_rollout.errors import ConfigError, EngineError, Problem
-from fsm_rollout.graph import POLICY, AgentGraph, Sampling
-from fsm_rollout.handlers import looked_in
-from fsm_rollout.journal import Journal
-from fsm_rollout.live import Group
-from fsm_rollout.loader import dump
-from fsm_rollout.plain_calls import LoopThread, close_at_exit
-from fsm_rollout.prompts import Prompt, as_prompt, as_prompts
-from fsm_rollout.proof import prove
-from fsm_rollout.reopening import History
-from fsm_rollout.rewards import GroupFilter, Reward
-from fsm_rollout.scheduler import MAX_RESTARTS, OVER_SAMPLE, Listener, OnToolFailure, Scheduler
-from fsm_rollout.trajectory import Trajectory
-from fsm_rollout.verify import verify
+from fsm_rollout.scheduler.live import Group
+from fsm_rollout.scheduler.resume import History
+from fsm_rollout.scheduler.scheduler import MAX_RESTARTS, OVER_SAMPLE, Listener, OnToolFailure, Scheduler
+from fsm_rollout.trajectory.journal import Journal
+from fsm_rollout.trajectory.prompt import Prompt, as_prompt, as_prompts
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from fsm_rollout.batch import TrajectoryBatch
-    from fsm_rollout.diagrams.notebook import Page
+    from fsm_rollout.batch.batch import TrajectoryBatch
+    from fsm_rollout.report.notebook import Page
 
 T = TypeVar("T")
 EngineLike = Engine | Mapping[str, Any]
@@ -201,7 +201,7 @@ class Rollout:
                 of then, in the next call.
             over_sample: how many groups may be under way (or kept) at a time, per group of the target.
             resume: trajectories that were set aside or cut off, to go on with: those of a journal
-                (``fsm_rollout.journal.histories(path)``), or suspended :class:`Trajectory` objects of this rollout.
+                (``fsm_rollout.trajectory.journal.histories(path)``), or suspended :class:`Trajectory` objects of this rollout.
 
         With a journal, a group counts as handed over when you ask for the next one, or run again: so after a crash
         ``histories(path, unfinished=True)`` gives each group that you have not had or were still at work on.
@@ -265,7 +265,7 @@ class Rollout:
 
     def batch(self, groups: Iterable[Group], **options: Any) -> TrajectoryBatch:
         """Return the batch of some groups, in the order of their prompts' first appearance, without dropped ones."""
-        from fsm_rollout.batch import TrajectoryBatch  # torch: only when there are tensors to make
+        from fsm_rollout.batch.batch import TrajectoryBatch  # torch: only when there are tensors to make
 
         ordered = sorted(groups, key=lambda group: group.index)
         kept = [group for group in ordered if not group.dropped]
@@ -320,7 +320,7 @@ class Rollout:
             ConfigError: an id, and there is no journal or no such trajectory in it.
             JournalError: the journal cannot be read.
         """
-        from fsm_rollout.diagrams.notebook import page  # drawing: only when there is something to look at
+        from fsm_rollout.report.notebook import page  # drawing: only when there is something to look at
 
         return page(self, trajectory)
 

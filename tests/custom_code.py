@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, Field
 
 from fsm_rollout.states import State
-from fsm_rollout.trajectory import Outcome, Trajectory
+from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 if TYPE_CHECKING:
-    from fsm_rollout.visit import Visit
+    from fsm_rollout.states.context import Visit
 
 
 class Options(BaseModel):

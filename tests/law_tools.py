@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from fsm_rollout.interactions import Conversation, Reply
+from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.tools import ToolContext, ToolResult
 
 CALLS: list[tuple[str, str]] = []

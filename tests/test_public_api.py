@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import fsm_rollout
+from tests.kit import ROOT
 
-ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "transformers", "ray", "sglang", "tensordict", "graphviz", "pyarrow")
 CHECK = """
 from fsm_rollout.cli import app

@@ -24,7 +24,7 @@ What the messages hold:
 What the caller asks for:
 
 - ``slow-tokenizer``, ``unknown-close-token``, ``unknown-option``.
-- of :mod:`fsm_rollout.tool_formats`: ``unknown-tool-format``, ``ambiguous-tool-format``, ``missing-extra``,
+- of :mod:`fsm_rollout.chat.formats`: ``unknown-tool-format``, ``ambiguous-tool-format``, ``missing-extra``,
   ``format-needs-tokenizer``, ``tokenizer-mismatch``.
 """
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsm_rollout.errors import ChatTemplateError, did_you_mean
-from fsm_rollout.prompts import ROLES
+from fsm_rollout.trajectory.prompt import ROLES
 
 Message = dict[str, Any]
 

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from html import escape, unescape
 from pathlib import Path
 
+from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.diagrams.dot import dark_variants, dot_of
 from fsm_rollout.diagrams.mermaid import mermaid_of
 from fsm_rollout.diagrams.picture import picture
 from fsm_rollout.diagrams.renderer import DrawingError, render
 from fsm_rollout.errors import ConfigError, did_you_mean
-from fsm_rollout.graph import AgentGraph
 
 __all__ = ["DrawingError", "draw", "form_of", "source_of", "to_dot", "to_mermaid", "to_png", "to_svg"]
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsm_rollout.graph import GENERATING, INTERACTING, PENDING, PROCESSING_TOOLS, TERMINATED
+from fsm_rollout.agent.graph import GENERATING, INTERACTING, PENDING, PROCESSING_TOOLS, TERMINATED
 
 _WHITE, _BLACK = "#ffffff", "#0d1117"
 

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from fsm_rollout.agent.graph import IMPLICIT_TRIGGERS, MAIN, POLICY, TERMINATED, AgentGraph, Predicate, Row
+from fsm_rollout.agent.proof import prove
+from fsm_rollout.agent.rules.structure import Structure
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.graph import IMPLICIT_TRIGGERS, MAIN, POLICY, TERMINATED, AgentGraph, Predicate, Row
-from fsm_rollout.proof import prove
-from fsm_rollout.rules.structure import Structure
-from fsm_rollout.trajectory import Outcome
+from fsm_rollout.trajectory.trajectory import Outcome
 
 ANY = "*"
 """Stands for every working state, where drawing each row from each of them would hide the rest."""

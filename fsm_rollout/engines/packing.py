@@ -20,9 +20,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from fsm_rollout.engines.base import Chunk, FinishReason, Load, Request, SamplingParams
+from fsm_rollout.engines.protocol import Chunk, FinishReason, Load, Request, SamplingParams
 from fsm_rollout.errors import EngineError
-from fsm_rollout.tokens import Ids, Logprobs
+from fsm_rollout.trajectory.tokens import Ids, Logprobs
 
 assert sys.byteorder == "little", "blocks are little-endian"
 REMEMBERED = 16 * 2**20

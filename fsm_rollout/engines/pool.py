@@ -4,7 +4,7 @@ Invariant: a request is at one replica, or waits here in order until one has roo
 replica is lost or fails it, it goes on elsewhere from there, so no token is lost or sampled twice, and each keeps its
 logprob and version. Every request gets its last chunk, or the error that ended the pool: it is tried ``attempts``
 times, those included that its caller begins (under the name ``ID#2``, ``ID#3``, …), and replicas are started a bounded
-number of times (:mod:`fsm_rollout.engines.pool_crew`). One that the router fails is not tried at all: its last chunk
+number of times (:mod:`fsm_rollout.engines.supervisor`). One that the router fails is not tried at all: its last chunk
 has an error ``RouterFailed: …``.
 """
 
@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from anyio.from_thread import start_blocking_portal
 
-from fsm_rollout.engines.answers import Answers, check_unique
-from fsm_rollout.engines.base import Chunk, Load, Request
+from fsm_rollout.concurrency.interruptible import wait_for
+from fsm_rollout.engines.chunk_stream import Answers, check_unique
 from fsm_rollout.engines.packing import Flush
-from fsm_rollout.engines.pool_crew import Crew
 from fsm_rollout.engines.pool_members import Member, Passage, PoolTimes, ReplicaStats, Tries
+from fsm_rollout.engines.protocol import Chunk, Load, Request
 from fsm_rollout.engines.replicas import EngineFacts, Placement
 from fsm_rollout.engines.router import Router, StickyRouter, choose
+from fsm_rollout.engines.supervisor import Crew
 from fsm_rollout.errors import EngineError
-from fsm_rollout.waiting import wait_for
 
 if TYPE_CHECKING:
     from pathlib import Path

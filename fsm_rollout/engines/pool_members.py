@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from fsm_rollout.engines.answers import NO_IDS, NO_LOGPROBS, Answers
-from fsm_rollout.engines.base import Chunk, FinishReason, Load, Request
+from fsm_rollout.engines.chunk_stream import NO_IDS, NO_LOGPROBS, Answers
 from fsm_rollout.engines.packing import Flush
+from fsm_rollout.engines.protocol import Chunk, FinishReason, Load, Request
 from fsm_rollout.engines.replicas import Replica
 from fsm_rollout.engines.router import ReplicaView, allowance
 from fsm_rollout.errors import EngineError
-from fsm_rollout.tokens import Ids
+from fsm_rollout.trajectory.tokens import Ids
 
 State = Literal["starting", "up", "dead"]
 MEMORY = 600.0

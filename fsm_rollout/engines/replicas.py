@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from fsm_rollout.daemon_threads import DaemonThreads
-from fsm_rollout.engines.base import Chunk, Engine, Request
+from fsm_rollout.concurrency.threads import DaemonThreads
 from fsm_rollout.engines.packing import Flush
+from fsm_rollout.engines.protocol import Chunk, Engine, Request
 from fsm_rollout.errors import EngineError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from fsm_rollout.engines.base import Load, Request
+from fsm_rollout.engines.protocol import Load, Request
 from fsm_rollout.errors import EngineError
 
 FIRST = 32

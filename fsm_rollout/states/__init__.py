@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fsm_rollout.states.base import State
-from fsm_rollout.states.call_tools import CallTools
-from fsm_rollout.states.generate import Generate
-from fsm_rollout.states.interact import Interact
-from fsm_rollout.states.prompt import OpenPrompt
-from fsm_rollout.states.write import Write
+from fsm_rollout.states.generating import Generate
+from fsm_rollout.states.interacting import Interact
+from fsm_rollout.states.pending import OpenPrompt
+from fsm_rollout.states.processing_tools import CallTools
+from fsm_rollout.states.writing import Write
 
 HANDLERS: Mapping[str, type[State]] = {
     "prompt": OpenPrompt,

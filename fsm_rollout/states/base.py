@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import BaseModel
 
-from fsm_rollout.graph import State as StateSpec
-from fsm_rollout.trajectory import Outcome, Trajectory
+from fsm_rollout.agent.graph import State as StateSpec
+from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 if TYPE_CHECKING:
-    from fsm_rollout.visit import Visit
+    from fsm_rollout.states.context import Visit
 
 
 class State(ABC):
@@ -44,7 +44,7 @@ class State(ABC):
                 visit.write([more], context=self.spec.context)
                 return Outcome("poor")
 
-    What ``visit`` offers (:class:`fsm_rollout.visit.Visit` says what each costs, gives and raises):
+    What ``visit`` offers (:class:`fsm_rollout.states.context.Visit` says what each costs, gives and raises):
 
     - ``await generate(context, sampling=None)``: one assistant turn. Its text is then ``trajectory.text``, the calls
       that it attempts are ``trajectory.attempts``.
@@ -55,7 +55,7 @@ class State(ABC):
     - ``await interact(context)``: the reply of the state's interaction.
     - ``charge(limit)``, ``check(limit)``, ``remaining(limit)``: spend a limit, or see what is left.
     - ``rng``, ``clock()``, ``resumed``: random numbers and a time that replay; whether the visit has begun again.
-    - ``facts()``: what a ``prompt`` template may use (:data:`fsm_rollout.handlers.TEMPLATE_FACTS`): ``agent``,
+    - ``facts()``: what a ``prompt`` template may use (:data:`fsm_rollout.agent.handlers.TEMPLATE_FACTS`): ``agent``,
       ``state``, ``messages``, ``task``, ``text``, ``texts``, ``history``, ``extra``, ``visits``, ``spent``, ``turn``,
       ``score``, ``turn_scores``.
     """

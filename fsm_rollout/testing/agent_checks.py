@@ -21,13 +21,10 @@ from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky
 
-from fsm_rollout import journal
+from fsm_rollout.agent.graph import AgentGraph
+from fsm_rollout.agent.loader import dump, loads, read_agent
+from fsm_rollout.agent.proof import Bound, prove
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.events import AnyEvent, Transitioned
-from fsm_rollout.graph import AgentGraph
-from fsm_rollout.loader import dump, loads, read_agent
-from fsm_rollout.prompts import Prompt
-from fsm_rollout.proof import Bound, prove
 from fsm_rollout.testing import handler_laws, laws
 from fsm_rollout.testing.blocking import unblocked
 from fsm_rollout.testing.laws import Law, LawBroken
@@ -38,7 +35,10 @@ from fsm_rollout.testing.strategies.plans import engine_scripts, plans
 from fsm_rollout.testing.virtual_time import Endless
 from fsm_rollout.testing.walks import Walker, row_name, taken
 from fsm_rollout.testing.watching import BLOCKING_SECONDS, HandlerBlocked
-from fsm_rollout.trajectory import Trajectory
+from fsm_rollout.trajectory import journal
+from fsm_rollout.trajectory.events import AnyEvent, Transitioned
+from fsm_rollout.trajectory.prompt import Prompt
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 WALKS_PER_EXAMPLE = 20
 SHRINKING_RUNS = 200

@@ -1,4 +1,4 @@
-"""Whether an engine keeps the promises of :mod:`fsm_rollout.engines.base`.
+"""Whether an engine keeps the promises of :mod:`fsm_rollout.engines.protocol`.
 
 Invariant: :func:`check_engine` uses nothing but the protocol, so it judges any engine, and it always comes to an end:
 a call or an answer that does not come within ``patience`` seconds is a fault like any other. It runs in virtual time,
@@ -16,13 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsm_rollout.engines.base import Engine, Request
+from fsm_rollout.engines.protocol import Engine, Request
 from fsm_rollout.errors import EngineError
 from fsm_rollout.testing import engine_orders as orders
 from fsm_rollout.testing.engine_answers import Answer, take
 from fsm_rollout.testing.engine_under_check import LONG, TRIES, Subject, within
 from fsm_rollout.testing.promises import ConformanceError
-from fsm_rollout.tokens import as_ids
+from fsm_rollout.trajectory.tokens import as_ids
 
 if TYPE_CHECKING:
     import torch

@@ -1,6 +1,6 @@
 """What one request's answer must look like, chunk by chunk and as a whole.
 
-Invariant: every rule here follows from the request, the engine's window and :mod:`fsm_rollout.engines.base` alone; a
+Invariant: every rule here follows from the request, the engine's window and :mod:`fsm_rollout.engines.protocol` alone; a
 broken one raises :class:`ConformanceError`, which says the invariant's number and the request.
 """
 
@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fsm_rollout.engines.base import Chunk, FinishReason, Request
+from fsm_rollout.engines.protocol import Chunk, FinishReason, Request
 from fsm_rollout.testing.promises import ConformanceError
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsm_rollout.engines.base import Chunk
+from fsm_rollout.engines.protocol import Chunk
 from fsm_rollout.errors import EngineError
 from fsm_rollout.testing.engine_answers import Answer, take
 from fsm_rollout.testing.engine_under_check import LATE, LONG, TRIES, Subject

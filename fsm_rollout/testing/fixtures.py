@@ -12,16 +12,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from fsm_rollout.engines.script import Script
-from fsm_rollout.engines.scripted import ScriptedEngine
-from fsm_rollout.graph import AgentGraph
-from fsm_rollout.loader import load_agent
-from fsm_rollout.prompts import Prompt, as_prompts
-from fsm_rollout.scheduler import Scheduler
+from fsm_rollout.agent.graph import AgentGraph
+from fsm_rollout.agent.loader import load_agent
+from fsm_rollout.engines.scripted.engine import ScriptedEngine
+from fsm_rollout.engines.scripted.script import Script
+from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.testing.one_engine import OneEngine
 from fsm_rollout.testing.simulation import embedded_tokenizer
 from fsm_rollout.testing.virtual_time import VirtualTimeLoop, run_virtual
-from fsm_rollout.trajectory import Trajectory
+from fsm_rollout.trajectory.prompt import Prompt, as_prompts
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 T = TypeVar("T")
 Agent = AgentGraph | str | Path

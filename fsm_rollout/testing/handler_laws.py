@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
+from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.errors import PromptTooLong, RolloutError
-from fsm_rollout.events import Transitioned
-from fsm_rollout.graph import AgentGraph
 from fsm_rollout.testing.laws import LawBroken
 from fsm_rollout.testing.simulation import Simulation
 from fsm_rollout.testing.watching import Visited
+from fsm_rollout.trajectory.events import Transitioned
 
 DRAWN_FAILURES = frozenset({"Overload", "EngineError", "RuntimeError"})
 """What plans let engines and users raise."""

@@ -16,13 +16,12 @@ from typing import Any, cast
 
 from hypothesis import strategies as st
 
+from fsm_rollout.agent.graph import Interaction as Spec
+from fsm_rollout.agent.graph import Sampling
+from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.chat.messages import check_written
+from fsm_rollout.environment.users import BoundInteraction, Conversation, Reply, build_interaction
 from fsm_rollout.errors import ToolError
-from fsm_rollout.events import Message, Prompted, Transitioned
-from fsm_rollout.graph import Interaction as Spec
-from fsm_rollout.graph import Sampling
-from fsm_rollout.handlers import load_object
-from fsm_rollout.interactions import BoundInteraction, Conversation, Reply, build_interaction
 from fsm_rollout.testing.blocking import HOW_TIME_PASSES, busy, in_virtual_time
 from fsm_rollout.testing.promises import (
     BlockedLoop,
@@ -35,7 +34,8 @@ from fsm_rollout.testing.promises import (
     search,
 )
 from fsm_rollout.tools.call import STOP_SECONDS, is_async
-from fsm_rollout.trajectory import Trajectory
+from fsm_rollout.trajectory.events import Message, Prompted, Transitioned
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 MOST_WAITS = 40
 """A reply is cancelled at each of its awaits, up to this many."""
@@ -77,7 +77,7 @@ def check_interaction(
     """Hold an interaction to its promises, in generated conversations.
 
     1. It can be built for a trajectory, from its ``kwargs`` and the prompt's ``interaction_kwargs``.
-    2. `reply` returns a :class:`~fsm_rollout.interactions.Reply`, whatever the model has said; its content is text.
+    2. `reply` returns a :class:`~fsm_rollout.environment.users.Reply`, whatever the model has said; its content is text.
     3. It ends: within ``most_replies`` replies one is ``done``, and each comes within ``patience`` seconds.
     4. It reads only: messages, trajectory and the prompt's other fields stay as they are.
     5. The same conversation with the same ``rng`` gets the same replies (``deterministic``), also beside others, and

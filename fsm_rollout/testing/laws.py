@@ -23,14 +23,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fsm_rollout.agent.graph import AgentGraph
+from fsm_rollout.agent.proof import Bound
+from fsm_rollout.batch.rows import rows
 from fsm_rollout.errors import RolloutError
-from fsm_rollout.events import Called, Ended, Generated, Transitioned, decode, encode
-from fsm_rollout.graph import AgentGraph
-from fsm_rollout.proof import Bound
-from fsm_rollout.rows import rows
 from fsm_rollout.testing.simulation import Sampled, Simulation
-from fsm_rollout.tokens import Owner
-from fsm_rollout.trajectory import Stream, Trajectory
+from fsm_rollout.trajectory.events import Called, Ended, Generated, Transitioned, decode, encode
+from fsm_rollout.trajectory.tokens import Owner
+from fsm_rollout.trajectory.trajectory import Stream, Trajectory
 
 Law = Callable[[Simulation], None]
 

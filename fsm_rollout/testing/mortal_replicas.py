@@ -12,10 +12,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from fsm_rollout.engines.base import Chunk, Request
 from fsm_rollout.engines.packing import Flush
+from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.engines.replicas import EngineFacts, LocalPlacement, LocalReplica, Order, ReplicaLost, Weights
-from fsm_rollout.engines.scripted import Logged, ScriptedEngine
+from fsm_rollout.engines.scripted.engine import Logged, ScriptedEngine
 
 
 class MortalReplica(LocalReplica):

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.chat import ChatTemplate
-from fsm_rollout.dispatch import Dispatcher
-from fsm_rollout.engines.base import Engine
-from fsm_rollout.graph import POLICY
+from fsm_rollout.engines.client import Dispatcher
+from fsm_rollout.engines.protocol import Engine
 
 
 class OneEngine(dict[str, Dispatcher]):
@@ -19,7 +19,7 @@ class OneEngine(dict[str, Dispatcher]):
     Args:
         engine: answers for all.
         chats: chat templates that the dispatchers shall share, instead of learning their own.
-        options: those of :class:`~fsm_rollout.dispatch.Dispatcher`.
+        options: those of :class:`~fsm_rollout.engines.client.Dispatcher`.
     """
 
     def __init__(self, engine: Engine, *, chats: dict[object, ChatTemplate] | None = None, **options: Any) -> None:

@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from fsm_rollout.engines.script import Turn
+from fsm_rollout.agent.graph import Model
+from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.graph import Model
 
 Moment = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 

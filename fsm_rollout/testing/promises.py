@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.handlers import load_object
 
 if TYPE_CHECKING:
     from hypothesis import strategies as st
@@ -29,7 +29,7 @@ class ConformanceError(AssertionError):
     """Code that plugs into this package broke a promise.
 
     ``invariant`` is the promise's number in the list of the check that raised it (for engines, of
-    :mod:`fsm_rollout.engines.base`).
+    :mod:`fsm_rollout.engines.protocol`).
     """
 
     def __init__(self, invariant: int, message: str) -> None:

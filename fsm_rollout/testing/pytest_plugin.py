@@ -137,7 +137,7 @@ def _has_hypothesis() -> bool:
 
 
 def _prompts(path: str | None) -> Any:
-    from fsm_rollout.prompts import read_prompts
+    from fsm_rollout.trajectory.prompt import read_prompts
 
     return () if path is None else tuple(read_prompts(path))
 
@@ -146,7 +146,7 @@ _tokenizers: dict[str, Any] = {}
 
 
 def _tokenizer(folder: str | None) -> Any:
-    from fsm_rollout.engines.model_folders import load_tokenizer
+    from fsm_rollout.engines.transformers.model_folders import load_tokenizer
 
     if folder is not None and folder not in _tokenizers:
         _tokenizers[folder] = load_tokenizer(Path(folder))

@@ -1,6 +1,6 @@
 """Which rows can fire at all, whatever engines, tools, users and predicates do.
 
-Invariant: the search follows the contract written down in :mod:`fsm_rollout.proof`, over (state, counts, routed
+Invariant: the search follows the contract written down in :mod:`fsm_rollout.agent.proof`, over (state, counts, routed
 limits); a row is in the result exactly if some run takes it. It shares nothing with the search for the bound but that
 contract, so that each can show the other wrong.
 """
@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from fsm_rollout.graph import AgentGraph, Row
-from fsm_rollout.handlers import COUNTED_LIMITS
-from fsm_rollout.predicates import visits_argument
-from fsm_rollout.rules.structure import Structure
+from fsm_rollout.agent.graph import AgentGraph, Row
+from fsm_rollout.agent.handlers import COUNTED_LIMITS
+from fsm_rollout.agent.predicates import visits_argument
+from fsm_rollout.agent.rules.structure import Structure
 
 SITUATIONS = 60_000
 """Situations looked at before the search gives up."""

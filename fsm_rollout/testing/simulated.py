@@ -14,8 +14,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from fsm_rollout.graph import AgentGraph, Interaction
-from fsm_rollout.interactions import Conversation, Reply
+from fsm_rollout.agent.graph import AgentGraph, Interaction
+from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.testing.plan import ReplyFate, ToolFate
 from fsm_rollout.tools.base import RunAgent, ToolResult
 from fsm_rollout.tools.binding import AgentTool, BoundTool, MakeContext, OpenTool

@@ -21,19 +21,16 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from fsm_rollout.agent.graph import POLICY, AgentGraph, Sampling
 from fsm_rollout.chat import ChatTemplate
-from fsm_rollout.engines.base import Chunk, Request
-from fsm_rollout.engines.model_folders import EMBEDDED, load_tokenizer, model_folder
 from fsm_rollout.engines.pool import PoolEngine
-from fsm_rollout.engines.script import Turn
-from fsm_rollout.engines.scripted import Logged, ScriptedEngine
-from fsm_rollout.events import AnyEvent
-from fsm_rollout.graph import POLICY, AgentGraph, Sampling
-from fsm_rollout.journal import Journal
-from fsm_rollout.live import Group
-from fsm_rollout.prompts import Prompt
-from fsm_rollout.reopening import History
-from fsm_rollout.scheduler import Scheduler
+from fsm_rollout.engines.protocol import Chunk, Request
+from fsm_rollout.engines.scripted.engine import Logged, ScriptedEngine
+from fsm_rollout.engines.scripted.script import Turn
+from fsm_rollout.engines.transformers.model_folders import EMBEDDED, load_tokenizer, model_folder
+from fsm_rollout.scheduler.live import Group
+from fsm_rollout.scheduler.resume import History
+from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.states import HANDLERS
 from fsm_rollout.testing.mortal_replicas import MortalReplicas
 from fsm_rollout.testing.one_engine import OneEngine
@@ -41,7 +38,10 @@ from fsm_rollout.testing.plan import Fault, Plan
 from fsm_rollout.testing.simulated import simulated_tool, with_simulated_users
 from fsm_rollout.testing.virtual_time import VirtualTimeLoop, run_virtual
 from fsm_rollout.testing.watching import BLOCKING_SECONDS, HandlerBlocked, Watch, WatchedState, watchdog
-from fsm_rollout.trajectory import Trajectory
+from fsm_rollout.trajectory.events import AnyEvent
+from fsm_rollout.trajectory.journal import Journal
+from fsm_rollout.trajectory.prompt import Prompt
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 WINDOW = 4096
 """Tokens of the simulated engine's context window, where nothing else is asked for."""
@@ -133,7 +133,7 @@ class Simulation:
     def sampled(self) -> dict[tuple[str, str], list[Sampled]]:
         """Return, by trajectory and context, each request and what the engines' own log says was sampled for it.
 
-        What a handler or an interaction asked a model (:meth:`fsm_rollout.visit.Visit.ask`) is in no context.
+        What a handler or an interaction asked a model (:meth:`fsm_rollout.states.context.Visit.ask`) is in no context.
         """
         requests: dict[str, Sampled] = {}
         for line in self.log:

@@ -16,18 +16,15 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from fsm_rollout.engines.base import Request
-from fsm_rollout.engines.script import Turn
-from fsm_rollout.engines.scripted import ScriptedEngine
+from fsm_rollout.agent.graph import AgentGraph
+from fsm_rollout.agent.handlers import HandlerSpec, handler_spec, load_object
+from fsm_rollout.agent.limits import LimitReached
+from fsm_rollout.engines.protocol import Request
+from fsm_rollout.engines.scripted.engine import ScriptedEngine
+from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.errors import ConfigError, RolloutError
-from fsm_rollout.events import AnyEvent, Generated, Transitioned, decode, encode
-from fsm_rollout.frozen import FrozenMap
-from fsm_rollout.graph import AgentGraph
-from fsm_rollout.handlers import HandlerSpec, handler_spec, load_object
-from fsm_rollout.limits import LimitReached
-from fsm_rollout.live import Group
-from fsm_rollout.prompts import Prompt
-from fsm_rollout.scheduler import Scheduler
+from fsm_rollout.scheduler.live import Group
+from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.states import HANDLERS, State
 from fsm_rollout.testing.blocking import HOW_TIME_PASSES, busy, in_virtual_time
 from fsm_rollout.testing.one_engine import OneEngine
@@ -41,7 +38,10 @@ from fsm_rollout.testing.promises import (
 )
 from fsm_rollout.testing.simulation import embedded_tokenizer
 from fsm_rollout.testing.watched_visits import Story, Visited, Watch, current_watch, task_factory, watched_class
-from fsm_rollout.trajectory import Outcome, Trajectory
+from fsm_rollout.trajectory.events import AnyEvent, Generated, Transitioned, decode, encode
+from fsm_rollout.trajectory.frozen import FrozenMap
+from fsm_rollout.trajectory.prompt import Prompt
+from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 CHECKED = "CHECKED"
 """The state whose handler is under check."""
@@ -78,7 +78,7 @@ def check_state(
 
     1. It can be named in a YAML: it is a subclass of :class:`~fsm_rollout.states.State` that declares its triggers,
        takes its options, and leaves the scheduler's own triggers alone.
-    2. `run` returns an :class:`~fsm_rollout.trajectory.Outcome` with one of the declared triggers, and raises nothing
+    2. `run` returns an :class:`~fsm_rollout.trajectory.trajectory.Outcome` with one of the declared triggers, and raises nothing
        of its own while the engine does its work.
     3. It keeps nothing on itself: one instance serves all trajectories, which come out the same alone and together.
     4. It ends: a visit takes at most ``patience`` seconds with an engine that answers, and ends when that fails.

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from fsm_rollout.events import (
+from fsm_rollout.testing.laws import LawBroken
+from fsm_rollout.testing.simulation import Simulation
+from fsm_rollout.trajectory.events import (
     AnyEvent,
     Attempt,
     Called,
@@ -23,10 +25,8 @@ from fsm_rollout.events import (
     ToolCall,
     Transitioned,
 )
-from fsm_rollout.testing.laws import LawBroken
-from fsm_rollout.testing.simulation import Simulation
-from fsm_rollout.tokens import Owner
-from fsm_rollout.trajectory import Trajectory
+from fsm_rollout.trajectory.tokens import Owner
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 WIDTH = 72
 MOST_LINES = 40

@@ -16,13 +16,11 @@ from typing import Any
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from fsm_rollout.dispatch import Dispatcher
-from fsm_rollout.engines.scripted import ScriptedEngine
+from fsm_rollout.agent.graph import POLICY, AgentGraph, Retry, Tool
+from fsm_rollout.engines.client import Dispatcher
+from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.errors import BadArguments, ToolError
-from fsm_rollout.events import Called, ToolCall, encode
-from fsm_rollout.graph import POLICY, AgentGraph, Retry, Tool
-from fsm_rollout.prompts import Prompt
-from fsm_rollout.scheduler import Scheduler
+from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.testing import schema_values
 from fsm_rollout.testing.blocking import HOW_TIME_PASSES, busy, in_virtual_time
 from fsm_rollout.testing.promises import (
@@ -40,6 +38,8 @@ from fsm_rollout.tools.base import CallResult
 from fsm_rollout.tools.binding import BoundTool
 from fsm_rollout.tools.call import STOP_SECONDS
 from fsm_rollout.tools.toolbox import Toolbox, ToolSession
+from fsm_rollout.trajectory.events import Called, ToolCall, encode
+from fsm_rollout.trajectory.prompt import Prompt
 
 MOST_WAITS = 40
 """A call is cancelled at each of its awaits, up to this many."""

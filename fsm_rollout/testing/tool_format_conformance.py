@@ -14,9 +14,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from fsm_rollout.chat.formats import Parsed, ToolFormat, get_format
 from fsm_rollout.errors import ChatTemplateError
 from fsm_rollout.testing.promises import Checked, ConformanceError, search
-from fsm_rollout.tool_formats import Parsed, ToolFormat, get_format
 
 Written = tuple[str, dict[str, Any]]
 """A call as it is to be written: the tool's name and its arguments."""

@@ -1,6 +1,6 @@
 """Walks through an agent's machine without engines: thousands a second, every outcome of every visit possible.
 
-Invariant: a walk is what the contract of :mod:`fsm_rollout.proof` allows, run on the real machine: predicates other
+Invariant: a walk is what the contract of :mod:`fsm_rollout.agent.proof` allows, run on the real machine: predicates other
 than counters answer as a coin falls, a visit comes to anything its handler declares or the scheduler raises, limits
 hold as they do in a run.
 """
@@ -12,14 +12,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from random import Random
 
-from fsm_rollout.events import AnyEvent, Charged, Ended, Prompted, Transitioned
-from fsm_rollout.graph import AgentGraph, Predicate, Row
-from fsm_rollout.handlers import COUNTED_LIMITS
-from fsm_rollout.limits import reached_on_entry
-from fsm_rollout.machine import AgentMachine
-from fsm_rollout.predicates import PREDICATES
-from fsm_rollout.rules.structure import Structure
-from fsm_rollout.trajectory import Outcome, Trajectory
+from fsm_rollout.agent.graph import AgentGraph, Predicate, Row
+from fsm_rollout.agent.handlers import COUNTED_LIMITS
+from fsm_rollout.agent.limits import reached_on_entry
+from fsm_rollout.agent.machine import AgentMachine
+from fsm_rollout.agent.predicates import PREDICATES
+from fsm_rollout.agent.rules.structure import Structure
+from fsm_rollout.trajectory.events import AnyEvent, Charged, Ended, Prompted, Transitioned
+from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 _coins: ContextVar[Random] = ContextVar("coins")
 

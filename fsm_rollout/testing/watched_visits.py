@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
-from fsm_rollout.engines.script import Turn
-from fsm_rollout.events import AnyEvent, Ended, Prompted, Resumed, Suspended, Transitioned
-from fsm_rollout.limits import LimitReached
+from fsm_rollout.agent.limits import LimitReached
+from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.states import State
+from fsm_rollout.states.context import Visit
 from fsm_rollout.testing.promises import Stepped
 from fsm_rollout.testing.virtual_time import described
-from fsm_rollout.trajectory import Outcome, Trajectory
-from fsm_rollout.visit import Visit
+from fsm_rollout.trajectory.events import AnyEvent, Ended, Prompted, Resumed, Suspended, Transitioned
+from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 
 @dataclass(frozen=True)

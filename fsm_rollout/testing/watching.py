@@ -23,14 +23,14 @@ from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
-from fsm_rollout.deadlines import being_cancelled
-from fsm_rollout.limits import LimitReached
+from fsm_rollout.agent.limits import LimitReached
+from fsm_rollout.concurrency.deadline import being_cancelled
 from fsm_rollout.states import State
 from fsm_rollout.testing.places import is_users
-from fsm_rollout.trajectory import Outcome, Trajectory
+from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 if TYPE_CHECKING:
-    from fsm_rollout.visit import Visit
+    from fsm_rollout.states.context import Visit
 
 BLOCKING_SECONDS = 5.0
 """Seconds that one callback may keep the event loop, computing or waiting, before it counts as blocking."""

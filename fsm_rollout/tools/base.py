@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from fsm_rollout.graph import AgentGraph
+from fsm_rollout.agent.graph import AgentGraph
 
 
 class Hidden:
@@ -87,7 +87,7 @@ RunAgent = Callable[[str, AgentGraph, str, int], Awaitable[AgentAnswer]]
 
 
 class CallResult(msgspec.Struct, frozen=True):
-    """One attempted call, at its end; the fields are those of :class:`fsm_rollout.events.Called`."""
+    """One attempted call, at its end; the fields are those of :class:`fsm_rollout.trajectory.events.Called`."""
 
     text: str
     """What the model is told."""

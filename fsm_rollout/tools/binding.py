@@ -15,10 +15,10 @@ from copy import deepcopy
 from functools import partial
 from typing import Any
 
-from fsm_rollout import graph
+from fsm_rollout.agent import graph
+from fsm_rollout.agent.graph import AgentGraph
+from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.errors import ConfigError, ToolError, did_you_mean
-from fsm_rollout.graph import AgentGraph
-from fsm_rollout.handlers import load_object
 from fsm_rollout.tools.base import RunAgent, ToolContext, fresh
 from fsm_rollout.tools.call import STOP_SECONDS, invoke, is_async
 from fsm_rollout.tools.elsewhere import in_process

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
-from fsm_rollout.daemon_threads import DaemonThreads
+from fsm_rollout.concurrency.threads import DaemonThreads
 
 T = TypeVar("T")
 

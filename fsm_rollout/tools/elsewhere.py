@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-from fsm_rollout.handlers import load_object
+from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.tools import told
 from fsm_rollout.tools.base import ToolResult
 from fsm_rollout.tools.call import invoke, is_async

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
-from fsm_rollout.handlers import load_object
-from fsm_rollout.ray_session import answer_to, connect, import_ray
+from fsm_rollout.agent.handlers import load_object
+from fsm_rollout.concurrency.ray_session import answer_to, connect, import_ray
 from fsm_rollout.tools import told
 from fsm_rollout.tools.base import ToolResult
 from fsm_rollout.tools.call import invoke

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from fsm_rollout import graph
+from fsm_rollout.agent import graph
 from fsm_rollout.tools.binding import bind, function_schema
 from fsm_rollout.tools.json_schema import Schema
 from fsm_rollout.tools.parameters import parameters_of

@@ -17,10 +17,9 @@ from weakref import WeakKeyDictionary
 
 from msgspec.structs import replace
 
+from fsm_rollout.agent.graph import MAIN, AgentGraph
+from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.errors import BadArguments, ToolError, did_you_mean
-from fsm_rollout.events import Attempt, ToolCall
-from fsm_rollout.graph import MAIN, AgentGraph
-from fsm_rollout.seeds import derive_seed
 from fsm_rollout.tools import told
 from fsm_rollout.tools.base import AgentAnswer, CallResult, RunAgent, ToolContext, ToolResult
 from fsm_rollout.tools.binding import BoundTool, ClassTool, FunctionTool, NotReady, OpenTool, bind
@@ -29,6 +28,7 @@ from fsm_rollout.tools.elsewhere import ToolDied
 from fsm_rollout.tools.json_schema import Schema
 from fsm_rollout.tools.places import NoPlace, Places
 from fsm_rollout.tools.truncation import truncate
+from fsm_rollout.trajectory.events import Attempt, ToolCall
 
 FIRST_PAUSE = 0.5
 """Seconds before the second try, at most; doubled for each further one."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from fsm_rollout.graph import AgentGraph
+from fsm_rollout.agent.graph import AgentGraph
 
 
 @st.composite
@@ -85,7 +85,7 @@ def agents(draw: st.DrawFn, *, timeouts: bool = True) -> AgentGraph:
         contexts=contexts,
         limits=limits,
         tools=tool_specs if tools else {},
-        interaction={"use": "law_tools:Chatty", "kwargs": {"replies": 2}} if user else None,
+        interaction={"use": "tests.law_tools:Chatty", "kwargs": {"replies": 2}} if user else None,
         states=states,
         transitions=rows,
     )

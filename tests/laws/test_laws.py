@@ -13,22 +13,22 @@ from typing import Any
 import pytest
 from hypothesis import given, note
 from hypothesis import strategies as st
-from laws.agents import agents
-from laws.world import turns
 
+from fsm_rollout.agent.graph import AgentGraph
+from fsm_rollout.agent.proof import prove
+from fsm_rollout.agent.verify import verify
 from fsm_rollout.chat import ChatTemplate
-from fsm_rollout.engines.base import Chunk, Request
-from fsm_rollout.engines.script import Turn
-from fsm_rollout.events import Generated, Wrote
-from fsm_rollout.graph import AgentGraph
-from fsm_rollout.proof import prove
+from fsm_rollout.engines.protocol import Chunk, Request
+from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.testing import laws
 from fsm_rollout.testing.agent_checks import judge
 from fsm_rollout.testing.plan import Fault, Plan, Schedule
 from fsm_rollout.testing.simulation import Simulation, embedded_tokenizer, simulate, without_clocks
 from fsm_rollout.testing.strategies import engine_scripts, plans
 from fsm_rollout.testing.strategies.graphs import graphs
-from fsm_rollout.verify import verify
+from fsm_rollout.trajectory.events import Generated, Wrote
+from tests.laws.agents import agents
+from tests.laws.world import turns
 
 FAILURES = {"failed:Overload", "failed:EngineError", "failed:RuntimeError"}
 """What the drawn world may be blamed for; any other failure would be our own."""

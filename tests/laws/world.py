@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from fsm_rollout.engines.base import Request
-from fsm_rollout.engines.script import Turn
+from fsm_rollout.engines.protocol import Request
+from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.testing import strategies
 from fsm_rollout.testing.call_texts import call_text
 

@@ -11,22 +11,22 @@ from dataclasses import dataclass
 LAWS = ("tests/laws/test_laws.py::test_runs_keep_the_laws",)
 TOOLS = ("tests/laws/test_laws.py::test_runs_with_real_tools_keep_the_laws",)
 SCHEDULE = ("tests/laws/test_laws.py::test_results_do_not_depend_on_the_schedule",)
-LIMITS = ("tests/testing/test_limits_kept.py",)
-ROWS = ("tests/test_batch.py",)
-DISPATCH = ("tests/test_dispatch.py",)
+LIMITS = ("tests/unit/testing/test_limits_kept.py",)
+ROWS = ("tests/unit/batch/test_batch.py",)
+DISPATCH = ("tests/unit/engines/test_client.py",)
 RESUME = (
-    "tests/testing/test_check_state.py::test_a_good_handler_that_does_everything_conforms",
-    "tests/test_resume.py",
+    "tests/unit/testing/test_check_state.py::test_a_good_handler_that_does_everything_conforms",
+    "tests/unit/scheduler/test_resume.py",
 )
-AGAIN = ("tests/test_resume.py::test_a_handler_of_many_steps_goes_on_from_any_of_them",)
+AGAIN = ("tests/unit/scheduler/test_resume.py::test_a_handler_of_many_steps_goes_on_from_any_of_them",)
 REPLICAS = (
     "tests/laws/test_laws.py::test_an_answer_goes_on_where_its_lost_replica_stood_with_the_weights_of_now",
     "tests/laws/test_laws.py::test_results_do_not_depend_on_which_replicas_are_lost",
 )
-ROUTER = ("tests/engines/test_router.py",)
-MACHINE = ("tests/testing/test_scheduler_machine.py",)
-SCHEDULER = ("tests/test_scheduler.py",)
-LOOP = ("tests/test_training_loop.py",)
+ROUTER = ("tests/unit/engines/test_router.py",)
+MACHINE = ("tests/unit/testing/test_scheduler_machine.py",)
+SCHEDULER = ("tests/unit/scheduler/test_scheduler.py",)
+LOOP = ("tests/unit/scheduler/test_training_loop.py",)
 
 
 @dataclass(frozen=True)
@@ -46,227 +46,227 @@ class Mutant:
 MUTANTS = (
     # -- tokens, masks, logprobs, versions (laws 3, 4, 7)
     Mutant(
-        "flip a mask span", "tokens.py",
+        "flip a mask span", "trajectory/tokens.py",
         "mask[span.start - self.prompt_length : span.end - self.prompt_length] = 1",
         "mask[span.start - self.prompt_length : span.end - self.prompt_length - 1] = 1",
         "4: the mask is 1 exactly on sampled tokens",
     ),
     Mutant(
-        "train on what an untrained engine says", "tokens.py",
+        "train on what an untrained engine says", "trajectory/tokens.py",
         "        if self.trained:\n            for span in self.sampled():",
         "        if True:\n            for span in self.sampled():",
         "4: only trainable contexts have mask 1",
-        ("tests/test_tokens.py", *LAWS),
+        ("tests/unit/trajectory/test_tokens.py", *LAWS),
     ),
     Mutant(
-        "drop a token", "turn.py", "        ids=ticket.ids[:],\n        logprobs=ticket.logprobs[:],",
+        "drop a token", "states/generation.py", "        ids=ticket.ids[:],\n        logprobs=ticket.logprobs[:],",
         "        ids=ticket.ids[:1] + ticket.ids[2:],\n        logprobs=ticket.logprobs[:1] + ticket.logprobs[2:],",
         "7: every sampled token is in the stream",
     ),
     Mutant(
-        "duplicate a token", "dispatch.py", "            self.ids.extend(chunk.ids)\n",
+        "duplicate a token", "engines/client.py", "            self.ids.extend(chunk.ids)\n",
         "            self.ids.extend(chunk.ids[:1] * len(chunk.ids))\n",
         "7: every sampled token once, as it was sampled",
     ),
     Mutant(
-        "shift logprobs by one", "turn.py", "        logprobs=ticket.logprobs[:],",
+        "shift logprobs by one", "states/generation.py", "        logprobs=ticket.logprobs[:],",
         "        logprobs=ticket.logprobs[1:] + ticket.logprobs[:1],",
         "3: each logprob belongs to its token",
     ),
     Mutant(
-        "logprobs on the environment's tokens", "tokens.py", 'array("f", bytes(4 * len(ids)))',
+        "logprobs on the environment's tokens", "trajectory/tokens.py", 'array("f", bytes(4 * len(ids)))',
         'array("f", [-1.0] * len(ids))',
         "4: logprob 0.0 where nothing was sampled",
     ),
     Mutant(
-        "one version for all tokens", "dispatch.py",
+        "one version for all tokens", "engines/client.py",
         "if self.versions and self.versions[-1][1] == chunk.weight_version:",
         "if self.versions:",
         "3: each token has the version that sampled it",
         (*SCHEDULER, *MACHINE, *LAWS),
     ),
     Mutant(
-        "the prompt counts as response", "tokens.py", "        return self._spans[0].end\n",
+        "the prompt counts as response", "trajectory/tokens.py", "        return self._spans[0].end\n",
         "        return max(0, self._spans[0].end - 1)\n",
         "4: a prompt is no response",
-        ("tests/test_tokens.py", *ROWS),
+        ("tests/unit/trajectory/test_tokens.py", *ROWS),
     ),
     # -- input extends input (law 5)
     Mutant(
-        "re-encode a turn", "turn.py", "        ids=stream.tokens.ids,\n        sampling=",
+        "re-encode a turn", "states/generation.py", "        ids=stream.tokens.ids,\n        sampling=",
         "        ids=as_ids(bound.dispatcher.engine.tokenizer.encode(bound.chat.decode(stream.tokens.ids) + \" \")),\n"
         "        sampling=",
         "5: sampled ids are never decoded and encoded again",
     ),
     Mutant(
-        "retry from scratch", "dispatch.py", "return ticket.request.continued(ticket.ids, ticket.request_id)",
+        "retry from scratch", "engines/client.py", "return ticket.request.continued(ticket.ids, ticket.request_id)",
         "return ticket.request.continued(ticket.ids[:0], ticket.request_id)",
         "5: a failed request goes on from what was streamed",
         (*DISPATCH, *LAWS),
     ),
     Mutant(
-        "tell the model its results in order of completion", "states/call_tools.py",
+        "tell the model its results in order of completion", "states/processing_tools.py",
         "        for attempt in trajectory.attempts:\n            called = results[attempt.id]",
         "        for called in trajectory.called:",
         "6: tool messages stand in the order of the calls",
         (*SCHEDULER, *TOOLS),
     ),
     Mutant(
-        "seeds reused", "turn.py", "seed=derive_seed(trajectory.seed, bound.name, index)",
+        "seeds reused", "states/generation.py", "seed=derive_seed(trajectory.seed, bound.name, index)",
         "seed=derive_seed(trajectory.seed, bound.name)",
         "6: no two generations share their randomness",
         SCHEDULE,
     ),
     Mutant(
-        "a seed for the run alone", "live.py", "derive_seed(scheduler.seed, trajectory_id,",
+        "a seed for the run alone", "scheduler/live.py", "derive_seed(scheduler.seed, trajectory_id,",
         "derive_seed(scheduler.seed, sample,",
         "6: no two trajectories share their randomness",
         SCHEDULE,
     ),
     # -- limits (law 2)
     Mutant(
-        "ignore assistant_turns, tool_calls and user_turns", "limits.py",
+        "ignore assistant_turns, tool_calls and user_turns", "agent/limits.py",
         "remaining(graph, trajectory, spends, trajectory.spent.get(spends, 0)) < 0",
         "remaining(graph, trajectory, spends, 0) < 0",
         "2: a counted limit is never exceeded",
     ),
     Mutant(
-        "a limit of N allows N + 1", "limits.py", "    return bound - used\n", "    return bound - used + 1\n",
+        "a limit of N allows N + 1", "agent/limits.py", "    return bound - used\n", "    return bound - used + 1\n",
         "2: a bound N allows N",
     ),
     Mutant(
-        "ignore max_visits", "limits.py",
+        "ignore max_visits", "agent/limits.py",
         "if max_visits is not None and trajectory.visits[trajectory.state] > max_visits:",
         "if max_visits is not None and trajectory.visits[trajectory.state] > max_visits + 1:",
         "2: no state is visited more often than it may be",
         LIMITS,
     ),
     Mutant(
-        "ignore response_tokens", "turn.py", '"response_tokens": visit.remaining("response_tokens"),',
+        "ignore response_tokens", "states/generation.py", '"response_tokens": visit.remaining("response_tokens"),',
         '"response_tokens": float("inf"),',
         "2: no more response tokens than allowed",
         TOOLS,
     ),
     Mutant(
-        "ignore context_tokens", "turn.py",
+        "ignore context_tokens", "states/generation.py",
         '"context_tokens": min(visit.room_in_context(length), bound.dispatcher.engine.max_context - length),\n    }',
         '"context_tokens": bound.dispatcher.engine.max_context - length,\n    }',
         "2: no stream is longer than allowed",
         TOOLS,
     ),
     Mutant(
-        "ignore wall_seconds", "driving.py", 'timeout, None if wall == float("inf") else wall, ', "timeout, None, ",
+        "ignore wall_seconds", "scheduler/trajectory_runner.py", 'timeout, None if wall == float("inf") else wall, ', "timeout, None, ",
         "2: time is up when it is up",
         SCHEDULER,
     ),
     Mutant(
-        "let a wait for the engine hold up wall_seconds", "deadlines.py", "self._reschedule(self._wall)",
+        "let a wait for the engine hold up wall_seconds", "concurrency/deadline.py", "self._reschedule(self._wall)",
         "self._reschedule(None)",
         "2: time is up when it is up",
-        ("tests/test_deadlines.py",),
+        ("tests/unit/concurrency/test_deadline.py",),
     ),
     Mutant(
-        "record generations side by side as they end", "turn.py", "        await one.in_turn()\n", "",
+        "record generations side by side as they end", "states/generation.py", "        await one.in_turn()\n", "",
         "6: results do not depend on the schedule",
         SCHEDULER,
     ),
     Mutant(
-        "ignore bad_calls", "states/call_tools.py", '        visit.check("bad_calls")\n', "",
+        "ignore bad_calls", "states/processing_tools.py", '        visit.check("bad_calls")\n', "",
         "2: no more bad calls than allowed",
         LIMITS,
     ),
     Mutant(
-        "forget which limits were routed", "trajectory.py",
+        "forget which limits were routed", "trajectory/trajectory.py",
         "self.routed |= {routing_key(str(event.limit), event.source)}", "pass",
         "2: a limit is routed once",
         LIMITS,
     ),
     Mutant(
-        "glue that leaves no room", "turn.py",
+        "glue that leaves no room", "states/generation.py",
         "    _check_room(visit, bound, len(stream.tokens) + len(encoded.ids), len(encoded.ids))\n", "",
         "2: nothing is written that leaves no room for a token",
         LIMITS,
     ),
     # -- every prompt comes back (law 8)
     Mutant(
-        "lose an aborted trajectory", "runs.py", "            slots.release()\n            one.left -= 1\n",
+        "lose an aborted trajectory", "scheduler/run.py", "            slots.release()\n            one.left -= 1\n",
         "            slots.release()\n            one.left -= live.trajectory.stop_reason != \"cancelled\"\n",
         "8: a cancelled trajectory comes back as well",
         MACHINE,
     ),
     Mutant(
-        "lose what an aborted generation had sampled", "turn.py",
+        "lose what an aborted generation had sampled", "states/generation.py",
         "            _record(visit, ticket, bound, stream, cut_by, continued=going_on, resumed=resumed)\n        raise",
         "            pass\n        raise",
         "7: tokens sampled before an abort are kept",
         (*SCHEDULER, *MACHINE),
     ),
     Mutant(
-        "swallow a cancellation", "turn.py",
+        "swallow a cancellation", "states/generation.py",
         "continued=going_on, resumed=resumed)\n        raise\n    generated",
         "continued=going_on, resumed=resumed)\n    generated",
         "8: what is stopped stops",
         (*MACHINE, *SCHEDULER),
     ),
     Mutant(
-        "leave the engine's work running", "dispatch.py",
+        "leave the engine's work running", "engines/client.py",
         "        try:\n            await self._abort_quietly([ticket.request_id])\n            with suppress",
         "        try:\n            with suppress",
         "8: nothing is running afterwards",
         MACHINE,
     ),
     Mutant(
-        "what has ended does not grow old", "staleness.py",
+        "what has ended does not grow old", "scheduler/staleness.py",
         "if (done or live.trajectory.ended) and self.end_of(live)]", "if False]",
         "nothing older than `max_staleness` is handed over",
         LOOP,
     ),
     Mutant(
-        "forget what was being trained on", "scheduler.py",
+        "forget what was being trained on", "scheduler/scheduler.py",
         "                    yield one.group\n",
         "                    self._settle(run.given)\n                    yield one.group\n",
         "8: after a crash, each group comes at least once",
         LOOP,
     ),
     Mutant(
-        "swap group ids", "open_groups.py",
+        "swap group ids", "scheduler/group.py",
         '        return f"{self.group.group_id}/{sample}" + ',
         '        return f"{self.group.group_id[::-1]}/{sample}" + ',
         "8: a group has the samples of its prompt",
     ),
     Mutant(
-        "a crash is the end", "dispatch.py", "        elif ticket.attempt >= self.attempts:", "        elif True:",
+        "a crash is the end", "engines/client.py", "        elif ticket.attempt >= self.attempts:", "        elif True:",
         "8: a failure that mends is no failure",
         DISPATCH,
     ),
     Mutant(
-        "take a broken call for an answer", "turn.py",
+        "take a broken call for an answer", "states/generation.py",
         "            attempts.append(Attempt(id=call_id, kind=item.kind, message=item.message))",
         "            continue",
         "no broken call is dropped",
         (*LIMITS, *TOOLS),
     ),
     Mutant(
-        "drop an unfinished call", "tool_formats/hermes.py", "                collector.problem(error, (start, end))",
+        "drop an unfinished call", "chat/formats/hermes.py", "                collector.problem(error, (start, end))",
         "                if error.kind != \"unclosed\":\n                    collector.problem(error, (start, end))",
         "no broken call is dropped",
-        ("tests/testing/test_check_tool_format.py",),
+        ("tests/unit/testing/test_check_tool_format.py",),
     ),
     # -- resume (law 6)
     Mutant(
-        "a resumed visit writes its prompt again", "visit.py",
+        "a resumed visit writes its prompt again", "states/context.py",
         "        if self._entry is not None:\n", "        if False:\n",
         "6: where a run was interrupted does not matter",
         AGAIN,
     ),
     Mutant(
-        "a resumed visit does again what it had done", "done.py", "return left.popleft() if left else None",
+        "a resumed visit does again what it had done", "states/effect_log.py", "return left.popleft() if left else None",
         "return None",
         "6: where a run was interrupted does not matter",
         RESUME,
     ),
     Mutant(
-        "a resumed generation is another one", "turn.py",
+        "a resumed generation is another one", "states/generation.py",
         'resumed = going_on and stream.finish_reason == "abort"', "resumed = False",
         "6: an aborted generation goes on as the same one",
         RESUME,
@@ -286,7 +286,7 @@ MUTANTS = (
         REPLICAS,
     ),
     Mutant(
-        "a replica comes back with the weights it was built with", "engines/pool_crew.py",
+        "a replica comes back with the weights it was built with", "engines/supervisor.py",
         "                    await member.live.update_weights(shared, version)", "                    pass",
         "4: each token has the version that sampled it",
         REPLICAS,
@@ -299,28 +299,28 @@ MUTANTS = (
     ),
     # -- rows and batches (laws 7, 9)
     Mutant(
-        "a sub-agent's tokens in its parent's row", "live.py",
+        "a sub-agent's tokens in its parent's row", "scheduler/live.py",
         "            self.group,\n            child_id,\n",
         "            self.group,\n            parent.trajectory_id,\n",
         "7: a sub-agent's tokens are rows of its own trajectory",
         SCHEDULER,
     ),
     Mutant(
-        "padding off by one", "padding.py",
+        "padding off by one", "batch/padding.py",
         "        input_ids[i, left : left + len(row.response_ids)] = row.response_ids",
         "        input_ids[i, left + 1 : left + len(row.response_ids)] = row.response_ids[:-1]",
         "9: padding is invertible",
         ROWS,
     ),
     Mutant(
-        "score on the wrong token", "rows.py",
+        "score on the wrong token", "batch/rows.py",
         "sums[last_trained] = sums.get(last_trained, 0.0) + trajectory.score",
         "sums[length - 1] = sums.get(length - 1, 0.0) + trajectory.score",
         "the score stands on the last trained token",
         ROWS,
     ),
     Mutant(
-        "a row too few", "rows.py", "    if not len(trained):\n        return None\n",
+        "a row too few", "batch/rows.py", "    if not len(trained):\n        return None\n",
         "    if len(trained) < 3:\n        return None\n",
         "7: every trained token is in a row",
         ROWS,

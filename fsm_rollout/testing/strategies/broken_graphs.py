@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from fsm_rollout.graph import TERMINATED, AgentGraph
-from fsm_rollout.handlers import BUILT_IN_HANDLERS
+from fsm_rollout.agent.graph import TERMINATED, AgentGraph
+from fsm_rollout.agent.handlers import BUILT_IN_HANDLERS
 from fsm_rollout.testing.strategies.graphs import FINALS, Data, Draw, graphs
 
 
 @st.composite
 def broken_graphs(draw: Draw) -> tuple[AgentGraph, int]:
-    """Draw an agent with one mistake, and the number of the rule of :mod:`fsm_rollout.verify` that it breaks.
+    """Draw an agent with one mistake, and the number of the rule of :mod:`fsm_rollout.agent.verify` that it breaks.
 
     What follows from the mistake may break other rules too.
     """

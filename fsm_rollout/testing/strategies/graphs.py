@@ -16,11 +16,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from fsm_rollout.frozen import FrozenMap
-from fsm_rollout.graph import TERMINATED, AgentGraph
-from fsm_rollout.handlers import BUILT_IN_HANDLERS, BUILT_IN_STATES
-from fsm_rollout.rules.paths import nothing_new
-from fsm_rollout.rules.structure import Structure
+from fsm_rollout.agent.graph import TERMINATED, AgentGraph
+from fsm_rollout.agent.handlers import BUILT_IN_HANDLERS, BUILT_IN_STATES
+from fsm_rollout.agent.rules.paths import nothing_new
+from fsm_rollout.agent.rules.structure import Structure
+from fsm_rollout.trajectory.frozen import FrozenMap
 
 Data = dict[str, Any]
 Draw = Callable[[st.SearchStrategy[Any]], Any]

@@ -16,7 +16,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from fsm_rollout.events import (
+from fsm_rollout.trajectory.events import (
     AnyEvent,
     Attempt,
     Called,
@@ -33,7 +33,7 @@ from fsm_rollout.events import (
     Transitioned,
     Wrote,
 )
-from fsm_rollout.trajectory import Trajectory
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 TRAINED = {"main": True, "critic": False, "notes": True}
 """The contexts that occur, and whether each is trained."""

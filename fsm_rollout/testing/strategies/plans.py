@@ -12,12 +12,12 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from fsm_rollout.engines.script import Script, Turn
-from fsm_rollout.graph import AgentGraph
-from fsm_rollout.handlers import handler_spec
+from fsm_rollout.agent.graph import AgentGraph
+from fsm_rollout.agent.handlers import handler_spec
+from fsm_rollout.engines.scripted.script import Script, Turn
 from fsm_rollout.testing.plan import Fault, Plan, ReplyFate, Schedule, ToolFate
 from fsm_rollout.testing.strategies.vocabulary import vocabularies
-from fsm_rollout.trajectory import Outcome
+from fsm_rollout.trajectory.trajectory import Outcome
 
 DELAYS = (0.0, 0.1, 0.5, 2.0)
 """Seconds before a piece of an answer, a tool's result or a reply."""

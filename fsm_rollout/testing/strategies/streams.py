@@ -1,6 +1,6 @@
 """Token streams, built the way trajectories build them.
 
-Invariant: every stream is one that :class:`~fsm_rollout.tokens.TokenStream` itself has put together, from pieces that
+Invariant: every stream is one that :class:`~fsm_rollout.trajectory.tokens.TokenStream` itself has put together, from pieces that
 are kept beside it, so that a test knows what went in.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from fsm_rollout.testing.strategies.histories import ids, logprob, token
-from fsm_rollout.tokens import TokenStream
+from fsm_rollout.trajectory.tokens import TokenStream
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,246 @@
+"""The agent as data: a frozen, engine-free model of its YAML.
+
+Invariant: an :class:`AgentGraph` is plain, immutable, comparable data. It has been checked for *form* (types, unknown
+keys), and says nothing about lines or files; whether it *makes sense* (reachability, termination, …) is
+:mod:`fsm_rollout.agent.verify`'s question. Text that the YAML names by file (system prompts, templates, sub-agents) is held
+here by content, so a graph can be sent anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+
+from fsm_rollout.agent.handlers import BUILT_IN_STATES
+from fsm_rollout.trajectory.frozen import FrozenMap
+
+PENDING = "PENDING"
+GENERATING = "GENERATING"
+PROCESSING_TOOLS = "PROCESSING_TOOLS"
+INTERACTING = "INTERACTING"
+TERMINATED = "TERMINATED"
+
+MAIN = "main"
+"""The context that exists without being named."""
+POLICY = "policy"
+"""The engine that is being trained; every other name is an untrained engine of the run."""
+
+IMPLICIT_TRIGGERS = ("truncated", "failed", "timed_out", "limit_reached", "cancelled")
+"""Triggers the scheduler raises by itself. Without a row they end the trajectory; ``cancelled`` always does."""
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+MOST = 2**53
+"""Larger counts are mistakes: not every reader of JSON could tell them apart."""
+Count = Annotated[int, Field(ge=0, le=MOST)]
+AtLeastOne = Annotated[int, Field(ge=1, le=MOST)]
+V = TypeVar("V")
+Named = Annotated[Mapping[Name, V], AfterValidator(FrozenMap)]
+FreeForm = Annotated[Mapping[str, Any], AfterValidator(FrozenMap)]
+"""Plain data that the YAML passes on as it is."""
+
+
+class Model(BaseModel):
+    """Base of all configuration: frozen, and unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, populate_by_name=True)
+
+
+class Sampling(Model):
+    """Sampling parameters; ``None`` means "not said here", so settings can be laid over one another."""
+
+    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0, description="0 keeps every token")
+    max_tokens: AtLeastOne | None = None
+    ignore_eos: bool | None = None
+
+    def over(self, base: Sampling) -> Sampling:
+        """Return ``base`` with everything this one says laid over it."""
+        return base.model_copy(update=self.model_dump(exclude_none=True))
+
+
+class Limits(Model):
+    """How much of each thing one trajectory may spend; ``None`` is unlimited. The bound N allows N, not N + 1."""
+
+    assistant_turns: Count | None = None
+    tool_calls: Count | None = None
+    user_turns: Count | None = None
+    bad_calls: Count | None = None
+    response_tokens: AtLeastOne | None = Field(
+        None, description="tokens after the opening prompts, over all streams of the trajectory"
+    )
+    context_tokens: AtLeastOne | None = Field(None, description="length of any one stream")
+    wall_seconds: Seconds | None = None
+
+    def lowered(self, other: Limits) -> Limits:
+        """Return the smaller of each limit: a prompt may lower a limit, never raise it."""
+        mine, theirs = self.model_dump(), other.model_dump()
+        return Limits(
+            **{name: min((v for v in (mine[name], theirs[name]) if v is not None), default=None) for name in mine}
+        )
+
+
+class Context(Model):
+    """A named token stream of the trajectory and how its turns are rendered and read."""
+
+    system: str | None = None
+    tools: tuple[Name, ...] | None = Field(None, description="None: every tool in `main`, none elsewhere")
+    tool_format: str = "auto"
+    template_kwargs: FreeForm = Field(default_factory=dict)
+    history: Literal["keep", "split"] = "keep"
+    injection: Literal["guard", "allow", "raise"] = "guard"
+    engine: Name = POLICY
+    trainable: bool | None = Field(None, description="None: exactly the policy's contexts are")
+
+    @property
+    def trained(self) -> bool:
+        """Whether tokens sampled in this context are trained on."""
+        return self.engine == POLICY if self.trainable is None else self.trainable
+
+
+class Retry(Model):
+    """How often a failing tool is tried, and for which exceptions (by class name)."""
+
+    attempts: AtLeastOne = 1
+    errors: tuple[str, ...] = ()
+
+
+class Tool(Model):
+    """A tool: Python code (``use``) or another agent (``agent``), with what bounds its calls."""
+
+    use: ImportPath | None = None
+    agent: AgentGraph | None = None
+    kwargs: FreeForm = Field(default_factory=dict)
+    description: str | None = None
+    timeout: Seconds | None = None
+    retry: Retry = Retry()
+    concurrency: AtLeastOne | None = None
+    response_tokens: AtLeastOne | None = None
+    truncate: Literal["left", "right", "middle"] = "middle"
+    placement: Literal["local", "process", "ray"] = Field(
+        "local", description="where its code runs: in this process, in worker processes, or on a Ray cluster"
+    )
+    repeatable: bool = Field(True, description="false: a call is never made twice, neither by retry nor by resume")
+
+
+class Interaction(Model):
+    """Who answers in INTERACTING: a simulated user or an environment."""
+
+    use: ImportPath
+    kwargs: FreeForm = Field(default_factory=dict)
+
+
+class State(Model):
+    """One state: which handler runs on a visit, and what bounds the visit.
+
+    ``handler`` may be left out for the five built-in names and for final states.
+    """
+
+    handler: str | None = None
+    context: Name = MAIN
+    prompt: str | None = Field(None, description="a Jinja template; its text is appended as a user message on entry")
+    reset: bool = Field(False, description="close the context's stream on entry and open the next")
+    timeout: Seconds | None = None
+    max_visits: AtLeastOne | None = None
+    on_error: Name | None = Field(None, description="short for a last `failed` row to that state")
+    sampling: Sampling = Sampling()
+    parallel: AtLeastOne | None = Field(None, description="calls of one turn that run at once")
+    interaction: Interaction | None = None
+    options: FreeForm = Field(default_factory=dict, description="the custom handler's own keys")
+    final: bool = False
+
+
+class Predicate(Model):
+    """A condition by name, with its argument (``None`` when it takes none)."""
+
+    name: str
+    argument: Any = None
+
+
+class Row(Model):
+    """One row of the transition table; ``source`` names states, or is ``*``: all that are not final."""
+
+    trigger: Name
+    source: tuple[str, ...]
+    dest: Name
+    conditions: tuple[Predicate, ...] = ()
+    unless: tuple[Predicate, ...] = ()
+    stop_reason: str | None = Field(None, pattern=r"^[a-z][a-z0-9_:.\-]*$")
+
+    @field_validator("source", mode="before")
+    @classmethod
+    def _listify(cls, value: object) -> object:
+        if isinstance(value, str):
+            return (value,)
+        return tuple(value) if isinstance(value, list) else value
+
+
+class AgentGraph(Model):
+    """A whole agent. Build one with :func:`fsm_rollout.load_agent` or in Python; it is the same data."""
+
+    agent: Name
+    description: str = ""
+    initial: Name = PENDING
+    contexts: Named[Context] = Field(default_factory=dict)
+    limits: Limits = Limits()
+    tools: Named[Tool] = Field(default_factory=dict)
+    interaction: Interaction | None = None
+    states: Named[State]
+    transitions: tuple[Row, ...]
+
+    def __hash__(self) -> int:
+        """Hash a few names: enough to tell graphs apart, and defined whatever free-form data they hold."""
+        return hash((self.agent, self.initial, self.states, len(self.transitions)))
+
+    def _repr_svg_(self) -> str | None:
+        """Show the agent's picture in a notebook; where nothing is installed that draws, its text."""
+        from fsm_rollout.diagrams.graph import DrawingError, to_svg
+
+        try:
+            return to_svg(self)
+        except DrawingError:
+            return None
+
+    def context(self, name: str) -> Context:
+        """Return the context called ``name``; ``main`` exists without being named."""
+        return self.contexts.get(name) or Context()
+
+    def tools_of(self, context: str) -> tuple[str, ...]:
+        """Return the names of the tools shown in ``context``, in the order in which they are declared."""
+        named = self.context(context).tools
+        if named is None:
+            return tuple(self.tools) if context == MAIN else ()
+        return named
+
+    def is_final(self, state: str) -> bool:
+        """Whether a trajectory that enters ``state`` has ended. ``TERMINATED`` is final without being named."""
+        return state == TERMINATED or self.states[state].final
+
+    def handler_of(self, state: str) -> str:
+        """Return the handler's name (or ``module:Class``) that a visit of the working state ``state`` runs."""
+        return self.states[state].handler or BUILT_IN_STATES[state]
+
+    @property
+    def working_states(self) -> tuple[str, ...]:
+        """The states that are not final, as declared."""
+        return tuple(name for name in self.states if not self.is_final(name))
+
+    def rows_of(self, state: str, trigger: str) -> Iterator[Row]:
+        """Yield the rows that may fire when ``trigger`` is raised in ``state``, in order; the first that holds wins.
+
+        Only rows that the user wrote (``on_error`` is one, in short form, after the others). When none of them holds,
+        the machine's own last row ends the trajectory (see :mod:`fsm_rollout.agent.machine`).
+        """
+        for row in self.transitions:
+            if row.trigger == trigger and (state in row.source or "*" in row.source):
+                yield row
+        on_error = self.states[state].on_error
+        if trigger == "failed" and on_error is not None:
+            yield Row(trigger="failed", source=(state,), dest=on_error)
+
+
+Tool.model_rebuild()

@@ -1,0 +1,186 @@
+"""The state machine: one shared ``transitions.Machine`` per agent, compiled from its rows.
+
+Invariant: only a row decides the next state. Each user row becomes one transition, in order; after them every working
+state has the machine's own last rows, which end the trajectory when the scheduler raises a trigger that no row takes.
+A trajectory is never registered with the machine (that would cost O(n) each): it is handed to an event, and all that
+firing a row does to it is to emit one :class:`~fsm_rollout.trajectory.events.Transitioned`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import transitions
+
+from fsm_rollout.agent.graph import IMPLICIT_TRIGGERS, TERMINATED, AgentGraph, Row
+from fsm_rollout.agent.handlers import handler_spec
+from fsm_rollout.agent.predicates import compile_predicate
+from fsm_rollout.errors import RolloutError, describe
+from fsm_rollout.trajectory.events import AnyEvent, Transitioned
+from fsm_rollout.trajectory.trajectory import Outcome, Trajectory, routing_key
+
+Emit = Callable[[AnyEvent], None]
+
+
+class PredicateFailed(RolloutError):
+    """A user's predicate raised while rows were being tried."""
+
+
+class _Transition(transitions.Transition):
+    """One row for one source state. Changing the state means emitting the event that says so."""
+
+    dest: str
+
+    def __init__(
+        self,
+        *args: Any,
+        stop_reason: str | None = None,
+        charge: Charge,
+        final: bool,
+        row: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.stop_reason = stop_reason
+        self.row = row
+        self.charge = charge
+        self.final = final
+
+    def _change_state(self, event_data: Any) -> None:
+        trajectory: Trajectory = event_data.model
+        outcome: Outcome = event_data.kwargs["outcome"]
+        event_data.kwargs["emit"](
+            Transitioned(
+                at=event_data.kwargs["at"],
+                trigger=outcome.trigger,
+                source=self.source,
+                dest=self.dest,
+                spent=self.charge(trajectory),
+                limit=outcome.limit,
+                detail=outcome.detail,
+                stop_reason=(self.stop_reason or outcome.stop_reason) if self.final else None,
+                row=self.row,
+            )
+        )
+
+
+class _Machine(transitions.Machine):
+    transition_cls = _Transition
+
+
+Charge = Callable[[Trajectory], dict[str, int]]
+
+
+class AgentMachine:
+    """The compiled transition table of one agent, shared by all its trajectories."""
+
+    def __init__(self, graph: AgentGraph) -> None:
+        self.graph = graph
+        self._machine = _Machine(
+            model=None,
+            states=list(dict.fromkeys([*graph.states, TERMINATED])),
+            initial=graph.initial,
+            auto_transitions=False,
+            send_event=True,
+        )
+        self.spends: Mapping[str, str | None] = {
+            state: handler_spec(graph.handler_of(state)).spends for state in graph.working_states
+        }
+        """The limit that each working state's handler is charged for on entry."""
+        self._places = {id(row): place for place, row in enumerate(graph.transitions)}
+        own = {name for name, bound in graph.limits.model_dump().items() if bound is not None}
+        self._limits = own | {"max_visits", "context_tokens"}  # the engine's window bounds every context
+        for state in graph.working_states:
+            self._add_rows(state)
+
+    def _add_rows(self, state: str) -> None:
+        triggers = dict.fromkeys([row.trigger for row in self.graph.transitions] + list(IMPLICIT_TRIGGERS))
+        for trigger in triggers:
+            if trigger != "cancelled":  # the one trigger that no row may take
+                for row in self.graph.rows_of(state, trigger):
+                    self._add(state, row)
+            if trigger in IMPLICIT_TRIGGERS:
+                self._machine.add_transition(
+                    trigger, state, TERMINATED, charge=_nothing, final=True
+                )  # nothing the user wrote holds
+
+    def _add(self, state: str, row: Row) -> None:
+        self._machine.add_transition(
+            row.trigger,
+            state,
+            row.dest,
+            conditions=[self._routable, *map(self._condition, row.conditions)],
+            unless=[self._condition(predicate) for predicate in row.unless],
+            stop_reason=row.stop_reason,
+            charge=_nothing if self.graph.is_final(row.dest) else self.charge_of(row.dest),
+            final=self.graph.is_final(row.dest),
+            row=self._places.get(id(row)),  # `on_error` is written at its state, and is in no list
+        )
+
+    def _condition(self, predicate: Any) -> Callable[[Any], bool]:
+        holds = compile_predicate(predicate, self.graph)
+
+        def condition(event_data: Any) -> bool:
+            try:
+                return bool(holds(event_data.model, event_data.kwargs["outcome"]))
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # one that calls sys.exit fails its trajectory, not the run
+                raise PredicateFailed(f"predicate '{predicate.name}': {describe(error)}") from error
+
+        return condition
+
+    def _routable(self, event_data: Any) -> bool:
+        """Say whether a user row may be tried at all.
+
+        A limit may be routed once, and only one that the agent itself sets (the proof knows of no other); nothing may
+        be after the rows themselves have failed.
+        """
+        if not event_data.kwargs["routed"]:
+            return False
+        limit: str | None = event_data.kwargs["outcome"].limit
+        if limit is None:
+            return True
+        trajectory: Trajectory = event_data.model
+        return limit in self._limits and routing_key(limit, trajectory.state) not in trajectory.routed
+
+    def charge_of(self, state: str) -> Charge:
+        """Return what entering the working state ``state`` costs, as a function of the trajectory that enters."""
+        spends = self.spends[state]
+        return _nothing if spends is None else partial(_spend, spends)
+
+    def fire(self, trajectory: Trajectory, outcome: Outcome, *, at: float, emit: Emit) -> None:
+        """Fire the first row that takes ``outcome.trigger`` in the present state: emits one ``Transitioned``.
+
+        A trigger without any row that holds, and a predicate that raises, become ``failed`` in the same state; if that
+        cannot be routed either, the trajectory ends.
+        """
+        try:
+            if self._fire(trajectory, outcome, at, emit, routed=True):
+                return
+            failed = Outcome(
+                "failed", error="NoRow", detail=f"no row takes '{outcome.trigger}' in state '{trajectory.state}'"
+            )
+        except PredicateFailed as error:
+            failed = Outcome("failed", error="PredicateFailed", detail=str(error))
+        try:
+            # A limit that was reached stays reached: were its failed routing routed, the proof would not know of it.
+            self._fire(trajectory, failed, at, emit, routed=outcome.limit is None)
+        except PredicateFailed:  # in the rows for `failed` themselves
+            self._fire(trajectory, failed, at, emit, routed=False)
+
+    def _fire(self, trajectory: Trajectory, outcome: Outcome, at: float, emit: Emit, *, routed: bool) -> bool:
+        event = self._machine.events.get(outcome.trigger)
+        if event is None or trajectory.state not in event.transitions:
+            return False
+        return bool(event.trigger(trajectory, outcome=outcome, at=at, emit=emit, routed=routed))
+
+
+def _nothing(trajectory: Trajectory) -> dict[str, int]:
+    return {}
+
+
+def _spend(limit: str, trajectory: Trajectory) -> dict[str, int]:
+    return {limit: max(1, len(trajectory.attempts)) if limit == "tool_calls" else 1}

@@ -1,0 +1,141 @@
+"""The termination proof: the longest run that an agent can have, found before it runs.
+
+Invariant: whatever engines, tools, users and predicates do, no trajectory of a verified agent exceeds its
+:class:`Bound`. Where ``exact`` is true, some choice of outcomes attains ``transitions``.
+
+What a run may do (the contract with :mod:`fsm_rollout.agent.machine` and :mod:`fsm_rollout.agent.limits`):
+
+1. It begins in ``initial``; entering a working state adds one to its visits and at least one to what its handler
+   spends. A limit N is reached when more than N has been spent; ``max_visits`` likewise.
+2. On a visit, ``max_visits`` is checked, then the limit that the handler spends. When one is reached the handler does
+   not run, and ``limit_reached`` is raised. A limit may be reached early at any check, never late: prompts lower
+   limits, a visit may spend more than one. ``max_visits`` is reached exactly.
+3. A handler that runs comes to one of its triggers, or ``failed``, ``timed_out``, ``truncated`` (where it generates),
+   or ``limit_reached`` for a limit that is not counted on entry; a custom handler also for one that it may spend.
+   ``context_tokens`` is always one of them, as the engine has a window.
+4. Each limit is routed by rows once (``max_visits`` once per state); the next time it ends the run. A routed limit
+   stays reached: a state that spends it ends the run, unless it has ``max_visits`` and is thereby exempt.
+5. The first row whose conditions hold fires. Counter predicates are evaluated; the others are free each time they are
+   asked. Without such a row the run ends, which is a transition too.
+
+Agents used as tools are included in every figure but the seconds (they run within their parent's): a call may be any
+of them, and each call is counted at the largest bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fsm_rollout.agent.graph import AgentGraph
+from fsm_rollout.agent.proof_search import Counts, ranking, search
+from fsm_rollout.agent.rules.structure import Structure
+from fsm_rollout.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The most of each thing that one trajectory can come to, each maximised for itself.
+
+    ``None`` is "not bounded by counting": say the calls of one turn where no limit counts them.
+    """
+
+    transitions: int
+    generations: int | None
+    tool_calls: int | None
+    user_turns: int | None
+    response_tokens: int | None
+    wall_seconds: float | None
+    exact: bool
+
+    def __str__(self) -> str:
+        """Format as ``ends within 18 transitions, 8 generations, 4,096 response tokens, 600 s``."""
+        parts = [
+            _counted(self.transitions, "transition"),
+            _counted(self.generations, "generation"),
+            _counted(self.response_tokens, "response token"),
+            "" if self.wall_seconds is None else f"{self.wall_seconds:,g} s",
+        ]
+        within = "within" if self.exact else "within at most"
+        return f"ends {within} {', '.join(part for part in parts if part)}"
+
+
+def _counted(number: int | None, noun: str) -> str:
+    return "" if number is None else f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def prove(graph: AgentGraph, *, situations: int = 40_000) -> Bound:
+    """Return the bound of a verified agent.
+
+    ``situations`` is how many combinations of state, counts and routed limits the search may look at before the
+    coarser ranking bound takes its place.
+
+    Raises:
+        ConfigError: the agent may run for ever (:func:`fsm_rollout.agent.verify.verify` says why).
+    """
+    structure = Structure(graph)
+    bound = _bound(structure, search(structure, situations) or ranking(structure))
+    tools = [tool for tool in graph.tools.values() if tool.agent is not None]
+    if not tools or bound.tool_calls == 0:
+        return bound
+    if bound.tool_calls is None:
+        raise ConfigError(f"agent '{graph.agent}' may run for ever: nothing bounds its calls of other agents")
+    children = [prove(tool.agent, situations=situations) for tool in tools if tool.agent is not None]
+    calls = bound.tool_calls * max(tool.retry.attempts for tool in tools)
+    return replace(
+        bound,
+        transitions=bound.transitions + calls * max(child.transitions for child in children),
+        generations=_plus(bound.generations, calls, [child.generations for child in children]),
+        tool_calls=_plus(bound.tool_calls, calls, [child.tool_calls for child in children]),
+        user_turns=_plus(bound.user_turns, calls, [child.user_turns for child in children]),
+        response_tokens=_plus(bound.response_tokens, calls, [child.response_tokens for child in children]),
+        exact=False,
+    )
+
+
+def _plus(own: int | None, calls: int, each: Sequence[int | None]) -> int | None:
+    known = [number for number in each if number is not None]
+    return None if own is None or len(known) < len(each) else own + calls * max(known)
+
+
+def _bound(structure: Structure, counts: Counts) -> Bound:
+    graph, limits = structure.graph, structure.graph.limits
+    custom = {state for state in counts.ran if structure.is_custom(state)}
+
+    def at_most(limit: str, users: set[str], further: str) -> int | None:
+        """Return what a limit allows to ``users``, who may spend any number in one visit, and ``further`` handlers."""
+        allowed: int | None = getattr(limits, limit)
+        if not users:
+            return 0
+        if allowed is None or any((limit, state) in counts.exempt for state in users):
+            return None
+        alone = [s for s in counts.ran if structure.specs[s].name == further and (limit, s) in counts.exempt]
+        return allowed + sum(graph.states[state].max_visits or 0 for state in alone)
+
+    takers = {state for state in custom if structure.spends(state) == "user_turns"}
+    callers = custom | {state for state in counts.ran if structure.specs[state].name == "call_tools"}
+    return Bound(
+        transitions=counts.transitions,
+        generations=at_most("assistant_turns", custom, "generate") if custom else counts.generations,
+        tool_calls=at_most("tool_calls", callers, ""),
+        user_turns=at_most("user_turns", takers, "interact") if takers else counts.user_turns,
+        response_tokens=None if _outlived(counts, "response_tokens") else limits.response_tokens,
+        wall_seconds=_seconds(graph, counts),
+        exact=counts.exact,
+    )
+
+
+def _outlived(counts: Counts, limit: str) -> set[str]:
+    """Return the states that can run after a limit was routed."""
+    return {state for name, state in counts.exempt if name == limit}
+
+
+def _seconds(graph: AgentGraph, counts: Counts) -> float | None:
+    """Return ``wall_seconds``, and the timeouts of the visits that states may make after it was routed."""
+    total = graph.limits.wall_seconds
+    for state in _outlived(counts, "wall_seconds"):
+        timeout, visits = graph.states[state].timeout, graph.states[state].max_visits
+        if total is None or timeout is None or visits is None:
+            return None
+        total += timeout * visits
+    return total

@@ -1,0 +1,68 @@
+"""What makes sense: the numbered rules that an agent is held to before it runs.
+
+Invariant: an agent with no problems here ends (:func:`fsm_rollout.agent.proof.prove` gives its bound), and every trigger
+that can be raised in it has a row or ends the trajectory by the rules of the machine. All rules are tried; those about
+paths are left out while names are wrong, because what follows from a misspelt name is not worth reading.
+
+| rule | what is wrong |
+|---|---|
+| 1 | a name that is not defined: a state, context, tool, handler, predicate, or a trigger that no state raises |
+| 2 | a state that nothing leads to |
+| 3 | a state from which no rows lead to a final state |
+| 4 | an outcome of a state's handler for which there is no row (the scheduler's own triggers need none) |
+| 5 | a row whose source never raises its trigger |
+| 6 | the last row for an outcome is conditional |
+| 7 | a row that can never fire: an earlier one takes all its cases, or its conditions contradict each other |
+| 8 | a row for ``cancelled`` |
+| 9 | a cycle that spends nothing countable and has no ``max_visits``: it may never end |
+| 10 | a limit that a cycle spends, or agents used as tools need, is not set: it may never end |
+| 11 | a state that waits, with nothing to end the wait |
+| 12 | a predicate's argument |
+| 13 | a ``stop_reason`` on a row that does not end the trajectory |
+| 14 | a tool whose schema cannot be built, an interaction that cannot be imported |
+| 15 | a context of an untrained engine that is to be trained |
+| 16 | a key that means nothing to the state's handler, or one that it needs |
+| 17 | a final state that does things, or that rows leave |
+| 18 | an initial state that is final |
+| 19 | a state that interacts, with nobody to answer |
+| 20 | a prompt that is not a Jinja template |
+| 21 | a row that lets a model speak again right after its own finished turn, with nothing new to answer |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fsm_rollout.agent.graph import AgentGraph
+from fsm_rollout.agent.rules import paths, rows, states
+from fsm_rollout.agent.rules.finding import Finding, in_tools
+from fsm_rollout.agent.rules.names import names
+from fsm_rollout.agent.rules.structure import Structure
+from fsm_rollout.agent.yaml.source_map import SourceMap, in_file_order
+from fsm_rollout.errors import Problem
+
+__all__ = ["Finding", "findings", "names", "verify"]
+
+
+def verify(graph: AgentGraph, source: SourceMap | None = None) -> list[Problem]:
+    """Return every breach of the rules, in file order where ``source`` tells places; none means that it makes sense."""
+    source = source or SourceMap()
+    problems = []
+    for found in findings(graph):
+        text = found.text_line is not None
+        file, line = source.locate_text(found.path, found.text_line or 1) if text else source.locate(found.path)
+        problems.append(Problem(found.message, file, line, found.rule))
+    return in_file_order(problems)
+
+
+def findings(graph: AgentGraph) -> Iterator[Finding]:
+    """Yield every breach of the rules, those of agents used as tools included."""
+    structure = Structure(graph)
+    unknown = list(names(graph, structure, nested=False))
+    yield from unknown
+    for rule in (*rows.RULES, *states.RULES):
+        yield from rule(structure)
+    if not unknown:
+        for rule in paths.RULES:
+            yield from rule(structure)
+    yield from in_tools(graph, findings)

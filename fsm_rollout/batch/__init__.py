@@ -1,0 +1,1 @@
+"""From trajectories to tensors: one row for each trained stream, padded or packed."""

@@ -1,0 +1,320 @@
+"""A batch: the rows of many trajectories as one TensorDict, under the tensor keys that verl uses.
+
+Invariant: nothing is lost in silence. Rows go in whole, and :meth:`TrajectoryBatch.rows` gives them back as they were;
+a row that does not fit the widths asked for is an error unless a policy was named, and then it is counted; a
+trajectory that has no row is listed with its stop reason.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+
+from fsm_rollout.batch.padding import RAGGED_OF, pack, pad, unpack, unpad
+from fsm_rollout.batch.rows import Row, RowId, numbered_states, row_of
+from fsm_rollout.errors import BatchError
+from fsm_rollout.trajectory.trajectory import Trajectory
+
+NON_TENSOR_KEYS = (
+    "group_id",
+    "trajectory_id",
+    "stream",
+    "context",
+    "agent",
+    "stop_reason",
+    "num_turns",
+    "metrics",
+    "turn_scores",
+    "tool_rewards",
+    "extra",
+)
+
+_FACTS = "batch.json"
+"""Beside TensorDict's own files: what is true of the batch and of no row, and how it is stored."""
+
+Overflow = Literal["error", "drop", "truncate"]
+
+
+@dataclass(slots=True, eq=False)
+class TrajectoryBatch:
+    """Rows as tensors. ``B`` rows, prompts of width ``P`` (padded left), responses of width ``R`` (padded right).
+
+    ``tensordict`` holds
+
+    ============================================================  ========  ==========
+    ``prompts``                                                   int64     ``[B, P]``
+    ``responses``, ``response_mask``                              int64     ``[B, R]``
+    ``input_ids``, ``attention_mask``, ``position_ids``           int64     ``[B, P+R]``
+    ``rollout_log_probs``, ``token_level_scores``                 float32   ``[B, R]``
+    ``weight_versions``, ``state_ids`` (both padded with -1)      int32     ``[B, R]``
+    ``trajectory_scores`` (NaN: no score, which is not 0)         float32   ``[B]``
+    ============================================================  ========  ==========
+
+    and, as non-tensors, :data:`NON_TENSOR_KEYS`: one value per row. In a packed batch the two-dimensional keys are
+    jagged ``torch.nested`` tensors without any padding.
+    """
+
+    tensordict: TensorDict
+    pad_id: int
+    state_names: tuple[str, ...] = ()
+    """What ``state_ids`` index."""
+    dropped: tuple[RowId, ...] = ()
+    """Rows left out because they did not fit (or had no trained token left when cut to fit)."""
+    truncated: tuple[RowId, ...] = ()
+    """Rows that are in the batch cut short."""
+    unrowed: dict[str, str | None] = field(default_factory=dict)
+    """Trajectories that have no row, having no trained token: their ids and stop reasons."""
+
+    @classmethod
+    def from_trajectories(
+        cls,
+        trajectories: Iterable[Trajectory],
+        *,
+        pad_id: int,
+        prompt_width: int | None = None,
+        response_width: int | None = None,
+        overflow: Overflow = "error",
+        packed: bool = False,
+        state_names: Sequence[str] = (),
+    ) -> TrajectoryBatch:
+        """Make a batch of every row of ``trajectories``, in their order; sub-agents' are given as trajectories too.
+
+        Without widths, rows are padded to the longest one. ``overflow`` says what becomes of a row that is longer
+        than a width given: ``error``; ``drop`` (listed in ``dropped``); ``truncate`` (prompts lose their beginning,
+        responses their end; listed in ``truncated``, or in ``dropped`` when no trained token is left).
+        ``state_names`` as for :func:`fsm_rollout.batch.rows.rows`. No rows at all make a batch of size 0.
+
+        Raises:
+            BatchError: a row does not fit, a trajectory comes twice, or a score is not a finite float32.
+        """
+        if overflow not in ("error", "drop", "truncate"):
+            raise BatchError(f"overflow must be 'error', 'drop' or 'truncate', got {overflow!r}")
+        given = list(trajectories)
+        _check_distinct(given)
+        names = numbered_states(given, state_names)
+        kept: list[Row] = []
+        dropped: list[RowId] = []
+        truncated: list[RowId] = []
+        unrowed: dict[str, str | None] = {}
+        for trajectory in given:
+            whole = [row_of(trajectory, number, names) for number in range(len(trajectory.streams))]
+            if not any(whole):
+                unrowed[trajectory.trajectory_id] = trajectory.stop_reason
+            for row in filter(None, whole):
+                if overflow == "error" or _fits(row, prompt_width, response_width):
+                    kept.append(row)  # from_rows raises for all that do not fit together
+                    continue
+                cut = (
+                    row_of(trajectory, row.stream, names, prompt_width=prompt_width, response_width=response_width)
+                    if overflow == "truncate"
+                    else None
+                )
+                if cut is None:
+                    dropped.append(row.row_id)
+                else:
+                    kept.append(cut)
+                    truncated.append(row.row_id)
+        batch = cls.from_rows(
+            kept, pad_id=pad_id, prompt_width=prompt_width, response_width=response_width, packed=packed
+        )
+        batch.state_names = names
+        batch.dropped, batch.truncated, batch.unrowed = tuple(dropped), tuple(truncated), unrowed
+        return batch
+
+    @classmethod
+    def from_rows(
+        cls,
+        rows: Sequence[Row],
+        *,
+        pad_id: int,
+        prompt_width: int | None = None,
+        response_width: int | None = None,
+        packed: bool = False,
+    ) -> TrajectoryBatch:
+        """Make a batch of ``rows`` as they are; they share their ``state_names``. Widths as for trajectories.
+
+        Raises:
+            BatchError: a row is longer than a width, or rows number their states differently.
+        """
+        for name, width in (("prompt_width", prompt_width), ("response_width", response_width)):
+            if width is not None and width < 0:
+                raise BatchError(f"{name} must be 0 or more, or None for the longest row, got {width}")
+        misfits = [row for row in rows if not _fits(row, prompt_width, response_width)]
+        if misfits:
+            raise BatchError(_misfit_text(misfits, prompt_width, response_width))
+        if any(row.state_names != rows[0].state_names for row in rows):
+            raise BatchError("rows number their states differently; make them in one call, or give both `state_names`")
+        if packed:
+            values, offsets = ({key: torch.from_numpy(a) for key, a in arrays.items()} for arrays in pack(rows))
+            tensors = _jagged(values, offsets)
+        else:
+            padded = pad(rows, pad_id, prompt_width, response_width)
+            tensors = {key: torch.from_numpy(array) for key, array in padded.items()}
+        tensors["trajectory_scores"] = torch.tensor(
+            [float("nan") if row.score is None else row.score for row in rows], dtype=torch.float32
+        )
+        tensordict = TensorDict(tensors, batch_size=[len(rows)])
+        for key in NON_TENSOR_KEYS:
+            tensordict.set(key, _column([getattr(row, key) for row in rows]))
+        return cls(tensordict, pad_id, rows[0].state_names if rows else ())
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return int(self.tensordict.batch_size[0])
+
+    @property
+    def packed(self) -> bool:
+        """Whether the tensors are jagged instead of padded."""
+        return bool(self.tensordict.get("responses").is_nested)
+
+    def rows(self) -> list[Row]:
+        """Return the rows that the batch was made of: the inverse of :meth:`from_rows`, padded or packed."""
+        tensors = {key: self.tensordict.get(key).cpu() for key in RAGGED_OF}
+        if self.packed:
+            arrays = unpack(
+                {key: tensor.values().numpy() for key, tensor in tensors.items()},
+                {key: tensors[key].offsets().numpy() for key in set(RAGGED_OF.values())},
+            )
+        else:
+            arrays = unpad({key: tensor.numpy() for key, tensor in tensors.items()})
+        columns: dict[str, list[Any]] = {key: self.tensordict.get(key).tolist() for key in NON_TENSOR_KEYS} | arrays
+        scores = self.tensordict.get("trajectory_scores").tolist()
+        return [
+            Row(
+                score=None if math.isnan(score) else score,
+                state_names=self.state_names,
+                **{name: column[i] for name, column in columns.items()},
+            )
+            for i, score in enumerate(scores)
+        ]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the batch to the folder ``path`` through TensorDict's memory maps, and only then take its place.
+
+        A padded batch can also be read with ``TensorDict.load_memmap(path)``. An earlier batch at ``path`` is replaced.
+
+        Raises:
+            BatchError: something other than a saved batch stands at ``path``.
+        """
+        target = Path(path)
+        if target.exists() and not (target / _FACTS).is_file() and (target.is_file() or any(target.iterdir())):
+            raise BatchError(f"{target} exists and is not a saved batch; give another path or remove it")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        try:
+            stored = _unjagged(self.tensordict) if self.packed else self.tensordict
+            stored.memmap(str(draft), copy_existing=True)
+            facts = {
+                "packed": self.packed,
+                "pad_id": self.pad_id,
+                "state_names": self.state_names,
+                "dropped": self.dropped,
+                "truncated": self.truncated,
+                "unrowed": self.unrowed,
+            }
+            (draft / _FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+            draft.chmod(0o755)
+            if target.exists():
+                shutil.rmtree(target)
+            draft.rename(target)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> TrajectoryBatch:
+        """Read what :meth:`save` wrote. Padded tensors stay memory-mapped.
+
+        Raises:
+            BatchError: there is no saved batch at ``path``.
+        """
+        folder = Path(path)
+        try:
+            facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise BatchError(f"{folder} is not a saved batch: {type(error).__name__}: {error}") from error
+        stored = TensorDict.load_memmap(str(folder))
+        by_row = stored.get("rows") if facts["packed"] else stored
+        tensors = {key: value for key, value in by_row.items() if key not in NON_TENSOR_KEYS}
+        if facts["packed"]:
+            tensors |= _jagged(
+                *({key: t.clone() for key, t in stored.get(part).items()} for part in ("values", "offsets"))
+            )
+        tensordict = TensorDict(tensors, batch_size=by_row.batch_size)
+        for key in NON_TENSOR_KEYS:  # TensorDict reads a column of equally long lists as more batch dimensions
+            tensordict.set(key, _column(by_row.get(key).tolist()))
+        return cls(
+            tensordict,
+            facts["pad_id"],
+            tuple(facts["state_names"]),
+            tuple(RowId(*row) for row in facts["dropped"]),
+            tuple(RowId(*row) for row in facts["truncated"]),
+            facts["unrowed"],
+        )
+
+    def __repr__(self) -> str:
+        """Say how many rows, of what shape, and what was left out."""
+        shape = "packed" if self.packed else f"P={self.tensordict['prompts'].shape[1]}"
+        if not self.packed:
+            shape += f", R={self.tensordict['responses'].shape[1]}"
+        left_out = f"{len(self.dropped)} dropped, {len(self.truncated)} truncated, {len(self.unrowed)} without a row"
+        return f"<TrajectoryBatch of {len(self)} rows, {shape}; {left_out}>"
+
+
+def _check_distinct(trajectories: Sequence[Trajectory]) -> None:
+    seen: set[str] = set()
+    for trajectory in trajectories:
+        if trajectory.trajectory_id in seen:
+            raise BatchError(f"trajectory {trajectory.trajectory_id} was given twice; each token has one row at most")
+        seen.add(trajectory.trajectory_id)
+
+
+def _fits(row: Row, prompt_width: int | None, response_width: int | None) -> bool:
+    return (prompt_width is None or len(row.prompt_ids) <= prompt_width) and (
+        response_width is None or len(row.response_ids) <= response_width
+    )
+
+
+def _misfit_text(misfits: Sequence[Row], prompt_width: int | None, response_width: int | None) -> str:
+    row, others = misfits[0], len(misfits) - 1
+    wanted = (
+        f"{name} {width}"
+        for name, width in (("prompt_width", prompt_width), ("response_width", response_width))
+        if width is not None
+    )
+    return (
+        f"row {row.row_id} has a prompt of {len(row.prompt_ids)} and a response of {len(row.response_ids)} tokens, "
+        f"which do not fit {' and '.join(wanted)}"
+        + (f" ({others} more row{'s' * (others > 1)} like it)" if others else "")
+        + "; give wider ones, none, or overflow='drop' or 'truncate'"
+    )
+
+
+def _column(values: Sequence[Any]) -> NonTensorStack | NonTensorData:
+    return NonTensorStack(*values) if values else NonTensorData([], batch_size=[0])  # an empty stack cannot be loaded
+
+
+def _jagged(values: Mapping[str, Any], offsets: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return each key as a nested tensor; keys of one ragged dimension share its offsets, so torch can combine them."""
+    return {key: torch.nested.nested_tensor_from_jagged(flat, offsets[RAGGED_OF[key]]) for key, flat in values.items()}
+
+
+def _unjagged(tensordict: TensorDict) -> TensorDict:
+    """Return a packed batch in a form that TensorDict can map to disk: rows, flat values, and offsets."""
+    return TensorDict(
+        {
+            "rows": tensordict.exclude(*RAGGED_OF),
+            "values": TensorDict({key: tensordict.get(key).values() for key in RAGGED_OF}),
+            "offsets": TensorDict({key: tensordict.get(key).offsets() for key in set(RAGGED_OF.values())}),
+        }
+    )

@@ -1,0 +1,230 @@
+"""Rows: the streams there is something to learn from, cut out of their trajectories as arrays.
+
+Invariant: a row is one stream that has at least one trained token, and all its response arrays have one length. Every
+sampled token of a trained stream is in exactly one row, and nothing here decides anything about a token: ids, mask,
+logprobs, versions and states are read off the stream, scores are put where the events say.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fsm_rollout.errors import BatchError
+from fsm_rollout.trajectory.tokens import Span, TokenStream
+from fsm_rollout.trajectory.trajectory import Stream, Trajectory
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+class RowId(NamedTuple):
+    """Which stream of which trajectory a row is."""
+
+    trajectory_id: str
+    stream: int
+
+    def __str__(self) -> str:
+        """Format as ``trajectory_id/stream``."""
+        return f"{self.trajectory_id}/{self.stream}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """One stream as arrays: a prompt of P tokens, a response of R tokens, and what is known of it.
+
+    ``metrics``, ``turn_scores``, ``tool_rewards``, ``extra`` and ``score`` are the trajectory's and stand in each of
+    its rows; they are plain JSON data.
+    """
+
+    prompt_ids: npt.NDArray[np.int32]
+    """``[P]``"""
+    response_ids: npt.NDArray[np.int32]
+    """``[R]``"""
+    mask: npt.NDArray[np.int8]
+    """``[R]``: 1 exactly on the trained tokens."""
+    logprobs: npt.NDArray[np.float32]
+    """``[R]``: 0.0 on tokens that no engine sampled."""
+    versions: npt.NDArray[np.int32]
+    """``[R]``: the weights that sampled each token, -1 for none."""
+    state_ids: npt.NDArray[np.int32]
+    """``[R]``: index into ``state_names`` of the state that each token comes from."""
+    scores: npt.NDArray[np.float32]
+    """``[R]``: turn scores on the last token of their turn, the trajectory's on the last trained token."""
+    score: float | None
+    """The trajectory's score, as float32 holds it."""
+    state_names: tuple[str, ...]
+    group_id: str
+    trajectory_id: str
+    stream: int
+    """Index of the stream within the trajectory."""
+    context: str
+    agent: str
+    stop_reason: str | None
+    """``None`` when the trajectory is suspended or still under way."""
+    num_turns: int
+    """Messages in the stream, system messages apart."""
+    metrics: dict[str, Any]
+    turn_scores: list[list[Any]]
+    """``[turn, value]`` pairs as they were given; the turn is the index of a generation of the trajectory."""
+    tool_rewards: list[float]
+    extra: dict[str, Any]
+
+    @property
+    def row_id(self) -> RowId:
+        """Which stream of which trajectory this is."""
+        return RowId(self.trajectory_id, self.stream)
+
+    def __eq__(self, other: object) -> bool:
+        """Compare everything, arrays by type and content."""
+        if not isinstance(other, Row):
+            return NotImplemented
+        return all(_same(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+
+    __hash__ = None  # type: ignore[assignment]  # arrays are mutable
+
+
+def _same(a: object, b: object) -> bool:
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return a.dtype == b.dtype and np.array_equal(a, b)
+    return a == b
+
+
+def rows(trajectories: Iterable[Trajectory], *, state_names: Sequence[str] = ()) -> list[Row]:
+    """Return the rows of ``trajectories``, in the order in which they and their streams come.
+
+    ``state_names`` numbers the states (say the graph's, so that the numbers are the same for every batch); states it
+    leaves out follow in alphabetical order. A sub-agent's trajectory is given as one of its own.
+
+    Raises:
+        BatchError: a score is not a finite float32.
+    """
+    given = list(trajectories)
+    names = numbered_states(given, state_names)
+    found = (row_of(trajectory, number, names) for trajectory in given for number in range(len(trajectory.streams)))
+    return [row for row in found if row is not None]
+
+
+def numbered_states(trajectories: Iterable[Trajectory], first: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return ``first``, then every other state that some response token comes from, in alphabetical order."""
+    seen = {
+        span.state
+        for trajectory in trajectories
+        for stream in trajectory.streams
+        if stream.tokens.trained_length
+        for span in stream.tokens.spans[1:]
+    }
+    return (*dict.fromkeys(first), *sorted(seen.difference(first)))
+
+
+def row_of(
+    trajectory: Trajectory,
+    number: int,
+    state_names: tuple[str, ...],
+    *,
+    prompt_width: int | None = None,
+    response_width: int | None = None,
+) -> Row | None:
+    """Return stream ``number`` of ``trajectory`` as a row, or ``None`` when it has no trained token.
+
+    With widths, the prompt is cut on the left and the response on the right. A turn that is cut short has its score
+    on the last of its tokens that is left, and the trajectory's goes to the last trained token that is left.
+
+    Raises:
+        BatchError: a score is not a finite float32.
+    """
+    stream = trajectory.streams[number]
+    tokens = stream.tokens
+    mask = tokens.response_mask()[:response_width]
+    trained = np.flatnonzero(mask)
+    if not len(trained):
+        return None
+    prompt_ids = tokens.prompt_ids()
+    cut = 0 if prompt_width is None else max(0, len(prompt_ids) - prompt_width)
+    return Row(
+        prompt_ids=prompt_ids[cut:],
+        response_ids=tokens.response_ids()[:response_width],
+        mask=mask,
+        logprobs=tokens.response_logprobs()[:response_width],
+        versions=tokens.response_versions()[:response_width],
+        state_ids=tokens.response_states({name: i for i, name in enumerate(state_names)})[:response_width],
+        scores=_token_scores(trajectory, tokens, len(mask), int(trained[-1])),
+        score=None if trajectory.score is None else float(np.float32(_finite(trajectory.score, trajectory))),
+        state_names=state_names,
+        group_id=trajectory.group_id,
+        trajectory_id=trajectory.trajectory_id,
+        stream=number,
+        context=stream.context,
+        agent=trajectory.agent,
+        stop_reason=trajectory.stop_reason,
+        num_turns=turns_of(stream),
+        metrics=metrics_of(trajectory),
+        turn_scores=[list(pair) for pair in trajectory.turn_scores],
+        tool_rewards=list(trajectory.tool_rewards),
+        extra=plain(trajectory.extra),
+    )
+
+
+def _token_scores(
+    trajectory: Trajectory, tokens: TokenStream, length: int, last_trained: int
+) -> npt.NDArray[np.float32]:
+    ends = {span.turn: end - 1 for span, end in _sampled_within(tokens, length)}
+    sums: dict[int, float] = {}  # added up in double precision, rounded once
+    for turn, value in trajectory.turn_scores:
+        if turn in ends:
+            sums[ends[turn]] = sums.get(ends[turn], 0.0) + _finite(value, trajectory)
+    if trajectory.score is not None:
+        sums[last_trained] = sums.get(last_trained, 0.0) + trajectory.score
+    scores = np.zeros(length, dtype=np.float32)
+    for position, value in sums.items():
+        scores[position] = _finite(value, trajectory)
+    return scores
+
+
+def _sampled_within(tokens: TokenStream, length: int) -> Iterator[tuple[Span, int]]:
+    """Yield each sampled span that begins within the first ``length`` response tokens, with its end there."""
+    for span in tokens.sampled():
+        if span.start - tokens.prompt_length < length:
+            yield span, min(span.end - tokens.prompt_length, length)
+
+
+def _finite(value: float, trajectory: Trajectory) -> float:
+    if not math.isfinite(value) or abs(value) > FLOAT32_MAX:
+        raise BatchError(
+            f"trajectory {trajectory.trajectory_id} has a score of {value}, which a float32 cannot hold; "
+            "a reward must be a finite number, or None for no score"
+        )
+    return value
+
+
+def turns_of(stream: Stream) -> int:
+    """Return the number of messages in a stream, system messages apart."""
+    return sum(message["role"] != "system" for message in stream.messages)
+
+
+def metrics_of(trajectory: Trajectory) -> dict[str, Any]:
+    """Return a trajectory's figures: seconds, calls, tokens. ``wall_seconds`` is ``None`` until it has ended."""
+    return {
+        "generate_seconds": trajectory.generate_seconds,
+        "tool_seconds": trajectory.tool_seconds,
+        "tool_calls": trajectory.calls_seen,
+        "tool_failures": trajectory.calls_failed,
+        "tokens": trajectory.response_tokens,
+        "trained_tokens": trajectory.trained_tokens,
+        "guarded": trajectory.guarded,
+        "wall_seconds": trajectory.wall_seconds,
+    }
+
+
+def plain(extra: Mapping[str, object]) -> dict[str, Any]:
+    """Return a copy of a prompt's extra fields as JSON holds it, so that a saved batch equals the one in memory.
+
+    Tuples become lists, keys text, and what JSON does not know its ``repr``.
+    """
+    copy: dict[str, Any] = json.loads(json.dumps(dict(extra), default=repr))
+    return copy

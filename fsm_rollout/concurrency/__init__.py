@@ -1,0 +1,1 @@
+"""Time, threads, cancellation and Ray's session: what every other room may wait with."""

@@ -1,0 +1,195 @@
+"""One Ray for a process: joined where there is one, started where there is none.
+
+Invariant: nothing waits longer than a stated time for a Ray that is not there, and a message says what to try. Ray is
+imported when it is asked for, so this module costs nothing to those who do not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import os
+import socket
+import threading
+import time
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from typing import Any
+
+from fsm_rollout.concurrency.interruptible import wait_for
+from fsm_rollout.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+CONNECT = 5.0
+"""Seconds that a Ray cluster's address has to answer in."""
+_FRAME_HEAD, _SETTINGS = 9, 4
+"""The bytes of the head of an HTTP/2 frame, and the number of its kind that opens a connection."""
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0])
+_lock = threading.Lock()
+
+
+def import_ray() -> Any:
+    """Return the module ``ray``.
+
+    Raises:
+        EngineError: it is not installed.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise EngineError(
+            f"placement 'ray' needs Ray ({error}); install it with pip install 'fsm-rollout[ray]', or use placement "
+            "'local'"
+        ) from error
+    return ray
+
+
+def connect(address: str | None = None) -> bool:
+    """Make sure that Ray is there; return whether it was started or joined here, and hence is the caller's to leave.
+
+    Args:
+        address: of a cluster (``auto``: the one on this machine; ``ray://host:port``: through Ray's client), or
+            ``local`` for a Ray of our own; default: what is connected, else ``RAY_ADDRESS``, else ``local``.
+
+    Raises:
+        EngineError: Ray is not installed, or cannot be reached, or this process has another one; says what to try. That
+            takes :data:`CONNECT` seconds, or Ray's own 30 where another service of Ray's listens.
+        CancelledError: the task that waits here was cancelled.
+    """
+    ray = import_ray()
+    done: Future[bool] = Future()
+    # Ray's processes die with the thread that started them, and the caller's may be gone before they are needed.
+    threading.Thread(target=_start, args=(ray, address, done), name="fsm-rollout-ray", daemon=True).start()
+    try:
+        return wait_for(done)
+    except BaseException:
+        if not done.cancel() and done.exception() is None and done.result():
+            ray.shutdown()  # it was there just before the caller was interrupted
+        raise
+
+
+def _start(ray: Any, address: str | None, done: Future[bool]) -> None:
+    """Start or join Ray, unless it is there, and stay for as long as the process does."""
+    with _lock:
+        ours = False
+        try:
+            if ray.is_initialized():
+                _check_same(ray, address)
+            else:
+                _init(ray, address or os.environ.get("RAY_ADDRESS") or "local")
+                ours = True
+        except BaseException as error:
+            with suppress(InvalidStateError):
+                done.set_exception(error)
+            return
+        if done.set_running_or_notify_cancel():
+            done.set_result(ours)
+        elif ours:
+            ray.shutdown()  # nobody waits for it any more
+            return
+    if ours:
+        threading.Event().wait()
+
+
+def _check_same(ray: Any, address: str | None) -> None:
+    """Check that what is connected is what was asked for.
+
+    Raises:
+        EngineError: it is another cluster.
+    """
+    if address is None or address == "auto":
+        return
+    there = ray.get_runtime_context().gcs_address
+    try:
+        host, port = _host_and_port(there)
+        if address == "local":  # one on this machine
+            same = bool(_addresses(ray, host) & _addresses(ray, "localhost"))
+        else:
+            wanted, wanted_port = _host_and_port(address)
+            through_client = address.startswith("ray://")  # at a port of its own
+            same = bool(_addresses(ray, host) & _addresses(ray, wanted)) and (through_client or port == wanted_port)
+    except (OSError, ValueError) as error:
+        raise EngineError(f"Ray's address '{address}' is wrong: {error}; correct it, or leave it out") from None
+    if not same:
+        raise EngineError(
+            f"asked for the Ray at '{address}', but this process is connected to the one at '{there}', and can be to "
+            f"one only; call ray.shutdown() first, or leave the address out to use what is connected"
+        )
+
+
+def _addresses(ray: Any, host: str) -> set[str]:
+    """Return the addresses of a host; Ray and its users call this machine by several."""
+    found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+    here = {"127.0.0.1", "::1", ray.util.get_node_ip_address()}
+    return found | here if found & here else found
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError("an address is 'auto', host:port or ray://host:port")
+    return host.strip("[]"), int(port)
+
+
+def _init(ray: Any, address: str) -> None:
+    if address.startswith("ray://") and importlib.util.find_spec("grpc") is None:
+        raise EngineError(
+            f"'{address}' is reached through Ray's client, which is not installed; pip install 'ray[client]', or give "
+            f"the address of the cluster itself (host:port)"
+        )
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    try:
+        if address == "local":
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            started = time.monotonic()
+            ray.init(address="local", include_dashboard=False, **quiet)
+            logger.info("started a local Ray in %.1f s", time.monotonic() - started)
+        else:
+            if address != "auto":
+                _knock(address)
+            ray.init(address=address, **quiet)
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        said = str(error).strip()
+        why = said.splitlines()[-1] if "Traceback" in said else said  # Ray's client shows what the server printed
+        raise EngineError(
+            f"no Ray could be reached at '{address}': {why}; start one there (ray start --head), correct the "
+            f"address (engine: {{ray: {{address: …}}}}, or RAY_ADDRESS), or leave it out for a Ray of this run's own"
+        ) from error
+
+
+def _knock(address: str) -> None:
+    """See whether a Ray may listen at ``host:port``, because Ray itself takes long to find out that none does.
+
+    Whatever Ray has there speaks gRPC, and that begins with a settings frame of HTTP/2 from either side.
+    """
+    with socket.create_connection(_host_and_port(address), timeout=CONNECT) as connection:
+        if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+            return
+        try:
+            connection.sendall(_PREFACE)
+            with connection.makefile("rb") as answer:
+                frame = answer.read(_FRAME_HEAD)
+        except TimeoutError:
+            raise OSError(f"what listens there says nothing for {CONNECT:g} s") from None
+        if len(frame) < _FRAME_HEAD or frame[3] != _SETTINGS:
+            said = f"answers {frame!r}" if frame else "hangs up"
+            raise OSError(f"what listens there is no Ray: asked in Ray's protocol (gRPC) it {said}")
+
+
+async def answer_to(reference: Any) -> Any:
+    """Return the result of a call, or raise its error.
+
+    Who gives this wait up leaves the call alone: Ray's client dies of an answer to a call that was cancelled here.
+    """
+    loop, come = asyncio.get_running_loop(), asyncio.Event()
+
+    def tell(_: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(come.set)
+
+    future = reference.future()
+    future.add_done_callback(tell)
+    await come.wait()
+    return future.result()

@@ -1,0 +1,111 @@
+"""The answers of one dispatch on their way from an engine to whoever iterates over them.
+
+Invariant: chunks come out in the order in which they went in, until every request has had its last one; then the
+iteration ends. Closing the iteration early tells the engine which requests nobody listens to any more, so none goes on
+sampling unheard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Container, Iterable, Sequence
+
+import numpy as np
+
+from fsm_rollout.engines.protocol import Chunk, Request
+from fsm_rollout.errors import EngineError
+from fsm_rollout.trajectory.tokens import Ids, Logprobs
+
+NO_IDS = Ids("i")
+NO_LOGPROBS = Logprobs("f")
+
+
+def refusal(request: Request, max_context: int, vocabulary: int | None = None) -> str | None:
+    """Return the ``error`` of a request that no engine can serve, or ``None`` for a good one.
+
+    A model that is given a token beyond its ``vocabulary`` fails with all that it computes beside, or for good.
+    """
+    if len(request.ids) + 1 > max_context:
+        return (
+            f"PromptTooLong: {len(request.ids)} tokens and one to sample do not fit into a window of {max_context}; "
+            f"shorten the prompt, set limits.context_tokens, or reset the context"
+        )
+    if not len(request.ids):
+        return "EngineError: a request has no ids; give at least one token to go on from"
+    if request.sampling.max_tokens < 1:
+        return f"EngineError: max_tokens is {request.sampling.max_tokens}; ask for at least one token"
+    if vocabulary is not None:
+        highest = int(np.frombuffer(request.ids, np.uint32).max())  # a negative one is very high
+        if highest >= vocabulary:
+            return (
+                f"EngineError: token {np.uint32(highest).astype(np.int32)} is none of the model's {vocabulary}; is the "
+                f"tokenizer that of it?"
+            )
+    return None
+
+
+def check_unique(requests: Sequence[Request], under_way: Container[str]) -> None:
+    """Check that no id is used twice.
+
+    Raises:
+        EngineError: an id is under way already, or twice in the dispatch.
+    """
+    seen: set[str] = set()
+    for request in requests:
+        if request.request_id in under_way or request.request_id in seen:
+            raise EngineError(f"request id '{request.request_id}' is under way already; give every request its own")
+        seen.add(request.request_id)
+
+
+class Answers:
+    """The chunks of one dispatch. Belongs to one event loop; only :meth:`__aiter__`'s consumer awaits it."""
+
+    def __init__(self, request_ids: Iterable[str], abandon: Callable[[list[str]], object]) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._open = dict.fromkeys(request_ids)
+        self._chunks: deque[Chunk] = deque()
+        self._error: EngineError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._abandon = abandon
+
+    @property
+    def request_ids(self) -> list[str]:
+        """The requests that have not had their last chunk yet, in the order of the dispatch."""
+        return list(self._open)
+
+    def put(self, chunk: Chunk) -> None:
+        """Add a chunk. One that follows its request's last is dropped: nobody listens."""
+        if chunk.request_id not in self._open:
+            return
+        if chunk.finish_reason is not None:
+            del self._open[chunk.request_id]
+        self._chunks.append(chunk)
+        self._wake()
+
+    def fail(self, error: EngineError) -> None:
+        """End the iteration with ``error``, after the chunks that are there."""
+        self._error = error
+        self._open.clear()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def __aiter__(self) -> AsyncGenerator[Chunk, None]:
+        """Yield the chunks; raise the error given to :meth:`fail`."""
+        try:
+            while True:
+                while self._chunks:
+                    yield self._chunks.popleft()
+                if self._error is not None:
+                    raise self._error
+                if not self._open:
+                    return
+                self._waiter = self.loop.create_future()
+                await self._waiter
+        finally:
+            abandoned, self._open = list(self._open), {}
+            if abandoned:
+                self._abandon(abandoned)

@@ -1,0 +1,432 @@
+"""Dispatch: every generate request made in one flush of the event loop goes to the engine in one call.
+
+Invariants: a flush is not a barrier (no request waits for another's end); every submitted request's ticket ends exactly
+once, whatever the engine does; every token that the engine streamed for a request is in its ticket, in order. A failed
+engine call is tried again from the tokens already streamed, so nothing sampled is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from array import array
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, SupportsIndex
+
+from fsm_rollout.concurrency.deadline import Deadline, being_cancelled
+from fsm_rollout.engines.protocol import FOR_GOOD, Chunk, Engine, Request
+from fsm_rollout.errors import EngineError, PromptTooLong
+from fsm_rollout.trajectory.tokens import LAST_VERSION, Ids, Logprobs
+
+if TYPE_CHECKING:
+    import torch
+
+    from fsm_rollout.chat import ChatTemplate
+
+    Weights = str | Path | Mapping[str, torch.Tensor]
+
+logger = logging.getLogger(__name__)
+
+ABORT_GRACE = 10.0
+"""Seconds that an aborted request's last tokens are waited for (and that the engine has to take the abort)."""
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One request on its way: what has been streamed for it so far, and how it ended."""
+
+    request: Request
+    submitted_at: float
+    deadline: Deadline | None = None
+    """The timeout of the visit that waits for it: stands still while queued, and while the engine is paused."""
+    ids: Ids = field(default_factory=lambda: array("i"))
+    logprobs: Logprobs = field(default_factory=lambda: array("f"))
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """Run lengths ``(tokens, weight version)`` over ``ids``."""
+    finish_reason: str | None = None
+    error: EngineError | None = None
+    admitted_at: float | None = None
+    attempt: int = 1
+    request_id: str = ""
+    cached_tokens: int = 0
+    replica: str = ""
+    aborted: bool = False
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    holds: int = 0
+    heard: bool = False
+    """Whether the present try has had a chunk."""
+    waits: bool = False
+    """Whether nobody works on it: between two tries, or as the engine says; the deadline stands still meanwhile."""
+    watch: asyncio.TimerHandle | None = None
+    """Gives the try up when the engine says nothing of it for too long; gone with the first chunk."""
+
+    def stop_watch(self) -> None:
+        """Wait no longer for a first chunk."""
+        if self.watch is not None:
+            self.watch.cancel()
+            self.watch = None
+
+    def hold(self) -> None:
+        """Let the deadline stand still for one more reason."""
+        if self.deadline is not None and not self.done.is_set():
+            self.holds += 1
+            self.deadline.hold()
+
+    def release(self) -> None:
+        """Take one reason back."""
+        if self.deadline is not None and self.holds:
+            self.holds -= 1
+            self.deadline.run()
+
+    def wait(self) -> None:
+        """Let the deadline stand still until the next chunk, if the request has been admitted; until then it does."""
+        if self.admitted_at is not None and not self.waits:
+            self.waits = True
+            self.hold()
+
+    def take(self, chunk: Chunk, now: float) -> None:
+        """Append one chunk.
+
+        Raises:
+            EngineError: its logprobs are not as many as its ids or not all finite, its finish reason is none, or it
+                would exceed what was asked for.
+        """
+        self.stop_watch()
+        if chunk.finish_reason not in (None, "stop", "length", "abort"):
+            raise EngineError(f"the engine ended request {chunk.request_id} with {chunk.finish_reason!r}")
+        if not math.isfinite(sum(chunk.logprobs)):
+            raise EngineError(f"the engine returned a logprob that is no finite number (request {chunk.request_id})")
+        if len(chunk.ids) != len(chunk.logprobs):
+            raise EngineError(
+                f"the engine returned {len(chunk.ids)} tokens with {len(chunk.logprobs)} logprobs for request "
+                f"{chunk.request_id}; there must be one logprob per token"
+            )
+        if len(self.ids) + len(chunk.ids) > self.request.sampling.max_tokens:
+            raise EngineError(
+                f"the engine returned more than the {self.request.sampling.max_tokens} tokens asked for "
+                f"(request {chunk.request_id})"
+            )
+        if self.admitted_at is None:
+            self.admitted_at = now
+            self.release()
+        if chunk.waits:
+            self.wait()
+        elif self.waits:
+            self.waits = False
+            self.release()
+        self.heard = True
+        if len(chunk.ids):
+            self.ids.extend(chunk.ids)
+            self.logprobs.extend(chunk.logprobs)
+            if self.versions and self.versions[-1][1] == chunk.weight_version:
+                self.versions[-1] = (self.versions[-1][0] + len(chunk.ids), chunk.weight_version)
+            else:
+                self.versions.append((len(chunk.ids), chunk.weight_version))
+        self.cached_tokens = max(self.cached_tokens, chunk.cached_tokens)
+        self.replica = chunk.replica or self.replica
+
+    def end(self, finish_reason: str, error: EngineError | None = None) -> None:
+        """Close the ticket; only the first call counts."""
+        if not self.done.is_set():
+            self.finish_reason = finish_reason
+            self.error = error
+            self.done.set()
+            self.stop_watch()
+            while self.holds:
+                self.release()
+
+
+class Dispatcher:
+    """The only way to one engine. All methods are called on the scheduler's event loop."""
+
+    def __init__(
+        self, engine: Engine, *, attempts: int = 3, backoff: float = 0.1, queue_timeout: float = 600.0
+    ) -> None:
+        self.engine = engine
+        self.attempts = attempts
+        self.backoff = backoff
+        self.queue_timeout = queue_timeout
+        self.dispatches = 0
+        """Engine calls so far."""
+        self.requests = 0
+        """Requests submitted so far; over ``dispatches`` it is the mean batch."""
+        self.paused = False
+        self.chats: dict[object, ChatTemplate] = {}
+        """The chat templates of this engine's model, by settings."""
+        self._waiting: list[Ticket] = []
+        self._warned: set[str | None] = set()
+        """The kinds of failures that have been told of."""
+        self._tickets: dict[str, Ticket] = {}
+        """The tickets that the engine has, or is about to get, by the request id of the present try."""
+        self._asked: set[str] = set()
+        """The request ids that the engine may still have: also of tickets that it did not end in time."""
+        self._open: dict[Ticket, None] = {}
+        """All tickets that have not ended, in order: also those between two tries."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._updating = asyncio.Lock()
+        self._holding = asyncio.Lock()
+        self._reasons: set[str] = set()
+        """Why the engine is paused."""
+        self._told = False
+
+    def submit(self, request: Request, deadline: Deadline | None = None) -> Ticket:
+        """Queue one request for the next flush and return its ticket; ``deadline`` runs from its first chunk.
+
+        The engine knows it by another id where its own is under way already.
+        """
+        request_id = self._free_id(request.request_id)
+        ticket = Ticket(request, asyncio.get_running_loop().time(), deadline, request_id=request_id)
+        ticket.hold()
+        if self.paused:
+            ticket.hold()
+            self._tell_of_sleep()
+        self.requests += 1
+        self._open[ticket] = None
+        self._enqueue(ticket)
+        return ticket
+
+    def _tell_of_sleep(self) -> None:
+        if "asleep" in self._reasons and not self._told:
+            self._told = True
+            logger.warning("the engine is asleep: generations wait until it is woken")
+
+    async def pause(self, reason: str = "asked") -> None:
+        """Let the engine sample nothing until :meth:`resume`; timeouts of what waits for it stand still.
+
+        ``reason``: it goes on when every reason has been taken back.
+        """
+        async with self._holding:
+            self._reasons.add(reason)
+            if not self.paused:
+                self.paused = True
+                for ticket in self._open:
+                    ticket.hold()
+                    ticket.stop_watch()
+                try:
+                    await self.engine.pause()
+                except BaseException:
+                    self._reasons.discard(reason)
+                    self._go_on()
+                    raise
+
+    async def resume(self, reason: str = "asked") -> None:
+        """Take a reason for :meth:`pause` back, and go on if it was the last."""
+        async with self._holding:
+            self._reasons.discard(reason)
+            if self.paused and not self._reasons:
+                try:
+                    await self.engine.resume()
+                finally:  # an engine that cannot go on has failed; then at least the clocks do
+                    self._go_on()
+
+    def _go_on(self) -> None:
+        self.paused = self._told = False
+        for ticket in self._open:
+            ticket.release()
+            if ticket.request_id in self._tickets and ticket not in self._waiting and not ticket.heard:
+                self._watch(ticket)
+
+    async def update_weights(self, weights: Weights, version: int | None = None) -> int:
+        """Load new weights (a model folder, or tensors by name) while everything waits; return their version.
+
+        Generations under way go on afterwards, and timeouts stand still meanwhile; tools and interactions go on all
+        the time.
+
+        Raises:
+            EngineError: they are neither, or older than the present ones, or ``version`` is no int32; or the engine
+                could not load them. It goes on with the old ones.
+        """
+        if not isinstance(weights, Mapping | str | PathLike):
+            raise EngineError(f"new weights are a model's folder, or tensors by name; got a {type(weights).__name__}")
+        coming = self.engine.weight_version + 1 if version is None else version
+        if not isinstance(coming, SupportsIndex) or coming.__index__() > LAST_VERSION:
+            raise EngineError(f"weight versions are whole numbers up to {LAST_VERSION:,}, got {coming!r}")
+        version = None if version is None else version.__index__()  # NumPy has whole numbers of its own
+        if coming < self.engine.weight_version:
+            raise EngineError(f"weights of version {coming} cannot follow version {self.engine.weight_version}")
+        async with self._updating:
+            await self.pause("update")
+            try:
+                return await self.engine.update_weights(weights, version)
+            finally:
+                await self.resume("update")
+
+    def sampling_since(self) -> dict[tuple[str, str], int]:
+        """Return, by trajectory and context, the oldest weight version among the tokens of generations under way."""
+        oldest: dict[tuple[str, str], int] = {}
+        for ticket in self._open:
+            for _, version in ticket.versions:
+                name = ticket.request.trajectory_id, ticket.request.context
+                oldest[name] = min(version, oldest.get(name, version))
+        return oldest
+
+    def _free_id(self, request_id: str, number: int = 1) -> str:
+        """Return an id that nothing goes by which is under way, or which an engine slow to abort still has."""
+        name = request_id if number == 1 else f"{request_id}#{number}"
+        while name in self._tickets or name in self._asked:
+            number += 1
+            name = f"{request_id}#{number}"
+        return name
+
+    def _enqueue(self, ticket: Ticket) -> None:
+        self._tickets[ticket.request_id] = ticket
+        self._waiting.append(ticket)
+        if len(self._waiting) == 1:
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        tickets = self._waiting.copy()
+        self._waiting.clear()
+        if tickets:
+            self._spawn(self._serve(tickets))
+
+    def _spawn(self, coroutine: Coroutine[object, object, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _watch(self, ticket: Ticket) -> None:
+        """Give the present try up when the engine says nothing of it for ``queue_timeout`` (a paused one may be)."""
+        ticket.stop_watch()
+        if not self.paused:
+            loop = asyncio.get_running_loop()
+            ticket.watch = loop.call_later(self.queue_timeout, self._silent, ticket, ticket.request_id)
+
+    def _silent(self, ticket: Ticket, request_id: str) -> None:
+        self._spawn(self._abort_quietly([request_id]))
+        self._failed(ticket, EngineError(f"the engine sent nothing for {self.queue_timeout:g} s; is it alive?"))
+
+    async def _serve(self, tickets: Sequence[Ticket]) -> None:
+        """Run one engine call to its end and route its chunks."""
+        loop = asyncio.get_running_loop()
+        for ticket in tickets:
+            if ticket.aborted:  # since the flush: the engine has been told, and knew nothing of it
+                self._end(ticket, "abort")
+        tickets = [ticket for ticket in tickets if not ticket.done.is_set()]
+        if not tickets:
+            return
+        self.dispatches += 1
+        asked = {ticket.request_id for ticket in tickets}
+        self._asked |= asked
+        open_ids = dict.fromkeys(ticket.request_id for ticket in tickets)  # in order: a set's differs by process
+        failure: EngineError | None = None
+        for ticket in tickets:
+            ticket.heard = False
+            self._watch(ticket)
+        try:
+            async for chunk in self.engine.generate([self._ask(ticket) for ticket in tickets]):
+                told = self._tickets.get(chunk.request_id)
+                if told is None or chunk.request_id not in open_ids:
+                    logger.warning("the engine answered an unknown or ended request %r", chunk.request_id)
+                elif self._route(told, chunk, loop.time()):
+                    open_ids.pop(chunk.request_id, None)
+                if chunk.finish_reason is not None:
+                    self._asked.discard(chunk.request_id)
+        except (Exception, asyncio.CancelledError) as error:  # whatever an engine raises is the engine's failure
+            if isinstance(error, asyncio.CancelledError) and being_cancelled():
+                raise
+            name = type(error).__name__
+            failure = error if isinstance(error, EngineError) else EngineError(f"{name}: {error}", kind=name)
+        self._asked -= asked
+        for ticket in [self._tickets[request_id] for request_id in open_ids if request_id in self._tickets]:
+            self._failed(ticket, failure or EngineError(f"the engine never finished request {ticket.request_id}"))
+
+    def _ask(self, ticket: Ticket) -> Request:
+        if ticket.request_id == ticket.request.request_id:
+            return ticket.request
+        return ticket.request.continued(ticket.ids, ticket.request_id)
+
+    def _route(self, ticket: Ticket, chunk: Chunk, now: float) -> bool:
+        """Give a chunk to its ticket; return whether this engine call is over for it."""
+        try:
+            ticket.take(chunk, now)
+        except EngineError as error:
+            self._spawn(self._abort_quietly([ticket.request_id]))
+            self._end(ticket, "abort", error)  # not tried again: an engine that miscounts would do so again
+            return True
+        if chunk.error is not None:
+            if chunk.error.startswith("PromptTooLong"):
+                self._end(ticket, "abort", PromptTooLong(chunk.error))  # it would not fit the next time either
+            else:
+                kind, colon, _ = chunk.error.partition(":")
+                failure = EngineError(chunk.error, kind=kind if colon and kind.isidentifier() else None)
+                if kind in FOR_GOOD:
+                    self._end(ticket, "abort", failure)
+                else:
+                    self._failed(ticket, failure)
+        elif chunk.finish_reason == "abort" and not ticket.aborted:
+            self._failed(ticket, EngineError(f"the engine aborted request {ticket.request_id} by itself"))
+        elif chunk.finish_reason is not None:
+            self._end(ticket, chunk.finish_reason)
+        return chunk.finish_reason is not None or chunk.error is not None
+
+    def _failed(self, ticket: Ticket, error: EngineError) -> None:
+        """Try a ticket again from where its tokens stand, or give it up."""
+        if ticket.done.is_set():
+            return
+        self._tickets.pop(ticket.request_id, None)
+        ticket.stop_watch()
+        if ticket.aborted:
+            self._end(ticket, "abort")
+        elif len(ticket.ids) >= ticket.request.sampling.max_tokens:
+            self._end(ticket, "length")  # all that was asked for had come; only the last word was lost
+        elif ticket.attempt >= self.attempts:
+            self._end(ticket, "abort", error)
+        else:
+            level = logging.INFO if error.kind in self._warned else logging.WARNING  # of a thousand alike, the first
+            self._warned.add(error.kind)
+            logger.log(level, "request %s failed (%s); trying again", ticket.request_id, str(error).partition("\n")[0])
+            ticket.wait()
+            delay = self.backoff * 2 ** (ticket.attempt - 1)
+            ticket.attempt += 1
+            ticket.request_id = self._free_id(ticket.request.request_id, ticket.attempt)
+            asyncio.get_running_loop().call_later(delay, self._retry, ticket)
+
+    def _retry(self, ticket: Ticket) -> None:
+        if not ticket.done.is_set():
+            self._enqueue(ticket)
+
+    def _end(self, ticket: Ticket, finish_reason: str, error: EngineError | None = None) -> None:
+        self._tickets.pop(ticket.request_id, None)
+        self._open.pop(ticket, None)
+        ticket.end(finish_reason, error)
+
+    async def abort(self, ticket: Ticket) -> None:
+        """End a request soon and wait (a bounded time) for its last tokens; the ticket is done afterwards."""
+        if ticket.done.is_set():
+            return
+        ticket.aborted = True
+        if ticket in self._waiting or ticket.request_id not in self._tickets:  # not sent yet, or between tries
+            self._waiting = [other for other in self._waiting if other is not ticket]
+            self._end(ticket, "abort")
+            return
+        try:
+            await self._abort_quietly([ticket.request_id])
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ABORT_GRACE):
+                    await ticket.done.wait()
+        finally:
+            self._end(ticket, "abort")
+
+    async def _abort_quietly(self, request_ids: Sequence[str] | set[str]) -> None:
+        try:
+            async with asyncio.timeout(ABORT_GRACE):
+                await self.engine.abort(list(request_ids))
+        except Exception:  # an engine that cannot even abort has failed; its tickets end all the same
+            logger.warning("the engine failed to abort %s", request_ids, exc_info=True)
+
+    async def settle(self) -> None:
+        """End every ticket and every task; the engine itself stays open (whoever made it closes it)."""
+        if self._tickets:
+            await self._abort_quietly(list(self._tickets))
+        for ticket in list(self._open):
+            self._end(ticket, "abort")
+        for task in list(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)

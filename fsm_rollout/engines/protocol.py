@@ -1,0 +1,170 @@
+"""The engine protocol: token ids in, token ids out, never text.
+
+Invariants every engine keeps (``fsm_rollout.testing.check_engine`` tests them):
+
+1. Each request is answered by one or more chunks, of which the last and only the last has a ``finish_reason``.
+2. A chunk has one logprob per token: the natural log of the token's probability under the distribution it was sampled
+   from (after temperature, top_p and top_k; at temperature 0 under the unscaled softmax).
+3. A sampled stop token is part of the ids, as the last one, with ``finish_reason`` "stop".
+4. ``abort`` ends a request with ``finish_reason`` "abort" and keeps all that was sampled; unknown ids are harmless.
+5. A request's tokens depend on its ids, sampling and seed only, not on what else is in the batch.
+6. Requests join and leave while others run; no request waits for another's end (but a full engine admits later).
+7. An engine emits an empty chunk when it admits a request; visit timeouts count from a request's first chunk, and
+   stand still from a chunk that ``waits`` to the next one.
+8. Each chunk carries the version of the weights that sampled it; a request under way goes on after an update.
+9. Ids of requests under way are unique; after :meth:`Engine.aclose` an engine takes no more requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+from fsm_rollout.trajectory.tokens import Ids, Logprobs
+
+if TYPE_CHECKING:
+    import torch
+
+FinishReason = Literal["stop", "length", "abort"]
+
+FOR_GOOD = frozenset({"RouterFailed", "ReplayDiverged", "ReplayCutOff"})
+"""Classes of errors of single requests that would come again if the request did."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Everything that decides how one request is sampled; complete, unlike :class:`fsm_rollout.agent.graph.Sampling`."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps every token."""
+    stop_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    """Go on past stop tokens, to exactly ``max_tokens`` (for benchmarks)."""
+    seed: int = 0
+    """Seeds this request's own random numbers (63 bits)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One generation asked of an engine."""
+
+    request_id: str
+    ids: Ids
+    sampling: SamplingParams
+    trajectory_id: str = ""
+    group_id: str = ""
+    agent: str = ""
+    context: str = ""
+    turn: int = 0
+    """Index of this generation within its trajectory's context: 0, 1, …"""
+    sampled: int = 0
+    """How many of the last ``ids`` were sampled for this very generation, by requests that this one continues."""
+
+    @property
+    def session(self) -> str:
+        """Requests of one session extend one another's ids, so a prefix cache serves them best on one replica."""
+        return f"{self.trajectory_id}/{self.context}"
+
+    def continued(self, sampled: Ids, request_id: str) -> Request:
+        """Return the request for the rest of this one, after ``sampled`` tokens of it have been streamed."""
+        rest = self.sampling.max_tokens - len(sampled)
+        return replace(
+            self,
+            request_id=request_id,
+            ids=self.ids + sampled,
+            sampled=self.sampled + len(sampled),
+            sampling=replace(self.sampling, max_tokens=rest),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of one request's answer; a piece may be empty."""
+
+    request_id: str
+    ids: Ids
+    logprobs: Logprobs
+    weight_version: int = 0
+    finish_reason: FinishReason | None = None
+    """Set on the last chunk of a request, and only there."""
+    error: str | None = None
+    """Set (with ``finish_reason`` "abort") when the engine failed this one request: ``Class: message``."""
+    cached_tokens: int = 0
+    queue_seconds: float = 0.0
+    replica: str = ""
+    waits: bool = False
+    """Nobody works on the request from here to its next chunk: what served it was lost. Such a chunk is empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy an engine is, as far as it knows."""
+
+    running: int = 0
+    waiting: int = 0
+    used_tokens: int = 0
+    max_tokens: int | None = None
+    details: Mapping[str, float] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """What the scheduler needs of an engine; see the module's invariants."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer (a transformers ``PreTrainedTokenizerFast``), with its chat template."""
+
+    @property
+    def max_context(self) -> int:
+        """The longest input plus output, in tokens."""
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """The stop tokens that the model's generation config names."""
+
+    @property
+    def weight_version(self) -> int:
+        """How many policy updates the present weights have had."""
+
+    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
+        """Start all ``requests`` as one dispatch and yield their chunks as they come, until each has its last one.
+
+        A request that cannot be served (say its ids do not fit) gets a last chunk with ``error``; the others go on.
+
+        Raises:
+            EngineError: the engine as a whole has failed; requests without their last chunk may be tried again.
+        """
+
+    async def abort(self, request_ids: Iterable[str]) -> None:
+        """End these requests soon; each still gets its last chunk. Unknown ids are harmless."""
+
+    async def update_weights(self, weights: str | Path | Mapping[str, torch.Tensor], version: int | None = None) -> int:
+        """Load new weights (a model folder, or tensors by name) and return the new version (default: one more).
+
+        Generations under way go on; each token carries the version it was sampled with. A folder must stay unchanged
+        until the next update: a replica or server that starts again reads it again.
+        """
+
+    async def pause(self) -> None:
+        """Sample nothing until :meth:`resume`; requests under way wait and are accepted meanwhile."""
+
+    async def resume(self) -> None:
+        """Go on after :meth:`pause`."""
+
+    async def sleep(self) -> None:
+        """Give memory back where the engine can; it must be idle or paused."""
+
+    async def wake(self) -> None:
+        """Be ready to generate again after :meth:`sleep`."""
+
+    def load(self) -> Load:
+        """Return how busy the engine is."""
+
+    async def aclose(self) -> None:
+        """Stop and free everything; requests under way end with "abort". Safe to call twice."""

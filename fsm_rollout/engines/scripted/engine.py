@@ -1,0 +1,339 @@
+"""An engine that answers from a script: given turns, with given delays.
+
+Invariant: what a request is answered depends on the script, the request and the weight version only, so a run on a
+scripted engine is the same every time. It waits with the event loop's timers alone, hence runs in virtual time
+(:mod:`fsm_rollout.testing.virtual_time`). Use it to try an agent without a model, to rehearse failures, and in tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import ChainMap, Counter
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from fsm_rollout.engines.chunk_stream import NO_IDS, NO_LOGPROBS, Answers, check_unique, refusal
+from fsm_rollout.engines.protocol import Chunk, FinishReason, Load, Request
+from fsm_rollout.engines.scripted.script import (
+    Plan,
+    Script,
+    ScriptError,
+    Turn,
+    plan,
+    scripted_logprob,
+    spoken,
+    turn_for,
+)
+from fsm_rollout.errors import EngineError
+from fsm_rollout.trajectory.tokens import Ids, Logprobs
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Logged", "Script", "ScriptError", "ScriptedEngine", "Turn", "scripted_logprob"]
+
+
+NO_PLAN = Plan(())
+
+
+@dataclass(eq=False, slots=True)
+class _Answer:
+    """A request under way, its plan, and how far it has come."""
+
+    request: Request
+    answers: Answers
+    since: float
+    plan: Plan = NO_PLAN
+    given: int = 0
+    tokens: int = 0
+    timer: asyncio.TimerHandle | None = None
+    left: float | None = None
+    """Seconds to the next piece, while the engine is held; ``None`` when none will come."""
+
+
+class Logged(msgspec.Struct, frozen=True):
+    """One line of the engine's own log: a request it took or a chunk it gave, at a time of the event loop's clock."""
+
+    at: float
+    what: Request | Chunk
+
+
+def _spoken(script: Script) -> Script:
+    """Make turns of strings once, where the script is data."""
+    if callable(script):
+        return script
+    if isinstance(script, Mapping):
+        return {key: [spoken(turn) for turn in turns] for key, turns in script.items()}
+    return [spoken(turn) for turn in script]
+
+
+@lru_cache(maxsize=4096)
+def _encoded(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """Return the tokens of a text: the same few are said again and again, by one engine after the other."""
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+
+class ScriptedEngine:
+    """See the module.
+
+    Args:
+        turns: the script; a turn may be written as a string. A sequence holds the turns of each trajectory's context,
+            by ``Request.turn``.
+        tokenizer: encodes the texts; its ``eos_token_id`` ends the turns.
+        max_context: the longest input plus output, in tokens.
+        max_running: how many requests are answered at once; the others queue.
+        log: keep every request and chunk in :attr:`log`, for oracles that must not trust the caller's own record.
+        replica: a name that every chunk carries.
+
+    A request that continues another (``Request.sampled``) gets the rest of its turn. With ``ignore_eos`` a turn is
+    repeated up to ``max_tokens``. Weights are counted, not loaded.
+    """
+
+    def __init__(
+        self,
+        turns: Script,
+        *,
+        tokenizer: Any,
+        max_context: int = 32_768,
+        max_running: int | None = None,
+        log: bool = False,
+        replica: str = "",
+    ) -> None:
+        self._script = _spoken(turns)
+        self._tokenizer = tokenizer
+        self._encode = partial(_encoded, tokenizer)
+        self._max_context = max_context
+        self._max_running = max_running
+        self._replica = replica
+        self._log: list[Logged] | None = [] if log else None
+        self._version = 0
+        self._running: dict[str, _Answer] = {}
+        self._waiting: dict[str, _Answer] = {}
+        self._failed: Counter[tuple[str, int]] = Counter()
+        self._paused = self._asleep = self._closed = False
+        eos = tokenizer.eos_token_id  # found anew by transformers each time
+        self._eos = None if eos is None else int(eos)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer given."""
+        return self._tokenizer
+
+    @property
+    def max_context(self) -> int:
+        """The longest input plus output, in tokens."""
+        return self._max_context
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """The tokenizer's end-of-sequence token."""
+        return frozenset() if self._eos is None else frozenset({self._eos})
+
+    @property
+    def weight_version(self) -> int:
+        """How often :meth:`update_weights` was called, or the version it was last given."""
+        return self._version
+
+    @property
+    def log(self) -> Sequence[Logged]:
+        """Every request taken and every chunk given, in order.
+
+        Raises:
+            EngineError: the engine was not asked to keep a log.
+        """
+        if self._log is None:
+            raise EngineError("this scripted engine keeps no log; build it with log=True")
+        return self._log
+
+    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
+        """Start answering at once (not at the first ``anext``); see the protocol."""
+        if self._closed:
+            raise EngineError("the scripted engine is closed; build another")
+        check_unique(requests, ChainMap(self._running, self._waiting))
+        answers = Answers((request.request_id for request in requests), self._abort)
+        for request in requests:
+            self._record(answers, request)
+            answer = _Answer(request, answers, since=answers.loop.time())
+            error = refusal(request, self._max_context)
+            if error is None:
+                self._waiting[request.request_id] = answer
+            else:
+                self._finish(answer, "abort", error)
+        self._admit()
+        return aiter(answers)
+
+    async def abort(self, request_ids: Iterable[str]) -> None:
+        """End these requests now; what was streamed stays."""
+        self._abort(request_ids)
+
+    async def update_weights(self, weights: str | Path | Mapping[str, torch.Tensor], version: int | None = None) -> int:
+        """Count an update; ``weights`` are not looked at. Pieces from now on carry the new version."""
+        self._version = self._version + 1 if version is None else version
+        return self._version
+
+    async def pause(self) -> None:
+        """Hold every delay where it is, and admit nothing."""
+        self._paused = True
+        for answer in self._running.values():
+            if answer.timer is not None:
+                answer.left = max(0.0, answer.timer.when() - answer.answers.loop.time())
+                answer.timer.cancel()
+                answer.timer = None
+
+    async def resume(self) -> None:
+        """Let the delays go on."""
+        self._paused = False
+        self._go_on()
+
+    async def sleep(self) -> None:
+        """Admit nothing until :meth:`wake`; there is no memory to give back.
+
+        Raises:
+            EngineError: requests are under way and the engine is not paused.
+        """
+        if self._running and not self._paused:
+            raise EngineError(f"{len(self._running)} request(s) are under way; pause the engine before it sleeps")
+        self._asleep = True
+
+    async def wake(self) -> None:
+        """Go on after :meth:`sleep`."""
+        self._asleep = False
+        self._go_on()
+
+    def load(self) -> Load:
+        """Return how many requests are answered and how many queue, and the tokens of the former."""
+        used = sum(len(answer.request.ids) + answer.tokens for answer in self._running.values())
+        return Load(running=len(self._running), waiting=len(self._waiting), used_tokens=used)
+
+    async def aclose(self) -> None:
+        """End everything with "abort"."""
+        self._closed = True
+        self._abort([*self._waiting, *self._running])
+
+    @property
+    def _held(self) -> bool:
+        return self._paused or self._asleep
+
+    @property
+    def _full(self) -> bool:
+        return self._max_running is not None and len(self._running) >= self._max_running
+
+    def _admit(self) -> None:
+        while self._waiting and not self._held and not self._full:
+            request_id = next(iter(self._waiting))
+            answer = self._running[request_id] = self._waiting.pop(request_id)
+            answer.plan = self._plan(answer.request)
+            self._emit(answer, queue_seconds=answer.answers.loop.time() - answer.since)
+            self._schedule(answer, answer.plan.delay)
+
+    def _plan(self, request: Request) -> Plan:
+        try:
+            turn = turn_for(self._script, request)
+            tries = (request.session, request.turn)
+            mended = turn.fails is not None and self._failed[tries] >= turn.fails
+            if turn.fails is not None:
+                self._failed[tries] += 1
+            return plan(
+                turn,
+                request,
+                encode=self._encode,
+                eos=self._eos,
+                max_context=self._max_context,
+                mended=mended,
+            )
+        except Exception as error:  # the script may be the user's function; its error is this request's alone
+            return Plan((), error=f"{type(error).__name__}: {error}")
+
+    def _schedule(self, answer: _Answer, delay: float) -> None:
+        answer.timer = answer.answers.loop.call_later(delay, self._next_piece, answer)
+
+    def _go_on(self) -> None:
+        if self._held:
+            return
+        for answer in self._running.values():
+            if answer.timer is None and answer.left is not None:
+                self._schedule(answer, answer.left)
+                answer.left = None
+        self._admit()
+
+    def _next_piece(self, answer: _Answer) -> None:
+        todo, answer.timer = answer.plan, None
+        ids, logprobs = todo.pieces[answer.given] if todo.pieces else (NO_IDS, NO_LOGPROBS)
+        version = todo.versions[answer.given] if todo.versions else None
+        answer.given += 1
+        if answer.given < len(todo.pieces):
+            self._emit(answer, ids, logprobs, version=version)
+            self._schedule(answer, todo.delay)
+        elif todo.hang:
+            self._emit(answer, ids, logprobs)
+        elif todo.crash is not None:
+            self._emit(answer, ids, logprobs)
+            self._crash(answer.answers, todo.crash)
+        else:
+            reason = "abort" if todo.error is not None else todo.finish_reason
+            self._finish(answer, reason, todo.error, ids, logprobs, version)
+
+    def _finish(
+        self,
+        answer: _Answer,
+        reason: FinishReason,
+        error: str | None = None,
+        ids: Ids = NO_IDS,
+        logprobs: Logprobs = NO_LOGPROBS,
+        version: int | None = None,
+    ) -> None:
+        self._forget(answer.request.request_id)
+        self._emit(answer, ids, logprobs, finish_reason=reason, error=error, version=version)
+        self._admit()
+
+    def _crash(self, answers: Answers, message: str) -> None:
+        for request_id in answers.request_ids:
+            self._forget(request_id)
+        answers.fail(EngineError(message))
+        self._admit()
+
+    def _abort(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            answer = self._running.get(request_id) or self._waiting.get(request_id)
+            if answer is not None:
+                self._finish(answer, "abort")
+
+    def _forget(self, request_id: str) -> None:
+        answer = self._running.pop(request_id, None) or self._waiting.pop(request_id, None)
+        if answer is not None and answer.timer is not None:
+            answer.timer.cancel()
+            answer.timer = None
+
+    def _emit(
+        self,
+        answer: _Answer,
+        ids: Ids = NO_IDS,
+        logprobs: Logprobs = NO_LOGPROBS,
+        *,
+        finish_reason: FinishReason | None = None,
+        error: str | None = None,
+        version: int | None = None,
+        queue_seconds: float = 0.0,
+    ) -> None:
+        chunk = Chunk(
+            answer.request.request_id,
+            ids,
+            logprobs,
+            weight_version=self._version if version is None else version,
+            finish_reason=finish_reason,
+            error=error,
+            queue_seconds=queue_seconds,
+            replica=self._replica,
+        )
+        answer.tokens += len(ids)
+        self._record(answer.answers, chunk)
+        answer.answers.put(chunk)
+
+    def _record(self, answers: Answers, what: Request | Chunk) -> None:
+        if self._log is not None:
+            self._log.append(Logged(answers.loop.time(), what))

@@ -1,0 +1,186 @@
+"""An engine that gives the answers of an earlier run again, as its journal has them.
+
+Invariant: a request is answered only where its input is, token for token, what the run had there; else it fails with
+the first place in which the two differ. So an unchanged agent comes to the same trajectories without a model, and what
+a change of an agent, a tool or a chat template does is found where it first shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, groupby, pairwise
+from pathlib import Path
+from typing import Any, cast
+
+from fsm_rollout.agent.graph import POLICY
+from fsm_rollout.engines.protocol import FinishReason, Request
+from fsm_rollout.engines.scripted.engine import ScriptedEngine
+from fsm_rollout.engines.scripted.script import Plan
+from fsm_rollout.engines.transformers.model_folders import EMBEDDED, load_tokenizer, model_folder
+from fsm_rollout.errors import EngineError, JournalError, did_you_mean
+from fsm_rollout.trajectory.events import AnyEvent, Generated
+from fsm_rollout.trajectory.journal import histories, metadata
+from fsm_rollout.trajectory.tokens import Ids, Logprobs
+from fsm_rollout.trajectory.trajectory import Stream, Trajectory
+
+AROUND = 8
+"""Tokens shown on either side of the place in which an input differs."""
+
+Place = tuple[str, str, int]
+"""A generation's trajectory, context, and index within that context."""
+
+
+@dataclass(slots=True)
+class Recorded:
+    """One generation of the run, and where its input ended in the stream."""
+
+    stream: Stream
+    start: int
+    ids: Ids = field(default_factory=lambda: Ids("i"))
+    logprobs: Logprobs = field(default_factory=lambda: Logprobs("f"))
+    versions: list[int] = field(default_factory=list)
+    """Of each token."""
+    finish_reason: FinishReason = "abort"
+
+    def add(self, event: Generated) -> None:
+        """Take in a part of it; one that was interrupted has several."""
+        self.ids.extend(event.ids)
+        self.logprobs.extend(event.logprobs)
+        self.versions += [version for count, version in event.versions for _ in range(count)]
+        self.finish_reason = cast(FinishReason, event.finish_reason)
+
+
+def recorded(path: Path) -> dict[Place, Recorded]:
+    """Return every generation in a journal.
+
+    Raises:
+        JournalError: there is no journal at ``path`` that can be read.
+    """
+    found: dict[Place, Recorded] = {}
+    for history in histories(path):
+        _collect(history, found)
+    return found
+
+
+def _collect(history: Sequence[AnyEvent], found: dict[Place, Recorded]) -> None:
+    trajectory = Trajectory.fold(history[:1])
+    for event in history[1:]:
+        if isinstance(event, Generated) and (stream := trajectory.stream(event.context)) is not None:
+            index = trajectory.context_turns.get(event.context, 0) - event.resumed
+            place = (trajectory.trajectory_id, event.context, index)
+            found.setdefault(place, Recorded(stream, len(stream.tokens))).add(event)
+        trajectory.apply(event)
+
+
+def replay(run: Path, engine: str = POLICY, *, max_context: int | None = None) -> ReplayEngine:
+    """Return the replay of one engine of a run: a folder that ``fsm-rollout run`` wrote, or a journal.
+
+    Raises:
+        EngineError: nothing can be read there, or the engine's model is not on this machine.
+    """
+    journal = run if run.is_file() else run / "journal.sqlite"
+    try:
+        told, base = told_of(metadata(journal), engine)
+        return ReplayEngine(
+            journal,
+            tokenizer=load_tokenizer(model_of(told, base)),
+            max_context=max_context or told["max_context"],
+            eos_ids=told["eos_ids"],
+        )
+    except JournalError as error:
+        raise EngineError(f"nothing to replay: {error}") from error
+
+
+def told_of(said: Mapping[str, Any], engine: str) -> tuple[Mapping[str, Any], Path]:
+    """Return what a journal was told about an engine (``Rollout.description``), and where paths in it start.
+
+    Raises:
+        EngineError: nothing.
+        JournalError: it was a replay itself, of something that is not there any more.
+    """
+    engines = said.get("engines") or {}
+    base = Path(str(said.get("base") or "."))
+    if engine not in engines:
+        raise EngineError(f"its journal says nothing of an engine '{engine}'{did_you_mean(engine, engines)}")
+    told = engines[engine]
+    if told.get("kind") != "replay":
+        return told, base
+    run = base / told["run"]
+    return told_of(metadata(run if run.is_file() else run / "journal.sqlite"), told.get("engine", POLICY))
+
+
+def model_of(told: Mapping[str, Any], base: Path) -> Path:
+    """Return the folder with the tokenizer of an engine that a journal was told about.
+
+    Raises:
+        EngineError: it is not on this machine.
+    """
+    return model_folder(told.get("tokenizer") or told.get("model") or EMBEDDED, base)
+
+
+class ReplayEngine(ScriptedEngine):
+    """See the module.
+
+    Args:
+        journal: the run's ``journal.sqlite``.
+        tokenizer: the one that the run had.
+        max_context: the longest input plus output of the engine that the run had, in tokens.
+        eos_ids: its stop tokens.
+
+    Answers come at once. Tokens keep their logprobs, and the weight versions under which they were sampled; weights
+    are counted, not loaded. A generation that the run cut off (a timeout, a crash) gives its tokens, and fails then.
+
+    Raises:
+        JournalError: there is no journal that can be read.
+    """
+
+    def __init__(self, journal: str | Path, *, tokenizer: Any, max_context: int, eos_ids: Iterable[int]) -> None:
+        super().__init__((), tokenizer=tokenizer, max_context=max_context)
+        self._journal = Path(journal)
+        self._recorded = recorded(self._journal)
+        self._stops = frozenset(eos_ids)
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """The stop tokens given."""
+        return self._stops
+
+    def _plan(self, request: Request) -> Plan:
+        """Return the recorded tokens that a request asks for, a piece for each run of one version, and their end."""
+        found = self._recorded.get((request.trajectory_id, request.context, request.turn))
+        if found is None:
+            return Plan((), error=f"ReplayDiverged: {self._journal} has no {self._where(request)}: it went another way")
+        if (wrong := self._difference(request, found)) is not None:
+            return Plan((), error=wrong)
+        start = request.sampled
+        end = min(len(found.ids), start + request.sampling.max_tokens)
+        runs = [(version, len(list(run))) for version, run in groupby(found.versions[start:end])]
+        bounds = list(accumulate((length for _, length in runs), initial=start))
+        pieces = tuple((found.ids[at:to], found.logprobs[at:to]) for at, to in pairwise(bounds))
+        versions = tuple(version for version, _ in runs)
+        if end < len(found.ids):
+            return Plan(pieces, versions=versions, finish_reason="length")
+        if found.finish_reason != "abort":
+            return Plan(pieces, versions=versions, finish_reason=found.finish_reason)
+        said = f"ReplayCutOff: {self._where(request)} was cut off in {self._journal}, after {len(found.ids)} tokens"
+        return Plan(pieces, versions=versions, error=said)
+
+    def _where(self, request: Request) -> str:
+        return f"generation {request.turn} (from 0) of trajectory '{request.trajectory_id}' in '{request.context}'"
+
+    def _difference(self, request: Request, found: Recorded) -> str | None:
+        """Return where a request is not what the run has asked there, or ``None`` where it is."""
+        had = found.stream.tokens.ids[: found.start] + found.ids[: request.sampled]
+        if request.ids == had:
+            return None
+        at = next((i for i, (one, other) in enumerate(zip(had, request.ids, strict=False)) if one != other), None)
+        at = min(len(had), len(request.ids)) if at is None else at
+        return (
+            f"ReplayDiverged: {self._where(request)} has another input than in {self._journal}, from token {at} on: "
+            f"there {self._text(had, at)}, here {self._text(request.ids, at)}"
+        )
+
+    def _text(self, ids: Ids, at: int) -> str:
+        before = self._tokenizer.decode(ids[max(0, at - AROUND) : at])
+        return f"{before!r} is followed by {self._tokenizer.decode(ids[at : at + AROUND])!r}"

@@ -1,0 +1,171 @@
+"""Scripts of the scripted engine: which turn answers a request, and in which pieces.
+
+Invariant: :func:`plan` is a pure function of turn and request. It keeps every promise of an engine about tokens, so the
+engine itself only has to time them: a stop token ends the turn and is its last token, ``max_tokens`` and the window
+cut it, and a request that continues another gets what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle, islice, pairwise
+from typing import Annotated
+
+import msgspec
+from pydantic import Field, model_validator
+
+from fsm_rollout.agent.graph import Model
+from fsm_rollout.engines.protocol import FinishReason, Request
+from fsm_rollout.errors import EngineError
+from fsm_rollout.trajectory.tokens import Ids, Logprobs, as_ids, as_logprobs
+
+
+class Turn(Model):
+    """One answer of a script: its tokens come in ``chunks`` pieces, each after ``delay`` seconds."""
+
+    text: str | None = Field(None, description="what the model says; special tokens may stand in it by name")
+    ids: tuple[int, ...] | None = Field(None, description="the tokens themselves, instead of text")
+    delay: float = Field(0.0, ge=0, allow_inf_nan=False, description="seconds before each piece")
+    chunks: int = Field(1, ge=1, description="how many pieces the tokens come in")
+    finish_reason: FinishReason = Field("stop", description="`stop`: a stop token is appended if there is none")
+    logprob: Annotated[float, Field(le=0, allow_inf_nan=False)] | None = Field(
+        None, description="of every token; default: `scripted_logprob` of each"
+    )
+    error: str | None = Field(None, description="after its tokens the request fails with this error: `Class: message`")
+    crash: str | None = Field(None, description="after its tokens the whole dispatch fails with this EngineError")
+    fails: int | None = Field(None, ge=1, description="so many tries fail (`error`, `crash`), the next ones succeed")
+    hang: bool = Field(False, description="after its tokens, if any, nothing more ever comes")
+
+    @model_validator(mode="after")
+    def _one_ending(self) -> Turn:
+        if self.text is not None and self.ids is not None:
+            raise ValueError("a turn has text or ids, not both")
+        if sum((self.error is not None, self.crash is not None, self.hang)) > 1:
+            raise ValueError("a turn ends in one way: error, crash or hang")
+        if self.fails is not None and self.error is None and self.crash is None:
+            raise ValueError("'fails' counts failing tries; it needs an error or a crash")
+        if self.text is None and self.ids is None and (self.fails is not None or not self.broken):
+            raise ValueError("a turn needs text or ids")
+        return self
+
+    @property
+    def broken(self) -> bool:
+        """Whether the turn ends otherwise than by a finish reason."""
+        return self.error is not None or self.crash is not None or self.hang
+
+
+Script = Sequence[Turn | str] | Mapping[str, Sequence[Turn | str]] | Callable[[Request], Turn | str]
+"""Turns for every context; or turns by ``agent/context``, ``context`` or ``agent``; or a function of the request."""
+
+
+class ScriptError(EngineError):
+    """A script has no turn for a request, which then fails with this error."""
+
+
+def scripted_logprob(token: int, position: int) -> float:
+    """Return the logprob given to ``token`` at ``position`` of its stream: exact in float32, within [-1, 0)."""
+    return -((token * 31 + position * 17) % 64 + 1) / 64
+
+
+def spoken(turn: Turn | str) -> Turn:
+    """Return a turn that may have been written as its text."""
+    return Turn(text=turn) if isinstance(turn, str) else turn
+
+
+def turn_for(script: Script, request: Request) -> Turn:
+    """Return the turn that answers ``request``; of several keys that fit, the most specific one counts.
+
+    Raises:
+        ScriptError: there is none.
+    """
+    if callable(script):
+        return spoken(script(request))
+    where = f"agent '{request.agent}', context '{request.context}'"
+    turns: Sequence[Turn | str] | None
+    if isinstance(script, Mapping):
+        keys = (f"{request.agent}/{request.context}", request.context, request.agent)
+        turns = next((script[key] for key in keys if key in script), None)
+        if turns is None:
+            raise ScriptError(
+                f"the script has no turns for {where} (it has {', '.join(map(repr, script)) or 'none at all'}); "
+                f"add the key '{keys[0]}', '{keys[1]}' or '{keys[2]}'"
+            )
+    else:
+        turns = script
+    if request.turn >= len(turns):
+        raise ScriptError(
+            f"the script has {len(turns)} turn(s) for {where}, and turn {request.turn} (from 0) was asked for; "
+            f"add a turn, or lower limits.assistant_turns"
+        )
+    return spoken(turns[request.turn])
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """How a request will be answered: its pieces, each after ``delay`` seconds, and its end."""
+
+    pieces: tuple[tuple[Ids, Logprobs], ...]
+    delay: float = 0.0
+    finish_reason: FinishReason = "stop"
+    error: str | None = None
+    crash: str | None = None
+    hang: bool = False
+    versions: tuple[int, ...] = ()
+    """Of each piece, the weights that sampled it; default: the engine's when it is given."""
+
+
+def plan(
+    turn: Turn,
+    request: Request,
+    *,
+    encode: Callable[[str], Sequence[int]],
+    eos: int | None,
+    max_context: int,
+    mended: bool = False,
+) -> Plan:
+    """Return how ``turn`` answers ``request``; ``mended``: its failing tries are over.
+
+    Raises:
+        ScriptError: the turn ends with a stop token, and there is none.
+    """
+    if mended:
+        turn = turn.model_copy(update={"error": None, "crash": None, "fails": None})
+    sampling, start = request.sampling, len(request.ids)
+    ids, stopped = _turn_ids(turn, request, encode, eos)
+    budget = min(sampling.max_tokens, max_context - start)
+    if sampling.ignore_eos and ids and not turn.broken:
+        rest, stopped = list(islice(cycle(ids), request.sampled, request.sampled + budget)), False
+    else:
+        rest = ids[request.sampled :]
+    pieces = _pieces(rest[:budget], turn.chunks, start, turn.logprob)
+    if len(rest) > budget or (len(rest) == budget and not stopped):
+        return Plan(pieces, turn.delay, "length")
+    if stopped:  # a stop token ends a generation, whatever the turn would have come to
+        return Plan(pieces, turn.delay, "stop")
+    return Plan(pieces, turn.delay, turn.finish_reason, turn.error, turn.crash, turn.hang)
+
+
+def _turn_ids(
+    turn: Turn, request: Request, encode: Callable[[str], Sequence[int]], eos: int | None
+) -> tuple[list[int], bool]:
+    """Return the turn's tokens, and whether they end in a stop token."""
+    ids = list(encode(turn.text or "") if turn.ids is None else turn.ids)
+    stops = request.sampling.stop_ids
+    if not request.sampling.ignore_eos:
+        for index, token in enumerate(ids):
+            if token in stops:
+                return ids[: index + 1], True
+    if turn.finish_reason != "stop" or turn.broken:
+        return ids, False
+    end = eos if eos in stops or not stops else min(stops)
+    if end is None:
+        raise ScriptError("a turn ends with 'stop', but neither the request nor the tokenizer names a stop token")
+    return [*ids, end], True
+
+
+def _pieces(ids: Sequence[int], count: int, start: int, logprob: float | None) -> tuple[tuple[Ids, Logprobs], ...]:
+    """Split into ``count`` pieces of nearly equal length (some empty when there are fewer tokens)."""
+    logprobs = [
+        scripted_logprob(token, position) if logprob is None else logprob for position, token in enumerate(ids, start)
+    ]
+    bounds = [len(ids) * index // count for index in range(count + 1)]
+    return tuple((as_ids(ids[a:b]), as_logprobs(logprobs[a:b])) for a, b in pairwise(bounds))

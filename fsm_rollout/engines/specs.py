@@ -1,0 +1,374 @@
+"""Engines from data: the ``engine`` and ``engines`` of a run YAML.
+
+Invariant: a spec is checked in full, all problems at once, before any model is loaded; unknown keys are errors. A key
+that is null is one that is not there (so an override can take a key of a file out). Only the engine that is built
+imports its libraries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter, ValidationError, model_validator
+
+from fsm_rollout.agent.graph import POLICY, Model
+from fsm_rollout.agent.handlers import load_object
+from fsm_rollout.agent.yaml.source_map import ConfigPath, SourceMap
+from fsm_rollout.agent.yaml.yaml_source import read_text, read_yaml
+from fsm_rollout.engines.protocol import Engine
+from fsm_rollout.engines.router import LeastLoadedRouter, Router, StickyRouter
+from fsm_rollout.engines.scripted.script import Script, Turn
+from fsm_rollout.engines.transformers.model_folders import load_tokenizer, model_folder
+from fsm_rollout.errors import ConfigError, Problem, did_you_mean
+
+Count = Annotated[int, Field(ge=1, strict=True)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Folder = Annotated[str, BeforeValidator(lambda folder: str(folder) if isinstance(folder, Path) else folder)]
+SpokenTurn = Annotated[Turn, BeforeValidator(lambda turn: {"text": turn} if isinstance(turn, str) else turn)]
+
+
+def _form(turns: object) -> str | None:
+    return "mapping" if isinstance(turns, Mapping) else "list" if isinstance(turns, list | tuple) else None
+
+
+Turns = Annotated[
+    Annotated[tuple[SpokenTurn, ...], Tag("list")] | Annotated[Mapping[str, tuple[SpokenTurn, ...]], Tag("mapping")],
+    Discriminator(_form, "turns_type", "must be a list, or a mapping of agent/context, context or agent to lists"),
+]
+
+
+class RaySpec(Model):
+    """Where Ray is and how it places replicas; see :class:`fsm_rollout.engines.ray.RayOptions`."""
+
+    address: str | None = Field(
+        None, description="`auto`, host:port or ray://host:port; default: RAY_ADDRESS, else a Ray of our own"
+    )
+    resources: Mapping[str, Annotated[float, Field(gt=0)]] = Field(
+        default_factory=dict, description="further resources that each replica takes"
+    )
+    strategy: Literal["DEFAULT", "SPREAD", "PACK"] = "DEFAULT"
+    nodes: tuple[str, ...] = Field((), description="ids or addresses of nodes that the replicas go to in turn")
+    runtime_env: Mapping[str, Any] = Field(default_factory=dict, description="of the actors, as Ray takes it")
+
+
+class PoolSpec(Model):
+    """How patient a pool is with its replicas."""
+
+    attempts: Count = Field(3, description="how often a request is tried, by the pool and by its caller together")
+    restarts: Annotated[int, Field(ge=0, strict=True)] = Field(
+        3, description="how often in a row a replica is started again"
+    )
+    start_timeout: Positive = Field(600.0, description="seconds that a replica may take to start")
+    silence_timeout: Positive = Field(300.0, description="seconds that a replica with work may say nothing")
+    update_timeout: Positive = Field(600.0, description="seconds that a replica may take to load weights")
+
+
+class Placed(Model):
+    """Keys of every kind: how many replicas there are, where they run, and who chooses among them."""
+
+    replicas: Count = 1
+    placement: Literal["local", "ray"] = "local"
+    gpus: Annotated[float, Field(ge=0)] = Field(0.0, description="GPUs of each replica (Ray)")
+    cpus: Annotated[float, Field(ge=0)] = Field(1.0, description="CPUs of each replica (Ray)")
+    router: str = Field("sticky", description="`sticky`, `least_loaded`, or a router of one's own: `module:Class`")
+    pool: PoolSpec = PoolSpec()
+    ray: RaySpec | None = None
+
+    @model_validator(mode="after")
+    def _only_for_ray(self) -> Placed:
+        mine = [key for key in ("gpus", "cpus", "ray") if key in self.model_fields_set]
+        if self.placement != "ray" and mine:
+            raise ValueError(f"{', '.join(mine)}: for placement 'ray' only; set that, or leave them out")
+        return self
+
+    @property
+    def alone(self) -> bool:
+        """Whether this is one engine in this process, hence no pool."""
+        return self.count == 1 and self.placement == "local"
+
+    @property
+    def count(self) -> int:
+        """How many replicas there are."""
+        return self.replicas
+
+
+PLACED = set(Placed.model_fields)
+"""The keys that are about replicas, and not for the engine itself."""
+
+
+class ScriptedSpec(Placed):
+    """``kind: scripted``; see :class:`fsm_rollout.engines.scripted.engine.ScriptedEngine`."""
+
+    kind: Literal["scripted"]
+    turns: Turns | None = None
+    script: Folder | None = Field(None, description="a YAML or JSON file with the turns, relative to the run file")
+    tokenizer: Folder = Field("embedded", description="`embedded`, `embedded:early` or a model folder")
+    max_context: Count = 32_768
+    max_running: Count | None = None
+
+    @model_validator(mode="after")
+    def _one_script(self) -> ScriptedSpec:
+        if (self.turns is None) == (self.script is None):
+            raise ValueError("a scripted engine needs either 'turns' or 'script' (a file with them)")
+        return self
+
+
+class ReplaySpec(Placed):
+    """``kind: replay``; see :class:`fsm_rollout.engines.scripted.replay.ReplayEngine`."""
+
+    kind: Literal["replay"]
+    run: Folder = Field(description="the earlier run's folder, or a journal, relative to the run file")
+    engine: str = Field(POLICY, description="the earlier run's name for the engine whose answers these are")
+    max_context: Count | None = Field(None, description="default: that engine's")
+
+
+class TransformersSpec(Placed):
+    """``kind: transformers``; see :class:`fsm_rollout.engines.transformers.engine.TransformersEngine`."""
+
+    kind: Literal["transformers"]
+    model: Folder = "embedded"
+    device: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] | None = None
+    max_context: Count | None = None
+    max_running: Count = 64
+    fill_tokens: Count | None = None
+    send_every: Count = 8
+    threads: Count | None = None
+
+
+class SGLangSpec(Placed):
+    """``kind: sglang``; see :class:`fsm_rollout.engines.sglang.engine.SGLangEngine`."""
+
+    kind: Literal["sglang"]
+    model: Folder = "embedded"
+    device: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] | None = None
+    max_context: Count | None = None
+    max_running: Count | None = None
+    tp: Count = 1
+    mem_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
+    threads: Count | None = None
+    send_every: Count = 8
+    deterministic: bool = False
+    start_timeout: Annotated[float, Field(gt=0)] = 300.0
+    args: Mapping[str, Any] = Field(default_factory=dict, description="further arguments of SGLang's ServerArgs")
+
+    @property
+    def alone(self) -> bool:
+        """Never: its process may die, and a pool brings it back, also a pool of one."""
+        return False
+
+
+class SGLangHTTPSpec(Placed):
+    """``kind: sglang_http``; each url is a replica. See :class:`fsm_rollout.engines.sglang.http.SGLangHTTPEngine`."""
+
+    kind: Literal["sglang_http"]
+    urls: Annotated[tuple[str, ...], Field(min_length=1)]
+    model: Folder = Field("embedded", description="the folder of the model served, for its tokenizer")
+    send_every: Count = 8
+
+    @model_validator(mode="after")
+    def _replicas_are_urls(self) -> SGLangHTTPSpec:
+        if self.model_fields_set & {"replicas", "placement"}:
+            raise ValueError("each url is a replica, and runs where it runs; leave out replicas and placement")
+        return self
+
+    @property
+    def count(self) -> int:
+        """One for each url."""
+        return len(self.urls)
+
+
+def build_engine(spec: Mapping[str, Any], base: Path) -> Engine:
+    """Build the engine that ``spec`` (a mapping with ``kind``) describes; its files are relative to ``base``.
+
+    Raises:
+        ConfigError: the spec, its router, or a script file that it names, is wrong; holds every problem.
+        EngineError: the engine cannot start, say for want of its model.
+    """
+    if found := faults(spec):
+        raise ConfigError([Problem(message) for _, message in found])
+    spec = _without_nulls(spec)
+    model, build = _KINDS[spec["kind"]]
+    checked = model.model_validate(spec)
+    if checked.alone:
+        return build(checked, base)
+    own = {key: value for key, value in spec.items() if key not in PLACED}
+    return _build_pool(checked, build_router(checked.router), own, base)
+
+
+def faults(spec: Mapping[str, Any]) -> list[tuple[ConfigPath, str]]:
+    """Return what is wrong with a spec, as far as can be said without building the engine: where in it, and what."""
+    spec = _without_nulls(spec)
+    kind = str(spec.get("kind", ""))
+    if not kind:
+        return [((), f"an engine needs 'kind'; known: {', '.join(_KINDS)}")]
+    if kind not in _KINDS:
+        return [(("kind",), f"engine kind '{kind}' does not exist{did_you_mean(kind, _KINDS)}")]
+    model, _ = _KINDS[kind]
+    found: list[tuple[ConfigPath, str]] = []
+    try:
+        model.model_validate(spec)
+    except ValidationError as error:
+        found += _explain(error, model)
+    try:
+        if isinstance(spec.get("router"), str):
+            build_router(spec["router"])
+    except ConfigError as error:
+        found += [(("router",), problem.message) for problem in error.problems]
+    return found
+
+
+def _without_nulls(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a spec sets; the keys of its own parts count, those of ``args`` and ``turns`` are the engine's."""
+    there = {key: value for key, value in spec.items() if value is not None}
+    return there | {
+        part: {key: value for key, value in there[part].items() if value is not None}
+        for part in ("pool", "ray")
+        if isinstance(there.get(part), Mapping)
+    }
+
+
+def _build_pool(placed: Placed, router: Router, spec: Mapping[str, Any], base: Path) -> Engine:
+    from fsm_rollout.engines.pool import PoolEngine
+    from fsm_rollout.engines.pool_members import PoolTimes
+    from fsm_rollout.engines.replicas import LocalPlacement, Placement
+
+    build = _BuildReplica(spec, base.absolute())
+    placement: Placement
+    if placed.placement == "ray":
+        from fsm_rollout.engines.ray import RayOptions, RayPlacement
+
+        options = RayOptions(cpus=placed.cpus, gpus=placed.gpus, **(placed.ray or RaySpec()).model_dump())
+        placement = RayPlacement(build, placed.replicas, options)
+    else:
+        placement = LocalPlacement(build)
+    pool = placed.pool
+    times = PoolTimes(start=pool.start_timeout, silence=pool.silence_timeout, update=pool.update_timeout)
+    return PoolEngine(
+        placement, placed.count, router=router, attempts=pool.attempts, restarts=pool.restarts, times=times
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _BuildReplica:
+    """Builds one engine of a pool, wherever this is sent."""
+
+    spec: Mapping[str, Any]
+    base: Path
+
+    def __call__(self, name: str) -> Engine:
+        urls = self.spec.get("urls")  # one for each replica
+        mine = {} if urls is None else {"urls": [urls[int(name.rpartition("-")[2])]]}
+        model, build = _KINDS[self.spec["kind"]]
+        return build(model.model_validate({**self.spec, **mine}), self.base)
+
+
+def build_router(router: str) -> Router:
+    """Return the router of that name, or a new object of the class that ``module:Class`` names.
+
+    Raises:
+        ConfigError: there is none, it cannot be made without arguments, or it is no router.
+    """
+    known: dict[str, Callable[[], Router]] = {"sticky": StickyRouter, "least_loaded": LeastLoadedRouter}
+    if router in known:
+        return known[router]()
+    if ":" not in router:
+        raise ConfigError(f"router '{router}' does not exist{did_you_mean(router, known)}; or give 'module:Class'")
+    try:
+        made = load_object(router)()  # type: ignore[operator]  # whatever is not callable says so itself
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"router '{router}' cannot be made: {type(error).__name__}: {error}") from error
+    if not isinstance(made, Router):
+        raise ConfigError(f"router '{router}' has no method choose(request, replicas); see fsm_rollout.engines.router")
+    return made
+
+
+def _build_scripted(spec: ScriptedSpec, base: Path) -> Engine:
+    from fsm_rollout.engines.scripted.engine import ScriptedEngine
+
+    return ScriptedEngine(
+        _read_script(spec.script, base) if spec.turns is None else spec.turns,
+        tokenizer=load_tokenizer(model_folder(spec.tokenizer, base)),
+        max_context=spec.max_context,
+        max_running=spec.max_running,
+    )
+
+
+def _build_replay(spec: ReplaySpec, base: Path) -> Engine:
+    from fsm_rollout.engines.scripted.replay import replay
+
+    return replay(base / spec.run, spec.engine, max_context=spec.max_context)
+
+
+def _build_transformers(spec: TransformersSpec, base: Path) -> Engine:
+    from fsm_rollout.engines.transformers.engine import TransformersEngine
+
+    return TransformersEngine(model_folder(spec.model, base), **spec.model_dump(exclude=PLACED | {"kind", "model"}))
+
+
+def _build_sglang(spec: SGLangSpec, base: Path) -> Engine:
+    from fsm_rollout.engines.sglang.engine import SGLangEngine
+
+    return SGLangEngine(model_folder(spec.model, base), **spec.model_dump(exclude=PLACED | {"kind", "model"}))
+
+
+def _build_sglang_http(spec: SGLangHTTPSpec, base: Path) -> Engine:
+    from fsm_rollout.engines.sglang.http import SGLangHTTPEngine
+
+    return SGLangHTTPEngine(spec.urls[0], model_folder(spec.model, base), send_every=spec.send_every)
+
+
+def _read_script(script: str | None, base: Path) -> Script:
+    """Read a file of turns: a list, or a mapping of ``agent/context``, ``context`` or ``agent`` to lists."""
+    path = base / (script or "")
+    source = SourceMap(str(path))
+    text = read_text(path)
+    if isinstance(text, Problem):
+        raise ConfigError(text)
+    data, problems = read_yaml(text, source)  # JSON is YAML, too
+    if problems:
+        raise ConfigError(problems)
+    try:
+        turns: Script = TypeAdapter[Any](Turns).validate_python(data)
+    except ValidationError as error:
+        raise ConfigError([source.problem(where, message) for where, message in _explain(error, None)]) from None
+    return turns
+
+
+def _explain(error: ValidationError, model: type[Model] | None) -> list[tuple[ConfigPath, str]]:
+    """Return ``(path, message)`` for everything wrong; ``model`` is what was validated, ``None`` for bare turns."""
+    found = []
+    for item in error.errors(include_url=False):
+        path = tuple(item["loc"])
+        branch = 0 if model is None else 1 if path[:1] == ("turns",) else len(path)
+        path = path[:branch] + path[branch + 1 :]  # pydantic names the branch of the union there
+        key, above = (path[-1] if path else ""), path[:-1]
+        where = ".".join(map(str, path))
+        match item["type"]:
+            case "extra_forbidden":
+                parts: dict[ConfigPath, type[Model]] = {("ray",): RaySpec, ("pool",): PoolSpec}
+                owner = model if model is not None and not above else parts.get(above, Turn)
+                message = f"unknown key '{where}'{did_you_mean(str(key), owner.model_fields)}"
+            case "missing":
+                message = f"'{where}' is missing"
+            case _:
+                what = item["msg"].removeprefix("Value error, ").removeprefix("Input ")
+                got = "" if isinstance(item["input"], Mapping | Model) else f", got {item['input']!r:.60}"
+                message = " ".join(part for part in (where, what) if part) + got
+        found.append((path, message))
+    return found
+
+
+_KINDS: Mapping[str, tuple[type[Placed], Callable[[Any, Path], Engine]]] = {
+    "scripted": (ScriptedSpec, _build_scripted),
+    "replay": (ReplaySpec, _build_replay),
+    "transformers": (TransformersSpec, _build_transformers),
+    "sglang": (SGLangSpec, _build_sglang),
+    "sglang_http": (SGLangHTTPSpec, _build_sglang_http),
+}

@@ -1,0 +1,1 @@
+"""A real model in this process: transformers with continuous batching."""

@@ -1,0 +1,139 @@
+"""Loading models and weights from local folders; nothing here ever asks a hub.
+
+Invariant: one model is built at a time in this process. transformers builds a model under settings that hold for the
+whole process (default dtype, initialisers, progress bars): two at once break each other, and these for good.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from fsm_rollout.engines.finite import check_finite
+from fsm_rollout.engines.transformers.model_folders import load_tokenizer, model_folder
+from fsm_rollout.errors import EngineError, did_you_mean
+
+_BUILDING = threading.Lock()
+
+
+def load_checkpoint(model: str | Path, *, dtype: torch.dtype | str, device: torch.device) -> tuple[Any, Any]:
+    """Return ``(model, tokenizer)`` from a local folder, the model in evaluation mode on ``device``.
+
+    Raises:
+        EngineError: there is none, transformers cannot load it, or ``device`` cannot take it.
+    """
+    folder = model_folder(model)
+    with _BUILDING:
+        tokenizer = load_tokenizer(folder)
+        return _load_model(folder, dtype, device), tokenizer
+
+
+def _load_model(folder: Path, dtype: torch.dtype | str, device: torch.device) -> Any:
+    """Build a folder's model; the caller holds ``_BUILDING``.
+
+    Raises:
+        EngineError: it cannot be built, read or moved.
+    """
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # it would be drawn across whatever the caller shows
+    try:
+        loaded, found = AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+        )
+        if missing := sorted(found["missing_keys"]):  # transformers makes them up, at random
+            raise EngineError(f"model '{folder}' lacks {_some(missing)}; save all of it with save_pretrained")
+        return loaded.to(device).eval()
+    except EngineError:
+        raise
+    except Exception as error:  # whatever a broken file makes transformers, torch or safetensors raise
+        raise EngineError(f"model '{folder}' cannot be loaded: {type(error).__name__}: {error}") from error
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{len(names)} of its tensors: {', '.join(names[:3])}{more}"
+
+
+def check_supported(model: Any) -> None:
+    """Check that the decode loop is exact for this model.
+
+    Raises:
+        EngineError: it has layers that are not full attention, or an attention kernel that takes no given mask.
+    """
+    config = model.config
+    kinds = sorted(set(getattr(config, "layer_types", None) or ["full_attention"]))
+    sliding = getattr(config, "use_sliding_window", bool(getattr(config, "sliding_window", None)))
+    if kinds != ["full_attention"] or sliding:
+        found = ", ".join(kinds) + (" and a sliding window" if sliding else "")
+        raise EngineError(
+            f"{type(model).__name__} has layers of kind {found}; the transformers engine decodes full attention "
+            f"only, the sglang engine serves such models"
+        )
+    if config._attn_implementation not in ("sdpa", "eager"):
+        raise EngineError(
+            f"the model was loaded with attn_implementation='{config._attn_implementation}'; load it with 'sdpa'"
+        )
+
+
+def window_of(model: Any) -> int:
+    """Return the longest context the model's config allows, in tokens.
+
+    Raises:
+        EngineError: the config does not say.
+    """
+    window = getattr(model.config, "max_position_embeddings", None)
+    if window is None:
+        raise EngineError(f"{type(model).__name__}'s config has no max_position_embeddings; give max_context")
+    return int(window)
+
+
+def stop_tokens_of(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Return the stop tokens of the generation config, else the config's, else the tokenizer's."""
+    generation = getattr(model, "generation_config", None)
+    for eos in (getattr(generation, "eos_token_id", None), model.config.eos_token_id, tokenizer.eos_token_id):
+        if eos is not None:
+            return frozenset(map(int, eos)) if isinstance(eos, list | tuple) else frozenset({int(eos)})
+    return frozenset()
+
+
+def read_weights(folder: str | Path, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
+    """Return the tensors of a model folder, on the CPU.
+
+    Raises:
+        EngineError: the folder cannot be loaded.
+    """
+    path = model_folder(folder)
+    with _BUILDING:
+        tensors: Mapping[str, torch.Tensor] = _load_model(path, dtype, torch.device("cpu")).state_dict()
+    return tensors
+
+
+def replace_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
+    """Copy new weights over the model's own; all of them or, on an error, none.
+
+    Tensors that are not named stay as they are, so weights may come in several parts.
+
+    Raises:
+        EngineError: a name or shape does not fit, or a tensor is not finite.
+    """
+    own = model.state_dict()
+    check_finite(weights)
+    for name, tensor in weights.items():
+        if name not in own:
+            raise EngineError(f"new weights name '{name}', which the model does not have{did_you_mean(name, own)}")
+        if tensor.shape != own[name].shape:
+            raise EngineError(
+                f"new weight '{name}' has shape {list(tensor.shape)}, the model's has {list(own[name].shape)}"
+            )
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            own[name].copy_(tensor)

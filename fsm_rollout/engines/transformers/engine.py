@@ -1,0 +1,365 @@
+"""A real model through transformers, on a CPU or a GPU, with true batching of concurrent requests.
+
+Invariant: the model belongs to one thread. The event loop never computes and the model's thread never touches the
+loop's objects: requests and orders go one way through a queue, chunks come back in one callback per step and loop.
+
+Why not transformers' own continuous batching (5.12): it samples every request with one global random state, so what a
+request gets depends on what else is in the batch, which invariant 5 of :mod:`fsm_rollout.engines.protocol` forbids. The
+decode loop here is :mod:`fsm_rollout.engines.transformers.decode_loop`; the random numbers are :mod:`fsm_rollout.engines.transformers.sampling`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from fsm_rollout.engines.chunk_stream import NO_IDS, NO_LOGPROBS, Answers, check_unique, refusal
+from fsm_rollout.engines.protocol import Chunk, Load, Request
+from fsm_rollout.engines.transformers.checkpoints import (
+    check_supported,
+    load_checkpoint,
+    read_weights,
+    replace_weights,
+    stop_tokens_of,
+    window_of,
+)
+from fsm_rollout.engines.transformers.decode_loop import DecodeLoop
+from fsm_rollout.errors import EngineError
+
+T = TypeVar("T")
+Order = Callable[[], Any]
+"""Something to do in the model's thread, between two steps."""
+
+
+class _ModelThread(threading.Thread):
+    """Carries out orders as they come, and steps the decode loop while there is something to decode.
+
+    It holds no reference to the engine, so an engine that is dropped without being closed can be collected, which
+    stops the thread.
+    """
+
+    def __init__(self, decode: DecodeLoop) -> None:
+        super().__init__(name="fsm-rollout-model", daemon=True)
+        self.decode = decode
+        self.held: set[str] = set()
+        """Why nothing is sampled: "paused", "asleep", both, or (empty) not at all."""
+        self.load = Load()
+        self._lock = threading.Lock()
+        self._answers: dict[str, Answers] = {}
+        """Where the chunks of each request under way go; ``_lock`` guards it."""
+        self._orders: queue.SimpleQueue[tuple[Order, Future[Any]] | None] = queue.SimpleQueue()
+
+    def order(self, what: Order) -> Future[Any]:
+        """Have ``what`` done in this thread, between two steps; from any thread."""
+        done: Future[Any] = Future()
+        self._orders.put((what, done))
+        return done
+
+    def submit(self, requests: Sequence[Request], answers: Answers) -> None:
+        """Register and queue requests; from any thread.
+
+        Raises:
+            EngineError: an id is under way already.
+        """
+        with self._lock:
+            check_unique(requests, self._answers)
+            self._answers.update((request.request_id, answers) for request in requests)
+        now = time.monotonic()
+        self.order(lambda: self.decode.add(requests, now))
+
+    @property
+    def under_way(self) -> list[str]:
+        """The ids of all requests that have not had their last chunk."""
+        with self._lock:
+            return list(self._answers)
+
+    def stop(self) -> None:
+        """End the thread after its present step and wait for that; from any thread, more than once if need be."""
+        self._orders.put(None)
+        if self is not threading.current_thread():
+            self.join()
+
+    def run(self) -> None:
+        """Orders first, then a step; when there is nothing to decode, wait for an order."""
+        while True:
+            idle = bool(self.held) or not (self.decode.running or self.decode.waiting)
+            try:
+                entry = self._orders.get(block=idle)
+            except queue.Empty:
+                self._step()
+                continue
+            if entry is None:
+                return
+            order, done = entry
+            if done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(order())
+                except Exception as error:
+                    done.set_exception(error)
+            self._measure()
+
+    def _step(self) -> None:
+        try:
+            self.deliver(self.decode.admit(time.monotonic()))
+            self.deliver(self.decode.step())
+        except Exception as error:
+            self._fail(EngineError(f"the model failed: {type(error).__name__}: {error}"))
+
+    def _measure(self) -> None:
+        decode = self.decode
+        self.load = Load(running=decode.running, waiting=decode.waiting, used_tokens=decode.used_tokens)
+
+    def deliver(self, chunks: Sequence[Chunk]) -> None:
+        """Hand chunks to the event loops that wait for them, in one callback for each loop."""
+        self._measure()  # first: who hears of an end may ask for the load
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Answers, Chunk]]] = defaultdict(list)
+        with self._lock:
+            for chunk in chunks:
+                last = chunk.finish_reason is not None
+                answers = self._answers.pop(chunk.request_id) if last else self._answers[chunk.request_id]
+                by_loop[answers.loop].append((answers, chunk))
+        for loop, pairs in by_loop.items():
+            self._call(loop, _put_all, pairs)
+
+    def _call(self, loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: object) -> None:
+        try:
+            loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:  # the loop is closed: nobody will ever listen, so stop sampling for it
+            with self._lock:
+                unheard = [request_id for request_id, answers in self._answers.items() if answers.loop is loop]
+                for request_id in unheard:
+                    del self._answers[request_id]
+            self.decode.abort(unheard)
+
+    def _fail(self, error: EngineError) -> None:
+        """Give all requests up but keep the thread: the next ones may do better (say after an out-of-memory)."""
+        with self._lock:
+            failed, self._answers = self._answers, {}
+        self.decode.abort(failed)
+        self.decode.forget()  # its memory may be what was wanted
+        self._measure()
+        for answers in dict.fromkeys(failed.values()):
+            self._call(answers.loop, answers.fail, error)
+
+
+def _put_all(pairs: list[tuple[Answers, Chunk]]) -> None:
+    for answers, chunk in pairs:
+        answers.put(chunk)
+
+
+class TransformersEngine:
+    """See the module.
+
+    Args:
+        model: ``embedded``, ``embedded:early``, the path of a model folder, or a loaded causal language model (then
+            give its tokenizer). Nothing is ever downloaded.
+        tokenizer: the tokenizer of a loaded model.
+        device: default: the first GPU, else the CPU. A loaded model stays where it is.
+        dtype: default: float32 on a CPU, the checkpoint's own on a GPU. A loaded model keeps its own.
+        max_context: the longest input plus output, in tokens; default: the model's window.
+        max_running: how many requests decode together; the others wait.
+        fill_tokens: how many prompt tokens are filled at most between two decoding steps; default: 2,048 on a CPU (its
+            caches are small: more at once is slower), 8,192 on a GPU.
+        send_every: decoding steps between two chunks of a request.
+        threads: ``torch.set_num_threads`` for the whole process; default: left alone. A small model on cores that are
+            shared with others is many times faster with 1 (its threads wait for one another at every operation).
+        replica: a name that every chunk carries.
+
+    Raises:
+        EngineError: the model cannot be found, loaded, or decoded exactly.
+
+    An update of the weights applies between two steps; requests under way have their cache computed again under the
+    new weights. ``sleep`` drops the cache and moves a model on a GPU to the CPU's memory.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Any = "embedded",
+        tokenizer: Any = None,
+        *,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | str | None = None,
+        max_context: int | None = None,
+        max_running: int = 64,
+        fill_tokens: int | None = None,
+        send_every: int = 8,
+        threads: int | None = None,
+        replica: str = "",
+    ) -> None:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        if isinstance(model, str | Path):
+            if tokenizer is not None:
+                raise EngineError("a tokenizer goes with a loaded model only; a model folder has its own")
+            place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+            model, tokenizer = load_checkpoint(
+                model, dtype=dtype or ("float32" if place.type == "cpu" else "auto"), device=place
+            )
+        elif tokenizer is None:
+            raise EngineError("a loaded model needs its tokenizer: TransformersEngine(model, tokenizer)")
+        elif device is not None or dtype is not None:
+            raise EngineError("a loaded model stays as it is; move or convert it before, instead of device or dtype")
+        check_supported(model)
+        self._model = model.eval()
+        self._device: torch.device = model.device
+        self._tokenizer = tokenizer
+        self._max_context = max_context or window_of(model)
+        self._vocabulary: int = len(model.get_input_embeddings().weight)
+        self._eos_ids = stop_tokens_of(model, tokenizer)
+        self._replica = replica
+        self._closed = False
+        decode = DecodeLoop(
+            model,
+            max_running=max_running,
+            max_context=self._max_context,
+            fill_tokens=fill_tokens or (2048 if self._device.type == "cpu" else 8192),
+            send_every=send_every,
+            replica=replica,
+        )
+        self._thread = _ModelThread(decode)
+        self._thread.start()
+        # Also runs at the interpreter's exit, before daemon threads are frozen wherever they are.
+        self._stop = weakref.finalize(self, self._thread.stop)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self._tokenizer
+
+    @property
+    def max_context(self) -> int:
+        """The longest input plus output, in tokens."""
+        return self._max_context
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """The stop tokens that the model's generation config names."""
+        return self._eos_ids
+
+    @property
+    def weight_version(self) -> int:
+        """How many policy updates the present weights have had."""
+        return self._thread.decode.weight_version
+
+    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
+        """Start all requests at once (not at the first ``anext``); see the protocol."""
+        self._check_open()
+        answers = Answers((request.request_id for request in requests), self._abort)
+        window, vocabulary = self._max_context, self._vocabulary
+        refused = {r.request_id: error for r in requests if (error := refusal(r, window, vocabulary)) is not None}
+        self._thread.submit([request for request in requests if request.request_id not in refused], answers)
+        for request_id, error in refused.items():
+            answers.put(
+                Chunk(
+                    request_id,
+                    NO_IDS,
+                    NO_LOGPROBS,
+                    weight_version=self.weight_version,
+                    finish_reason="abort",
+                    error=error,
+                    replica=self._replica,
+                )
+            )
+        return aiter(answers)
+
+    async def abort(self, request_ids: Iterable[str]) -> None:
+        """End these requests before the next step; what was sampled stays."""
+        if not self._closed:
+            await asyncio.wrap_future(self._abort(list(request_ids)))
+
+    async def update_weights(self, weights: str | Path | Mapping[str, torch.Tensor], version: int | None = None) -> int:
+        """Load new weights between two steps; see the protocol. Tensors that are not named stay as they are.
+
+        Raises:
+            EngineError: the folder cannot be loaded, a name or shape does not fit, or a tensor is not finite; then
+                nothing has changed.
+        """
+        self._check_open()
+        if not isinstance(weights, Mapping):
+            weights = await asyncio.to_thread(read_weights, weights, self._model.dtype)
+        thread, decode, tensors = self._thread, self._thread.decode, weights
+
+        def update() -> int:
+            thread.deliver(decode.flush())  # these tokens carry the old version
+            replace_weights(self._model, tensors)
+            decode.forget()
+            decode.weight_version = decode.weight_version + 1 if version is None else version
+            return decode.weight_version
+
+        return await self._order(update)
+
+    async def pause(self) -> None:
+        """Sample nothing from now on; when this returns, everything sampled has been handed over."""
+
+        def pause() -> None:
+            self._thread.held.add("paused")
+            self._thread.deliver(self._thread.decode.flush())
+
+        await self._order(pause)
+
+    async def resume(self) -> None:
+        """Go on after :meth:`pause`."""
+        await self._order(lambda: self._thread.held.discard("paused"))
+
+    async def sleep(self) -> None:
+        """Drop the cache, and move a model on a GPU to the CPU's memory, until :meth:`wake`.
+
+        Raises:
+            EngineError: requests are under way and the engine is not paused.
+        """
+
+        def sleep() -> None:
+            busy = len(self._thread.under_way)
+            if busy and "paused" not in self._thread.held:
+                raise EngineError(f"{busy} request(s) are under way; pause the engine before it sleeps")
+            self._thread.held.add("asleep")
+            self._thread.decode.forget()
+            if self._device.type == "cuda":
+                self._model.to("cpu")
+                torch.cuda.empty_cache()
+
+        await self._order(sleep)
+
+    async def wake(self) -> None:
+        """Be ready again after :meth:`sleep`; requests under way have their cache computed again."""
+
+        def wake() -> None:
+            self._model.to(self._device)
+            self._thread.held.discard("asleep")
+
+        await self._order(wake)
+
+    def load(self) -> Load:
+        """Return how busy the engine was after its latest step, requests not yet seen by the model included."""
+        load = self._thread.load
+        return replace(load, waiting=max(load.waiting, len(self._thread.under_way) - load.running))
+
+    async def aclose(self) -> None:
+        """End everything with "abort", stop the model's thread and forget the model."""
+        if not self._closed:
+            self._closed = True
+            await asyncio.wrap_future(self._abort(self._thread.under_way))
+        self._stop()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("the transformers engine is closed; build another")
+
+    async def _order(self, order: Callable[[], T]) -> T:
+        self._check_open()
+        return await asyncio.wrap_future(self._thread.order(order))
+
+    def _abort(self, request_ids: list[str]) -> Future[Any]:
+        thread = self._thread
+        return thread.order(lambda: thread.deliver(thread.decode.abort(request_ids)))

@@ -1,0 +1,240 @@
+"""Who answers the model in INTERACTING: a simulated user, or an environment.
+
+Invariant: an interaction sees a conversation and says something; it changes nothing. What it says enters the stream as
+environment, and what it asks of models on the way enters no stream at all. One is made per trajectory.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Protocol
+
+from pydantic import ValidationError
+
+from fsm_rollout.agent.graph import Interaction as InteractionSpec
+from fsm_rollout.agent.graph import Sampling
+from fsm_rollout.agent.handlers import load_object
+from fsm_rollout.environment.answer_matching import gives_answer
+from fsm_rollout.errors import ConfigError, ToolError
+from fsm_rollout.tools.base import fresh
+from fsm_rollout.tools.call import invoke
+from fsm_rollout.tools.told import clean
+from fsm_rollout.trajectory.events import Message
+from fsm_rollout.trajectory.trajectory import Trajectory
+
+Ask = Callable[[str, Sequence[Message], Sampling | None], Awaitable[str]]
+"""Asks a model on a named engine, in its own template and tokenizer: engine, messages, sampling → its text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What an interaction says.
+
+    Raises:
+        ValueError: it says nothing and does not end the conversation either, or the score is not finite.
+    """
+
+    content: str | None
+    """``None`` only with ``done``."""
+    score: float | None = None
+    """Of the assistant turn that was just judged."""
+    done: bool = False
+    """Whether the conversation is over."""
+
+    def __post_init__(self) -> None:
+        if self.content is None and not self.done:
+            raise ValueError("a reply without content must be `done`: there is nothing for the model to go on from")
+        if self.score is not None and not math.isfinite(self.score):
+            raise ValueError(f"a reply's score must be a finite number or None, got {self.score}")
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What an interaction may look at, and ask."""
+
+    messages: Sequence[Message]
+    """The context's history so far, in OpenAI's form."""
+    trajectory: Trajectory
+    """To be read only."""
+    extra: Mapping[str, Any]
+    """The prompt's other fields; to be read only."""
+    rng: Random
+    """Seeded by the trajectory and the visit."""
+    ask: Ask
+
+    @property
+    def replies(self) -> int:
+        """How many visits of this state were before this one. Known from the trajectory, so a resumed one goes on."""
+        return self.trajectory.visits[self.trajectory.state] - 1
+
+    @property
+    def text(self) -> str:
+        """The latest assistant turn's text."""
+        texts = (str(m.get("content") or "") for m in reversed(self.messages) if m["role"] == "assistant")
+        return next(texts, "")
+
+
+class Interaction(Protocol):
+    """A class with `reply`, sync (then it runs in a thread) or async; and, if it likes, `close`, the same way.
+
+    It is made once per trajectory, by the agent's ``interaction.kwargs`` overlaid with the prompt's
+    ``interaction_kwargs``.
+    """
+
+    def reply(self, conversation: Conversation) -> Any:
+        """Answer the latest assistant turn: a :class:`Reply`."""
+
+
+class BoundInteraction:
+    """An interaction made for one trajectory, behind one async face."""
+
+    def __init__(self, name: str, made: Any) -> None:
+        self.name = name
+        self._made = made
+
+    async def reply(self, conversation: Conversation) -> Reply:
+        """Let it answer.
+
+        Raises:
+            TypeError: it returned something else than a Reply.
+            Exception: whatever it raises itself.
+        """
+        reply = await invoke(self._made.reply, {"conversation": conversation})
+        if not isinstance(reply, Reply):
+            raise TypeError(f"{self.name}.reply must return a Reply, got {type(reply).__name__}")
+        return reply if reply.content is None else Reply(clean(reply.content), reply.score, reply.done)
+
+    async def close(self) -> None:
+        """Close it, if it has anything to close; raises what it raises."""
+        if hasattr(self._made, "close"):
+            await invoke(self._made.close, {})
+
+
+def build_interaction(spec: InteractionSpec, kwargs: Mapping[str, Any] | None = None) -> BoundInteraction:
+    """Make an interaction for one trajectory; ``kwargs`` are the prompt's ``interaction_kwargs``.
+
+    Raises:
+        ToolError: the import fails, or the class does not take what it is given; says whose key it was.
+    """
+    given = kwargs or {}
+    if not isinstance(given, Mapping):
+        raise ToolError(f"the prompt's interaction_kwargs must be a mapping, got {type(given).__name__}")
+    try:
+        cls = load_object(spec.use)
+    except ConfigError as error:
+        raise ToolError(f"interaction '{spec.use}': {error}") from error
+    if not callable(cls) or not callable(getattr(cls, "reply", None)):
+        raise ToolError(f"interaction '{spec.use}': it is no class with a method `reply`")
+    merged = fresh({**spec.kwargs, **given})
+    try:
+        made = cls(**merged)
+    except Exception as raised:  # a constructor may find anything wrong with a prompt's values
+        takes = inspect.signature(cls)  # seen to afterwards: it takes longer than most constructors
+        try:
+            takes.bind(**merged)
+        except TypeError as error:
+            sources = {key: "interaction_kwargs of the prompt" if key in given else "its kwargs" for key in merged}
+            got = ", ".join(f"{key} ({source})" for key, source in sources.items()) or "nothing"
+            raise ToolError(f"interaction '{spec.use}': {error}; it takes {takes}, got {got}") from error
+        source = f" (the prompt's interaction_kwargs gave {', '.join(given)})" if given else ""
+        raise ToolError(f"interaction '{spec.use}': {type(raised).__name__}: {raised}{source}") from raised
+    return BoundInteraction(spec.use, made)
+
+
+class ScriptedUser:
+    """Says its turns in order, then ends the conversation.
+
+    With ``answers`` (one for each turn) and an ``answer`` in the prompt it judges every assistant turn that it
+    answers, 1.0 or 0.0: the first by the prompt's ``answer``, the one after ``turns[i]`` by ``answers[i]``.
+    """
+
+    def __init__(self, turns: Sequence[str] = (), answers: Sequence[object] | None = None) -> None:
+        if isinstance(turns, str) or not all(isinstance(turn, str) for turn in turns):
+            raise ValueError(f"`turns` must be a list of strings, got {turns!r}")
+        if answers is not None and (isinstance(answers, str) or len(answers) != len(turns)):
+            raise ValueError(
+                f"`answers` must be a list with one answer for each of the {len(turns)} turns, got {answers!r}"
+            )
+        self._turns = tuple(turns)
+        self._answers = None if answers is None else tuple(answers)
+
+    async def reply(self, conversation: Conversation) -> Reply:
+        """Judge the latest turn and say the next line, if there is one."""
+        said = conversation.replies
+        score = None
+        if self._answers is not None and "answer" in conversation.extra:
+            expected = (conversation.extra["answer"], *self._answers)
+            if said < len(expected):
+                score = float(gives_answer(conversation.text, expected[said]))
+        if said < len(self._turns):
+            return Reply(self._turns[said], score)
+        return Reply(None, score, done=True)
+
+
+class ModelUser:
+    """A model plays the user: it reads the conversation from the other side, on an engine of its own.
+
+    Args:
+        engine: a name of the run's engines.
+        max_turns: after so many replies the conversation ends.
+        system: its instructions: who it is and what it wants.
+        opening: the first message it sees, as if the assistant had spoken first; many chat templates ask for one.
+        stop: the conversation ends when this stands in its reply; the rest of that reply is dropped, for nobody
+            would answer it. An empty reply ends it too.
+        sampling: how its turns are sampled, as in a state's ``sampling``.
+    """
+
+    def __init__(
+        self,
+        engine: str = "user",
+        *,
+        max_turns: int,
+        system: str | None = None,
+        opening: str = "Hello! What can I do for you?",
+        stop: str = "<done>",
+        sampling: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not stop:
+            raise ValueError("`stop` must not be empty: every reply would hold it")
+        try:
+            self._sampling = Sampling.model_validate(sampling or {})
+        except ValidationError as error:
+            message = error.errors(include_url=False)[0]["msg"]
+            raise ValueError(f"`sampling` is wrong: {message}; got {sampling!r}") from None
+        self._engine = engine
+        self._max_turns = max_turns
+        self._system = system
+        self._opening = opening
+        self._stop = stop
+
+    async def reply(self, conversation: Conversation) -> Reply:
+        """Ask the model for the user's next message."""
+        if conversation.replies >= self._max_turns:
+            return Reply(None, done=True)
+        text = (await conversation.ask(self._engine, self.seen(conversation.messages), self._sampling)).strip()
+        if not text or self._stop in text:
+            return Reply(None, done=True)
+        return Reply(text)
+
+    def seen(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the conversation from the user's side: roles swapped, tools and system messages out of sight.
+
+        Roles alternate, beginning with ``user`` (after the system message), as strict chat templates demand.
+        """
+        swapped = {"user": "assistant", "assistant": "user"}
+        turns: list[Message] = []
+        for message in messages:
+            role, content = swapped.get(message["role"]), str(message.get("content") or "").strip()
+            if role is None or not content:
+                continue
+            if not turns and role == "assistant":
+                turns.append({"role": "user", "content": self._opening})
+            if turns and turns[-1]["role"] == role:
+                turns[-1]["content"] += f"\n\n{content}"
+            else:
+                turns.append({"role": role, "content": content})
+        return [{"role": "system", "content": self._system}, *turns] if self._system is not None else turns

@@ -1,0 +1,198 @@
+"""A run as data: the YAML that says which agent meets which prompts on which engine.
+
+Invariant: a :class:`RunConfig` from :func:`load_run` is complete and right in form: every key known, every path
+absolute, every override applied. Whether the files exist and the engine can be built is for those to say who open
+them; the engines' mappings are handed on as they were written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, PrivateAttr, ValidationError, field_validator
+
+from fsm_rollout.agent.graph import POLICY, FreeForm, ImportPath, Model, Named, Sampling, Seconds
+from fsm_rollout.agent.handlers import look_in
+from fsm_rollout.agent.yaml.model_errors import explanations
+from fsm_rollout.agent.yaml.overrides import apply_overrides, interpolate
+from fsm_rollout.agent.yaml.source_map import ConfigPath, SourceMap, in_file_order
+from fsm_rollout.agent.yaml.yaml_source import read_text, read_yaml
+from fsm_rollout.errors import ConfigError, Problem
+
+ENGINE_PATHS = ("model", "tokenizer", "script", "run")
+"""What of an engine's mapping may be a path."""
+AtLeastOne = Annotated[int, Field(ge=1)]
+
+
+class EngineFailures(Model):
+    """What happens to a generation that an engine fails."""
+
+    attempts: AtLeastOne = Field(3, description="how often one generation is tried in all")
+
+
+class Failures(Model):
+    """What happens when something outside of the agent fails."""
+
+    engine: EngineFailures = EngineFailures()
+    tool: Literal["tell_model", "end"] = Field(
+        "tell_model", description="a tool that failed for good: the model is told, or the trajectory ends"
+    )
+
+
+class RunConfig(Model):
+    """Everything a run is made of; the keys are those of the YAML."""
+
+    model_config = ConfigDict(populate_by_name=False)
+
+    agent: Path | Mapping[str, Path] = Field(description="an agent's YAML, or several by the names that prompts use")
+    prompts: Path = Field(description="a .jsonl, .json or .parquet file")
+    n: AtLeastOne = Field(1, description="trajectories per prompt: the size of a group")
+    limit: AtLeastOne | None = Field(None, description="read only the first so many prompts")
+    over_sample: Annotated[float, Field(ge=1)] = Field(
+        1.5, description="how many groups may be under way or kept at a time, per group of `target_groups`"
+    )
+    seed: int = 0
+    validate_run: bool = Field(
+        False, alias="validate", description="use validation_sampling, and mark the trajectories"
+    )
+    sampling: Sampling = Field(Sampling(), description="laid over the agents' own")
+    validation_sampling: Sampling = Field(Sampling(temperature=0.0), description="laid over `sampling` when validating")
+    reward: ImportPath | None = None
+    group_filter: ImportPath | None = Field(
+        None, description="says of a scored group whether it is in the batch: fsm_rollout.rewards:scores_differ"
+    )
+    target_groups: AtLeastOne | None = Field(
+        None, description="so many groups are enough; what is under way then is suspended, and can be resumed"
+    )
+    engine: FreeForm = Field(description="the policy: `kind`, and what that kind of engine takes")
+    engines: Named[FreeForm] = Field(default_factory=dict, description="further, untrained engines by name")
+    failures: Failures = Failures()
+    concurrency: AtLeastOne = Field(1024, description="trajectories under way at once")
+    queue_timeout: Seconds = Field(600.0, description="seconds that an engine which answers nothing is waited for")
+    out: Path = Field(description="the folder that the results go to, relative to where the command is given")
+
+    _base: Path = PrivateAttr(Path())
+    _agent_overrides: tuple[str, ...] = PrivateAttr(())
+    _source: SourceMap = PrivateAttr(SourceMap())
+
+    @field_validator("agent", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: object) -> object:
+        several = value.values() if isinstance(value, Mapping) else [value]
+        if not several or not all(isinstance(path, str | Path) and str(path) for path in several):
+            raise ValueError("give the path of an agent's YAML, or a mapping from names to such paths")
+        return value
+
+    @field_validator("engines")
+    @classmethod
+    def _policy_stands_alone(cls, value: Mapping[str, Any]) -> Mapping[str, Any]:
+        if POLICY in value:
+            raise ValueError(f"'{POLICY}' is the engine that is trained; describe it under `engine`")
+        return value
+
+    @property
+    def base(self) -> Path:
+        """The folder of the run's file, which paths in the engines' mappings are relative to."""
+        return self._base
+
+    @property
+    def agent_overrides(self) -> tuple[str, ...]:
+        """What the command line changes in the YAML of every agent of the run: ``limits.tool_calls=3``."""
+        return self._agent_overrides
+
+    def problem(self, path: ConfigPath, message: str) -> Problem:
+        """Say of a key of the YAML what only others could find wrong with it, and where it stands."""
+        return self._source.problem(path, message)
+
+    def to_json(self) -> str:
+        """Return the config as JSON text, with the YAML's keys and, if there are any, ``agent_overrides``."""
+        said = self.model_dump(mode="json", by_alias=True)
+        if self._agent_overrides:
+            said["agent_overrides"] = list(self._agent_overrides)
+        return json.dumps(said, indent=2)
+
+
+def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run's YAML; interpolation and ``key=value`` overrides as in an agent's.
+
+    ``agent``, ``prompts`` and what engines name are relative to the file, or to the working directory when an override
+    names them; so is ``out`` always. Overrides of ``agent.…`` are kept for the agents, in ``agent_overrides``.
+
+    Raises:
+        ConfigError: the file or an override is wrong; holds every problem, in file order.
+    """
+    text = read_text(Path(path), str(path))
+    if isinstance(text, Problem):
+        raise ConfigError(text)
+    source = SourceMap(str(path))
+    data, problems = read_yaml(text, source)
+    if not isinstance(data, dict):
+        problems = problems or [Problem(_not_a_run(data), str(path), None if data is None else 1)]
+        raise ConfigError(problems)
+    look_in(Path(path).absolute().parent)
+    return _config(data, Path(path).absolute().parent, overrides, source, problems)
+
+
+def recorded_run(said: str, base: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the config that :meth:`RunConfig.to_json` gave, with further overrides laid over it.
+
+    Raises:
+        ConfigError: an override is wrong.
+    """
+    look_in(base)
+    data = json.loads(said)
+    earlier = [f"agent.{override}" for override in data.pop("agent_overrides", ())]
+    return _config(data, base, [*earlier, *overrides], SourceMap("the run's journal"), [])
+
+
+def _config(
+    data: dict[str, Any], base: Path, overrides: Sequence[str], source: SourceMap, problems: list[Problem]
+) -> RunConfig:
+    own = [override for override in overrides if not override.startswith("agent.")]
+    problems += apply_overrides(data, own, source)
+    problems += interpolate(data, source)
+    try:
+        # Through JSON, because pydantic is strict there in the right way: no "8" for 8, but lists for tuples.
+        config = RunConfig.model_validate_json(json.dumps(data), strict=True)
+    except ValidationError as error:
+        problems += [source.problem(*explained) for explained in explanations(error, RunConfig)]
+        raise ConfigError(in_file_order(problems)) from None
+    if problems:
+        raise ConfigError(in_file_order(problems))
+
+    def resolved(key: str, value: Path) -> Path:
+        return (Path() if (key,) in source.overrides else base).absolute() / value
+
+    def from_here(spec: Mapping[str, Any], *at: str) -> dict[str, Any]:
+        named = (key for key in ENGINE_PATHS if {at, at[:-1], (*at, key)} & source.overrides.keys())
+        here = {key: Path(spec[key]).absolute() for key in named if isinstance(spec.get(key), str)}
+        return {**spec, **{key: str(path) for key, path in here.items() if path.exists()}}
+
+    agent = config.agent
+    config = config.model_copy(
+        update={
+            "engine": from_here(config.engine, "engine"),
+            "engines": {name: from_here(spec, "engines", name) for name, spec in config.engines.items()},
+            "agent": {name: resolved("agent", file) for name, file in agent.items()}
+            if isinstance(agent, Mapping)
+            else resolved("agent", agent),
+            "prompts": resolved("prompts", config.prompts),
+            "out": config.out.absolute(),
+        }
+    )
+    config._base = base
+    config._source = source
+    config._agent_overrides = tuple(
+        override.removeprefix("agent.") for override in overrides if override.startswith("agent.")
+    )
+    return config
+
+
+def _not_a_run(data: object) -> str:
+    needs = "`agent`, `prompts`, `engine` and `out`"
+    if data is None:
+        return f"is empty; a run needs {needs}"
+    return f"a run is a mapping with {needs}, got {'a list' if isinstance(data, list) else f'a {type(data).__name__}'}"

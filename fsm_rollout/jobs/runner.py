@@ -1,0 +1,225 @@
+"""Carrying out a run YAML: from the file to the run's folder.
+
+Invariant: every mistake in the input is found before the first file is written. A run's folder holds ``journal.sqlite``
+from the first event on; ``batch/``, ``summary.json`` and ``report.html`` are put in place whole, at the end. A run that
+is interrupted sets aside what is under way, and :func:`resume` goes on with it, as with what a crash has cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from fsm_rollout.agent.graph import POLICY, AgentGraph
+from fsm_rollout.agent.loader import dump, load_agent
+from fsm_rollout.agent.yaml.source_map import ConfigPath, in_file_order
+from fsm_rollout.engines.specs import faults
+from fsm_rollout.errors import ConfigError
+from fsm_rollout.jobs.run_config import RunConfig, recorded_run
+from fsm_rollout.jobs.summary import summarize
+from fsm_rollout.rollout import Rollout
+from fsm_rollout.scheduler.live import Group
+from fsm_rollout.scheduler.scheduler import Listener
+from fsm_rollout.trajectory.journal import Journal, is_journal, metadata, read
+from fsm_rollout.trajectory.prompt import Prompt, read_prompts
+from fsm_rollout.trajectory.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], AbstractContextManager[Listener]]
+"""Makes the listener that shows a run of so many trajectories, so many of which have ended already."""
+
+JOURNAL = "journal.sqlite"
+RESULTS = ("batch", "summary.json", "report.html", "trajectories")
+OWN_FILES = (JOURNAL, f"{JOURNAL}-wal", f"{JOURNAL}-shm", *RESULTS)
+"""What a run writes into its folder, hence what the next run of that name replaces."""
+
+
+def execute(config: RunConfig, progress: Progress, *, replace: bool = False) -> dict[str, Any]:
+    """Run a config to its end, write its folder, and return the summary.
+
+    A finished run of that name is replaced, and with ``replace`` also one that has not come to its end.
+
+    Raises:
+        ConfigError: something in the run, its agents, prompts or engines is wrong; nothing has been written.
+        EngineError: an engine cannot start; nothing has been written.
+    """
+    agents = load_agents(config)
+    prompts = read_prompts(config.prompts, limit=config.limit)
+    with progress(len(prompts) * config.n, 0) as listener:
+        return _carry_out(config, agents, prompts, listener, replace=replace)
+
+
+def resume(folder: Path, overrides: Sequence[str], progress: Progress) -> dict[str, Any]:
+    """Go on with the run in a folder, interrupted or cut off, to its end, and return the summary.
+
+    What has ended is left as it is and comes into the batch too; the journal goes on where it stopped. ``overrides``
+    change the run, its engine say, but not its agents, which must be what they were.
+
+    Raises:
+        ConfigError: no run wrote that folder, or something in the run, its agents, prompts or engines is wrong now.
+        JournalError: there is no journal in it that can be read, or the run is still going on.
+        EngineError: an engine cannot start.
+    """
+    path = folder / JOURNAL
+    said = metadata(path)
+    if "run" not in said:
+        raise ConfigError(f"{path} is the journal of a program; `fsm-rollout run` did not write it")
+    config = recorded_run(said["run"], Path(said["base"]), overrides).model_copy(update={"out": folder.absolute()})
+    agents = load_agents(config)
+    for name, graph in agents.items():
+        if dump(graph) != said["agents"].get(name):
+            raise ConfigError(
+                f"agent '{name}' is not what it was when the run in '{folder}' began; put it back, or run it anew"
+            )
+    prompts = read_prompts(config.prompts, limit=config.limit)
+    asked = {prompt.prompt_id: list(prompt.messages) for prompt in prompts}
+    before = list(read(path))
+    if other := [t.group_id for t in before if t.parent_id is None and asked.get(t.group_id) != list(t.messages)]:
+        raise ConfigError(
+            f"prompt '{other[0]}' is not in {config.prompts} any more as it was when the run in '{folder}' began; put "
+            "it back, or run it anew"
+        )
+    ended = sum(t.ended for t in before if t.parent_id is None)
+    with progress(len(prompts) * config.n, ended) as listener:
+        return _carry_out(config, agents, prompts, listener, before)
+
+
+def load_agents(config: RunConfig) -> dict[str, AgentGraph]:
+    """Load the run's agents by name, with the overrides that the command line gives for them."""
+    if isinstance(config.agent, Mapping):
+        return {name: load_agent(path, config.agent_overrides) for name, path in config.agent.items()}
+    graph = load_agent(config.agent, config.agent_overrides)
+    return {graph.agent: graph}
+
+
+def _carry_out(
+    config: RunConfig,
+    agents: Mapping[str, AgentGraph],
+    prompts: list[Prompt],
+    listener: Listener,
+    before: Sequence[Trajectory] | None = None,
+    *,
+    replace: bool = False,
+) -> dict[str, Any]:
+    _check_engines(config)
+    rollout = Rollout(
+        agents,
+        config.engine,
+        engines=config.engines,
+        base=config.base,
+        seed=config.seed,
+        sampling=config.sampling,
+        validate=config.validate_run,
+        validation_sampling=config.validation_sampling,
+        reward=config.reward,
+        concurrency=config.concurrency,
+        engine_attempts=config.failures.engine.attempts,
+        queue_timeout=config.queue_timeout,
+        on_tool_failure=config.failures.tool,
+        group_filter=config.group_filter,
+        on_event=[listener],
+    )  # not within the event loop, where a Ctrl-C would wait until a model has been loaded
+    return asyncio.run(_run(rollout, config, prompts, before, replace=replace))
+
+
+async def _run(
+    rollout: Rollout, config: RunConfig, prompts: list[Prompt], before: Sequence[Trajectory] | None, *, replace: bool
+) -> dict[str, Any]:
+    try:
+        rollout.scheduler.check(prompts)
+        folder = fresh_folder(config.out, replace=replace) if before is None else config.out
+        facts = rollout.description | {"run": config.to_json()}
+        with Journal(folder / JOURNAL, metadata=facts, append=before is not None) as journal:
+            rollout.journal = journal
+            started = time.monotonic()
+            stream = rollout.stream(
+                prompts,
+                config.n,
+                target_groups=config.target_groups,
+                over_sample=config.over_sample,
+                resume=before or (),
+            )
+            groups = [group async for group in stream]
+            seconds = time.monotonic() - started
+        return _write(folder, rollout, groups, seconds)
+    finally:
+        await rollout.aclose()
+
+
+def _check_engines(config: RunConfig) -> None:
+    """Check the engines' mappings while it is known in which lines they stand."""
+    specs: dict[ConfigPath, Mapping[str, Any]] = {("engine",): config.engine} | {
+        ("engines", name): spec for name, spec in config.engines.items()
+    }
+    problems = [
+        config.problem((*at, *path), f"engine '{at[1] if at[1:] else POLICY}': {message}")
+        for at, spec in specs.items()
+        for path, message in faults(spec)
+    ]
+    if problems:
+        raise ConfigError(in_file_order(problems))
+
+
+def fresh_folder(path: Path, *, replace: bool = False) -> Path:
+    """Make the run's folder, without what an earlier run of the same name has written there.
+
+    Raises:
+        ConfigError: there is a file in its place, it holds things of those names that no run wrote, or (unless
+            ``replace``) a run that could go on; or it cannot be written to.
+    """
+    there = [name for name in OWN_FILES if (path / name).exists()]
+    if there and not is_journal(path / JOURNAL):
+        raise ConfigError(
+            f"out: '{path}' holds '{there[0]}', and no journal of a run that wrote it; choose another, or remove it"
+        )
+    if there and not replace and not (path / "summary.json").exists() and any(read(path / JOURNAL)):
+        raise ConfigError(
+            f"out: '{path}' holds a run that has not come to its end; go on with it (fsm-rollout resume {path}), "
+            "choose another folder, or give --replace"
+        )
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        for name in OWN_FILES:
+            old = path / name
+            if old.is_dir():
+                shutil.rmtree(old)
+            else:
+                old.unlink(missing_ok=True)
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError(f"out: '{path}' cannot be the run's folder: {why}; choose another") from error
+    return path
+
+
+def _write(folder: Path, rollout: Rollout, groups: list[Group], seconds: float) -> dict[str, Any]:
+    trajectories = [trajectory for group in [*groups, *rollout.carried] for trajectory in group.all]
+    summary = summarize(trajectories, wall_seconds=seconds, engine=rollout.engine_stats())
+    errors = [error for group in groups for error in group.reward_errors]
+    if errors:
+        summary["reward_errors"] = errors
+    if rollout.scheduler.group_filter is not None:
+        summary["groups_dropped"] = sum(group.dropped for group in groups)
+    rollout.batch(groups).save(folder / "batch")
+    partial = folder / "summary.json.partial"
+    partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    partial.replace(folder / "summary.json")
+    _report(folder)
+    return summary
+
+
+def _report(folder: Path) -> None:
+    """Write ``report.html``. The run's results are in place by now, so whatever goes wrong here is only said."""
+    from fsm_rollout.report.report import write_report
+
+    try:
+        write_report(folder, pages=True)
+    except Exception as error:
+        logger.warning("report.html was not written: %s: %s", type(error).__name__, error)

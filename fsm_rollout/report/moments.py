@@ -1,0 +1,167 @@
+"""When what happened: a trajectory's events as stretches of time.
+
+Invariant: every stretch is read off exactly one event (or, for a visit, off two transitions) and lies within the
+trajectory's life; nothing is estimated. Times are seconds on the scheduler's clock.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fsm_rollout.trajectory.events import (
+    AnyEvent,
+    Called,
+    ContextOpened,
+    Generated,
+    Interacted,
+    Prompted,
+    Resumed,
+    Transitioned,
+)
+
+Kind = Literal["queue", "generate", "tool", "interact", "away"]
+KINDS: tuple[Kind, ...] = ("queue", "generate", "tool", "interact", "away")
+"""``away``: set aside, from the last thing before to going on."""
+BUSY: tuple[Kind, ...] = ("queue", "generate", "tool", "interact")
+"""What a trajectory's time goes into while it is under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Something that took from ``start`` to ``end``."""
+
+    kind: Kind
+    state: str
+    start: float
+    end: float
+    label: str
+    replica: str = ""
+    tokens: int = 0
+    failure: str | None = None
+    turn: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """One visit of a state; ``trigger`` is what ended it (``None`` for the last)."""
+
+    state: str
+    start: float
+    end: float
+    trigger: str | None = None
+
+
+def stretches(events: Sequence[AnyEvent]) -> list[Stretch]:
+    """Return all waiting, sampling, tool calling, interacting and being away, in the order in which it ended."""
+    found: list[Stretch] = []
+    origin = events[0].at if events else 0.0
+    turn, latest, state = 0, dict[str, int](), ""
+
+    def add(kind: Kind, state: str, start: float, end: float, label: str, **facts: Any) -> None:
+        found.append(Stretch(kind, state, max(start, origin), max(end, origin), label, **facts))
+
+    for event in events:
+        match event:
+            case Prompted():
+                state = event.initial
+            case Transitioned():
+                state = event.dest
+            case Resumed():
+                if event.away > 0:
+                    add("away", state, event.at - event.away, event.at, "set aside")
+            case ContextOpened():
+                latest.pop(event.context, None)
+            case Generated():
+                own = latest.get(event.context, turn) if event.resumed else turn
+                latest[event.context] = own
+                turn += not event.resumed
+                begun = event.at - event.seconds
+                if event.queue_seconds > 0:
+                    start = begun - event.queue_seconds
+                    add("queue", event.state, start, begun, "queue", replica=event.replica, turn=own)
+                cut = None if event.finish_reason == "stop" else event.finish_reason
+                label, count = f"generate {len(event.ids)} tokens", len(event.ids)
+                add("generate", event.state, begun, event.at, label, replica=event.replica, tokens=count, failure=cut,
+                    turn=own)  # fmt: skip
+            case Called():
+                name = event.name or "broken call"
+                add("tool", event.state, event.at - event.seconds, event.at, name, failure=event.failure)
+            case Interacted():
+                add("interact", event.state, event.at - event.seconds, event.at, "interaction")
+            case _:
+                pass
+    return found
+
+
+def stays(events: Sequence[AnyEvent]) -> list[Stay]:
+    """Return the visits, in order; a final state's lasts no time."""
+    if not events or not isinstance(events[0], Prompted):
+        return []
+    state, since, found = events[0].initial, events[0].at, []
+    final = False
+    for event in events:
+        if isinstance(event, Transitioned):
+            found.append(Stay(state, since, event.at, event.trigger))
+            state, since, final = event.dest, event.at, event.stop_reason is not None
+    found.append(Stay(state, since, since if final else max(since, events[-1].at)))
+    return found
+
+
+def covered(stretches: Iterable[Stretch]) -> float:
+    """Return the seconds in which at least one of the stretches was under way."""
+    total, reached = 0.0, float("-inf")
+    for stretch in sorted(stretches, key=lambda item: item.start):
+        total += max(0.0, stretch.end - max(stretch.start, reached))
+        reached = max(reached, stretch.end)
+    return total
+
+
+class Clock:
+    """Runs on except in the gaps it is given: a run that went on after a night is looked at without the night."""
+
+    def __init__(self, gaps: Iterable[tuple[float, float]] = ()) -> None:
+        self._starts, self._ends, self._before = list[float](), list[float](), [0.0]
+        for start, end in sorted(gaps):
+            if self._ends and start <= self._ends[-1]:
+                start = self._ends[-1]
+            if end > start:
+                self._starts.append(start)
+                self._ends.append(end)
+                self._before.append(self._before[-1] + end - start)
+
+    def __call__(self, at: float) -> float:
+        """Return ``at`` less all gaps before it; within a gap the clock stands still."""
+        place = bisect(self._starts, at)
+        return at - self._before[place] + (max(0.0, self._ends[place - 1] - at) if place else 0.0)
+
+    def runs(self, start: float, end: float) -> list[tuple[float, float]]:
+        """Return the parts of ``[start, end]`` in which it runs."""
+        inside = [gap for gap in zip(self._starts, self._ends, strict=True) if gap[0] < end and gap[1] > start]
+        bounds = [start, *(at for gap in inside for at in gap), end]
+        return [(a, b) for a, b in zip(bounds[::2], bounds[1::2], strict=True) if b > a]
+
+
+def packed(stretches: Sequence[Stretch]) -> list[int]:
+    """Return a row number for each stretch such that no two in one row overlap, with as few rows as can be."""
+    order = sorted(range(len(stretches)), key=lambda index: (stretches[index].start, stretches[index].end))
+    rows = [0] * len(stretches)
+    free: list[int] = []
+    busy: list[tuple[float, int]] = []
+    used = 0
+    for index in order:
+        while busy and busy[0][0] <= stretches[index].start:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        if not free:
+            free, used = [used], used + 1
+        rows[index] = heapq.heappop(free)
+        heapq.heappush(busy, (stretches[index].end, rows[index]))
+    return rows

@@ -1,0 +1,98 @@
+"""Text that can be looked at: of tokens, and of anything a model or a tool wrote.
+
+Invariants: every character that would be invisible, would move the cursor or would turn the direction of its
+neighbours is shown as a symbol, and newlines are both shown and kept; there is exactly one text per token, also where a
+character is spread over several tokens (the first of them shows it, the others show that they go on).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from fsm_rollout.trajectory.tokens import TokenStream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+GOES_ON = "⋯"
+"""Shown for a token that only finishes the character of the token before it."""
+_LONGEST_CHARACTER = 4
+"""Bytes of the longest character in UTF-8, hence the most tokens that one can be spread over."""
+
+_HIDDEN = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u00ad\u034f\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
+)
+_LOOK = {"\n": "↵\n", "\r": "␍", "\t": "→\t", "\x7f": "␡"} | {
+    chr(c): chr(0x2400 + c) for c in range(32) if c not in (9, 10)
+}
+
+
+def visible(text: str) -> str:
+    """Return ``text`` with all that cannot be seen written out: ``↵`` before newlines, ``␀``, ``⟨202E⟩`` and so on."""
+    return _HIDDEN.sub(lambda found: _LOOK.get(found.group()) or f"⟨{ord(found.group()):04X}⟩", text)
+
+
+LONG = 240
+"""Characters of a message that stand where there is more to be seen than it."""
+
+
+def folded(text: str) -> tuple[str, str]:
+    """Return the beginning of a text, and the rest of it where it is long."""
+    return (text, "") if len(text) <= LONG else (text[: LONG - 40], text[LONG - 40 :])  # never for a word or two
+
+
+def shortened(text: str) -> str:
+    """Return a text, and of a long one its beginning and how much more there is."""
+    begins, rest = folded(text)
+    return f"{begins} … {len(rest):,} more characters" if rest else text
+
+
+class TokenTexts:
+    """What the tokens of one tokenizer look like."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_vocab()
+        self.markers: Mapping[int, str] = {id_: text for text, id_ in added.items() if text.strip()}
+        """The added tokens, special or not: what text of the environment must not be able to write."""
+
+    def vocabulary(self, ids: Iterable[int]) -> dict[int, str]:
+        """Return the text of each different id, as it stands (not made visible)."""
+        return {id_: self._one(id_) for id_ in sorted(set(ids))}
+
+    def spread(self, stream: TokenStream) -> dict[int, str]:
+        """Return the texts, by position, of tokens that hold only part of a character."""
+        ids, found = stream.ids, {}
+        partial = {id_ for id_, text in self.vocabulary(ids).items() if "\ufffd" in text}
+        for span in stream.spans if partial else ():
+            at = span.start
+            while at < span.end:
+                size = self._whole(ids[at : min(span.end, at + 2 * _LONGEST_CHARACTER)]) if ids[at] in partial else 1
+                if size > 1:
+                    found[at] = self._decode(list(ids[at : at + size]))
+                    found.update(dict.fromkeys(range(at + 1, at + size), GOES_ON))
+                at += size
+        return found
+
+    def _whole(self, ids: Sequence[int]) -> int:
+        """Return how many of the first tokens make up whole characters together; 1 when none do."""
+        for size in range(2, len(ids) + 1):
+            if "\ufffd" not in self._decode(list(ids[:size])):
+                return size
+        return 1
+
+    def _one(self, id_: int) -> str:
+        text = self.markers.get(id_)
+        if text is not None:
+            return text
+        text = self._decode([id_])
+        piece = self._tokenizer.convert_ids_to_tokens(id_) if 0 <= id_ < len(self._tokenizer) else None
+        # SentencePiece drops the space of a first word; within a stream it is there.
+        return f" {text}" if isinstance(piece, str) and piece.startswith("▁") and not text.startswith(" ") else text
+
+    def _decode(self, ids: list[int]) -> str:
+        if not all(0 <= id_ < len(self._tokenizer) for id_ in ids):
+            return "⟨not in the vocabulary⟩"
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))

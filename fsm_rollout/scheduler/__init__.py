@@ -1,0 +1,1 @@
+"""Making trajectories happen: groups, admission, limits, staleness, resuming."""

@@ -1,0 +1,467 @@
+"""A visit of one state by one trajectory: what a handler may do, and the price of it.
+
+Invariant: all that happens in a visit happens through here, so it is recorded as events and charged against the limits
+before it is done; and whatever the engine has sampled for the trajectory is recorded, also when the visit is cut off.
+A visit that was interrupted begins again, and what it had done is not done twice (:mod:`fsm_rollout.states.effect_log`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from fsm_rollout.agent.graph import MAIN, Context, Sampling
+from fsm_rollout.agent.limits import LimitReached, remaining
+from fsm_rollout.chat.messages import check_written
+from fsm_rollout.concurrency.deadline import Deadline, being_cancelled
+from fsm_rollout.concurrency.seeds import derive_seed
+from fsm_rollout.engines.client import ABORT_GRACE
+from fsm_rollout.engines.protocol import Request, SamplingParams
+from fsm_rollout.environment.users import Conversation, Reply
+from fsm_rollout.errors import ConfigError, PromptTooLong, StreamError, ToolError, did_you_mean
+from fsm_rollout.scheduler.program import BoundContext, Program, shared_chat
+from fsm_rollout.states.effect_log import Done
+from fsm_rollout.states.generation import UnderWay, sample_turn
+from fsm_rollout.tools import told
+from fsm_rollout.trajectory.events import (
+    AnyEvent,
+    Asked,
+    Attempt,
+    CallBegun,
+    Called,
+    Charged,
+    ContextOpened,
+    Extended,
+    Generated,
+    Interacted,
+    Message,
+    Scored,
+    ToolCall,
+    Wrote,
+)
+from fsm_rollout.trajectory.tokens import as_ids
+from fsm_rollout.trajectory.trajectory import DONE_IN_A_VISIT, Stream, Trajectory
+
+if TYPE_CHECKING:
+    from fsm_rollout.scheduler.live import LiveTrajectory
+
+DEFAULTS = Sampling(temperature=1.0, top_p=1.0, top_k=0, ignore_eos=False)
+
+
+class Visit:
+    """What a state handler works with. Methods that act raise ``LimitReached`` instead of exceeding a limit."""
+
+    def __init__(self, live: LiveTrajectory, deadline: Deadline) -> None:
+        self.live = live
+        self.deadline = deadline
+        self.trajectory: Trajectory = live.trajectory
+        self.program: Program = live.program
+        self.state = live.trajectory.state
+        self._prepaid = 1 if live.program.machine.spends[self.state] == "assistant_turns" else 0
+        self._visit = self.trajectory.visits[self.state]
+        self._entry = next(iter(self.trajectory.here), None)  # entering comes first: if anything was done, that was
+        self._done = Done(self.trajectory.here)
+        self._asked = dict(self.trajectory.asked)
+        for event in self.trajectory.here:
+            if isinstance(event, Asked):
+                self._asked[event.engine] = min(self._asked[event.engine], event.index)
+        self._sampling_in: dict[str, UnderWay] = {}
+        self._over = False
+        self._rng: random.Random | None = None
+
+    # -- time, facts and limits ---------------------------------------------------------------------------------
+
+    def clock(self) -> float:
+        """Return the scheduler's time in seconds (virtual in simulation)."""
+        return asyncio.get_running_loop().time()
+
+    @property
+    def resumed(self) -> bool:
+        """Whether this visit was interrupted and has begun again; what it had recorded is not done twice."""
+        return self.trajectory.interrupted
+
+    @property
+    def rng(self) -> random.Random:
+        """Random numbers that depend on the trajectory and the visit only (made when asked for: they are large)."""
+        if self._rng is None:
+            self._rng = random.Random(derive_seed(self.trajectory.seed, self.state, self._visit))
+        return self._rng
+
+    def emit(self, event: AnyEvent) -> None:
+        """Apply an event to the trajectory and tell the journal and the listeners.
+
+        Raises:
+            StreamError: the visit is over (whoever calls was left behind by its handler), or the event is not for a
+                handler to emit: it would begin, move or end the trajectory; or a score is not a finite number.
+        """
+        if type(event) not in DONE_IN_A_VISIT and not isinstance(event, Extended):
+            raise StreamError(f"a handler cannot emit {type(event).__name__}; return an Outcome, rows do the rest")
+        if self._over:
+            raise StreamError(f"the visit of '{self.state}' is over; a handler must wait for the tasks it starts")
+        if isinstance(event, Scored) and not math.isfinite(event.value):
+            raise StreamError(f"a score must be a finite number, got {event.value}")
+        self.live.emit(event)
+
+    async def close(self) -> None:
+        """End the visit: a generation that the handler left running is aborted and recorded, and is its mistake.
+
+        Raises:
+            StreamError: there was one.
+        """
+        left = [one.task for one in self._sampling_in.values() if not one.task.done()]
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=2 * ABORT_GRACE)
+        self._over = True
+        if left and not being_cancelled():
+            raise StreamError(f"the handler of '{self.state}' returned while a generation of its own was running")
+
+    def remaining(self, limit: str) -> float:
+        """Return how much of a limit is left; infinity where it does not hold."""
+        trajectory = self.trajectory
+        used = trajectory.response_tokens if limit == "response_tokens" else trajectory.spent.get(limit, 0)
+        return remaining(self.program.graph, trajectory, limit, used)
+
+    def check(self, limit: str) -> None:
+        """Raise ``LimitReached`` when more than the limit allows has been spent."""
+        if self.remaining(limit) < 0:
+            raise LimitReached(limit)
+
+    def charge(self, limit: str) -> None:
+        """Spend one of a counted limit, or raise ``LimitReached``."""
+        if self._done.take(Charged, limit) is None:
+            self.emit(Charged(at=self.clock(), limit=limit))
+        self.check(limit)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a state's prompt template may use: :data:`fsm_rollout.agent.handlers.TEMPLATE_FACTS`."""
+        trajectory = self.trajectory
+        return {
+            "agent": trajectory.agent,
+            "state": self.state,
+            "messages": trajectory.messages,
+            "task": str(trajectory.messages[-1].get("content") or ""),
+            "text": trajectory.text,
+            "texts": {name: list(trajectory.assistant_texts(name)) for name in self.program.contexts},
+            "history": {name: s.messages for name in self.program.contexts if (s := trajectory.stream(name))},
+            "extra": trajectory.extra,
+            "visits": trajectory.visits,
+            "spent": trajectory.spent,
+            "turn": trajectory.turn,
+            "score": trajectory.score,
+            "turn_scores": trajectory.turn_scores,
+        }
+
+    # -- contexts and messages ----------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """Do what every working state does on entry: reset its context, write its prompt."""
+        spec = self.program.graph.states[self.state]
+        if spec.prompt is None and not spec.reset:
+            return
+        if self._entry is not None:
+            self._done.take(type(self._entry), spec.context)
+            return
+        text = self.program.prompts[self.state].render(self.facts()) if spec.prompt is not None else None
+        prompt: list[Message] | None = None if text is None else [{"role": "user", "content": text}]
+        if spec.reset:
+            self._open(spec.context, prompt)
+        elif prompt is not None:
+            if self.trajectory.stream(spec.context) is None:
+                self._open(spec.context, prompt)
+            else:
+                self.write(prompt, context=spec.context)
+
+    def context(self, name: str) -> BoundContext:
+        """Return a context of the agent.
+
+        Raises:
+            StreamError: it has none of that name.
+        """
+        if name not in self.program.contexts:
+            raise StreamError(f"there is no context '{name}'{did_you_mean(name, self.program.contexts)}")
+        return self.program.contexts[name]
+
+    def open_context(self, context: str) -> Stream:
+        """Return the open stream of ``context``; a first use opens it with the trajectory's prompt.
+
+        Raises:
+            PromptTooLong: the prompt leaves no room for a single token.
+        """
+        return self.trajectory.stream(context) or self._open(context, None)
+
+    def _open(self, context: str, messages: Sequence[Message] | None) -> Stream:
+        bound = self.context(context)
+        opening = list(self.trajectory.messages if messages is None else messages)
+        if bound.spec.system is not None and opening[0]["role"] != "system":
+            opening.insert(0, {"role": "system", "content": bound.spec.system})
+        return self.open_with(bound, opening)
+
+    def open_with(self, bound: BoundContext, messages: list[Message], *, instead_of_glue: bool = False) -> Stream:
+        """Open a context's next stream with exactly these messages (``instead_of_glue``: as a part of a generation).
+
+        Raises:
+            PromptTooLong: they leave no room for a single token.
+        """
+        if not instead_of_glue and self._done.take(ContextOpened, bound.name) is not None:
+            return self.open_context(bound.name)
+        encoded = bound.chat.prompt_detailed(messages, bound.tools, now=self.date)
+        room = min(self.room_in_context(len(encoded.ids)), bound.dispatcher.engine.max_context - len(encoded.ids))
+        if room < 1:
+            raise PromptTooLong(
+                f"context '{bound.name}': a prompt of {len(encoded.ids)} tokens leaves no room to answer; "
+                f"the engine's window is {bound.dispatcher.engine.max_context}, "
+                f"context_tokens is {self.trajectory.limits.get('context_tokens')}"
+            )
+        self.emit(
+            ContextOpened(
+                at=self.clock(),
+                context=bound.name,
+                state=self.state,
+                messages=messages,
+                ids=as_ids(encoded.ids),
+                trained=bound.spec.trained,
+                engine=bound.spec.engine,
+                guarded=encoded.guarded,
+                guarded_at=list(encoded.guarded_at),
+                instead_of_glue=instead_of_glue,
+            )
+        )
+        return self.trajectory.streams[-1]
+
+    def write(self, messages: Sequence[Message], *, context: str) -> None:
+        """Append the environment's messages to a context; they enter its tokens with the next generation.
+
+        Raises:
+            ChatTemplateError: they are not OpenAI-style messages with text.
+        """
+        check_written(messages)
+        if messages and self._done.take(Wrote, context) is None:
+            self.open_context(context)
+            self.emit(Wrote(at=self.clock(), context=context, state=self.state, messages=list(messages)))
+
+    @property
+    def date(self) -> datetime:
+        """What the chat template's clock shows: when the trajectory started."""
+        return datetime.fromisoformat(self.trajectory.date)
+
+    def room_in_context(self, length: int) -> float:
+        """Return how many tokens ``context_tokens`` leaves a stream of that length."""
+        return remaining(self.program.graph, self.trajectory, "context_tokens", length)
+
+    # -- generation ---------------------------------------------------------------------------------------------
+
+    async def generate(self, context: str, sampling: Sampling | None = None) -> Generated:
+        """Sample one assistant turn in a context (or go on with one that was cut) and return the event.
+
+        Costs one of ``assistant_turns`` unless entering the state has paid for it. ``finish_reason`` is "length" only
+        when the turn's own ``max_tokens`` cut it. Generations side by side, each in a context of its own, are recorded
+        in the order in which they were asked for, so that nothing depends on which of them is quicker.
+
+        Raises:
+            LimitReached: no turn, or no token, is left; or a token limit cut the turn (which is recorded).
+            PromptTooLong: a first turn's prompt leaves no room.
+            EngineError: the engine failed for good (what it had sampled is recorded).
+            StreamError: there is no such context, or another generation of it is under way.
+        """
+        self.context(context)
+        if self._prepaid:
+            self._prepaid -= 1
+        else:
+            self.charge("assistant_turns")
+        done = self._done.take(Generated, context)
+        while done is not None and done.finish_reason == "abort":  # the sampling below goes on from there
+            done = self._done.take(Generated, context)
+        if done is not None:
+            if done.cut_by is not None:
+                raise LimitReached(done.cut_by)
+            return done
+        if context in self._sampling_in:
+            raise StreamError(f"two generations at once in context '{context}'; give each a context of its own")
+        task = asyncio.current_task()
+        assert task is not None
+        one = UnderWay(task, earlier=list(self._sampling_in.values()))
+        self._sampling_in[context] = one
+        try:
+            return await sample_turn(self, context, sampling, one)
+        finally:
+            one.over.set()
+            del self._sampling_in[context]
+
+    # -- tools, interactions, scores ----------------------------------------------------------------------------
+
+    async def call_tool(self, attempt: ToolCall | Attempt, *, prepaid: bool = False) -> Called:
+        """Carry out one attempted call and return its event; failures are results that the model is told.
+
+        Costs one of ``tool_calls`` unless entering the state has paid for it (``prepaid``).
+
+        Raises:
+            ToolError: the tool itself failed, in a run that ends trajectories then (``failures: {tool: end}``).
+        """
+        if not prepaid:
+            self.charge("tool_calls")
+        called = self._done.take(Called, attempt.id)
+        if called is None:
+            called = self._interrupted_call(attempt) or await self._make_call(attempt)
+        if called.failure is not None and called.tries and self.live.scheduler.on_tool_failure == "end":
+            raise ToolError(f"tool '{called.name}' failed for good: {called.failure}")
+        return called
+
+    async def _make_call(self, attempt: ToolCall | Attempt) -> Called:
+        last = self.trajectory.last
+        bound = self.program.contexts[last.context if last is not None else MAIN]
+        tool = self.program.graph.tools.get(attempt.name) if isinstance(attempt, ToolCall) else None
+        if tool is not None and not tool.repeatable:  # so that it is known to have had its chance
+            self.emit(CallBegun(at=self.clock(), state=self.state, id=attempt.id))
+        result = await self.live.tools.call(attempt, context=bound.name, tokenizer=bound.dispatcher.engine.tokenizer)
+        called = Called(
+            at=self.clock(),
+            state=self.state,
+            id=attempt.id,
+            name=attempt.name if isinstance(attempt, ToolCall) else "",
+            arguments=attempt.arguments if isinstance(attempt, ToolCall) else {},
+            result=result.text,
+            failure=result.failure,
+            bad=result.bad,
+            reward=result.reward,
+            seconds=result.seconds,
+            tries=result.tries,
+            truncated_tokens=result.truncated_tokens,
+            child_id=result.child_id,
+        )
+        self.emit(called)
+        return called
+
+    def _interrupted_call(self, attempt: ToolCall | Attempt) -> Called | None:
+        """Answer a call that may have been made before the visit was interrupted, if it must not be made twice."""
+        if not self.resumed or not isinstance(attempt, ToolCall):
+            return None
+        tool = self.program.graph.tools.get(attempt.name)
+        begun = any(isinstance(event, CallBegun) and event.id == attempt.id for event in self.trajectory.here)
+        if tool is None or tool.repeatable or not begun:
+            return None
+        return self.record_unfinished_call(attempt, "interrupted", told.interrupted(attempt.name))
+
+    def record_unfinished_call(self, attempt: ToolCall | Attempt, failure: str, text: str) -> Called:
+        """Record a call that was cut off, with what the model is told about it, and return the event."""
+        name = attempt.name if isinstance(attempt, ToolCall) else ""
+        arguments = attempt.arguments if isinstance(attempt, ToolCall) else {}
+        called = Called(
+            at=self.clock(),
+            state=self.state,
+            id=attempt.id,
+            name=name,
+            arguments=arguments,
+            result=text,
+            failure=failure,
+        )
+        self.emit(called)
+        return called
+
+    async def interact(self, context: str) -> Reply:
+        """Let the state's interaction answer a context, and return its reply."""
+        stream = self.open_context(context)
+        done = self._done.take(Interacted, context)
+        if done is not None:
+            return Reply(done.content, done.score, done.done)
+        conversation = Conversation(
+            messages=list(stream.messages),
+            trajectory=self.trajectory,
+            extra=self.trajectory.extra,
+            rng=self.rng,
+            ask=self.ask,
+        )
+        started = self.clock()
+        reply = await self.live.interaction(self.state).reply(conversation)
+        self.emit(
+            Interacted(
+                at=self.clock(),
+                state=self.state,
+                context=context,
+                seconds=self.clock() - started,
+                content=reply.content,
+                score=reply.score,
+                done=reply.done,
+            )
+        )
+        return reply
+
+    async def ask(self, engine: str, messages: Sequence[Message], sampling: Sampling | None = None) -> str:
+        """Ask a model on a named engine, in its own tokenizer and template, and return its text.
+
+        Nothing of this enters a stream or is charged: it is the environment's own business. What was said is recorded.
+        """
+        index = self._asked.get(engine, 0)
+        self._asked[engine] = index + 1
+        done = self._done.take(Asked, (engine, index))
+        if done is not None:
+            return done.text
+        dispatchers = self.live.scheduler.dispatchers
+        if engine not in dispatchers:
+            raise ConfigError(f"engine '{engine}' is not one of the run's{did_you_mean(engine, dispatchers)}")
+        dispatcher = dispatchers[engine]
+        chat = shared_chat(dispatcher, Context(engine=engine))
+        ids = as_ids(chat.prompt(messages, None, now=self.date))
+        said = (sampling or Sampling()).over(DEFAULTS)
+        room = dispatcher.engine.max_context - len(ids)
+        if room < 1:
+            raise PromptTooLong(f"engine '{engine}': a prompt of {len(ids)} tokens leaves no room to answer")
+        request = Request(
+            request_id=f"{self.trajectory.trajectory_id}/ask:{engine}/{index}",
+            ids=ids,
+            sampling=SamplingParams(
+                max_tokens=min(room, said.max_tokens or room),
+                temperature=said.temperature if said.temperature is not None else 1.0,
+                top_p=said.top_p or 1.0,
+                top_k=said.top_k or 0,
+                stop_ids=chat.stop_ids | dispatcher.engine.eos_ids,
+                seed=derive_seed(self.trajectory.seed, "ask", engine, index),
+            ),
+            trajectory_id=self.trajectory.trajectory_id,
+            group_id=self.trajectory.group_id,
+            agent=engine,
+            context=engine,
+            turn=index,
+        )
+        ticket = dispatcher.submit(request, self.deadline)
+        try:
+            await ticket.done.wait()
+        finally:
+            await dispatcher.abort(ticket)
+        if ticket.error is not None:
+            raise ticket.error
+        stop_ids = request.sampling.stop_ids
+        text = chat.decode(ticket.ids[:-1] if len(ticket.ids) and ticket.ids[-1] in stop_ids else ticket.ids)
+        now = self.clock()
+        self.emit(
+            Asked(
+                at=now,
+                engine=engine,
+                index=index,
+                state=self.state,
+                text=text,
+                tokens=len(ticket.ids),
+                seconds=now - ticket.submitted_at,
+            )
+        )
+        return text
+
+    def score_turn(self, value: float, turn: int | None = None) -> None:
+        """Give a score to the trajectory's latest turn, or to ``turn``: its index, from 0 (``turn`` counts them).
+
+        Raises:
+            StreamError: there is no such turn, or the score is not a finite number.
+        """
+        latest = self.trajectory.turn - 1
+        turn = latest - self._done.turns_ahead() if turn is None else turn
+        if not isinstance(turn, int) or not 0 <= turn <= latest:
+            there = "none has been generated yet" if latest < 0 else f"the first is 0, the latest {latest}"
+            raise StreamError(f"there is no turn {turn} to score; {there}")
+        if self._done.take(Scored, turn) is not None:
+            return
+        self.emit(Scored(at=self.clock(), value=float(value), turn=turn, source=self.state))

@@ -1,0 +1,24 @@
+"""GENERATING: one assistant turn is sampled."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fsm_rollout.agent.handlers import BUILT_IN_HANDLERS
+from fsm_rollout.states.base import State
+from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
+
+if TYPE_CHECKING:
+    from fsm_rollout.states.context import Visit
+
+
+class Generate(State):
+    """Samples one turn of the state's context. A turn cut at its own ``max_tokens`` raises ``truncated``."""
+
+    triggers = BUILT_IN_HANDLERS["generate"].triggers
+    spends = BUILT_IN_HANDLERS["generate"].spends
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        """Ask the engine and wait for the turn's end."""
+        generated = await visit.generate(self.spec.context)
+        return Outcome("truncated" if generated.finish_reason == "length" else "generated")

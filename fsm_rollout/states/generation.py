@@ -1,0 +1,246 @@
+"""Sampling one assistant turn: the glue before it, the request, and what is recorded of its answer.
+
+Invariants: a generation's input is the stream as it stands, so it extends the one before it and nothing sampled is ever
+decoded and encoded again; whatever a ticket brought is recorded, also when the visit is cut off; nothing is written
+that would leave no room for a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from fsm_rollout.agent.graph import POLICY, Sampling
+from fsm_rollout.agent.limits import LimitReached
+from fsm_rollout.chat.formats import Call
+from fsm_rollout.concurrency.seeds import derive_seed
+from fsm_rollout.engines.client import Ticket
+from fsm_rollout.engines.protocol import Request, SamplingParams
+from fsm_rollout.errors import EngineError
+from fsm_rollout.scheduler.program import BoundContext
+from fsm_rollout.trajectory.events import Attempt, Extended, Generated, Message, ToolCall, unwritable
+from fsm_rollout.trajectory.tokens import Ids, as_ids
+from fsm_rollout.trajectory.trajectory import Stream
+
+if TYPE_CHECKING:
+    from fsm_rollout.states.context import Visit
+
+
+@dataclass(slots=True)
+class UnderWay:
+    """One generation of a visit, and those of the same visit that were asked for before it."""
+
+    task: asyncio.Task[Any]
+    earlier: list[UnderWay]
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def in_turn(self, *, cut: bool = False) -> None:
+        """Wait until those before it are recorded; if it was ``cut`` off, only for those that were too."""
+        for one in self.earlier:
+            if not cut or one.task.cancelling():
+                await one.over.wait()
+
+
+async def sample_turn(visit: Visit, context: str, sampling: Sampling | None, one: UnderWay) -> Generated:
+    """Do what :meth:`fsm_rollout.states.context.Visit.generate` promises, once it is paid for."""
+    bound = visit.program.contexts[context]
+    stream = visit.open_context(context)
+    going_on = not stream.awaiting and not stream.pending and stream.finish_reason in ("length", "abort")
+    resumed = going_on and stream.finish_reason == "abort"
+    if stream.awaiting and stream.pending:
+        # Nothing was sampled where a turn was to begin.
+        stream = visit.open_with(bound, list(stream.messages), instead_of_glue=True)
+    elif not stream.awaiting and not going_on:
+        stream = _glue(visit, bound, stream)
+    request, cut_by = _request(visit, bound, stream, sampling, resumed=resumed)
+    ticket = bound.dispatcher.submit(request, visit.deadline)
+    try:
+        await ticket.done.wait()
+        await one.in_turn()
+    except asyncio.CancelledError:
+        try:
+            await bound.dispatcher.abort(ticket)
+            await one.in_turn(cut=True)
+        finally:
+            _record(visit, ticket, bound, stream, cut_by, continued=going_on, resumed=resumed)
+        raise
+    generated = _record(visit, ticket, bound, stream, cut_by, continued=going_on, resumed=resumed)
+    if ticket.error is not None:
+        raise ticket.error
+    if generated is None or generated.finish_reason == "abort":
+        raise EngineError(f"request {request.request_id} was aborted by the engine")
+    if generated.cut_by is not None:
+        raise LimitReached(generated.cut_by)
+    return generated
+
+
+def _glue(visit: Visit, bound: BoundContext, stream: Stream) -> Stream:
+    """Write what stands between the latest turn and the next, or open the next stream; return where to go on."""
+    history, new = stream.messages[: stream.glued], stream.pending
+    if bound.chat.must_split(history, new, bound.tools):
+        return visit.open_with(bound, list(stream.messages), instead_of_glue=True)
+    sampled = stream.turn_ids
+    stopped = stream.finish_reason == "stop" and len(sampled) > 0 and sampled[-1] in bound.stop_ids
+    finish_reason = "stop" if stopped else "length"
+    encoded = bound.chat.glue_detailed(
+        history, new, bound.tools, sampled_ids=sampled, finish_reason=finish_reason, now=visit.date
+    )
+    if not visit.live.audited:
+        visit.live.audited = True
+        if bound.chat.audit_due():
+            audit = partial(
+                bound.chat.audit, history, new, bound.tools, sampled, finish_reason, encoded.ids, now=visit.date
+            )
+            asyncio.get_running_loop().call_soon(audit)  # after this turn's request is on its way
+    _check_room(visit, bound, len(stream.tokens) + len(encoded.ids), len(encoded.ids))
+    visit.emit(
+        Extended(
+            at=visit.clock(),
+            context=bound.name,
+            state=stream.pending_state or visit.state,
+            ids=as_ids(encoded.ids),
+            guarded=encoded.guarded,
+            guarded_at=list(encoded.guarded_at),
+        )
+    )
+    return stream
+
+
+def _check_room(visit: Visit, bound: BoundContext, length: int, added: int) -> None:
+    """Raise LimitReached unless a stream of ``length``, ``added`` of it new, has room for one more token."""
+    if visit.remaining("response_tokens") - added < 1:
+        raise LimitReached("response_tokens")
+    if min(visit.room_in_context(length), bound.dispatcher.engine.max_context - length) < 1:
+        raise LimitReached("context_tokens")
+
+
+def _request(
+    visit: Visit, bound: BoundContext, stream: Stream, sampling: Sampling | None, *, resumed: bool
+) -> tuple[Request, str | None]:
+    """Return the request for the next turn, and the limit that bounds its length (None: its own max_tokens)."""
+    length = len(stream.tokens)
+    _check_room(visit, bound, length, 0)
+    said = _sampling(visit, bound, sampling)
+    own = float("inf") if said.max_tokens is None else said.max_tokens
+    sampled = sum(len(span) for span in stream.tokens.sampled() if span.turn == stream.turn) if resumed else 0
+    own -= sampled
+    bounds: dict[str | None, float] = {
+        None: own,
+        "response_tokens": visit.remaining("response_tokens"),
+        "context_tokens": min(visit.room_in_context(length), bound.dispatcher.engine.max_context - length),
+    }
+    cut_by = min(bounds, key=lambda name: bounds[name])  # the first of equals: the turn's own bound
+    trajectory = visit.trajectory
+    index = trajectory.context_turns.get(bound.name, 0) - resumed
+    request = Request(
+        request_id=f"{trajectory.trajectory_id}/{bound.name}/{index}/{length}",
+        ids=stream.tokens.ids,
+        sampling=SamplingParams(
+            max_tokens=max(1, int(bounds[cut_by])),
+            temperature=said.temperature if said.temperature is not None else 1.0,
+            top_p=said.top_p or 1.0,
+            top_k=said.top_k or 0,
+            stop_ids=bound.stop_ids,
+            ignore_eos=bool(said.ignore_eos),
+            seed=derive_seed(trajectory.seed, bound.name, index),
+        ),
+        trajectory_id=trajectory.trajectory_id,
+        group_id=trajectory.group_id,
+        agent=trajectory.agent,
+        context=bound.name,
+        turn=index,
+        sampled=sampled,
+    )
+    return request, cut_by
+
+
+def _sampling(visit: Visit, bound: BoundContext, sampling: Sampling | None) -> Sampling:
+    said = visit.program.sampling_of(visit.state, bound.name)
+    if sampling is not None:
+        said = sampling.over(said)
+    lowered = visit.live.prompt.sampling
+    if lowered is None or bound.spec.engine != POLICY:
+        return said
+    most = [n for n in (said.max_tokens, lowered.max_tokens) if n is not None]
+    return lowered.over(said).model_copy(update={"max_tokens": min(most, default=None)})
+
+
+def _record(
+    visit: Visit,
+    ticket: Ticket,
+    bound: BoundContext,
+    stream: Stream,
+    cut_by: str | None,
+    *,
+    continued: bool,
+    resumed: bool,
+) -> Generated | None:
+    """Record what a ticket brought. Nothing sampled and nothing said (an early abort) is no turn: None."""
+    finish_reason = ticket.finish_reason or "abort"
+    if finish_reason == "abort" and len(ticket.ids) == ticket.request.sampling.max_tokens:
+        finish_reason = "length"  # all that was asked for had come; only the last word was lost
+    if finish_reason == "abort" and not len(ticket.ids):
+        return None
+    ids = stream.turn_ids + ticket.ids if continued else ticket.ids
+    unread: Exception | None = None
+    try:
+        number = stream.turn if resumed and stream.turn is not None else visit.trajectory.turn
+        message, attempts = _read_turn(ids, finish_reason, bound, number)
+    except Exception as error:  # a tokenizer or tool format that fails loses no token: the turn stands, unread
+        message, attempts, unread = {"role": "assistant", "content": ""}, [], error
+    now = visit.clock()
+    admitted = ticket.admitted_at if ticket.admitted_at is not None else now
+    event = Generated(
+        at=now,
+        context=bound.name,
+        state=visit.state,
+        ids=ticket.ids[:],
+        logprobs=ticket.logprobs[:],
+        versions=list(ticket.versions),
+        finish_reason=finish_reason,
+        message=message,
+        attempts=attempts,
+        continued=continued,
+        resumed=resumed,
+        cut_by=cut_by if finish_reason == "length" else None,
+        queue_seconds=admitted - ticket.submitted_at,
+        seconds=now - admitted,
+        cached_tokens=ticket.cached_tokens,
+        replica=ticket.replica,
+    )
+    visit.emit(event)
+    if unread is not None:
+        raise unread
+    return event
+
+
+def _read_turn(
+    ids: Ids, finish_reason: str, bound: BoundContext, number: int
+) -> tuple[Message, list[ToolCall | Attempt]]:
+    """Return the assistant message that a turn's tokens stand for, and the calls attempted in it.
+
+    ``number`` is the turn's among the trajectory's generations; calls' ids, and so their randomness, follow from it.
+    """
+    stopped = finish_reason == "stop" and len(ids) > 0 and ids[-1] in bound.stop_ids
+    text = bound.chat.decode(ids[:-1] if stopped else ids)
+    if bound.tool_format is None:
+        return {"role": "assistant", "content": text}, []
+    parsed = bound.tool_format.parse(text, ids, bound.tools)
+    attempts: list[ToolCall | Attempt] = []
+    for index, item in enumerate(parsed.attempts):
+        call_id = f"c{number % 10_000:04d}{index % 10_000:04d}"  # nine characters, as Mistral wants
+        if isinstance(item, Call) and (problem := unwritable(item.arguments)) is not None:
+            attempts.append(Attempt(id=call_id, kind="unwritable", message=problem))
+        elif isinstance(item, Call):
+            attempts.append(ToolCall(id=call_id, name=item.name, arguments=item.arguments))
+        else:
+            attempts.append(Attempt(id=call_id, kind=item.kind, message=item.message))
+    message: Message = {"role": "assistant", "content": parsed.content}
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in attempts
+        if isinstance(call, ToolCall)
+    ]
+    return (message | {"tool_calls": calls} if calls else message), attempts

@@ -1,0 +1,29 @@
+"""INTERACTING: a user (simulated, scripted, or a model) answers the latest turn, may score it, and may end it all."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fsm_rollout.agent.handlers import BUILT_IN_HANDLERS
+from fsm_rollout.states.base import State
+from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
+
+if TYPE_CHECKING:
+    from fsm_rollout.states.context import Visit
+
+
+class Interact(State):
+    """Asks the interaction for a reply to the state's context."""
+
+    triggers = BUILT_IN_HANDLERS["interact"].triggers
+    spends = BUILT_IN_HANDLERS["interact"].spends
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        """Ask, score the turn that was judged, write the reply."""
+        judged = trajectory.last_turn(self.spec.context)
+        reply = await visit.interact(self.spec.context)
+        if reply.score is not None and judged is not None:
+            visit.score_turn(reply.score, judged)
+        if reply.content is not None:
+            visit.write([{"role": "user", "content": reply.content}], context=self.spec.context)
+        return Outcome("interaction_done" if reply.done else "replied")

@@ -1,0 +1,23 @@
+"""PENDING: the trajectory's opening prompt becomes the first tokens of its context."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fsm_rollout.agent.handlers import BUILT_IN_HANDLERS
+from fsm_rollout.states.base import State
+from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
+
+if TYPE_CHECKING:
+    from fsm_rollout.states.context import Visit
+
+
+class OpenPrompt(State):
+    """Opens the state's context with the prompt's messages (or the state's own template)."""
+
+    triggers = BUILT_IN_HANDLERS["prompt"].triggers
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        """Open the stream, unless entering the state has done so."""
+        visit.open_context(self.spec.context)
+        return Outcome("prompted")

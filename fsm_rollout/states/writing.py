@@ -1,0 +1,22 @@
+"""A state that only writes: its ``prompt`` was appended on entry, and nothing else happens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fsm_rollout.agent.handlers import BUILT_IN_HANDLERS
+from fsm_rollout.states.base import State
+from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
+
+if TYPE_CHECKING:
+    from fsm_rollout.states.context import Visit
+
+
+class Write(State):
+    """Says that its prompt has been written (every working state writes its prompt on entry)."""
+
+    triggers = BUILT_IN_HANDLERS["write"].triggers
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        """Nothing is left to do."""
+        return Outcome("written")

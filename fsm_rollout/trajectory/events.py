@@ -1,0 +1,303 @@
+"""What can happen to a trajectory, as immutable records.
+
+Invariant: a trajectory changes only by these. They are complete: folding a trajectory's events over an empty one gives
+the trajectory again, bit for bit, so journal, report, replay, resume and re-scoring need nothing else.
+
+Times (``at``) are seconds on the scheduler's clock; durations are seconds.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import msgspec
+
+from fsm_rollout.trajectory.tokens import Ids, Logprobs
+
+Message = dict[str, Any]
+"""A chat message in OpenAI's form: role, content, and for tools tool_calls / tool_call_id / name."""
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
+    """Base of all events."""
+
+    at: float
+
+
+class Prompted(Event, frozen=True, kw_only=True, tag="prompted"):
+    """A trajectory began: everything it was given."""
+
+    trajectory_id: str
+    group_id: str
+    sample: int
+    agent: str
+    initial: str
+    messages: list[Message]
+    extra: dict[str, Any]
+    limits: dict[str, float | None]
+    seed: int
+    date: str
+    validate: bool = False
+    parent_id: str | None = None
+    sampling: dict[str, Any] = {}
+    """What the prompt itself says about sampling."""
+    spent: dict[str, int] = {}
+    """What entering the initial state was charged."""
+
+
+class ContextOpened(Event, frozen=True, kw_only=True, tag="context_opened"):
+    """A context's next stream began with its opening prompt."""
+
+    context: str
+    state: str
+    messages: list[Message]
+    ids: Ids
+    trained: bool
+    engine: str
+    guarded: int = 0
+    guarded_at: list[int] = []
+    """Which of ``ids``, by place, spell a control marker that was kept from becoming one."""
+    instead_of_glue: bool = False
+    """It is part of a generation: what stands before it could not be glued to what came before."""
+
+
+class Wrote(Event, frozen=True, kw_only=True, tag="wrote"):
+    """The environment added messages to a context's history. Their tokens come with the next ``extended``."""
+
+    context: str
+    state: str
+    messages: list[Message]
+
+
+class Extended(Event, frozen=True, kw_only=True, tag="extended"):
+    """The glue of all pending messages entered the stream, right before a generation.
+
+    ``state`` is the state that wrote the first of them; ``guarded`` counts control markers in environment text that
+    were kept from becoming control tokens, and ``guarded_at`` are the places in ``ids`` of the tokens that spell them.
+    """
+
+    context: str
+    state: str
+    ids: Ids
+    guarded: int = 0
+    guarded_at: list[int] = []
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
+    """A well-formed call that the model made."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
+
+
+class Attempt(msgspec.Struct, frozen=True, kw_only=True, tag="broken"):
+    """A call the model tried to make and that cannot be read; ``kind`` is the tool format's slug for why."""
+
+    id: str
+    kind: str
+    message: str
+
+
+class Generated(Event, frozen=True, kw_only=True, tag="generated"):
+    """One generation ended. ``versions`` are run lengths ``(tokens, weight version)`` over ``ids``.
+
+    ``finish_reason`` is ``stop``, ``length`` or ``abort``. ``message`` is the whole assistant message as it now stands
+    in the history (a generation that goes on after ``length`` replaces its message). ``attempts`` holds calls and
+    broken calls in the order in which they stand in the text.
+    """
+
+    context: str
+    state: str
+    ids: Ids
+    logprobs: Logprobs
+    versions: list[tuple[int, int]]
+    finish_reason: str
+    message: Message
+    attempts: list[ToolCall | Attempt] = []
+    continued: bool = False
+    """It goes on with the assistant turn that stands last in the history."""
+    resumed: bool = False
+    """What it goes on from was an abort: the same generation, and not counted again."""
+    cut_by: str | None = None
+    """The limit that cut it, when ``finish_reason`` is "length" and it was not the turn's own ``max_tokens``."""
+    queue_seconds: float = 0.0
+    seconds: float = 0.0
+    cached_tokens: int = 0
+    replica: str = ""
+
+
+class CallBegun(Event, frozen=True, kw_only=True, tag="call_begun"):
+    """A call of a tool that must not be called twice is about to be made."""
+
+    state: str
+    id: str
+
+
+class Called(Event, frozen=True, kw_only=True, tag="called"):
+    """One attempted tool call came to its end. ``failure`` is ``None`` on success.
+
+    Failures the model is to blame for (``bad``) are charged to ``bad_calls``: a broken or unknown call, wrong
+    arguments, a tool that raises something that a better call may help (:mod:`fsm_rollout.tools.toolbox`).
+    """
+
+    state: str
+    id: str
+    name: str
+    arguments: dict[str, Any]
+    result: str
+    failure: str | None = None
+    bad: bool = False
+    reward: float | None = None
+    seconds: float = 0.0
+    tries: int = 1
+    truncated_tokens: int = 0
+    child_id: str | None = None
+
+
+class Asked(Event, frozen=True, kw_only=True, tag="asked"):
+    """The environment asked a model on a named engine, and this is what it said; it enters no stream by itself."""
+
+    engine: str
+    index: int
+    """How many times the trajectory had asked that engine before."""
+    state: str
+    text: str
+    tokens: int
+    seconds: float
+
+
+class Interacted(Event, frozen=True, kw_only=True, tag="interacted"):
+    """An interaction answered a context; ``content`` enters its history as ``wrote``."""
+
+    context: str
+    state: str
+    seconds: float
+    content: str | None = None
+    score: float | None = None
+    done: bool = False
+
+
+class Charged(Event, frozen=True, kw_only=True, tag="charged"):
+    """A limit was charged outside of entering a state: a further generation or call within one visit."""
+
+    limit: str
+    amount: int = 1
+
+
+class Transitioned(Event, frozen=True, kw_only=True, tag="transitioned"):
+    """A row fired. ``spent`` is what entering ``dest`` was charged; ``stop_reason`` is set when ``dest`` is final."""
+
+    trigger: str
+    source: str
+    dest: str
+    spent: dict[str, int]
+    limit: str | None = None
+    detail: str | None = None
+    stop_reason: str | None = None
+    row: int | None = None
+    """Which of the agent's rows fired, by its place in ``transitions``; ``None`` for an implicit one."""
+
+
+REWARD = "reward"
+"""The source of a score that the run's reward gave."""
+
+
+class TimedOut(Event, frozen=True, kw_only=True, tag="timed_out"):
+    """The time of the present visit was up, or (``walled``) that of the trajectory; its handler closes what is open."""
+
+    walled: bool = False
+
+
+class Scored(Event, frozen=True, kw_only=True, tag="scored"):
+    """A score was given: to the trajectory (``turn`` is None) or to one turn (index of its generation)."""
+
+    value: float
+    turn: int | None = None
+    source: str = ""
+
+
+class Suspended(Event, frozen=True, kw_only=True, tag="suspended"):
+    """The trajectory was set aside unfinished; it has no stop reason and may be resumed."""
+
+    reason: str
+
+
+class Resumed(Event, frozen=True, kw_only=True, tag="resumed"):
+    """A trajectory that was set aside, or cut off by a crash, goes on; the visit under way is begun again.
+
+    ``away`` is how long it was gone, in seconds; that time counts against no limit. It may be negative: the clock of
+    another process may lie behind.
+    """
+
+    away: float
+    weight_version: int = 0
+    """The weights that it goes on with."""
+
+
+class Ended(Event, frozen=True, kw_only=True, tag="ended"):
+    """The trajectory ended; the one and only stop reason."""
+
+    stop_reason: str
+    detail: str | None = None
+
+
+AnyEvent = (
+    Prompted
+    | ContextOpened
+    | Wrote
+    | Extended
+    | Generated
+    | CallBegun
+    | Called
+    | Asked
+    | Interacted
+    | Charged
+    | TimedOut
+    | Transitioned
+    | Scored
+    | Suspended
+    | Resumed
+    | Ended
+)
+
+
+def _encode(value: object) -> object:
+    if isinstance(value, array):
+        return (value.typecode, value.tobytes())
+    raise TypeError(f"an event cannot hold a {type(value).__name__}; give plain data (str, numbers, lists, dicts)")
+
+
+def _decode(kind: type, value: Any) -> object:
+    typecode, data = value
+    decoded: Ids | Logprobs = array(typecode)
+    decoded.frombytes(data)
+    return decoded
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode)
+_decoder: msgspec.msgpack.Decoder[AnyEvent] = msgspec.msgpack.Decoder(AnyEvent, dec_hook=_decode)
+
+
+def encode(event: AnyEvent) -> bytes:
+    """Pack an event (MessagePack).
+
+    Raises:
+        TypeError: the event holds something that is not plain data (say an object in a prompt's extra fields).
+    """
+    return _encoder.encode(event)
+
+
+def unwritable(data: object) -> str | None:
+    """Return why plain data cannot stand in an event (lone surrogates, integers over 64 bits), or ``None``."""
+    try:
+        _encoder.encode(data)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        return f"the values cannot be written down: {error}"
+    return None
+
+
+def decode(data: bytes) -> AnyEvent:
+    """Unpack what :func:`encode` packed; equal to the event that went in."""
+    return _decoder.decode(data)

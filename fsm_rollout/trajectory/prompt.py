@@ -1,0 +1,308 @@
+"""Prompts: what trajectories begin from, read from a file or taken from Python.
+
+Invariant: a :class:`Prompt` that comes out of here can be run: its messages are text with known roles and leave the
+next word to the assistant, its id is its own, and everything else in it is plain data. What is wrong with a file is
+found all in one go, each with its line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from pydantic import ConfigDict, Field, ValidationError, field_validator
+
+from fsm_rollout.agent.graph import Limits, Model, Sampling
+from fsm_rollout.agent.yaml.model_errors import explanations
+from fsm_rollout.errors import ConfigError, Problem, did_you_mean
+from fsm_rollout.trajectory.events import unwritable
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SHOWN_PROBLEMS = 20
+
+
+class Prompt(Model):
+    """One prompt: chat messages in OpenAI's form, and what this prompt says for itself.
+
+    Fields beyond these are kept (``answer``, ``tools_kwargs``, ``interaction_kwargs``, whatever a reward wants to see)
+    and are found in :attr:`extra`.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    messages: tuple[dict[str, Any], ...]
+    prompt_id: Annotated[str, Field(min_length=1)] | None = None
+    """Names the prompt's group; its place among the prompts (of a file, else of all runs: 0, 1, …) when not given."""
+    agent: str | None = None
+    """Which of the run's agents, by name, when it has several."""
+    limits: Limits | None = None
+    """Lowers the agent's limits; cannot raise them."""
+    sampling: Sampling | None = None
+    """Laid over the sampling of the agent and the run."""
+
+    @field_validator("messages")
+    @classmethod
+    def _runnable(cls, messages: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+        wrong = [f"message {number} {what}" for number, message in enumerate(messages) for what in _wrong_with(message)]
+        if not messages:
+            wrong = ["there are none; a prompt needs at least one"]
+        elif messages[-1].get("role") == "assistant":
+            wrong.append("the last one is the assistant's own; end with a message that it is to answer")
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        return messages
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """All other fields, a copy."""
+        return dict(self.model_extra or {})
+
+
+def _wrong_with(message: Mapping[str, Any]) -> Iterator[str]:
+    role, content = message.get("role"), message.get("content")
+    if role is None:
+        yield "has no role"
+    elif role not in ROLES:
+        yield f"has the unknown role {role!r}{did_you_mean(str(role), ROLES)}"
+    if isinstance(content, list):
+        yield "has a list as its content; multi-modal content is not supported yet, give one text"
+    elif content is None and not (role == "assistant" and message.get("tool_calls")):
+        yield "has no content"
+    elif not isinstance(content, str | None):
+        yield f"has a content that is not text: {content!r}"
+
+
+class _Item(NamedTuple):
+    """Something that ought to be a prompt, and where it stands."""
+
+    data: object
+    file: str | None
+    line: int | None
+    name: str = ""
+    """Says which one it is where there are no lines."""
+
+    def problem(self, message: str) -> Problem:
+        return Problem(f"{self.name}: {message}" if self.name else message, self.file, self.line)
+
+
+def read_prompts(path: str | os.PathLike[str], limit: int | None = None) -> list[Prompt]:
+    """Read prompts from a ``.jsonl``, ``.json`` (one list) or ``.parquet`` file, at most the first ``limit`` of them.
+
+    Raises:
+        ConfigError: the file is missing, empty or not what its extension says, or prompts in it are wrong: the first
+            20 problems, each with its line (its row in parquet), and how many more there are.
+    """
+    path = Path(path)
+    readers = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
+    if path.suffix.lower() not in readers:
+        what = f"the extension '{path.suffix}'" if path.suffix else "no extension"
+        raise ConfigError(Problem(f"has {what}; prompts are read from {', '.join(readers)} files", str(path)))
+    if not path.is_file():
+        raise ConfigError(Problem("is a directory" if path.is_dir() else "no such file", str(path)))
+    try:
+        found = _checked(islice(readers[path.suffix.lower()](path), limit))
+    except OSError as error:
+        raise ConfigError(Problem(f"cannot be read: {error.strerror or error}", str(path))) from error
+    if not found and limit != 0:
+        raise ConfigError(Problem("holds no prompts", str(path)))
+    return found
+
+
+def as_prompts(items: Iterable[Prompt | Mapping[str, Any] | str], *, named: bool = True) -> list[Prompt]:
+    """Return prompts for what Python code gives: prompts, mappings with their fields, texts (one user message).
+
+    Raises:
+        ConfigError: all that is wrong with the items, as for :func:`read_prompts`.
+    """
+    if isinstance(items, str | Mapping | Prompt):
+        raise ConfigError(f"prompts must come as a list, got one {'text' if isinstance(items, str) else 'prompt'}")
+    return _checked((_Item(item, None, None, f"prompts[{index}]") for index, item in enumerate(items)), named=named)
+
+
+def as_prompt(item: Prompt | Mapping[str, Any] | str, index: int) -> Prompt:
+    """Return the prompt that one item stands for, the ``index``-th of those that come one by one.
+
+    Raises:
+        ConfigError: all that is wrong with it.
+    """
+    found = _prompt(_Item(item, None, None, f"prompts[{index}]"))
+    if not isinstance(found, Prompt):
+        raise ConfigError(found)
+    return found
+
+
+def _checked(items: Iterable[_Item | Problem], *, named: bool = True) -> list[Prompt]:
+    """Return the prompts of some items; ``named``: the place among them is the id of one that has none of its own."""
+    prompts: list[Prompt] = []
+    problems: list[Problem] = []
+    used: dict[str, _Item] = {}
+    for index, item in enumerate(items):
+        found = _prompt(item) if isinstance(item, _Item) else [item]
+        if not isinstance(found, Prompt):
+            problems += found
+            continue
+        assert isinstance(item, _Item)
+        prompt_id = str(index) if found.prompt_id is None else found.prompt_id
+        if prompt_id in used:
+            before = used[prompt_id]
+            where = f"line {before.line}" if before.line else before.name
+            problems.append(item.problem(f"prompt_id '{prompt_id}' was used before ({where})"))
+        used[prompt_id] = item
+        own = found.prompt_id is not None or not named
+        prompts.append(found if own else found.model_copy(update={"prompt_id": prompt_id}))
+    if len(problems) > SHOWN_PROBLEMS:
+        more = len(problems) - SHOWN_PROBLEMS
+        problems = [*problems[:SHOWN_PROBLEMS], Problem(f"and {more} more", problems[0].file)]
+    if problems:
+        raise ConfigError(problems)
+    return prompts
+
+
+def _prompt(item: _Item) -> Prompt | list[Problem]:
+    data = item.data
+    if isinstance(data, Prompt):
+        return _written(data, item)
+    if isinstance(data, str) and item.file is None:
+        data = {"messages": [{"role": "user", "content": data}]}
+    if not isinstance(data, Mapping):
+        return [item.problem(f"a prompt is a mapping with 'messages', got {_shown(data)}")]
+    try:
+        # Through JSON, because pydantic is strict there in the right way: no "8" for 8, but lists for tuples.
+        return _written(Prompt.model_validate_json(json.dumps(dict(data)), strict=True), item)
+    except ValidationError as error:
+        hint = "; is it 'prompt'?" if "prompt" in data else ""
+        return [
+            item.problem(message + (hint if message == "'messages' is missing" else ""))
+            for _, message in explanations(error, Prompt)
+        ]
+    except (TypeError, ValueError, RecursionError) as error:
+        return [item.problem(f"holds something that is not plain data (text, numbers, lists, mappings): {error}")]
+
+
+def _written(prompt: Prompt, item: _Item) -> Prompt | list[Problem]:
+    problem = unwritable([prompt.messages, prompt.extra])
+    return prompt if problem is None else [item.problem(problem)]
+
+
+def _shown(data: object) -> str:
+    return {list: "a list", str: "a text", type(None): "nothing"}.get(type(data), f"a {type(data).__name__}")
+
+
+# -- files ------------------------------------------------------------------------------------------------------
+
+
+class _NotJsonError(ValueError):
+    """JSON by Python's lights and not by anyone else's."""
+
+
+def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _NotJsonError(f"key '{next(key for key in keys if keys.count(key) > 1)}' is written twice in one object")
+    return data
+
+
+def _constant(name: str) -> Any:
+    raise _NotJsonError(f"{name} is not JSON; use null, or leave the field out")
+
+
+_decoder = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_constant)
+
+
+def _jsonl(path: Path) -> Iterator[_Item | Problem]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                if text:
+                    yield _Item(_decoder.decode(text), str(path), number)
+            except (ValueError, RecursionError) as error:
+                yield _syntax_problem(error, path, number)
+
+
+def _json(path: Path) -> Iterator[_Item | Problem]:
+    text, line = "", 1
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+        at, counted = _skip(text, 0), 0
+        if at == len(text):
+            return
+        if text[at] != "[":
+            _decoder.decode(text)
+            yield Problem("a .json file of prompts holds one list of them; one prompt per line is .jsonl", str(path))
+            return
+        at = _skip(text, at + 1)
+        while text[at : at + 1] != "]":
+            line, counted = line + text.count("\n", counted, at), at
+            data, at = _decoder.raw_decode(text, at)
+            yield _Item(data, str(path), line)
+            at = _skip(text, at)
+            if text[at : at + 1] == ",":
+                at = _skip(text, at + 1)
+                if text[at : at + 1] == "]":
+                    raise json.JSONDecodeError("Illegal trailing comma before end of array", text, at)
+            elif text[at : at + 1] != "]":
+                raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
+        if _skip(text, at + 1) != len(text):
+            raise json.JSONDecodeError("Extra data", text, _skip(text, at + 1))
+    except (ValueError, RecursionError) as error:
+        yield _syntax_problem(error, path, line)
+
+
+def _skip(text: str, at: int) -> int:
+    while text[at : at + 1] in (" ", "\n", "\r", "\t"):
+        at += 1
+    return at
+
+
+def _syntax_problem(error: Exception, path: Path, line: int) -> Problem:
+    """Say what is wrong with a text that is not JSON, or not even text; ``line`` is that of the item read last."""
+    whole = path.suffix.lower() == ".json"  # the parser saw the whole file, and counts its lines itself
+    match error:
+        case json.JSONDecodeError():
+            return Problem(f"not JSON (column {error.colno}): {error.msg}", str(path), error.lineno if whole else line)
+        case UnicodeDecodeError():
+            line = error.object.count(b"\n", 0, error.start) + 1 if whole else line
+            return Problem(f"is not UTF-8 (byte 0x{error.object[error.start]:02x})", str(path), line)
+        case RecursionError():
+            return Problem("is nested too deeply to be read", str(path), line)
+    return Problem(str(error), str(path), line)
+
+
+def _parquet(path: Path) -> Iterator[_Item | Problem]:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        advice = "reading parquet needs pyarrow: pip install 'fsm-rollout[parquet]'"
+        raise ConfigError(Problem(advice, str(path))) from error
+    try:
+        number = 0
+        with ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield _Item(_without_nulls(row), str(path), None, f"row {number}")
+    except ArrowException as error:
+        yield Problem(f"is not parquet that can be read: {error}", str(path))
+
+
+def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row without the columns it has nothing in, dates and bytes as text."""
+    data: dict[str, Any] = msgspec.to_builtins(
+        {key: value for key, value in row.items() if value is not None}, str_keys=True
+    )
+    if isinstance(data.get("messages"), list):
+        data["messages"] = [
+            {key: value for key, value in message.items() if value is not None}
+            if isinstance(message, dict)
+            else message
+            for message in data["messages"]
+        ]
+    return data

@@ -1,0 +1,497 @@
+"""One attempt of an agent at one prompt: the fold of its events.
+
+Invariant: :meth:`Trajectory.apply` is the only thing that changes a trajectory, so a trajectory is a function of its
+events: ``Trajectory.fold(events)`` of what was journalled equals the live object. Which state comes next is never
+decided here; a :class:`~fsm_rollout.trajectory.events.Transitioned` event says it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from fsm_rollout.errors import StreamError
+from fsm_rollout.trajectory.events import (
+    REWARD,
+    AnyEvent,
+    Asked,
+    Attempt,
+    CallBegun,
+    Called,
+    Charged,
+    ContextOpened,
+    Ended,
+    Event,
+    Extended,
+    Generated,
+    Interacted,
+    Message,
+    Prompted,
+    Resumed,
+    Scored,
+    Suspended,
+    TimedOut,
+    ToolCall,
+    Transitioned,
+    Wrote,
+)
+from fsm_rollout.trajectory.tokens import Ids, TokenStream
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What a visit of a state came to: the trigger to raise, and facts about it that rows may ask for.
+
+    A handler returns one of its declared triggers. The scheduler itself raises ``failed`` (with the error's class
+    name in ``error``), ``timed_out``, ``limit_reached`` (with the limit's name in ``limit``) and ``cancelled``.
+    """
+
+    trigger: str
+    limit: str | None = None
+    error: str | None = None
+    detail: str | None = None
+
+    @property
+    def stop_reason(self) -> str:
+        """The stop reason of a trajectory that this outcome ends, when the row names none."""
+        match self.trigger:
+            case "limit_reached":
+                return f"limit:{self.limit}"
+            case "failed" if self.error == "PromptTooLong":
+                return "prompt_too_long"
+            case "failed":
+                return f"failed:{self.error}"
+            case "truncated" | "timed_out" | "cancelled" | "interaction_done":
+                return self.trigger
+            case _:
+                return "answered"
+
+
+class Stream:
+    """One token stream of a context, with the chat history it stands for.
+
+    ``messages[:glued]`` are in ``tokens``; the rest is pending until the next generation, because the glue between two
+    turns depends on all messages between them.
+    """
+
+    __slots__ = (
+        "awaiting",
+        "context",
+        "engine",
+        "finish_reason",
+        "glued",
+        "guarded_at",
+        "messages",
+        "open",
+        "opening",
+        "pending_state",
+        "tokens",
+        "turn",
+        "turn_at",
+    )
+
+    def __init__(self, event: ContextOpened, turn: int) -> None:
+        self.context = event.context
+        self.engine = event.engine
+        self.messages: list[Message] = list(event.messages)
+        self.glued = len(self.messages)
+        self.opening = len(self.messages)
+        """How many of the messages the stream was opened with; no assistant message among them is this stream's."""
+        self.pending_state: str | None = None
+        self.tokens = TokenStream(event.ids, state=event.state, turn=turn, trained=event.trained)
+        self.guarded_at = list(event.guarded_at)
+        """Positions of the tokens that spell a control marker which was kept from becoming one."""
+        self.awaiting = True
+        """Whether the tokens end in an assistant's header, so that the next thing is to sample."""
+        self.turn_at = len(self.tokens)
+        self.turn: int | None = None
+        """Index of the latest generation in this stream."""
+        self.finish_reason: str | None = None
+        self.open = True
+
+    @property
+    def pending(self) -> list[Message]:
+        """Messages written since the last generation, not yet in the tokens."""
+        return self.messages[self.glued :]
+
+    @property
+    def turn_ids(self) -> Ids:
+        """What was sampled for the latest assistant turn (several generations when it was cut and went on)."""
+        return self.tokens.tail(self.turn_at)
+
+    def __eq__(self, other: object) -> bool:
+        """Compare everything."""
+        return isinstance(other, Stream) and all(getattr(self, n) == getattr(other, n) for n in self.__slots__)
+
+    __hash__ = None  # type: ignore[assignment]  # mutable
+
+
+class Trajectory:
+    """One attempt of an agent at one prompt. Read it freely; only events change it."""
+
+    __slots__ = (
+        "_contexts",
+        "agent",
+        "asked",
+        "away",
+        "called",
+        "calls_failed",
+        "calls_seen",
+        "context_turns",
+        "date",
+        "detail",
+        "ended_at",
+        "exit",
+        "extra",
+        "generate_seconds",
+        "group_id",
+        "guarded",
+        "here",
+        "interact_seconds",
+        "interrupted",
+        "last",
+        "latest_at",
+        "limits",
+        "messages",
+        "parent_id",
+        "queue_seconds",
+        "resumptions",
+        "rewarded",
+        "routed",
+        "sample",
+        "sampling",
+        "score",
+        "seed",
+        "spent",
+        "started_at",
+        "state",
+        "stop_reason",
+        "streams",
+        "suspended",
+        "time_up",
+        "tool_rewards",
+        "tool_seconds",
+        "trajectory_id",
+        "transitions",
+        "turn",
+        "turn_scores",
+        "validate",
+        "visits",
+    )
+
+    def __init__(self, event: Prompted) -> None:
+        self.trajectory_id = event.trajectory_id
+        self.group_id = event.group_id
+        self.sample = event.sample
+        self.agent = event.agent
+        self.parent_id = event.parent_id
+        self.messages: Sequence[Message] = event.messages
+        """The prompt's messages, as they came (no system prompt of the agent's)."""
+        self.extra: Mapping[str, object] = event.extra
+        """The prompt's other fields: the answer and whatever the user put there."""
+        self.limits: Mapping[str, float | None] = event.limits
+        self.seed = event.seed
+        self.date = event.date
+        """When it started, as ISO 8601: what the chat template's clock shows, for good."""
+        self.validate = event.validate
+        self.sampling: Mapping[str, object] = event.sampling
+        self.state = event.initial
+        self.visits: dict[str, int] = {event.initial: 1}
+        self.spent: dict[str, int] = dict(event.spent)
+        self.routed: frozenset[str] = frozenset()
+        """Limits that a ``limit_reached`` row has routed; each may be routed once."""
+        self.streams: list[Stream] = []
+        self._contexts: dict[str, Stream] = {}
+        self.turn = 0
+        """Number of generations so far; the index of the next one."""
+        self.context_turns: dict[str, int] = {}
+        """The same, by context."""
+        self.last: Generated | None = None
+        """The latest generation, of any context."""
+        self.here: list[AnyEvent] = []
+        """What the present visit has done so far; when it is begun again, this is not done again."""
+        self.interrupted = False
+        """Whether the present visit was broken off once and begun again."""
+        self.time_up: TimedOut | None = None
+        """Set when the time of the present visit is up and only its end is left to be done."""
+        self.asked: dict[str, int] = {}
+        """How often the environment has asked each engine."""
+        self.called: list[Called] = []
+        """The tool calls since the latest generation."""
+        self.calls_seen = 0
+        self.calls_failed = 0
+        self.tool_rewards: list[float] = []
+        self.turn_scores: list[tuple[int, float]] = []
+        self.score: float | None = None
+        self.stop_reason: str | None = None
+        self.detail: str | None = None
+        self.suspended: str | None = None
+        self.exit: Transitioned | None = None
+        """The row that led to a final state."""
+        self.transitions = 0
+        self.guarded = 0
+        self.queue_seconds = self.generate_seconds = self.tool_seconds = self.interact_seconds = 0.0
+        self.started_at = event.at
+        self.latest_at = event.at
+        self.away = 0.0
+        """Seconds between its suspensions and its resumptions."""
+        self.resumptions = 0
+        self.rewarded = False
+        """Whether the run's reward has scored it."""
+        self.ended_at: float | None = None
+
+    @classmethod
+    def fold(cls, events: Iterable[AnyEvent]) -> Trajectory:
+        """Rebuild a trajectory from its events, the first of which is ``Prompted``.
+
+        Raises:
+            StreamError: the first event is not ``Prompted``, or an event does not fit those before it.
+        """
+        iterator = iter(events)
+        first = next(iterator, None)
+        if not isinstance(first, Prompted):
+            raise StreamError(f"a trajectory's events begin with 'prompted', got {type(first).__name__}")
+        trajectory = cls(first)
+        for event in iterator:
+            trajectory.apply(event)
+        return trajectory
+
+    @property
+    def ended(self) -> bool:
+        """Whether the trajectory has its stop reason."""
+        return self.stop_reason is not None
+
+    @property
+    def wall_seconds(self) -> float | None:
+        """Seconds from its start to its end, suspensions left out; ``None`` while it has not ended."""
+        return None if self.ended_at is None else self.elapsed(self.ended_at)
+
+    def elapsed(self, at: float) -> float:
+        """Return the seconds from its start to ``at``, without those for which it was set aside."""
+        return at - self.started_at - self.away
+
+    def stream(self, context: str) -> Stream | None:
+        """Return the open stream of ``context``, or ``None`` when the context has not been used yet."""
+        return self._contexts.get(context)
+
+    @property
+    def attempts(self) -> Sequence[ToolCall | Attempt]:
+        """The calls and broken calls of the latest generation, in order."""
+        return self.last.attempts if self.last else ()
+
+    @property
+    def text(self) -> str:
+        """The content of the latest assistant turn (without its tool calls), of any context."""
+        return str(self.last.message.get("content") or "") if self.last else ""
+
+    def last_turn(self, context: str) -> int | None:
+        """Return the index of the latest generation in a context's open stream, if there has been one."""
+        stream = self._contexts.get(context)
+        return stream.turn if stream is not None else None
+
+    def assistant_texts(self, context: str = "main") -> Iterator[str]:
+        """Yield the content of every assistant turn of a context, in order, across its streams."""
+        for stream in self.streams:
+            if stream.context == context:
+                for message in stream.messages:
+                    if message["role"] == "assistant":
+                        yield str(message.get("content") or "")
+
+    @property
+    def response_tokens(self) -> int:
+        """Tokens after the opening prompts, over all streams."""
+        return sum(stream.tokens.response_length for stream in self.streams)
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens with mask 1, over all streams."""
+        return sum(stream.tokens.trained_length for stream in self.streams)
+
+    def apply(self, event: AnyEvent) -> None:
+        """Take one event in.
+
+        Raises:
+            StreamError: the event does not fit: it names a context with no open stream, its logprobs or versions are
+                not as many as its ids, or the trajectory has ended (or is prompted again).
+        """
+        if self.ended and not isinstance(event, Scored):
+            raise StreamError(f"trajectory {self.trajectory_id} has ended; it cannot take {type(event).__name__}")
+        _APPLY[type(event)](self, event)
+        self.latest_at = event.at
+        if type(event) in DONE_IN_A_VISIT and not self.ended:
+            self.here.append(event)
+
+    def _open_stream(self, context: str) -> Stream:
+        try:
+            return self._contexts[context]
+        except KeyError:
+            raise StreamError(f"context '{context}' of trajectory {self.trajectory_id} has no open stream") from None
+
+    def _prompted_again(self, event: Prompted) -> None:
+        raise StreamError(f"trajectory {self.trajectory_id} has begun; it cannot take a second 'prompted'")
+
+    def _context_opened(self, event: ContextOpened) -> None:
+        before = self._contexts.get(event.context)
+        if before is not None:
+            before.open = False
+        stream = Stream(event, self.turn)
+        self.streams.append(stream)
+        self._contexts[event.context] = stream
+        self.guarded += event.guarded
+
+    def _wrote(self, event: Wrote) -> None:
+        stream = self._open_stream(event.context)
+        if stream.pending_state is None:
+            stream.pending_state = event.state
+        stream.messages.extend(event.messages)
+
+    def _extended(self, event: Extended) -> None:
+        stream = self._open_stream(event.context)
+        stream.guarded_at.extend(len(stream.tokens) + at for at in event.guarded_at)
+        stream.tokens.write(event.ids, state=event.state, turn=self.turn)
+        stream.awaiting = True
+        stream.glued = len(stream.messages)
+        stream.pending_state = None
+        self.guarded += event.guarded
+
+    def _generated(self, event: Generated) -> None:
+        stream = self._open_stream(event.context)
+        if len(event.ids) != len(event.logprobs) or sum(count for count, _ in event.versions) != len(event.ids):
+            raise StreamError(
+                f"a generation of {len(event.ids)} tokens came with {len(event.logprobs)} logprobs and versions "
+                f"for {sum(count for count, _ in event.versions)} tokens; they must be as many"
+            )
+        if stream.pending:
+            raise StreamError(f"context '{event.context}' has messages that never entered its stream")
+        if event.continued:
+            stream.messages[-1] = event.message
+        else:
+            stream.turn_at = len(stream.tokens)
+            stream.messages.append(event.message)
+        turn = stream.turn if event.resumed and stream.turn is not None else self.turn
+        start = 0
+        for count, version in event.versions:
+            piece = slice(start, start + count)
+            stream.tokens.sample(event.ids[piece], event.logprobs[piece], state=event.state, turn=turn, version=version)
+            start += count
+        stream.glued = len(stream.messages)
+        stream.awaiting = False
+        stream.finish_reason = event.finish_reason
+        stream.turn = turn
+        if not event.resumed:
+            self.turn += 1
+            self.context_turns[event.context] = self.context_turns.get(event.context, 0) + 1
+        self.last = event
+        self.called = []
+        self.queue_seconds += event.queue_seconds
+        self.generate_seconds += event.seconds
+
+    def _call_begun(self, event: CallBegun) -> None:
+        """Nothing changes but what the present visit has done."""
+
+    def _called(self, event: Called) -> None:
+        self.called.append(event)
+        self.calls_seen += 1
+        self.calls_failed += event.failure is not None
+        self.tool_seconds += event.seconds
+        if event.bad:
+            self.spent["bad_calls"] = self.spent.get("bad_calls", 0) + 1
+        if event.reward is not None:
+            self.tool_rewards.append(event.reward)
+
+    def _asked(self, event: Asked) -> None:
+        self.asked[event.engine] = max(self.asked.get(event.engine, 0), event.index + 1)
+
+    def _interacted(self, event: Interacted) -> None:
+        self.interact_seconds += event.seconds
+
+    def _charged(self, event: Charged) -> None:
+        self.spent[event.limit] = self.spent.get(event.limit, 0) + event.amount
+
+    def _timed_out(self, event: TimedOut) -> None:
+        self.time_up = event
+        self.here = []
+
+    def _transitioned(self, event: Transitioned) -> None:
+        if event.source != self.state:
+            raise StreamError(f"a row from '{event.source}' fired in state '{self.state}' of {self.trajectory_id}")
+        if event.trigger == "limit_reached":
+            self.routed |= {routing_key(str(event.limit), event.source)}
+        self.transitions += 1
+        self.here = []
+        self.interrupted = False
+        self.time_up = None
+        self.state = event.dest
+        if event.stop_reason is not None:
+            self.exit = event
+        self.visits[event.dest] = self.visits.get(event.dest, 0) + 1
+        for limit, amount in event.spent.items():
+            self.spent[limit] = self.spent.get(limit, 0) + amount
+
+    def _scored(self, event: Scored) -> None:
+        if event.turn is None:
+            self.score = event.value
+            self.rewarded |= event.source == REWARD
+        else:
+            self.turn_scores.append((event.turn, event.value))
+
+    def _suspended(self, event: Suspended) -> None:
+        self.suspended = event.reason
+
+    def _resumed(self, event: Resumed) -> None:
+        self.suspended = None
+        self.interrupted = True
+        self.away += event.away
+        self.resumptions += 1
+
+    def _ended(self, event: Ended) -> None:
+        self.stop_reason = event.stop_reason
+        self.detail = event.detail
+        self.suspended = None
+        self.ended_at = event.at
+
+    def __eq__(self, other: object) -> bool:
+        """Compare everything a trajectory holds."""
+        return isinstance(other, Trajectory) and all(getattr(self, n) == getattr(other, n) for n in self.__slots__)
+
+    __hash__ = None  # type: ignore[assignment]  # mutable
+
+    def _repr_html_(self) -> str:
+        """Show the trajectory's page in a notebook."""
+        from fsm_rollout.report.trajectory import notebook
+
+        return notebook(self)
+
+    def __repr__(self) -> str:
+        """Say which, where and how far."""
+        where = self.stop_reason or (f"suspended: {self.suspended}" if self.suspended else self.state)
+        return f"<Trajectory {self.trajectory_id} of {self.agent}: {where}, {self.turn} generations>"
+
+
+def routing_key(limit: str, state: str) -> str:
+    """Return under which name a limit is remembered as routed: ``max_visits`` is one limit per state."""
+    return f"{limit}@{state}" if limit == "max_visits" else limit
+
+
+_APPLY: Mapping[type[Event], Callable[[Trajectory, Any], None]] = {
+    Prompted: Trajectory._prompted_again,
+    ContextOpened: Trajectory._context_opened,
+    Wrote: Trajectory._wrote,
+    Extended: Trajectory._extended,
+    Generated: Trajectory._generated,
+    CallBegun: Trajectory._call_begun,
+    Called: Trajectory._called,
+    Asked: Trajectory._asked,
+    Interacted: Trajectory._interacted,
+    Charged: Trajectory._charged,
+    TimedOut: Trajectory._timed_out,
+    Transitioned: Trajectory._transitioned,
+    Scored: Trajectory._scored,
+    Suspended: Trajectory._suspended,
+    Resumed: Trajectory._resumed,
+    Ended: Trajectory._ended,
+}
+
+DONE_IN_A_VISIT = frozenset({ContextOpened, Wrote, Generated, CallBegun, Called, Asked, Interacted, Charged, Scored})
+"""What a handler does through its visit (the glue before a generation is part of that generation)."""

@@ -1,0 +1,106 @@
+"""What tokens' logprobs must be, by a forward pass of transformers; shares no code with the engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+
+from fsm_rollout.engines.protocol import Chunk, Engine, Request, SamplingParams
+from fsm_rollout.model import embedded_model
+from fsm_rollout.trajectory.tokens import as_ids
+
+PROMPTS = ("1", "What is (37 + 58) * 4?", "Count: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10", "a b c d")
+
+
+@cache
+def model(name: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(embedded_model(name), dtype=torch.float32).eval()
+
+
+def expected(name: str, prompt: Sequence[int], ids: Sequence[int], params: SamplingParams) -> list[float]:
+    """Logprobs of ``ids`` after ``prompt`` under the weights ``name``: temperature, then top_k, then top_p."""
+    with torch.no_grad():
+        logits = model(name)(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].double()
+    logprobs = torch.log_softmax(logits / (params.temperature or 1.0), -1)
+    if params.temperature and (params.top_k or params.top_p < 1):
+        order = logprobs.sort(-1, descending=True)
+        probs = order.values.exp()
+        if params.top_k:
+            probs[:, params.top_k :] = 0
+        mass_before = probs.cumsum(-1) - probs
+        probs[mass_before > params.top_p] = 0
+        kept = torch.zeros_like(probs).scatter(-1, order.indices, probs)
+        logprobs = (kept / kept.sum(-1, keepdim=True)).log()
+    return [float(row[token]) for row, token in zip(logprobs, ids, strict=True)]
+
+
+@dataclass
+class Got:
+    request: Request
+    chunks: list[Chunk] = field(default_factory=list)
+
+    @property
+    def ids(self) -> list[int]:
+        return [token for chunk in self.chunks for token in chunk.ids]
+
+    @property
+    def logprobs(self) -> list[float]:
+        return [logprob for chunk in self.chunks for logprob in chunk.logprobs]
+
+    @property
+    def versions(self) -> list[int]:
+        return [chunk.weight_version for chunk in self.chunks for _ in chunk.ids]
+
+    @property
+    def reason(self) -> str | None:
+        return self.chunks[-1].finish_reason
+
+
+def request(engine: Engine, name: str, prompt: int = 0, max_tokens: int = 24, **sampling: Any) -> Request:
+    ids = engine.tokenizer.encode(PROMPTS[prompt % len(PROMPTS)], add_special_tokens=False)
+    sampling.setdefault("stop_ids", engine.eos_ids)
+    return Request(name, as_ids(ids), SamplingParams(max_tokens, **sampling))
+
+
+class Answers(dict[str, Got]):
+    """What came for some requests; whoever waits for something of it hears of every chunk."""
+
+    def __init__(self, *requests: Request) -> None:
+        super().__init__((request.request_id, Got(request)) for request in requests)
+        self._changed = asyncio.Event()
+
+    async def drain(self, stream: AsyncIterator[Chunk]) -> None:
+        async for chunk in stream:
+            self[chunk.request_id].chunks.append(chunk)
+            self._changed.set()
+
+    async def until(self, holds: Callable[[], bool], patience: float = 60.0) -> None:
+        async with asyncio.timeout(patience):
+            while not holds():
+                self._changed.clear()
+                await self._changed.wait()
+
+
+async def ask(engine: Engine, *requests: Request, patience: float = 60.0) -> list[Got]:
+    got = Answers(*requests)
+    async with asyncio.timeout(patience):
+        await got.drain(engine.generate(requests))
+    return list(got.values())
+
+
+def worst(got: Got, weights: Mapping[int, str]) -> float:
+    """How far any logprob is from that of the weights which its version names."""
+    tables = {
+        version: expected(name, list(got.request.ids), got.ids, got.request.sampling)
+        for version, name in weights.items()
+    }
+    assert len(got.ids) == len(got.logprobs)
+    triples = zip(range(len(got.ids)), got.versions, got.logprobs, strict=True)
+    return max(abs(tables[version][index] - logprob) for index, version, logprob in triples)

@@ -1,0 +1,228 @@
+"""`fsm-rollout resume`: an interrupted run comes to what it would have come to, and nothing is done twice."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fsm_rollout import TrajectoryBatch
+from fsm_rollout.cli import app
+from fsm_rollout.jobs.run_config import load_run
+from fsm_rollout.jobs.runner import execute, resume
+from fsm_rollout.scheduler.scheduler import Listener
+from fsm_rollout.trajectory.events import AnyEvent, Called, Ended, Generated, Prompted, Suspended
+from fsm_rollout.trajectory.journal import Journal, histories, read
+from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.kit import ROOT
+
+CONFIGS = ROOT / "configs"
+CALL = '<tool_call>\n{"name": "calculate", "arguments": {"left": 1, "operator": "+", "right": 2}}\n</tool_call>'
+RUN: dict[str, Any] = {
+    "agent": str(CONFIGS / "agents/tool_agent.yaml"),
+    "prompts": "prompts.jsonl",
+    "n": 2,
+    "concurrency": 3,
+    "engine": {"kind": "scripted", "turns": [CALL, CALL, "The answer is 3."]},
+    "reward": "fsm_rollout.rewards:first_answer",
+    "out": "OUT",
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    prompts = [{"messages": [{"role": "user", "content": f"What is 1 + 2? ({i})"}], "answer": 3} for i in range(4)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts), "utf-8")
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(RUN | {"out": str(tmp_path / "out")}), "utf-8")
+    return path
+
+
+class Ear:
+    """Listens, and presses Ctrl-C at the so-manieth event of a kind."""
+
+    def __init__(self, kind: type[AnyEvent] | None = None, at: int = 0) -> None:
+        self.kind, self.left, self.heard = kind, at, list[AnyEvent]()
+        self.shown = (0, 0)
+
+    @contextmanager
+    def __call__(self, total: int, done: int) -> Iterator[Listener]:
+        self.shown = (total, done)
+        yield self.hear
+
+    def hear(self, trajectory: Trajectory, event: AnyEvent) -> None:
+        self.heard.append(event)
+        if self.kind is not None and isinstance(event, self.kind):
+            self.left -= 1
+            if self.left == 0:
+                signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
+def interrupted() -> Iterator[None]:
+    """Hear a Ctrl-C, also where a shell has made this process deaf to it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def rows(folder: Path) -> dict[str, Any]:
+    """Return what a run came to, without what clocks say."""
+    batch = TrajectoryBatch.load(folder / "batch").tensordict
+    names = ("input_ids", "response_mask", "rollout_log_probs", "trajectory_scores", "group_id", "stop_reason")
+    return {name: batch[name].tolist() if hasattr(batch[name], "tolist") else list(batch[name]) for name in names}
+
+
+@pytest.fixture
+def whole(run: Path) -> dict[str, Any]:
+    execute(load_run(run), Ear())
+    found = rows(run.parent / "out")
+    shutil.rmtree(run.parent / "out")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "at"),
+    [(Prompted, 1), (Prompted, 5), (Generated, 1), (Generated, 10), (Called, 3), (Ended, 1), (Ended, 8)],
+)
+def test_ctrl_c_and_on_again(run: Path, whole: dict[str, Any], kind: type[AnyEvent], at: int) -> None:
+    with interrupted(), pytest.raises(KeyboardInterrupt):
+        execute(load_run(run), Ear(kind, at))
+    out = run.parent / "out"
+    left = list(histories(out / "journal.sqlite"))
+    stands = [Trajectory.fold(events) for events in left]
+    assert {t.stop_reason or t.suspended for t in stands} <= {"answered", "interrupted"}
+    ended = sum(trajectory.ended for trajectory in stands)
+    assert len(list(out.iterdir())) == 1, "only the journal"
+    ear = Ear()
+    summary = resume(out, [], ear)
+    assert ear.shown == (8, ended)
+    assert (summary["trajectories"], summary["stop_reasons"]) == (8, {"answered": 8})
+    assert rows(out) == whole
+    again = [event for event in ear.heard if isinstance(event, Generated | Called)]
+    had = sum(isinstance(e, Generated | Called) for events in left for e in events)
+    assert had + len(again) == 8 * 5, "nothing is sampled or called twice"
+    assert len(list(read(out / "journal.sqlite"))) == 8
+
+
+def test_an_unfinished_run_is_not_replaced_unasked(run: Path, whole: dict[str, Any]) -> None:
+    with interrupted(), pytest.raises(KeyboardInterrupt):
+        execute(load_run(run), Ear(Called, 1))
+    before = (run.parent / "out" / "journal.sqlite").read_bytes()
+    done = CliRunner().invoke(app, ["run", str(run)])
+    assert done.exit_code == 2
+    assert "fsm-rollout resume" in done.output
+    assert (run.parent / "out" / "journal.sqlite").read_bytes() == before
+    assert CliRunner().invoke(app, ["run", str(run), "--replace"]).exit_code == 0
+    assert rows(run.parent / "out") == whole
+    assert CliRunner().invoke(app, ["run", str(run)]).exit_code == 0, "what has ended is replaced"
+
+
+def test_a_whole_run_is_only_written_again(run: Path, whole: dict[str, Any]) -> None:
+    out = run.parent / "out"
+    execute(load_run(run), Ear())
+    (out / "summary.json").unlink()
+    moved = out.rename(run.parent / "elsewhere")
+    ear = Ear()
+    resume(moved, [], ear)
+    assert (ear.heard, rows(moved)) == ([], whole)
+    assert (moved / "summary.json").exists()
+
+
+def test_a_run_that_was_killed_goes_on(run: Path, whole: dict[str, Any]) -> None:
+    """Nothing is cleaned up then: the journal's log is left beside it, and visits are cut off in their middle."""
+    text = """
+import os, sys
+from contextlib import contextmanager
+from fsm_rollout.trajectory.events import Called
+from fsm_rollout.jobs.runner import execute
+from fsm_rollout.jobs.run_config import load_run
+config = load_run(sys.argv[1])
+@contextmanager
+def listener(total, done):
+    yield hear
+seen = []
+def hear(trajectory, event):
+    seen.append(event)
+    if sum(isinstance(one, Called) for one in seen) == 4:
+        import gc
+        from fsm_rollout.trajectory.journal import Journal
+        next(one for one in gc.get_objects() if isinstance(one, Journal)).flush()
+        os._exit(9)
+execute(config, listener)
+"""
+    done = subprocess.run([sys.executable, "-c", text, str(run)], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (9, "")
+    out = run.parent / "out"
+    assert (out / "journal.sqlite-wal").exists()
+    assert any(not isinstance(events[-1], Ended | Suspended) for events in histories(out / "journal.sqlite"))
+    resume(out, [], Ear())
+    assert rows(out) == whole
+
+
+def refused(folder: Path, *overrides: str) -> str:
+    done = CliRunner().invoke(app, ["resume", str(folder), *overrides])
+    assert done.exit_code == 2, done.output
+    assert done.exception is None or isinstance(done.exception, SystemExit)
+    return done.output
+
+
+def test_what_cannot_go_on_says_why(run: Path, whole: dict[str, Any]) -> None:
+    out = run.parent / "out"
+    assert "there is no journal" in refused(out)
+    execute(load_run(run), Ear())
+    before = (out / "journal.sqlite").read_bytes()
+    assert "did you mean 'seed'" in refused(out, "sed=4")
+    assert "agent 'tool_agent' is not what it was" in refused(out, "agent.limits.tool_calls=3")
+    assert "kindd" in refused(out, "engine.kindd=x")
+    prompts = run.parent / "prompts.jsonl"
+    lines = prompts.read_text("utf-8").splitlines(keepends=True)
+    prompts.write_text("".join(lines[:3]), "utf-8")
+    assert "prompt '3' is not in" in refused(out)
+    prompts.write_text("".join([*lines[:3], lines[0].replace("(0)", "(9)")]), "utf-8")
+    assert "prompt '3' is not in" in refused(out)
+    prompts.unlink()
+    assert "prompts.jsonl" in refused(out)
+    assert (out / "journal.sqlite").read_bytes() == before
+    with Journal(run.parent / "mine" / "journal.sqlite"):
+        pass
+    assert "is the journal of a program" in refused(run.parent / "mine")
+
+
+def test_a_run_that_is_going_on_is_left_alone(run: Path) -> None:
+    said: list[str] = []
+
+    class Meanwhile(Ear):
+        def hear(self, trajectory: Trajectory, event: AnyEvent) -> None:
+            if not said:
+                done = subprocess.run(
+                    [sys.executable, "-m", "fsm_rollout", "resume", str(run.parent / "out")],
+                    capture_output=True,
+                    text=True,
+                    timeout=300,
+                )
+                said.append(f"{done.returncode} {done.stderr}")
+
+    execute(load_run(run), Meanwhile())
+    assert said[0].startswith("2 ")
+    assert "is still going on" in said[0]
+
+
+def test_the_command_line_goes_on(run: Path, whole: dict[str, Any]) -> None:
+    execute(load_run(run), Ear())
+    done = CliRunner().invoke(app, ["resume", str(run.parent / "out"), "engine.max_running=2"])
+    assert done.exit_code == 0, done.output
+    assert "answered 8" in done.output
+    assert rows(run.parent / "out") == whole

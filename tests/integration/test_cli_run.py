@@ -1,0 +1,227 @@
+"""Bad input to `fsm-rollout run`: exit code 2, one line per problem, no traceback, nothing written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fsm_rollout.cli import app
+from tests.kit import ROOT
+
+CONFIGS = ROOT / "configs"
+AGENT = (CONFIGS / "agents/tool_user.yaml").read_text("utf-8").replace("{system: solver.md}", "{}")
+PROMPT = {"messages": [{"role": "user", "content": "What is 1 + 2?"}], "interaction_kwargs": {"turns": []}}
+RUN = """
+agent: agent.yaml
+prompts: prompts.jsonl
+engine: {kind: scripted, turns: ["The answer is 3."]}
+out: OUT
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "agent.yaml").write_text(AGENT, "utf-8")
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(PROMPT) + "\n", "utf-8")
+    (tmp_path / "run.yaml").write_text(RUN.replace("OUT", str(tmp_path / "out")), "utf-8")
+    return tmp_path
+
+
+def refused(place: Path, *overrides: str) -> str:
+    done = CliRunner().invoke(app, ["run", str(place / "run.yaml"), *overrides])
+    assert done.exit_code == 2, done.output
+    assert "Traceback" not in done.output
+    assert done.exception is None or isinstance(done.exception, SystemExit)
+    assert not (place / "out").exists(), "something was written"
+    return done.output
+
+
+def test_the_place_is_sound(place: Path) -> None:
+    done = CliRunner().invoke(app, ["run", str(place / "run.yaml")])
+    assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "says"),
+    [
+        ("run.yaml", "agent.yaml", "agnet.yaml", "agnet.yaml"),
+        ("run.yaml", "prompts.jsonl", "nothing.jsonl", "nothing.jsonl"),
+        ("run.yaml", "engine:", "engin:", "did you mean 'engine'"),
+        ("run.yaml", "kind: scripted", "kind: skripted", "scripted"),
+        ("run.yaml", "{kind: scripted, turns: ", "{kind: transformers, model: no/such/model, x: ", "x"),
+        ("run.yaml", 'kind: scripted, turns: ["The answer is 3."]', "kind: transformers, model: no/such", "no/such"),
+        ("run.yaml", "prompts.jsonl", "prompts.csv", "prompts.csv"),
+        ("run.yaml", "out:", 'reward: "fsm_rollout.rewards:exact_anser"\nout:', "did you mean 'exact_answer'"),
+        ("agent.yaml", "GENERATING: {", "GENERATNG: {", "GENERATING"),
+        ("agent.yaml", "calculator:calculate", "calculator:calculat", "did you mean 'calculate'"),
+        ("agent.yaml", "fsm_rollout.tools.calculator:calculate", "json:dumps", "json:dumps"),
+        ("agent.yaml", "dest: TERMINATED", "dest: TERMINTED", "did you mean 'TERMINATED'"),
+        ("prompts.jsonl", "messages", "mesages", "'messages' is missing"),
+        ("prompts.jsonl", '{"messages"', '{"messages', "prompts.jsonl:1"),
+        ("prompts.jsonl", "turns", "turn", "turn"),
+        ("prompts.jsonl", '"turns": []', '"turns": "not a list"', "turns"),
+        ("prompts.jsonl", '"role": "user"', '"role": "usr"', "usr"),
+    ],
+)  # fmt: skip
+def test_one_mistake_one_clear_message(place: Path, file: str, old: str, new: str, says: str) -> None:
+    text = (place / file).read_text("utf-8")
+    assert old in text
+    (place / file).write_text(text.replace(old, new), "utf-8")
+    assert says in refused(place)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("sed=4", "did you mean 'seed'"),
+        ("n=zero", "n"),
+        ("n=0", "n"),
+        ("engine.kindd=x", "kindd"),
+        ("agent.limits.tool_cals=3", "did you mean 'tool_calls'"),
+        ("agent.limits.tool_calls=many", "tool_calls"),
+        ("nonsense", "nonsense"),
+    ],
+)
+def test_wrong_overrides(place: Path, override: str, says: str) -> None:
+    assert says in refused(place, override)
+
+
+def test_empty_and_missing_files(place: Path) -> None:
+    (place / "prompts.jsonl").write_text("", "utf-8")
+    assert "prompts.jsonl" in refused(place)
+    (place / "run.yaml").unlink()
+    assert "run.yaml" in refused(place)
+
+
+def test_a_prompt_longer_than_the_window_ends_alone(place: Path) -> None:
+    """It is no mistake of form: its trajectories end with their own stop reason, the others go on."""
+    long = {**PROMPT, "messages": [{"role": "user", "content": "many words " * 400}]}
+    (place / "prompts.jsonl").write_text(json.dumps(PROMPT) + "\n" + json.dumps(long) + "\n", "utf-8")
+    done = CliRunner().invoke(app, ["run", str(place / "run.yaml"), "engine.max_context=300"])
+    assert done.exit_code == 0, done.output
+    summary = json.loads((place / "out/summary.json").read_text("utf-8"))
+    assert summary["stop_reasons"] == {"answered": 1, "prompt_too_long": 1}
+
+
+def test_out_must_be_a_folder(place: Path) -> None:
+    (place / "taken").write_text("mine", "utf-8")
+    assert "taken" in refused(place, f"out={place / 'taken'}")
+    assert (place / "taken").read_text("utf-8") == "mine"
+
+
+def test_a_second_run_replaces_the_first_and_leaves_other_files_alone(place: Path) -> None:
+    for _ in range(2):
+        assert CliRunner().invoke(app, ["run", str(place / "run.yaml")]).exit_code == 0
+        (place / "out" / "notes.txt").write_text("mine", "utf-8")
+    assert (place / "out" / "notes.txt").exists()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["check", "--help"], ["new", "--help"]])
+def test_help_teaches_by_example(arguments: list[str]) -> None:
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0
+    assert "fsm-rollout" in done.output
+
+
+def test_a_target_and_a_filter_from_the_run_file(place: Path) -> None:
+    prompts = [PROMPT | {"prompt_id": str(i), "answer": 3 if i % 2 else 4} for i in range(8)]
+    (place / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts), "utf-8")
+    kept = 'engine: {kind: scripted, max_running: 1, turns: [{text: "The answer is 3.", delay: 0.01}]}'
+    (place / "run.yaml").write_text((place / "run.yaml").read_text("utf-8").replace(RUN.splitlines()[3], kept), "utf-8")
+    asked = ["target_groups=2", "over_sample=4", "group_filter=test_cli_run:solved"]
+    asked.append("reward=fsm_rollout.rewards:exact_answer")
+    done = CliRunner().invoke(app, ["run", str(place / "run.yaml"), *asked])
+    assert done.exit_code == 0, done.output
+    summary = json.loads((place / "out/summary.json").read_text("utf-8"))
+    aside = summary["stop_reasons"]["suspended"]
+    assert 1 <= aside <= 8 - 4, "on a busy machine another one may end before the rest is set aside"
+    assert summary["stop_reasons"]["answered"] == 8 - aside
+    assert 2 <= summary["groups_dropped"] <= 8 - aside - 2
+    from fsm_rollout import TrajectoryBatch
+
+    assert sorted(TrajectoryBatch.load(place / "out/batch").tensordict["group_id"]) == ["1", "3"]
+
+
+def solved(group: list[object]) -> bool:
+    return any(getattr(trajectory, "score", 0.0) for trajectory in group)
+
+
+def test_a_folder_of_somebody_else_s_is_left_alone(place: Path) -> None:
+    mine = place / "mine"
+    (mine / "batch").mkdir(parents=True)
+    (mine / "batch/precious.txt").write_text("keep me", "utf-8")
+    assert "holds 'batch', and no journal" in refused(place, f"out={mine}")
+    assert (mine / "batch/precious.txt").read_text("utf-8") == "keep me"
+    for _ in range(2):  # a run's own folder is written again
+        done = CliRunner().invoke(app, ["run", str(place / "run.yaml")])
+        assert done.exit_code == 0, done.output
+
+
+def test_a_run_of_which_everything_failed_says_why_and_fails(place: Path) -> None:
+    text = (
+        (place / "run.yaml").read_text("utf-8").replace('"The answer is 3."', '{text: x, error: "Overload: no room"}')
+    )
+    (place / "run.yaml").write_text(text + "failures: {engine: {attempts: 1}}\n", "utf-8")
+    done = CliRunner().invoke(app, ["run", str(place / "run.yaml")])
+    assert done.exit_code == 1
+    assert "failed:Overload (1 of 1): Overload: no room" in done.output
+    assert "every trajectory failed" in done.output
+
+
+GRADED = """
+agent: graded
+limits: {assistant_turns: 2, response_tokens: 64}
+states:
+  PENDING: {}
+  GENERATING: {timeout: 60}
+  GRADING: {handler: "grader_of_mine:Grade", timeout: 5, max_visits: 2}
+transitions:
+  - {trigger: prompted, source: PENDING, dest: GENERATING}
+  - {trigger: generated, source: GENERATING, dest: GRADING}
+  - {trigger: graded, source: GRADING, dest: TERMINATED, stop_reason: graded}
+"""
+GRADER = """
+from fsm_rollout import Outcome, State
+class Grade(State):
+    triggers = ("graded",)
+    async def run(self, trajectory, visit):
+        return Outcome("graded")
+"""
+
+
+@pytest.mark.parametrize("beside", ["the agent", "the command"])
+def test_code_is_found_beside_the_agent_and_where_the_command_is_given(place: Path, beside: str) -> None:
+    there = place / "elsewhere"
+    there.mkdir()
+    (place / "agent.yaml").write_text(GRADED, "utf-8")
+    (place / "prompts.jsonl").write_text(json.dumps({"messages": PROMPT["messages"]}) + "\n", "utf-8")
+    (place if beside == "the agent" else there).joinpath("grader_of_mine.py").write_text(GRADER, "utf-8")
+
+    def command(*arguments: str, cwd: Path) -> str:
+        # -P: as the console script, which knows nothing of the working directory
+        line = [sys.executable, "-P", "-c", "from fsm_rollout.cli import main; main()", *arguments]
+        done = subprocess.run(line, cwd=cwd, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "ends within" in command("check", "../agent.yaml", cwd=there)
+    assert "graded 1" in command("run", "../run.yaml", cwd=there)
+    page = place / "page.html"
+    command("show", "out", "-o", "page.html", cwd=place)
+    assert "which fails here" not in page.read_text("utf-8"), "pages find it again"
+
+
+def test_wrong_keys_of_engines_are_named_with_their_line(place: Path) -> None:
+    text = (place / "run.yaml").read_text("utf-8")
+    several = "engine: {kind: scripted, trns: []}\nengines:\n  judge:\n    kind: skripted\n"
+    (place / "run.yaml").write_text(text.replace(text.splitlines()[3], several), "utf-8")
+    first, second = refused(place).splitlines()
+    assert f"{place / 'run.yaml'}:4: engine 'policy': unknown key 'trns'; did you mean 'turns'" in first
+    assert f"{place / 'run.yaml'}:7: engine 'judge': engine kind 'skripted' does not exist" in second
+    told = refused(place, "engine={kind: scripted, turns: [a], tps: 1}", "engines={}")
+    assert told.startswith("override 'engine={kind: scripted, turns: [a], tps: 1}': engine 'policy': unknown key 'tps'")

@@ -1,0 +1,269 @@
+"""Plain calls: interrupted ones clean up, and nothing that is left open keeps the interpreter from ending."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fsm_rollout as fr
+from fsm_rollout.concurrency.loop_thread import LoopThread
+from fsm_rollout.errors import EngineError
+from tests.embedded import tokenizer
+from tests.kit import ROOT
+
+AGENT = ROOT / "configs/agents/single_turn.yaml"
+HEAD = f"import fsm_rollout as fr\nagent = fr.load_agent({str(AGENT)!r})\n"
+
+
+# What a shell starts in the background ignores Ctrl-C, and so would all that it starts.
+HEARS_CTRL_C = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+
+
+def script(tmp_path: Path, text: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of a user's to its end, which is to come; the time is for machines that have much else to do."""
+    path = tmp_path / "train.py"
+    path.write_text(HEARS_CTRL_C + text, "utf-8")
+    return subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=300)
+
+
+INTERRUPTED = (
+    HEAD
+    + """
+import asyncio, os, signal
+from fsm_rollout.errors import EngineError
+under_way, cleaned = [], []
+async def reward(trajectory):
+    under_way.append(trajectory)
+    if len(under_way) == 1:
+        os.kill(os.getpid(), signal.SIGINT)
+    try:
+        await asyncio.Event().wait()
+    finally:
+        for _ in range(3):
+            await asyncio.sleep(0)  # a clean-up that awaits more than once
+        cleaned.append(trajectory)
+with fr.Rollout(agent, {"kind": "scripted", "turns": ["a"]}, reward=reward) as rollout:
+    try:
+        rollout.run(["x"])
+    except KeyboardInterrupt:
+        print(len(under_way), len(cleaned), rollout.carried, sorted(rollout.scheduler.under_way))
+    rollout.scheduler.reward = None
+    print(rollout.run(["x", "y"], n=2).tensordict["stop_reason"])
+"""
+)
+
+
+def test_ctrl_c_waits_for_what_it_cancels(tmp_path: Path) -> None:
+    done = script(tmp_path, INTERRUPTED)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first == "1 1 [] []"
+    assert second.count("answered") == 4, "the rollout goes on afterwards"
+
+
+def test_a_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
+    text = """
+import asyncio, os, signal
+from fsm_rollout.concurrency.loop_thread import LoopThread
+async def stubborn():
+    os.kill(os.getpid(), signal.SIGINT)
+    try:
+        await asyncio.Event().wait()
+    finally:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.Event().wait()
+try:
+    LoopThread().call(stubborn)
+except KeyboardInterrupt:
+    print("out")
+"""
+    done = script(tmp_path, text)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "out\n", "")
+
+
+def test_a_ctrl_c_that_another_thread_was_given_is_heard(tmp_path: Path) -> None:
+    """The kernel gives a signal to any thread, and Python's handlers run in the main one: nothing wakes that then."""
+    text = """
+import asyncio, signal, threading
+from fsm_rollout.concurrency.loop_thread import LoopThread
+def press():
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+async def work():
+    loop = asyncio.get_running_loop()
+    loop.call_later(0.3, press)  # the caller waits by then
+    try:
+        await asyncio.Event().wait()
+    finally:
+        loop.call_later(0.3, press)
+        await asyncio.Event().wait()
+try:
+    LoopThread().call(work)
+except KeyboardInterrupt:
+    print("out")
+"""
+    done = script(tmp_path, text)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "out\n", "")
+
+
+SPECS = [
+    pytest.param({"kind": "scripted", "turns": ["a"]}, id="scripted"),
+    pytest.param({"kind": "scripted", "turns": ["a"], "replicas": 2}, id="a pool"),
+    pytest.param({"kind": "transformers", "model": "embedded:early", "threads": 1}, id="transformers"),
+    pytest.param({"kind": "sglang", "model": "embedded:early"}, id="sglang", marks=pytest.mark.xdist_group("sglang")),
+]
+
+
+@pytest.mark.parametrize("form", ["plain", "async"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_rollout_that_is_not_closed_keeps_no_program_from_ending(
+    spec: dict[str, Any], form: str, tmp_path: Path
+) -> None:
+    if spec["kind"] == "sglang":
+        pytest.importorskip("sglang")
+    run = "rollout.run(['x'])" if form == "plain" else "asyncio.run(rollout.arun(['x']))"
+    text = (
+        f"{HEAD}import asyncio, psutil\nrollout = fr.Rollout(agent, {spec!r})\nprint(len({run}))\n"
+        "for one in psutil.Process().children(recursive=True):\n    print(one.pid, one.create_time())\n"
+    )
+    done = script(tmp_path, text)
+    count, *children = done.stdout.splitlines()
+    said = [line for line in done.stderr.splitlines() if not line.startswith("still closing")]  # of a slow machine
+    assert (done.returncode, count, said) == (0, "1", [])
+    left = [line for line in children if running(*line.split())]
+    assert not left
+    assert bool(children) == (spec["kind"] == "sglang")
+
+
+def running(pid: str, since: str) -> bool:
+    import psutil
+
+    try:
+        return bool(psutil.Process(int(pid)).create_time() == float(since))
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_thread_that_the_interpreter_waits_for_may_go_on_calling(tmp_path: Path) -> None:
+    text = (
+        HEAD
+        + """
+import threading
+rollout = fr.Rollout(agent, {"kind": "scripted", "turns": ["a"]})
+def train():
+    rollout.run(["x"])
+    first.set()
+    main_is_over_soon.wait()
+    print(len(rollout.run(["x"], n=2)))
+first, main_is_over_soon = threading.Event(), threading.Event()
+thread = threading.Thread(target=train)
+thread.start()
+first.wait()
+threading._register_atexit(main_is_over_soon.set)
+"""
+    )
+    done = script(tmp_path, text)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")
+
+
+def test_a_thread_of_an_executor_is_not_waited_for(tmp_path: Path) -> None:
+    text = (
+        HEAD
+        + """
+from concurrent.futures import ThreadPoolExecutor
+rollout = fr.Rollout(agent, {"kind": "scripted", "turns": ["a"]})
+pool = ThreadPoolExecutor(1)
+print(len(pool.submit(rollout.run, ["x"]).result()))
+"""
+    )
+    done = script(tmp_path, text)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
+
+
+def test_a_forked_child_closes_nothing_of_its_parents(tmp_path: Path) -> None:
+    text = (
+        HEAD
+        + """
+import multiprocessing
+rollout = fr.Rollout(agent, {"kind": "scripted", "turns": ["a"]})
+rollout.run(["x"])
+child = multiprocessing.get_context("fork").Process(target=print, args=["child"])
+child.start()
+child.join()
+print(child.exitcode, len(rollout.run(["x"])))
+"""
+    )
+    done = script(tmp_path, text)
+    assert (done.returncode, done.stdout.split()) == (0, ["child", "0", "1"]), done.stderr
+
+
+def test_a_closed_rollout_takes_no_call() -> None:
+    rollout = fr.Rollout(fr.load_agent(AGENT), {"kind": "scripted", "turns": ["a"]})
+    rollout.close()
+    before = threading.active_count()
+    calls: list[Callable[[], object]] = [
+        rollout.sleep,
+        rollout.wake,
+        lambda: rollout.update_weights({}),
+        lambda: rollout.run(["x"]),
+    ]
+    for call in calls:
+        with pytest.raises(EngineError, match="is closed"):
+            call()
+    assert threading.active_count() == before
+
+
+def test_a_call_from_its_own_loop_says_so() -> None:
+    loop = LoopThread()
+
+    async def nested() -> None:
+        loop.call(nested)
+
+    with pytest.raises(EngineError, match="await the async form"):
+        loop.call(nested)
+    loop.close()
+    assert not loop.alive
+
+
+def test_a_loop_that_nobody_knows_ends() -> None:
+    loop = LoopThread()
+    thread = loop._thread
+
+    async def nothing() -> None:
+        return None
+
+    loop.call(nothing)
+    del loop
+    thread.join()
+
+
+@pytest.mark.parametrize("first", ["plain", "async"])
+def test_a_pool_serves_plain_or_async_calls_and_says_so_at_once(first: str) -> None:
+    spec = {"kind": "scripted", "turns": ["a"], "replicas": 2}
+    with fr.Rollout(fr.load_agent(AGENT), spec) as rollout:
+
+        async def main() -> None:
+            if first == "async":
+                assert len(await rollout.arun(["x"])) == 1
+                with pytest.raises(EngineError, match="engine 'policy' serves another event loop"):
+                    rollout.run(["y"])
+            else:
+                with pytest.raises(EngineError, match="engine 'policy' serves another event loop"):
+                    await rollout.arun(["y"])
+
+        if first == "plain":
+            assert len(rollout.run(["x"])) == 1
+        asyncio.run(main())
+        if first == "async":
+            assert len(asyncio.run(rollout.arun(["z"]))) == 1, "a loop that has ended is left for the next"
+
+
+def test_an_engine_without_a_loop_of_its_own_serves_both_forms() -> None:
+    with fr.Rollout(fr.load_agent(AGENT), fr.ScriptedEngine(["a"], tokenizer=tokenizer())) as rollout:
+        assert len(rollout.run(["x"])) == len(asyncio.run(rollout.arun(["y"]))) == 1

@@ -1,0 +1,318 @@
+"""Tools in processes of their own and on Ray: the same results, killed when their time is up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsm_rollout.agent import graph
+from fsm_rollout.errors import ToolError
+from fsm_rollout.tools import AgentAnswer, CallResult, Toolbox, ToolContext, ToolResult
+from fsm_rollout.trajectory.events import ToolCall
+from tests.kit import ROOT
+
+
+def whoami(text: str, context: ToolContext) -> ToolResult:
+    """Say who runs.
+
+    Args:
+        text: Said again.
+    """
+    return ToolResult(f"{text} {context.trajectory_id} {os.getpid()} {context.rng.random()}", reward=0.5)
+
+
+async def shout(text: str) -> dict[str, str]:
+    """Shout.
+
+    Args:
+        text: What.
+    """
+    await asyncio.sleep(0)
+    return {"text": text.upper()}
+
+
+class Picky(Exception):
+    """Cannot be unpickled: it takes two arguments and hands on one."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(one)
+
+
+def fails(kind: str) -> str:
+    """Fail.
+
+    Args:
+        kind: How.
+    """
+    if kind == "connection":
+        raise ConnectionResetError("gone")
+    if kind == "picky":
+        raise Picky("one", "two")
+    if kind == "exit":
+        raise SystemExit(3)
+    os.kill(os.getpid(), signal.SIGKILL)
+    return ""
+
+
+def talks() -> str:
+    """Print, and run a program that prints."""
+    print("printed")
+    subprocess.run(["echo", "said"], check=True)
+    return "done"
+
+
+def hangs(path: str) -> str:
+    """Start a program, write it and the process down, and never return.
+
+    Args:
+        path: Where to.
+    """
+    child = subprocess.Popen(["sleep", "1000"])
+    Path(path).write_text(f"{os.getpid()} {child.pid}", "utf-8")
+    while True:
+        time.sleep(1000)
+
+
+class Counter:
+    """Counts: one per trajectory."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def create(self, start: int = 0) -> None:
+        self.count = start
+
+    def execute(self, by: int) -> str:
+        """Count on.
+
+        Args:
+            by: How far.
+        """
+        self.count += by
+        return f"{self.count} {os.getpid()}"
+
+
+async def no_agent(tool: str, agent: graph.AgentGraph, task: str, seed: int) -> AgentAnswer:
+    raise AssertionError("no agent is called here")
+
+
+def call_all(
+    tool: dict[str, Any], /, *arguments: dict[str, Any], extra: dict[str, Any] | None = None, **kwargs: Any
+) -> list[CallResult]:
+    agent = graph.AgentGraph(agent="a", states={}, transitions=(), tools={"tool": {"timeout": 60.0, **tool}})
+
+    async def main() -> list[CallResult]:
+        box = Toolbox(agent)
+        session = box.open(
+            trajectory_id="t",
+            group_id="g",
+            seed=1,
+            tools_kwargs=kwargs,
+            extra=extra or {},
+            run_agent=no_agent,
+        )
+        results = [
+            await session.call(ToolCall(id=f"c{i}", name="tool", arguments=given)) for i, given in enumerate(arguments)
+        ]
+        await session.release()
+        return results
+
+    return asyncio.run(main())
+
+
+@pytest.fixture
+def place(placement: str) -> str:
+    if placement == "ray":
+        pytest.importorskip("ray")
+    return placement
+
+
+PLACES = [
+    pytest.param("process", id="process"),
+    pytest.param("ray", id="ray", marks=pytest.mark.xdist_group("ray")),
+]
+
+
+@pytest.mark.parametrize("placement", PLACES)
+def test_a_function_elsewhere_gives_what_it_gives_here(placement: str) -> None:
+    (here,) = call_all({"use": "test_tools_elsewhere:whoami"}, {"text": "hi"})
+    there, again = call_all({"use": "test_tools_elsewhere:whoami", "placement": placement}, *[{"text": "hi"}] * 2)
+    said, pid, number = here.text.rsplit(" ", 2)
+    assert pid == str(os.getpid())
+    for result in (there, again):
+        assert result.reward == 0.5
+        assert result.text.rsplit(" ", 2)[0] == said == "hi t"
+        assert result.text.rsplit(" ", 2)[1] != pid
+    assert there.text.rsplit(" ", 1)[1] == number, "its randomness is that of the call, wherever it runs"
+    (shouted,) = call_all({"use": "test_tools_elsewhere:shout", "placement": placement}, {"text": "hé"})
+    assert shouted.text == '{"text": "HÉ"}'
+
+
+@pytest.mark.parametrize("placement", PLACES)
+@pytest.mark.parametrize(
+    ("kind", "failure", "says"),
+    [
+        ("connection", "ConnectionResetError", "gone"),
+        ("picky", "RuntimeError", "Picky: one"),
+        ("exit", "RuntimeError", "SystemExit: 3"),
+        ("killed", "ToolDied", "the tool broke down"),
+    ],
+)
+def test_what_goes_wrong_elsewhere_is_told(placement: str, kind: str, failure: str, says: str) -> None:
+    tool = {"use": "test_tools_elsewhere:fails", "placement": placement}
+    failed, good = call_all(tool, {"kind": kind}, {"kind": "connection"})
+    assert failed.failure == failure
+    assert says in failed.text
+    assert failed.bad == (kind in ("picky", "exit")), "neither dying nor a lost connection is the model's fault"
+    assert good.failure == "ConnectionResetError", "the next call has a process"
+    retried = call_all(tool | {"retry": {"attempts": 2, "errors": ["ConnectionError"]}}, {"kind": "connection"})
+    assert retried[0].tries == 2
+
+
+@pytest.mark.parametrize("placement", PLACES)
+def test_a_call_whose_time_is_up_is_killed(placement: str, tmp_path: Path) -> None:
+    tool = {"use": "test_tools_elsewhere:hangs", "placement": placement, "timeout": 8.0}
+    (result,) = call_all(tool, {"path": str(tmp_path / "pid")})
+    assert result.failure == "timed_out"
+    pid, child = map(int, (tmp_path / "pid").read_text("utf-8").split())
+    gone(pid)
+    if placement == "process":
+        gone(child)  # Ray ends its worker only
+
+
+def gone(pid: int) -> None:
+    for _ in range(200):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text("utf-8").split()[2] == "Z":
+                return
+            os.kill(pid, 0)
+        except (ProcessLookupError, FileNotFoundError):
+            return
+        threading_wait(0.05)
+    raise AssertionError(f"process {pid} goes on")
+
+
+def threading_wait(seconds: float) -> None:
+    """Another process is waited for: nothing but time can tell."""
+    import threading
+
+    threading.Event().wait(seconds)
+
+
+@pytest.mark.xdist_group("ray")
+def test_a_class_on_ray_has_an_actor_for_each_trajectory() -> None:
+    tool = {"use": "test_tools_elsewhere:Counter", "placement": "ray"}
+    one, two = call_all(tool, {"by": 2}, {"by": 3}, tool={"start": 10})
+    assert [result.text.split()[0] for result in (one, two)] == ["12", "15"]
+    assert one.text.split()[1] == two.text.split()[1] != str(os.getpid())
+
+
+@pytest.mark.parametrize(
+    ("tool", "says"),
+    [
+        ({"use": "test_tools_elsewhere:Counter", "placement": "process"}, "runs functions only.*use 'ray'"),
+        ({"use": "test_tools_elsewhere:shout", "repeatable": False, "retry": {"attempts": 2}}, "cannot be retried"),
+    ],
+)
+def test_what_cannot_be_placed_or_repeated_says_so(tool: dict[str, Any], says: str) -> None:
+    with pytest.raises(ToolError, match=says):
+        call_all(tool)
+
+
+@pytest.mark.parametrize("placement", PLACES)
+def test_what_a_tool_prints_does_not_matter(placement: str) -> None:
+    assert [r.text for r in call_all({"use": "test_tools_elsewhere:talks", "placement": placement}, {}, {})] == [
+        "done"
+    ] * 2
+
+
+def test_arguments_that_cannot_be_sent_are_not_the_models_fault() -> None:
+    tool = {"use": "test_tools_elsewhere:whoami", "placement": "process"}
+    (result,) = call_all(tool | {"kwargs": {}}, {"text": "x"}, extra={"lock": __import__("threading").Lock()})
+    assert (result.failure, result.bad) == ("ToolDied", False)
+
+
+def test_the_callers_script_is_not_run_again(tmp_path: Path) -> None:
+    """A script without a main guard, as people write them."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "print('training')\n"
+        "from test_tools_elsewhere import call_all\n"
+        "print(call_all({'use': 'test_tools_elsewhere:shout', 'placement': 'process'}, {'text': 'a'})[0].text)\n",
+        "utf-8",
+    )
+    said = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=120).stdout
+    assert said.split("\n")[:2] == ["training", '{"text": "A"}']
+    assert said.count("training") == 1
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_end_with_a_caller_that_is_killed_during_a_call(how: signal.Signals, tmp_path: Path) -> None:
+    """And with them what the tool has started."""
+    script, pids = tmp_path / "train.py", tmp_path / "pids"
+    script.write_text(
+        "import os, sys, threading, time\n"
+        "from pathlib import Path\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from test_tools_elsewhere import call_all\n"
+        "def die():\n"
+        f"    while not (pids := Path({str(pids)!r})).exists() or len(pids.read_text().split()) < 2:\n"
+        "        threading.Event().wait(0.05)\n"
+        f"    os.kill(os.getpid(), {int(how)})\n"
+        "threading.Thread(target=die).start()\n"
+        f"call_all({{'use': 'test_tools_elsewhere:hangs', 'placement': 'process'}}, {{'path': {str(pids)!r}}})\n",
+        "utf-8",
+    )
+    assert subprocess.run([sys.executable, str(script)], timeout=120).returncode == -how
+    for pid in map(int, pids.read_text("utf-8").split()):
+        gone(pid)
+
+
+@pytest.mark.xdist_group("ray")
+def test_ray_starts_before_the_time_of_the_first_call(tmp_path: Path) -> None:
+    """In a program of its own, where no Ray is there yet: nothing is told of its start, and no call waits for it."""
+    agent, script = tmp_path / "agent.yaml", tmp_path / "train.py"
+    agent.write_text(
+        "agent: a\n"
+        "limits: {assistant_turns: 3, tool_calls: 3, bad_calls: 1, response_tokens: 512, wall_seconds: 100}\n"
+        "tools: {shout: {use: 'test_tools_elsewhere:shout', placement: ray, timeout: 60}}\n"
+        "states:\n"
+        "  PENDING: {}\n"
+        "  GENERATING: {sampling: {max_tokens: 64}, timeout: 60}\n"
+        "  PROCESSING_TOOLS: {timeout: 60}\n"
+        "transitions:\n"
+        "  - {trigger: prompted, source: PENDING, dest: GENERATING}\n"
+        "  - {trigger: generated, source: GENERATING, dest: PROCESSING_TOOLS, conditions: has_tool_calls}\n"
+        "  - {trigger: generated, source: GENERATING, dest: TERMINATED}\n"
+        "  - {trigger: tools_done, source: PROCESSING_TOOLS, dest: GENERATING}\n",
+        "utf-8",
+    )
+    script.write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "import ray, fsm_rollout as fr\n"
+        "from fsm_rollout.trajectory.events import Transitioned\n"
+        "def look(trajectory, event):\n"
+        "    if isinstance(event, Transitioned) and event.dest == 'PROCESSING_TOOLS':\n"
+        "        print('ready' if ray.is_initialized() else 'not ready')\n"
+        'call = \'<tool_call>\\n{"name": "shout", "arguments": {"text": "a"}}\\n</tool_call>\'\n'
+        f"agent = fr.load_agent({str(agent)!r})\n"
+        "with fr.Rollout(agent, {'kind': 'scripted', 'turns': [call, 'done']}, on_event=[look]) as rollout:\n"
+        "    print(rollout.run(['x']).tensordict['stop_reason'])\n",
+        "utf-8",
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "ready"
+    assert "generated" in done.stdout or "answered" in done.stdout

@@ -1,0 +1,145 @@
+"""A pool on a cluster: on several nodes, one of which dies, and through Ray's client.
+
+The nodes are processes of this machine; Ray does not know better.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ray.cluster_utils import Cluster
+
+from fsm_rollout.engines.client import Dispatcher
+from fsm_rollout.engines.pool import PoolEngine
+from fsm_rollout.engines.pool_members import PoolTimes
+from fsm_rollout.engines.protocol import Engine, Request, SamplingParams
+from fsm_rollout.engines.ray import RayOptions, RayPlacement
+from fsm_rollout.engines.specs import build_engine
+from fsm_rollout.engines.transformers.checkpoints import load_checkpoint
+from fsm_rollout.engines.transformers.engine import TransformersEngine
+from fsm_rollout.engines.transformers.model_folders import model_folder
+from fsm_rollout.trajectory.tokens import as_ids
+from tests.integration import ray_work
+from tests.integration.ray_work import ByTrajectory, ask, right, through
+
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.filterwarnings("ignore::ResourceWarning")]
+ray.cloudpickle.register_pickle_by_value(ray_work)  # the actors cannot import it
+
+
+def node_of(member: Any) -> str:
+    where = member.replica._actor.__ray_call__.remote(lambda self: ray.get_runtime_context().get_node_id())
+    return str(ray.get(where, timeout=30))
+
+
+def test_a_node_dies_in_the_middle_of_a_run():
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    quick = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000}  # else it takes fifteen seconds
+    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": quick}
+    ray.shutdown()  # of what an earlier test of this process has left connected
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    nodes = [cluster.add_node(num_cpus=2) for _ in range(3)]
+    try:
+        # The pool connects by itself, and lets go by itself.
+        options = RayOptions(address=cluster.address, nodes=[node.node_id for node in nodes])
+        pool = PoolEngine(RayPlacement(ByTrajectory(0.5), 3, options), 3, times=PoolTimes(start=60, backoff=0.05))
+        members = pool._crew.members
+        assert [node_of(member) for member in members] == [node.node_id for node in nodes]
+
+        async def main() -> None:
+            def kill() -> None:
+                cluster.remove_node(nodes[1], allow_graceful=False)
+
+            for ticket in await through(pool, [ask(i) for i in range(48)], kill):
+                right(ticket)
+            async with asyncio.timeout(60):
+                while (stats := pool.replicas[1]).restarts < 1 or stats.state != "up":  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            assert stats.moved > 0, "an answer takes four seconds, so some were under way"
+            assert node_of(members[1]) in {nodes[0].node_id, nodes[2].node_id}
+            for ticket in await through(pool, [ask(i) for i in range(100, 124)]):
+                right(ticket)
+            await pool.aclose()
+
+        asyncio.run(main())
+        assert not ray.is_initialized()
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.fixture
+def client_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Of the client server of a cluster's head."""
+    pytest.importorskip("grpc", reason="Ray's client needs ray[client]")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("GRPC_ENABLE_FORK_SUPPORT", "false")  # or now and then it fails to start a server for a client
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    ray.shutdown()  # of what an earlier test of this process has left connected
+    head = {"num_cpus": 4, "include_dashboard": False, "ray_client_server_port": port}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        until = time.monotonic() + 120
+        while time.monotonic() < until:
+            with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), timeout=60):
+                break
+        yield f"ray://127.0.0.1:{port}"
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def test_a_pool_through_rays_client(client_address: str, caplog: pytest.LogCaptureFixture):
+    """Tokens, weights, a loss and the end, as for a driver within the cluster."""
+    spec = {"kind": "transformers", "threads": 1, "replicas": 2, "placement": "ray", "cpus": 0.5}
+    pool = build_engine({**spec, "router": "least_loaded", "ray": {"address": client_address}}, Path())
+    assert isinstance(pool, PoolEngine)
+    early, _ = load_checkpoint(model_folder("embedded:early"), dtype="float32", device=torch.device("cpu"))
+    prompts = [pool.tokenizer.encode(text) for text in ("What is 3 + 4?", "a b c", "7 * 8 =", "Count: 1, 2,")]
+
+    def requests(name: str) -> list[Request]:
+        params = SamplingParams(60, temperature=0.0, ignore_eos=True)
+        return [Request(f"{name}{i}", as_ids(ids), params, trajectory_id=f"{name}{i}") for i, ids in enumerate(prompts)]
+
+    async def answers(engine: Engine, name: str) -> list[list[int]]:
+        dispatcher = Dispatcher(engine)
+        tickets = [dispatcher.submit(request) for request in requests(name)]
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(ticket.done.wait() for ticket in tickets))
+        return [list(ticket.ids) for ticket in tickets]
+
+    async def main() -> list[list[list[int]]]:
+        found = [await answers(pool, "a")]
+        assert await pool.update_weights(dict(early.state_dict())) == 1
+        dispatcher = Dispatcher(pool)
+        tickets = [dispatcher.submit(request) for request in requests("b")]
+        ray.kill(pool._crew.members[0].replica._actor)  # type: ignore[union-attr]
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(ticket.done.wait() for ticket in tickets))
+        assert [ticket.error for ticket in tickets] == [None] * 4
+        assert pool.replicas[0].restarts == 1
+        await pool.aclose()
+        return [*found, [list(ticket.ids) for ticket in tickets]]
+
+    async def alone(model: str) -> list[list[int]]:
+        engine = TransformersEngine(model)
+        found = await answers(engine, model)
+        await engine.aclose()
+        return found
+
+    through_client = asyncio.run(main())
+    assert not ray.is_initialized()
+    assert through_client == [asyncio.run(alone(model)) for model in ("embedded", "embedded:early")]
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]

@@ -1,0 +1,386 @@
+"""Pools of real Ray actors: what they promise when actors die, weights change, or Ray is not there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from fsm_rollout.concurrency import ray_session
+from fsm_rollout.engines.client import Dispatcher, Ticket
+from fsm_rollout.engines.pool import PoolEngine
+from fsm_rollout.engines.pool_members import PoolTimes
+from fsm_rollout.engines.protocol import Request, SamplingParams
+from fsm_rollout.engines.ray import RayOptions, RayPlacement, fitting
+from fsm_rollout.engines.router import LeastLoadedRouter
+from fsm_rollout.engines.specs import build_engine
+from fsm_rollout.engines.transformers.checkpoints import load_checkpoint
+from fsm_rollout.engines.transformers.model_folders import model_folder
+from fsm_rollout.errors import ConfigError, EngineError
+from fsm_rollout.testing import check_engine
+from fsm_rollout.trajectory.tokens import as_ids
+from tests.integration import ray_work
+from tests.integration.ray_work import ByTrajectory, ask, right, through
+
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.filterwarnings("ignore::ResourceWarning")]
+TIMES = PoolTimes(start=60, backoff=0.05)
+ray.cloudpickle.register_pickle_by_value(ray_work)  # the actors cannot import it
+
+
+# -- before there is a Ray -----------------------------------------------------------------------------------------
+
+
+def closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def spec(**keys: Any) -> dict[str, Any]:
+    return {"kind": "scripted", "turns": ["a"], "placement": "ray", **keys}
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:{port}", "nonsense"])
+def test_no_ray_at_the_address(address: str):
+    assert not ray.is_initialized()
+    address = address.format(port=closed_port())
+    with pytest.raises(EngineError, match=f"no Ray could be reached at '{address}': .*start one there"):
+        build_engine(spec(ray={"address": address}), Path())
+    assert not ray.is_initialized()
+
+
+@contextmanager
+def peer(kind: str) -> Iterator[int]:
+    """Something that listens and is no Ray; yields its port."""
+    if kind == "web":
+        server = HTTPServer(("127.0.0.1", 0), QuietHandler)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield int(server.server_address[1])
+        server.shutdown()
+        thread.join()
+        server.server_close()
+        return
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def hang_up() -> None:
+            connection, _ = server.accept()
+            connection.recv(100)
+            connection.close()
+
+        thread = threading.Thread(target=hang_up)
+        if kind == "hangs up":
+            thread.start()
+        yield int(server.getsockname()[1])
+        if kind == "hangs up":
+            thread.join()
+
+
+class QuietHandler(BaseHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("web", r"what listens there is no Ray: asked in Ray's protocol \(gRPC\) it answers b'<!DOCTYPE'"),
+        ("hangs up", r"what listens there is no Ray: .* it hangs up"),
+        ("is silent", r"what listens there says nothing for 0\.2 s"),
+    ],
+)
+def test_something_else_listens_at_the_address(kind: str, message: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ray_session, "CONNECT", 0.2 if kind == "is silent" else 60)
+    with (
+        peer(kind) as port,
+        pytest.raises(EngineError, match=f"no Ray could be reached at '127.0.0.1:{port}': {message}"),
+    ):
+        build_engine(spec(ray={"address": f"127.0.0.1:{port}"}), Path())
+    assert not ray.is_initialized()
+
+
+def test_rays_client_is_not_installed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "grpc", None)
+    with pytest.raises(EngineError, match=r"pip install 'ray\[client\]', or give the address of the cluster itself"):
+        build_engine(spec(ray={"address": "ray://127.0.0.1:10001"}), Path())
+
+
+def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "fsm_rollout.engines.ray")
+    with pytest.raises(EngineError, match=r"pip install 'fsm-rollout\[ray\]', or use placement 'local'"):
+        build_engine(spec(), Path())
+
+
+def test_a_ray_that_starts_when_its_caller_is_interrupted_is_shut_down():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    others = set(threading.enumerate())
+
+    async def main() -> None:
+        signal.raise_signal(signal.SIGINT)  # asyncio cancels this task, which does not await anything
+        ray_session.connect("local")
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(main())
+    signal.signal(signal.SIGINT, before)
+    for thread in set(threading.enumerate()) - others:
+        if thread.name == "fsm-rollout-ray":
+            thread.join(60)
+            assert not thread.is_alive()
+    assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"placement": "local", "gpus": 1}, "gpus: for placement 'ray' only"),
+        ({"ray": {"adress": "auto"}}, "unknown key 'ray.adress'; did you mean 'address'?"),
+        ({"pool": {"start_timout": 3}}, "unknown key 'pool.start_timout'; did you mean 'start_timeout'?"),
+        ({"router": "stiky"}, "router 'stiky' does not exist; did you mean 'sticky'?"),
+        ({"router": "pathlib:Path"}, "router 'pathlib:Path' has no method choose"),
+        ({"cpus": -1}, "cpus should be greater than or equal to 0, got -1"),
+    ],
+)
+def test_mistakes_in_a_spec_are_named_before_anything_starts(keys: dict[str, Any], message: str):
+    with pytest.raises(ConfigError) as error:
+        build_engine(spec(**keys), Path())
+    assert message in str(error.value)
+    assert not ray.is_initialized()
+
+
+def test_how_many_replicas_fit_into_a_node():
+    node = {"CPU": 8.0, "GPU": 4.0, "memory": 1e9}
+    assert fitting(node, {"CPU": 1.0, "GPU": 2.0}) == 2
+    assert fitting(node, {"CPU": 0.1}) == 80
+    assert fitting(node, {"CPU": 1.0, "TPU": 1.0}) == 0
+
+
+# -- with a Ray that is there already ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """Like a training job that has started Ray itself."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+def scripted(count: int, delay: float = 0.05, **options: Any) -> PoolEngine:
+    placement = RayPlacement(ByTrajectory(delay), count, RayOptions(cpus=0.5))
+    return PoolEngine(placement, count, times=TIMES, **options)
+
+
+def actors(pool: PoolEngine) -> list[Any]:
+    return [member.replica._actor for member in pool._crew.members]  # type: ignore[union-attr]
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("address", [None, "auto", "local", "{there}", "localhost:{port}", "ray://127.0.0.1:10001"])
+def test_the_ray_that_is_connected_is_asked_for(address: str | None):
+    there = ray.get_runtime_context().gcs_address
+    address = address and address.format(there=there, port=there.rpartition(":")[2])
+    assert not ray_session.connect(address), "it is not ours"
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("address", ["127.0.0.1:{other}", "203.0.113.7:{port}", "ray://203.0.113.7:10001"])
+def test_another_ray_than_the_connected_one_is_asked_for(address: str):
+    there = ray.get_runtime_context().gcs_address
+    address = address.format(port=there.rpartition(":")[2], other=closed_port())
+    message = f"the Ray at '{address}', but this process is connected to the one at '{there}'.*ray.shutdown"
+    with pytest.raises(EngineError, match=message):
+        build_engine(spec(ray={"address": address}), Path())
+    assert ray.is_initialized()
+
+
+@pytest.mark.usefixtures("cluster")
+def test_what_is_no_address_is_told_of_where_ray_is_connected():
+    with pytest.raises(EngineError, match="'nonsense' is wrong: an address is 'auto', host:port or ray://host:port"):
+        build_engine(spec(ray={"address": "nonsense"}), Path())
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_pool_of_scripted_actors_conforms():
+    pool = scripted(2, delay=0.02, router=LeastLoadedRouter())
+    handles = actors(pool)
+
+    async def main() -> None:
+        await check_engine(pool, settle=0.1)
+        assert all(stats.requests > 5 for stats in pool.replicas)
+
+    asyncio.run(main())
+    for actor in handles:  # closed, so nothing of it is left
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(actor.ping.remote(), timeout=10)
+    assert ray.is_initialized()  # it was not ours
+
+
+@pytest.mark.usefixtures("cluster")
+def test_killed_actors_cost_nothing_and_three_replicas_answer_like_one():
+    pool = scripted(3)
+
+    async def main() -> None:
+        requests = [ask(i) for i in range(48)]
+        killed = actors(pool)[1]
+        for ticket in await through(pool, requests, lambda: ray.kill(killed)):
+            right(ticket)
+        lost = pool.replicas[1]
+        assert lost.restarts == 1
+        assert lost.moved > 0
+        async with asyncio.timeout(30):
+            while pool.replicas[1].state != "up":  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    async def once_more() -> None:
+        """In another loop, with the call of the first one still open at every actor."""
+        before = pool.replicas[1].requests
+        for ticket in await through(pool, [ask(i) for i in range(48)]):
+            right(ticket)
+        assert pool.replicas[1].requests > before
+        await pool.aclose()
+
+    asyncio.run(main())
+    asyncio.run(once_more())
+
+
+@pytest.mark.usefixtures("cluster")
+def test_the_only_actor_is_killed_twice():
+    """A run of one replica loses no trajectory, and takes no token twice."""
+    pool = scripted(1)
+
+    async def main() -> None:
+        dispatcher = Dispatcher(pool)
+        tickets = [dispatcher.submit(ask(i)) for i in range(24)]
+        async with asyncio.timeout(60):
+            for life in range(2):
+                before = pool.replicas[0].tokens
+                while pool.replicas[0].state != "up" or pool.replicas[0].tokens <= before:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                ray.kill(actors(pool)[0])
+                while pool.replicas[0].restarts <= life:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            await asyncio.gather(*(ticket.done.wait() for ticket in tickets))
+        for ticket in tickets:
+            right(ticket)
+        assert pool.replicas[0].restarts == 2
+        await pool.aclose()
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("cluster")
+def test_too_few_resources():
+    began = time.monotonic()
+    options = RayOptions(cpus=3, patience=0.1)
+    with pytest.raises(EngineError, match=r"2 replica\(s\) take 3 CPU each, and only 1 fit into 1 node"):
+        RayPlacement(ByTrajectory(0.0), 2, options)
+    with pytest.raises(EngineError, match=r"take 1 CPU, 1 GPU each, and only 0 fit"):
+        RayPlacement(ByTrajectory(0.0), 1, RayOptions(gpus=1, patience=0.1))
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.usefixtures("cluster")
+def test_resources_that_others_hold():
+    first = RayPlacement(ByTrajectory(0.0), 1, RayOptions(cpus=4))
+    pool = PoolEngine(first, 1, times=TIMES)
+    second = RayPlacement(ByTrajectory(0.0), 1, RayOptions(cpus=4))
+    with pytest.raises(EngineError, match="did not start within 1 s; a replica takes 4 CPU, free are nothing"):
+        PoolEngine(second, 1, times=PoolTimes(start=1))
+    asyncio.run(pool.aclose())
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_process_that_stands_still_is_noticed():
+    times = PoolTimes(start=60, backoff=0.05, ping_every=0.2, ping=1.0)
+    placement = RayPlacement(ByTrajectory(0.05), 2, RayOptions(cpus=0.5))
+    pool = PoolEngine(placement, 2, times=times)
+    process = ray.get(actors(pool)[0].__ray_call__.remote(lambda self: os.getpid()))
+
+    async def main() -> None:
+        for ticket in await through(pool, [ask(i) for i in range(32)], lambda: os.kill(process, signal.SIGSTOP)):
+            right(ticket)
+        assert "does not answer" in pool.replicas[0].cause or "no answer" in pool.replicas[0].cause
+        os.kill(process, signal.SIGCONT)
+        await pool.aclose()
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("cluster")
+def test_an_engine_that_cannot_start_over_there_says_why():
+    with pytest.raises(EngineError, match="model 'absent': there is no folder"):
+        build_engine(spec(tokenizer="absent", cpus=0.5), Path())
+
+
+# -- weights -------------------------------------------------------------------------------------------------------
+
+
+def logprobs_of(model: Any, ids: list[int], temperature: float) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0].float()
+    return torch.log_softmax(logits / temperature, dim=-1)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_five_updates_and_two_losses_leave_every_token_with_its_version():
+    engine = {"kind": "transformers", "threads": 1, "send_every": 1, "replicas": 2, "placement": "ray", "cpus": 0.5}
+    pool = build_engine({**engine, "router": "least_loaded"}, Path())
+    assert isinstance(pool, PoolEngine)
+    folders = ["embedded", "embedded:early"]
+    models = [load_checkpoint(model_folder(name), dtype="float32", device=torch.device("cpu"))[0] for name in folders]
+    tensors = [dict(model.state_dict()) for model in models]
+    prompts = [pool.tokenizer.encode(text) for text in ("What is 3 + 4?", "Count: 1, 2, 3,", "a b c", "7 * 8 =")]
+
+    async def main() -> list[Ticket]:
+        dispatcher = Dispatcher(pool)
+        tickets = []
+        for version in range(1, 6):
+            for index, prompt in enumerate(prompts):
+                params = SamplingParams(150, temperature=0.8, seed=100 * version + index, ignore_eos=True)
+                name = f"{version}-{index}"
+                tickets.append(dispatcher.submit(Request(name, as_ids(prompt), params, trajectory_id=name)))
+            async with asyncio.timeout(60):
+                while min(len(ticket.ids) for ticket in tickets[-4:]) < 20:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+            if version in (2, 4):
+                up = [member for member in pool._crew.members if member.state == "up"]
+                ray.kill(up[version // 2 - 1 if len(up) > 1 else 0].replica._actor)  # type: ignore[union-attr]
+            # Odd versions are the early weights; they come by tensors, from a folder, by tensors, …
+            weights = tensors[version % 2] if version in (1, 3, 4) else str(model_folder(folders[version % 2]))
+            assert await pool.update_weights(weights) == version
+        async with asyncio.timeout(120):
+            await asyncio.gather(*(ticket.done.wait() for ticket in tickets))
+        assert sum(stats.restarts for stats in pool.replicas) == 2
+        assert sum(stats.moved for stats in pool.replicas) >= 2
+        await pool.aclose()
+        return tickets
+
+    tickets = asyncio.run(main())
+    versions = set()
+    for ticket in tickets:
+        assert (ticket.finish_reason, len(ticket.ids)) == ("length", 150)
+        assert ticket.error is None
+        said = [version for count, version in ticket.versions for _ in range(count)]
+        assert said == sorted(said)
+        versions.update(said)
+        start = len(ticket.request.ids)
+        whole = [*ticket.request.ids, *ticket.ids]
+        true = [logprobs_of(model, whole[:-1], 0.8) for model in models]
+        for offset, (token, version, logprob) in enumerate(zip(ticket.ids, said, ticket.logprobs, strict=True)):
+            assert abs(float(true[version % 2][start + offset - 1][token]) - logprob) < 2e-3, (offset, version)
+    assert versions == set(range(6))

@@ -1,0 +1,606 @@
+"""Loading: law 1, every spelling of the YAML, and every kind of mistake with its place."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsm_rollout.agent.graph import AgentGraph
+from fsm_rollout.agent.json_schema import agent_schema
+from fsm_rollout.agent.loader import load_agent, loads, read_agent
+from fsm_rollout.agent.new_agent import new_agent
+from fsm_rollout.agent.yaml.dumping import dump
+from fsm_rollout.agent.yaml.overrides import escape_interpolation, interpolate
+from fsm_rollout.agent.yaml.source_map import SourceMap
+from fsm_rollout.agent.yaml.yaml_source import read_yaml
+from fsm_rollout.errors import ConfigError
+from fsm_rollout.testing.strategies.graphs import graphs, texts, values
+from tests.kit import ROOT
+
+CONFIGS = sorted((ROOT / "configs" / "agents").glob("*.yaml"))
+
+AGENT = """\
+agent: solver
+limits: {assistant_turns: 8, tool_calls: 16, wall_seconds: 600}
+tools:
+  calculate: {use: "fsm_rollout.tools.calculator:calculate"}
+states:
+  PENDING:
+  GENERATING: {sampling: {max_tokens: 512}}
+  PROCESSING_TOOLS: {}
+transitions:
+  - {trigger: prompted,   source: PENDING,          dest: GENERATING}
+  - {trigger: generated,  source: GENERATING,       dest: PROCESSING_TOOLS, conditions: has_tool_calls}
+  - {trigger: generated,  source: GENERATING,       dest: TERMINATED}
+  - {trigger: tools_done, source: PROCESSING_TOOLS, dest: GENERATING}
+"""
+
+
+def problems(text: str, base: str | Path = ".", overrides: tuple[str, ...] = ()) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        loads(text, base, overrides, name="a.yaml")
+    return str(caught.value).splitlines()
+
+
+def changed(old: str, new: str) -> str:
+    assert AGENT.count(old) >= 1, old
+    return AGENT.replace(old, new, 1)
+
+
+# Law 1, and what freezing means
+
+
+@given(graphs())
+def test_what_is_dumped_loads_as_the_same_graph(graph: AgentGraph) -> None:
+    assert loads(dump(graph)) == graph
+
+
+@given(graphs())
+def test_graphs_copy_pickle_and_hash(graph: AgentGraph) -> None:
+    for copied in (pickle.loads(pickle.dumps(graph)), copy.deepcopy(graph)):
+        assert copied == graph
+        assert hash(copied) == hash(graph)
+        assert type(copied.states) is type(graph.states)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_shipped_agents_load_dump_and_fit_the_schema(path: Path) -> None:
+    graph = load_agent(path)
+    assert loads(dump(graph)) == graph
+    data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert set(data) <= set(agent_schema()["$defs"]["AgentGraph"]["properties"])
+    assert accepts(data)
+
+
+def accepts(data: Any) -> bool:
+    """Judge data by the JSON Schema where its validator is installed; the keys alone are judged elsewhere."""
+    try:
+        import jsonschema
+    except ImportError:
+        return True
+    return jsonschema.Draft202012Validator(agent_schema()).is_valid(data)
+
+
+@given(graphs())
+def test_the_schema_accepts_whatever_loads(graph: AgentGraph) -> None:
+    assert accepts(yaml.safe_load(dump(graph)))
+
+
+def test_the_schema_refuses_unknown_keys_and_wrong_types() -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    valid = jsonschema.Draft202012Validator(agent_schema()).is_valid
+    for old, new in [
+        ("max_tokens: 512", "max_tokens: many"),
+        ("PENDING:\n", "PENDING: {tiemout: 3}\n"),
+        ("agent:", "agnet:"),
+    ]:
+        assert not valid(yaml.safe_load(changed(old, new)))
+    assert not valid(yaml.safe_load(changed("has_tool_calls", "has_tool_cals")))
+    assert valid(yaml.safe_load(changed("PENDING:\n", 'PENDING: {handler: "own:Handler", depth: 3}\n')))
+    assert valid(yaml.safe_load(changed("max_tokens: 512", "max_tokens: '${x}'")))
+
+
+def test_mappings_of_a_graph_cannot_be_changed() -> None:
+    graph = loads(AGENT)
+    states: Any = graph.states
+    for change in (
+        lambda: states.update(A=1),
+        lambda: states.pop("PENDING"),
+        lambda: states.__setitem__("A", 1),
+        lambda: states.setdefault("A", 1),
+        lambda: states.clear(),
+        lambda: states.popitem(),
+        lambda: states.__delitem__("PENDING"),
+        lambda: states.__ior__({}),
+    ):
+        with pytest.raises(TypeError, match="frozen"):
+            change()
+    assert graph.states == dict(graph.states)
+
+
+# Reading YAML
+
+
+@given(st.dictionaries(texts, values, max_size=3))
+def test_json_is_read_as_itself(data: dict[str, Any]) -> None:
+    text = json.dumps(data).replace("Infinity", "1.0").replace("\x7f", "\\u007f")
+    expected = json.loads(text)
+    source = SourceMap()
+    assert read_yaml(text, source) == (expected, [])
+
+
+@given(texts)
+def test_escaped_text_comes_back_from_interpolation(text: str) -> None:
+    data: dict[str, Any] = {"text": escape_interpolation(text)}
+    assert interpolate(data, SourceMap()) == []
+    assert data == {"text": text}
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("on", '`on` is a boolean in YAML 1.1; write true or false, or "on" for text'),
+        ("No", "`No` is a boolean"),
+        ("y", "`y` is a boolean"),
+        ("0123", "`0123` means 83 in YAML 1.1; write 83"),
+        ("1:30", "`1:30` means 90 in YAML 1.1"),
+        ("0x1F", "`0x1F` means 31"),
+        ("1:30.5", "`1:30.5` means 90.5"),
+        ("!!binary aGk=", "the tag !!binary is not supported"),
+        ("!own x", "the tag !own is not supported"),
+        ("!!set {a}", "the tag !!set is not supported"),
+        ('"\\ud800"', "half of a surrogate pair"),
+        ("&a [*a]", "an alias stands inside the very value that it names"),
+        ("{on: 1}", "`on` is a boolean"),
+        ("{1: 2}", 'the key `1` is not text in YAML; write "1"'),
+        ("{? [a] : 2}", "a key must be one word"),
+        ("{a: 1, b: 2, a: 3}", "key 'a' is written twice in one mapping (before in line 1)"),
+        ("{<<: 3}", "`<<` takes a mapping"),
+        ("9" * 5000, "is not a number that can be read"),
+    ],
+)
+def test_surprises_of_yaml_are_problems(value: str, says: str) -> None:
+    _, found = read_yaml(f"key: {value}", SourceMap("f"))
+    assert len(found) == 1
+    assert str(found[0]).startswith("f:1: ")
+    assert says in str(found[0])
+
+
+def test_plain_values_of_yaml() -> None:
+    text = "{a: 1_000, b: 1e3, c: .5, d: ~, e: 2024-01-02, f: -0, g: +.inf, h: TRUE, i: '08', j: =, k: 1.}"
+    data, found = read_yaml(text, SourceMap())
+    assert found == []
+    expected = dict(
+        zip("abcdefghijk", [1000, 1e3, 0.5, None, "2024-01-02", 0, float("inf"), True, "08", "=", 1.0], strict=True)
+    )
+    assert data == expected
+    assert isinstance(data, dict)
+    assert [type(v) for v in data.values()] == [type(v) for v in expected.values()]
+
+
+def test_merge_keys_and_aliases() -> None:
+    text = "x: &x {a: 1, b: 2}\ny: &y {b: 3, c: 4}\none: {<<: *x, b: 5}\nmany: {<<: [*x, *y]}\nagain: *x"
+    data, found = read_yaml(text, SourceMap())
+    assert found == []
+    assert isinstance(data, dict)
+    assert data["one"] == {"a": 1, "b": 5}
+    assert data["many"] == {"a": 1, "b": 2, "c": 4}
+    assert data["again"] == data["x"]
+    assert data["again"] is not data["x"]
+
+
+def test_lines_of_every_path() -> None:
+    source = SourceMap("f")
+    read_yaml("a:\n  b: 1\n  c:\n  - 2\n  - {d: 3,\n     e: |\n       text\n       more}\n", source)
+    source = SourceMap("f")
+    read_yaml("a:\n  b: 1\n  c:\n  - 2\n  - d: 3\n    e: |\n       text\n       more\n", source)
+    assert source.locate(("a", "b")) == ("f", 2)
+    assert source.locate(("a", "c", 1, "e")) == ("f", 6)
+    assert source.locate(("a", "c", 1, "unknown", "deeper")) == ("f", 5)
+    assert source.locate_text(("a", "c", 1, "e"), 2) == ("f", 8)
+    assert source.locate_text(("a", "b"), 2) == ("f", 2)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "is empty; an agent needs `agent`"),
+        (b"# nothing\n", "is empty"),
+        (b"- a\n", "1: an agent is a mapping with `agent`, `states` and `transitions`, got a list"),
+        (b"hello", "got a str"),
+        (b"agent: a\nx: \xff\n", "2: is not UTF-8 (byte 0xff)"),
+        (b"agent: [a\nb: 2", "not YAML: "),
+        (b"a: b: c", "1: not YAML: mapping values are not allowed here"),
+        (b"a: 1\n--- \nb: 2", "not YAML: expected a single document"),
+        (b"a: \x07", "1: YAML does not allow the character U+0007"),
+        (b"[" * 1500, "is nested too deeply"),
+        (
+            b"a: &a [x, x]\n"
+            + b"".join(
+                b"k%d: &k%d [*%s, *%s]\n" % (i, i, p, p) for i, p in enumerate([b"a", *(b"k%d" % i for i in range(40))])
+            ),
+            "more than 100,000 values",
+        ),
+        (b"a: 1\n" * 300_000, "1,500,000 bytes; at most 1,048,576 are read"),
+    ],
+    ids=lambda value: value[:12].decode("latin1") if isinstance(value, bytes) else None,
+)
+def test_files_that_are_no_agents(tmp_path: Path, content: bytes, says: str) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load_agent(path)
+    assert len(caught.value.problems) == 1
+    assert str(caught.value).startswith(f"{path}:")
+    assert says in str(caught.value)
+
+
+def test_missing_files_and_folders(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml: no such file"):
+        load_agent(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match="is a directory"):
+        load_agent(tmp_path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_agent("a\0b")
+
+
+# The form of an agent
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("agent: solver", "agent: a b", "a.yaml:1: agent must be a name (letters, digits and _), got 'a b'"),
+        ("limits:", "limit:", "a.yaml:2: unknown key 'limit'; did you mean 'limits'?"),
+        ("tool_calls: 16", "tool_call: 16", "a.yaml:2: limits: unknown key 'tool_call'; did you mean 'tool_calls'?"),
+        ("tool_calls: 16", "tool_calls: '16'", "a.yaml:2: limits.tool_calls should be a valid integer, got '16'"),
+        ("tool_calls: 16", "tool_calls: -1",
+         "a.yaml:2: limits.tool_calls should be greater than or equal to 0, got -1"),
+        ("tool_calls: 16", "tool_calls: true", "a.yaml:2: limits.tool_calls should be a valid integer, got true"),
+        ("wall_seconds: 600", "wall_seconds: .inf", "a.yaml:2: limits.wall_seconds should be a finite number, got inf"),
+        ('{use: "fsm_rollout.tools.calculator:calculate"}', "{use: calculate}",
+         "a.yaml:4: tool 'calculate': use must be 'module:name', got 'calculate'"),
+        ("calculate:", "calc-ulate:", "a.yaml:4: tools: 'calc-ulate' is not a name; use letters, digits and _"),
+        ("PENDING:\n", "PENDING: 5\n", "a.yaml:6: state 'PENDING' must be a mapping, got 5"),
+        ("max_tokens: 512", "max_token: 512",
+         "a.yaml:7: state 'GENERATING': sampling: unknown key 'max_token'; did you mean 'max_tokens'?"),
+        ("GENERATING: {", "GENERATING: {tiemout: 5, ",
+         "a.yaml:7: state 'GENERATING': unknown key 'tiemout'; did you mean 'timeout'?"),
+        ("GENERATING: {", "GENERATING: {prompt: [a], ",
+         "a.yaml:7: state 'GENERATING': prompt should be a valid string, got a list"),
+        ("GENERATING: {", "GENERATING: {prompt: {txt: a}, ",
+         "a.yaml:7: state 'GENERATING': prompt: must be text, the name of a text file, or {text: …}"),
+        ("transitions:", "transitions: {}\nx:", None),
+        ("trigger: prompted,   ", "", "a.yaml:10: row 1: 'trigger' is missing"),
+        ("dest: TERMINATED}", "dest: TERMINATED, stop_reason: Not Good}", None),
+        ("conditions: has_tool_calls", "condition: has_tool_calls",
+         "a.yaml:11: row 2: unknown key 'condition'; did you mean 'conditions'?"),
+        ("conditions: has_tool_calls", "conditions: {a: 1, b: 2}", None),
+    ],
+)  # fmt: skip
+def test_mistakes_of_form(old: str, new: str, expected: str | None) -> None:
+    found = problems(changed(old, new))
+    assert all(line.startswith("a.yaml:") for line in found)
+    if expected is not None:
+        assert expected in found
+
+
+def test_choices_name_the_closest() -> None:
+    found = problems(changed('calculator:calculate"', 'calculator:calculate", truncate: midle'))
+    assert found == [
+        "a.yaml:4: tool 'calculate': truncate must be 'left', 'right' or 'middle', got 'midle'; did you mean 'middle'?"
+    ]
+
+
+def test_everything_is_found_in_one_go() -> None:
+    text = AGENT.replace("tool_calls: 16", "tool_calls: x").replace("prompted, ", "promted, ")
+    text = text.replace("dest: PROCESSING_TOOLS", "dest: PROCESSING_TOOL").replace("max_tokens", "max_token")
+    text = text.replace("source: GENERATING,       dest: TERM", "sorce: GENERATING,       dest: TERM")
+    text = text.replace("conditions: has_tool_calls", "conditions: has_tool_cals, stop_reason: on")
+    assert problems(text) == [
+        "a.yaml:2: limits.tool_calls should be a valid integer, got 'x'",
+        "a.yaml:7: state 'GENERATING': sampling: unknown key 'max_token'; did you mean 'max_tokens'?",
+        "a.yaml:10: row 1: no state raises trigger 'promted'; did you mean 'prompted'? [rule 1]",
+        'a.yaml:11: `on` is a boolean in YAML 1.1; write true or false, or "on" for text',
+        "a.yaml:11: row 2: dest 'PROCESSING_TOOL' is not defined; did you mean 'PROCESSING_TOOLS'? [rule 1]",
+        "a.yaml:11: row 2: predicate 'has_tool_cals' is not defined; did you mean 'has_tool_calls'? [rule 1]",
+        "a.yaml:12: row 3: 'source' is missing",
+        "a.yaml:12: row 3: unknown key 'sorce'; did you mean 'source'?",
+    ]
+
+
+def test_rows_after_a_broken_row_keep_their_numbers_and_lines() -> None:
+    text = changed("  - {trigger: prompted,   source: PENDING,          dest: GENERATING}", "  - 5")
+    text = text.replace("source: PROCESSING_TOOLS, dest: GENERATING}", "source: PROCESSING_TOOLS, dest: GENERATNG}")
+    assert problems(text) == [
+        "a.yaml:10: row 1 must be a mapping, got 5",
+        "a.yaml:13: row 4: dest 'GENERATNG' is not defined; did you mean 'GENERATING'? [rule 1]",
+    ]
+
+
+def test_predicates_in_every_spelling() -> None:
+    graph = loads(
+        changed("has_tool_calls", "[has_tool_calls, {text_contains: x}], unless: {visits_over: {PENDING: 3}}")
+    )
+    row = graph.transitions[1]
+    assert [(p.name, p.argument) for p in row.conditions] == [("has_tool_calls", None), ("text_contains", "x")]
+    assert [(p.name, p.argument) for p in row.unless] == [("visits_over", {"PENDING": 3})]
+
+
+# Files
+
+
+def test_texts_by_file(tmp_path: Path) -> None:
+    (tmp_path / "sys.md").write_text("Be good.\n", encoding="utf-8")
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "p.jinja").write_bytes(b"a\r\n{{ task }}\n")
+    text = changed("agent: solver", "agent: solver\ncontexts: {main: {system: sys.md}}")
+    text = text.replace("{sampling", "{prompt: deep/p.jinja, sampling")
+    graph = loads(text, tmp_path)
+    assert graph.contexts["main"].system == "Be good."
+    assert graph.states["GENERATING"].prompt == "a\n{{ task }}"
+    graph = loads(text.replace("sys.md", "see sys.md").replace("deep/p.jinja", "{text: p.jinja}"), tmp_path)
+    assert graph.contexts["main"].system == "see sys.md"
+    assert graph.states["GENERATING"].prompt == "p.jinja"
+    assert loads(dump(graph)) == graph
+
+
+def test_a_missing_text_names_its_neighbour(tmp_path: Path) -> None:
+    (tmp_path / "solver.md").write_text("x", encoding="utf-8")
+    text = changed("agent: solver", "agent: solver\ncontexts: {main: {system: slover.md}}")
+    assert problems(text, tmp_path) == [
+        f"a.yaml:2: context 'main': system: '{tmp_path}/slover.md' no such file; did you mean 'solver.md'?"
+    ]
+
+
+def test_a_broken_template_is_shown_in_its_own_file(tmp_path: Path) -> None:
+    (tmp_path / "p.jinja").write_text("fine\n{% if %}\n", encoding="utf-8")
+    (found,) = problems(changed("{sampling", "{prompt: p.jinja, sampling"), tmp_path)
+    assert found.startswith(f"{tmp_path}/p.jinja:2: state 'GENERATING': prompt is no Jinja template: ")
+    block = changed(
+        "GENERATING: {sampling: {max_tokens: 512}}", "GENERATING:\n    prompt: |\n      fine\n      {{ a b }}"
+    )
+    (found,) = problems(block)
+    assert found.startswith("a.yaml:10: state 'GENERATING': prompt is no Jinja template: ")
+
+
+def with_helper(where: str) -> str:
+    return changed("tools:\n", f"tools:\n  helper: {{agent: {where}, description: Helps.}}\n")
+
+
+def test_agents_as_tools(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "helper.yaml").write_text(
+        changed("agent: solver", "agent: helper\ncontexts: {main: {system: s.md}}"), encoding="utf-8"
+    )
+    (tmp_path / "sub" / "s.md").write_text("Help.", encoding="utf-8")
+    graph = loads(with_helper("sub/helper.yaml"), tmp_path)
+    helper = graph.tools["helper"].agent
+    assert helper is not None
+    assert helper.contexts["main"].system == "Help."
+    assert loads(dump(graph)) == graph
+
+
+def test_problems_of_an_agent_in_a_file_are_shown_there(tmp_path: Path) -> None:
+    helper = AGENT.replace("dest: TERMINATED", "dest: TERMINATE").replace("max_tokens", "max_token")
+    (tmp_path / "helper.yaml").write_text(helper, encoding="utf-8")
+    assert problems(with_helper("helper.yaml"), tmp_path) == [
+        f"{tmp_path}/helper.yaml:7: tool 'helper': agent: state 'GENERATING': sampling: unknown key 'max_token'; "
+        "did you mean 'max_tokens'?",
+        f"{tmp_path}/helper.yaml:12: tool 'helper': agent: row 3: dest 'TERMINATE' is not defined; "
+        "did you mean 'TERMINATED'? [rule 1]",
+    ]
+
+
+def test_agents_in_a_circle(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(with_helper("b.yaml"), encoding="utf-8")
+    (tmp_path / "b.yaml").write_text(with_helper("a.yaml"), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"b\.yaml:4: .*in a circle: a\.yaml -> b\.yaml -> a\.yaml"):
+        load_agent(tmp_path / "a.yaml")
+    with pytest.raises(ConfigError, match=r"'.*c\.yaml' no such file"):
+        loads(with_helper("c.yaml"), tmp_path)
+    (tmp_path / "list.yaml").write_text("- 1", encoding="utf-8")
+    with pytest.raises(ConfigError, match="holds no agent"):
+        loads(with_helper("list.yaml"), tmp_path)
+
+
+# Interpolation and overrides
+
+
+def test_interpolation_keeps_types_and_lines() -> None:
+    text = changed("tool_calls: 16", "tool_calls: '${limits.assistant_turns}'")
+    assert loads(text).limits.tool_calls == 8
+    text = changed("max_tokens: 512", "max_tokens: '${agent}'")
+    assert problems(text) == [
+        "a.yaml:7: state 'GENERATING': sampling.max_tokens should be a valid integer, got 'solver'"
+    ]
+    text = changed("{max_tokens: 512}", "'${limits}'")
+    assert all(line.startswith("a.yaml:7: state 'GENERATING': sampling: unknown key") for line in problems(text))
+
+
+@pytest.mark.parametrize("value", ["${nothing}", "${", "${description}", "${oc.env:FSM_ROLLOUT_UNSET}", "${limits.x}"])
+def test_failed_interpolations_have_their_line(value: str) -> None:
+    (found,) = problems(changed("agent: solver", f"agent: solver\ndescription: '{value}'"))
+    assert found.startswith("a.yaml:2: interpolation failed: ")
+    assert "write \\${ for a literal ${" in found
+
+
+def test_literal_marks_of_omegaconf() -> None:
+    graph = loads(changed("agent: solver", 'agent: solver\ndescription: "\\\\${a} ???"'))
+    assert graph.description == "${a} ???"
+    assert loads(changed("agent: solver", 'agent: solver\ndescription: "???"')).description == "???"
+
+
+def test_overrides() -> None:
+    overrides = (
+        "limits.assistant_turns=4",
+        "limits.bad_calls=${limits.assistant_turns}",
+        "states.GENERATING.timeout=2.5",
+        "transitions[2].stop_reason=enough",
+        "transitions.1.unless=[all_calls_bad]",
+        "limits.tool_calls=2",
+        "contexts={main: {system: Hi}}",
+    )
+    graph = loads(AGENT, overrides=overrides)
+    assert (graph.limits.assistant_turns, graph.limits.bad_calls, graph.limits.tool_calls) == (4, 4, 2)
+    assert graph.states["GENERATING"].timeout == 2.5
+    assert graph.transitions[2].stop_reason == "enough"
+    assert graph.transitions[1].unless[0].name == "all_calls_bad"
+    assert graph.contexts["main"].system == "Hi"
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("limits.assistant_turns", "is not of the form key=value"),
+        ("=3", "is not of the form key=value"),
+        ("limits..x=3", "is not of the form key=value"),
+        ("limits.assistant_turn=3", "limits: unknown key 'assistant_turn'; did you mean 'assistant_turns'?"),
+        ("limit.assistant_turns=3", "unknown key 'limit'; did you mean 'limits'?"),
+        ("limits.assistant_turns=three", "limits.assistant_turns should be a valid integer, got 'three'"),
+        ("limits={assistant_turns: three}", "limits.assistant_turns should be a valid integer, got 'three'"),
+        ("limits.assistant_turns=on", "`on` is a boolean"),
+        ("limits.assistant_turns=[", "not YAML"),
+        ("states.GENERATNG.timeout=3", "'states' has no 'GENERATNG'; did you mean 'GENERATING'?"),
+        ("agent.name=3", "'agent' holds no further keys, so there is no 'name' in it"),
+        ("transitions.9.dest=A", "'transitions' is a list of 4; there is no item '9' in it"),
+        ("transitions.x=A", "there is no item 'x' in it"),
+        ("transitions.0.dest=GENERATNG", "row 1: dest 'GENERATNG' is not defined; did you mean 'GENERATING'? [rule 1]"),
+        ("description=${nothing}", "interpolation failed"),
+    ],
+)
+def test_wrong_overrides_are_named(override: str, says: str) -> None:
+    found = [line for line in problems(AGENT, overrides=(override,)) if line.startswith(f"override '{override}': ")]
+    assert any(says in line for line in found)
+
+
+# Custom handlers
+
+
+CUSTOM = """\
+agent: own
+initial: OWN
+limits: {assistant_turns: 2}
+states:
+  OWN: {handler: "tests.custom_code:Search", timeout: 5, depth: 3, sampling: {top_k: 5}}
+transitions:
+  - {trigger: found, source: OWN, dest: TERMINATED}
+  - {trigger: lost,  source: OWN, dest: TERMINATED}
+"""
+
+
+def test_options_of_a_custom_handler() -> None:
+    graph = loads(CUSTOM)
+    assert graph.states["OWN"].options == {"depth": 3}
+    assert loads(dump(graph)) == graph
+    assert "options" not in dump(graph)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("depth: 3", "dpth: 3, depth: 1", "a.yaml:5: state 'OWN': unknown key 'dpth'; did you mean 'depth'?"),
+        ("depth: 3", "depth: 0", "a.yaml:5: state 'OWN': depth should be greater than or equal to 1, got 0"),
+        ("depth: 3", "depth: '3'", "a.yaml:5: state 'OWN': depth should be a valid integer, got '3'"),
+        ("depth: 3, ", "", "a.yaml:5: state 'OWN': 'depth' is missing"),
+        ("depth: 3", "depth: 3, options: {}", "a.yaml:5: state 'OWN': unknown key 'options'"),
+        ("Search", "Serch",
+         "a.yaml:5: state 'OWN': 'custom_code' has no 'Serch' (from 'tests.custom_code:Serch'); did you mean 'Search'?"),
+        ("Search", "Undeclared", "the class must declare `triggers`, a tuple of names"),
+        ("Search", "an_instance", "'tests.custom_code:an_instance' is a Undeclared; name a class, derived from State"),
+        ("Search", "NotDerived", "handler 'tests.custom_code:NotDerived': derive the class from fsm_rollout.State"),
+        ("Search", "Abstract", "handler 'tests.custom_code:Abstract': the class lacks run"),
+        ("Search", "NotAsync", "its `run` is not async; write it as `async def run(self, trajectory, visit)`"),
+        ("Search", "TakesOne", "its `run` cannot be called (too many positional arguments); write it as `async def"),
+        ("custom_code", "custom_cod", "cannot import 'custom_cod'"),
+        ("Search", "Free", "a.yaml:5: state 'OWN': unknown key 'depth'; 'tests.custom_code:Free' takes no keys of its own"),
+    ],
+)  # fmt: skip
+def test_mistakes_with_custom_handlers(old: str, new: str, says: str) -> None:
+    assert says in "\n".join(problems(CUSTOM.replace(old, new)))
+
+
+# The command line
+
+
+def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    root = str(ROOT)
+    return subprocess.run(
+        [sys.executable, "-c", "from fsm_rollout.cli import main; main()", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": root},
+    )
+
+
+def test_new_then_check(tmp_path: Path) -> None:
+    assert run("new", "my_agent", cwd=tmp_path).returncode == 0
+    written = (tmp_path / "my_agent.yaml").read_text(encoding="utf-8")
+    checked = run("check", "my_agent.yaml", cwd=tmp_path)
+    assert (checked.returncode, checked.stderr) == (0, "")
+    assert checked.stdout == (
+        "my_agent (my_agent.yaml): ends within 18 transitions, 8 generations, 4,096 response tokens, 600 s\n"
+    )
+    again = run("new", "my_agent", cwd=tmp_path)
+    assert (again.returncode, again.stdout) == (2, "")
+    assert again.stderr == "my_agent.yaml exists already; choose another name, or remove it\n"
+    assert (tmp_path / "my_agent.yaml").read_text(encoding="utf-8") == written
+
+
+def test_check_reports_all_files(tmp_path: Path) -> None:
+    (tmp_path / "good.yaml").write_text(AGENT, encoding="utf-8")
+    (tmp_path / "bad.yaml").write_text(AGENT.replace("TERMINATED", "TERMINATE"), encoding="utf-8")
+    done = run("check", "bad.yaml", "good.yaml", "none.yaml", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout.startswith("solver (good.yaml): ends within 18 ")
+    assert done.stderr.splitlines() == [
+        "bad.yaml:12: row 3: dest 'TERMINATE' is not defined; did you mean 'TERMINATED'? [rule 1]",
+        "none.yaml: no such file",
+    ]
+
+
+def test_check_loads_no_heavy_module(tmp_path: Path) -> None:
+    (tmp_path / "good.yaml").write_text(AGENT, encoding="utf-8")
+    code = (
+        "import sys\nfrom fsm_rollout.cli import app\nsys.argv = ['x', 'check', 'good.yaml']\n"
+        "try:\n    app()\nexcept SystemExit as e:\n    assert not e.code\n"
+        "print(sorted({'torch', 'transformers', 'ray', 'omegaconf', 'jinja2', 'transitions'} & set(sys.modules)))"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True, env=env
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_schema_is_printed(tmp_path: Path) -> None:
+    done = run("schema", cwd=tmp_path)
+    assert json.loads(done.stdout) == agent_schema()
+
+
+def test_new_refuses_bad_names_and_places(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not a name"):
+        new_agent("../up", tmp_path)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        new_agent("a", tmp_path / "nowhere")
+
+
+def test_reading_says_where_everything_stands(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(AGENT, encoding="utf-8")
+    reading = read_agent(tmp_path / "a.yaml")
+    assert reading.graph == loads(AGENT)
+    assert reading.problems == ()
+    assert reading.source.locate(("states", "GENERATING", "timeout")) == (str(tmp_path / "a.yaml"), 7)

@@ -1,0 +1,461 @@
+"""Batches: each oracle reads the events, never the streams or rows that the batch was made from."""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from fsm_rollout.batch.batch import NON_TENSOR_KEYS, TrajectoryBatch
+from fsm_rollout.batch.rows import Row, rows
+from fsm_rollout.errors import BatchError
+from fsm_rollout.testing.strategies.histories import (
+    event_sequences,
+    json_values,
+    several_event_sequences,
+    several_trajectories,
+)
+from fsm_rollout.trajectory.events import AnyEvent, ContextOpened, Ended, Extended, Generated, Prompted, Scored
+from fsm_rollout.trajectory.trajectory import Trajectory
+
+DTYPES = {
+    **dict.fromkeys(
+        ("prompts", "responses", "response_mask", "input_ids", "attention_mask", "position_ids"), torch.int64
+    ),
+    **dict.fromkeys(("rollout_log_probs", "token_level_scores", "trajectory_scores"), torch.float32),
+    **dict.fromkeys(("weight_versions", "state_ids"), torch.int32),
+}
+
+
+class Expected:
+    """What one stream's row has to hold, token by token, as the events say it."""
+
+    def __init__(self, event: ContextOpened) -> None:
+        self.prompt = list(event.ids)
+        self.trained = event.trained
+        self.tokens: list[tuple[int, int, float, int, str]] = []
+        """Of each response token: id, mask, logprob, version, state."""
+        self.turns: list[int | None] = []
+        self.turn: int | None = None
+
+    @property
+    def is_row(self) -> bool:
+        return any(mask for _, mask, *_ in self.tokens)
+
+    def scores(self, turn_scores: list[tuple[int, float]], score: float | None) -> list[float]:
+        out = [0.0] * len(self.tokens)
+        for turn, value in turn_scores:
+            where = [i for i, each in enumerate(self.turns) if each == turn]
+            if where:
+                out[where[-1]] += value
+        if score is not None:
+            out[max(i for i, token in enumerate(self.tokens) if token[1])] += score
+        return out
+
+
+def expected(events: list[AnyEvent]) -> tuple[list[Expected], list[tuple[int, float]], float | None]:
+    """Return the streams, turn scores and score of one trajectory's events."""
+    streams: list[Expected] = []
+    by_context: dict[str, Expected] = {}
+    turn_scores: list[tuple[int, float]] = []
+    score, turn = None, 0
+    for event in events:
+        match event:
+            case ContextOpened():
+                by_context[event.context] = Expected(event)
+                streams.append(by_context[event.context])
+            case Extended():
+                stream = by_context[event.context]
+                stream.tokens += [(token, 0, 0.0, -1, event.state) for token in event.ids]
+                stream.turns += [None] * len(event.ids)
+            case Generated():
+                stream = by_context[event.context]
+                if not event.resumed or stream.turn is None:
+                    stream.turn = turn
+                    turn += not event.resumed
+                versions = [version for count, version in event.versions for _ in range(count)]
+                for token, logprob, version in zip(event.ids, event.logprobs, versions, strict=True):
+                    stream.tokens.append((token, int(stream.trained), logprob, version, event.state))
+                    stream.turns.append(stream.turn)
+            case Scored(turn=None):
+                score = event.value
+            case Scored():
+                turn_scores.append((event.turn, event.value))
+    return streams, turn_scores, score
+
+
+def assert_holds(row: Row, stream: Expected, turn_scores: list[tuple[int, float]], score: float | None) -> None:
+    told = zip(
+        row.response_ids.tolist(),
+        row.mask.tolist(),
+        row.logprobs.tolist(),
+        row.versions.tolist(),
+        [row.state_names[i] for i in row.state_ids],
+        strict=True,
+    )
+    assert row.prompt_ids.tolist() == stream.prompt
+    assert list(told) == stream.tokens
+    np.testing.assert_array_equal(row.scores, np.array(stream.scores(turn_scores, score), dtype=np.float32))
+    assert row.score == score
+
+
+@given(several_event_sequences)
+def test_every_trained_token_is_in_exactly_one_row(several: list[list[AnyEvent]]) -> None:
+    found = {row.row_id: row for row in rows(map(Trajectory.fold, several))}
+    for events in several:
+        streams, turn_scores, score = expected(events)
+        for number, stream in enumerate(streams):
+            row = found.pop((events[0].trajectory_id, number), None)  # type: ignore[union-attr]
+            assert (row is not None) == stream.is_row
+            if row is not None:
+                assert_holds(row, stream, turn_scores, score)
+    assert not found
+
+
+@given(several_trajectories, st.integers(0, 3), st.integers(0, 9), st.integers(0, 9), st.booleans())
+def test_rows_to_batch_to_rows(
+    trajectories: list[Trajectory], pad_id: int, spare_left: int, spare_right: int, packed: bool
+) -> None:
+    given_rows = rows(trajectories)  # token ids are mostly small, so that the pad id is among them
+    widths = {
+        "prompt_width": max((len(row.prompt_ids) for row in given_rows), default=0) + spare_left,
+        "response_width": max((len(row.response_ids) for row in given_rows), default=0) + spare_right,
+    }
+    batch = TrajectoryBatch.from_rows(given_rows, pad_id=pad_id, packed=packed, **widths)
+    assert batch.rows() == given_rows
+    assert len(batch) == len(given_rows)
+
+
+@given(several_trajectories, st.integers(0, 3))
+def test_the_padded_tensors(trajectories: list[Trajectory], pad_id: int) -> None:
+    batch = TrajectoryBatch.from_trajectories(trajectories, pad_id=pad_id)
+    tensors, rows_ = batch.tensordict, rows(trajectories)
+    left = max((len(row.prompt_ids) for row in rows_), default=0)
+    right = max((len(row.response_ids) for row in rows_), default=0)
+    widths = {"prompts": left} | dict.fromkeys(("input_ids", "attention_mask", "position_ids"), left + right)
+    for key, dtype in DTYPES.items():
+        shape = [len(rows_)] if key == "trajectory_scores" else [len(rows_), widths.get(key, right)]
+        assert (tensors[key].dtype, list(tensors[key].shape)) == (dtype, shape), key
+    assert set(tensors.keys()) == {*DTYPES, *NON_TENSOR_KEYS}
+
+    mask = tensors["attention_mask"]
+    assert torch.equal(tensors["input_ids"], torch.cat([tensors["prompts"], tensors["responses"]], dim=1))
+    assert torch.equal(tensors["position_ids"], torch.clip(torch.cumsum(mask, dim=-1) - 1, min=0))  # verl's formula
+    assert (tensors["input_ids"][mask == 0] == pad_id).all()
+    for i, row in enumerate(rows_):
+        before, after = left - len(row.prompt_ids), right - len(row.response_ids)
+        assert mask[i].tolist() == [0] * before + [1] * (left + right - before - after) + [0] * after
+        assert tensors["prompts"][i, before:].tolist() == row.prompt_ids.tolist()
+        assert tensors["responses"][i, : right - after].tolist() == row.response_ids.tolist()
+        tails = {"response_mask": 0, "rollout_log_probs": 0, "token_level_scores": 0} | {
+            "weight_versions": -1,
+            "state_ids": -1,
+        }
+        for key, fill in tails.items():
+            assert tensors[key][i, right - after :].tolist() == [fill] * after
+        score = tensors["trajectory_scores"][i].item()
+        assert math.isnan(score) if row.score is None else score == row.score
+
+
+@given(several_trajectories)
+def test_the_packed_tensors_hold_the_padded_ones_attended_part(trajectories: list[Trajectory]) -> None:
+    padded = TrajectoryBatch.from_trajectories(trajectories, pad_id=0).tensordict
+    packed = TrajectoryBatch.from_trajectories(trajectories, pad_id=0, packed=True).tensordict
+    attended, left = padded["attention_mask"].bool(), padded["prompts"].shape[1]
+    parts = {"prompts": attended[:, :left], **dict.fromkeys(("input_ids", "attention_mask", "position_ids"), attended)}
+    for key, dtype in DTYPES.items():
+        if key == "trajectory_scores":
+            continue
+        assert (packed[key].dtype, packed[key].layout) == (dtype, torch.jagged)
+        part = parts.get(key, attended[:, left:])
+        assert torch.equal(packed[key].values(), padded[key][part])
+        assert packed[key].offsets().diff().tolist() == part.sum(dim=1).tolist()
+
+
+def test_packed_tensors_of_one_length_can_be_combined() -> None:
+    tensors = TrajectoryBatch.from_trajectories([trajectory("a"), trajectory("b", 3)], pad_id=0, packed=True).tensordict
+    trained = tensors["rollout_log_probs"] * tensors["response_mask"]
+    assert trained.values().tolist() == [-0.5] * 5
+
+
+@given(event_sequences, st.integers(0, 6), st.integers(0, 8))
+def test_truncated_rows_hold_what_is_left(events: list[AnyEvent], left: int, right: int) -> None:
+    streams, turn_scores, score = expected(events)
+    whole = {number: stream for number, stream in enumerate(streams) if stream.is_row}
+    batch = TrajectoryBatch.from_trajectories(
+        [Trajectory.fold(events)], pad_id=0, prompt_width=left, response_width=right, overflow="truncate"
+    )
+    found = {row.stream: row for row in batch.rows()}
+    cut = {n for n, stream in whole.items() if len(stream.prompt) > left or len(stream.tokens) > right}
+    for number, stream in whole.items():
+        stream.prompt = stream.prompt[max(0, len(stream.prompt) - left) :]
+        stream.tokens, stream.turns = stream.tokens[:right], stream.turns[:right]
+        assert (number in found) == stream.is_row
+        if number in found:
+            assert_holds(found[number], stream, turn_scores, score)
+    assert {row.stream for row in batch.dropped} == {number for number in cut if number not in found}
+    assert {row.stream for row in batch.truncated} == {number for number in cut if number in found}
+    assert {row.trajectory_id for row in batch.truncated + batch.dropped} <= {"t0"}
+    assert batch.tensordict["prompts"].shape[1] == left
+    assert batch.tensordict["responses"].shape[1] == right
+
+
+@pytest.mark.parametrize(
+    ("width", "scores"),
+    [
+        (1, [0.5 + 4.0]),
+        (3, [0.0, 0.0, 0.5 + 4.0]),  # the first turn is whole
+        (4, [0.0, 0.0, 0.5 + 4.0, 0.0]),  # and what the environment wrote after it
+        (5, [0.0, 0.0, 0.5, 0.0, 1.0 + 2.0 + 4.0]),  # the second turn, scored twice, is cut short
+        (6, [0.0, 0.0, 0.5, 0.0, 0.0, 1.0 + 2.0 + 4.0]),
+        (7, [0.0, 0.0, 0.5, 0.0, 0.0, 1.0 + 2.0 + 4.0, 0.0]),
+    ],
+)
+def test_scores_stand_on_the_last_token_that_is_left(width: int, scores: list[float]) -> None:
+    events: list[AnyEvent] = [
+        prompted("t"),
+        opened(),
+        generated(3),
+        Extended(at=2.0, context="main", state="PROCESSING_TOOLS", ids=array("i", [7])),
+        generated(2),
+        Extended(at=2.0, context="main", state="PROCESSING_TOOLS", ids=array("i", [7])),
+        Scored(at=3.0, value=0.5, turn=0),
+        Scored(at=3.0, value=1.0, turn=1),
+        Scored(at=3.0, value=2.0, turn=1),
+        Scored(at=3.0, value=4.0),
+    ]
+    batch = TrajectoryBatch.from_trajectories(
+        [Trajectory.fold(events)], pad_id=0, response_width=width, overflow="truncate"
+    )
+    assert batch.tensordict["token_level_scores"].tolist() == [scores]
+
+
+@given(several_trajectories, st.integers(0, 6), st.integers(0, 8))
+def test_drop_leaves_out_exactly_the_rows_that_do_not_fit(
+    trajectories: list[Trajectory], left: int, right: int
+) -> None:
+    whole = rows(trajectories)
+    fitting = [row for row in whole if len(row.prompt_ids) <= left and len(row.response_ids) <= right]
+    widths = {"prompt_width": left, "response_width": right}
+    batch = TrajectoryBatch.from_trajectories(trajectories, pad_id=0, overflow="drop", **widths)
+    assert batch.rows() == fitting
+    assert list(batch.dropped) == [row.row_id for row in whole if row not in fitting]
+    assert batch.truncated == ()
+    if len(fitting) < len(whole):
+        first = next(row for row in whole if row not in fitting)
+        with pytest.raises(BatchError, match=f"row {first.trajectory_id}/{first.stream} has a prompt of "):
+            TrajectoryBatch.from_trajectories(trajectories, pad_id=0, **widths)
+
+
+@given(several_event_sequences)
+def test_a_trajectory_without_a_row_is_reported(several: list[list[AnyEvent]]) -> None:
+    batch = TrajectoryBatch.from_trajectories(map(Trajectory.fold, several), pad_id=0)
+    stops = {e[0].trajectory_id: next((x.stop_reason for x in e if isinstance(x, Ended)), None) for e in several}  # type: ignore[union-attr]
+    without = {e[0].trajectory_id for e in several if not any(s.is_row for s in expected(e)[0])}  # type: ignore[union-attr]
+    assert batch.unrowed == {key: stop for key, stop in stops.items() if key in without}
+
+
+@settings(max_examples=20)
+@given(trajectories=several_trajectories, packed=st.booleans(), narrow=st.booleans())
+def test_saved_and_loaded(
+    trajectories: list[Trajectory], packed: bool, narrow: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("saved") / "batch"
+    widths: dict[str, Any] = {"response_width": 3, "overflow": "truncate"} if narrow else {}
+    batch = TrajectoryBatch.from_trajectories(trajectories, pad_id=7, packed=packed, **widths)
+    batch.save(path)
+    loaded = TrajectoryBatch.load(path)
+    facts = ("pad_id", "packed", "state_names", "dropped", "truncated", "unrowed")
+    assert {name: getattr(loaded, name) for name in facts} == {name: getattr(batch, name) for name in facts}
+    assert loaded.rows() == batch.rows()
+    assert [p.name for p in path.parent.iterdir()] == ["batch"], "no draft is left behind"
+    for key, dtype in DTYPES.items():
+        one, other = loaded.tensordict[key], batch.tensordict[key]
+        assert (one.dtype, one.layout) == (dtype, other.layout)
+        assert packed or one.shape == other.shape
+    twice = torch.cat([loaded.tensordict, loaded.tensordict]) if not packed else loaded.tensordict
+    assert twice["extra"] == [row.extra for row in batch.rows()] * (1 if packed else 2)
+
+
+@given(extras=st.lists(st.dictionaries(st.sampled_from(["a", "b", "c"]), json_values, max_size=3), max_size=4))
+@settings(max_examples=20)
+def test_extras_of_any_shape_survive(extras: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("saved") / "batch"
+    batch = TrajectoryBatch.from_trajectories(
+        [trajectory(f"t{i}", extra=extra) for i, extra in enumerate(extras)], pad_id=0
+    )
+    batch.save(path)
+    assert [row.extra for row in TrajectoryBatch.load(path).rows()] == extras
+    assert TensorDict.load_memmap(str(path)).get("extra").tolist() == extras, "TensorDict alone reads it too"
+
+
+def prompted(trajectory_id: str, extra: dict[str, Any] | None = None) -> Prompted:
+    return Prompted(
+        at=1.0,
+        trajectory_id=trajectory_id,
+        group_id="g",
+        sample=0,
+        agent="solver",
+        initial="PENDING",
+        messages=[{"role": "user", "content": "?"}],
+        extra=extra or {},
+        limits={},
+        seed=0,
+        date="2020-01-01T00:00:00",
+    )
+
+
+def opened() -> ContextOpened:
+    return ContextOpened(
+        at=1.0,
+        context="main",
+        state="GENERATING",
+        messages=[{"role": "system", "content": "!"}, {"role": "user", "content": "?"}],
+        ids=array("i", [1, 2]),
+        trained=True,
+        engine="policy",
+    )
+
+
+def generated(sampled: int) -> Generated:
+    return Generated(
+        at=2.0,
+        context="main",
+        state="GENERATING",
+        ids=array("i", range(10, 10 + sampled)),
+        logprobs=array("f", [-0.5] * sampled),
+        versions=[(sampled, 4)],
+        finish_reason="stop",
+        message={"role": "assistant", "content": "hi"},
+        seconds=0.75,
+    )
+
+
+def trajectory(
+    trajectory_id: str, sampled: int = 2, *scores: Scored, extra: dict[str, Any] | None = None
+) -> Trajectory:
+    """Return an ended trajectory of one turn of ``sampled`` tokens at -0.5 each, after a prompt of two."""
+    ended = Ended(at=3.5, stop_reason="answered")
+    return Trajectory.fold([prompted(trajectory_id, extra), opened(), generated(sampled), ended, *scores])
+
+
+def test_the_non_tensor_values() -> None:
+    scores = (Scored(at=4.0, value=0.25, turn=0), Scored(at=4.0, value=1.0))
+    extra = {"answer": (1, 2), "tools_kwargs": {"calculate": {"digits": 3}}, "when": {7: None}}
+    batch = TrajectoryBatch.from_trajectories([trajectory("t", 3, *scores, extra=extra)], pad_id=0)
+    values = {key: batch.tensordict[0][key] for key in NON_TENSOR_KEYS}
+    assert values == {
+        "group_id": "g",
+        "trajectory_id": "t",
+        "stream": 0,
+        "context": "main",
+        "agent": "solver",
+        "stop_reason": "answered",
+        "num_turns": 2,
+        "metrics": {
+            "generate_seconds": 0.75,
+            "tool_seconds": 0.0,
+            "tool_calls": 0,
+            "tool_failures": 0,
+            "tokens": 3,
+            "trained_tokens": 3,
+            "guarded": 0,
+            "wall_seconds": 2.5,
+        },
+        "turn_scores": [[0, 0.25]],
+        "tool_rewards": [],
+        "extra": {"answer": [1, 2], "tools_kwargs": {"calculate": {"digits": 3}}, "when": {"7": None}},
+    }
+    assert batch.tensordict["token_level_scores"].tolist() == [[0.0, 0.0, 1.25]]
+    assert json.dumps(values)
+
+
+@given(several_trajectories)
+def test_states_keep_the_numbers_given_to_them(trajectories: list[Trajectory]) -> None:
+    first = ("PROCESSING_TOOLS", "NEVER")
+    batch = TrajectoryBatch.from_trajectories(trajectories, pad_id=0, state_names=first)
+    assert batch.state_names[:2] == first
+    assert list(batch.state_names[2:]) == sorted(set(batch.state_names) - set(first))
+    free = TrajectoryBatch.from_trajectories(trajectories, pad_id=0)
+    names = [[batch.state_names[i] for i in row.state_ids] for row in batch.rows()]
+    assert names == [[free.state_names[i] for i in row.state_ids] for row in free.rows()]
+
+
+def test_rows_with_other_state_numbers_are_refused() -> None:
+    mixed = rows([trajectory("a")]) + rows([trajectory("b")], state_names=["X"])
+    with pytest.raises(BatchError, match="number their states differently"):
+        TrajectoryBatch.from_rows(mixed, pad_id=0)
+
+
+def test_the_error_names_the_row_the_widths_and_the_way_out() -> None:
+    several = [trajectory("short", 2), trajectory("long", 9), trajectory("longer", 10)]
+    with pytest.raises(BatchError) as caught:
+        TrajectoryBatch.from_trajectories(several, pad_id=0, prompt_width=4, response_width=8)
+    assert str(caught.value) == (
+        "row long/0 has a prompt of 2 and a response of 9 tokens, which do not fit prompt_width 4 and response_width 8 "
+        "(1 more row like it); give wider ones, none, or overflow='drop' or 'truncate'"
+    )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e300])
+@pytest.mark.parametrize("turn", [None, 0])
+def test_a_score_that_float32_cannot_hold_is_refused(value: float, turn: int | None) -> None:
+    with pytest.raises(BatchError, match="trajectory t has a score of"):
+        rows([trajectory("t", 2, Scored(at=4.0, value=value, turn=turn))])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"overflow": "trim"}, "overflow must be 'error', 'drop' or 'truncate', got 'trim'"),
+        ({"prompt_width": -1}, "prompt_width must be 0 or more"),
+        ({"response_width": -1, "overflow": "drop"}, "response_width must be 0 or more"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(BatchError, match=said):
+        TrajectoryBatch.from_trajectories([trajectory("t")], pad_id=0, **arguments)
+
+
+def test_a_trajectory_may_come_once_only() -> None:
+    with pytest.raises(BatchError, match="trajectory t was given twice"):
+        TrajectoryBatch.from_trajectories([trajectory("t"), trajectory("t")], pad_id=0)
+
+
+def test_saving_replaces_a_batch_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "batch"
+    TrajectoryBatch.from_trajectories([trajectory("old", 5)], pad_id=0, packed=True).save(path)
+    old = TrajectoryBatch.load(path)
+    TrajectoryBatch.from_trajectories([trajectory("new")], pad_id=0).save(path)
+    assert [row.trajectory_id for row in TrajectoryBatch.load(path).rows()] == ["new"]
+    assert [row.trajectory_id for row in old.rows()] == ["old"]
+    old.save(path)
+    again = TrajectoryBatch.load(path)
+    again.save(path)
+    assert TrajectoryBatch.load(path).rows() == old.rows(), "a batch may be saved over the files it was loaded from"
+
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.tex").write_text("…")
+    for taken in (precious, precious / "thesis.tex"):
+        with pytest.raises(BatchError, match="is not a saved batch; give another path"):
+            TrajectoryBatch.from_trajectories([], pad_id=0).save(taken)
+        with pytest.raises(BatchError, match="is not a saved batch"):
+            TrajectoryBatch.load(taken)
+    assert (precious / "thesis.tex").read_text() == "…"
+
+
+def test_repr_says_what_was_left_out() -> None:
+    several = [trajectory("a", 2), trajectory("b", 9), trajectory("c", 0)]
+    batch = TrajectoryBatch.from_trajectories(several, pad_id=0, response_width=4, overflow="drop")
+    assert repr(batch) == "<TrajectoryBatch of 1 rows, P=2, R=4; 1 dropped, 0 truncated, 1 without a row>"
+    assert batch.unrowed == {"c": "answered"}

@@ -1,0 +1,525 @@
+"""Tool formats: what was written comes back, what is broken is reported, and nothing is ever raised."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from functools import cache
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizers import AddedToken
+
+from fsm_rollout.chat import ChatTemplate
+from fsm_rollout.chat.formats import FORMAT_NAMES, Parsed, ToolFormat, detect_format, get_format
+from fsm_rollout.chat.formats.base import MAX_DEPTH
+from fsm_rollout.errors import ChatTemplateError
+from tests.unit.chat import chat_zoo as zoo
+
+BUILT_IN = ("hermes", "qwen3_coder", "llama3_json", "glm", "mistral")
+SCHEMA = {
+    "text": {"type": "string"},
+    "number": {"type": "number"},
+    "count": {"type": "integer"},
+    "flag": {"type": "boolean"},
+    "items": {"type": "array"},
+    "nested": {"type": "object"},
+    "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": SCHEMA}}}]
+
+# Text that models may put into arguments, the grammars' own tags included where the grammar can tell.
+words = st.text(st.characters(codec="utf-8", exclude_categories=("Cc",)), max_size=12)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.floats(allow_nan=False, allow_infinity=False) | words,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+    max_leaves=6,
+)
+objects = st.dictionaries(words, json_values, max_size=3)
+typed = st.fixed_dictionaries(
+    {},
+    optional={
+        "text": words | st.sampled_from(["5", "true", "</parameter>", "<tool_call>", " padded ", "a\nb", "{}", "None"]),
+        "number": st.floats(allow_nan=False, allow_infinity=False) | st.integers(-99, 99),
+        "count": st.integers(-99, 99),
+        "flag": st.booleans(),
+        "items": st.lists(json_values, max_size=2),
+        "nested": objects,
+    },
+)
+
+
+def as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def write(name: str, arguments: dict[str, Any], tool: str = "f") -> str:
+    """Write a call as the models of a format do."""
+    if name == "hermes":
+        return f'<tool_call>\n{{"name": "{tool}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+    if name == "llama3_json":
+        return f'{{"name": "{tool}", "parameters": {json.dumps(arguments)}}}'
+    if name == "mistral":
+        return f'[TOOL_CALLS][{{"name": "{tool}", "arguments": {json.dumps(arguments)}, "id": "abcdefghi"}}]'
+    if name == "glm":
+        pairs = "".join(
+            f"<arg_key>{key}</arg_key>\n<arg_value>{as_text(value)}</arg_value>\n" for key, value in arguments.items()
+        )
+        return f"<tool_call>{tool}\n{pairs}</tool_call>"
+    lines = "".join(f"<parameter={key}>\n{as_text(value)}\n</parameter>\n" for key, value in arguments.items())
+    return f"<tool_call>\n<function={tool}>\n{lines}</function>\n</tool_call>"
+
+
+def parse(name: str, text: str) -> Parsed:
+    return get_format(name).parse(text, (), TOOLS)
+
+
+def check(parsed: Parsed, text: str) -> None:
+    """Check what holds of every result: places in order and inside the text, JSON arguments."""
+    spans = [attempt.span for attempt in parsed.attempts]
+    assert all(0 <= start <= end <= len(text) for start, end in spans)
+    assert all(first[1] <= second[0] for first, second in pairwise(spans))
+    for call in parsed.calls:
+        assert call.name
+        json.dumps(call.arguments, allow_nan=False)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+@given(data=st.data())
+def test_calls_come_back_as_they_were_written(name: str, data: st.DataObject) -> None:
+    arguments = typed if name in ("glm", "qwen3_coder") else objects
+    wanted = data.draw(st.lists(arguments, min_size=1, max_size=3))
+    before, after = data.draw(st.sampled_from([("", ""), ("I will look.", ""), ("first", "and then")]))
+    between = "; " if name == "llama3_json" else "\n"
+    text = f"{before}\n{between.join(write(name, one) for one in wanted)}\n{after}"
+    parsed = parse(name, text)
+    check(parsed, text)
+    assert [call.arguments for call in parsed.calls] == wanted
+    assert {call.name for call in parsed.calls} == {"f"}
+    assert parsed.problems == ()
+    assert parsed.content.split() == f"{before} {after}".split()
+    if name != "mistral":
+        assert [text[slice(*call.span)] for call in parsed.calls] == [write(name, one) for one in wanted]
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+@given(data=st.data())
+def test_nothing_a_model_writes_raises(name: str, data: st.DataObject) -> None:
+    tags = ["<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=k>", "</parameter>", "<think>"]
+    tags += ["</think>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "[TOOL_CALLS]", "[ARGS]", "f", "f{"]
+    tags += [
+        '{"name": ',
+        '"f"',
+        ', "arguments": ',
+        '"parameters": ',
+        "{",
+        "}",
+        "[",
+        "]",
+        '"',
+        "NaN",
+        "1e999",
+        ":",
+        "\\",
+        ";",
+    ]
+    text = data.draw(st.lists(st.sampled_from(tags) | words, max_size=14).map("".join))
+    if data.draw(st.booleans()):
+        whole = write(name, data.draw(typed))
+        cut = data.draw(st.integers(0, len(whole)))
+        text = f"{whole[:cut]}{text}{whole[cut:]}"
+    parsed = parse(name, text)
+    check(parsed, text)
+    kept = "".join(parsed.content.split())
+    assert all(
+        "".join(text[slice(*problem.span)].split()) in kept for problem in parsed.problems if name != "llama3_json"
+    )
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_call_cut_short_is_a_problem_and_never_an_answer(name: str) -> None:
+    good = write(name, {"text": "a", "count": 5})
+    begun = {"hermes": 11, "qwen3_coder": 11, "glm": 11, "mistral": 12, "llama3_json": 8}[name]
+    end = len(good) - len(good.rstrip("]"))  # Mistral's calls are whole before their list is
+    for cut in range(begun, len(good) - end):
+        parsed = parse(name, f"Let me see. {good}\n{good[:cut]}")
+        assert len(parsed.calls) == 1
+        assert [problem.kind for problem in parsed.problems] == ["unclosed"], good[:cut]
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_broken_call_hides_no_good_one(name: str) -> None:
+    good = write(name, {"text": "a"})
+    broken = {
+        "hermes": '<tool_call>{"name": "f", "arguments": {bad}}</tool_call>',
+        "qwen3_coder": "<tool_call><function=f>stray</function></tool_call>",
+        "glm": "<tool_call>f<arg_key>a</arg_key>b</tool_call>",
+        "mistral": '[TOOL_CALLS][{"name": "f", bad}]',
+        "llama3_json": '{"name": "f", "parameters": {bad}}',
+    }[name]
+    between = "; " if name == "llama3_json" else "\n"
+    runs_on = {
+        "qwen3_coder": "<tool_call><function=f><parameter=text>a</function></tool_call>",
+        "glm": "<tool_call>f<arg_key>text</arg_key><arg_value>a</tool_call>",
+    }.get(name, broken)
+    assert len(parse(name, between.join([good, runs_on, good])).attempts) == 3
+    for order in ([good, broken, good], [broken, good], [good, broken]):
+        parsed = parse(name, between.join(order))
+        assert [type(attempt).__name__ for attempt in parsed.attempts] == [
+            "Call" if item == good else "CallProblem" for item in order
+        ]
+        assert parsed.problems[0].message
+        assert "f" in parsed.content
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_calls_in_thoughts_are_thoughts(name: str) -> None:
+    call = write(name, {"text": "a"})
+    for thought in (f"<think>\n{call}\n</think>\n\n", f"{call}</think>", f"<think>a</think>b<think>{call}</think>"):
+        assert parse(name, thought).attempts == ()
+        assert len(parse(name, thought + call).calls) == 1
+        assert parse(name, thought).content == thought.strip()
+    assert parse(name, f"<think>{call}").attempts == ()
+    assert len(parse(name, f"plain {call}").calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        ('{"a": 1, "a": 2}', "invalid_json"),
+        ('{"a": NaN}', "invalid_json"),
+        ('{"a": -Infinity}', "invalid_json"),
+        ("[" * 100_000 + "]" * 100_000, "invalid_json"),
+        ('{"a":' * (MAX_DEPTH + 2) + "1" + "}" * (MAX_DEPTH + 2), "invalid_json"),
+        ('{"a": ' + "9" * 5000 + "}", "invalid_json"),
+        ("[1]", "not_an_object"),
+        ('"[1]"', "not_an_object"),
+        ('"{bad"', "invalid_json"),
+        ("null", "not_an_object"),
+    ],
+)
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral"])
+def test_odd_json_is_a_problem(name: str, arguments: str, kind: str) -> None:
+    text = write(name, {}).replace("{}", arguments)
+    parsed = parse(name, text)
+    assert parsed.calls == ()
+    assert [problem.kind for problem in parsed.problems] == [kind]
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral"])
+def test_json_a_tool_may_mean_is_taken(name: str) -> None:
+    deep: Any = 1
+    for _ in range(MAX_DEPTH - 4):
+        deep = [deep]
+    for arguments in (
+        {"a": deep},
+        {"a": [[]] * 200},
+        {"a": "}</tool_call>]"},
+        {"a": '{"name": "x", "parameters": {}}'},
+    ):
+        assert [call.arguments for call in parse(name, write(name, arguments)).calls] == [arguments]
+    quoted = write(name, {}).replace("{}", json.dumps('{"a": 1}'))
+    assert parse(name, quoted).calls[0].arguments == {"a": 1}
+
+
+@pytest.mark.parametrize("call", ['{"arguments": {}}', '{"name": 5, "arguments": {}}', '{"name": "", "arguments": {}}'])
+def test_a_call_without_a_name(call: str) -> None:
+    assert [p.kind for p in parse("hermes", f"<tool_call>{call}</tool_call>").problems] == ["no_name"]
+    assert [p.kind for p in parse("mistral", f"[TOOL_CALLS][{call}]").problems] == ["no_name"]
+    assert [p.kind for p in parse("hermes", "<tool_call>[]</tool_call>").problems] == ["not_an_object"]
+    assert [p.kind for p in parse("glm", "<tool_call></tool_call>").problems] == ["no_name"]
+    assert [p.kind for p in parse("qwen3_coder", "<tool_call><function=></function></tool_call>").problems] == [
+        "no_name"
+    ]
+
+
+def test_values_without_quotes_get_their_declared_type() -> None:
+    texts = {"text": "5", "count": "5", "flag": "True", "number": "many", "maybe": "None", "items": "[1]", "other": "5"}
+    wanted = {"text": "5", "count": 5, "flag": True, "number": "many", "maybe": None, "items": [1], "other": 5}
+    for name in ("glm", "qwen3_coder"):
+        assert parse(name, write(name, texts)).calls[0].arguments == wanted
+        assert get_format(name).parse(write(name, {"text": "5"})).calls[0].arguments == {"text": 5}
+        assert [p.kind for p in parse(name, write(name, texts).replace("other", "text")).problems] == ["malformed"]
+
+
+def test_qwen3_coder_calls_may_lack_the_outer_tag() -> None:
+    inner = write("qwen3_coder", {"text": "a\n\nb"}).removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
+    parsed = parse("qwen3_coder", f"see {inner} done")
+    assert [call.arguments for call in parsed.calls] == [{"text": "a\n\nb"}]
+    assert parsed.content == "see  done"
+
+
+def test_llama_answers_in_json_are_answers() -> None:
+    for text in ('{"answer": 5}', '{"name": "Ada"}', 'see {"a": {"name": "f"}}', '{"type": "point", "x": 1}'):
+        assert parse("llama3_json", text) == Parsed(text)
+    tagged = '<|python_tag|>{"name": "f", "parameters": {}}<|eom_id|>'
+    assert parse("llama3_json", tagged).calls[0].span == (0, tagged.index("<|eom"))
+    assert parse("llama3_json", '{"type": "function", "function": "f", "parameters": {}}').calls[0].name == "f"
+    assert parse("llama3_json", '<|python_tag|>{"name": "f"}').problems[0].kind == "malformed"
+
+
+def test_mistral_writes_lists_or_one_call_after_each_marker() -> None:
+    two = '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "a"}, {"name": "g", "arguments": {"a": 1}}, 5]</s>'
+    parsed = parse("mistral", two)
+    assert [(call.name, call.id) for call in parsed.calls] == [("f", "a"), ("g", None)]
+    assert [type(attempt).__name__ for attempt in parsed.attempts] == ["Call", "Call", "CallProblem"]
+    new = 'see[TOOL_CALLS]f[CALL_ID]x1[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}</s>'
+    assert [(call.name, call.id, call.arguments) for call in parse("mistral", new).calls] == [
+        ("f", "x1", {"a": 1}),
+        ("g", None, {}),
+    ]
+
+
+# --- by name, and from the template -------------------------------------------------------------------------------
+
+
+def test_formats_by_name() -> None:
+    for name in BUILT_IN:
+        assert get_format(name).name == name
+        assert isinstance(get_format(name), ToolFormat)
+        assert name in FORMAT_NAMES
+    with pytest.raises(ChatTemplateError, match="did you mean 'hermes'") as refusal:
+        get_format("hermse")
+    assert refusal.value.rule == "unknown-tool-format"
+
+
+def test_formats_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine:
+        name = "mine"
+
+        def parse(self, text: str, ids: Any = (), tools: Any = None) -> Parsed:
+            return Parsed(text.upper())
+
+    module = ModuleType("my_formats")
+    module.Mine, module.Not = Mine, object  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "my_formats", module)
+    assert get_format("my_formats:Mine").parse("a").content == "A"
+    for name in ("my_formats:Not", "my_formats:Gone", "no_such_module_here:X"):
+        with pytest.raises(ChatTemplateError) as refusal:
+            get_format(name)
+        assert refusal.value.rule == "unknown-tool-format"
+
+
+def test_a_missing_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "renderers", None)
+    with pytest.raises(ChatTemplateError, match=r"pip install fsm-rollout\[renderers\]") as refusal:
+        get_format("kimi", object())
+    assert refusal.value.rule == "missing-extra"
+
+
+def test_a_template_with_the_marks_of_two_grammars_or_none_is_ambiguous() -> None:
+    assert detect_format("<tool_call>{{ c | tojson }}</tool_call>") == "hermes"
+    assert detect_format("<tool_call><function={{ n }}><parameter=k>") == "qwen3_coder"
+    for template in ("{{ m.content }}", "<tool_call></tool_call>[TOOL_CALLS]", "<arg_key><arg_value>[TOOL_CALLS]"):
+        with pytest.raises(ChatTemplateError) as refusal:
+            detect_format(template)
+        assert refusal.value.rule == "ambiguous-tool-format"
+
+
+@given(st.text())
+@example("<think>")
+def test_plain_text_is_content(text: str) -> None:
+    if not any(mark in text for mark in ("{", "[", "<")):
+        for name in BUILT_IN:
+            assert parse(name, text) == Parsed(text.strip())
+
+
+# --- against the templates themselves, and against renderers -------------------------------------------------------
+
+DETECTED = {"hermes": 18, "qwen3_coder": 12, "deepseek": 6, "mistral": 5, "gemma": 4, "llama3_json": 3, "glm": 2}
+DETECTED |= {"minimax": 2, "kimi": 1, "gpt_oss": 1}
+
+
+@zoo.needs_zoo
+def test_each_zoo_template_has_at_most_one_format() -> None:
+    counts: Counter[str] = Counter()
+    for name in zoo.NAMES:
+        try:
+            counts[detect_format(zoo.source(name))] += 1
+        except ChatTemplateError as refusal:
+            counts[str(refusal).partition(";")[0]] += 1
+    assert counts.pop("[ambiguous-tool-format] the template has the marks of no format known here") == 65
+    assert counts == DETECTED
+
+
+WRITES_NO_CALLS = {"mistralrs__smollm3.jinja", "axolotl__falcon_h1.jinja"}
+"""They tell the model how to call, and then leave the calls of past turns out."""
+
+
+def format_of(name: str) -> str | None:
+    try:
+        found = detect_format(zoo.source(name))
+    except ChatTemplateError:
+        return None
+    return found if found in BUILT_IN else None
+
+
+@zoo.needs_zoo
+@pytest.mark.parametrize("name", [name for name in zoo.NAMES if format_of(name) and name not in WRITES_NO_CALLS])
+def test_what_a_template_writes_its_format_reads(name: str) -> None:
+    format_ = get_format(format_of(name) or "")
+    tokenizer = zoo.tokenizer_of(name)
+    chat = ChatTemplate(tokenizer)
+    arguments = {"key": 'a "b" é', "extra": "x\ny"}
+    turn = zoo.called("k")
+    turn["tool_calls"][0]["function"]["arguments"] = arguments
+    step = [zoo.user(), turn], [zoo.result("r")]
+    stop = zoo.stop_of(name, tokenizer, True)
+    glue = chat.decode(chat.glue(*step, zoo.TOOLS, sampled_ids=[stop], finish_reason="stop"))
+    whole = chat.decode(chat.prompt([*step[0], *step[1]], zoo.TOOLS))
+    start = chat.decode(chat.prompt([zoo.user()], zoo.TOOLS))
+    assert whole.endswith(glue)
+    shared = len(os.path.commonprefix([whole, start]))  # noqa: RUF071 (characters are meant)
+    written = whole[max(whole.rfind(end, 0, shared) for end in "\n>") + 1 : -len(glue)]
+    parsed = format_.parse(written, (), zoo.TOOLS)
+    assert [(call.name, call.arguments) for call in parsed.calls] == [("lookup", arguments)]
+    assert parsed.problems == ()
+
+
+RENDERER_TOKENS = (
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "<|endoftext|>", "<|im_end|>", "<|im_start|>", "<|user|>",
+    "<|assistant|>", "<|system|>", "<|observation|>", "[gMASK]", "<sop>", "<arg_key>", "</arg_key>", "<arg_value>",
+    "</arg_value>", "<tool_response>", "</tool_response>", "<tools>", "</tools>", "<|vision_start|>", "<|vision_end|>",
+    "<|image_pad|>", "<|video_pad|>", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|im_system|>",
+    "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>", "<|im_user|>", "<|im_assistant|>",
+    "<|im_middle|>", "[BOS]", "[EOS]", "]~!b[", "]~b]", "[e~[", "<minimax:tool_call>", "</minimax:tool_call>",
+)  # fmt: skip
+
+
+@given(
+    st.sampled_from([("hermes", "qwen3"), ("qwen3_coder", "qwen3.5"), ("glm", "glm-4.5")]),
+    st.lists(
+        st.fixed_dictionaries({"text": st.sampled_from(["a", "5", "é b"]), "count": st.integers(0, 9)}), max_size=3
+    ),
+    st.sampled_from(["", "some text\n", "<think>\nhm\n</think>\n\n"]),
+)
+def test_renderers_reads_the_same_calls(names: tuple[str, str], wanted: list[Any], before: str) -> None:
+    renderers = pytest.importorskip("renderers")
+    tokenizer = oracle_tokenizer()
+    config = type(renderers.config_from_name(names[1]))()
+    theirs = renderers.create_renderer(tokenizer, config)
+    text = before + "\n".join(write(names[0], one) for one in wanted)
+    response = theirs.parse_response(tokenizer(text, add_special_tokens=False).input_ids, tools=TOOLS)
+    ours = parse(names[0], text)
+    assert [(call.name, call.arguments) for call in response.tool_calls] == [(c.name, c.arguments) for c in ours.calls]
+    assert [call.arguments for call in ours.calls] == wanted
+
+
+def test_formats_through_renderers_have_places_problems_and_ids() -> None:
+    pytest.importorskip("renderers")
+    tokenizer = oracle_tokenizer()
+    kimi = get_format("kimi", tokenizer)
+    text = (
+        "I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+        '{"text": "a"}<|tool_call_end|><|tool_call_begin|>functions.f:1<|tool_call_argument_begin|>{bad'
+        "<|tool_call_end|><|tool_calls_section_end|>"
+    )
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    parsed = kimi.parse(text, ids, TOOLS)
+    check(parsed, text)
+    assert [(call.name, call.arguments, call.id) for call in parsed.calls] == [("f", {"text": "a"}, "functions.f:0")]
+    assert [problem.kind for problem in parsed.problems] == ["invalid_json"]
+    assert [type(attempt).__name__ for attempt in parsed.attempts] == ["Call", "CallProblem"]
+    with pytest.raises(ChatTemplateError) as refusal:
+        kimi.parse(text)
+    assert refusal.value.rule == "format-needs-tokenizer"
+    with pytest.raises(ChatTemplateError) as refusal:
+        get_format("kimi")
+    assert refusal.value.rule == "format-needs-tokenizer"
+    with pytest.raises(ChatTemplateError) as refusal:
+        get_format("kimi", zoo.tokenizer_for(zoo.CHATML))
+    assert refusal.value.rule == "tokenizer-mismatch"
+
+
+THROUGH_RENDERERS = {
+    "deepseek": (
+        "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜User｜> <｜Assistant｜> <think> </think> "
+        "<｜tool▁calls▁begin｜> <｜tool▁calls▁end｜> <｜tool▁call▁begin｜> <｜tool▁call▁end｜> <｜tool▁sep｜> "
+        "<｜tool▁outputs▁begin｜> <｜tool▁outputs▁end｜> <｜tool▁output▁begin｜> <｜tool▁output▁end｜>",
+        "<｜tool▁calls▁begin｜>%s<｜tool▁calls▁end｜>",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{%s}\n```<｜tool▁call▁end｜>",
+        '"text": "a"',
+        "<｜end▁of▁sentence｜>",
+    ),
+    "gpt_oss": (
+        "<|start|> <|end|> <|return|> <|call|> <|channel|> <|message|> <|constrain|>",
+        "%s",
+        "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{%s}<|call|>",
+        '"text": "a"',
+        "",
+    ),
+    "minimax": (
+        "]~!b[ ]~b] [e~[ <think> </think> <minimax:tool_call> </minimax:tool_call>",
+        "<minimax:tool_call>\n%s</minimax:tool_call>",
+        '<invoke name="f">\n%s</invoke>\n',
+        '<parameter name="text">a</parameter>\n',
+        "[e~[",
+    ),
+    "gemma": (
+        "<bos> <eos> <|turn> <turn|> <|channel> <channel|> <|think|> <|tool> <tool|> <|tool_call> <tool_call|> "
+        '<|tool_response> <tool_response|> <|image> <image|> <|image|> <|audio> <audio|> <|audio|> <|video|> <|"|>',
+        "%s",
+        "<|tool_call>call:f{%s}<tool_call|>",
+        'text:<|"|>a<|"|>',
+        "<|tool_response>",
+    ),
+    "nemotron": (
+        "<|im_start|> <|im_end|> <|endoftext|> <think> </think> <tool_call> </tool_call> <tool_response> "
+        "</tool_response>",
+        "%s",
+        "\n<tool_call>\n<function=f>\n%s</function>\n</tool_call>",
+        "<parameter=text>\na\n</parameter>\n",
+        "<|im_end|>",
+    ),
+}
+"""Format: its control tokens, what stands around all calls, around one, an argument, the stop token."""
+
+
+@pytest.mark.parametrize("name", THROUGH_RENDERERS)
+def test_each_format_through_renderers_reads_calls_and_names_what_is_unclosed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("renderers")
+    if name == "gpt_oss":
+        # Its encoder is downloaded when it is built; parsing does not use it.
+        harmony = pytest.importorskip("renderers.gpt_oss", reason="openai-harmony is not installed")
+        monkeypatch.setattr(harmony, "load_harmony_encoding", lambda *_: object())
+    tokens, section, block, argument, stop = THROUGH_RENDERERS[name]
+    tokenizer = zoo.tokenizer_for(zoo.CHATML)
+    new = [token for token in tokens.split() if token not in tokenizer.get_vocab()]
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in new])
+    format_ = get_format(name, tokenizer)
+
+    def read(text: str) -> Parsed:
+        parsed = format_.parse(text, tokenizer(text, add_special_tokens=False).input_ids, TOOLS)
+        check(parsed, text)
+        return parsed
+
+    one = block % argument
+    for text in (section % one, section % one + stop):
+        parsed = read(text)
+        assert [(call.name, call.arguments) for call in parsed.calls] == [("f", {"text": "a"})]
+        assert (parsed.content, parsed.problems) == ("", ())
+    if name != "gpt_oss":  # stops after each call, and says nothing outside its channels
+        parsed = read("I look." + section % (one * 2) + stop)
+        assert [call.arguments for call in parsed.calls] == [{"text": "a"}] * 2
+        assert parsed.content == "I look."
+        assert read("I look.") == Parsed("I look.")
+    assert read("") == Parsed("")
+    whole = section % one
+    for cut in range(len(whole)):  # whatever a length limit leaves
+        parsed = read(whole[:cut])
+        assert all((call.name, call.arguments) == ("f", {"text": "a"}) for call in parsed.calls)
+
+
+@cache
+def oracle_tokenizer() -> Any:
+    tokenizer = zoo.tokenizer_for(zoo.CHATML)
+    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in RENDERER_TOKENS if t not in tokenizer.get_vocab()])
+    return tokenizer

@@ -1,0 +1,268 @@
+"""The cache answers what the reference answers, for any conversation: same ids, same counts, same refusals."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsm_rollout.chat import ChatTemplate
+from fsm_rollout.chat.adjacency import MOST_CHARACTERS, Adjacency
+from fsm_rollout.errors import ChatTemplateError
+from tests.unit.chat import chat_zoo as zoo
+
+ASK = "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
+TURN = "{{ '<|im_start|>' + m.role + '\\n' + %s + '<|im_end|>\\n' }}"
+
+
+def loop(text: str, turn: str = "%s") -> str:
+    """Return a template that writes ``text`` for each message, with ``turn`` around its block."""
+    return "{%- for m in messages %}" + turn.replace("%s", TURN.replace("%s", text)) + "{%- endfor %}" + ASK
+
+
+REFUSE = "{%- if m.role == 'user' and loop.previtem.role == 'user' %}{{ raise_exception('two') }}{%- endif %}%s"
+TRICKY = {
+    "counts turns": loop("m.content ~ loop.index0"),
+    "keeps a flag": "{%- set ns = namespace(tools=0) %}"
+    + loop("m.content ~ ns.tools", "{%- if m.role == 'tool' %}{%- set ns.tools = ns.tools + 1 %}{%- endif %}%s"),
+    "repeats the system prompt": loop("(messages[0].content ~ m.content if loop.last else m.content)"),
+    "looks for a word": loop("('thinking: ' if '/think' in m.content else '') ~ m.content"),
+    "cuts at a word": loop("m.content.split('</think>')[-1]"),
+    "looks through a name": "{%- set mark = '/think' %}"
+    + loop("(m.content.replace(mark, '!') if m.role == 'user' else m.content)"),
+    "compares whole texts": loop("('!' if m.content == 'x' else '') ~ m.content"),
+    "trims": loop("m.content | trim"),
+    "trims ends": loop("m.content.rstrip('\\n')"),
+    "writes JSON": loop("m.content | tojson"),
+    "wraps in an object": loop("({'role': m.role, 'text': m.content} | tojson(indent=1))"),
+    "puts tools last": loop("((tools | tojson) if loop.last else '') ~ m.content"),
+    "shows ids and names": loop(
+        "(m.tool_call_id or '-') ~ (m.name or '-') ~ m.content ~ (m.tool_calls[0].id if m.tool_calls else '')"
+    ),
+    "skips empty text": loop("m.content", "{%- if m.content %}%s{%- endif %}"),
+    "insists on an order": loop("m.content", REFUSE),
+    "chatml with calls": zoo.CHATML,
+}
+CHATS: dict[str, ChatTemplate] = {}
+
+
+def chat_of(name: str) -> ChatTemplate:
+    if name not in CHATS:
+        extra = "{#- <tool_call></tool_call><|im_end|> -#}"
+        CHATS[name] = ChatTemplate(zoo.tokenizer_for(TRICKY[name] + extra, "<|im_end|>"))
+    return CHATS[name]
+
+
+MADE = [
+    "",
+    " ",
+    "x",
+    "\n",
+    "word",
+    " padded \n",
+    '"q\\ é',
+    "/think",
+    "a </think> b",
+    "<|im_end|>",
+    "<tool_call>",
+    "漢\u0301",
+]
+texts = st.sampled_from(MADE) | st.text(max_size=6).filter(str.isprintable)
+ids = st.none() | st.sampled_from(["abcdefghi", "0", "call_1-x", "zyxwvutsrqp"])
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[list[Any], list[Any]]:
+    """Draw a history that ends in an assistant turn, and what follows: mostly as agents have it, sometimes odd."""
+    history: list[Any] = [{"role": "system", "content": draw(texts)}] if draw(st.booleans()) else []
+    history.append(zoo.user(draw(texts)))
+    for _ in range(draw(st.integers(0, 2))):
+        history += draw(
+            st.sampled_from([[zoo.said(), zoo.user("u")], [zoo.called("k"), zoo.result()], [zoo.user("v")]])
+        )
+    turn = zoo.called(*draw(st.lists(st.sampled_from("ab"), max_size=2)), content=draw(texts))
+    if not turn["tool_calls"]:
+        del turn["tool_calls"]
+    new: list[Any] = []
+    for index, call in enumerate(turn.get("tool_calls", ())):
+        id_ = draw(ids)
+        call["id"] = id_
+        new.append({"role": "tool", "content": draw(texts), "tool_call_id": id_} | ({"name": "f"} if index else {}))
+        if id_ is None:
+            del call["id"], new[-1]["tool_call_id"]
+    if not new or draw(st.booleans()):
+        new.append(zoo.user(draw(texts)))
+    return [*history, turn], new
+
+
+def outcome(call: Any) -> Any:
+    try:
+        return call()
+    except ChatTemplateError as error:
+        return error.rule
+
+
+@pytest.mark.parametrize("name", TRICKY)
+@given(data=st.data())
+@settings(max_examples=30)
+def test_glue_is_the_references(name: str, data: st.DataObject) -> None:
+    chat = chat_of(name)
+    history, new = data.draw(steps())
+    tools = data.draw(st.sampled_from([None, zoo.TOOLS, tuple(zoo.TOOLS), zoo.TOOLS * 2]))
+    cut = data.draw(st.booleans())
+    arguments: dict[str, Any] = {
+        "sampled_ids": [5] if cut else [5, chat.tokenizer.eos_token_id],
+        "finish_reason": "length" if cut else "stop",
+    }
+    want = outcome(lambda: chat.glue_reference(history, new, tools, **arguments))
+    for _ in range(2):
+        assert outcome(lambda: chat.glue_detailed(history, new, tools, **arguments)) == want
+
+
+@pytest.mark.parametrize("name", TRICKY)
+@given(system=st.none() | texts, user=texts, tools=st.sampled_from([None, zoo.TOOLS, tuple(zoo.TOOLS * 2)]))
+@settings(max_examples=20)
+def test_prompts_are_the_references(name: str, system: str | None, user: str, tools: Any) -> None:
+    chat = chat_of(name)
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    messages.append(zoo.user(user))
+    want = outcome(lambda: chat.prompt_reference(messages, tools))
+    for _ in range(2):
+        assert outcome(lambda: chat.prompt_detailed(messages, tools)) == want
+
+
+@pytest.mark.parametrize(
+    ("name", "served"),
+    [
+        ("counts turns", False),
+        ("keeps a flag", False),
+        ("repeats the system prompt", False),
+        ("looks for a word", True),
+        ("trims", True),
+        ("writes JSON", True),
+        ("wraps in an object", True),
+        ("puts tools last", True),
+        ("shows ids and names", True),
+        ("chatml with calls", True),
+    ],
+)
+def test_dependence_on_history_is_found_out(name: str, served: bool) -> None:
+    chat = chat_of(name)
+    arguments: dict[str, Any] = {"sampled_ids": [chat.tokenizer.eos_token_id], "finish_reason": "stop"}
+    step = [zoo.user(), zoo.called("k", content="see")], [zoo.result("r")]
+    chat.glue(*step, zoo.TOOLS, **arguments)
+    assert chat.cached(*step, zoo.TOOLS, **arguments) is served
+
+
+def test_an_empty_turn_that_is_skipped_is_refused_after_an_empty_history_too() -> None:
+    chat = chat_of("skips empty text")
+    arguments: dict[str, Any] = {"sampled_ids": [chat.tokenizer.eos_token_id], "finish_reason": "stop"}
+    chat.glue([zoo.user("written"), zoo.said("")], [zoo.user("")], None, **arguments)
+    with pytest.raises(ChatTemplateError) as refusal:
+        chat.glue([zoo.user(""), zoo.said("")], [zoo.user("")], None, **arguments)
+    assert refusal.value.rule == "text-moved"
+
+
+def test_a_text_compared_as_a_whole_takes_the_long_way() -> None:
+    chat = chat_of("compares whole texts")
+    arguments: dict[str, Any] = {"sampled_ids": [chat.tokenizer.eos_token_id], "finish_reason": "stop"}
+    history = [zoo.user(), zoo.said()]
+    for text, shown in (("y", "\ny<"), ("x", "\n!x<"), ("xx", "\nxx<")):
+        for _ in range(2):
+            assert shown in chat.decode(chat.glue(history, [zoo.user(text)], None, **arguments))
+
+
+def test_text_the_template_looks_at_takes_the_long_way() -> None:
+    chat = chat_of("looks for a word")
+    arguments: dict[str, Any] = {"sampled_ids": [chat.tokenizer.eos_token_id], "finish_reason": "stop"}
+    history = [zoo.user(), zoo.said()]
+    chat.glue(history, [zoo.user("plain")], None, **arguments)
+    assert chat.cached(history, [zoo.user("other")], None, **arguments)
+    assert not chat.cached(history, [zoo.user("a /think b")], None, **arguments)
+    assert "thinking: a /think b" in chat.decode(chat.glue(history, [zoo.user("a /think b")], None, **arguments))
+
+
+def test_equal_tools_in_other_objects_share_and_unequal_ones_do_not() -> None:
+    chat = ChatTemplate(zoo.tokenizer_for(TRICKY["puts tools last"]))
+    arguments: dict[str, Any] = {"sampled_ids": [chat.tokenizer.eos_token_id], "finish_reason": "stop"}
+    step = [zoo.user(), zoo.said()], [zoo.user("more")]
+
+    def tools(name: str) -> list[Any]:
+        return [{"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}]
+
+    chat.glue(*step, tools("one"), **arguments)
+    assert chat.cached(*step, tools("one"), **arguments)
+    assert chat.cached(*step, tuple(tools("one")), **arguments)
+    assert not chat.cached(*step, tools("two"), **arguments)
+    assert '"two"' in chat.decode(chat.glue(*step, tools("two"), **arguments))
+    for value in (1, True, 1.0):  # equal in Python, not in JSON
+        odd = tools("n")
+        odd[0]["function"]["default"] = value
+        want = chat.glue_reference(*step, odd, **arguments).ids
+        assert chat.glue(*step, odd, **arguments) == want
+
+
+def test_a_picture_anywhere_in_the_history_is_still_refused() -> None:
+    chat = chat_of("trims")
+    arguments: dict[str, Any] = {"sampled_ids": [chat.tokenizer.eos_token_id], "finish_reason": "stop"}
+    chat.glue([zoo.user(), zoo.said()], [zoo.user()], None, **arguments)
+    shown = {"role": "user", "content": [{"type": "image"}]}
+    with pytest.raises(ChatTemplateError) as refusal:
+        chat.glue([shown, zoo.said()], [zoo.user()], None, **arguments)
+    assert refusal.value.rule == "multimodal-content"
+
+
+roles = st.sampled_from(["user", "tool", "assistant", "system", "call", "calls"])
+
+
+@given(st.lists(roles, max_size=12), st.lists(st.integers(1, 14)))
+def test_adjacency_of_a_growing_history_is_that_of_a_scan(kinds: list[str], stops: list[int]) -> None:
+    made = {"call": zoo.called("k"), "calls": zoo.called("a", "b")}
+    history = [dict(made.get(kind) or {"role": kind, "content": "x"}) for kind in [*kinds, "assistant"]]
+    growing = Adjacency()
+    for stop in [*sorted(stops), len(history)]:
+        assert growing.pairs(history[:stop]) == Adjacency().pairs(history[:stop])
+        if len(history[:stop]) > 1:  # the same turn at another place, as in a stream opened afresh
+            assert growing.pairs(history[1:stop]) == Adjacency().pairs(history[1:stop])
+
+
+def test_turns_are_kept_alive_by_their_size_not_by_their_number() -> None:
+    """Both ways to write a long turn: as text, and as what a tool is called with."""
+
+    class Message(dict[str, Any]):
+        """A message whose end can be seen."""
+
+    def turn(index: int) -> Message:
+        text = f"{index} " + "x" * 100_000
+        call = {"id": "c", "type": "function", "function": {"name": "write", "arguments": {"lines": [text]}}}
+        return Message(role="assistant", content=text) if index % 2 else Message(role="assistant", tool_calls=[call])
+
+    adjacency = Adjacency()
+    made: list[weakref.ref[Message]] = []
+    for index in range(500):
+        last = turn(index)
+        made.append(weakref.ref(last))
+        assert adjacency.pairs([zoo.user(), last]) == Adjacency().pairs([zoo.user(), last])
+    kept = [message for ref in made if (message := ref()) is not None]
+    assert 1 < len(kept) < 1.01 * MOST_CHARACTERS / 100_000
+
+
+def test_caches_are_bounded() -> None:
+    chat = ChatTemplate(zoo.tokenizer_for(TRICKY["trims"]))
+    for index in range(300):
+        chat.prompt([{"role": "system", "content": str(index)}, zoo.user()], None)
+    assert len(chat._cache._prompts) <= 256
+
+
+def test_a_call_nobody_answered_does_not_lend_its_id_to_a_later_turn() -> None:
+    chat = chat_of("shows ids and names")
+    arguments: dict[str, Any] = {"sampled_ids": [chat.tokenizer.eos_token_id], "finish_reason": "stop"}
+    history = [zoo.user(), zoo.called("k"), zoo.said()]
+    new = [{"role": "tool", "content": "r"}]
+    want = chat.glue_reference(history, new, None, **arguments).ids
+    assert "abcdefgh" not in chat.decode(want)
+    for _ in range(2):
+        assert chat.glue(history, new, None, **arguments) == want

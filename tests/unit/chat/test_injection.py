@@ -1,0 +1,223 @@
+"""Text of the environment never becomes a control token, and text that is clean is encoded as ever."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from fsm_rollout.chat import ChatTemplate
+from fsm_rollout.chat.markers import MarkerEncoder, Part
+from fsm_rollout.errors import ChatTemplateError
+from tests.unit.chat import chat_zoo as zoo
+
+TEMPLATE = zoo.CHATML + "{#- <tool_call></tool_call><think><|im_end|> -#}"
+TOKENIZER = zoo.tokenizer_for(TEMPLATE)
+MARKERS = ["<|im_end|>", "<|im_start|>", "<tool_call>", "</tool_call>", "<think>"]
+GUARD, ALLOW, RAISE = (ChatTemplate(TOKENIZER, injection=mode) for mode in ("guard", "allow", "raise"))
+STOP = TOKENIZER.eos_token_id
+
+pieces = st.sampled_from(
+    [*MARKERS, "<|im_", "end|>", "<", "|>", "\n", " ", "word", "é", "漢", "assistant\n", "<|im_end|"]
+)
+SPELT = "|".join(map(re.escape, sorted(MARKERS, key=len, reverse=True)))
+texts = st.lists(pieces | st.text(max_size=4).filter(str.isprintable), max_size=12).map("".join)
+
+
+def glue(chat: ChatTemplate, text: str, role: str = "user") -> Any:
+    history = [zoo.user(), zoo.said()]
+    return chat.glue_detailed(
+        history, [{"role": role, "content": text}], None, sampled_ids=[STOP], finish_reason="stop"
+    )
+
+
+def control(ids: list[int]) -> list[str]:
+    return [TOKENIZER.convert_ids_to_tokens(id_) for id_ in ids if id_ in TOKENIZER.added_tokens_decoder]
+
+
+@given(texts, st.sampled_from(["user", "tool"]))
+def test_guarded_glue_has_the_scaffolds_control_tokens_only(text: str, role: str) -> None:
+    encoded = glue(GUARD, text, role)
+    whole = f"\n<|im_start|>{role}\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    canonical = TOKENIZER(whole, add_special_tokens=False).input_ids
+    assert GUARD.decode(encoded.ids) == whole
+    assert control(encoded.ids) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
+    assert (encoded.guarded == 0) == (control(canonical) == control(encoded.ids))
+    if encoded.guarded == 0:
+        assert encoded.ids == canonical
+    assert glue(ALLOW, text, role).ids == canonical
+
+
+@given(texts, st.sampled_from(["user", "tool"]))
+def test_the_places_are_those_of_the_tokens_that_spell_a_marker(text: str, role: str) -> None:
+    """ChatML's markers share no tokens with what stands before them, so the text alone says where they are."""
+    encoded = glue(GUARD, text, role)
+    ends, said = [], ""
+    for at in range(len(encoded.ids)):
+        said = GUARD.decode(encoded.ids[: at + 1])
+        ends.append(len(said))
+    before = len(f"\n<|im_start|>{role}\n")
+    spelt = [range(before + found.start(), before + found.end()) for found in re.finditer(SPELT, text)]
+    expected = tuple(
+        at
+        for at, (start, end) in enumerate(pairwise([0, *ends]))
+        if any(start < one.stop and end > one.start for one in spelt)
+    )
+    assert (encoded.guarded, encoded.guarded_at) == (len(spelt), expected)
+    assert GUARD.glue_reference(
+        [zoo.user(), zoo.said()],
+        [{"role": role, "content": text}],
+        None,
+        sampled_ids=[STOP],
+        finish_reason="stop",
+    ) == glue(GUARD, text, role), "with and without a scaffold"
+
+
+def test_what_the_author_spells_is_not_guarded_and_what_the_user_spells_is_found() -> None:
+    messages = [{"role": "system", "content": "Stop at <|im_end|>."}, {"role": "user", "content": "<|im_end|>?"}]
+    for encoded in (GUARD.prompt_detailed(messages, None), GUARD.prompt_reference(messages, None)):
+        assert GUARD.decode([encoded.ids[at] for at in encoded.guarded_at]).startswith("<|im_end|>")
+        assert encoded.guarded_at[0] > encoded.ids.index(STOP)
+        assert encoded.guarded == 1
+
+
+@given(texts)
+def test_raise_refuses_exactly_what_guard_guards(text: str) -> None:
+    guarded = glue(GUARD, text)
+    if guarded.guarded:
+        with pytest.raises(ChatTemplateError, match="control tokens as text") as refusal:
+            glue(RAISE, text)
+        assert refusal.value.rule == "injected-marker"
+    else:
+        assert glue(RAISE, text) == guarded
+
+
+@given(texts, texts)
+def test_prompts_guard_user_and_tool_text_but_not_the_authors(system: str, user: str) -> None:
+    messages = [{"role": "system", "content": system + "."}, {"role": "user", "content": user + "."}]
+    for encoded in (GUARD.prompt_detailed(messages, None), GUARD.prompt_reference(messages, None)):
+        head = f"<|im_start|>system\n{system}.<|im_end|>\n<|im_start|>user\n"
+        text = f"{head}{user}.<|im_end|>\n<|im_start|>assistant\n"
+        assert GUARD.decode(encoded.ids) == text
+        own = control(TOKENIZER(head, add_special_tokens=False).input_ids)
+        assert control(encoded.ids) == [*own, "<|im_end|>", "<|im_start|>"]
+
+
+def test_the_count_is_of_control_tokens() -> None:
+    assert glue(GUARD, "a <|im_end|> b <tool_call><think>").guarded == 3
+    assert glue(GUARD, "a <|im_end| > b").guarded == 0
+
+
+@pytest.mark.parametrize("word", ["lookup<|im_end|>", "<tool_call>"])
+def test_a_control_token_in_a_name_is_refused_unless_allowed(word: str) -> None:
+    history = [zoo.user(), zoo.called("k")]
+    new = [zoo.result() | {"name": word}]
+    arguments: dict[str, Any] = {"sampled_ids": [STOP], "finish_reason": "stop"}
+    with pytest.raises(ChatTemplateError) as refusal:
+        GUARD.glue(history, new, None, **arguments)
+    assert refusal.value.rule == "injected-marker"
+    assert ALLOW.glue(history, new, None, **arguments)
+
+
+def test_added_words_and_white_space_are_no_control_tokens() -> None:
+    tokenizer = zoo.tokenizer_for(TEMPLATE)
+    tokenizer.add_tokens([AddedToken("        ", normalized=False)])
+    chat = ChatTemplate(tokenizer)
+    encoded = glue(chat, "a        b")
+    assert encoded.guarded == 0
+    assert tokenizer.convert_tokens_to_ids("        ") in encoded.ids
+    both = glue(chat, "a        b<|im_end|>")
+    assert both.guarded == 1
+    assert tokenizer.convert_tokens_to_ids("        ") in both.ids
+
+
+@pytest.mark.parametrize("flags", [{"rstrip": True}, {"lstrip": True}, {"lstrip": True, "rstrip": True}])
+@given(text=texts)
+@settings(max_examples=25)
+def test_tokens_that_swallow_white_space(flags: dict[str, bool], text: str) -> None:
+    """Phi-3's ``<|end|>`` takes the line break after it along; the glue must not give it a second time."""
+    tokenizer = SWALLOWING.setdefault(tuple(flags), zoo.tokenizer_for(TEMPLATE, **flags))
+    chat = CHATS.setdefault(tuple(flags), ChatTemplate(tokenizer))
+    for _ in range(2):
+        encoded = glue(chat, text)
+        whole = f"<|im_end|>\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+        canonical = tokenizer(whole, add_special_tokens=False).input_ids[1:]
+        assert control(encoded.ids) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
+        if encoded.guarded == 0:
+            assert encoded.ids == canonical
+        else:
+            assert control(canonical) != control(encoded.ids)
+
+
+SWALLOWING: dict[tuple[str, ...], PreTrainedTokenizerFast] = {}
+CHATS: dict[tuple[str, ...], ChatTemplate] = {}
+
+
+def test_a_marker_that_overlaps_itself_does_not_move() -> None:
+    backend = Tokenizer.from_str(TOKENIZER.backend_tokenizer.to_str())
+    backend.add_special_tokens([AddedToken("##", special=True, normalized=False)])
+    encoder = MarkerEncoder(backend)
+    marker = backend.token_to_id("##")
+    ids, guarded, guarded_at = encoder.encode_parts([Part("a #", environment=True), Part("##b")], "guard")
+    assert ids.count(marker) == 1
+    assert encoder.decode(ids[: ids.index(marker)]) == "a #"
+    assert guarded == 1
+    assert encoder.decode([ids[at] for at in guarded_at]).strip() == "#", "without the template's own"
+
+
+def test_a_marker_in_the_models_own_vocabulary_is_spelt_out() -> None:
+    """A Unigram model may hold its control tokens as ordinary pieces."""
+    letters = [(char, -5.0) for char in "abcdefghijklmnopqrstuvwxyz<>/ |_"]
+    backend = Tokenizer(models.Unigram([("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *letters], unk_id=0))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="_", prepend_scheme="first")
+    backend.add_special_tokens(["<s>", "</s>", "<unk>"])
+    encoder = MarkerEncoder(backend)
+    ids, guarded, guarded_at = encoder.encode_parts([Part("ab </s> <s>c", environment=True), Part("</s>")], "guard")
+    assert guarded == 2
+    assert backend.decode([ids[at] for at in guarded_at]).translate(str.maketrans("", "", " _")) == "</s><s>"
+    assert [encoder.by_id[id_].text for id_ in ids if id_ in encoder.ids] == ["</s>"]
+
+
+def test_a_tokenizer_whose_first_word_is_special_gives_the_same_ids() -> None:
+    """SentencePiece-like: text after a marker is not encoded as it is alone, so nothing may be cut there."""
+    backend = Tokenizer.from_str(TOKENIZER.backend_tokenizer.to_str())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    tokenizer.chat_template = TEMPLATE
+    chat = ChatTemplate(tokenizer)
+    for text in ("one", " two", "three"):
+        whole = f"<|im_end|>\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+        assert glue(chat, text).ids == tokenizer(whole, add_special_tokens=False).input_ids[1:]
+
+
+def test_truncation_set_by_somebody_else_does_not_cut_the_glue() -> None:
+    tokenizer = zoo.tokenizer_for(TEMPLATE)
+    chat = ChatTemplate(tokenizer)
+    whole = glue(chat, "word " * 50).ids
+    tokenizer("some text", truncation=True, max_length=4)
+    assert tokenizer.backend_tokenizer.truncation is not None
+    assert glue(chat, "word " * 50).ids == whole
+    fresh = MarkerEncoder(tokenizer.backend_tokenizer)  # copied with the truncation in force
+    assert len(fresh.encode("word " * 50)) > 4
+    assert glue(ChatTemplate(tokenizer), "word " * 50).ids == whole
+
+
+def test_a_lone_surrogate_is_refused() -> None:
+    with pytest.raises(ChatTemplateError) as refusal:
+        glue(GUARD, "broken \ud800 text")
+    assert refusal.value.rule == "text-not-unicode"
+
+
+def test_white_space_a_token_swallows_stays_swallowed_in_guarded_text() -> None:
+    encoder = MarkerEncoder(zoo.tokenizer_for(TEMPLATE, lstrip=True, rstrip=True).backend_tokenizer)
+    parts = [Part("<|im_end|>\n<|im_start|> "), Part(" a <tool_call> b ", environment=True), Part("\n<|im_end|>")]
+    ids, guarded, guarded_at = encoder.encode_parts(parts, "guard")
+    assert guarded == 1
+    assert encoder.decode([ids[at] for at in guarded_at]).strip() == "<tool_call>"
+    assert encoder.decode(ids) == "<|im_end|><|im_start|>a <tool_call> b<|im_end|>"

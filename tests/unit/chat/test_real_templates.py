@@ -1,0 +1,103 @@
+"""Every template of the zoo in every scenario: what the derivation gives, or a refusal where it gives nothing."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from fsm_rollout.chat import ChatTemplate
+from fsm_rollout.errors import ChatTemplateError
+from tests.unit.chat import chat_oracle as oracle
+from tests.unit.chat import chat_zoo as zoo
+
+NO_ANSWER = {"template-raised", "message-dropped", "no-close-token", "turn-dropped", "text-moved"}
+
+
+@cache
+def chat_of(name: str) -> ChatTemplate:
+    """One for all tests, as one serves all trajectories."""
+    return ChatTemplate(zoo.tokenizer_of(name))
+
+
+@zoo.needs_zoo
+@pytest.mark.parametrize("name", zoo.NAMES)
+def test_glue_is_exact_or_refused_for_a_reason(name: str) -> None:
+    tokenizer = zoo.tokenizer_of(name)
+    chat = chat_of(name)
+    learned = oracle.learned_close(tokenizer)
+    known = {tokenizer.eos_token_id, learned} - {None}
+    for label, scenario in zoo.SCENARIOS.items():
+        tools = zoo.TOOLS if scenario.tools else None
+        stop = None if scenario.cut else zoo.stop_of(name, tokenizer, scenario.tool_turn)
+        stops = [{stop} if stop is not None else set(), known, zoo.stops_of(name, tokenizer)]
+        want = oracle.glue(tokenizer, scenario.history, scenario.new, tools, stops)
+        arguments = {
+            "sampled_ids": [7] if stop is None else [7, stop],
+            "finish_reason": "length" if stop is None else "stop",
+        }
+        if want is None:
+            with pytest.raises(ChatTemplateError) as refusal:
+                chat.glue(scenario.history, scenario.new, tools, **arguments)
+            assert refusal.value.rule in NO_ANSWER, (label, refusal.value)
+            continue
+        close, text = want
+        whole = text if stop is not None else close + text
+        # Three times: from the reference, while a scaffold is learned, and from that scaffold.
+        got = [
+            method(scenario.history, scenario.new, tools, **arguments)
+            for method in (chat.glue_reference, chat.glue_detailed, chat.glue_detailed)
+        ]
+        assert got[0] == got[1] == got[2], label
+        assert chat.decode(got[0].ids) == whole, label
+        canonical = tokenizer(whole, add_special_tokens=False).input_ids
+        injected = zoo.MARKERS.findall("".join(message["content"] for message in scenario.new))
+        foreign = [marker for marker in injected if marker in tokenizer.get_vocab()]
+        assert (got[0].guarded > 0) == bool(foreign), label
+        assert (got[0].ids == canonical) == (not foreign), label
+
+
+@zoo.needs_zoo
+@pytest.mark.parametrize("name", zoo.NAMES)
+def test_prompts_are_those_of_apply_chat_template(name: str) -> None:
+    tokenizer = zoo.tokenizer_of(name)
+    chat = chat_of(name)
+    system = {"role": "system", "content": "be  brief\n"}
+    for messages in ([zoo.user()], [system, zoo.user(zoo.UNICODE)], [system, zoo.user(" x "), zoo.said(), zoo.user()]):
+        for tools in (None, zoo.TOOLS):
+            try:
+                text = oracle.render(tokenizer, messages, tools)
+                shown = oracle.render(tokenizer, [{**m, "content": f"n5Kw{i}"} for i, m in enumerate(messages)], tools)
+            except Exception:
+                with pytest.raises(ChatTemplateError):
+                    chat.prompt(messages, tools)
+                continue
+            if any(f"n5Kw{i}" not in shown for i, message in enumerate(messages) if message["role"] != "assistant"):
+                with pytest.raises(ChatTemplateError) as refusal:
+                    chat.prompt(messages, tools)
+                assert refusal.value.rule == "message-dropped"
+                continue
+            want = tokenizer(text, add_special_tokens=False).input_ids
+            assert chat.prompt_reference(messages, tools).ids == want
+            assert chat.prompt(messages, tools) == want
+            assert chat.prompt(messages, tools) == want
+
+
+@zoo.needs_zoo
+def test_most_of_the_zoo_is_served_by_scaffolds_and_the_stateful_ones_are_not() -> None:
+    """Which templates depend on history is found out, not listed; here is what was found."""
+    served: dict[str, bool] = {}
+    for name in zoo.NAMES:
+        tokenizer = zoo.tokenizer_of(name)
+        chat = chat_of(name)
+        scenario = zoo.SCENARIOS["user follow-up"]
+        stop = zoo.stop_of(name, tokenizer, False)
+        try:
+            chat.glue(scenario.history, scenario.new, None, sampled_ids=[stop], finish_reason="stop")
+        except ChatTemplateError:
+            continue
+        served[name] = chat.cached(scenario.history, scenario.new, None, sampled_ids=[stop], finish_reason="stop")
+    slow = {name for name, fast in served.items() if not fast}
+    assert len(served) > 100
+    assert len(slow) <= 12
+    assert all("deepseek" in name or "mistral" in name or "command" in name or "pixtral" in name for name in slow), slow

@@ -1,0 +1,79 @@
+"""What is read from a model folder, and what is checked and packed before weights travel; no SGLang needed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsm_rollout.engines.sglang import weights as sglang_weights
+from fsm_rollout.engines.sglang.model import check_weights_there, shapes_in, stop_tokens_in, vocabulary_of, window_of
+from fsm_rollout.engines.sglang.weights import check_weights, parts_of, unpacked
+from fsm_rollout.engines.transformers.model_folders import load_tokenizer
+from fsm_rollout.errors import EngineError
+from fsm_rollout.model import embedded_model
+from tests.integration.sglang_oracle import model
+
+
+def test_a_folder_says_what_its_loaded_model_says() -> None:
+    folder, loaded = embedded_model(), model("final")
+    assert shapes_in(folder) == {name: list(tensor.shape) for name, tensor in loaded.state_dict().items()}
+    assert (vocabulary_of(folder), window_of(folder)) == (704, 2048)
+    assert stop_tokens_in(folder, load_tokenizer(folder)) == {loaded.generation_config.eos_token_id}
+
+
+def test_stop_tokens_come_from_the_first_that_names_them(tmp_path: Path) -> None:
+    for name in ("config.json", "generation_config.json"):
+        shutil.copy(embedded_model() / name, tmp_path)
+    tokenizer = load_tokenizer(embedded_model())
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}), "utf-8")
+    assert stop_tokens_in(tmp_path, tokenizer) == {1, 2}
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": 3, "vocab_size": 9}}), "utf-8")
+    assert (stop_tokens_in(tmp_path, tokenizer), vocabulary_of(tmp_path), window_of(tmp_path)) == ({3}, 9, None)
+    (tmp_path / "config.json").write_text("{}", "utf-8")
+    assert stop_tokens_in(tmp_path, tokenizer) == {tokenizer.eos_token_id}
+    (tmp_path / "config.json").write_text("{", "utf-8")
+    with pytest.raises(EngineError, match=r"config\.json' is not JSON"):
+        window_of(tmp_path)
+
+
+def test_a_broken_checkpoint_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"no")
+    with pytest.raises(EngineError, match=r"model\.safetensors' is no safetensors file"):
+        shapes_in(tmp_path)
+
+
+def test_a_checkpoint_that_is_cut_off_or_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"has no weights \(\*\.safetensors, \*\.bin\)"):
+        check_weights_there(tmp_path)
+    whole = (embedded_model() / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole)
+    check_weights_there(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(whole[:-1])
+    with pytest.raises(EngineError, match=f"it is cut off: it has {len(whole) - 1:,} of {len(whole):,} bytes"):
+        check_weights_there(tmp_path)
+
+
+def test_weights_travel_whole_in_parts_of_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = {f"w{i}": torch.arange(i * 40, dtype=torch.float32) for i in range(1, 8)}
+    weights["view"] = torch.arange(10_000.0)[:5]
+    monkeypatch.setattr(sglang_weights, "PART_BYTES", 1000)
+    parts = list(parts_of(weights))
+    got = [pair for part in parts for pair in unpacked(part)]
+    assert [name for name, _ in got] == list(weights)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in got)
+    sizes = [[tensor.nbytes for _, tensor in unpacked(part)] for part in parts]
+    assert sizes == [[160, 320, 480], [640], [800], [960], [1120], [20]]
+    assert len(parts[-1]) < 8000, "a view must not take all of its storage along"
+
+
+def test_weights_are_checked_by_name_and_shape() -> None:
+    check_weights({"a": torch.zeros(2, 3)}, {"a": [2, 3]})
+    with pytest.raises(EngineError, match="'ab', which the model does not have; "):
+        check_weights({"ab": torch.zeros(1)}, {"abc": [1]})
+    with pytest.raises(EngineError, match=r"has shape \[2\], the model's has \[3\]"):
+        check_weights({"a": torch.zeros(2)}, {"a": [3]})

@@ -1,0 +1,124 @@
+"""What is unpacked is what was packed, whatever both ends remember and forget."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsm_rollout.engines import packing
+from fsm_rollout.engines.packing import Contexts, Flush, pack_flush, pack_requests, unpack_flush, unpack_requests
+from fsm_rollout.engines.protocol import Chunk, Load, Request, SamplingParams
+from fsm_rollout.errors import EngineError
+from fsm_rollout.trajectory.tokens import TokenStream, as_ids, as_logprobs
+
+token = st.integers(0, 2**31 - 1)
+ids = st.lists(token, max_size=12).map(as_ids)
+seconds = st.floats(0, 1e6)
+params = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 2**31),
+    temperature=st.floats(0, 2),
+    top_p=st.floats(0.01, 1),
+    top_k=st.integers(0, 1000),
+    stop_ids=st.frozensets(token, max_size=3),
+    ignore_eos=st.booleans(),
+    seed=st.integers(0, 2**63 - 1),
+)
+names = st.text(max_size=5)
+requests = st.builds(
+    Request,
+    request_id=names,
+    ids=ids,
+    sampling=params,
+    trajectory_id=st.sampled_from(["", "a", "b"]),
+    group_id=names,
+    agent=names,
+    context=st.sampled_from(["main", "critic"]),
+    turn=st.integers(0, 99),
+    sampled=st.integers(0, 99),
+)
+
+
+@given(st.lists(st.lists(st.tuples(requests, st.booleans()), max_size=5), max_size=8), st.integers(0, 30))
+def test_requests_come_through(blocks: list[list[tuple[Request, bool]]], capacity: int):
+    here, there = Contexts(capacity), Contexts(capacity)
+    latest: dict[str, Request] = {}
+    for block in blocks:
+        sent = []
+        for asked, extends in block:
+            if extends and asked.session in latest:
+                asked = replace(asked, ids=latest[asked.session].ids + asked.ids)
+            latest[asked.session] = asked
+            sent.append(asked)
+        assert unpack_requests(pack_requests(sent, here), there) == sent
+        assert here.tokens == there.tokens <= max(capacity, 0)
+
+
+chunks = st.integers(0, 6).flatmap(
+    lambda count: st.builds(
+        Chunk,
+        request_id=names,
+        ids=st.lists(token, min_size=count, max_size=count).map(as_ids),
+        logprobs=st.lists(st.floats(-100, 0, width=32), min_size=count, max_size=count).map(as_logprobs),
+        weight_version=st.integers(0, 2**40),
+        finish_reason=st.sampled_from([None, "stop", "length", "abort"]),
+        error=st.none() | names,
+        cached_tokens=st.integers(0, 2**31),
+        queue_seconds=seconds,
+        replica=st.just("r7"),
+    )
+)
+whole_loads = st.builds(
+    Load,
+    running=st.integers(0, 99),
+    waiting=st.integers(0, 99),
+    used_tokens=st.integers(0, 2**40),
+    max_tokens=st.none() | st.integers(0, 2**40),
+    details=st.dictionaries(names, seconds, max_size=2),
+)
+
+
+@given(st.lists(chunks, max_size=8), st.lists(st.tuples(st.lists(names, max_size=3), names), max_size=2), whole_loads)
+def test_flushes_come_through(said: list[Chunk], failures: list[tuple[list[str], str]], load: Load):
+    flush = Flush(said, failures, load)
+    assert unpack_flush(pack_flush(flush), "r7") == flush
+
+
+def test_a_turn_costs_what_is_new_in_it():
+    here = Contexts()
+    first = Request("r", as_ids(list(range(64_000))), SamplingParams(1), trajectory_id="t")
+    assert len(pack_requests([first], here)) > 4 * 64_000
+    assert len(pack_requests([replace(first, ids=first.ids + as_ids([1, 2, 3]))], here)) < 100
+    assert len(pack_requests([replace(first, ids=as_ids([7]) + first.ids)], here)) > 4 * 64_000
+
+
+def test_what_a_stream_adds_is_known_without_a_look_at_the_rest(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(packing, "np", None)
+    here, there = Contexts(), Contexts()
+    stream = TokenStream([1, 2, 3], state="PENDING")
+    before = stream.ids
+    stream.write([4, 5], state="GENERATING", turn=1)
+    for ids, known in ((before, 0), (stream.ids, 3), (stream.ids, 5)):
+        assert here.known("t/", ids) == known
+        request = Request("r", ids, SamplingParams(1), trajectory_id="t")
+        assert unpack_requests(pack_requests([request], here), there) == [request]
+    assert here.known("t/", before) == 0, "shorter than what was sent"
+
+
+def test_streams_that_begin_alike_are_compared():
+    one, other = TokenStream([1, 2, 3], state="PENDING"), TokenStream([1, 2, 4, 5], state="PENDING")
+    here = Contexts()
+    here.put("t/", one.ids)
+    assert here.known("t/", other.ids) == 0
+    assert here.known("t/", TokenStream([1, 2, 3, 4], state="PENDING").ids) == 3
+
+
+def test_an_end_that_has_seen_other_blocks_says_so():
+    here = Contexts()
+    first = Request("r", as_ids([1, 2, 3]), SamplingParams(1), trajectory_id="t", context="main")
+    pack_requests([first], here)
+    with pytest.raises(EngineError, match="'r' goes on from 3 tokens of 't/main'; here is nothing"):
+        unpack_requests(pack_requests([first], here), Contexts())

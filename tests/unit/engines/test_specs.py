@@ -1,0 +1,122 @@
+"""Engines from run YAMLs: what is built, and what is said of mistakes."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsm_rollout.engines.protocol import Request, SamplingParams
+from fsm_rollout.engines.specs import build_engine
+from fsm_rollout.engines.transformers.engine import TransformersEngine
+from fsm_rollout.errors import ConfigError, EngineError
+from fsm_rollout.trajectory.tokens import as_ids
+
+
+def said(spec: dict[str, Any], base: Path) -> str:
+    """Return what the engine answers to the first turn of context main."""
+    engine = build_engine({"kind": "scripted", **spec}, base)
+    params = SamplingParams(50, stop_ids=engine.eos_ids)
+    request = Request("r", as_ids([1]), params, agent="solver", context="main")
+
+    async def ids() -> list[int]:
+        return [token async for chunk in engine.generate([request]) for token in chunk.ids]
+
+    return str(engine.tokenizer.decode(asyncio.run(ids()), skip_special_tokens=True))
+
+
+def test_a_script_stands_in_the_spec_or_in_a_file(tmp_path: Path):
+    turns = ["The answer is 7.", {"text": "Bye.", "delay": 1}]
+    (tmp_path / "list.yaml").write_text("- The answer is 7.\n- {text: Bye., delay: 1}\n")
+    (tmp_path / "by_context.json").write_text(json.dumps({"main": turns, "critic": ["ACCEPT"]}))
+    for spec in (
+        {"turns": turns},
+        {"turns": {"solver/main": turns}},
+        {"script": "list.yaml"},
+        {"script": "by_context.json"},
+    ):
+        assert said(spec, tmp_path) == "The answer is 7."
+
+
+def test_the_embedded_model_is_the_default():
+    engine = build_engine({"kind": "transformers", "max_running": 3, "max_context": 128}, Path.cwd())
+    assert isinstance(engine, TransformersEngine)
+    assert engine.max_context == 128
+    asyncio.run(engine.aclose())
+
+
+def test_a_key_that_is_null_is_not_there(tmp_path: Path):
+    """So ``engine.replicas=null`` on the command line takes a key of the run file out."""
+    keys = ("replicas", "placement", "gpus", "router", "pool", "ray", "script", "max_context")
+    for nulls in (dict.fromkeys(keys), {"replicas": 2, "pool": {"attempts": None, "restarts": 1}}):
+        assert said({"turns": ["The answer is 7."], **nulls}, tmp_path) == "The answer is 7."
+    with pytest.raises(ConfigError, match="unknown key 'threds'"):
+        build_engine({"kind": "transformers", "threads": None, "threds": 1}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("spec", "messages"),
+    [
+        ({}, ["an engine needs 'kind'; known: scripted, replay, transformers"]),
+        ({"kind": "scriptd"}, ["engine kind 'scriptd' does not exist; did you mean 'scripted'?"]),
+        ({"kind": ["x"]}, ["engine kind '['x']' does not exist"]),
+        ({"kind": "sglang", "tpp": 2}, ["unknown key 'tpp'; did you mean 'tp'?"]),
+        ({"kind": "sglang", "mem_fraction": 2}, ["mem_fraction should be less than 1, got 2"]),
+        ({"kind": "sglang_http"}, ["'urls' is missing"]),
+        ({"kind": "sglang_http", "urls": ["http://a:1"], "replicas": 2}, ["each url is a replica"]),
+        ({"kind": "replay"}, ["'run' is missing"]),
+        ({"kind": "scripted"}, ["a scripted engine needs either 'turns' or 'script'"]),
+        ({"kind": "scripted", "turns": [], "script": "x"}, ["a scripted engine needs either 'turns' or 'script'"]),
+        ({"kind": "scripted", "turns": "hello"}, ["turns must be a list, or a mapping of", "got 'hello'"]),
+        (
+            {"kind": "scripted", "turns": ["a", {"txt": "b", "delay": -1}], "rplicas": 1},
+            ["unknown key 'turns.1.txt'; did you mean 'text'?", "turns.1.delay should be", "did you mean 'replicas'?"],
+        ),
+        (
+            {"kind": "scripted", "turns": {"main": [{"error": "x", "hang": True}]}},
+            ["turns.main.0 a turn ends in one way"],
+        ),
+        ({"kind": "transformers", "modl": "x"}, ["unknown key 'modl'; did you mean 'model'?"]),
+        ({"kind": "transformers", "max_running": "3"}, ["max_running should be a valid integer, got '3'"]),
+        ({"kind": "transformers", "replicas": 0}, ["replicas should be greater than or equal to 1, got 0"]),
+        ({"kind": "transformers", "ray": {"address": "auto"}}, ["ray: for placement 'ray' only"]),
+        ({"kind": None}, ["an engine needs 'kind'"]),
+        ({"kind": "transformers", "router": "nope"}, ["router 'nope' does not exist; known: least_loaded, sticky"]),
+        (
+            {"kind": "transformers", "router": "stiky", "modl": "x", "pool": {"attempts": 0}},
+            ["did you mean 'sticky'?", "unknown key 'modl'", "pool.attempts should be greater than or equal to 1"],
+        ),
+        ({"kind": "transformers", "router": 3}, ["router should be a valid string, got 3"]),
+        ({"kind": "scripted", "script": "missing.yaml"}, ["missing.yaml: no such file"]),
+    ],
+)
+def test_mistakes_are_named_all_together(spec: dict[str, Any], messages: list[str], tmp_path: Path):
+    with pytest.raises(ConfigError) as error:
+        build_engine(spec, tmp_path)
+    for message in messages:
+        assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "messages"),
+    [
+        ("main:\n- hello\n- {txt: a}\n", ["script.yaml:3: unknown key 'main.1.txt'; did you mean 'text'?"]),
+        ("- a\n-\n  text: a\n  chunks: 0\n", ["script.yaml:4: 1.chunks should be greater than or equal to 1, got 0"]),
+        ("main: hello\n", ["script.yaml:1: main should be a valid tuple, got 'hello'"]),
+        ("", ["must be a list, or a mapping"]),
+        ("a: [", ["not YAML"]),
+    ],
+)
+def test_mistakes_in_a_script_file_have_their_line(text: str, messages: list[str], tmp_path: Path):
+    (tmp_path / "script.yaml").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        build_engine({"kind": "scripted", "script": "script.yaml"}, tmp_path)
+    for message in messages:
+        assert message in str(error.value)
+
+
+def test_a_model_that_is_not_there_is_an_engine_error(tmp_path: Path):
+    for spec in ({"kind": "transformers", "model": "absent"}, {"kind": "scripted", "turns": [], "tokenizer": "absent"}):
+        with pytest.raises(EngineError, match=f"model 'absent': there is no folder '{tmp_path}/absent'"):
+            build_engine(spec, tmp_path)

@@ -1,0 +1,108 @@
+"""Weights from folders, by several at once: transformers builds models under settings of the whole process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from fsm_rollout.engines.pool import PoolEngine
+from fsm_rollout.engines.protocol import Request, SamplingParams
+from fsm_rollout.engines.replicas import LocalPlacement
+from fsm_rollout.engines.router import LeastLoadedRouter
+from fsm_rollout.engines.transformers.checkpoints import load_checkpoint, read_weights
+from fsm_rollout.engines.transformers.engine import TransformersEngine
+from fsm_rollout.errors import EngineError
+from fsm_rollout.model import embedded_model
+from fsm_rollout.testing.engine_answers import Answer, take
+from fsm_rollout.trajectory.tokens import as_ids
+
+
+def greedy(count: int) -> list[Request]:
+    params = SamplingParams(12, temperature=0.0, ignore_eos=True)
+    return [Request(f"r{i}", as_ids([40 + i, 70, 80]), params, trajectory_id=f"t{i}") for i in range(count)]
+
+
+async def sampled(engine: PoolEngine | TransformersEngine) -> dict[str, Answer]:
+    found = {request.request_id: Answer(request) for request in greedy(4)}
+    async for chunk in engine.generate(greedy(4)):
+        take(chunk, found)
+    return found
+
+
+def test_replicas_of_a_pool_in_this_process_load_a_folder_together():
+    async def main() -> None:
+        other = TransformersEngine("embedded:early")
+        wanted = {name: answer.ids for name, answer in (await sampled(other)).items()}
+        await other.aclose()
+        place = LocalPlacement(lambda name: TransformersEngine("embedded"))
+        pool = PoolEngine(place, 2, router=LeastLoadedRouter())
+        before = await sampled(pool)
+        assert {name: answer.ids for name, answer in before.items()} != wanted
+        assert await pool.update_weights("embedded:early") == 1
+        found = await sampled(pool)
+        assert {name: answer.ids for name, answer in found.items()} == wanted
+        chunks = [chunk for answer in found.values() for chunk in answer.chunks if chunk.ids]
+        assert {(chunk.replica, chunk.weight_version) for chunk in chunks} == {("replica-0", 1), ("replica-1", 1)}
+        assert [stats.restarts for stats in pool.replicas] == [0, 0]
+        await pool.aclose()
+
+    asyncio.run(main())
+
+
+class OnGpu(torch.Tensor):
+    """A tensor on a GPU, as far as torch can tell where there is none."""
+
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor) -> OnGpu:
+        tensor: OnGpu = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device="cuda")
+        tensor.held = held
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*(a.held if isinstance(a, cls) else a for a in args), **(kwargs or {}))
+        return found if (kwargs or {}).get("device") == torch.device("cpu") else cls(found)
+
+
+def test_weights_for_later_replicas_are_kept_as_they_are_and_off_the_gpu():
+    here, there = torch.ones(2), torch.zeros(3)
+    shared = LocalPlacement(lambda name: TransformersEngine("embedded")).share({"a": here, "b": OnGpu(there)})
+    here.fill_(7.0)
+    there.fill_(7.0)
+    assert isinstance(shared, Mapping)
+    assert {name: (str(tensor.device), tensor.tolist()) for name, tensor in shared.items()} == {
+        "a": ("cpu", [1.0, 1.0]),
+        "b": ("cpu", [0.0, 0.0, 0.0]),
+    }
+
+
+def test_threads_may_read_weights_together():
+    together = threading.Barrier(4)
+    folders = [embedded_model("final"), embedded_model("early")] * 2
+
+    def read(folder: Path) -> dict[str, torch.Tensor]:
+        together.wait()
+        return dict(read_weights(folder, torch.float32))
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(read, folders))
+    for folder, tensors in zip(folders, found, strict=True):
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            for name in file.keys():  # noqa: SIM118  # it is no mapping
+                assert torch.equal(tensors[name], file.get_tensor(name).float())
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_device_that_cannot_take_the_model_is_an_engine_error():
+    with pytest.raises(EngineError, match=r"model '.*' cannot be loaded: .*"):
+        load_checkpoint("embedded", dtype="float32", device=torch.device("cuda:99"))

@@ -1,0 +1,196 @@
+"""The decode loop against plain forward passes: requests of all lengths that join, leave and are cut."""
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsm_rollout.engines.protocol import Chunk, Request, SamplingParams
+from fsm_rollout.engines.transformers.decode_loop import DecodeLoop
+from fsm_rollout.trajectory.tokens import as_ids
+
+CLOSE = 1e-5
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (length,), generator=generator).tolist()
+
+
+def loop_of(model: Any, **options: int) -> DecodeLoop:
+    settings = {"max_running": 8, "max_context": 256, "fill_tokens": 64, "send_every": 3, **options}
+    return DecodeLoop(model, **settings)
+
+
+def run(decode: DecodeLoop, arrivals: dict[int, list[Request]]) -> dict[str, list[Chunk]]:
+    """Add requests at the steps given; return every request's chunks."""
+    chunks: dict[str, list[Chunk]] = defaultdict(list)
+    step = 0
+    while arrivals.keys() - set(range(step)) or decode.running or decode.waiting:
+        decode.add(arrivals.get(step, []), 0.0)
+        for chunk in [*decode.admit(0.0), *decode.step()]:
+            chunks[chunk.request_id].append(chunk)
+        step += 1
+    return chunks
+
+
+def ids_of(chunks: list[Chunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.ids]
+
+
+def logprobs_of(chunks: list[Chunk]) -> list[float]:
+    return [logprob for chunk in chunks for logprob in chunk.logprobs]
+
+
+@torch.no_grad()
+def plain_logprobs(model: Any, before: list[int], sampled: list[int], temperature: float) -> list[float]:
+    """One plain forward pass over the final sequence, no cache, no batch."""
+    logits = model(torch.tensor([before + sampled])).logits[0, len(before) - 1 : -1].float()
+    logprobs = torch.log_softmax(logits / (temperature or 1.0), -1)
+    return logprobs.gather(-1, torch.tensor(sampled)[:, None])[:, 0].tolist()
+
+
+lengths = st.integers(1, 60)
+jobs = st.lists(
+    st.tuples(st.integers(0, 12), lengths, st.integers(1, 14), st.sampled_from([0.0, 0.7, 1.0])),
+    min_size=1,
+    max_size=14,
+)
+
+
+@settings(max_examples=15)
+@given(jobs=jobs, max_running=st.integers(1, 5), fill_tokens=st.sampled_from([1, 64, 4096]))
+def test_logprobs_are_those_of_a_plain_forward_pass(
+    model: Any, jobs: list[tuple[int, int, int, float]], max_running: int, fill_tokens: int
+):
+    arrivals: dict[int, list[Request]] = defaultdict(list)
+    for index, (step, length, max_tokens, temperature) in enumerate(jobs):
+        sampling = SamplingParams(max_tokens, temperature=temperature, seed=index)
+        arrivals[step].append(Request(str(index), as_ids(prompt(index, length)), sampling))
+    answers = run(loop_of(model, max_running=max_running, fill_tokens=fill_tokens), arrivals)
+    for index, (_, length, max_tokens, temperature) in enumerate(jobs):
+        sampled = ids_of(answers[str(index)])
+        assert len(sampled) == max_tokens
+        assert answers[str(index)][-1].finish_reason == "length"
+        expected = plain_logprobs(model, prompt(index, length), sampled, temperature)
+        assert logprobs_of(answers[str(index)]) == pytest.approx(expected, abs=CLOSE)
+
+
+@settings(max_examples=10)
+@given(jobs=jobs, max_running=st.integers(1, 5))
+def test_tokens_do_not_depend_on_the_rest_of_the_batch(
+    model: Any, jobs: list[tuple[int, int, int, float]], max_running: int
+):
+    arrivals: dict[int, list[Request]] = defaultdict(list)
+    for index, (step, length, max_tokens, temperature) in enumerate(jobs):
+        sampling = SamplingParams(max_tokens, temperature=temperature, top_k=40, top_p=0.9, seed=index)
+        arrivals[step].append(Request(str(index), as_ids(prompt(index, length)), sampling))
+    together = run(loop_of(model, max_running=max_running), arrivals)
+    for request in (one for some in arrivals.values() for one in some):
+        alone = run(loop_of(model), {0: [request]})
+        assert ids_of(alone[request.request_id]) == ids_of(together[request.request_id])
+
+
+def test_greedy_is_the_models_own_greedy(model: Any):
+    prompts = [prompt(i, length) for i, length in enumerate((3, 17, 40, 90))]
+    requests = [Request(str(i), as_ids(ids), SamplingParams(30, temperature=0.0)) for i, ids in enumerate(prompts)]
+    answers = run(loop_of(model), {0: requests})
+    for index, ids in enumerate(prompts):
+        expected = model.generate(
+            torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.int64), max_new_tokens=30,
+            do_sample=False, eos_token_id=[], pad_token_id=0,
+        )[0, len(ids) :].tolist()  # fmt: skip
+        assert ids_of(answers[str(index)]) == expected
+
+
+def test_a_stop_token_ends_a_request_and_is_its_last_token(model: Any):
+    (free,) = run(loop_of(model), {0: [Request("r", as_ids([5, 6]), SamplingParams(20, seed=3))]}).values()
+    stop = ids_of(free)[7]
+    first = ids_of(free).index(stop)
+    sampling = SamplingParams(20, seed=3, stop_ids=frozenset({stop}))
+    (stopped,) = run(loop_of(model), {0: [Request("r", as_ids([5, 6]), sampling)]}).values()
+    assert ids_of(stopped) == ids_of(free)[: first + 1]
+    assert stopped[-1].finish_reason == "stop"
+
+
+def test_the_window_ends_a_request(model: Any):
+    request = Request("r", as_ids(prompt(0, 20)), SamplingParams(100))
+    (chunks,) = run(loop_of(model, max_context=32), {0: [request]}).values()
+    assert (len(ids_of(chunks)), chunks[-1].finish_reason) == (12, "length")
+
+
+def test_requests_leave_and_join_while_others_run(model: Any):
+    """The long one is admitted first and ends last; nobody waits for it."""
+    long = Request("long", as_ids(prompt(0, 5)), SamplingParams(40))
+    short = [Request(f"short {i}", as_ids(prompt(i, 5)), SamplingParams(3)) for i in range(10)]
+    decode = loop_of(model, max_running=2)
+    decode.add([long, *short], 0.0)
+    ended = []
+    while decode.running or decode.waiting:
+        chunks = [*decode.admit(0.0), *decode.step()]
+        ended += [chunk.request_id for chunk in chunks if chunk.finish_reason]
+    assert ended == [*(request.request_id for request in short), "long"]
+
+
+def test_an_aborted_request_keeps_what_it_sampled(model: Any):
+    requests = [Request(str(i), as_ids(prompt(i, 9)), SamplingParams(20, seed=i)) for i in range(4)]
+    whole = run(loop_of(model, send_every=100), {0: requests})
+    decode = loop_of(model, send_every=100, max_running=3)
+    decode.add(requests, 0.0)
+    decode.admit(0.0)
+    for _ in range(5):
+        decode.step()
+    aborted = {chunk.request_id: chunk for chunk in decode.abort(["0", "3", "unknown"])}
+    assert {name: chunk.finish_reason for name, chunk in aborted.items()} == {"0": "abort", "3": "abort"}
+    assert list(aborted["0"].ids) == ids_of(whole["0"])[:5]
+    assert not len(aborted["3"].ids)
+    rest = run(decode, {})
+    assert {name: ids_of(chunks) for name, chunks in rest.items()} == {n: ids_of(whole[n]) for n in ("1", "2")}
+
+
+def test_after_new_weights_logprobs_are_theirs_over_the_whole_prefix(model: Any, other_model: Any):
+    decode = loop_of(model, send_every=1)
+    decode.add([Request(str(i), as_ids(prompt(i, 5 + 9 * i)), SamplingParams(12, seed=i)) for i in range(3)], 0.0)
+    decode.admit(0.0)
+    first = [chunk for _ in range(4) for chunk in decode.step()]
+    decode._model = other_model  # what an update does, without touching the shared fixture
+    decode.forget()
+    decode.weight_version = 1
+    second = [chunk for chunks in run(decode, {}).values() for chunk in chunks]
+    for index in range(3):
+        before = [chunk for chunk in first if chunk.request_id == str(index)]
+        after = [chunk for chunk in second if chunk.request_id == str(index)]
+        assert ({c.weight_version for c in before}, {c.weight_version for c in after}) == ({0}, {1})
+        context = prompt(index, 5 + 9 * index)
+        assert logprobs_of(before) == pytest.approx(plain_logprobs(model, context, ids_of(before), 1.0), abs=CLOSE)
+        context = context + ids_of(before)
+        assert logprobs_of(after) == pytest.approx(plain_logprobs(other_model, context, ids_of(after), 1.0), abs=CLOSE)
+
+
+def test_a_continued_request_samples_the_same_tokens(model: Any):
+    request = Request("r", as_ids(prompt(1, 11)), SamplingParams(16, seed=99))
+    whole = ids_of(run(loop_of(model), {0: [request]})["r"])
+    for cut in (1, 7, 15):
+        rest = request.continued(as_ids(whole[:cut]), "rest")
+        assert ids_of(run(loop_of(model), {0: [rest]})["rest"]) == whole[cut:]
+
+
+def test_every_position_has_its_own_random_number(model: Any):
+    """A model without weights finds all 257 tokens equally likely: 200 draws are about 139 different ones."""
+    flat = type(model)(model.config).eval()
+    with torch.no_grad():
+        flat.model.embed_tokens.weight.zero_()
+    (chunks,) = run(loop_of(flat), {0: [Request("r", as_ids([1]), SamplingParams(200))]}).values()
+    assert 110 < len(set(ids_of(chunks))) < 170
+
+
+def test_nan_logits_fail_the_request(model: Any):
+    broken = type(model)(model.config).eval()
+    with torch.no_grad():
+        broken.model.norm.weight.fill_(float("nan"))
+    (chunks,) = run(loop_of(broken), {0: [Request("r", as_ids([1, 2]), SamplingParams(5))]}).values()
+    assert chunks[-1].finish_reason == "abort"
+    assert str(chunks[-1].error).startswith("EngineError: the model's logits are not numbers")

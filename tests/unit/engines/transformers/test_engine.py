@@ -1,0 +1,311 @@
+"""The transformers engine as a whole: its thread, its event loops, its weights."""
+
+import asyncio
+import gc
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fsm_rollout.engines.protocol import Chunk, Engine, Load, Request, SamplingParams
+from fsm_rollout.engines.transformers.checkpoints import check_supported
+from fsm_rollout.engines.transformers.engine import TransformersEngine
+from fsm_rollout.errors import EngineError
+from fsm_rollout.trajectory.tokens import as_ids
+from tests.kit import ROOT
+from tests.unit.engines.conftest import make_model
+
+
+def request(name: str, max_tokens: int = 8, prompt: int = 5, **sampling: Any) -> Request:
+    return Request(name, as_ids(range(1, 1 + prompt)), SamplingParams(max_tokens, **sampling))
+
+
+async def collect(engine: Engine, *requests: Request) -> list[Chunk]:
+    return [chunk async for chunk in engine.generate(requests)]
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "fsm-rollout-model"]
+
+
+def test_it_is_an_engine_and_leaves_no_thread(model: Any, tokenizer: Any):
+    engine = TransformersEngine(model, tokenizer)
+    assert isinstance(engine, Engine)
+    assert (engine.max_context, engine.eos_ids, engine.tokenizer) == (256, frozenset({256}), tokenizer)
+    assert threads()
+    asyncio.run(engine.aclose())
+    assert not threads()
+
+
+def test_an_engine_that_is_dropped_leaves_no_thread(model: Any, tokenizer: Any):
+    engine = TransformersEngine(model, tokenizer)
+    asyncio.run(collect(engine, request("r")))
+    del engine
+    gc.collect()
+    assert not threads()
+
+
+def test_it_serves_one_event_loop_after_another(model: Any, tokenizer: Any):
+    engine = TransformersEngine(model, tokenizer)
+    answers = [asyncio.run(collect(engine, request("r", seed=4))) for _ in range(2)]
+    assert [c.ids for c in answers[0]] == [c.ids for c in answers[1]]
+    asyncio.run(engine.aclose())
+
+
+def test_a_loop_that_is_closed_on_its_requests_hurts_nobody(model: Any, tokenizer: Any):
+    async def leave(engine: TransformersEngine) -> None:
+        await engine.pause()
+        left.append(engine.generate([request("left", 200)]))
+
+    left: list[object] = []
+    engine = TransformersEngine(model, tokenizer)
+    asyncio.run(leave(engine))
+
+    async def go_on() -> list[Chunk]:
+        await engine.resume()
+        return await collect(engine, request("r"))
+
+    assert asyncio.run(go_on())[-1].finish_reason == "length"
+    asyncio.run(engine.aclose())
+
+
+@torch.no_grad()
+def check_logprobs(chunks: list[Chunk], models: Mapping[int, Any]) -> None:
+    """Compare with plain forward passes over the final sequence, by the model of each token's version."""
+    ids = [token for chunk in chunks for token in chunk.ids]
+    versions = [chunk.weight_version for chunk in chunks for _ in chunk.ids]
+    sequence = torch.tensor([[1, 2, 3, 4, 5, *ids]])
+    plain = {v: torch.log_softmax(models[v](sequence).logits[0, 4:-1], -1) for v in set(versions)}
+    expected = [float(plain[version][i, token]) for i, (version, token) in enumerate(zip(versions, ids, strict=True))]
+    assert [p for chunk in chunks for p in chunk.logprobs] == pytest.approx(expected, abs=1e-5)
+
+
+def test_weights_are_replaced_between_steps_and_tokens_say_so(tokenizer: Any, other_model: Any):
+    """Tokens that were sampled and not yet sent at the update keep their version.
+
+    Each forward pass needs a permit. There is one to fill the prompt and ten to sample; when the twelfth pass waits for
+    its permit, seven tokens have been sent and three not, and the update comes after the eleventh.
+    """
+    own, permits, empty = make_model(0), threading.Semaphore(11), threading.Event()
+
+    def ask(*_: object) -> None:
+        if not permits.acquire(blocking=False):
+            empty.set()
+            permits.acquire()
+
+    own.register_forward_pre_hook(ask)
+
+    async def main() -> list[Chunk]:
+        engine = TransformersEngine(own, tokenizer, send_every=7)
+        chunks: list[Chunk] = []
+        updates = []
+        async for chunk in engine.generate([request("r", 30)]):
+            chunks.append(chunk)
+            if len(chunk.ids) and not updates:
+                await asyncio.to_thread(empty.wait)
+                updates.append(asyncio.create_task(engine.update_weights(other_model.state_dict())))
+                await asyncio.sleep(0)  # the order is in the queue now
+                permits.release(1000)
+        assert await asyncio.gather(*updates) == [1]
+        await engine.aclose()
+        return chunks
+
+    chunks = asyncio.run(main())
+    versions = [chunk.weight_version for chunk in chunks for _ in chunk.ids]
+    assert versions == [0] * 11 + [1] * 19
+    check_logprobs(chunks, {0: make_model(0), 1: other_model})
+
+
+def test_weights_may_come_from_a_folder(tokenizer: Any, other_model: Any, tmp_path: Path):
+    other_model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+
+    async def main() -> list[Chunk]:
+        engine = TransformersEngine(make_model(0), tokenizer)
+        assert await engine.update_weights(tmp_path, 11) == 11
+        chunks = await collect(engine, request("r", 10))
+        await engine.aclose()
+        return chunks
+
+    check_logprobs(asyncio.run(main()), {11: other_model})
+
+
+def test_a_folder_that_lacks_tensors_or_has_no_numbers_changes_nothing(tokenizer: Any, tmp_path: Path):
+    """transformers would make up what is missing, at random."""
+    own = make_model(0)
+    before = {name: tensor.clone() for name, tensor in own.state_dict().items()}
+    own.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+
+    async def main() -> None:
+        engine = TransformersEngine(own, tokenizer)
+        kept = {name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"}
+        save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(EngineError, match=r"lacks 1 of its tensors: model\.norm\.weight"):
+            await engine.update_weights(tmp_path)
+        bad = tensors["model.norm.weight"].clone()
+        bad[7] = -float("inf")
+        save_file({**kept, "model.norm.weight": bad}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(
+            EngineError, match=r"'model\.norm\.weight' is not finite: 0 NaN and 1 infinite of 48 values"
+        ):
+            await engine.update_weights(tmp_path)
+        assert engine.weight_version == 0
+        await engine.aclose()
+
+    asyncio.run(main())
+    assert all(torch.equal(before[name], tensor) for name, tensor in own.state_dict().items())
+
+
+def test_weights_that_do_not_fit_change_nothing(tokenizer: Any):
+    own = make_model(0)
+    before = {name: tensor.clone() for name, tensor in own.state_dict().items()}
+
+    async def main() -> None:
+        engine = TransformersEngine(own, tokenizer)
+        good = torch.zeros(48)
+        with pytest.raises(EngineError, match=r"'model\.norm\.wieght', which the model does not have; did you mean"):
+            await engine.update_weights({"model.norm.weight": good, "model.norm.wieght": good})
+        with pytest.raises(EngineError, match=r"'model\.norm\.weight' has shape \[7\], the model's has \[48\]"):
+            await engine.update_weights({"model.norm.weight": torch.zeros(7)})
+        with pytest.raises(EngineError, match="there is no folder"):
+            await engine.update_weights("/nowhere/at/all")
+        bad = good.clone()
+        bad[[3, 5]] = float("nan")
+        with pytest.raises(
+            EngineError, match=r"new weight 'model\.norm\.weight' is not finite: 2 NaN and 0 infinite of 48"
+        ):
+            await engine.update_weights({"model.layers.0.input_layernorm.weight": good, "model.norm.weight": bad})
+        with pytest.raises(EngineError, match=r"'model\.norm\.weight' is on the meta device"):
+            await engine.update_weights({"model.norm.weight": torch.zeros(48, device="meta")})
+        with pytest.raises(EngineError, match=r"'model\.norm\.weight' is a list; weights are torch tensors by name"):
+            await engine.update_weights({"model.norm.weight": [0.0] * 48})  # type: ignore[dict-item]
+        assert engine.weight_version == 0
+        await engine.aclose()
+
+    asyncio.run(main())
+    assert all(torch.equal(before[name], tensor) for name, tensor in own.state_dict().items())
+
+
+def test_a_failing_model_fails_what_is_under_way_and_no_more(model: Any, tokenizer: Any, monkeypatch: Any):
+    async def main() -> None:
+        engine = TransformersEngine(model, tokenizer)
+        with monkeypatch.context() as patch:
+            patch.setattr(type(model), "forward", lambda *_, **__: (_ for _ in ()).throw(MemoryError("no more")))
+            with pytest.raises(EngineError, match="the model failed: MemoryError: no more"):
+                await collect(engine, request("a"), request("b"))
+        assert engine.load() == Load()
+        assert (await collect(engine, request("a")))[-1].finish_reason == "length"
+        await engine.aclose()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("token", [257, -1])
+def test_a_token_that_the_model_does_not_have_fails_its_request_alone(model: Any, tokenizer: Any, token: int):
+    """As of another model's tokenizer: the model would fail with all that it decodes at that moment."""
+    engine = TransformersEngine(model, tokenizer)
+    wrong = Request("wrong", as_ids([1, token, 2]), SamplingParams(8))
+    chunks = asyncio.run(collect(engine, request("right", ignore_eos=True), wrong))
+    last = {chunk.request_id: chunk for chunk in chunks if chunk.finish_reason is not None}
+    assert last["wrong"].error == f"EngineError: token {token} is none of the model's 257; is the tokenizer that of it?"
+    assert (last["right"].finish_reason, last["right"].error) == ("length", None)
+    asyncio.run(engine.aclose())
+
+
+def test_a_paused_engine_is_silent_and_sleep_frees_its_cache(model: Any, tokenizer: Any):
+    async def main() -> None:
+        engine = TransformersEngine(model, tokenizer, send_every=1)
+        stream = engine.generate([request("r", 100, seed=1)])
+        while not (await anext(stream)).ids:
+            pass
+        with pytest.raises(EngineError, match=r"1 request\(s\) are under way; pause"):
+            await engine.sleep()
+        await engine.pause()
+        held = engine.load()
+        await engine.sleep()
+        assert not engine._thread.decode._cache.layers[0].is_initialized
+        assert engine._thread.decode._cache.layers[0].keys is None
+        await engine.resume()
+        assert engine.load() == held
+        await engine.wake()
+        rest = [chunk async for chunk in stream]
+        assert rest[-1].finish_reason == "length"
+        await engine.aclose()
+        with pytest.raises(EngineError, match="closed"):
+            await engine.pause()
+        await engine.abort(["r"])
+
+    asyncio.run(main())
+
+
+def test_an_order_that_is_cancelled_does_not_hurt_the_thread(model: Any, tokenizer: Any):
+    async def main() -> None:
+        engine = TransformersEngine(model, tokenizer)
+        for _ in range(20):
+            task = asyncio.create_task(engine.update_weights({}))
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        assert (await collect(engine, request("r")))[-1].finish_reason == "length"
+        await engine.aclose()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda m, t: TransformersEngine("no/such/folder"), "there is no folder 'no/such/folder'; give the path of a"),
+        (lambda m, t: TransformersEngine("embedded:late"), "checkpoint 'late' does not exist"),
+        (lambda m, t: TransformersEngine(ROOT), r"has no config\.json"),
+        (lambda m, t: TransformersEngine(m), "a loaded model needs its tokenizer"),
+        (lambda m, t: TransformersEngine(m, t, dtype="float32"), "a loaded model stays as it is"),
+        (lambda m, t: TransformersEngine("embedded", t), "a model folder has its own"),
+    ],
+)
+def test_a_wrong_construction_says_what_to_try(make: Any, message: str, model: Any, tokenizer: Any):
+    with pytest.raises(EngineError, match=message):
+        make(model, tokenizer)
+    assert not threads()
+
+
+def test_a_broken_model_folder_is_an_engine_error(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(EngineError, match="cannot be loaded"):
+        TransformersEngine(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"layer_types": ["full_attention", "sliding_attention"], "_attn_implementation": "sdpa"},
+        {"sliding_window": 128, "_attn_implementation": "sdpa"},
+        {"layer_types": ["full_attention"], "_attn_implementation": "flash_attention_2"},
+    ],
+)
+def test_models_that_cannot_be_decoded_exactly_are_refused(config: dict[str, Any]):
+    with pytest.raises(EngineError):
+        check_supported(SimpleNamespace(config=SimpleNamespace(**config)))
+
+
+@pytest.mark.parametrize("name", ["embedded", "embedded:early"])
+def test_the_embedded_model_speaks(name: str):
+    async def main() -> list[Chunk]:
+        engine = TransformersEngine(name)
+        ids = engine.tokenizer.apply_chat_template(
+            [{"role": "user", "content": "What is 3 + 4?"}], add_generation_prompt=True, return_dict=False
+        )
+        sampling = SamplingParams(60, temperature=0.0, stop_ids=engine.eos_ids)
+        try:
+            return await collect(engine, Request("r", as_ids(ids), sampling))
+        finally:
+            await engine.aclose()
+
+    assert asyncio.run(main())[-1].finish_reason == "stop"

@@ -1,0 +1,324 @@
+"""Rewards: every trajectory gets its own number, its own None or its own error, whatever the others get."""
+
+import asyncio
+import math
+import threading
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsm_rollout.environment.rewards import (
+    TELL_EVERY,
+    GroupFilter,
+    Reward,
+    exact_answer,
+    first_answer,
+    fraction_answered,
+    scores_differ,
+)
+from fsm_rollout.errors import ConfigError
+from fsm_rollout.trajectory.events import AnyEvent, ContextOpened, Generated, Message, Prompted, Scored, Wrote
+from fsm_rollout.trajectory.trajectory import Trajectory
+
+CALLS = [{"id": "c", "type": "function", "function": {"name": "calculate", "arguments": {}}}]
+
+
+def trajectory(*turns: Message, extra: dict[str, Any] | None = None, opening: Sequence[Message] = (), name: str = "t"):
+    """Take a trajectory's main context through these messages; one of role "reset" opens the next stream."""
+    events: list[AnyEvent] = [
+        Prompted(
+            at=0.0, trajectory_id=name, group_id="g", sample=0, agent="a", initial="PENDING", messages=list(opening),
+            extra=extra or {}, limits={}, seed=0, date="2026-01-01T00:00:00",
+        )
+    ]  # fmt: skip
+
+    def opened(context: str, messages: Sequence[Message]) -> ContextOpened:
+        ids = array("i", [1])
+        return ContextOpened(
+            at=0.0, context=context, state="PENDING", messages=list(messages), ids=ids, trained=True, engine="policy"
+        )
+
+    events.append(opened("main", opening))
+    events.append(opened("critic", opening))
+    folded = Trajectory.fold(events)
+    for turn in turns:
+        context = turn.get("in", "main")
+        message = {key: value for key, value in turn.items() if key != "in"}
+        if message["role"] == "reset":
+            folded.apply(opened(context, message["messages"]))
+        elif message["role"] == "assistant":
+            stream = folded.stream(context)
+            assert stream is not None
+            stream.glued = len(stream.messages)  # what Extended does, without the tokens
+            folded.apply(
+                Generated(
+                    at=0.0, context=context, state="GENERATING", ids=array("i", [2]), logprobs=array("f", [0.0]),
+                    versions=[(1, 0)], finish_reason="stop", message=message,
+                )
+            )  # fmt: skip
+        else:
+            folded.apply(Wrote(at=0.0, context=context, state="S", messages=[message]))
+    return folded
+
+
+def user(content: str = "?") -> Message:
+    return {"role": "user", "content": content}
+
+
+def said(content: str, **more: Any) -> Message:
+    return {"role": "assistant", "content": content, **more}
+
+
+TOOL: Message = {"role": "tool", "content": "1"}
+TWO = {"answer": "4", "interaction_kwargs": {"turns": ["+1"], "answers": ["5"]}}
+FOUR, FIVE = said("The answer is 4."), said("The answer is 5.")
+NEXT, CHECK = user("+1"), user("Check that.")
+
+
+@pytest.mark.parametrize(
+    ("turns", "extra", "exact", "fraction"),
+    [
+        ([FOUR], {"answer": "4"}, 1.0, 1.0),
+        ([FOUR], {"answer": 4}, 1.0, 1.0),
+        ([FIVE], {"answer": "4"}, 0.0, 0.0),
+        ([], {"answer": "4"}, 0.0, 0.0),
+        ([], {"answer": ""}, 0.0, 0.0),
+        ([said("9", tool_calls=CALLS), TOOL, FOUR], {"answer": "4"}, 1.0, 1.0),
+        ([said("4", tool_calls=CALLS), TOOL], {"answer": "4"}, 0.0, 0.0),
+        ([said("4", tool_calls=CALLS)], {"answer": "4"}, 0.0, 0.0),
+        ([said("<tool_call>4"), TOOL], {"answer": "4"}, 0.0, 0.0),
+        ([FOUR, NEXT, FIVE], TWO, 1.0, 1.0),
+        ([FOUR, NEXT, said("1", tool_calls=CALLS), TOOL, FIVE], TWO, 1.0, 1.0),
+        ([FIVE, NEXT, FOUR], TWO, 0.0, 0.0),
+        ([FOUR, NEXT, said("The answer is 6.")], TWO, 0.0, 0.5),
+        ([FOUR], TWO, 0.0, 0.5),
+        ([FOUR, FIVE], TWO, 0.0, 0.0),
+        ([FIVE, CHECK, FOUR], {"answer": "4"}, 1.0, 1.0),
+        ([FOUR, CHECK, FIVE], {"answer": "4"}, 0.0, 0.0),
+        ([FIVE, CHECK, FOUR, NEXT, FOUR, CHECK, FIVE], TWO, 1.0, 1.0),
+        ([FOUR | {"in": "critic"}], {"answer": "4"}, 0.0, 0.0),
+        ([FOUR, NEXT, {"role": "reset", "messages": [said("The answer is 9.")]}, FIVE], TWO, 1.0, 1.0),
+    ],
+)
+def test_each_answer_is_given_in_its_place(turns: list[Message], extra: dict[str, Any], exact: float, fraction: float):
+    assert exact_answer(trajectory(*turns, extra=extra)) == exact
+    assert first_answer(trajectory(*turns, extra=extra)) >= exact
+    assert fraction_answered(trajectory(*turns, extra=extra)) == fraction
+
+
+def test_an_assistant_message_of_the_prompt_answers_nothing():
+    shown = [user(), said("The answer is 4."), user()]
+    assert exact_answer(trajectory(opening=shown, extra={"answer": "4"})) == 0.0
+    assert exact_answer(trajectory(said("The answer is 4."), opening=shown, extra={"answer": "4"})) == 1.0
+
+
+def test_a_prompt_without_an_answer_cannot_be_judged():
+    with pytest.raises(ValueError, match="the prompt has no `answer`"):
+        exact_answer(trajectory(said("4")))
+
+
+GROUP = [trajectory(name=f"t{i}") for i in range(4)]
+
+
+def scored(function: Any, group: Sequence[Trajectory] = GROUP) -> list[Any]:
+    return asyncio.run(Reward(function).score(group))
+
+
+def number(trajectory: Trajectory) -> int:
+    return int(trajectory.trajectory_id[1:])
+
+
+def uneven(trajectory: Trajectory) -> Any:
+    """Give what is bad in as many ways as there are trajectories."""
+    match number(trajectory):
+        case 0:
+            raise KeyError("answer")
+        case 1:
+            return None
+        case 2:
+            return math.nan
+    return True
+
+
+async def async_uneven(trajectory: Trajectory) -> Any:
+    return uneven(trajectory)
+
+
+def group_uneven(group: Sequence[Trajectory]) -> list[Any]:
+    return [KeyError("answer"), None, math.nan, True]
+
+
+@pytest.mark.parametrize("function", [uneven, async_uneven, group_uneven])
+def test_one_bad_reward_costs_no_other(function: Callable[..., Any]):
+    error, none, nan, one = scored(function)
+    assert isinstance(error, KeyError)
+    assert none is None
+    assert isinstance(nan, ValueError)
+    assert str(nan) == f"reward '{function.__name__}' of trajectory t2 must be a finite number or None, got nan"
+    assert (one, type(one)) == (1.0, float)
+
+
+@given(st.lists(st.sampled_from([0.0, 1, -2.5, True, None, math.nan, math.inf, "1", [1], KeyError]), max_size=6))
+def test_scores_stay_in_their_places(values: list[Any]):
+    group = [trajectory(name=f"t{i}") for i in range(len(values))]
+
+    async def mine(trajectory: Trajectory) -> Any:
+        await asyncio.sleep(0)
+        value = values[number(trajectory)]
+        if value is KeyError:
+            raise KeyError
+        return value
+
+    def ours(group: list[Trajectory]) -> list[Any]:
+        return [KeyError() if value is KeyError else value for value in values]
+
+    for function in (mine, ours):
+        for value, score in zip(values, scored(function, group), strict=True):
+            good = value is None or (isinstance(value, int | float) and math.isfinite(value))
+            assert (score == value) if good else isinstance(score, Exception)
+
+
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        ([1.0] * 3, "must return 4 scores in order, got 3"),
+        (1.0, "got float"),
+        ({0: 1}, "got dict"),
+        (None, "got NoneType"),
+    ],
+)
+def test_a_group_reward_must_score_each(returned: Any, says: str):
+    errors = scored(lambda group: returned)
+    assert len(errors) == 4
+    assert all(isinstance(error, ValueError) and says in str(error) for error in errors)
+
+
+def test_a_group_reward_that_raises_leaves_everyone_without():
+    def bad(group: list[Trajectory]) -> list[float]:
+        raise ZeroDivisionError
+
+    assert [type(error) for error in scored(bad)] == [ZeroDivisionError] * 4
+
+
+def test_arrays_and_numpy_numbers_are_scores():
+    assert scored(lambda group: np.arange(4)) == [0.0, 1.0, 2.0, 3.0]
+    assert [type(score) for score in scored(lambda trajectory: np.float32(0.5))] == [float] * 4
+
+
+def by_annotation(many: list[Trajectory]) -> list[float]:
+    return [float(number(t)) for t in many]
+
+
+def one_by_one(trajectory: Trajectory) -> float:
+    return float(number(trajectory))
+
+
+class Judge:
+    """A reward with a state."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    async def __call__(self, trajectory: Trajectory) -> float:
+        return self.scale * number(trajectory)
+
+
+@pytest.mark.parametrize(
+    ("function", "of_group"),
+    [
+        (by_annotation, True),
+        (group_uneven, True),
+        (one_by_one, False),
+        (f"{__name__}:one_by_one", False),
+        (Judge(1.0), False),
+    ],
+)
+def test_a_groups_reward_is_known_by_its_parameter(function: Any, of_group: bool):
+    assert Reward(function).of_group is of_group
+    if function is not group_uneven:
+        assert scored(function) == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_a_blocking_reward_does_not_stall_the_loop():
+    gate = threading.Event()
+
+    def blocking(trajectory: Trajectory) -> float:
+        gate.wait()
+        return 1.0
+
+    async def main() -> None:
+        scoring = asyncio.create_task(Reward(blocking).score(GROUP))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not scoring.done()
+        gate.set()
+        assert await scoring == [1.0] * 4
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (lambda: 1.0, "must take one argument"),
+        (lambda trajectory, other: 1.0, "must take one argument"),
+        (3, "is no function"),
+        ("fsm_rollout.rewards:exact_anwser", "did you mean 'exact_answer'"),
+    ],
+)
+def test_what_is_no_reward_is_refused(function: Any, says: str):
+    with pytest.raises(ConfigError, match=says):
+        Reward(function)
+
+
+def test_the_first_answer_counts_whatever_comes_later():
+    extra = {"answer": "4", "interaction_kwargs": {"turns": ["And 3 + 3?"], "answers": ["6"]}}
+    assert first_answer(trajectory(said("The answer is 4."), extra=extra)) == 1.0
+    assert first_answer(trajectory(said("The answer is 6."), extra=extra)) == 0.0
+    assert exact_answer(trajectory(said("The answer is 4."), extra=extra)) == 0.0
+
+
+def having(*values: float | None) -> list[Trajectory]:
+    found = [trajectory(said("4")) for _ in values]
+    for one, value in zip(found, values, strict=True):
+        if value is not None:
+            one.apply(Scored(at=9.0, value=value))
+    return found
+
+
+def test_scores_differ_where_there_are_two():
+    assert scores_differ(having(0.0, 1.0, None))
+    assert not scores_differ(having(1.0, 1.0, None))
+    assert not scores_differ(having(None, None))
+
+
+def test_a_failing_reward_is_told_of_once(caplog: pytest.LogCaptureFixture):
+    def boom(one: Trajectory) -> float:
+        raise ValueError("the judge is down")
+
+    reward = Reward(boom)
+    for _ in range(2):
+        asyncio.run(reward.score(having(None, None)))
+    (line,) = [record.getMessage() for record in caplog.records if "no score" in record.getMessage()]
+    assert line.endswith("ValueError: the judge is down")
+
+
+def test_a_filter_that_drops_everything_says_so_now_and_then(caplog: pytest.LogCaptureFixture):
+    async def main() -> None:
+        wanted = GroupFilter(scores_differ)
+        for _ in range(2 * TELL_EVERY):
+            assert not await wanted.keeps(having(1.0, 1.0))
+        assert await wanted.keeps(having(0.0, 1.0))
+        assert not await wanted.keeps(having(1.0, 1.0))
+
+    asyncio.run(main())
+    lines = [record.getMessage() for record in caplog.records if "in a row" in record.getMessage()]
+    assert [f"dropped {count} groups in a row" in line for count, line in zip((64, 128), lines, strict=True)] == [
+        True
+    ] * 2
+    assert lines[0].endswith("scores: [1.0, 1.0]")

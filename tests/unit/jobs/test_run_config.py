@@ -1,0 +1,210 @@
+"""Run files: complete, strict, and every mistake named with its line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fsm_rollout.agent.graph import Sampling
+from fsm_rollout.errors import ConfigError
+from fsm_rollout.jobs.run_config import EngineFailures, Failures, RunConfig, load_run
+from tests.kit import ROOT
+
+SMALLEST = "agent: a.yaml\nprompts: p.jsonl\nengine: {kind: scripted}\nout: runs/x\n"
+
+EVERY_KEY = """
+agent: ../agents/tool_user.yaml
+prompts: ../data/arithmetic.jsonl
+n: 4
+limit: 64
+seed: 7
+validate: true
+sampling: {temperature: 0.5, top_k: 3}
+validation_sampling: {temperature: 0.25}
+reward: "fsm_rollout.rewards:exact_answer"
+engine: {kind: transformers, model: embedded, nested: {list: [1, two]}}
+engines: {judge: {kind: scripted}}
+failures: {engine: {attempts: 5}, tool: end}
+concurrency: 8
+queue_timeout: 1.5
+group_filter: "fsm_rollout.rewards:scores_differ"
+target_groups: 3
+over_sample: 2.5
+out: runs/demo
+"""
+
+RUNS = ROOT / "configs" / "runs"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make a project and go there; run files have a place within it."""
+    (tmp_path / "configs" / "runs").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def load(folder: Path, text: str, *overrides: str) -> RunConfig:
+    (folder / "configs/runs/run.yaml").write_text(text)
+    return load_run("configs/runs/run.yaml", overrides)
+
+
+def problems(folder: Path, text: str, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(folder, text, *overrides)
+    return [str(problem).removeprefix("configs/runs/run.yaml") for problem in caught.value.problems]
+
+
+def resolved(path: Path) -> Path:
+    return path.resolve()
+
+
+def test_every_key(folder: Path) -> None:
+    run = load(folder, EVERY_KEY)
+    assert isinstance(run.agent, Path)
+    assert run.agent.resolve() == folder / "configs/agents/tool_user.yaml"
+    assert run.prompts.resolve() == folder / "configs/data/arithmetic.jsonl"
+    assert run.out == folder / "runs/demo"
+    assert run.base == folder / "configs/runs"
+    assert (run.n, run.limit, run.seed, run.validate_run) == (4, 64, 7, True)
+    assert run.sampling == Sampling(temperature=0.5, top_k=3)
+    assert run.validation_sampling == Sampling(temperature=0.25)
+    assert run.reward == "fsm_rollout.rewards:exact_answer"
+    assert run.engine == {"kind": "transformers", "model": "embedded", "nested": {"list": [1, "two"]}}
+    assert run.engines == {"judge": {"kind": "scripted"}}
+    assert run.failures == Failures(engine=EngineFailures(attempts=5), tool="end")
+    assert (run.concurrency, run.queue_timeout, run.agent_overrides) == (8, 1.5, ())
+    assert (run.group_filter, run.target_groups) == ("fsm_rollout.rewards:scores_differ", 3)
+    assert run.over_sample == 2.5
+    assert set(EVERY_KEY.replace(":", " ").split()) >= {f.alias or n for n, f in RunConfig.model_fields.items()}
+
+
+def test_defaults(folder: Path) -> None:
+    run = load(folder, SMALLEST)
+    assert (run.n, run.limit, run.seed, run.validate_run, run.reward) == (1, None, 0, False, None)
+    assert (run.sampling, run.validation_sampling) == (Sampling(), Sampling(temperature=0.0))
+    assert (run.engines, run.failures.engine.attempts, run.failures.tool) == ({}, 3, "tell_model")
+    assert (run.concurrency, run.queue_timeout) == (1024, 600.0)
+
+
+def test_several_agents(folder: Path) -> None:
+    run = load(folder, SMALLEST.replace("a.yaml", "{one: a.yaml, two: /b.yaml}"))
+    assert run.agent == {"one": folder / "configs/runs/a.yaml", "two": Path("/b.yaml")}
+
+
+def test_overrides_and_interpolation(folder: Path) -> None:
+    text = SMALLEST + "n: 4\nlimit: ${n}\nsampling: {temperature: 1.0}\n"
+    run = load(
+        folder, text, "n=2", "sampling.top_p=0.5", "prompts=mine.jsonl", "engine.model=m", "agent.limits.tool_calls=3",
+        "agent.states.GENERATING.timeout=5", "engines.judge={kind: scripted}", "out=${agent}.out",
+    )  # fmt: skip
+    assert (run.n, run.limit) == (2, 2)
+    assert run.sampling == Sampling(temperature=1.0, top_p=0.5)
+    assert run.engine == {"kind": "scripted", "model": "m"}
+    assert run.engines == {"judge": {"kind": "scripted"}}
+    assert run.agent_overrides == ("limits.tool_calls=3", "states.GENERATING.timeout=5")
+    assert run.agent == folder / "configs/runs/a.yaml", "what the file names is beside the file"
+    assert run.prompts == folder / "mine.jsonl", "what the command line names is where the command was given"
+    assert run.out == folder / "a.yaml.out"
+    assert load(folder, text, "agent=b.yaml").agent == folder / "b.yaml"
+
+
+def test_to_json_reads_back(folder: Path) -> None:
+    run = load(folder, EVERY_KEY, "agent.limits.tool_calls=3")
+    said = json.loads(run.to_json())
+    assert said.pop("agent_overrides") == ["limits.tool_calls=3"]
+    assert said["validate"] is True
+    again = load(folder, json.dumps(said))
+    assert again.model_dump() == run.model_dump()
+
+
+def test_all_mistakes_in_one_go(folder: Path) -> None:
+    text = """agent: a.yaml
+promts: p.jsonl
+n: 0
+limit: "5"
+seed: 1
+seed: 2
+validate: yes
+sampling: {temprature: 1.0}
+validation_sampling: {top_p: 2}
+reward: exact_answer
+engine: embedded
+engines: {policy: {kind: scripted}}
+failures: {engine: {attempt: 2}, tool: stop}
+concurrency: 0
+queue_timeout: 0
+out: runs/x
+"""
+    assert problems(folder, text) == [
+        ":1: 'prompts' is missing",
+        ":2: unknown key 'promts'; did you mean 'prompts'?",
+        ":3: n should be greater than or equal to 1, got 0",
+        ":4: limit should be a valid integer, got '5'",
+        ":6: key 'seed' is written twice in one mapping (before in line 5)",
+        ':7: `yes` is a boolean in YAML 1.1; write true or false, or "yes" for text',
+        ":8: sampling: unknown key 'temprature'; did you mean 'temperature'?",
+        ":9: validation_sampling.top_p should be less than or equal to 1, got 2",
+        ":10: reward must be 'module:name', got 'exact_answer'",
+        ":11: engine must be a mapping, got 'embedded'",
+        ":12: engines: 'policy' is the engine that is trained; describe it under `engine`",
+        ":13: failures.engine: unknown key 'attempt'; did you mean 'attempts'?",
+        ":13: failures: tool must be 'tell_model' or 'end', got 'stop'; known: end, tell_model",
+        ":14: concurrency should be greater than or equal to 1, got 0",
+        ":15: queue_timeout should be greater than 0, got 0",
+    ]
+
+
+@pytest.mark.parametrize("agent", ["[a.yaml]", "{}", "{a: }", "3", '""', "{a: [b.yaml]}"])
+def test_what_is_no_agent(agent: str, folder: Path) -> None:
+    said = "agent: give the path of an agent's YAML, or a mapping from names to such paths"
+    assert problems(folder, SMALLEST.replace("a.yaml", agent)) == [f":1: {said}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "said"),
+    [
+        ("", (), ": is empty; a run needs `agent`, `prompts`, `engine` and `out`"),
+        ("- a", (), ":1: a run is a mapping with `agent`, `prompts`, `engine` and `out`, got a list"),
+        ("a: [", (), ":1: not YAML: while parsing a flow node, expected the node content, but found '<stream end>'"),
+        (SMALLEST, ("n",), "override 'n': is not of the form key=value, say limits.assistant_turns=4"),
+        (SMALLEST, ("nn=3",), "override 'nn=3': unknown key 'nn'; did you mean 'n'?"),
+        (SMALLEST, ("n=x",), "override 'n=x': n should be a valid integer, got 'x'"),
+        (SMALLEST, ("validate_run=true",), "override 'validate_run=true': unknown key 'validate_run'; did you mean 'v"),
+        (SMALLEST + "base: x\n", (), ":5: unknown key 'base'"),
+        (SMALLEST + "limit: ${nothing}\n", (), ":5: interpolation failed: "),
+    ],
+)
+def test_mistakes(text: str, overrides: tuple[str, ...], said: str, folder: Path) -> None:
+    assert problems(folder, text, *overrides)[0].startswith(said)
+
+
+def test_a_missing_file(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: no such file"):
+        load_run(folder / "nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    "path", sorted(set(RUNS.glob("*.yaml")) - set(RUNS.glob("*_script.yaml"))), ids=lambda path: path.stem
+)
+def test_the_runs_that_are_shipped(path: Path) -> None:
+    run = load_run(path)
+    for file in (run.agent, run.prompts):
+        assert isinstance(file, Path)
+        assert file.is_file()
+    assert run.out == Path.cwd() / "runs" / path.stem
+
+
+def test_paths_of_engines_are_taken_from_where_an_override_is_given(folder: Path) -> None:
+    (folder / "mine").mkdir()
+    asked = ["engine.model=mine", "engines.judge={kind: replay, run: mine}", "engines.other.kind=transformers"]
+    config = load(folder, SMALLEST, *asked, "engines.other.model=embedded:early")
+    assert config.engine["model"] == str(folder / "mine")
+    assert config.engines["judge"]["run"] == str(folder / "mine")
+    assert config.engines["other"]["model"] == "embedded:early"
+    assert load(folder, SMALLEST, "engine.model=not_there").engine["model"] == "not_there"
+    assert load(folder, SMALLEST.replace("scripted}", "scripted, model: mine}")).engine["model"] == "mine", (
+        "the file's own is the file's"
+    )

@@ -1,0 +1,177 @@
+"""Summaries, against sums over the events."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections import Counter
+from io import StringIO
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from rich.console import Console
+
+from fsm_rollout.jobs.progress import RunProgress, summary_table
+from fsm_rollout.jobs.summary import summarize
+from fsm_rollout.testing.strategies.histories import several_event_sequences
+from fsm_rollout.trajectory.events import (
+    AnyEvent,
+    Called,
+    ContextOpened,
+    Ended,
+    Extended,
+    Generated,
+    Interacted,
+    Prompted,
+    Scored,
+    Suspended,
+    Transitioned,
+    Wrote,
+)
+from fsm_rollout.trajectory.trajectory import Trajectory
+
+KEYS = (
+    "trajectories groups wall_seconds transitions states stop_reasons sub_agents turns_mean tokens trained_tokens "
+    "tool_calls tool_failures score_mean timing engine"
+)
+
+
+def told(events: list[AnyEvent], parent: str | None) -> list[AnyEvent]:
+    """The events of a trajectory that ``parent`` called, all of whose generations had to wait."""
+    changed = {Prompted: {"parent_id": parent}, Generated: {"queue_seconds": 0.5}}
+    return [replace(event, **changed.get(type(event), {})) for event in events]
+
+
+@given(several_event_sequences, st.lists(st.booleans(), min_size=4, max_size=4))
+def test_the_summary_counts_the_events(drawn: list[list[AnyEvent]], sub_agents: list[bool]) -> None:
+    everything = [told(events, "x" if called else None) for events, called in zip(drawn, sub_agents, strict=False)]
+    several = [events for events, called in zip(everything, sub_agents, strict=False) if not called]
+    children = [events for events, called in zip(everything, sub_agents, strict=False) if called]
+    summary = summarize(map(Trajectory.fold, everything), wall_seconds=2.5, engine={"kind": "scripted"})
+    failed = {
+        e.stop_reason for events in several for e in events if isinstance(e, Ended) and "failed:" in e.stop_reason
+    }
+    assert summary.pop("failures", {}).keys() == failed
+    assert list(summary) == KEYS.split()
+    assert json.loads(json.dumps(summary, allow_nan=False)) == summary
+
+    def every(kind: Any, among: list[list[AnyEvent]]) -> list[Any]:
+        return [event for events in among for event in events if isinstance(event, kind)]
+
+    def endings(among: list[list[AnyEvent]]) -> Counter[str]:
+        return Counter(
+            (
+                *[e.stop_reason for e in every(Ended, [events])],
+                "suspended" if every(Suspended, [events]) else "unfinished",
+            )[0]
+            for events in among
+        )
+
+    def over(values: list[float]) -> dict[str, float | None]:
+        if not values:
+            return {"min": None, "mean": None, "max": None}
+        return {"min": min(values), "mean": pytest.approx(sum(values) / len(values)), "max": max(values)}
+
+    def seconds(kind: type, field: str = "seconds") -> list[float]:
+        return [sum(getattr(event, field) for event in every(kind, [events])) for events in several]
+
+    trained = {(i, e.context): e.trained for i, events in enumerate(everything) for e in every(ContextOpened, [events])}
+    said = [m for e in every(ContextOpened | Wrote, several) for m in e.messages if m["role"] != "system"]
+    last_scores = [[s.value for s in every(Scored, [events]) if s.turn is None] for events in several]
+    scores = [values[-1] for values in last_scores if values]
+    assert (summary["trajectories"], summary["groups"]) == (len(several), 1 if several else 0)
+    assert (summary["wall_seconds"], summary["engine"]) == (2.5, {"kind": "scripted"})
+    assert summary["transitions"] == len(every(Transitioned, several))
+    assert summary["states"] == Counter(
+        [event.initial for event in every(Prompted, several)] + [event.dest for event in every(Transitioned, several)]
+    )
+    assert summary["stop_reasons"] == endings(several)
+    called = summary["sub_agents"]
+    assert (called["trajectories"], called["stop_reasons"]) == (len(children), endings(children))
+    turns = len(said) + sum(not event.continued for event in every(Generated, several))
+    assert summary["turns_mean"] == (turns / len(several) if several else None)
+    assert summary["tokens"] == sum(len(event.ids) for event in every(Extended | Generated, everything))
+    assert summary["trained_tokens"] == sum(
+        len(e.ids) * trained[i, e.context] for i, events in enumerate(everything) for e in every(Generated, [events])
+    )
+    assert summary["tool_calls"] == len(every(Called, everything))
+    assert summary["tool_failures"] == sum(event.failure is not None for event in every(Called, everything))
+    assert summary["score_mean"] == (pytest.approx(sum(scores) / len(scores)) if scores else None)
+    timing = summary["timing"]
+    assert list(timing) == ["queue", "generate", "tools", "interact", "other", "slowest"]
+    assert timing["queue"] == over(seconds(Generated, "queue_seconds"))
+    assert timing["generate"] == over(seconds(Generated))
+    assert timing["tools"] == over(seconds(Called))
+    assert timing["interact"] == over(seconds(Interacted))
+    took = {events[0].trajectory_id: e.at - events[0].at for events in several for e in every(Ended, [events])}  # type: ignore[union-attr]
+    slowest = timing["slowest"]
+    assert (slowest is None) == (not took)
+    if slowest is not None:
+        assert slowest["wall_seconds"] == max(took.values()) == took[slowest["trajectory_id"]]
+        parts = [slowest[f"{name}_seconds"] for name in ("queue", "generate", "tool", "interact", "other")]
+        assert sum(parts) == pytest.approx(max(slowest["wall_seconds"], sum(parts[:-1])))
+
+
+def parent_and_child(**child: Any) -> list[Trajectory]:
+    """A trajectory of 4 s and the one that it called, which is scored as it is."""
+    begun = Prompted(
+        at=0.0, trajectory_id="0/0", group_id="0", sample=0, agent="solver", initial="PENDING", messages=[], extra={},
+        limits={}, seed=0, date="",
+    )  # fmt: skip
+    said = Generated(
+        at=3.0, context="main", state="PENDING", ids=array("i", [1]), logprobs=array("f", [0.0]), versions=[(1, 0)],
+        finish_reason="stop", message={"role": "assistant", "content": ""}, queue_seconds=2.5, seconds=0.5,
+    )  # fmt: skip
+    opened = ContextOpened(
+        at=0.0, context="main", state="PENDING", messages=[], ids=array("i", [1]), trained=True, engine="policy"
+    )
+    end, score = Ended(at=4.0, stop_reason="answered"), Scored(at=4.0, value=0.5)
+    own = [begun, opened, said, end, score]
+    called = [replace(begun, trajectory_id="0/0/solve", parent_id="0/0"), replace(end, **child), score]
+    return [Trajectory.fold(own), Trajectory.fold(called)]
+
+
+def printed(summary: dict[str, Any]) -> str:
+    console = Console(width=80, file=StringIO())
+    console.print(summary_table(summary))
+    assert isinstance(console.file, StringIO)
+    return " ".join(console.file.getvalue().split())
+
+
+def test_sub_agents_are_told_apart() -> None:
+    table = printed(summarize(parent_and_child(stop_reason="failed:KeyError", detail="'x'"), wall_seconds=4.0))
+    assert "trajectories 1 in 1 groups + 1 of sub-agents, 4.0 s" in table
+    assert "stop reasons answered 1 of sub-agents failed:KeyError 1 states PENDING 1 turns" in table
+    assert "trained (100%), sub-agents' too" in table
+    assert "of sub-agents" not in printed(summarize(parent_and_child()[:1], wall_seconds=4.0))
+
+
+def test_the_parts_of_a_time_make_up_the_whole() -> None:
+    table = printed(summarize(parent_and_child(), wall_seconds=4.0))
+    assert "0/0: answered after 4.00 s (queue 2.50, generate 0.50, other 1.00)" in table
+    assert "queue (s) 2.50 / 2.50 / 2.50 (min / mean / max per trajectory)" in table
+    assert "interact (s)" not in table
+
+
+def test_a_run_is_shown_by_the_prompts_own_trajectories() -> None:
+    console = Console(width=80, file=StringIO(), force_terminal=False)
+    progress, (parent, child) = RunProgress(1, 0, console), parent_and_child()
+    begun = Prompted(
+        at=0.0, trajectory_id="", group_id="0", sample=0, agent="solver", initial="PENDING", messages=[], extra={},
+        limits={}, seed=0, date="",
+    )  # fmt: skip
+    left = Transitioned(at=1.0, trigger="x", source="PENDING", dest="WORKING", spent={})
+    for trajectory, event in ((parent, begun), (child, begun), (parent, left), (child, left)):
+        progress(trajectory, event)
+    console.print(progress._render())
+    progress(child, Ended(at=2.0, stop_reason="answered"))
+    console.print(progress._render())
+    assert isinstance(console.file, StringIO)
+    during, _, after = console.file.getvalue().rpartition("0/1")
+    assert "WORKING" in during
+    assert "2" not in during.partition("WORKING")[2].partition("tokens")[0]
+    assert "sub-agents  1" in during
+    assert "sub-agents" not in after

@@ -1,0 +1,61 @@
+"""In a notebook a trajectory is shown with all that its rollout knows: texts, graph, and what the journal has."""
+
+from __future__ import annotations
+
+import asyncio
+import html
+from pathlib import Path
+
+import pytest
+
+from fsm_rollout.agent.loader import load_agent
+from fsm_rollout.engines.scripted.engine import ScriptedEngine
+from fsm_rollout.errors import ConfigError
+from fsm_rollout.report.notebook import page
+from fsm_rollout.rollout import Rollout
+from fsm_rollout.trajectory.journal import Journal, read
+from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.embedded import tokenizer
+from tests.unit.report.recorded_runs import CONFIGS
+
+PROMPT = {"messages": [{"role": "user", "content": "What is 3 + 4?"}]}
+CALL = '<tool_call>\n{"name": "solve", "arguments": {"task": "3 + 4"}}\n</tool_call>'
+SCRIPT = {"delegate": [CALL, "Solved: seven."], "tool_agent": ["It is seven."]}
+
+
+def rollout(journal: Journal | None = None) -> Rollout:
+    agent = load_agent(CONFIGS / "agents/delegate.yaml")
+    return Rollout(agent, ScriptedEngine(SCRIPT, tokenizer=tokenizer()), journal=journal)
+
+
+def test_with_a_journal_the_page_is_whole_of_sub_agents_too(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal.sqlite") as journal, rollout(journal) as running:
+        running.run([PROMPT])
+        journal.flush()
+        found = {one.agent: one for one in read(journal.path)}
+        for agent, said in (("delegate", "Solved: seven."), ("tool_agent", "It is seven.")):
+            whole = page(running, found[agent])
+            assert whole == page(running, found[agent].trajectory_id)
+            assert said in whole.html
+            assert 'id="lanes"' in whole.html
+            assert "PROCESSING_TOOLS" in whole.html, "its graph, also where it was not walked"
+        assert whole.save(tmp_path / "t.html").read_text("utf-8") == whole.html
+        assert html.unescape(whole._repr_html_()).count("<iframe") == 1
+        with pytest.raises(ConfigError, match="did you mean '0/0'"):
+            page(running, "0/O")
+        journal.close()
+        assert page(running, "0/0").html == page(running, found["delegate"]).html
+
+
+def test_without_a_journal_texts_and_graph_are_there() -> None:
+    async def sampled(running: Rollout) -> Trajectory:
+        groups = [group async for group in running.stream([PROMPT])]
+        return groups[0].trajectories[0]
+
+    with rollout() as running:
+        shown = page(running, asyncio.run(sampled(running))).html
+        assert "made from the trajectory alone" in shown
+        assert "Which arrows it took is not known here" in shown
+        assert '"vocabularies":{"policy":{' in shown
+        with pytest.raises(ConfigError, match="keeps no journal"):
+            page(running, "0/0")

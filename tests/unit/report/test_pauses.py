@@ -1,0 +1,141 @@
+"""What was set aside and went on, on which weights, and on which replica: in the times, the pages and the figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import ANY
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from fsm_rollout.report.figures import BINS, Figures
+from fsm_rollout.report.moments import Clock, covered, stretches
+from fsm_rollout.report.recorded import Recorded
+from fsm_rollout.report.report import write_report
+from fsm_rollout.report.show import show
+from fsm_rollout.report.trajectory import time_lanes
+from fsm_rollout.testing.strategies.histories import several_event_sequences
+from fsm_rollout.trajectory.events import AnyEvent, Called, Generated, Resumed, Suspended
+from tests.unit.report.recorded_runs import history, write_run
+
+
+def interrupted(trajectory_id: str = "0/0", *, away: float = 7.0, clock: float | None = None) -> list[AnyEvent]:
+    """The usual history, set aside after its tool call; it goes on ``clock`` later on the clock of then."""
+    events = history(trajectory_id)
+    at = next(place for place, event in enumerate(events) if isinstance(event, Called)) + 1
+    left = events[at - 1].at
+    later = away if clock is None else clock
+    pause = [Suspended(at=left, reason="partial"), Resumed(at=left + later, away=later, weight_version=4)]
+    return [*events[:at], *pause, *(replace(event, at=event.at + later) for event in events[at:])]
+
+
+def test_time_away_is_neither_tools_nor_generation() -> None:
+    recorded = Recorded.of(interrupted(away=7.0))
+    away = [s for s in stretches(recorded.events) if s.kind == "away"]
+    assert [(s.state, s.start, s.end) for s in away] == [("PROCESSING_TOOLS", 105.0, 112.0)]
+    figures = Figures()
+    figures.add(recorded)
+    (line,) = figures.lines
+    assert (line.resumed, line.away, line.wall, figures.seconds) == (1, 7.0, 10.0, 10.0)
+    assert line.seconds["tool"] == 2.0
+    assert line.why().startswith("45% generating")
+
+
+def test_a_run_that_went_on_after_a_night_is_looked_at_without_the_night(tmp_path: Path) -> None:
+    """What took seconds fills the lanes and the courses, as it does where nothing was set aside."""
+    night = 50_000.0
+    lanes = [time_lanes(Recorded.of(events), ["PENDING", "GENERATING", "PROCESSING_TOOLS", "INTERACTING"])
+             for events in (history(), interrupted(away=night))]  # fmt: skip
+    assert lanes[0] is not None
+    assert lanes[1] is not None
+    assert (lanes[1]["seconds"], lanes[1]["largest"]) == (lanes[0]["seconds"], lanes[0]["largest"]) == (10.0, ANY)
+    for calm, torn in zip(lanes[0]["lanes"], lanes[1]["lanes"], strict=True):
+        assert (torn["share"], torn["seconds"], torn["visits"]) == (calm["share"], calm["seconds"], calm["visits"])
+        marks = [bar["place"] for bar in torn["bars"] if bar["of"].kind == "away"]
+        assert [bar for bar in torn["bars"] if bar["place"] not in marks] == [
+            {**bar, "of": ANY} for bar in calm["bars"]
+        ]
+        assert marks == ["left:50.0000%;width:0.0000%;top:0;height:100%"] * (torn["state"] == "PROCESSING_TOOLS")
+
+    figures = Figures()
+    for events, seconds in ((interrupted(away=night), 10.0), (history("1/0"), 15.0)):  # the other went on meanwhile
+        figures.add(Recorded.of(events))
+        assert figures.seconds == seconds
+    assert sum(figures.throughput()) * 15.0 / BINS == pytest.approx(sum(s.tokens for s in figures.generations))
+    write_report(write_run(tmp_path, {"0/0": interrupted(away=night)}))
+    report = (tmp_path / "report.html").read_text("utf-8")
+    assert "without 833 min 20 s in which nothing was under way" in report.replace("\u00a0", " ")
+    assert "besides, set aside for 833 min 20 s" in report.replace("\u00a0", " ")
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted), max_size=5), st.integers(0, 40),
+       st.integers(0, 40))  # fmt: skip
+def test_a_clock_stands_in_its_gaps_and_runs_elsewhere(gaps: list[list[int]], start: int, end: int) -> None:
+    start, end = sorted((start, end))
+    clock = Clock((a, b) for a, b in gaps)
+    runs = [second for second in range(start, end) if not any(a <= second < b for a, b in gaps)]
+    assert clock(end) - clock(start) == len(runs)
+    assert [second for a, b in clock.runs(start, end) for second in range(int(a), int(b))] == runs
+
+
+def test_a_clock_that_lies_behind_is_taken_to_have_stood_still() -> None:
+    """A run that goes on in a freshly booted machine has times from before those that it began with."""
+    recorded = Recorded.of(interrupted(clock=-90.0))
+    times = [event.at for event in recorded.events]
+    assert times == sorted(times)
+    assert covered(stretches(recorded.events)) == covered(stretches(history()))
+    assert recorded.trajectory.ended_at == 110.0
+    assert recorded.trajectory.away == 0.0
+
+
+def test_pages_say_how_long_it_was_away_and_which_weights_it_crossed(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {"0/0": interrupted(), "1/0": history("1/0", group_id="1", versions=(1, 1))})
+    show(run, "0/0", tmp_path / "t.html")
+    page = (tmp_path / "t.html").read_text("utf-8")
+    assert "set aside: partial" in page
+    assert "went on after 7.00 s, on weights 4" in page
+    assert "1 × <small>away 7.00" in page
+    assert "0 → 1 <small>2 versions" in page
+    write_report(run)
+    report = (run / "report.html").read_text("utf-8")
+    assert "1 <small>away 7.00" in report
+    assert "0 → 1 <small>more than one in 1<" in report
+    assert '"0 \\u2192 1"' in report
+    calm = write_run(tmp_path / "calm", {"1/0": history("1/0", versions=(1, 1))})
+    write_report(calm)
+    for nothing in ("resumed", "more than one", '"away"'):
+        assert nothing not in (calm / "report.html").read_text("utf-8").split("<main>")[1].split("<script>")[0]
+
+
+@given(several_event_sequences)
+@settings(max_examples=40)
+def test_what_replicas_did_adds_up_to_what_was_done(histories: list[list[AnyEvent]]) -> None:
+    figures = Figures()
+    for events in histories:
+        figures.add(Recorded.of(events))
+    sampled = [event for events in histories for event in events if isinstance(event, Generated)]
+    replicas = figures.replicas()
+    assert [one.name for one in replicas] == sorted({event.replica for event in sampled})
+    for one in replicas:
+        own = [event for event in sampled if event.replica == one.name]
+        assert (one.generations, one.tokens) == (len(own), sum(len(event.ids) for event in own))
+        assert 0 <= one.busy <= figures.end - figures.begin + 1e-6
+    for place in range(BINS):
+        assert sum(one.throughput[place] for one in replicas) == pytest.approx(figures.throughput()[place], abs=1e-6)
+        assert sum(one.under_way[place] for one in replicas) == pytest.approx(figures.load()[place], abs=1e-6)
+
+
+def test_replicas_have_lanes_on_one_scale_where_there_are_several(tmp_path: Path) -> None:
+    busy, idle = history("0/0", replica="r0"), history("1/0", group_id="1", replica="r1")
+    more = history("2/0", group_id="2", replica="r0")
+    write_report(write_run(tmp_path / "two", {"0/0": busy, "1/0": idle, "2/0": more}))
+    page = (tmp_path / "two/report.html").read_text("utf-8")
+    lanes = page.split('id="replicas"')[1].split("</section>")[0].split('class="replica"')[1:]
+    assert ["r0" in lanes[0], "r1" in lanes[1], len(lanes)] == [True, True, 2]
+    heights = [min(float(point.split(",")[1]) for point in lane.split('polyline points="')[1].split('"')[0].split())
+               for lane in lanes]  # fmt: skip
+    assert heights == [5.0, 52.5], "half the load is half as high"
+    write_report(write_run(tmp_path / "one", {"0/0": busy}))
+    assert 'id="replicas"' not in (tmp_path / "one/report.html").read_text("utf-8")

@@ -1,0 +1,909 @@
+"""The scheduler: cancellation, suspension, sub-agents, pauses, weight updates, rewards, hooks, bad handlers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import textwrap
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from pydantic import BaseModel
+
+from fsm_rollout.agent.graph import AgentGraph, Context, Sampling
+from fsm_rollout.agent.handlers import TEMPLATE_FACTS
+from fsm_rollout.engines.client import Dispatcher
+from fsm_rollout.engines.protocol import Chunk, Request
+from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
+from fsm_rollout.environment.rewards import Reward
+from fsm_rollout.environment.users import Conversation, Reply
+from fsm_rollout.errors import ConfigError
+from fsm_rollout.scheduler.live import Group
+from fsm_rollout.scheduler.scheduler import Scheduler
+from fsm_rollout.scheduler import trajectory_runner as driving
+from fsm_rollout.states import State
+from fsm_rollout.states.context import Visit
+from fsm_rollout.testing.virtual_time import run_virtual
+from fsm_rollout.tools import ToolContext
+from fsm_rollout.trajectory.events import Transitioned
+from fsm_rollout.trajectory.frozen import FrozenMap
+from fsm_rollout.trajectory.journal import Journal
+from fsm_rollout.trajectory.prompt import Prompt
+from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
+from tests.embedded import tokenizer
+from tests.laws.world import call
+
+LIMITS = {"assistant_turns": 6, "tool_calls": 6, "wall_seconds": 1000.0}
+SINGLE = {
+    "states": {"PENDING": {}, "GENERATING": {"timeout": 100.0}},
+    "transitions": [
+        {"trigger": "prompted", "source": "PENDING", "dest": "GENERATING"},
+        {"trigger": "generated", "source": "GENERATING", "dest": "TERMINATED"},
+    ],
+}
+TOOLS = {
+    "states": {"PENDING": {}, "GENERATING": {"timeout": 100.0}, "PROCESSING_TOOLS": {"timeout": 200.0}},
+    "transitions": [
+        {"trigger": "prompted", "source": "PENDING", "dest": "GENERATING"},
+        {
+            "trigger": "generated", "source": "GENERATING", "dest": "PROCESSING_TOOLS",
+            "conditions": [{"name": "has_tool_calls"}],
+        },
+        {"trigger": "generated", "source": "GENERATING", "dest": "TERMINATED"},
+        {"trigger": "tools_done", "source": "PROCESSING_TOOLS", "dest": "GENERATING"},
+    ],
+}  # fmt: skip
+
+
+def agent(frame: dict[str, Any], **more: Any) -> AgentGraph:
+    return AgentGraph(**{"agent": "a", "limits": LIMITS, **frame, **more})
+
+
+def prompts(count: int = 1, **extra: Any) -> list[Prompt]:
+    return [
+        Prompt(prompt_id=f"p{i}", messages=({"role": "user", "content": f"Question {i}?"},), **extra)
+        for i in range(count)
+    ]
+
+
+Body = Callable[[Scheduler, ScriptedEngine], AsyncIterator[Group]]
+
+
+def run(
+    graph: AgentGraph,
+    script: Any,
+    listed: list[Prompt] | None = None,
+    n: int = 1,
+    *,
+    during: Callable[[Scheduler, ScriptedEngine], Any] | None = None,
+    **options: Any,
+) -> tuple[list[Group], ScriptedEngine]:
+    """Run on a scripted engine in virtual time; `during` runs beside it."""
+    engine = ScriptedEngine(script, tokenizer=tokenizer(), log=True)
+
+    async def main() -> list[Group]:
+        scheduler = Scheduler({graph.agent: graph}, {"policy": Dispatcher(engine)}, **options)
+        beside = asyncio.ensure_future(during(scheduler, engine)) if during else None
+        groups = [group async for group in scheduler.run(listed or prompts(), n)]
+        if beside is not None:
+            await beside
+        return groups
+
+    return run_virtual(main()), engine
+
+
+def only(groups: list[Group]) -> Trajectory:
+    (group,) = groups
+    (trajectory,) = group.trajectories
+    return trajectory
+
+
+SLOW = Turn(text="one two three four five six", delay=10.0, chunks=4)
+
+
+def test_cancel_keeps_what_was_sampled_and_leaves_the_others_alone() -> None:
+    async def during(scheduler: Scheduler, engine: ScriptedEngine) -> None:
+        await asyncio.sleep(25.0)
+        assert scheduler.cancel("p0/0")
+        assert not scheduler.cancel("nobody")
+
+    groups, engine = run(agent(SINGLE), [SLOW], prompts(2), during=during)
+    reasons = {t.trajectory_id: t.stop_reason for g in groups for t in g.trajectories}
+    assert reasons == {"p0/0": "cancelled", "p1/0": "answered"}
+    cancelled = next(t for g in groups for t in g.trajectories if t.stop_reason == "cancelled")
+    emitted = [
+        i for line in engine.log if isinstance(line.what, Chunk) and "p0" in line.what.request_id for i in line.what.ids
+    ]
+    assert 0 < cancelled.trained_tokens == len(emitted)
+    assert engine.load().running == 0
+
+
+def test_stop_gives_every_prompt_back_started_or_not() -> None:
+    async def during(scheduler: Scheduler, engine: ScriptedEngine) -> None:
+        await asyncio.sleep(15.0)
+        scheduler.stop(suspend="new weights")
+
+    groups, _ = run(agent(SINGLE), [SLOW], prompts(5), during=during, concurrency=2)
+    trajectories = [t for g in groups for t in g.trajectories]
+    assert len(trajectories) == 5
+    assert {t.suspended for t in trajectories} == {"new weights"}
+    assert all(t.stop_reason is None for t in trajectories)
+    assert sum(t.trained_tokens > 0 for t in trajectories) == 2
+
+
+def test_closing_the_iterator_cancels_the_rest_and_leaves_nothing_running() -> None:
+    seen: list[Trajectory] = []
+    engine = ScriptedEngine(
+        lambda r: Turn(text="x", delay=1.0 if "p0" in r.trajectory_id else 1e6), tokenizer=tokenizer()
+    )
+
+    async def main() -> int:
+        graph = agent(SINGLE, states={"PENDING": {}, "GENERATING": {"timeout": 1e7}}, limits={"assistant_turns": 1})
+        scheduler = Scheduler({"a": graph}, {"policy": Dispatcher(engine)}, listeners=[lambda t, e: seen.append(t)])
+        iterator = scheduler.run(prompts(3))
+        first = await anext(iterator)
+        assert first.group_id == "p0"
+        await iterator.aclose()
+        return len(asyncio.all_tasks())
+
+    assert run_virtual(main()) == 1
+    assert {t.trajectory_id: t.stop_reason for t in seen} == {
+        "p0/0": "answered", "p1/0": "cancelled", "p2/0": "cancelled",
+    }  # fmt: skip
+    assert engine.load().running == 0
+
+
+def test_a_sub_agent_is_a_trajectory_of_the_same_group() -> None:
+    child = agent(SINGLE, agent="child", description="Knows.")
+    graph = agent(TOOLS, tools={"ask": {"agent": child, "timeout": 100.0}})
+
+    def script(request: Request) -> str:
+        if request.agent == "child":
+            return "It is blue."
+        return ['<tool_call>\n{"name": "ask", "arguments": {"task": "Colour?"}}\n</tool_call>', "Blue."][request.turn]
+
+    groups, _ = run(graph, script, reward=Reward(lambda trajectory: 0.5))
+    (group,) = groups
+    (parent,), (helper,) = group.trajectories, group.children
+    assert (helper.parent_id, helper.group_id, helper.agent) == ("p0/0", "p0", "child")
+    assert helper.trajectory_id != parent.trajectory_id
+    assert [m["content"] for m in helper.messages] == ["Colour?"]
+    assert [m["content"] for m in parent.streams[0].messages if m["role"] == "tool"] == ["It is blue."]
+    assert parent.score == helper.score == 0.5
+
+
+def test_cancelling_the_parent_ends_the_child_too() -> None:
+    child = agent(SINGLE, agent="child", description="Slow.")
+    graph = agent(TOOLS, tools={"ask": {"agent": child, "timeout": 1000.0}})
+    call_child = '<tool_call>\n{"name": "ask", "arguments": {"task": "?"}}\n</tool_call>'
+
+    async def during(scheduler: Scheduler, engine: ScriptedEngine) -> None:
+        await asyncio.sleep(5.0)
+        scheduler.cancel("p0/0")
+
+    groups, engine = run(
+        graph, lambda r: Turn(text="late", delay=50.0) if r.agent == "child" else Turn(text=call_child), during=during
+    )
+    assert [t.stop_reason for t in groups[0].all] == ["cancelled", "cancelled"]
+    assert engine.load().running == 0
+
+
+def test_timeouts_stand_still_while_the_engine_is_paused_and_tokens_carry_their_weights() -> None:
+    async def during(scheduler: Scheduler, engine: ScriptedEngine) -> None:
+        await asyncio.sleep(15.0)
+        dispatcher = scheduler.dispatchers["policy"]
+        await dispatcher.pause()
+        await asyncio.sleep(1e5)
+        await engine.update_weights("new", 7)
+        await dispatcher.resume()
+
+    graph = agent(SINGLE, limits={"assistant_turns": 1})
+    groups, _ = run(graph, [SLOW], during=during)
+    trajectory = only(groups)
+    assert trajectory.stop_reason == "answered"
+    versions = trajectory.streams[0].tokens.response_versions().tolist()
+    assert versions == sorted(versions)
+    assert set(versions) == {0, 7}
+
+
+@pytest.mark.parametrize(
+    ("limits", "turn", "reason"),
+    [
+        ({"wall_seconds": 5.0}, SLOW, "limit:wall_seconds"),
+        ({"wall_seconds": 5000.0}, Turn(text="", hang=True), "timed_out"),
+        ({"wall_seconds": 100.0}, Turn(text="", hang=True), "limit:wall_seconds"),  # both are due: the wall comes first
+        ({"response_tokens": 3}, SLOW, "limit:response_tokens"),
+        ({"context_tokens": 20}, SLOW, "limit:context_tokens"),
+        ({"context_tokens": 5}, SLOW, "prompt_too_long"),
+        ({}, Turn(text="", error="Boom: no"), "failed:Boom"),
+    ],
+)
+def test_every_end_has_its_reason(limits: dict[str, float], turn: Turn, reason: str) -> None:
+    groups, _ = run(agent(SINGLE, limits={"assistant_turns": 1, **limits}), [turn])
+    assert only(groups).stop_reason == reason
+
+
+def test_a_turn_cut_by_its_own_bound_is_truncated_and_may_go_on() -> None:
+    short = {"PENDING": {}, "GENERATING": {"timeout": 100.0, "sampling": {"max_tokens": 3}}}
+    groups, _ = run(agent(SINGLE, states=short), ["one two three four five six seven"])
+    assert only(groups).stop_reason == "truncated"
+    rows = [*SINGLE["transitions"], {"trigger": "truncated", "source": "GENERATING", "dest": "GENERATING"}]
+    groups, engine = run(agent(SINGLE, states=short, transitions=rows), lambda r: Turn(text=f"part {r.turn} " * 3))
+    trajectory = only(groups)
+    assert trajectory.stop_reason == "limit:assistant_turns"
+    (stream,) = trajectory.streams
+    assert [m["role"] for m in stream.messages] == ["user", "assistant"], "one turn, however often it was cut"
+    inputs = [line.what.ids.tolist() for line in engine.log if isinstance(line.what, Request)]
+    assert all(longer[: len(shorter)] == shorter for shorter, longer in pairwise(inputs))
+    assert len(inputs) == 6
+
+
+def test_results_are_told_in_the_order_of_the_calls() -> None:
+    """Two calls at once, the second of which ends first; beside them a broken one and one that raises."""
+    tools = {name: {"use": f"law_tools:{name}", "timeout": 50.0} for name in ("echo", "fail")}
+    turn = "\n".join(
+        [call("echo", "abcd"), call("echo", "ab"), "<tool_call>\n{broken\n</tool_call>", call("fail", "no")]
+    )
+    groups, _ = run(agent(TOOLS, tools=tools), [turn, "done"])
+    trajectory = only(groups)
+    told = [m["content"] for m in trajectory.streams[0].messages if m["role"] == "tool"]
+    assert told[:2] == ["abcd", "ab"]
+    assert [text.startswith("error:") for text in told[2:]] == [True, True]
+    assert "ValueError: no" in told[3]
+    assert trajectory.spent == {"assistant_turns": 2, "tool_calls": 4, "bad_calls": 2}
+    assert trajectory.tool_rewards == [0.2, 0.4], "in the order in which they came"
+
+
+def test_a_failing_tool_may_end_the_trajectory_but_a_broken_call_never_does() -> None:
+    tools = {name: {"use": f"law_tools:{name}", "timeout": 50.0} for name in ("echo", "fail")}
+    for text, reason in ((call("fail", "no"), "failed:ToolError"), ("<tool_call>\n{broken\n</tool_call>", "answered")):
+        groups, _ = run(agent(TOOLS, tools=tools), [text, "done"], on_tool_failure="end")
+        assert only(groups).stop_reason == reason
+
+
+def test_a_finished_turn_never_goes_on() -> None:
+    """Nothing was said after it, so there is nothing that a template could put between the two."""
+    rows = [SINGLE["transitions"][0], {"trigger": "generated", "source": "GENERATING", "dest": "GENERATING"}]
+    groups, engine = run(agent(SINGLE, transitions=rows), ["one", "two"])
+    assert only(groups).stop_reason == "failed:ChatTemplateError"
+    assert sum(isinstance(line.what, Request) for line in engine.log) == 1
+
+
+def test_glue_that_does_not_fit_is_not_written() -> None:
+    tools = {"echo": {"use": "tests.law_tools:echo", "timeout": 50.0}}
+    groups, _ = run(
+        agent(TOOLS, tools=tools, limits={**LIMITS, "response_tokens": 60}), [call("echo", "word " * 60), "never"]
+    )
+    trajectory = only(groups)
+    assert trajectory.stop_reason == "limit:response_tokens"
+    assert trajectory.response_tokens == trajectory.trained_tokens
+
+
+class Blurt(State):
+    """A handler of a user's own: generates twice, and says a word."""
+
+    triggers: ClassVar = ("said",)
+
+    class Options(BaseModel):
+        word: str = "hm"
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        await visit.generate("main", Sampling(max_tokens=2))
+        visit.write([{"role": "user", "content": self.options.word}], context="main")  # type: ignore[union-attr]
+        await visit.generate("main")
+        return Outcome("said")
+
+
+class Liar(State):
+    """Returns what it has not declared."""
+
+    triggers: ClassVar = ("said",)
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        return Outcome("something else")
+
+
+class Graceless(Liar):
+    """Gives a score that is none."""
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        visit.score_turn(float("nan"), 0)
+        return Outcome("said")
+
+
+class Unbuilt(Liar):
+    """Cannot be built."""
+
+    def __init__(self, name: str, spec: Any) -> None:
+        raise RuntimeError("no such index")
+
+
+class Debate(Liar):
+    """Lets two contexts speak side by side; the first is slower."""
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        await asyncio.gather(visit.generate("left"), visit.generate("right"))
+        return Outcome("said")
+
+
+class Twice(State):
+    """Samples one context twice at once."""
+
+    triggers: ClassVar = ("said",)
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        await asyncio.gather(visit.generate("main"), visit.generate("main"))
+        return Outcome("said")
+
+
+def custom(handler: str, **state: Any) -> AgentGraph:
+    states = {"PENDING": {}, "OWN": {"handler": f"test_scheduler:{handler}", "timeout": 50.0, "max_visits": 1, **state}}
+    rows = [
+        {"trigger": "prompted", "source": "PENDING", "dest": "OWN"},
+        {"trigger": "said", "source": "OWN", "dest": "TERMINATED", "stop_reason": "said"},
+    ]
+    return agent({"states": states, "transitions": rows})
+
+
+def test_a_custom_handler_generates_writes_and_pays() -> None:
+    groups, _ = run(custom("Blurt", options={"word": "more"}), ["one two three", "four"])
+    trajectory = only(groups)
+    assert trajectory.stop_reason == "said"
+    assert trajectory.spent["assistant_turns"] == trajectory.turn == 2
+    assert [m["content"] for m in trajectory.streams[0].messages if m["role"] == "user"] == ["Question 0?", "more"]
+
+
+@pytest.mark.parametrize(
+    ("handler", "reason"),
+    [("Liar", "failed:UndeclaredOutcome"), ("Twice", "failed:StreamError"), ("Graceless", "failed:StreamError")],
+)
+def test_a_bad_handler_is_named(handler: str, reason: str) -> None:
+    groups, engine = run(custom(handler), [SLOW])
+    assert only(groups).stop_reason == reason
+    assert engine.load().running == 0
+
+
+def test_a_handler_that_cannot_be_built_is_named_before_anything_runs() -> None:
+    with pytest.raises(ConfigError, match=r"the handler of 'OWN' \(.*Unbuilt\) cannot be built: RuntimeError: no such"):
+        run(custom("Unbuilt"), [SLOW])
+
+
+def debate(during: Any = None, slow: str = "left") -> Trajectory:
+    graph = custom("Debate").model_copy(update={"contexts": FrozenMap({"left": Context(), "right": Context()})})
+    groups, _ = run(
+        graph, lambda r: Turn(text=r.context, delay=9.0 if r.context == slow else 1.0, chunks=2), during=during
+    )
+    return only(groups)
+
+
+@pytest.mark.parametrize("slow", ["left", "right"])
+def test_generations_side_by_side_are_recorded_in_the_order_in_which_they_were_asked_for(slow: str) -> None:
+    trajectory = debate(slow=slow)
+    assert trajectory.stop_reason == "said"
+    assert [(stream.context, stream.turn) for stream in trajectory.streams[1:]] == [("left", 0), ("right", 1)]
+    assert trajectory.text == "right"
+
+
+def test_generations_side_by_side_keep_that_order_when_they_are_cut_off() -> None:
+    async def during(scheduler: Scheduler, engine: ScriptedEngine) -> None:
+        await asyncio.sleep(12.0)  # left has its first half, right is done
+        scheduler.cancel("p0/0")
+
+    trajectory = debate(during)
+    assert trajectory.stop_reason == "cancelled"
+    assert [(s.context, s.turn, s.finish_reason) for s in trajectory.streams[1:]] == [
+        ("left", 0, "abort"),
+        ("right", 1, "stop"),
+    ]
+
+
+def test_limits_and_sampling_may_be_lowered_by_a_prompt_only() -> None:
+    listed = prompts(1, limits={"response_tokens": 4}, sampling={"max_tokens": 100})
+    short = {"PENDING": {}, "GENERATING": {"timeout": 100.0, "sampling": {"max_tokens": 6}}}
+    graph = agent(SINGLE, states=short, limits={"assistant_turns": 1, "response_tokens": 50})
+    groups, engine = run(graph, [SLOW], listed)
+    assert only(groups).stop_reason == "limit:response_tokens"
+    (asked,) = [line.what for line in engine.log if isinstance(line.what, Request)]
+    assert asked.sampling.max_tokens == 4
+
+
+def test_rewards_of_a_group_and_their_failures() -> None:
+    def spread(group: list[Trajectory]) -> list[float | None]:
+        return [float(t.sample) if t.sample != 1 else None for t in group]
+
+    groups, _ = run(agent(SINGLE), ["x"], n=3, reward=Reward(spread))
+    assert [t.score for t in groups[0].trajectories] == [0.0, None, 2.0]
+
+    def moody(trajectory: Trajectory) -> float:
+        return 1.0 / trajectory.sample
+
+    groups, _ = run(agent(SINGLE), ["x"], n=2, reward=Reward(moody))
+    assert [t.score for t in groups[0].trajectories] == [None, 1.0]
+    assert "ZeroDivisionError" in groups[0].reward_errors[0]
+
+
+def test_a_failing_listener_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    def bad(trajectory: Trajectory, event: object) -> None:
+        raise RuntimeError("listener")
+
+    groups, _ = run(agent(SINGLE), ["x"], listeners=[bad])
+    assert only(groups).stop_reason == "answered"
+    assert "listener failed" in caplog.text
+
+
+def test_prompts_choose_their_agent() -> None:
+    engine = ScriptedEngine(lambda r: r.agent, tokenizer=tokenizer())
+
+    async def main(names: list[str | None]) -> list[str]:
+        agents = {name: agent(SINGLE, agent=name) for name in ("one", "two")}
+        scheduler = Scheduler(agents, {"policy": Dispatcher(engine)})
+        listed = [prompts(1, agent=name)[0].model_copy(update={"prompt_id": str(i)}) for i, name in enumerate(names)]
+        return [t.text async for g in scheduler.run(listed) for t in g.trajectories]
+
+    assert sorted(run_virtual(main(["one", "two"]))) == ["one", "two"]
+    with pytest.raises(ConfigError, match="did you mean 'two'"):
+        run_virtual(main(["twoo"]))
+
+
+def test_prompt_ids_name_groups_so_they_differ() -> None:
+    with pytest.raises(ConfigError, match="'p0' is used twice"):
+        run(agent(SINGLE), ["x"], [*prompts(1), *prompts(1)])
+    with pytest.raises(ConfigError, match="at least 1"):
+        run(agent(SINGLE), ["x"], n=0)
+
+
+def test_a_stopped_scheduler_can_run_again() -> None:
+    engine = ScriptedEngine([SLOW], tokenizer=tokenizer())
+
+    async def main() -> list[str | None]:
+        scheduler = Scheduler({"a": agent(SINGLE)}, {"policy": Dispatcher(engine)})
+        asyncio.get_running_loop().call_later(5.0, scheduler.stop)
+        first = [t.stop_reason async for g in scheduler.run(prompts()) for t in g.trajectories]
+        return first + [t.stop_reason async for g in scheduler.run(prompts()) for t in g.trajectories]
+
+    assert run_virtual(main()) == ["cancelled", "answered"]
+
+
+class CancelsItself(State):
+    """Awaits something that was cancelled, as code around anyio or httpx may."""
+
+    triggers: ClassVar = ("said",)
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        task = asyncio.ensure_future(asyncio.sleep(10))
+        task.cancel()
+        await task
+        return Outcome("said")
+
+
+class Leaves(State):
+    """Returns while a generation of its own is still running."""
+
+    triggers: ClassVar = ("said",)
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        self.left = asyncio.ensure_future(visit.generate("main"))
+        await asyncio.sleep(15.0)
+        return Outcome("said")
+
+
+class Deaf(State):
+    """Swallows its cancellation and goes on."""
+
+    triggers: ClassVar = ("said",)
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        try:
+            await asyncio.sleep(40.0)
+        except asyncio.CancelledError:
+            await asyncio.sleep(1.0)
+        return Outcome("said")
+
+
+class Odd(BaseException):
+    """Neither an Exception nor one of Python's own."""
+
+
+ENDS: dict[str, BaseException] = {"exit": SystemExit(3), "generator": GeneratorExit(), "odd": Odd("strange")}
+
+
+class Ends(State):
+    """Raises what is no Exception, the way that the first message says; the other trajectories go on."""
+
+    triggers: ClassVar = ("said",)
+
+    class Options(BaseModel):
+        kind: str
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        if trajectory.trajectory_id.startswith("p0"):
+            await asyncio.sleep(1.0)
+            raise ENDS[self.options.kind]  # type: ignore[union-attr]
+        await visit.generate("main")
+        return Outcome("said")
+
+
+class EndingUser:
+    """An interaction that raises it, in a thread."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def reply(self, conversation: Conversation) -> Any:
+        raise ENDS[self.kind]
+
+
+class AsyncEndingUser(EndingUser):
+    """An interaction that raises it on the loop."""
+
+    async def reply(self, conversation: Conversation) -> Any:
+        raise ENDS[self.kind]
+
+
+def ending_predicate(trajectory: Trajectory) -> bool:
+    if trajectory.trajectory_id.startswith("p0"):
+        raise SystemExit(3)
+    return True
+
+
+@pytest.mark.parametrize("kind", ENDS)
+def test_a_handler_that_raises_what_is_no_exception_fails_its_own_trajectory(kind: str) -> None:
+    groups, _ = run(custom("Ends", options={"kind": kind}), ["hm"], prompts(2))
+    reasons = {t.trajectory_id: t.stop_reason for g in groups for t in g.trajectories}
+    assert reasons == {"p0/0": f"failed:{type(ENDS[kind]).__name__}", "p1/0": "said"}
+
+
+@pytest.mark.parametrize("user", ["EndingUser", "AsyncEndingUser"])
+@pytest.mark.parametrize("kind", ENDS)
+def test_so_does_an_interaction(kind: str, user: str) -> None:
+    use = {"use": f"test_scheduler:{user}", "kwargs": {"kind": kind}}
+    frame = agent(
+        {
+            "states": {"PENDING": {}, "INTERACTING": {"timeout": 50.0}},
+            "transitions": [{"trigger": "prompted", "source": "PENDING", "dest": "INTERACTING"}],
+        },
+        interaction=use,
+    )
+    groups, _ = run(frame, ["hm"])
+    assert only(groups).stop_reason == f"failed:{type(ENDS[kind]).__name__}"
+
+
+def test_so_does_a_predicate() -> None:
+    rows = [
+        {**SINGLE["transitions"][0], "conditions": [{"name": "test_scheduler:ending_predicate"}]},
+        *SINGLE["transitions"],
+    ]
+    groups, _ = run(agent({**SINGLE, "transitions": rows}), ["hm"], prompts(2))
+    reasons = {t.trajectory_id: t.stop_reason for g in groups for t in g.trajectories}
+    assert reasons == {"p0/0": "failed:PredicateFailed", "p1/0": "answered"}
+
+
+class Wrong(State):
+    """Goes wrong in a way of its own choice."""
+
+    triggers: ClassVar = ("said",)
+
+    class Options(BaseModel):
+        how: str
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        match self.options.how:  # type: ignore[union-attr]
+            case "key":
+                raise KeyError("boom")
+            case "json":
+                json.loads("{")
+            case "context":
+                await visit.generate("mian")
+            case "writing":
+                visit.write([{"role": "user", "content": "?"}], context="mian")
+            case "early":
+                visit.score_turn(0.5)
+            case "count":
+                await visit.generate("main")
+                visit.score_turn(0.5, trajectory.turn)
+            case "swapped":
+                await visit.generate("main")
+                visit.score_turn(trajectory.turn, 0.0)  # type: ignore[arg-type]
+        return Outcome("said")
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "detail"),
+    [
+        ("key", "KeyError", "KeyError: 'boom'"),
+        ("json", "JSONDecodeError", "JSONDecodeError: Expecting property name enclosed in double quotes: line 1"),
+        ("context", "StreamError", "there is no context 'mian'; did you mean 'main'?"),
+        ("writing", "StreamError", "there is no context 'mian'; did you mean 'main'?"),
+        ("early", "StreamError", "there is no turn -1 to score; none has been generated yet"),
+        ("count", "StreamError", "there is no turn 1 to score; the first is 0, the latest 0"),
+        ("swapped", "StreamError", "there is no turn 0.0 to score; the first is 0, the latest 0"),
+    ],
+)
+def test_a_failure_says_what_and_where_also_where_a_row_takes_it(how: str, error: str, detail: str) -> None:
+    trajectory = only(run(custom("Wrong", options={"how": how}), ["hm"])[0])
+    assert trajectory.stop_reason == f"failed:{error}"
+    line = trajectory.detail or ""
+    assert line.startswith(detail)
+    assert re.search(r" \(at test_scheduler\.py:\d+, in run\)$", line)
+    assert not trajectory.turn_scores
+    routed: list[Transitioned] = []
+    graph = custom("Wrong", options={"how": how})
+    rows = [*graph.model_dump()["transitions"], {"trigger": "failed", "source": "OWN", "dest": "TERMINATED"}]
+    listeners = [lambda _, event: routed.append(event) if isinstance(event, Transitioned) else None]
+    run(AgentGraph(**{**graph.model_dump(), "transitions": rows}), ["hm"], listeners=listeners)
+    assert (routed[-1].row, routed[-1].detail) == (2, line)
+
+
+class Scores(State):
+    """Scores each of its turns as it goes, and an earlier one."""
+
+    triggers: ClassVar = ("said",)
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        await visit.generate("main")
+        visit.score_turn(0.25)
+        visit.write([{"role": "user", "content": "And?"}], context="main")
+        await visit.generate("main")
+        visit.score_turn(0.5)
+        visit.score_turn(0.75, 0)
+        return Outcome("said")
+
+
+def test_a_score_is_the_latest_turn_s_unless_it_says_another() -> None:
+    assert only(run(custom("Scores"), ["hm", "ho"])[0]).turn_scores == [(0, 0.25), (1, 0.5), (0, 0.75)]
+
+
+class Looks(State):
+    """Scores whether the facts are those that are said to be."""
+
+    triggers: ClassVar = ("said",)
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        await visit.generate("main")
+        visit.score_turn(float(list(visit.facts()) == list(TEMPLATE_FACTS)))
+        return Outcome("said")
+
+
+def test_templates_may_use_all_that_is_said_and_nothing_else() -> None:
+    assert only(run(custom("Looks"), ["hm"])[0]).turn_scores == [(0, 1.0)]
+    assert all(f"``{fact}``" in (State.__doc__ or "") for fact in TEMPLATE_FACTS)
+
+
+def test_the_worked_example_of_a_handler_works() -> None:
+    """What stands in the docstring of State, as it stands there."""
+    example = (State.__doc__ or "").partition("::\n\n")[2].partition("    What ``visit`` offers")[0]
+    exec(textwrap.dedent(example), globals())
+    graph = custom("Draft", options={"min_words": 4}, max_visits=2)
+    states = {**graph.model_dump()["states"], "GENERATING": {"timeout": 50.0}}
+    rows = [
+        {"trigger": "prompted", "source": "PENDING", "dest": "OWN"},
+        {"trigger": "good", "source": "OWN", "dest": "TERMINATED", "stop_reason": "good"},
+        {"trigger": "poor", "source": "OWN", "dest": "OWN"},
+    ]
+    trajectory = only(run(agent({"states": states, "transitions": rows}), ["one two", "one two three four five"])[0])
+    assert trajectory.stop_reason == "good"
+    assert trajectory.turn_scores == [(0, 0.5), (1, 1.0)]
+    asked = [m["content"] for m in trajectory.streams[0].messages if m["role"] == "user"]
+    assert asked == ["Question 0?", "Only 2 words. Write more."]
+
+
+class Sleeps(State):
+    """Keeps the event loop."""
+
+    triggers: ClassVar = ("said",)
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        await asyncio.sleep(1.0)
+        CLOCK[0] += 2.5
+        return Outcome("said")
+
+
+CLOCK = [0.0]
+
+
+def test_a_handler_that_keeps_the_event_loop_is_named_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driving, "monotonic", lambda: CLOCK[0])
+    groups, _ = run(custom("Sleeps"), ["hm"], prompts(3))
+    assert {t.stop_reason for g in groups for t in g.trajectories} == {"said"}
+    (said,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert (
+        said
+        == "the handler of 'OWN' kept the event loop for 2.5 s (trajectory p0/0), and all else waited; use a thread"
+    )
+
+
+class Stubborn(State):
+    """Swallows its cancellation and goes on for long."""
+
+    triggers: ClassVar = ("said",)
+
+    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(1000.0)
+        await asyncio.sleep(1000.0)
+        return Outcome("said")
+
+
+def test_a_handler_that_ignores_its_cancellation_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    groups, _ = run(custom("Stubborn"), ["hm"])
+    assert only(groups).stop_reason == "said"
+    (said,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert said.startswith("the handler of 'OWN' ignores its cancellation (trajectory p0/0, 30 s so far)")
+
+
+def test_an_interruption_goes_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENDS, "interrupt", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        run(custom("Ends", options={"kind": "interrupt"}), ["hm"], prompts(2))
+
+
+def test_a_handler_that_is_cancelled_by_its_own_code_has_failed() -> None:
+    groups, _ = run(custom("CancelsItself"), [SLOW], prompts(2))
+    assert [t.stop_reason for g in groups for t in g.trajectories] == ["failed:CancelledError"] * 2
+
+
+def test_a_generation_left_behind_is_recorded_and_is_the_handler_s_mistake() -> None:
+    groups, engine = run(custom("Leaves"), [SLOW])
+    trajectory = only(groups)
+    assert trajectory.stop_reason == "failed:StreamError"
+    emitted = [i for line in engine.log if isinstance(line.what, Chunk) for i in line.what.ids]
+    assert 0 < trajectory.trained_tokens == len(emitted)
+
+
+def test_a_handler_that_swallows_its_cancellation_is_cancelled_all_the_same() -> None:
+    async def during(scheduler: Scheduler, engine: ScriptedEngine) -> None:
+        await asyncio.sleep(5.0)
+        scheduler.cancel("p0/0")
+
+    groups, _ = run(custom("Deaf"), [SLOW], during=during)
+    assert only(groups).stop_reason == "cancelled"
+
+
+def test_rewards_that_hang_or_cancel_themselves_lose_a_score_not_a_group() -> None:
+    async def hang(trajectory: Trajectory) -> float:
+        await asyncio.Event().wait()
+        return 1.0
+
+    async def cancelled(trajectory: Trajectory) -> float:
+        raise asyncio.CancelledError
+
+    for function in (hang, cancelled):
+        groups, _ = run(agent(SINGLE), ["x"], reward=Reward(function))
+        assert only(groups).score is None
+        assert len(groups[0].reward_errors) == 1
+
+
+def test_only_ended_trajectories_are_scored() -> None:
+    async def during(scheduler: Scheduler, engine: ScriptedEngine) -> None:
+        await asyncio.sleep(15.0)
+        scheduler.stop(suspend="weights")
+
+    groups, _ = run(agent(SINGLE), [SLOW], during=during, reward=Reward(lambda trajectory: 1.0))
+    assert only(groups).score is None
+
+
+@pytest.mark.parametrize("value", ['"\\ud83d"', "99999999999999999999999"])
+def test_arguments_that_cannot_be_written_down_are_a_broken_call(value: str) -> None:
+    tools = {"echo": {"use": "tests.law_tools:echo", "timeout": 50.0}}
+    text = '<tool_call>\n{"name": "echo", "arguments": {"text": VALUE}}\n</tool_call>'.replace("VALUE", value)
+    groups, _ = run(agent(TOOLS, tools=tools), [text, "done"])
+    trajectory = only(groups)
+    assert trajectory.stop_reason == "answered"
+    assert trajectory.spent["bad_calls"] == 1
+
+
+def test_a_sub_agent_may_name_its_own_ending() -> None:
+    rows = [SINGLE["transitions"][0], {**SINGLE["transitions"][1], "stop_reason": "accepted"}]
+    child = agent(SINGLE, agent="child", description="Knows.", transitions=rows)
+    graph = agent(TOOLS, tools={"ask": {"agent": child, "timeout": 100.0}})
+    ask = '<tool_call>\n{"name": "ask", "arguments": {"task": "?"}}\n</tool_call>'
+    groups, _ = run(graph, lambda r: "Blue." if r.agent == "child" else [ask, "done"][r.turn])
+    assert [m["content"] for m in groups[0].trajectories[0].streams[0].messages if m["role"] == "tool"] == ["Blue."]
+
+
+def test_a_tool_format_that_fails_loses_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("parse")
+
+    monkeypatch.setattr("fsm_rollout.states.generation._read_turn", broken)
+    groups, engine = run(agent(SINGLE), ["one two three"])
+    trajectory = only(groups)
+    assert trajectory.stop_reason == "failed:ZeroDivisionError"
+    emitted = [i for line in engine.log if isinstance(line.what, Chunk) for i in line.what.ids]
+    assert 0 < trajectory.trained_tokens == len(emitted)
+
+
+def test_split_history_opens_a_stream_at_each_user_turn() -> None:
+    """Rendered afresh, each with the whole conversation as its prompt; every sampled token is trained exactly once."""
+    states = {"PENDING": {}, "GENERATING": {"timeout": 100.0}, "INTERACTING": {"timeout": 100.0}}
+    rows = [
+        SINGLE["transitions"][0],
+        {"trigger": "generated", "source": "GENERATING", "dest": "INTERACTING"},
+        {"trigger": "replied", "source": "INTERACTING", "dest": "GENERATING"},
+        {"trigger": "interaction_done", "source": "INTERACTING", "dest": "TERMINATED"},
+    ]
+    graph = agent(
+        {"states": states, "transitions": rows},
+        contexts={"main": {"history": "split"}},
+        limits={"assistant_turns": 4, "user_turns": 4},
+        interaction={"use": "tests.law_tools:Chatty", "kwargs": {"replies": 2}},
+    )
+    groups, _ = run(graph, ["one", "two", "three"])
+    trajectory = only(groups)
+    decode = tokenizer().decode
+    assert [decode(stream.tokens.response_ids()) for stream in trajectory.streams] == [
+        "one<|im_end|>", "two<|im_end|>", "three<|im_end|>",
+    ]  # fmt: skip
+    assert "one<|im_end|>" in decode(trajectory.streams[1].tokens.prompt_ids())
+    assert trajectory.trained_tokens == trajectory.response_tokens
+
+
+def test_a_context_on_an_unknown_engine_is_refused() -> None:
+    graph = agent(SINGLE, contexts={"main": {"engine": "judge"}})
+    with pytest.raises(ConfigError, match="engine 'judge' is not one of the run's"):
+        Scheduler({"a": graph}, {"policy": Dispatcher(ScriptedEngine([], tokenizer=tokenizer()))})
+
+
+class NeverCloses:
+    """An interaction that ends at once and hangs when it is closed."""
+
+    async def reply(self, conversation: Any) -> Reply:
+        return Reply(None, done=True)
+
+    async def close(self) -> None:
+        await asyncio.Event().wait()
+
+
+def test_an_interaction_that_hangs_on_closing_is_waited_for_a_bounded_time() -> None:
+    states = {"PENDING": {}, "INTERACTING": {"timeout": 10.0}}
+    rows = [
+        {"trigger": "prompted", "source": "PENDING", "dest": "INTERACTING"},
+        {"trigger": "interaction_done", "source": "INTERACTING", "dest": "TERMINATED"},
+    ]
+    graph = agent({"states": states, "transitions": rows}, interaction={"use": "test_scheduler:NeverCloses"})
+    groups, _ = run(graph, ["x"])
+    assert only(groups).stop_reason == "interaction_done"
+
+
+async def whoami(context: ToolContext) -> str:
+    """Say who calls."""
+    return f"{context.group_id} {context.trajectory_id}"
+
+
+def test_tools_are_told_whose_call_it_is() -> None:
+    ask = '<tool_call>\n{"name": "who", "arguments": {}}\n</tool_call>'
+    graph = agent(TOOLS, tools={"who": {"use": "test_scheduler:whoami", "timeout": 5.0}})
+    groups, _ = run(graph, [ask, "done"])
+    assert [m["content"] for m in only(groups).streams[0].messages if m["role"] == "tool"] == ["p0 p0/0"]
+
+
+def test_a_journal_holds_an_id_once(tmp_path: Path) -> None:
+    engine = ScriptedEngine(["x"], tokenizer=tokenizer())
+
+    async def main() -> None:
+        with Journal(tmp_path / "journal.sqlite") as journal:
+            scheduler = Scheduler({"a": agent(SINGLE)}, {"policy": Dispatcher(engine)}, journal=journal)
+            ids = [group.group_id for _ in range(3) async for group in scheduler.run(prompts())]
+            assert ids == ["p0", "p0#2", "p0#3"], "the next epoch's are told apart"
+
+    asyncio.run(main())
+
+
+def test_entering_the_initial_state_is_charged_like_any_entry() -> None:
+    frame = {
+        "initial": "GENERATING",
+        "states": {"GENERATING": {"prompt": "Once more.", "timeout": 100.0}},
+        "transitions": [{"trigger": "generated", "source": "GENERATING", "dest": "GENERATING"}],
+    }
+    groups, _ = run(agent(frame, limits={"assistant_turns": 2}), ["x", "y", "z"])
+    trajectory = only(groups)
+    assert (trajectory.stop_reason, trajectory.turn) == ("limit:assistant_turns", 2)
+    assert trajectory.spent == {"assistant_turns": 3}

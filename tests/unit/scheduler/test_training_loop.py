@@ -1,0 +1,566 @@
+"""What a trainer is handed, step after step: nothing too old, nothing twice, and nothing lost, also after a crash."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+
+import fsm_rollout as fr
+from fsm_rollout.agent.graph import AgentGraph
+from fsm_rollout.engines.protocol import Request
+from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
+from fsm_rollout.environment.rewards import GroupFilter, Reward
+from fsm_rollout.errors import ConfigError, JournalError
+from fsm_rollout.scheduler.live import Group
+from fsm_rollout.testing import run_virtual
+from fsm_rollout.trajectory import journal
+from fsm_rollout.trajectory.events import AnyEvent
+from fsm_rollout.trajectory.prompt import Prompt
+from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.embedded import tokenizer
+from tests.laws.world import call
+from tests.unit.scheduler.test_resume import TOOLS, Bench, histories, listed, outline, single, slow, with_tool
+
+
+def ages(bench: Bench, group: Group) -> list[int]:
+    """How many versions behind the engine is each token that a batch of this group would train on."""
+    now = bench.engine.weight_version
+    tokens = [stream.tokens for trajectory in group.all for stream in trajectory.streams]
+    return [
+        now - version
+        for one in tokens
+        for version, trained in zip(one.response_versions().tolist(), one.response_mask().tolist(), strict=True)
+        if trained
+    ]
+
+
+class Watched:
+    """Prompts that may go on for ever, and which of them were taken."""
+
+    def __init__(self, most: int = 1000) -> None:
+        self.taken: list[str] = []
+        self.most = most
+
+    def __iter__(self) -> Iterator[Prompt]:
+        for prompt in listed(self.most):
+            self.taken.append(str(prompt.prompt_id))
+            yield prompt
+
+
+@given(
+    speeds=st.lists(st.sampled_from([0.0, 0.05, 0.3, 1.0, 2.0]), min_size=1, max_size=5),
+    updates=st.lists(st.sampled_from([0.0, 0.3, 1.0, 2.5, 6.0]), max_size=8),
+    most=st.integers(0, 2),
+    restarts=st.integers(0, 2),
+    target=st.integers(1, 3),
+    over_sample=st.sampled_from([1.0, 2.0]),
+    concurrency=st.sampled_from([2, 64]),
+    together=st.booleans(),
+    training=st.sampled_from([0.0, 1.5]),
+    thinking=st.sampled_from([0.0, 0.7]),
+)
+def test_nothing_older_than_the_bound_is_handed_over_and_every_prompt_comes_once(
+    speeds: list[float], updates: list[float], most: int, restarts: int, target: int, over_sample: float,
+    concurrency: int, together: bool, training: float, thinking: float,
+) -> None:  # fmt: skip
+    """Whenever weights change: while samples run, wait, are scored, are done, are carried, or the trainer trains."""
+
+    def choose(request: Request) -> Turn:
+        group, _, sample = request.trajectory_id.partition("/")
+        speed = speeds[(3 * int(group[1:]) + int(sample.partition("~")[0])) % len(speeds)]
+        return Turn(text="word " * 5, delay=speed, chunks=5)
+
+    async def think(trajectory: Trajectory) -> float:
+        await asyncio.sleep(thinking)
+        return 1.0
+
+    bench = Bench(
+        single(), choose, max_staleness=most, max_restarts=restarts, concurrency=concurrency, reward=Reward(think),
+        group_filter=GroupFilter(lambda group: int(group[0].group_id[1:]) % 4 != 3),
+    )  # fmt: skip
+    prompts, came = Watched(), list[Group]()
+
+    def taken(group: Group) -> None:
+        came.append(group)
+        if not group.dropped:
+            assert max(ages(bench, group), default=0) <= most
+            assert [trajectory.score for trajectory in group.trajectories] == [1.0] * 2
+        assert [t.sample for t in group.trajectories] == [0, 1]
+        assert all(t.ended for t in (*group.all, *group.discarded))
+        attempts = Counter(trajectory.sample for trajectory in group.discarded)
+        assert max(attempts.values(), default=0) <= restarts
+
+    async def train() -> None:
+        for seconds in updates:
+            await asyncio.sleep(seconds)
+            await bench.scheduler.update_weights({})
+
+    async def main() -> None:
+        trainer, source = asyncio.ensure_future(train()), iter(prompts)
+        for _ in range(3):
+            step = bench.scheduler.run(source, 2, target_groups=target, over_sample=over_sample, together=together)
+            counted = 0
+            async for group in step:
+                taken(group)
+                counted += not group.dropped
+                if not together:
+                    await asyncio.sleep(training)
+            assert counted == target
+            await asyncio.sleep(training)
+        await trainer
+        async for group in bench.scheduler.run([], 2):
+            taken(group)
+
+    run_virtual(main())
+    note(f"{len(came)} groups, {sum(group.dropped for group in came)} dropped")
+    assert sorted(group.group_id for group in came) == sorted(prompts.taken)
+    assert bench.scheduler.carried == []
+    assert not bench.scheduler.under_way
+
+
+def test_a_sample_that_has_ended_begins_anew_at_once_when_it_falls_behind() -> None:
+    """Beside its brother, who still runs; and not only when he has ended."""
+
+    def choose(request: Request) -> Turn:
+        return Turn(text="word " * 10, delay=0.1 if request.trajectory_id.startswith("p0/0") else 1.0, chunks=10)
+
+    bench = Bench(single(), choose, max_staleness=0)
+
+    async def main() -> list[Group]:
+        running = asyncio.ensure_future(bench.run(n=2, prompts=1))
+        await asyncio.sleep(1.5)
+        assert bench.log[-1][0] == "p0/0"
+        await bench.scheduler.update_weights({})
+        await asyncio.sleep(0.25)
+        assert "p0/0~1" in bench.scheduler.running
+        return await running
+
+    (group,) = run_virtual(main())
+    assert [t.trajectory_id for t in group.trajectories] == ["p0/0~1", "p0/1~1"]
+    assert sorted(t.stop_reason or "" for t in group.discarded) == ["answered", "cancelled"]
+    assert set(ages(bench, group)) == {0}
+
+
+def test_weights_that_somebody_else_changes_make_old_too() -> None:
+    """The engine's own version counts, whoever has changed it: it is looked at when a group is handed over."""
+    bench = Bench(single(), slow({"p0": 0.5}), max_staleness=0)
+
+    async def main() -> list[Group]:
+        running = asyncio.ensure_future(bench.run(n=1, prompts=2, together=True))
+        await asyncio.sleep(2.0)
+        await bench.engine.update_weights({})
+        return await running
+
+    for group in run_virtual(main()):
+        assert [t.trajectory_id for t in group.trajectories] == [f"{group.group_id}/0~1"]
+        assert set(ages(bench, group)) == {0}
+
+
+async def linger(text: str) -> str:
+    """Take long, and long to be stopped.
+
+    Args:
+        text: What for.
+    """
+    try:
+        await asyncio.sleep(50.0)
+    finally:
+        await asyncio.sleep(5.0)
+    return text
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_weights_do_not_change_between_the_last_look_and_the_hand_over(together: bool) -> None:
+    """A step is being ended, which takes a while; what completes it has been looked at by then."""
+    bench = Bench(
+        with_tool("test_training_loop:linger"),
+        lambda r: Turn(text=call("tool", "x") if r.group_id == "p0" else "done", delay=1.0 + int(r.group_id[1:])),
+        max_staleness=0,
+    )
+
+    async def take() -> list[str]:
+        came: list[str] = []
+        async for group in bench.scheduler.run(listed(2), target_groups=1, together=together):
+            assert set(ages(bench, group)) == {0}
+            came.append(group.trajectories[0].trajectory_id)
+        return came
+
+    async def main() -> None:
+        step = asyncio.ensure_future(take())
+        await asyncio.sleep(3.0)
+        await bench.scheduler.update_weights({})
+        assert bench.engine.weight_version == 1
+        assert await step == ["p1/0"]
+
+    run_virtual(main())
+
+
+def test_a_straggler_begins_anew_a_bounded_number_of_times_and_then_its_group_is_dropped() -> None:
+    bench = Bench(single(), slow({"p0": 1.0}), max_staleness=0, max_restarts=2, reward=Reward(lambda t: 1.0))
+
+    async def main() -> list[Group]:
+        async def train() -> None:
+            for _ in range(8):
+                await asyncio.sleep(3.0)
+                await bench.scheduler.update_weights({})
+
+        trainer = asyncio.ensure_future(train())
+        groups = [group async for group in bench.scheduler.run(listed(1), 1, target_groups=1)]
+        trainer.cancel()
+        return groups
+
+    (group,) = run_virtual(main())
+    assert group.dropped
+    assert [t.trajectory_id for t in group.discarded] == ["p0/0", "p0/0~1"]
+    assert [(t.trajectory_id, t.stop_reason) for t in group.trajectories] == [("p0/0~2", "cancelled")]
+    assert "stale: it has tokens of version 2, and the weights are 3" in str(group.trajectories[0].detail)
+    with pytest.raises(ConfigError, match="max_restarts must be at least 0, got -1"):
+        Bench(single(), slow({}), max_restarts=-1)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("at", [2.5, 7.5])
+def test_only_tokens_that_are_trained_grow_old(trained: bool, at: float) -> None:
+    """A plan is made in a context of its own; the weights change while it is made, or after that."""
+    graph = AgentGraph(
+        agent="a",
+        contexts={"plan": {"trainable": trained}},
+        limits={"assistant_turns": 4},
+        states={
+            "PENDING": {},
+            "PLANNING": {"handler": "generate", "context": "plan", "timeout": 100.0, "max_visits": 1},
+            "GENERATING": {"timeout": 100.0},
+        },
+        transitions=[
+            {"trigger": "prompted", "source": "PENDING", "dest": "PLANNING"},
+            {"trigger": "generated", "source": "PLANNING", "dest": "GENERATING"},
+            {"trigger": "generated", "source": "GENERATING", "dest": "TERMINATED"},
+        ],
+    )
+    bench = Bench(
+        graph, lambda r: Turn(text="word " * 5, delay=1.0 if r.context == "plan" else 3.0, chunks=5), max_staleness=0
+    )
+
+    async def main() -> list[Group]:
+        running = asyncio.ensure_future(bench.run(n=1, prompts=1))
+        await asyncio.sleep(at)
+        await bench.scheduler.update_weights({})
+        return await running
+
+    (group,) = run_virtual(main())
+    assert len(group.discarded) == trained
+    assert set(ages(bench, group)) == {0}
+
+
+def test_a_sub_agents_tokens_grow_old_too() -> None:
+    """Also where nothing else is trained: then they are all that is old."""
+    graph = AgentGraph(
+        agent="a",
+        contexts={"main": {"trainable": False}},
+        limits={"assistant_turns": 6, "tool_calls": 6},
+        tools={"ask": {"agent": single().model_copy(update={"agent": "helper"}), "timeout": 50.0}},
+        **TOOLS,
+    )
+    asks = '<tool_call>\n{"name": "ask", "arguments": {"task": "Think."}}\n</tool_call>'
+    bench = Bench(
+        graph, lambda r: Turn(text=asks if r.agent == "a" and r.turn == 0 else "done", delay=1.0), max_staleness=0
+    )
+
+    async def main() -> list[Group]:
+        running = asyncio.ensure_future(bench.run(n=1, prompts=1))
+        await asyncio.sleep(2.5)
+        await bench.scheduler.update_weights({})
+        return await running
+
+    (group,) = run_virtual(main())
+    assert [t.trajectory_id for t in group.all] == ["p0/0~1", "p0/0~1/ask.1"]
+    assert set(ages(bench, group)) == {0}
+
+
+def test_what_a_user_has_suspended_and_is_too_old_is_in_no_batch() -> None:
+    bench = Bench(single(), slow({"p0": 1.0}), max_staleness=0)
+
+    async def main() -> list[Group]:
+        running = asyncio.ensure_future(bench.run(n=2, prompts=1))
+        await asyncio.sleep(2.5)
+        bench.scheduler.suspend("p0/0")
+        await asyncio.sleep(1.0)
+        await bench.scheduler.update_weights({})
+        (group,) = await running
+        assert group.dropped
+        assert [t.suspended for t in group.trajectories] == ["asked", None]
+        return await bench.run(n=2, prompts=1, resume=group.trajectories)
+
+    (group,) = run_virtual(main())
+    assert not group.dropped
+    assert [t.trajectory_id for t in group.trajectories] == ["p0/0~1", "p0/1~1"]
+
+
+def test_a_groups_reward_judges_the_group_that_is_handed_over() -> None:
+    """One sample begins anew after both were scored: what the other got beside the old one is over."""
+    judged: list[list[str]] = []
+
+    def ranks(group: Sequence[Trajectory]) -> list[float]:
+        judged.append([trajectory.trajectory_id for trajectory in group])
+        lengths = [trajectory.trained_tokens for trajectory in group]
+        return [float(sorted(lengths).index(length)) for length in lengths]
+
+    def choose(request: Request) -> Turn:
+        words = {"p0/0": 3, "p0/1": 2, "p0/0~1": 1}.get(request.trajectory_id, 1)
+        return Turn(text="word " * words, delay=0.5 if request.trajectory_id == "p0/1" else 0.1)
+
+    bench = Bench(single(), choose, max_staleness=0, reward=Reward(ranks))
+
+    async def main() -> list[Group]:
+        running = asyncio.ensure_future(bench.run(n=2, prompts=2, together=True))  # p1 is the slower one
+        await asyncio.sleep(0.3)
+        await bench.scheduler.update_weights({})
+        return await running
+
+    bench.engine.script = choose  # type: ignore[attr-defined]
+    groups = run_virtual(main())
+    for group in groups:
+        assert [t.score for t in group.trajectories] == ranks(group.trajectories)
+
+
+# -- what the caller has had -----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30)
+@given(
+    cut=st.integers(0, 120),
+    target=st.integers(1, 3),
+    together=st.booleans(),
+    speeds=st.lists(st.sampled_from([0.0, 0.1, 0.5]), min_size=1, max_size=4),
+    append=st.booleans(),
+)
+def test_a_loop_that_is_killed_at_any_event_gets_what_it_has_not_had_and_only_that(
+    cut: int, target: int, together: bool, speeds: list[float], append: bool,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:  # fmt: skip
+    """What it was at work on comes again; the rest goes on in the same journal, or in a new one."""
+    folder = tmp_path_factory.mktemp("loop")
+    path, copy = folder / "journal.sqlite", folder / "copy.sqlite"
+    had: set[str] = set()
+    in_hand: set[str] = set()
+    at_the_cut: list[set[str]] = []
+
+    def choose(request: Request) -> Turn:
+        return Turn(text="word " * 4, delay=speeds[int(request.group_id[1:]) % len(speeds)], chunks=2)
+
+    def come_back() -> None:
+        had.update(in_hand)
+        in_hand.clear()
+
+    def watch(trajectory: Trajectory, event: AnyEvent) -> None:
+        if not at_the_cut and len(bench.log) > cut:
+            kept.flush()
+            with closing(sqlite3.connect(path)) as one, closing(sqlite3.connect(copy)) as other:
+                one.backup(other)
+            at_the_cut.extend([set(had), set(in_hand)])
+
+    with journal.Journal(path, interval=0.0) as kept:
+        bench = Bench(single(), choose, journal=kept)
+        bench.scheduler.listeners = (*bench.scheduler.listeners, watch)
+
+        async def main() -> None:
+            source = iter(listed(12))
+            for _ in range(3):
+                come_back()
+                async for group in bench.scheduler.run(source, 2, target_groups=target, together=together):
+                    in_hand.add(group.group_id)
+                    if not together:
+                        await asyncio.sleep(0.2)
+                        come_back()
+                await asyncio.sleep(0.2)
+
+        run_virtual(main())
+    if not at_the_cut:
+        return
+    was_had, was_in_hand = at_the_cut
+    begun = {history[0].group_id for history in journal.histories(copy)}
+    left = list(journal.histories(copy, unfinished=True))
+    note(f"had {was_had}, in hand {was_in_hand}, begun {begun}")
+    assert {history[0].group_id for history in left} == begun - was_had
+    assert was_in_hand <= begun - was_had
+    with journal.Journal(copy if append else folder / "new.sqlite", interval=0.0, append=append) as kept:
+        again = Bench(single(), choose, journal=kept)
+        groups = run_virtual(again.run(n=2, prompts=12, resume=left))
+    came = {group.group_id for group in groups}
+    assert begun - was_had <= came
+    epochs = {f"{group_id}#2" for group_id in was_had} if append else was_had
+    assert came == {f"p{i}" for i in range(12)} - was_had | epochs, "what was had is another epoch's, and told apart"
+    assert all(group.ended for group in groups)
+
+
+def test_groups_that_are_set_aside_and_go_on_are_unfinished_again(tmp_path: Path) -> None:
+    """In the same process, and the same journal; until the caller has had them once more, and comes back."""
+    path = tmp_path / "journal.sqlite"
+
+    def unfinished() -> set[str]:
+        kept.flush()
+        return {history[0].group_id for history in journal.histories(path, unfinished=True)}
+
+    with journal.Journal(path) as kept:
+        bench = Bench(single(), slow({"p0": 1.0}), journal=kept)
+
+        async def main() -> None:
+            asyncio.get_running_loop().call_later(2.5, bench.scheduler.stop, "asked")
+            groups = await bench.run(n=1, prompts=2)
+            assert unfinished() == {"p0"}
+            left = [t for group in groups for t in group.trajectories if t.suspended]
+            (group,) = await bench.run(n=1, prompts=0, resume=left, together=True)
+            assert group.ended
+            assert unfinished() == {"p0"}, "the caller is at work on it"
+            with pytest.raises(StopAsyncIteration):
+                await anext(bench.scheduler.run([]))
+            assert unfinished() == set()
+
+        run_virtual(main())
+        kept.close()
+        with pytest.raises(JournalError, match="is closed"):
+            kept.handed_over("p0")
+
+
+def test_a_group_that_is_under_way_is_not_reopened() -> None:
+    bench = Bench(single(), slow({"p0": 1.0, "p1": 0.3}))
+
+    async def main() -> None:
+        await bench.run(n=1, prompts=2, target_groups=1)
+        (waiting,) = bench.scheduler.carried
+        with pytest.raises(ConfigError, match="group 'p0' is under way already"):
+            await bench.run(n=1, prompts=0, resume=waiting.trajectories)
+        assert [group.group_id async for group in bench.scheduler.run([])] == ["p0"]
+
+    run_virtual(main())
+
+
+def test_a_prompt_that_only_shares_its_place_with_a_reopened_one_is_another() -> None:
+    """An iterator that goes on where it was numbers its prompts from 0 again."""
+    first = Bench(single(), slow({}))
+
+    def unnamed(*texts: str) -> list[Prompt]:
+        return [Prompt(messages=({"role": "user", "content": text},)) for text in texts]
+
+    async def stopped() -> None:
+        asyncio.get_running_loop().call_later(0.3, first.scheduler.stop, "asked")
+        async for _ in first.scheduler.run(unnamed("one", "two")):
+            pass
+
+    run_virtual(stopped())
+    second = Bench(single(), slow({}))
+
+    async def main() -> list[Group]:
+        resume = histories(first.log)
+        return [group async for group in second.scheduler.run(unnamed("one", "three"), resume=resume)]
+
+    groups = run_virtual(main())
+    assert {group.group_id: group.prompt.messages[0]["content"] for group in groups} == {
+        "0": "one", "1": "two", "1#2": "three",
+    }  # fmt: skip
+
+
+# -- a step that is cut off --------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_closed_can_go_on_from_its_journal(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    expected = outline(run_virtual(Bench(single(), slow({"p0": 0.4})).run(n=2, prompts=3)))
+    with journal.Journal(path) as kept:
+        bench = Bench(single(), slow({"p0": 0.4}), journal=kept)
+
+        async def main() -> None:
+            groups = bench.scheduler.run(listed(3), 2)
+            await anext(groups)
+            await groups.aclose()
+
+        run_virtual(main())
+    stands = {trajectory.group_id: trajectory.suspended for trajectory in journal.read(path)}
+    assert stands["p0"] == "interrupted"
+    left = journal.histories(path, unfinished=True)
+    groups = run_virtual(Bench(single(), slow({})).run(n=2, prompts=3, resume=left))
+    assert outline(groups) == expected
+
+
+def test_a_step_that_is_cut_off_keeps_what_it_has_done() -> None:
+    """Its batch was not given to anybody, so that comes with the next step's."""
+    bench = Bench(single(), slow({"p0": 1.0}))
+
+    async def main() -> None:
+        step = asyncio.ensure_future(bench.run(n=1, prompts=2, target_groups=2, together=True))
+        await asyncio.sleep(2.5)
+        step.cancel()
+        with suppress(asyncio.CancelledError):
+            await step
+        assert [group.group_id for group in bench.scheduler.carried] == ["p1"]
+        groups = [group async for group in bench.scheduler.run(listed(1, start=5), 1, target_groups=2, together=True)]
+        assert [group.group_id for group in groups] == ["p1", "p5"]
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("reason", [None, "asked"])
+def test_stopping_a_step_takes_no_further_prompts(reason: str | None, together: bool) -> None:
+    """What is suspended does not count towards a target: there is no end to the prompts that are begun in vain."""
+    bench = Bench(single(), slow({}))
+    prompts = Watched()
+
+    async def main() -> list[Group]:
+        asyncio.get_running_loop().call_later(0.5, bench.scheduler.stop, reason)
+        step = bench.scheduler.run(iter(prompts), 2, target_groups=4, together=together)
+        return [group async for group in step]
+
+    groups = run_virtual(main())
+    assert {t.suspended or t.stop_reason for group in groups for t in group.trajectories} == {reason or "cancelled"}
+    came = {group.group_id for group in (*groups, *bench.scheduler.carried)}
+    assert sorted(came) == sorted(prompts.taken)
+    assert len(came) == 6
+
+
+def test_a_data_set_that_breaks_costs_no_group_that_is_done() -> None:
+    bench = Bench(
+        single(), slow({"p0": 0.2, "p1": 0.1, "p2": 1.0}), group_filter=GroupFilter(lambda g: g[0].group_id != "p0")
+    )
+
+    def source() -> Iterator[Prompt]:
+        yield from listed(3)
+        raise OSError("the disk is gone")  # asked for when p0 is dropped; p1 is done by then
+
+    async def main() -> list[str]:
+        with pytest.raises(OSError, match="the disk is gone"):
+            async for _ in bench.scheduler.run(source(), 1, target_groups=2, together=True):
+                pass
+        return [group.group_id async for group in bench.scheduler.run([])]
+
+    assert sorted(run_virtual(main())) == ["p0", "p1", "p2"]
+
+
+def test_a_rollout_hands_over_nothing_older_than_the_bound(tmp_path: Path) -> None:
+    """Through the front door: weights that change while `arun` waits for the rest of its batch."""
+
+    async def main() -> tuple[fr.TrajectoryBatch, list[list[AnyEvent]]]:
+        engine = ScriptedEngine(slow({"1": 0.5}), tokenizer=tokenizer())
+        with journal.Journal(tmp_path / "j.sqlite") as kept:
+            rollout = fr.Rollout(single(), engine, max_staleness=0, journal=kept)
+            step = asyncio.ensure_future(rollout.arun(["one", "two"], n=2, target_groups=2))
+            await asyncio.sleep(2.0)
+            await rollout.aupdate_weights({})
+            batch = await step
+            kept.flush()
+            left = list(journal.histories(kept.path, unfinished=True))
+            await rollout.aclose()
+        return batch, left
+
+    batch, left = run_virtual(main())
+    assert set(batch.tensordict["trajectory_id"]) == {"0/0~1", "0/1~1", "1/0~1", "1/1~1"}
+    assert set(batch.tensordict["weight_versions"].unique().tolist()) <= {-1, 1}
+    assert {history[0].group_id for history in left} == {"0", "1"}, "whoever crashes now gets this batch again"

@@ -1,0 +1,186 @@
+"""The Python API: plain, async, streaming, in a running loop; what it owns it closes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fsm_rollout as fr
+from fsm_rollout.engines.scripted.engine import ScriptedEngine
+from fsm_rollout.errors import EngineError
+from fsm_rollout.report.recorded import open_run
+from fsm_rollout.trajectory.journal import Journal, metadata
+from tests.embedded import tokenizer
+from tests.kit import ROOT
+
+CONFIGS = ROOT / "configs"
+SCRIPTED = {"kind": "scripted", "turns": ["The answer is 4."]}
+
+
+def agent() -> fr.AgentGraph:
+    return fr.load_agent(CONFIGS / "agents/single_turn.yaml")
+
+
+def test_plain_run_gives_a_batch_in_the_order_of_the_prompts() -> None:
+    with fr.Rollout(agent(), SCRIPTED) as rollout:
+        batch = rollout.run(["one", "two", "three"], n=2)
+    assert batch.tensordict["group_id"] == ["0", "0", "1", "1", "2", "2"]
+    assert batch.tensordict["trajectory_id"] == ["0/0", "0/1", "1/0", "1/1", "2/0", "2/1"]
+    assert batch.tensordict["stop_reason"] == ["answered"] * 6
+
+
+def test_plain_run_works_where_a_loop_is_running() -> None:
+    """As in a notebook."""
+
+    async def notebook() -> int:
+        with fr.Rollout(agent(), SCRIPTED) as rollout:
+            return len(rollout.run(["one"], n=3))
+
+    assert asyncio.run(notebook()) == 3
+
+
+def test_async_run_and_stream() -> None:
+    async def main() -> tuple[int, list[str]]:
+        rollout = fr.Rollout(agent(), SCRIPTED)
+        batch = await rollout.arun(["one", "two"], packed=True)
+        seen = [group.group_id async for group in rollout.stream([{"messages": [{"role": "user", "content": "x"}]}])]
+        await rollout.aclose()
+        return len(batch), seen
+
+    assert asyncio.run(main()) == (2, ["2"])  # the third prompt of this rollout
+
+
+def test_it_closes_what_it_built_and_only_that() -> None:
+    mine = fr.ScriptedEngine(["yes"], tokenizer=tokenizer())
+    before = threading.active_count()
+    with fr.Rollout(agent(), mine, engines={"judge": SCRIPTED}) as rollout:
+        rollout.run(["one"])
+        built = rollout.engines["judge"]
+    rollout.close()
+    assert threading.active_count() == before
+    assert len(fr.Rollout(agent(), mine).run(["again"])) == 1
+    with pytest.raises(EngineError):
+        built.generate([])
+
+
+def test_an_unsound_agent_and_a_wrong_engine_are_refused() -> None:
+    loop = agent().model_copy(update={"limits": agent().limits.model_copy(update={"wall_seconds": None})})
+    rows = (*loop.transitions[:1], loop.transitions[1].model_copy(update={"dest": "GENERATING"}))
+    with pytest.raises(fr.ConfigError, match="rule"):
+        fr.Rollout(loop.model_copy(update={"transitions": rows}), SCRIPTED)
+    with pytest.raises(fr.ConfigError, match="engine 'policy'"):
+        fr.Rollout(agent(), {"kind": "scriptd"})
+
+
+def test_several_agents_and_validation_sampling() -> None:
+    engine = fr.ScriptedEngine(lambda request: request.agent, tokenizer=tokenizer(), log=True)
+    other = agent().model_copy(update={"agent": "other"})
+    rollout = fr.Rollout(
+        {"a": agent(), "b": other}, engine, validate=True, sampling={"temperature": 0.7, "top_k": 5},
+        validation_sampling={"temperature": 0.0},
+    )  # fmt: skip
+    message = [{"role": "user", "content": "?"}]
+    batch = rollout.run([{"messages": message, "agent": "b"}, {"messages": message, "agent": "a"}])
+    rollout.close()
+    assert batch.tensordict["agent"] == ["other", "single_turn"]
+    asked = [line.what.sampling for line in engine.log if hasattr(line.what, "sampling")]
+    assert {(s.temperature, s.top_k) for s in asked} == {(0.0, 5)}
+
+
+USER_AGENT = """
+agent: chat
+limits: {assistant_turns: 5, user_turns: 5, wall_seconds: 60}
+interaction: {use: "fsm_rollout.interactions:ModelUser", kwargs: {engine: user, max_turns: 2, system: You are a user.}}
+states:
+  PENDING: {}
+  GENERATING: {timeout: 10}
+  INTERACTING: {timeout: 10}
+transitions:
+  - {trigger: prompted,         source: PENDING,     dest: GENERATING}
+  - {trigger: generated,        source: GENERATING,  dest: INTERACTING}
+  - {trigger: replied,          source: INTERACTING, dest: GENERATING}
+  - {trigger: interaction_done, source: INTERACTING, dest: TERMINATED}
+"""
+
+
+def test_a_model_may_be_the_user(tmp_path: Path) -> None:
+    """Its text enters the policy's stream as environment; what it was asked enters no stream."""
+    (tmp_path / "chat.yaml").write_text(USER_AGENT, "utf-8")
+    user = fr.ScriptedEngine(["And then?", "Why?"], tokenizer=tokenizer(), log=True)
+    groups: list[Any] = []
+
+    async def main() -> None:
+        rollout = fr.Rollout(fr.load_agent(tmp_path / "chat.yaml"), SCRIPTED | {"turns": ["A.", "B.", "C."]},
+                             engines={"user": user})  # fmt: skip
+        groups.extend([group async for group in rollout.stream(["Tell me."])])
+        await rollout.aclose()
+
+    asyncio.run(main())
+    (trajectory,) = groups[0].trajectories
+    assert trajectory.stop_reason == "interaction_done"
+    (stream,) = trajectory.streams
+    contents = [(m["role"], m["content"]) for m in stream.messages]
+    assert contents == [
+        ("user", "Tell me."), ("assistant", "A."), ("user", "And then?"), ("assistant", "B."), ("user", "Why?"),
+        ("assistant", "C."),
+    ]  # fmt: skip
+    trained = tokenizer().decode(stream.tokens.response_ids()[stream.tokens.response_mask() == 1])
+    assert trained == "A.<|im_end|>B.<|im_end|>C.<|im_end|>"
+    asked = [tokenizer().decode(line.what.ids) for line in user.log if hasattr(line.what, "sampling")]
+    assert "<|im_start|>user\nA.<|im_end|>\n<|im_start|>assistant\n" in asked[0]
+
+
+def test_validation_is_greedy_unless_said_otherwise() -> None:
+    engine = fr.ScriptedEngine(["x"], tokenizer=tokenizer(), log=True)
+    rollout = fr.Rollout(agent(), engine, validate=True, sampling={"temperature": 0.7})
+    rollout.run(["?"])
+    rollout.close()
+    assert [line.what.sampling.temperature for line in engine.log if hasattr(line.what, "sampling")] == [0.0]
+
+
+@pytest.mark.parametrize("built", [True, False], ids=["built by the rollout", "an engine of one's own"])
+def test_a_journal_knows_enough_to_be_looked_at_later(tmp_path: Path, built: bool) -> None:
+    spec: Any = {"kind": "scripted", "turns": ["Four."]}
+    engine = spec if built else ScriptedEngine(["Four."], tokenizer=tokenizer())
+    with (
+        Journal(tmp_path / "mine.sqlite", {"agents": {}, "mine": 1}) as journal,
+        fr.Rollout(agent(), engine, journal=journal) as rollout,
+    ):
+        rollout.run(["What is 2 + 2?"])
+    run = open_run(tmp_path / "mine.sqlite")
+    assert metadata(tmp_path / "mine.sqlite")["mine"] == 1
+    assert run.agents == {}, "what the journal was told before stays"
+    texts = run.texts("policy")
+    assert texts is not None, run.notes
+    (recorded,) = run.histories()
+    (stream,) = recorded.trajectory.streams
+    assert "Four." in "".join(texts.vocabulary(stream.tokens.ids)[id_] for id_ in stream.tokens.ids)
+
+
+def test_a_journal_without_metadata_gets_the_agents(tmp_path: Path) -> None:
+    engine = {"kind": "scripted", "turns": ["Four."]}
+    with Journal(tmp_path / "mine.sqlite") as journal, fr.Rollout(agent(), engine, journal=journal) as rollout:
+        rollout.run(["What is 2 + 2?"])
+    assert open_run(tmp_path / "mine.sqlite").agents == {agent().agent: agent()}
+
+
+def test_states_have_the_same_numbers_in_every_step() -> None:
+    """Whichever states a step has come through, and those of sub-agents too."""
+    delegate = fr.load_agent(CONFIGS / "agents/delegate.yaml")
+    with fr.Rollout(delegate, SCRIPTED) as rollout:
+        names = rollout.run(["a"]).state_names
+    assert names == ("PENDING", "GENERATING", "PROCESSING_TOOLS")
+
+
+def test_an_async_rollout_closes_what_it_built() -> None:
+    async def main() -> fr.Rollout:
+        async with fr.Rollout(agent(), SCRIPTED) as rollout:
+            assert len(await rollout.arun(["a"])) == 1
+        return rollout
+
+    with pytest.raises(EngineError, match="is closed"):
+        asyncio.run(main()).run(["b"])

@@ -1,0 +1,302 @@
+"""The plugin, as a user meets it: in a pytest of its own, on agents in a folder of their own."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsm_rollout.testing import agent_checks
+from fsm_rollout.testing.agent_checks import CHECKS, Subject
+from fsm_rollout.testing.laws import LawBroken
+from fsm_rollout.testing.pytest_plugin import ITEMS
+from tests.kit import ROOT
+from tests.unit.testing.plugin_agents import (
+    ASKS,
+    BLOCKS,
+    BOTH,
+    CANCELS_ITSELF,
+    DEAD_ROW,
+    EXITS,
+    GOOD,
+    GRADED,
+    HIDDEN_STATE,
+    LOOKS_UP,
+    NAPS,
+    NEVER,
+    RAISES,
+    REMEMBERS,
+    RIGHT,
+    SPEAKS_AGAIN,
+    SWALLOWS,
+    SWALLOWS_ONCE,
+    TIMES_OUT,
+    TOOLS,
+    UNDECLARED,
+    UNLOADABLE,
+    WAITS,
+    WRITES_NUMBERS,
+)
+
+SHIPPED = sorted((ROOT / "configs/agents").glob("*.yaml"))
+FEW = ("--fsm-examples", "8", "--fsm-seed", "1", "-p", "no:cacheprovider")
+
+
+@pytest.fixture
+def folder(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    """A folder whose modules are forgotten again."""
+    monkeypatch.delitem(sys.modules, "grader", raising=False)
+    monkeypatch.delitem(sys.modules, "words", raising=False)
+    return pytester
+
+
+def agent(folder: pytest.Pytester, text: str, **modules: str) -> None:
+    (folder.path / "agent.yaml").write_text(text, "utf-8")
+    for name, source in modules.items():
+        (folder.path / f"{name}.py").write_text(source, "utf-8")
+
+
+def test_the_plugin_names_the_checks_that_there_are() -> None:
+    assert tuple(CHECKS) == ITEMS
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("check", ITEMS)
+def test_the_shipped_agents_pass(path: Path, check: str) -> None:
+    assert CHECKS[check](Subject(path, examples=15))
+
+
+def test_items_run_without_a_test_file_and_say_which_rows_were_taken(folder: pytest.Pytester) -> None:
+    agent(folder, GOOD)
+    result = folder.runpytest_inprocess("--fsm-agents", "*.yaml", *FEW)
+    result.assert_outcomes(passed=8)
+    result.stdout.fnmatch_lines(["*rows taken in drawn runs*", "agent.yaml: 3 of 3 rows taken in 8 runs"])
+
+
+def test_without_the_option_nothing_is_collected_and_nothing_loaded(folder: pytest.Pytester) -> None:
+    agent(folder, GOOD)
+    folder.makepyfile(
+        test_one="""
+        import sys
+        def test_nothing_heavy():
+            heavy = {"torch", "transformers", "hypothesis", "fsm_rollout.agent.graph", "numpy"} & set(sys.modules)
+            assert not heavy
+        """
+    )
+    result = folder.runpytest_subprocess("-p", "no:hypothesispytest", "-p", "no:anyio", "-p", "no:cacheprovider")
+    result.assert_outcomes(passed=1)
+
+
+def test_agents_run_with_other_tests_by_name_and_by_expression(folder: pytest.Pytester) -> None:
+    agent(folder, GOOD)
+    folder.makepyfile(test_one="def test_one(): pass")
+    result = folder.runpytest_inprocess("--fsm-agents", "*.yaml", "test_one.py", "-k", "bound or one", *FEW)
+    result.assert_outcomes(passed=2, deselected=7)
+    result = folder.runpytest_inprocess("--fsm-agents", "*.yaml", "agent.yaml::rules", *FEW)
+    result.assert_outcomes(passed=1)
+
+
+def test_in_addopts_agents_join_the_other_tests(folder: pytest.Pytester) -> None:
+    agent(folder, GOOD)
+    folder.makepyfile(test_one="def test_one(): pass")
+    folder.makeini("[pytest]\naddopts = --fsm-agents *.yaml")
+    folder.runpytest_inprocess("-k", "rules or one", *FEW).assert_outcomes(passed=2, deselected=7)
+
+
+def test_a_pattern_without_a_file_is_said(folder: pytest.Pytester) -> None:
+    result = folder.runpytest_inprocess("--fsm-agents", "nowhere/*.yaml")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*'nowhere/[*].yaml' matches no file*"])
+
+
+def test_an_agent_that_does_not_load_is_one_failing_item(folder: pytest.Pytester) -> None:
+    agent(folder, UNLOADABLE)
+    result = folder.runpytest_inprocess("--fsm-agents", "agent.yaml", *FEW)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["agent.yaml:7: row 1: dest 'GENERATIN' is not defined; did you mean 'GENERATING'? [[]rule 1]"]
+    )
+
+
+def test_a_row_that_can_never_fire_is_named(folder: pytest.Pytester) -> None:
+    agent(folder, DEAD_ROW)
+    result = folder.runpytest_inprocess("--fsm-agents", "agent.yaml", "-k", "coverage", *FEW)
+    result.assert_outcomes(failed=1, deselected=7)
+    result.stdout.fnmatch_lines(["  GENERATING --generated [[]visits_over: 3]--> TERMINATED"])
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        (RAISES, "the handler of 'GRADING' (grader:Grade) raised IndexError: list index out of range"),
+        (UNDECLARED, "the handler of 'GRADING' (grader:Grade) returned 'unsure', an undeclared outcome"),
+        (NEVER, "the handler of 'GRADING' (grader:Grade) never returns by itself"),
+        (SWALLOWS, "the run did not end: Endless"),
+        (SWALLOWS_ONCE, "the handler of 'GRADING' (grader:Grade) was told to stop and went on: it returned 'right'"),
+        (TIMES_OUT, "the handler of 'GRADING' (grader:Grade) raised TimeoutError: the search server"),
+        (EXITS, "the handler of 'GRADING' (grader:Grade) raised SystemExit, which fails its trajectory alone"),
+        (CANCELS_ITSELF, "the handler of 'GRADING' (grader:Grade) raised CancelledError"),
+        (SPEAKS_AGAIN, "the handler of 'GRADING' (grader:Grade) raised ChatTemplateError: [no-new-message]"),
+        (
+            WRITES_NUMBERS,
+            "raised ChatTemplateError: [malformed-message] message 0: content must be a string, got int\n  at ",
+        ),
+    ],
+    ids=[
+        "raises",
+        "undeclared",
+        "never returns",
+        "swallows cancellation",
+        "swallows it once",
+        "times out",
+        "exits",
+        "cancels itself",
+        "speaks again",
+        "writes numbers",
+    ],
+)
+def test_a_handler_at_fault_is_named_with_its_story_and_a_line_that_replays_it(
+    folder: pytest.Pytester, source: str, told: str
+) -> None:
+    agent(folder, GRADED, grader=source)
+    result = folder.runpytest_inprocess("--fsm-agents", "agent.yaml", "-k", "ends", *FEW)
+    result.assert_outcomes(failed=1, deselected=7)
+    text = result.stdout.str()
+    assert told in text
+    assert re.search(r"0s  GENERATING: the engine says '.*' \(\d+ tokens, stop\)", text)
+    assert re.search(r"0s  GENERATING: generated -> GRADING", text)
+    (line,) = re.findall(r"^  pytest (agent.yaml::ends .*)$", text, re.MULTILINE)
+    again = folder.runpytest_inprocess(*shlex.split(line), "-p", "no:cacheprovider")
+    again.assert_outcomes(failed=1)
+    assert told in again.stdout.str()
+
+
+@pytest.mark.parametrize("processes", [[], ["-n", "1"]], ids=["here", "xdist"])
+def test_a_ci_log_tells_the_story_once(
+    folder: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, processes: list[str]
+) -> None:
+    monkeypatch.setenv("CI", "true")  # pytest's summary is then not cut to the width of the screen
+    agent(folder, GRADED, grader=RAISES)
+    result = folder.runpytest_inprocess("--fsm-agents", "agent.yaml", "-k", "ends", *FEW, *processes)
+    text = result.stdout.str()
+    assert text.count("to see it again:") == 1
+    assert text.count("GENERATING: generated -> GRADING") == 1
+    result.stdout.fnmatch_lines(["FAILED agent.yaml::ends - the handler of 'GRADING' (grader:Grade) raised Index*"])
+
+
+def test_a_handler_that_keeps_state_on_itself_depends_on_the_schedule(folder: pytest.Pytester) -> None:
+    agent(folder, GRADED, grader=HIDDEN_STATE)
+    result = folder.runpytest_inprocess("--fsm-agents", "agent.yaml", "-k", "schedule", *FEW)
+    result.assert_outcomes(failed=1, deselected=7)
+    result.stdout.re_match_lines(
+        [r"agent.yaml::schedule: law 6: (concurrency|max_running|replicas|slow) .* changes its"]
+    )
+
+
+def test_what_a_handler_keeps_between_runs_is_told_with_the_run_that_showed_it(folder: pytest.Pytester) -> None:
+    agent(folder, GRADED, grader=REMEMBERS)
+    result = folder.runpytest_inprocess("--fsm-agents", "agent.yaml", "-k", "schedule", *FEW)
+    result.assert_outcomes(failed=1, deselected=7)
+    result.stdout.fnmatch_lines(
+        ["agent.yaml::schedule: law 6: *", "  and not when the same plan ran again: something is kept between runs"]
+    )
+
+
+@pytest.mark.parametrize("source", [ASKS, BOTH], ids=["asks a model", "two generations side by side"])
+def test_what_handlers_may_do_is_no_fault(folder: pytest.Pytester, source: str) -> None:
+    agent(folder, GRADED.replace("states:", "contexts: {left: {}, right: {}}\nstates:"), grader=source)
+    folder.runpytest_inprocess("--fsm-agents", "agent.yaml", *FEW[2:], "--fsm-examples", "25").assert_outcomes(passed=8)
+
+
+def test_an_agent_whose_rows_never_fire_is_named(folder: pytest.Pytester) -> None:
+    agent(folder, GOOD.replace("limits: {", "limits: {context_tokens: 5, "))
+    result = folder.runpytest_inprocess("--fsm-agents", "agent.yaml", "-k", "coverage", *FEW)
+    result.assert_outcomes(failed=1, deselected=7)
+    result.stdout.fnmatch_lines(["*no row was ever taken in 8 runs: every trajectory ended as *prompt_too_long*"])
+
+
+def test_the_names_that_v_prints_can_be_pasted(folder: pytest.Pytester) -> None:
+    agent(folder, GOOD)
+    folder.runpytest_inprocess("-v", "--fsm-agents", "agent.yaml", "-k", "rules", *FEW).stdout.fnmatch_lines(
+        ["agent.yaml::rules PASSED*"]
+    )
+
+
+@pytest.mark.parametrize("count", ["0", "-3", "many"])
+def test_a_count_of_examples_is_a_count(folder: pytest.Pytester, count: str) -> None:
+    agent(folder, GOOD)
+    result = folder.runpytest_inprocess("--fsm-agents", "agent.yaml", "--fsm-examples", count)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"*--fsm-examples: a number from 1 on, got '{count}'*"])
+
+
+def test_a_handler_that_blocks_the_loop_is_named_with_its_line(folder: pytest.Pytester) -> None:
+    agent(folder, GRADED, grader=BLOCKS)
+    folder.syspathinsert()
+    subject = Subject(folder.path / "agent.yaml", examples=3, blocking_seconds=0.2)
+    with pytest.raises(LawBroken, match=r"the event loop is blocked: .*grader.py:12, in Grade.run does not return"):
+        agent_checks.ends(subject)
+
+
+@pytest.mark.parametrize(
+    ("source", "line", "call"),
+    [(NAPS, 13, r"time\.sleep\(0\.001\)"), (WAITS, 14, r"lock\.acquire\(timeout=1\)")],
+    ids=["naps", "waits for a lock"],
+)
+def test_a_handler_that_waits_without_awaiting_is_named_with_the_call(
+    folder: pytest.Pytester, source: str, line: int, call: str
+) -> None:
+    agent(folder, GRADED, grader=source)
+    folder.syspathinsert()
+    subject = Subject(folder.path / "agent.yaml", examples=3)
+    with pytest.raises(LawBroken, match=rf"the event loop is blocked: .*grader.py:{line}, in .*run waits in '{call}'"):
+        agent_checks.ends(subject)
+
+
+def test_tools_of_the_users_are_not_called_for_real(folder: pytest.Pytester) -> None:
+    agent(folder, LOOKS_UP, words=TOOLS)
+    result = folder.runpytest_inprocess("--fsm-agents", "agent.yaml", "-k", "ends or coverage", *FEW)
+    result.assert_outcomes(passed=2, deselected=6)
+
+
+def test_the_same_agent_with_a_handler_in_order_passes(folder: pytest.Pytester) -> None:
+    agent(folder, GRADED, grader=RIGHT)
+    folder.runpytest_inprocess("--fsm-agents", "agent.yaml", *FEW).assert_outcomes(passed=8)
+
+
+def test_fixtures_run_an_agent_in_virtual_time(folder: pytest.Pytester) -> None:
+    agent(folder, GOOD)
+    folder.makepyfile(
+        """
+        import asyncio
+
+        def test_trajectory(fsm_trajectory):
+            trajectory = fsm_trajectory("agent.yaml", ["Hm.", "ANSWER 4"])
+            assert (trajectory.stop_reason, trajectory.turn) == ("answered", 2)
+
+        def test_engine_and_scheduler(fsm_scheduler, scripted_engine, fake_clock):
+            from fsm_rollout import Prompt
+
+            engine = scripted_engine(["ANSWER"])
+            scheduler = fsm_scheduler("agent.yaml", engine=engine)
+            prompt = Prompt(messages=({"role": "user", "content": "?"},))
+
+            async def run():
+                await asyncio.sleep(3600)
+                return [group async for group in scheduler.run([prompt], n=2)]
+
+            (group,) = fake_clock.run(run())
+            assert [t.stop_reason for t in group.trajectories] == ["answered"] * 2
+            assert fake_clock.now == 3600.0
+            assert engine.log
+
+        def test_profiles():
+            from hypothesis import settings
+
+            assert settings.get_profile("nightly").max_examples == 2000
+        """
+    )
+    folder.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(passed=3)

@@ -1,0 +1,449 @@
+"""The real scheduler and dispatcher under any order of what can be done to them, against a model of what comes back.
+
+The loop is stepped rule by rule: between two rules everything that can run without time passing has run. The model
+knows what was submitted and what was done to it; tokens and versions are compared with the engines' own log. Two
+machines hold one engine, and a pool of replicas that die one by one, to the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from fsm_rollout.agent.graph import AgentGraph
+from fsm_rollout.engines.chunk_stream import Answers
+from fsm_rollout.engines.client import Dispatcher
+from fsm_rollout.engines.pool import PoolEngine
+from fsm_rollout.engines.pool_members import PoolTimes
+from fsm_rollout.engines.protocol import Chunk, Request
+from fsm_rollout.engines.scripted.engine import Logged, ScriptedEngine
+from fsm_rollout.engines.scripted.script import Script, Turn
+from fsm_rollout.scheduler.live import Group
+from fsm_rollout.scheduler.scheduler import Scheduler
+from fsm_rollout.testing.mortal_replicas import MortalReplica, MortalReplicas
+from fsm_rollout.testing.virtual_time import VirtualTimeLoop
+from fsm_rollout.trajectory.events import AnyEvent, Ended
+from fsm_rollout.trajectory.prompt import Prompt
+from fsm_rollout.trajectory.tokens import Owner
+from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.embedded import tokenizer
+
+ATTEMPTS = 2
+"""Tries of a generation, after which the dispatcher gives it up."""
+AGENT = AgentGraph(
+    agent="machine",
+    limits={"assistant_turns": 3, "tool_calls": 4, "wall_seconds": 10_000},
+    tools={name: {"use": f"law_tools:{name}", "timeout": 3.0} for name in ("echo", "hang")},
+    states={
+        "PENDING": {},
+        "GENERATING": {"sampling": {"max_tokens": 48}, "timeout": 20.0},
+        "PROCESSING_TOOLS": {"timeout": 8.0},
+    },
+    transitions=(
+        {"trigger": "prompted", "source": "PENDING", "dest": "GENERATING"},
+        {
+            "trigger": "generated",
+            "source": "GENERATING",
+            "dest": "PROCESSING_TOOLS",
+            "conditions": ({"name": "has_tool_calls"},),
+        },
+        {"trigger": "generated", "source": "GENERATING", "dest": "TERMINATED"},
+        {"trigger": "tools_done", "source": "PROCESSING_TOOLS", "dest": "GENERATING"},
+    ),
+)
+
+
+def call(tool: str) -> str:
+    return f'<tool_call>\n{{"name": "{tool}", "arguments": {{"text": "abc"}}}}\n</tool_call>'
+
+
+CALM = [
+    Turn(text="Four."),
+    Turn(text="It is four, I think.", delay=1.0, chunks=4),
+    Turn(text=call("echo"), delay=0.5, chunks=2),
+    Turn(text=call("hang"), delay=0.5),
+    Turn(text="words " * 60, delay=0.25, chunks=3),
+]
+"""What a model may say while nothing fails; the third and fourth call tools, the last is cut short."""
+BROKEN = {
+    "failed:Overload": Turn(text="half a", error="Overload: try later", delay=0.5, chunks=2),
+    "mends": Turn(text="half a", error="Overload: try later", fails=1, delay=0.5, chunks=2),
+    "timed_out": Turn(text="half a", hang=True, delay=0.5),
+    "crash": Turn(text="half a", crash="gone", delay=0.5, chunks=2),
+}
+"""What a turn may come to, by the stop reason of a trajectory that it ends."""
+
+
+@dataclass
+class Losses:
+    """What the engines know of their own failures: over all lives, as a turn that mends has been tried in all."""
+
+    tries: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """How often each turn was asked for that fails a number of times."""
+    failed: Counter[tuple[str, str, int]] = field(default_factory=Counter)
+    """How many tries of a generation (trajectory, context, turn) an engine has failed, whatever the reason."""
+
+    def add(self, request: Request) -> None:
+        self.failed[request.trajectory_id, request.context, request.turn] += 1
+
+    def most(self, trajectory_id: str) -> int:
+        """How many tries the unluckiest generation of a trajectory has lost."""
+        return max((count for (name, *_), count in self.failed.items() if name == trajectory_id), default=0)
+
+
+class Mortal(ScriptedEngine):
+    """A scripted engine whose process can be killed: every generation under way fails with it."""
+
+    def __init__(self, turns: Script, losses: Losses, **options: Any) -> None:
+        super().__init__(turns, tokenizer=tokenizer(), log=True, **options)
+        self._failed = losses.tries
+        self.losses = losses
+
+    def _next_piece(self, answer: Any) -> None:
+        if answer.plan.error is not None and answer.given + 1 >= len(answer.plan.pieces):
+            self.losses.add(answer.request)
+        super()._next_piece(answer)
+
+    def _crash(self, answers: Answers, message: str) -> None:
+        under_way = self._running | self._waiting
+        for request_id in answers.request_ids:
+            self.losses.add(under_way[request_id].request)
+        super()._crash(answers, message)
+
+    def kill(self, number: int) -> None:
+        for answers in {answer.answers for answer in [*self._running.values(), *self._waiting.values()]}:
+            self._crash(answers, "killed")
+
+    @property
+    def busy(self) -> list[str]:
+        return [*self._running, *self._waiting]
+
+    async def fail(self, request_id: str) -> None:
+        """End a request that nobody asked to end."""
+        self.losses.add((self._running | self._waiting)[request_id].request)
+        await self.abort([request_id])
+
+
+class MortalPool(PoolEngine):
+    """A pool of such engines, whose replicas are killed one at a time."""
+
+    def __init__(self, turns: Script, losses: Losses, count: int, **options: Any) -> None:
+        self.lives = MortalReplicas(lambda name: Mortal(turns, losses, replica=name, **options))
+        super().__init__(self.lives, count, times=PoolTimes(ping_every=7.0, ping=1.0))
+
+    def kill(self, number: int) -> None:
+        life = list(self.lives.lives.values())[number % len(self.lives.lives)][-1]
+        if life.killed:
+            return
+        engine = engine_of(life)
+        for answer in (engine._running | engine._waiting).values():
+            engine.losses.add(answer.request)
+        life.kill()
+
+    @property
+    def living(self) -> list[Mortal]:
+        return [engine_of(self.lives.lives[each.name][-1]) for each in self.replicas if each.state == "up"]
+
+    @property
+    def busy(self) -> list[str]:
+        return [request_id for engine in self.living for request_id in engine.busy]
+
+    async def fail(self, request_id: str) -> None:
+        await next(engine for engine in self.living if request_id in engine.busy).fail(request_id)
+
+    @property
+    def log(self) -> list[Logged]:
+        return self.lives.log(each.name for each in self.replicas if each.state == "up")
+
+
+def engine_of(life: MortalReplica) -> Mortal:
+    assert isinstance(life.scripted, Mortal)
+    return life.scripted
+
+
+@dataclass
+class Submitted:
+    """What the model knows of one prompt: what was asked, and what was done to it since."""
+
+    n: int
+    says: list[Turn]
+    """Of the trajectories' turns; the last one repeats."""
+    fate: dict[str, str] = field(default_factory=dict)
+    """What each trajectory that was stopped must come to: the first stop counts."""
+    due: bool = True
+    """Whether it has still to come back."""
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    def make_engine(self) -> Mortal | MortalPool:
+        """Build what serves the run."""
+        return Mortal(self.script, self.losses, max_running=self.max_running)
+
+    @initialize(max_running=st.sampled_from([None, 2]), concurrency=st.sampled_from([2, 64]))
+    def start(self, max_running: int | None, concurrency: int) -> None:
+        self.max_running = max_running
+        self.prompts: dict[str, Submitted] = {}
+        self.back: list[Group] = []
+        self.loop = VirtualTimeLoop()
+        asyncio.set_event_loop(None)
+        self.tasks: list[asyncio.Task[None]] = []
+        self.version = 0
+        self.paused_at: int | None = None
+        self.losses = Losses()
+        self.over: set[str] = set()
+        self.engine = self.make_engine()
+        self.dispatcher = Dispatcher(self.engine, attempts=ATTEMPTS, queue_timeout=50_000.0)
+        self.scheduler = self.instantly(self.make_scheduler(concurrency))
+
+    async def make_scheduler(self, concurrency: int) -> Scheduler:
+        return Scheduler({"machine": AGENT}, {"policy": self.dispatcher}, concurrency=concurrency,
+                         listeners=[self.listen])  # fmt: skip
+
+    def listen(self, trajectory: Trajectory, event: AnyEvent) -> None:
+        if isinstance(event, Ended):
+            self.over.add(trajectory.trajectory_id)
+
+    def script(self, request: Request) -> Turn:
+        says = self.prompts[request.group_id].says
+        return says[min(request.turn, len(says) - 1)]
+
+    def instantly(self, work: Any) -> Any:
+        """Run a coroutine that takes no time, and all that follows from it."""
+        now = self.loop.time()
+        result = self.loop.run_until_complete(work)
+        self.loop.run_until_idle()
+        assert self.loop.time() == now, "what takes no time has taken some"
+        return result
+
+    def settle(self) -> None:
+        """Run all that can run without time passing."""
+        self.loop.run_until_idle()
+        for task in self.tasks:
+            if task.done():
+                task.result()
+
+    async def collect(self, prompts: list[Prompt], n: int, resume: list[Trajectory]) -> None:
+        async for group in self.scheduler.run(prompts, n, resume=resume):
+            self.back.append(group)
+            self.came_back(group)
+
+    def came_back(self, group: Group) -> None:
+        submitted = self.prompts[group.group_id]
+        assert submitted.due, f"prompt {group.group_id} came back twice"
+        submitted.due = False
+        names = [trajectory.trajectory_id for trajectory in group.trajectories]
+        assert names == [f"{group.group_id}/{sample}" for sample in range(submitted.n)]
+        for trajectory in group.trajectories:
+            self.check_end(submitted, trajectory)
+            self.check_tokens(trajectory)
+
+    def check_end(self, submitted: Submitted, trajectory: Trajectory) -> None:
+        assert trajectory.ended != (trajectory.suspended is not None)
+        fate = submitted.fate.get(trajectory.trajectory_id)
+        if fate is not None:
+            came = "suspended" if trajectory.suspended is not None else trajectory.stop_reason
+            assert came == fate, f"{trajectory.trajectory_id} was {fate} and came back as {came}"
+            return
+        assert trajectory.suspended is None
+        says = [submitted.says[min(turn, len(submitted.says) - 1)] for turn in range(3)]
+        lost = self.losses.most(trajectory.trajectory_id)
+        allowed = {"failed:EngineError"} if lost >= ATTEMPTS else set()
+        if lost:
+            allowed.add("timed_out")  # it was admitted once, so its time runs while the next try queues
+        for turn in says:
+            reason = next((reason for reason, broken in BROKEN.items() if broken is turn), None)
+            if reason == "crash":
+                break  # its whole dispatch fails with it, each time; the engine has counted whose
+            if reason == "mends" and lost >= ATTEMPTS:
+                allowed.add("failed:Overload")  # its one good try met something else
+            elif reason is not None and reason != "mends":
+                allowed.add(reason)
+                break
+            if turn.text is not None and turn.text.startswith("words"):
+                allowed.add("truncated")
+                break
+            if turn.text is None or not turn.text.startswith("<tool_call>"):
+                allowed.add("answered")
+                break
+        else:
+            allowed.add("limit:assistant_turns")
+        assert trajectory.stop_reason in allowed, f"{trajectory} ({trajectory.detail}), {says}"
+
+    def check_tokens(self, trajectory: Trajectory) -> None:
+        """All that the engine emitted for it is in it, in order, with its logprobs and versions; and nothing else."""
+        asked: dict[str, str] = {}
+        emitted: list[tuple[int, float, int]] = []
+        for line in self.engine.log:
+            if isinstance(line.what, Request):
+                asked[line.what.request_id] = line.what.trajectory_id
+            elif asked[line.what.request_id] == trajectory.trajectory_id:
+                chunk: Chunk = line.what
+                emitted += [(i, p, chunk.weight_version) for i, p in zip(chunk.ids, chunk.logprobs, strict=True)]
+        held: list[tuple[int, float, int]] = []
+        for stream in trajectory.streams:
+            tokens = stream.tokens
+            rows = zip(
+                tokens.response_ids().tolist(), tokens.response_logprobs().tolist(),
+                tokens.response_versions().tolist(), strict=True,
+            )  # fmt: skip
+            owners = [span.owner for span in tokens.spans for _ in range(span.start, span.end)][tokens.prompt_length :]
+            held += [row for row, owner in zip(rows, owners, strict=True) if owner is Owner.MODEL]
+            assert tokens.response_mask().tolist() == [int(owner is Owner.MODEL) for owner in owners]
+        assert held == emitted
+
+    # -- rules ----------------------------------------------------------------------------------------------------
+
+    @rule(
+        n=st.integers(1, 3),
+        scripts=st.lists(
+            st.lists(st.sampled_from(CALM) | st.sampled_from(list(BROKEN.values())), min_size=1, max_size=3),
+            min_size=1,
+            max_size=2,
+        ),
+    )
+    def submit(self, n: int, scripts: list[list[Turn]]) -> None:
+        prompts = []
+        for says in scripts:
+            name = f"p{len(self.prompts)}"
+            self.prompts[name] = Submitted(n, says)
+            prompts.append(Prompt(prompt_id=name, messages=({"role": "user", "content": "What is 2 + 2?"},)))
+        self.tasks.append(self.loop.create_task(self.collect(prompts, n, [])))
+        self.settle()
+
+    @rule(seconds=st.sampled_from([0.1, 0.5, 1.0, 7.0]))
+    def let_time_pass(self, seconds: float) -> None:
+        self.loop.run_until_complete(asyncio.sleep(seconds))
+        self.settle()
+
+    @property
+    def under_way(self) -> list[str]:
+        return [f"{name}/{k}" for name, one in self.prompts.items() if one.due for k in range(one.n)]
+
+    @precondition(lambda self: self.under_way)
+    @rule(data=st.data(), suspend=st.booleans())
+    def stop_one(self, data: st.DataObject, suspend: bool) -> None:
+        name = data.draw(st.sampled_from(self.under_way))
+        stopped = self.scheduler.suspend(name) if suspend else self.scheduler.cancel(name)
+        if stopped:
+            self.prompts[name.partition("/")[0]].fate.setdefault(name, "suspended" if suspend else "cancelled")
+        self.settle()
+
+    @rule(suspend=st.booleans())
+    def stop_all(self, suspend: bool) -> None:
+        for name, submitted in self.prompts.items():
+            if submitted.due:
+                for sample in {*range(submitted.n)} - {k for k in range(submitted.n) if f"{name}/{k}" in self.over}:
+                    submitted.fate.setdefault(f"{name}/{sample}", "suspended" if suspend else "cancelled")
+        self.scheduler.stop("enough" if suspend else None)
+        self.settle()
+        assert not self.under_way, "what is stopped comes back at once"
+
+    @precondition(lambda self: self.paused_at is None)
+    @rule()
+    def pause(self) -> None:
+        self.instantly(self.dispatcher.pause())
+        self.paused_at = len(self.engine.log)
+
+    @precondition(lambda self: self.paused_at is not None)
+    @rule()
+    def go_on(self) -> None:
+        since = [line.what for line in self.engine.log[self.paused_at :]]
+        assert not any(isinstance(what, Chunk) and len(what.ids) for what in since), "a paused engine sampled"
+        self.paused_at = None
+        self.instantly(self.dispatcher.resume())
+
+    @rule()
+    def update_weights(self) -> None:
+        self.version += 1
+        assert self.instantly(self.scheduler.update_weights({})) == self.version
+
+    @precondition(lambda self: self.engine.busy)
+    @rule(number=st.integers(0, 2))
+    def kill(self, number: int) -> None:
+        """An engine's process dies, and is there again."""
+        self.engine.kill(number)
+        self.settle()
+
+    @precondition(lambda self: self.engine.busy)
+    @rule(data=st.data())
+    def engine_aborts(self, data: st.DataObject) -> None:
+        """The engine ends a request that nobody asked it to end: it is tried again."""
+        self.instantly(self.engine.fail(data.draw(st.sampled_from(self.engine.busy))))
+
+    @property
+    def set_aside(self) -> list[Group]:
+        latest = {group.group_id: group for group in self.back}
+        return [
+            group
+            for name, group in latest.items()
+            if not self.prompts[name].due and any(t.suspended is not None for t in group.trajectories)
+        ]
+
+    @precondition(lambda self: self.set_aside)
+    @rule(data=st.data())
+    def resume(self, data: st.DataObject) -> None:
+        """Let a group go on that came back with something set aside; it comes back once more."""
+        group = data.draw(st.sampled_from(self.set_aside))
+        submitted = self.prompts[group.group_id]
+        submitted.due = True
+        submitted.fate = {name: fate for name, fate in submitted.fate.items() if fate != "suspended"}
+        self.tasks.append(self.loop.create_task(self.collect([], submitted.n, list(group.trajectories))))
+        self.settle()
+
+    # -- what always holds, and the end -----------------------------------------------------------------------------
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        if not hasattr(self, "prompts"):
+            return
+        running = sum(not task.done() for task in self.tasks)
+        assert bool(self.under_way) == bool(running), "a prompt is due and nobody works on it, or the other way round"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "loop"):
+            return
+        try:
+            self.come_to_the_end()
+        finally:
+            for task in asyncio.all_tasks(self.loop):
+                task.cancel()
+            self.loop.run_until_idle()
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            self.loop.run_until_complete(self.loop.shutdown_default_executor())
+            self.loop.close()
+
+    def come_to_the_end(self) -> None:
+        if self.paused_at is not None:
+            self.instantly(self.dispatcher.resume())
+        if self.tasks:
+            self.loop.run_until_complete(asyncio.gather(*self.tasks))
+        self.loop.run_until_idle()
+        busy = self.engine.busy
+        self.loop.run_until_complete(self.engine.aclose())
+        self.loop.run_until_idle()
+        assert not self.under_way
+        assert {group.group_id for group in self.back} == set(self.prompts)
+        left = [task for task in asyncio.all_tasks(self.loop) if not task.done()]
+        assert not left, f"still running: {left}"
+        assert not busy
+
+
+class PoolMachine(SchedulerMachine):
+    """The same on a pool: one replica more or less is nothing that a trajectory notices."""
+
+    def make_engine(self) -> MortalPool:
+        return MortalPool(self.script, self.losses, 3 if self.max_running else 2, max_running=self.max_running)
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=max(20, settings.default.max_examples // 3), stateful_step_count=15)
+TestSchedulerOnAPool = PoolMachine.TestCase
+TestSchedulerOnAPool.settings = settings(
+    max_examples=max(20, settings.default.max_examples // 5), stateful_step_count=15
+)

@@ -1,0 +1,51 @@
+"""Simulated runs: what is over is gone."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from fsm_rollout import load_agent
+from fsm_rollout.engines.scripted.script import Turn
+from fsm_rollout.scheduler.live import LiveTrajectory
+from fsm_rollout.testing.plan import Fault, Plan, ReplyFate, Schedule
+from fsm_rollout.testing.simulation import Simulation, simulate
+from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.kit import ROOT
+
+AGENTS = ROOT / "configs/agents"
+CALL = '<tool_call>\n{"name": "calculate", "arguments": {"left": 1, "operator": "+", "right": 1}}\n</tool_call>'
+SAYS = ({"tool_user/main": (Turn(text=CALL, delay=1.0), Turn(text="2."))},)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(prompts=2, n=2, says=SAYS, replies=(ReplyFate(),)),
+        Plan(prompts=2, n=2, says=SAYS, schedule=Schedule(replicas=2)),
+        Plan(prompts=2, n=2, says=SAYS, faults=(Fault(at=0.5, kind="suspend"), Fault(at=0.5, kind="cancel", target=1))),
+    ],
+    ids=["calm", "pooled", "interfered"],
+)
+def test_a_run_that_is_over_leaves_no_cycles(plan: Plan) -> None:
+    """All that trajectories hold is freed at once; a collector that has to find it comes late, and takes its time."""
+    graph = load_agent(AGENTS / "tool_user.yaml")
+    assert simulate(graph, plan).crash is None  # what is done once has been done then
+    gc.collect()
+    gc.disable()
+    try:
+        before = alive()
+        run = simulate(graph, plan)
+        assert alive()[Trajectory] > before[Trajectory], "it counts those of a run that is still held"
+        assert alive()[LiveTrajectory] == before[LiveTrajectory], "what was open is closed, and gone"
+        del run
+        assert alive() == before
+    finally:
+        gc.enable()
+
+
+def alive() -> dict[type, int]:
+    """Count what the collector knows of."""
+    kinds = [type(known) for known in gc.get_objects()]
+    return {kind: kinds.count(kind) for kind in (LiveTrajectory, Trajectory, Simulation)}

@@ -1,0 +1,358 @@
+"""Journals: what was appended is what is read, by anyone at any time, and a crash costs the last moment only."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+import threading
+from array import array
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import pairwise, zip_longest
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsm_rollout import __version__
+from fsm_rollout.errors import JournalError
+from fsm_rollout.testing.strategies.histories import several_event_sequences
+from fsm_rollout.trajectory.events import AnyEvent, Charged, ContextOpened, Extended, Prompted, encode
+from fsm_rollout.trajectory.journal import Journal, events, metadata, read
+from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.kit import ROOT
+
+
+def prompted(trajectory_id: str = "t") -> Prompted:
+    return Prompted(
+        at=0.0,
+        trajectory_id=trajectory_id,
+        group_id="g",
+        sample=0,
+        agent="solver",
+        initial="PENDING",
+        messages=[],
+        extra={},
+        limits={},
+        seed=0,
+        date="2020-01-01T00:00:00",
+    )
+
+
+def interleaved(several: list[list[AnyEvent]]) -> Iterator[tuple[str, AnyEvent]]:
+    ids = [sequence[0].trajectory_id for sequence in several]  # type: ignore[union-attr]
+    for round_ in zip_longest(*several):
+        yield from ((i, event) for i, event in zip(ids, round_, strict=True) if event is not None)
+
+
+@settings(max_examples=40)
+@given(several=several_event_sequences, data=st.data())
+def test_what_was_appended_is_what_is_read_at_any_moment(
+    several: list[list[AnyEvent]], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("journal") / "deep" / "journal.sqlite"
+    order = list(interleaved(several))
+    at = data.draw(st.integers(0, len(order)), label="read after")
+    middle = data.draw(st.integers(at, len(order)), label="close after")
+    with Journal(path, {"agent": "…"}, interval=0.0) as journal:
+        for trajectory_id, event in order[:at]:
+            journal.append(trajectory_id, event)
+        journal.flush()
+        early = list(read(path))
+        for trajectory_id, event in order[at:middle]:
+            journal.append(trajectory_id, event)
+    with Journal(path, {"more": 1}, interval=0.0, append=True) as journal:
+        for trajectory_id, event in order[middle:]:
+            journal.append(trajectory_id, event)
+    assert metadata(path) == {"agent": "…", "more": 1, "code_version": __version__}
+    so_far: dict[str, list[AnyEvent]] = {}
+    for trajectory_id, event in order[:at]:
+        so_far.setdefault(trajectory_id, []).append(event)
+    assert early == [Trajectory.fold(sequence) for sequence in so_far.values()]
+    assert list(read(path)) == [Trajectory.fold(sequence) for sequence in several]
+    for sequence in several:
+        assert events(path, sequence[0].trajectory_id) == sequence  # type: ignore[union-attr]
+    assert os.listdir(path.parent) == ["journal.sqlite"], "one self-contained file is left"
+
+
+def test_only_a_journal_that_nobody_writes_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    with pytest.raises(JournalError, match="there is no journal"):
+        Journal(path, append=True)
+    with Journal(path) as journal:
+        journal.append("t", prompted())
+        with pytest.raises(JournalError, match="the run is still going on"):
+            Journal(path, append=True)
+        journal.append("u", prompted("u"))
+    assert [trajectory.trajectory_id for trajectory in read(path)] == ["t", "u"]
+
+
+def test_a_reader_beside_the_writer_sees_prefixes(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    names, length = [f"t{i}" for i in range(5)], 200
+    seen: list[dict[str, int]] = []
+    started, stop = threading.Event(), threading.Event()
+
+    def look() -> None:
+        while not stop.is_set():
+            seen.append({t.trajectory_id: t.spent.get("tool_calls", 0) for t in read(path)})
+            started.set()
+
+    with Journal(path, interval=0.0) as journal:
+        reader = threading.Thread(target=look)
+        reader.start()
+        started.wait()
+        for name in names:
+            journal.append(name, prompted(name))
+        for number in range(length):
+            for name in names:
+                journal.append(name, Charged(at=float(number), limit="tool_calls"))
+        journal.flush()
+        stop.set()
+        reader.join()
+    for early, late in pairwise(seen):
+        assert all(late[name] >= count for name, count in early.items()), "nothing that was read is lost"
+    for moment in seen:  # the events were appended in rounds, and no moment of the run mixes rounds
+        counts = [moment[name] for name in names if name in moment]
+        assert list(moment) == names[: len(moment)]
+        assert counts == sorted(counts, reverse=True)
+        assert not counts or counts[0] - counts[-1] <= 1
+    assert {t.spent["tool_calls"] for t in read(path)} == {length}
+
+
+def test_what_is_read_is_one_moment_and_holds_nobody_up(tmp_path: Path) -> None:
+    path = tmp_path / "j.sqlite"
+    with Journal(path, interval=0.0) as journal:
+        for name in ("a", "b"):
+            journal.append(name, prompted(name))
+        journal.flush()
+        reading = read(path)
+        early = [next(reading)]
+        journal.append("b", Charged(at=1.0, limit="tool_calls"))
+        journal.append("c", prompted("c"))
+        journal.flush()
+        early += reading
+    assert [(t.trajectory_id, t.spent) for t in early] == [("a", {}), ("b", {})]
+    assert [(t.trajectory_id, t.spent) for t in read(path)] == [("a", {}), ("b", {"tool_calls": 1}), ("c", {})]
+
+
+def test_nothing_is_written_after_a_write_that_failed(tmp_path: Path) -> None:
+    path = tmp_path / "j.sqlite"
+    journal = Journal(path, interval=0.0)
+    journal.append("t", prompted())
+    journal.flush()
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")  # the writer waits for this one
+        journal.append("t", Charged(at=1.0, limit="tool_calls"))
+        while not journal._queue.empty():
+            pass
+        journal.append("t", Charged(at=2.0, limit="tool_calls"))  # comes with the next transaction
+        other.execute("INSERT INTO events VALUES (NULL, 't', 1, 0.0, 'charged', x'00')")
+        other.execute("COMMIT")
+        with pytest.raises(JournalError, match="cannot be written: UNIQUE"):
+            journal.close()
+        assert list(other.execute("SELECT seq FROM events ORDER BY seq")) == [(0,), (1,)], "no gap"
+
+
+def test_a_killed_run_leaves_what_was_flushed(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    code = f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from test_journal import Charged, Journal, prompted
+journal = Journal({str(path)!r}, interval=3600.0)
+journal.append("t", prompted())
+for number in range(10):
+    journal.append("t", Charged(at=float(number), limit="tool_calls"))
+journal.flush()
+for number in range(10):
+    journal.append("t", Charged(at=float(number), limit="tool_calls"))
+os._exit(9)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 9
+    (trajectory,) = read(path)
+    assert 10 <= trajectory.spent["tool_calls"] <= 20
+
+
+def test_the_facts_of_the_run_and_the_tables(tmp_path: Path) -> None:
+    path = tmp_path / "journal ?#%.sqlite"
+    with Journal(path, metadata={"agents": {"solver": "agent: solver\n"}, "run": "{}"}) as journal:
+        journal.append("b", prompted("b"))
+        journal.append("a", msgspec.structs.replace(prompted("a"), parent_id="b"))
+        journal.append("b", Charged(at=1.5, limit="tool_calls"))
+    assert metadata(path) == {
+        "agents": {"solver": "agent: solver\n"},
+        "run": "{}",
+        "code_version": __version__,
+    }
+    with sqlite3.connect(path) as connection:
+        assert list(connection.execute("SELECT * FROM trajectories")) == [
+            ("b", "g", 0, "solver", None),
+            ("a", "g", 0, "solver", "b"),
+        ]
+        assert list(connection.execute("SELECT id, trajectory_id, seq, at, kind FROM events ORDER BY id")) == [
+            (1, "b", 0, 0.0, "prompted"),
+            (2, "a", 0, 0.0, "prompted"),
+            (3, "b", 1, 1.5, "charged"),
+        ]
+    connection.close()
+
+
+def test_a_journal_from_before_a_field_was_there_is_read(tmp_path: Path) -> None:
+    """``guarded_at`` came later than ``guarded``: what has it not says how many, and not where."""
+    path = tmp_path / "j.sqlite"
+    opened = ContextOpened(
+        at=1.0, context="main", state="PENDING", messages=[], ids=array("i", [1, 2, 3]), trained=True, engine="policy",
+        guarded=1, guarded_at=[1, 2],
+    )  # fmt: skip
+    glued = Extended(at=2.0, context="main", state="PENDING", ids=array("i", [4, 5]), guarded=2, guarded_at=[0])
+    with Journal(path) as journal:
+        for event in (prompted(), opened, glued):
+            journal.append("t", event)
+    (trajectory,) = read(path)
+    assert (trajectory.guarded, trajectory.streams[0].guarded_at) == (3, [1, 2, 3])
+    with closing(sqlite3.connect(path)) as connection, connection:
+        for seq, payload in connection.execute("SELECT seq, payload FROM events").fetchall():
+            fields = msgspec.msgpack.decode(payload)
+            fields.pop("guarded_at", None)
+            connection.execute("UPDATE events SET payload = ? WHERE seq = ?", (msgspec.msgpack.encode(fields), seq))
+    (trajectory,) = read(path)
+    assert (trajectory.guarded, trajectory.streams[0].guarded_at) == (3, [])
+
+
+def test_a_trajectory_begins_with_prompted_and_only_there(tmp_path: Path) -> None:
+    with Journal(tmp_path / "j.sqlite") as journal:
+        with pytest.raises(JournalError, match="event 0 of trajectory t is charged; 'prompted' comes first"):
+            journal.append("t", Charged(at=0.0, limit="tool_calls"))
+        with pytest.raises(TypeError, match="plain data"):
+            journal.append("t", msgspec.structs.replace(prompted(), extra={"x": object()}))
+        journal.append("t", prompted())
+        with pytest.raises(JournalError, match="event 1 of trajectory t is prompted"):
+            journal.append("t", prompted())
+    assert len(events(tmp_path / "j.sqlite", "t")) == 1, "what was refused leaves no gap"
+
+
+LATE = """
+import sys
+from fsm_rollout.trajectory.journal import Journal
+
+class Late:
+    journal = Journal(sys.argv[1])
+
+    def __del__(self):
+        try:
+            self.journal.close()
+        except Exception as error:
+            sys.stderr.write(str(error))
+
+late = Late()
+"""
+
+
+def test_a_journal_that_is_closed_after_its_writer_is_gone_says_so(tmp_path: Path) -> None:
+    """The interpreter stops daemon threads at its end, and they answer nobody then."""
+    path = tmp_path / "j.sqlite"
+    done = subprocess.run(
+        [sys.executable, "-c", LATE, str(path)], check=False, capture_output=True, text=True, timeout=100,
+        cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert done.stderr == f"journal {path} cannot be written: the interpreter has stopped the thread that writes it"
+
+
+def test_a_closed_journal_takes_nothing(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j.sqlite")
+    journal.close()
+    journal.close()
+    for use in (lambda: journal.append("t", prompted()), journal.flush):
+        with pytest.raises(JournalError, match=r"j\.sqlite is closed"):
+            use()
+
+
+def test_a_write_that_fails_is_told_and_what_is_there_stays_whole(tmp_path: Path) -> None:
+    path = tmp_path / "j.sqlite"
+    journal = Journal(path)
+    journal.append("t", prompted())
+    journal.flush()
+    with sqlite3.connect(path) as other:  # stands for a full disk: the next event cannot go in
+        other.execute("INSERT INTO events VALUES (NULL, 't', 2, 0.0, 'charged', x'00')")
+    other.close()
+    journal.append("t", Charged(at=1.0, limit="tool_calls"))
+    journal.append("t", Charged(at=2.0, limit="tool_calls"))
+    with pytest.raises(JournalError, match="cannot be written: UNIQUE constraint failed"):
+        journal.flush()
+    with pytest.raises(JournalError, match="cannot be written: UNIQUE"):
+        journal.append("t", Charged(at=3.0, limit="tool_calls"))
+    with pytest.raises(JournalError, match="cannot be written: UNIQUE"):
+        journal.close()
+    with sqlite3.connect(path) as other:
+        other.execute("DELETE FROM events WHERE seq = 2")
+    other.close()
+    assert events(path, "t") == [prompted()], "no half of a batch"
+
+
+def test_one_file_holds_one_run(tmp_path: Path) -> None:
+    path = tmp_path / "j.sqlite"
+    with Journal(path) as journal:
+        journal.append("old", prompted("old"))
+    with pytest.raises(JournalError, match="exists, and a journal holds one run"):
+        Journal(path)
+    assert [t.trajectory_id for t in read(path)] == ["old"]
+
+
+def test_what_is_no_journal_is_left_alone(tmp_path: Path) -> None:
+    text, empty, other = tmp_path / "notes.txt", tmp_path / "empty", tmp_path / "other.sqlite"
+    text.write_text("dear diary, " * 100)
+    empty.touch()
+    with sqlite3.connect(other) as connection:
+        connection.execute("CREATE TABLE events (id)")
+    connection.close()
+    for path, said in (
+        (text, "is not a journal that can be read: file is not a database"),
+        (empty, "is not a journal: it is empty, or an SQLite file of something else"),
+        (other, "is not a journal: it is empty, or an SQLite file of something else"),
+        (tmp_path, "there is no journal at"),
+        (tmp_path / "missing", "there is no journal at"),
+    ):
+        for use in (lambda p: list(read(p)), lambda p: events(p, "t"), metadata):
+            with pytest.raises(JournalError, match=said):
+                use(path)
+        if path.exists():
+            before = path.read_bytes() if path.is_file() else None
+            with pytest.raises(JournalError, match="exists, and a journal holds one run"):
+                Journal(path)
+            assert (path.read_bytes() if path.is_file() else None) == before
+    with pytest.raises(JournalError, match="cannot be written"):
+        Journal(text / "journal.sqlite")
+
+
+def test_a_newer_format_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "j.sqlite"
+    Journal(path).close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA user_version = 2")
+    connection.close()
+    with pytest.raises(JournalError, match="has journal format 2 and this version reads up to 1; use the version"):
+        list(read(path))
+
+
+def test_damage_names_the_event(tmp_path: Path) -> None:
+    path = tmp_path / "j.sqlite"
+    with Journal(path) as journal:
+        journal.append("t", prompted())
+        journal.append("t", Charged(at=1.0, limit="tool_calls"))
+    with pytest.raises(JournalError, match="has no trajectory 'x'"):
+        events(path, "x")
+    for payload, said in (
+        (b"\x00", "event 1 of trajectory t cannot be read"),
+        (encode(prompted()), "t cannot be rebuilt"),
+    ):
+        with sqlite3.connect(path) as connection:
+            connection.execute("UPDATE events SET payload = ? WHERE seq = 1", (payload,))
+        connection.close()
+        with pytest.raises(JournalError, match=said):
+            list(read(path))

@@ -1,0 +1,281 @@
+"""Prompts files: what is right comes through whole, what is wrong is named with its line."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow.parquet import write_table
+
+from fsm_rollout.agent.graph import Limits, Sampling
+from fsm_rollout.errors import ConfigError
+from fsm_rollout.testing.strategies.histories import json_values
+from fsm_rollout.trajectory.prompt import Prompt, as_prompt, as_prompts, read_prompts
+
+ASK = {"messages": [{"role": "user", "content": "?"}]}
+
+
+def fits_64_bits(value: Any) -> bool:
+    """Return whether every number in it does; larger ones are refused, which has a test of its own."""
+    return all(abs(int(digits)) < 2**63 for digits in re.findall(r"\d+", json.dumps(value)))
+
+
+unicode_values = json_values.filter(fits_64_bits)  # Hypothesis draws no lone surrogates, which JSON cannot carry
+records = st.fixed_dictionaries(
+    {
+        "messages": st.lists(
+            st.fixed_dictionaries({"role": st.just("user"), "content": st.text()}), min_size=1, max_size=2
+        )
+    },
+    optional={
+        "answer": unicode_values,
+        "tools_kwargs": unicode_values,
+        "agent": st.text(),
+        "limits": st.just({"tool_calls": 2}),
+        "sampling": st.just({"temperature": 0.5}),
+    },
+)
+
+
+def written(path: Path, text: str) -> Path:
+    path.write_bytes(text.encode())
+    return path
+
+
+def problems(path: Path, limit: int | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        read_prompts(path, limit)
+    assert {problem.file for problem in caught.value.problems} == {str(path)}
+    return [str(problem).removeprefix(str(path)) for problem in caught.value.problems]
+
+
+@settings(max_examples=50)
+@given(given_=st.lists(records, min_size=1, max_size=4), data=st.data())
+def test_jsonl_json_and_python_say_the_same(
+    given_: list[dict[str, Any]], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("prompts")
+    blank = st.sampled_from(["", "\n", "  \n\r\n"])
+    bom, ascii_ = data.draw(st.sampled_from(["", "\ufeff"])), data.draw(st.booleans())
+    lines = [data.draw(blank) + json.dumps(record, ensure_ascii=ascii_) for record in given_]
+    jsonl = written(folder / "p.jsonl", bom + "\r\n".join(lines) + data.draw(blank))
+    whole = written(
+        folder / "p.JSON", bom + json.dumps(given_, ensure_ascii=ascii_, indent=data.draw(st.none() | st.just(1)))
+    )
+    prompts = read_prompts(jsonl)
+    assert prompts == read_prompts(whole) == as_prompts(given_)
+    assert as_prompts(prompts) == prompts
+    for index, (record, prompt) in enumerate(zip(given_, prompts, strict=True)):
+        assert prompt.prompt_id == str(index)
+        assert list(prompt.messages) == record["messages"]
+        assert prompt.agent == record.get("agent")
+        assert prompt.limits == (Limits(tool_calls=2) if "limits" in record else None)
+        assert prompt.sampling == (Sampling(temperature=0.5) if "sampling" in record else None)
+        assert prompt.extra == {key: record[key] for key in ("answer", "tools_kwargs") if key in record}
+    limit = data.draw(st.integers(1, 5))
+    assert read_prompts(jsonl, limit) == read_prompts(whole, limit) == prompts[:limit]
+
+
+def test_parquet(tmp_path: Path) -> None:
+    rows = [
+        {**ASK, "prompt_id": "a", "answer": "4", "when": datetime.date(2020, 1, 2), "limits": {"tool_calls": 2}},
+        {"messages": [{"role": "assistant", "content": "!", "name": "x"}, {"role": "user", "content": "?"}]},
+    ]
+    table = pyarrow.table({key: [row.get(key) for row in rows] for key in rows[0]})
+    write_table(table, tmp_path / "p.parquet")
+    first, second = read_prompts(tmp_path / "p.parquet")
+    assert (first.prompt_id, first.limits) == ("a", Limits(tool_calls=2))
+    assert first.extra == {"answer": "4", "when": "2020-01-02"}
+    assert (second.prompt_id, second.limits, second.extra) == ("1", None, {})
+    assert list(first.messages) == ASK["messages"], "no `name` that only another row has"
+    assert list(second.messages) == rows[1]["messages"]
+
+    write_table(pyarrow.table({"messages": [[{"role": "user", "content": "?"}], []]}), tmp_path / "bad.parquet")
+    assert problems(tmp_path / "bad.parquet") == [
+        ": row 2: messages: there are none; a prompt needs at least one",
+    ]
+    (problem,) = problems(written(tmp_path / "text.parquet", "hello"))
+    assert problem.startswith(": is not parquet that can be read: ")
+
+
+def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path / "p.parquet", "")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert problems(path) == [": reading parquet needs pyarrow: pip install 'fsm-rollout[parquet]'"]
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({}, ["'messages' is missing"]),
+        ({"prompt": "?"}, ["'messages' is missing; is it 'prompt'?"]),
+        ([ASK], ["a prompt is a mapping with 'messages', got a list"]),
+        ("hi", ["a prompt is a mapping with 'messages', got a text"]),
+        (7, ["a prompt is a mapping with 'messages', got a int"]),
+        ({"messages": "hi"}, ["messages must be a list, got 'hi'"]),
+        ({"messages": ["hi"]}, ["messages.0 must be a mapping, got 'hi'"]),
+        ({"messages": []}, ["messages: there are none; a prompt needs at least one"]),
+        ({"messages": [{"content": "?"}]}, ["messages: message 0 has no role"]),
+        (
+            {"messages": [{"role": "usr", "content": "?"}]},
+            ["messages: message 0 has the unknown role 'usr'; did you mean 'user'?"],
+        ),
+        ({"messages": [{"role": "user"}]}, ["messages: message 0 has no content"]),
+        ({"messages": [{"role": "user", "content": 7}]}, ["messages: message 0 has a content that is not text: 7"]),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            [
+                "messages: message 0 has a list as its content; "
+                "multi-modal content is not supported yet, give one text"
+            ],
+        ),
+        (
+            {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]},
+            ["messages: the last one is the assistant's own; end with a message that it is to answer"],
+        ),
+        ({**ASK, "limits": {"tool_cals": 3}}, ["limits: unknown key 'tool_cals'; did you mean 'tool_calls'?"]),
+        ({**ASK, "limits": {"tool_calls": "3"}}, ["limits.tool_calls should be a valid integer, got '3'"]),
+        ({**ASK, "sampling": {"top_p": 2}}, ["sampling.top_p should be less than or equal to 1, got 2"]),
+        ({**ASK, "prompt_id": 3}, ["prompt_id should be a valid string, got 3"]),
+        (
+            {"messages": [{"role": "user"}], "agent": 1, "limits": 2},
+            [
+                "messages: message 0 has no content",
+                "agent should be a valid string, got 1",
+                "limits must be a mapping, got 2",
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_fields(record: Any, said: list[str], tmp_path: Path) -> None:
+    good = json.dumps(ASK)
+    jsonl = written(tmp_path / "p.jsonl", f"{good}\n\n{json.dumps(record)}\n{good}\n")
+    assert problems(jsonl) == [f":3: {line}" for line in said]
+    whole = written(tmp_path / "p.json", f"[{good},\n {good},\n\n{json.dumps(record)}\n]")
+    assert problems(whole) == [f":4: {line}" for line in said]
+    if not isinstance(record, str):
+        with pytest.raises(ConfigError) as caught:
+            as_prompts([ASK, record])
+        assert [str(problem) for problem in caught.value.problems] == [f"prompts[1]: {line}" for line in said]
+
+
+def test_an_assistants_message_may_have_calls_for_content() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    (prompt,) = as_prompts([{"messages": [*ASK["messages"], call, {"role": "tool", "content": "4"}]}])
+    assert prompt.messages[1] == call
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"messages": }', [":2: not JSON (column 14): Expecting value"]),
+        ('{"messages": []', [":2: not JSON (column 16): Expecting ',' delimiter"]),
+        ("{} {}", [":2: not JSON (column 4): Extra data"]),
+        ('{"a": 1, "a": 2}', [":2: key 'a' is written twice in one object"]),
+        ('{"a": NaN}', [":2: NaN is not JSON; use null, or leave the field out"]),
+        ("[" * 100_000, [":2: is nested too deeply to be read"]),
+    ],
+)
+def test_lines_that_are_not_json(text: str, said: list[str], tmp_path: Path) -> None:
+    path = written(tmp_path / "p.jsonl", f"{json.dumps(ASK)}\n{text}\n{json.dumps(ASK)}\n")
+    assert problems(path) == said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[{},\n {},]", "not JSON (column 5): Illegal trailing comma before end of array"),
+        ("[\n{} {}]", "not JSON (column 4): Expecting ',' or ']'"),
+        ("[\n", "not JSON (column 1): Expecting value"),
+        ("[]\n]", "not JSON (column 1): Extra data"),
+        ('[\n{"a": 1, "a": 1}]', "key 'a' is written twice in one object"),
+        ("[\n" + "[" * 100_000, "is nested too deeply to be read"),
+    ],
+)
+def test_files_that_are_not_json(text: str, said: str, tmp_path: Path) -> None:
+    assert problems(written(tmp_path / "p.json", text))[-1] == f":2: {said}"
+
+
+def test_files_that_hold_no_prompts(tmp_path: Path) -> None:
+    for name, text in (("a.jsonl", ""), ("b.jsonl", "\ufeff \n\n"), ("c.json", "[]"), ("d.json", " ")):
+        assert problems(written(tmp_path / name, text)) == [": holds no prompts"]
+    one = ": a .json file of prompts holds one list of them; one prompt per line is .jsonl"
+    assert problems(written(tmp_path / "e.json", json.dumps(ASK))) == [one]
+    assert problems(tmp_path / "missing.jsonl") == [": no such file"]
+    (tmp_path / "folder.json").mkdir()
+    assert problems(tmp_path / "folder.json") == [": is a directory"]
+    known = "prompts are read from .jsonl, .json, .parquet files"
+    assert problems(written(tmp_path / "p.csv", "")) == [f": has the extension '.csv'; {known}"]
+    assert problems(written(tmp_path / "p", "")) == [f": has no extension; {known}"]
+
+
+@pytest.mark.parametrize(("name", "before"), [("p.jsonl", ""), ("p.json", "[\n")])
+def test_bytes_that_are_not_utf8(name: str, before: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(f"{before}{json.dumps(ASK)}\n".encode() + b'{"a": "\xe9"}')
+    assert problems(path)[-1] == f":{2 + before.count(chr(10))}: is not UTF-8 (byte 0xe9)"
+
+
+def test_all_problems_in_one_go_but_not_hundreds_of_them(tmp_path: Path) -> None:
+    path = written(tmp_path / "p.jsonl", "{}\nx\n" * 13)
+    said = problems(path)
+    assert said[:2] == [":1: 'messages' is missing", ":2: not JSON (column 1): Expecting value"]
+    assert (len(said), said[-1]) == (21, ": and 6 more")
+    assert len(problems(path, limit=4)) == 4, "what is not read is not judged"
+
+
+def test_ids_are_each_prompts_own(tmp_path: Path) -> None:
+    records = [{**ASK, "prompt_id": "1"}, ASK, {**ASK, "prompt_id": "x"}, {**ASK, "prompt_id": "x"}]
+    path = written(tmp_path / "p.jsonl", "\n".join(map(json.dumps, records)))
+    assert problems(path) == [
+        ":2: prompt_id '1' was used before (line 1)",
+        ":4: prompt_id 'x' was used before (line 3)",
+    ]
+    with pytest.raises(ConfigError, match=r"prompts\[3\]: prompt_id 'x' was used before \(prompts\[2\]\)"):
+        as_prompts(records)
+    assert problems(written(path, json.dumps({**ASK, "prompt_id": ""}))) == [
+        ":1: prompt_id: text should have at least 1 character, got ''"
+    ]
+
+
+def test_texts_and_prompts_from_python() -> None:
+    text, own = as_prompts(["what is 1 + 1?", Prompt(messages=({"role": "user", "content": "?"},), prompt_id="own")])
+    assert list(text.messages) == [{"role": "user", "content": "what is 1 + 1?"}]
+    assert (text.prompt_id, own.prompt_id) == ("0", "own")
+    assert as_prompts([]) == []
+    for one, kind in (("what is 1 + 1?", "text"), (ASK, "prompt"), (own, "prompt")):
+        with pytest.raises(ConfigError, match=f"must come as a list, got one {kind}"):
+            as_prompts(one)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="holds something that is not plain data"):
+        as_prompts([{**ASK, "answer": object()}])
+
+
+def test_prompts_are_frozen() -> None:
+    (prompt,) = as_prompts([{**ASK, "answer": 4}])
+    with pytest.raises(ValueError, match="frozen"):
+        prompt.agent = "other"  # type: ignore[misc]
+    prompt.extra["answer"] = 5
+    assert prompt.extra == {"answer": 4}
+
+
+def test_what_cannot_be_written_down_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot be written down"):
+        as_prompts([{"messages": [{"role": "user", "content": "?"}], "answer": 10**30}])
+
+
+@pytest.mark.parametrize("answer", [object(), 10**30, "\ud800"], ids=["object", "integer", "surrogate"])
+def test_a_prompt_made_in_python_is_checked_too(answer: Any) -> None:
+    good = Prompt(messages=({"role": "user", "content": "?"},), answer=1)
+    bad = Prompt(messages=({"role": "user", "content": "?"},), prompt_id="own", answer=answer)
+    with pytest.raises(ConfigError, match=r"prompts\[1\]: the values cannot be written down"):
+        as_prompts([good, bad])
+    with pytest.raises(ConfigError, match=r"prompts\[7\]: the values cannot be written down"):
+        as_prompt(bad, 7)

@@ -1,0 +1,252 @@
+"""Trajectories are the folds of their events."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsm_rollout.errors import StreamError
+from fsm_rollout.testing.strategies.histories import event_sequences
+from fsm_rollout.trajectory.events import (
+    AnyEvent,
+    Called,
+    Charged,
+    ContextOpened,
+    Ended,
+    Extended,
+    Generated,
+    Interacted,
+    Prompted,
+    Scored,
+    Suspended,
+    Transitioned,
+    Wrote,
+    decode,
+    encode,
+)
+from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
+
+
+def opened(context: str = "main", **facts: Any) -> ContextOpened:
+    given = {"state": "PENDING", "messages": [], "ids": array("i", [1, 2]), "trained": True, "engine": "policy"}
+    return ContextOpened(at=1.0, context=context, **(given | facts))
+
+
+def generated(context: str = "main", sampled: int = 2, **facts: Any) -> Generated:
+    given = {
+        "state": "GENERATING",
+        "ids": array("i", range(10, 10 + sampled)),
+        "logprobs": array("f", [-0.5] * sampled),
+        "versions": [(sampled, 0)],
+        "finish_reason": "stop",
+        "message": {"role": "assistant", "content": "hi"},
+    }
+    return Generated(at=2.0, context=context, **(given | facts))
+
+
+PROMPTED = Prompted(
+    at=0.5,
+    trajectory_id="t",
+    group_id="g",
+    sample=0,
+    agent="solver",
+    initial="PENDING",
+    messages=[],
+    extra={},
+    limits={},
+    seed=0,
+    date="2020-01-01T00:00:00",
+)
+
+
+@given(event_sequences)
+def test_a_decoded_event_is_the_event(events: list[AnyEvent]) -> None:
+    assert [decode(encode(event)) for event in events] == events
+
+
+@given(event_sequences, st.data())
+def test_folding_what_was_encoded_gives_the_live_trajectory(events: list[AnyEvent], data: st.DataObject) -> None:
+    live = Trajectory(events[0])  # type: ignore[arg-type]
+    at = data.draw(st.integers(1, len(events)), label="how far")
+    for event in events[1:at]:
+        live.apply(event)
+    stored = [encode(event) for event in events]
+    assert Trajectory.fold(map(decode, stored[:at])) == live
+    for event in events[at:]:
+        live.apply(event)
+    assert Trajectory.fold(map(decode, stored)) == live
+
+
+@given(event_sequences)
+def test_tokens_and_counts_are_those_of_the_events(events: list[AnyEvent]) -> None:
+    trajectory = Trajectory.fold(events)
+
+    streams: list[list[tuple[int, int]]] = []  # the oracle: (token, mask) pairs of each stream's response
+    at: dict[str, int] = {}
+    trained: dict[str, bool] = {}
+    for event in events:
+        match event:
+            case ContextOpened():
+                at[event.context], trained[event.context] = len(streams), event.trained
+                streams.append([])
+            case Extended():
+                streams[at[event.context]] += [(token, 0) for token in event.ids]
+            case Generated():
+                streams[at[event.context]] += [(token, int(trained[event.context])) for token in event.ids]
+    assert [
+        list(zip(s.tokens.response_ids().tolist(), s.tokens.response_mask().tolist(), strict=True))
+        for s in trajectory.streams
+    ] == streams
+    assert trajectory.response_tokens == sum(map(len, streams))
+    assert trajectory.trained_tokens == sum(mask for stream in streams for _, mask in stream)
+
+    def every(kind: type) -> list[Any]:
+        return [event for event in events if isinstance(event, kind)]
+
+    calls, ends = every(Called), every(Ended)
+    assert trajectory.turn == sum(not event.resumed for event in every(Generated))
+    assert trajectory.calls_seen == len(calls)
+    assert trajectory.calls_failed == sum(call.failure is not None for call in calls)
+    assert trajectory.tool_rewards == [call.reward for call in calls if call.reward is not None]
+    assert trajectory.tool_seconds == sum(call.seconds for call in calls)
+    assert trajectory.generate_seconds == sum(event.seconds for event in every(Generated))
+    assert trajectory.interact_seconds == sum(event.seconds for event in every(Interacted))
+    assert trajectory.transitions == len(every(Transitioned))
+    assert sum(trajectory.visits.values()) == 1 + len(every(Transitioned))
+    assert trajectory.state == ([PROMPTED.initial] + [event.dest for event in every(Transitioned)])[-1]
+    assert trajectory.turn_scores == [(s.turn, s.value) for s in every(Scored) if s.turn is not None]
+    assert trajectory.score == next((s.value for s in reversed(every(Scored)) if s.turn is None), None)
+    assert trajectory.spent.get("bad_calls", 0) == sum(call.bad for call in calls)
+    assert trajectory.spent.get("tool_calls", 0) == sum(event.amount for event in every(Charged))
+    assert trajectory.stop_reason == (ends[0].stop_reason if ends else None)
+    assert trajectory.wall_seconds == (ends[0].at - events[0].at if ends else None)
+
+
+def test_a_reset_closes_the_stream_and_opens_the_next() -> None:
+    trajectory = Trajectory.fold([PROMPTED, opened(), generated(), opened(ids=array("i", [7])), generated(sampled=1)])
+    first, second = trajectory.streams
+    assert (first.open, second.open) == (False, True)
+    assert (first.tokens.response_length, second.tokens.response_length) == (2, 1)
+    assert [span.turn for span in second.tokens.sampled()] == [1], "turns count over the whole trajectory"
+    assert trajectory.stream("main") is second
+    assert trajectory.stream("critic") is None
+
+
+def test_a_generation_that_goes_on_replaces_its_message_and_keeps_its_turn() -> None:
+    cut = generated(finish_reason="length", message={"role": "assistant", "content": "h"})
+    trajectory = Trajectory.fold([PROMPTED, opened(), cut, generated(sampled=3, continued=True)])
+    (stream,) = trajectory.streams
+    assert [m["content"] for m in stream.messages] == ["hi"]
+    assert len(stream.turn_ids) == 5
+    assert stream.finish_reason == "stop"
+    assert trajectory.turn == 2
+    assert [(span.turn, len(span)) for span in stream.tokens.sampled()] == [(0, 2), (1, 3)]
+
+
+def test_a_generation_resumed_after_an_abort_is_one_generation() -> None:
+    cut = generated(finish_reason="abort", message={"role": "assistant", "content": "h"})
+    rest = generated(sampled=3, continued=True, resumed=True)
+    trajectory = Trajectory.fold([PROMPTED, opened(), generated(), cut, rest])
+    (stream,) = trajectory.streams
+    assert trajectory.turn == 2
+    assert [(span.turn, len(span)) for span in stream.tokens.sampled()] == [(0, 2), (1, 5)]
+    assert len(stream.turn_ids) == 5
+
+
+def test_messages_wait_until_their_glue_comes() -> None:
+    wrote = Wrote(at=3.0, context="main", state="INTERACTING", messages=[{"role": "user", "content": "?"}])
+    again = Wrote(at=3.0, context="main", state="REVISING", messages=[{"role": "user", "content": "!"}])
+    trajectory = Trajectory.fold([PROMPTED, opened(), generated(), wrote, again])
+    stream = trajectory.stream("main")
+    assert stream is not None
+    assert [m["content"] for m in stream.pending] == ["?", "!"]
+    assert stream.pending_state == "INTERACTING"
+    with pytest.raises(StreamError, match="never entered its stream"):
+        trajectory.apply(generated())
+    trajectory.apply(Extended(at=4.0, context="main", state="INTERACTING", ids=array("i", [5]), guarded=2))
+    assert (stream.pending, stream.pending_state, trajectory.guarded) == ([], None, 2)
+
+
+@given(event_sequences)
+def test_a_stream_knows_which_of_its_tokens_were_guarded(events: list[AnyEvent]) -> None:
+    lengths, expected, latest = list[int](), list[list[int]](), dict[str, int]()
+    for event in events:
+        if isinstance(event, ContextOpened):
+            latest[event.context] = len(lengths)
+            lengths.append(0)
+            expected.append([])
+        if isinstance(event, ContextOpened | Extended):
+            number = latest[event.context]
+            expected[number] += [lengths[number] + at for at in event.guarded_at]
+        if isinstance(event, ContextOpened | Extended | Generated):
+            lengths[latest[event.context]] += len(event.ids)
+    streams = Trajectory.fold(events).streams
+    assert [stream.guarded_at for stream in streams] == expected
+    for stream in streams:
+        sampled = {at for span in stream.tokens.sampled() for at in range(span.start, span.end)}
+        assert sampled.isdisjoint(stream.guarded_at), "what the model says is its own to say"
+
+
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        (PROMPTED, "cannot take a second 'prompted'"),
+        (generated("critic"), "context 'critic' of trajectory t has no open stream"),
+        (generated(logprobs=array("f", [-0.5])), "2 tokens came with 1 logprobs"),
+        (generated(versions=[(1, 0)]), "versions for 1 tokens"),
+        (
+            Transitioned(at=3.0, trigger="generated", source="GENERATING", dest="PENDING", spent={}),
+            "in state 'PENDING'",
+        ),
+    ],
+)
+def test_an_event_that_does_not_fit_is_refused(event: AnyEvent, said: str) -> None:
+    trajectory = Trajectory.fold([PROMPTED, opened()])
+    with pytest.raises(StreamError, match=said):
+        trajectory.apply(event)
+
+
+def test_after_its_end_a_trajectory_takes_scores_only() -> None:
+    trajectory = Trajectory.fold([PROMPTED, opened(), Ended(at=9.5, stop_reason="answered", detail="d")])
+    assert (trajectory.ended, trajectory.detail, trajectory.wall_seconds) == (True, "d", 9.0)
+    trajectory.apply(Scored(at=10.0, value=1.0))
+    assert trajectory.score == 1.0
+    with pytest.raises(StreamError, match="has ended; it cannot take Suspended"):
+        trajectory.apply(Suspended(at=10.0, reason="weights"))
+
+
+def test_suspended_is_no_end() -> None:
+    trajectory = Trajectory.fold([PROMPTED, Suspended(at=1.0, reason="weights")])
+    assert (trajectory.suspended, trajectory.ended, trajectory.stop_reason) == ("weights", False, None)
+    assert "suspended: weights" in repr(trajectory)
+
+
+@pytest.mark.parametrize("events", [[], [opened()]])
+def test_a_fold_begins_with_prompted(events: list[AnyEvent]) -> None:
+    with pytest.raises(StreamError, match="begin with 'prompted'"):
+        Trajectory.fold(events)
+
+
+def test_an_event_holds_plain_data_only() -> None:
+    with pytest.raises(TypeError, match="plain data"):
+        encode(msgspec.structs.replace(PROMPTED, extra={"x": object()}))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "stop_reason"),
+    [
+        (Outcome("generated"), "answered"),
+        (Outcome("written"), "answered"),
+        (Outcome("limit_reached", limit="tool_calls"), "limit:tool_calls"),
+        (Outcome("failed", error="PromptTooLong"), "prompt_too_long"),
+        (Outcome("failed", error="EngineError"), "failed:EngineError"),
+        *[(Outcome(same), same) for same in ("truncated", "timed_out", "cancelled", "interaction_done")],
+    ],
+)
+def test_the_stop_reason_of_an_outcome(outcome: Outcome, stop_reason: str) -> None:
+    assert outcome.stop_reason == stop_reason
