@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fsm_rollout import Prompt, ScriptedEngine, load_agent
-from fsm_rollout.engines.client import Dispatcher
+from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.scripted.engine import Turn
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.testing.virtual_time import run_virtual
@@ -32,7 +32,7 @@ async def cost(tokenizer: Any, tokens: int, *, count: int, turns: int) -> float:
     scripted = [Turn(text=text, delay=1.0) for text in [*(CALL % turn for turn in range(turns)), "The answer is 9."]]
     engine = ScriptedEngine(lambda request: scripted[request.turn], tokenizer=tokenizer, max_context=10**6)
     agent = load_agent(AGENT, [*ROOM, *COUNTS])
-    scheduler = Scheduler({agent.agent: agent}, {"policy": Dispatcher(engine)}, concurrency=count)
+    scheduler = Scheduler({agent.agent: agent}, {"policy": EngineClient(engine)}, concurrency=count)
     words = "word " * (tokens // len(tokenizer.encode("word " * 8)) * 8)
     marks: list[float] = []
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from fsm_rollout import Prompt, Rollout, load_agent
-from fsm_rollout.engines.client import Dispatcher
+from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pool import PoolEngine
 from fsm_rollout.engines.protocol import Engine, Request
 from fsm_rollout.engines.ray import RayOptions, RayPlacement
@@ -174,7 +174,7 @@ def by_context(options: argparse.Namespace) -> None:
             Prompt(prompt_id=f"{tokens}-{i}", messages=({"role": "user", "content": text},))
             for i in range(options.chats)
         ]
-        scheduler = Scheduler({"bench": graph}, {"policy": Dispatcher(pool)}, concurrency=options.chats)
+        scheduler = Scheduler({"bench": graph}, {"policy": EngineClient(pool)}, concurrency=options.chats)
         await pool.pause()
 
         async def run() -> None:

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from fsm_rollout import Prompt, ScriptedEngine, load_agent
-from fsm_rollout.engines.client import Dispatcher
+from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.scripted.engine import Turn
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.testing.virtual_time import run_virtual
@@ -42,7 +42,7 @@ async def bench(count: int, turns: int) -> None:
     scripted = [Turn(text=text, delay=1.0) for text in texts]
     engine = ScriptedEngine(lambda request: scripted[request.turn], tokenizer=tokenizer)
     agent = load_agent(CONFIGS / "agents/tool_agent.yaml", ["limits.wall_seconds=100000"])
-    dispatcher = Dispatcher(engine)
+    dispatcher = EngineClient(engine)
     scheduler = Scheduler({agent.agent: agent}, {"policy": dispatcher}, concurrency=count)
     prompts = [
         Prompt(prompt_id=str(i), messages=({"role": "user", "content": f"What is {i} + 2?"},)) for i in range(count)

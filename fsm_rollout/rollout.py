@@ -24,7 +24,7 @@ from fsm_rollout.agent.loader import dump
 from fsm_rollout.agent.proof import prove
 from fsm_rollout.agent.verify import verify
 from fsm_rollout.concurrency.loop_thread import LoopThread, close_at_exit
-from fsm_rollout.engines.client import Dispatcher
+from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pool import PoolEngine
 from fsm_rollout.engines.protocol import Engine
 from fsm_rollout.engines.specs import build_engine
@@ -118,7 +118,7 @@ class Rollout:
                 name: self._engine(name, spec, base) for name, spec in {POLICY: engine, **(engines or {})}.items()
             }
             self.dispatchers = {
-                name: Dispatcher(one, attempts=engine_attempts, queue_timeout=queue_timeout)
+                name: EngineClient(one, attempts=engine_attempts, queue_timeout=queue_timeout)
                 for name, one in self.engines.items()
             }
             self.scheduler = Scheduler(

@@ -10,7 +10,7 @@ from fsm_rollout.states import State
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 if TYPE_CHECKING:
-    from fsm_rollout.states.context import Visit
+    from fsm_rollout.states.context import HandlerContext
 
 
 class Options(BaseModel):
@@ -25,9 +25,9 @@ class Search(State):
     spends = "assistant_turns"
     Options = Options
 
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
-        await visit.generate(self.spec.context)
-        return Outcome(visit.rng.choice(self.triggers))
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
+        await ctx.generate(self.spec.context)
+        return Outcome(ctx.rng.choice(self.triggers))
 
 
 class Free(State):
@@ -35,7 +35,7 @@ class Free(State):
 
     triggers = ("done",)
 
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         return Outcome("done")
 
 
@@ -83,7 +83,7 @@ class NotDerived:
 
     triggers = ("done",)
 
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         """Do nothing."""
         return Outcome("done")
 
@@ -97,7 +97,7 @@ class Abstract(State):
 class NotAsync(Free):
     """Its run is a plain function."""
 
-    def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:  # type: ignore[override]
+    def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:  # type: ignore[override]
         """Do nothing."""
         return Outcome("done")
 
@@ -105,7 +105,7 @@ class NotAsync(Free):
 class TakesOne(Free):
     """Its run takes too little."""
 
-    async def run(self, visit: Visit) -> Outcome:  # type: ignore[override]
+    async def run(self, ctx: HandlerContext) -> Outcome:  # type: ignore[override]
         """Do nothing."""
         return Outcome("done")
 

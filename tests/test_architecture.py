@@ -100,7 +100,9 @@ def test_there_is_no_circle() -> None:
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
-        raise AssertionError("a circle: " + ", then ".join(f"{b} imports {a}" for a, b in pairwise(error.args[1]))) from None
+        raise AssertionError(
+            "a circle: " + ", then ".join(f"{b} imports {a}" for a, b in pairwise(error.args[1]))
+        ) from None
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)

@@ -161,7 +161,7 @@ class Predicate(Model):
     argument: Any = None
 
 
-class Row(Model):
+class TransitionRow(Model):
     """One row of the transition table; ``source`` names states, or is ``*``: all that are not final."""
 
     trigger: Name
@@ -190,7 +190,7 @@ class AgentGraph(Model):
     tools: Named[Tool] = Field(default_factory=dict)
     interaction: Interaction | None = None
     states: Named[State]
-    transitions: tuple[Row, ...]
+    transitions: tuple[TransitionRow, ...]
 
     def __hash__(self) -> int:
         """Hash a few names: enough to tell graphs apart, and defined whatever free-form data they hold."""
@@ -229,7 +229,7 @@ class AgentGraph(Model):
         """The states that are not final, as declared."""
         return tuple(name for name in self.states if not self.is_final(name))
 
-    def rows_of(self, state: str, trigger: str) -> Iterator[Row]:
+    def rows_of(self, state: str, trigger: str) -> Iterator[TransitionRow]:
         """Yield the rows that may fire when ``trigger`` is raised in ``state``, in order; the first that holds wins.
 
         Only rows that the user wrote (``on_error`` is one, in short form, after the others). When none of them holds,
@@ -240,7 +240,7 @@ class AgentGraph(Model):
                 yield row
         on_error = self.states[state].on_error
         if trigger == "failed" and on_error is not None:
-            yield Row(trigger="failed", source=(state,), dest=on_error)
+            yield TransitionRow(trigger="failed", source=(state,), dest=on_error)
 
 
 Tool.model_rebuild()

@@ -148,7 +148,7 @@ def _can_run(handler: str, found: type) -> None:
     missing = sorted(getattr(found, "__abstractmethods__", ()))
     if missing:
         raise ConfigError(f"handler '{handler}': the class lacks {', '.join(missing)}")
-    wanted = "write it as `async def run(self, trajectory, visit)`"
+    wanted = "write it as `async def run(self, trajectory, ctx)`"
     run: Any = found.run
     if not inspect.iscoroutinefunction(inspect.unwrap(run)):
         raise ConfigError(f"handler '{handler}': its `run` is not async; {wanted}")

@@ -35,7 +35,7 @@ def agent_schema() -> Schema:
     _adjust(definitions["State"], prompt=text)
     _adjust(definitions["Tool"], agent={"anyOf": [{"type": "string"}, {"$ref": "#/$defs/AgentGraph"}]})
     names: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
-    _adjust(definitions["Row"], source=names, conditions=_conditions(), unless=_conditions())
+    _adjust(definitions["TransitionRow"], source=names, conditions=_conditions(), unless=_conditions())
     del definitions["Predicate"]
     state = definitions["State"]
     del state["properties"]["options"], state["additionalProperties"]

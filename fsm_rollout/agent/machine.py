@@ -14,7 +14,7 @@ from typing import Any
 
 import transitions
 
-from fsm_rollout.agent.graph import IMPLICIT_TRIGGERS, TERMINATED, AgentGraph, Row
+from fsm_rollout.agent.graph import IMPLICIT_TRIGGERS, TERMINATED, AgentGraph, TransitionRow
 from fsm_rollout.agent.handlers import handler_spec
 from fsm_rollout.agent.predicates import compile_predicate
 from fsm_rollout.errors import RolloutError, describe
@@ -106,7 +106,7 @@ class AgentMachine:
                     trigger, state, TERMINATED, charge=_nothing, final=True
                 )  # nothing the user wrote holds
 
-    def _add(self, state: str, row: Row) -> None:
+    def _add(self, state: str, row: TransitionRow) -> None:
         self._machine.add_transition(
             row.trigger,
             state,

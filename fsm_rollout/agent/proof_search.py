@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from fsm_rollout.agent.graph import Predicate, Row
+from fsm_rollout.agent.graph import Predicate, TransitionRow
 from fsm_rollout.agent.handlers import COUNTED_LIMITS
 from fsm_rollout.agent.predicates import PREDICATES, visits_argument
 from fsm_rollout.agent.rules.structure import Structure
@@ -163,7 +163,7 @@ class _Search:
             return _Raise(ways)
         return _Raise(ways, self.bits.setdefault(routing_key(limit, state), 1 << len(self.bits)))
 
-    def _way(self, state: str, row: Row, limit: str | None) -> _Way | None:
+    def _way(self, state: str, row: TransitionRow, limit: str | None) -> _Way | None:
         """Return the row as seen from ``state``, or ``None`` when it cannot fire for this limit."""
         tests, free = [], False
         asked: list[tuple[Predicate, bool]] = [(p, True) for p in row.conditions]

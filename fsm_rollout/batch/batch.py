@@ -21,7 +21,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from fsm_rollout.batch.padding import RAGGED_OF, pack, pad, unpack, unpad
-from fsm_rollout.batch.rows import Row, RowId, numbered_states, row_of
+from fsm_rollout.batch.rows import RowId, TrainingRow, numbered_states, row_of
 from fsm_rollout.errors import BatchError
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -102,7 +102,7 @@ class TrajectoryBatch:
         given = list(trajectories)
         _check_distinct(given)
         names = numbered_states(given, state_names)
-        kept: list[Row] = []
+        kept: list[TrainingRow] = []
         dropped: list[RowId] = []
         truncated: list[RowId] = []
         unrowed: dict[str, str | None] = {}
@@ -134,7 +134,7 @@ class TrajectoryBatch:
     @classmethod
     def from_rows(
         cls,
-        rows: Sequence[Row],
+        rows: Sequence[TrainingRow],
         *,
         pad_id: int,
         prompt_width: int | None = None,
@@ -177,7 +177,7 @@ class TrajectoryBatch:
         """Whether the tensors are jagged instead of padded."""
         return bool(self.tensordict.get("responses").is_nested)
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[TrainingRow]:
         """Return the rows that the batch was made of: the inverse of :meth:`from_rows`, padded or packed."""
         tensors = {key: self.tensordict.get(key).cpu() for key in RAGGED_OF}
         if self.packed:
@@ -190,7 +190,7 @@ class TrajectoryBatch:
         columns: dict[str, list[Any]] = {key: self.tensordict.get(key).tolist() for key in NON_TENSOR_KEYS} | arrays
         scores = self.tensordict.get("trajectory_scores").tolist()
         return [
-            Row(
+            TrainingRow(
                 score=None if math.isnan(score) else score,
                 state_names=self.state_names,
                 **{name: column[i] for name, column in columns.items()},
@@ -279,13 +279,13 @@ def _check_distinct(trajectories: Sequence[Trajectory]) -> None:
         seen.add(trajectory.trajectory_id)
 
 
-def _fits(row: Row, prompt_width: int | None, response_width: int | None) -> bool:
+def _fits(row: TrainingRow, prompt_width: int | None, response_width: int | None) -> bool:
     return (prompt_width is None or len(row.prompt_ids) <= prompt_width) and (
         response_width is None or len(row.response_ids) <= response_width
     )
 
 
-def _misfit_text(misfits: Sequence[Row], prompt_width: int | None, response_width: int | None) -> str:
+def _misfit_text(misfits: Sequence[TrainingRow], prompt_width: int | None, response_width: int | None) -> str:
     row, others = misfits[0], len(misfits) - 1
     wanted = (
         f"{name} {width}"

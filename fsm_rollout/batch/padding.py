@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fsm_rollout.batch.rows import Row
+from fsm_rollout.batch.rows import TrainingRow
 from fsm_rollout.trajectory.tokens import NO_VERSION
 
 Array = npt.NDArray[Any]
@@ -49,7 +49,9 @@ RAGGED_OF: Mapping[str, str] = {
 """Every two-dimensional key, and the one that says how long each of its rows is."""
 
 
-def pad(rows: Sequence[Row], pad_id: int, prompt_width: int | None, response_width: int | None) -> dict[str, Array]:
+def pad(
+    rows: Sequence[TrainingRow], pad_id: int, prompt_width: int | None, response_width: int | None
+) -> dict[str, Array]:
     """Return the keys of :data:`RAGGED_OF` as rectangles, padded to the longest row where no width is given.
 
     Prompts are padded on the left, responses on the right. The rows must fit.
@@ -81,7 +83,7 @@ def pad(rows: Sequence[Row], pad_id: int, prompt_width: int | None, response_wid
 
 
 def unpad(padded: Mapping[str, Array]) -> dict[str, list[Array]]:
-    """Return each array of the rows, by its name in :class:`~fsm_rollout.batch.rows.Row`, as a list over the rows."""
+    """Return each array of the rows, by its name in :class:`~fsm_rollout.batch.rows.TrainingRow`, as a list over the rows."""
     width = padded["prompts"].shape[1]
     starts = width - padded["attention_mask"][:, :width].sum(axis=1)
     ends = padded["attention_mask"][:, width:].sum(axis=1)
@@ -94,7 +96,7 @@ def unpad(padded: Mapping[str, Array]) -> dict[str, list[Array]]:
     return arrays
 
 
-def pack(rows: Sequence[Row]) -> tuple[dict[str, Array], dict[str, Array]]:
+def pack(rows: Sequence[TrainingRow]) -> tuple[dict[str, Array], dict[str, Array]]:
     """Return the keys of :data:`RAGGED_OF` end to end without padding, and the offsets ``[B + 1]`` of their rows.
 
     Offsets are given once for each ragged dimension: ``prompts``, ``responses``, ``input_ids``.
@@ -115,7 +117,7 @@ def pack(rows: Sequence[Row]) -> tuple[dict[str, Array], dict[str, Array]]:
 
 
 def unpack(values: Mapping[str, Array], offsets: Mapping[str, Array]) -> dict[str, list[Array]]:
-    """Return each array of the rows, by its name in :class:`~fsm_rollout.batch.rows.Row`, as a list over the rows."""
+    """Return each array of the rows, by its name in :class:`~fsm_rollout.batch.rows.TrainingRow`, as a list over the rows."""
 
     def cut(key: str, row_type: type[np.generic]) -> list[Array]:
         flat = values[key].astype(row_type)
@@ -128,7 +130,7 @@ def unpack(values: Mapping[str, Array], offsets: Mapping[str, Array]) -> dict[st
     }
 
 
-def _lengths(rows: Sequence[Row]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _lengths(rows: Sequence[TrainingRow]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     return (
         np.array([len(row.prompt_ids) for row in rows], dtype=np.int64),
         np.array([len(row.response_ids) for row in rows], dtype=np.int64),

@@ -35,7 +35,7 @@ class RowId(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Row:
+class TrainingRow:
     """One stream as arrays: a prompt of P tokens, a response of R tokens, and what is known of it.
 
     ``metrics``, ``turn_scores``, ``tool_rewards``, ``extra`` and ``score`` are the trajectory's and stand in each of
@@ -82,7 +82,7 @@ class Row:
 
     def __eq__(self, other: object) -> bool:
         """Compare everything, arrays by type and content."""
-        if not isinstance(other, Row):
+        if not isinstance(other, TrainingRow):
             return NotImplemented
         return all(_same(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
 
@@ -95,7 +95,7 @@ def _same(a: object, b: object) -> bool:
     return a == b
 
 
-def rows(trajectories: Iterable[Trajectory], *, state_names: Sequence[str] = ()) -> list[Row]:
+def rows(trajectories: Iterable[Trajectory], *, state_names: Sequence[str] = ()) -> list[TrainingRow]:
     """Return the rows of ``trajectories``, in the order in which they and their streams come.
 
     ``state_names`` numbers the states (say the graph's, so that the numbers are the same for every batch); states it
@@ -129,7 +129,7 @@ def row_of(
     *,
     prompt_width: int | None = None,
     response_width: int | None = None,
-) -> Row | None:
+) -> TrainingRow | None:
     """Return stream ``number`` of ``trajectory`` as a row, or ``None`` when it has no trained token.
 
     With widths, the prompt is cut on the left and the response on the right. A turn that is cut short has its score
@@ -146,7 +146,7 @@ def row_of(
         return None
     prompt_ids = tokens.prompt_ids()
     cut = 0 if prompt_width is None else max(0, len(prompt_ids) - prompt_width)
-    return Row(
+    return TrainingRow(
         prompt_ids=prompt_ids[cut:],
         response_ids=tokens.response_ids()[:response_width],
         mask=mask,

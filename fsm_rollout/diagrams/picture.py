@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fsm_rollout.agent.graph import IMPLICIT_TRIGGERS, MAIN, POLICY, TERMINATED, AgentGraph, Predicate, Row
+from fsm_rollout.agent.graph import IMPLICIT_TRIGGERS, MAIN, POLICY, TERMINATED, AgentGraph, Predicate, TransitionRow
 from fsm_rollout.agent.proof import prove
 from fsm_rollout.agent.rules.structure import Structure
 from fsm_rollout.errors import ConfigError
@@ -156,7 +156,7 @@ def _arrows(structure: Structure) -> Iterator[Arrow]:
     graph = structure.graph
     rows = [(row, structure.sources(row)) for row in graph.transitions]
     rows += [
-        (Row(trigger="failed", source=(name,), dest=state.on_error), (name,))
+        (TransitionRow(trigger="failed", source=(name,), dest=state.on_error), (name,))
         for name, state in graph.states.items()
         if state.on_error is not None and name in graph.working_states
     ]
@@ -180,7 +180,7 @@ def _arrows(structure: Structure) -> Iterator[Arrow]:
         yield Arrow(source, dest, tuple(stacked))
 
 
-def _label(graph: AgentGraph, row: Row, order: int | None) -> Label:
+def _label(graph: AgentGraph, row: TransitionRow, order: int | None) -> Label:
     final = row.dest == TERMINATED or (row.dest in graph.states and graph.states[row.dest].final)
     return Label(
         trigger=row.trigger,
@@ -190,7 +190,7 @@ def _label(graph: AgentGraph, row: Row, order: int | None) -> Label:
     )
 
 
-def conditions_of(row: Row) -> tuple[str, ...]:
+def conditions_of(row: TransitionRow) -> tuple[str, ...]:
     """Return what must all hold for a row to fire, in words."""
     return (*map(_asked, row.conditions), *(f"not {_asked(predicate)}" for predicate in row.unless))
 

@@ -58,7 +58,7 @@ def check_unique(requests: Sequence[Request], under_way: Container[str]) -> None
         seen.add(request.request_id)
 
 
-class Answers:
+class ChunkStream:
     """The chunks of one dispatch. Belongs to one event loop; only :meth:`__aiter__`'s consumer awaits it."""
 
     def __init__(self, request_ids: Iterable[str], abandon: Callable[[list[str]], object]) -> None:

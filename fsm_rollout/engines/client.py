@@ -37,7 +37,7 @@ ABORT_GRACE = 10.0
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class PendingRequest:
     """One request on its way: what has been streamed for it so far, and how it ended."""
 
     request: Request
@@ -141,7 +141,7 @@ class Ticket:
                 self.release()
 
 
-class Dispatcher:
+class EngineClient:
     """The only way to one engine. All methods are called on the scheduler's event loop."""
 
     def __init__(
@@ -158,14 +158,14 @@ class Dispatcher:
         self.paused = False
         self.chats: dict[object, ChatTemplate] = {}
         """The chat templates of this engine's model, by settings."""
-        self._waiting: list[Ticket] = []
+        self._waiting: list[PendingRequest] = []
         self._warned: set[str | None] = set()
         """The kinds of failures that have been told of."""
-        self._tickets: dict[str, Ticket] = {}
+        self._tickets: dict[str, PendingRequest] = {}
         """The tickets that the engine has, or is about to get, by the request id of the present try."""
         self._asked: set[str] = set()
         """The request ids that the engine may still have: also of tickets that it did not end in time."""
-        self._open: dict[Ticket, None] = {}
+        self._open: dict[PendingRequest, None] = {}
         """All tickets that have not ended, in order: also those between two tries."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._updating = asyncio.Lock()
@@ -174,13 +174,13 @@ class Dispatcher:
         """Why the engine is paused."""
         self._told = False
 
-    def submit(self, request: Request, deadline: Deadline | None = None) -> Ticket:
+    def submit(self, request: Request, deadline: Deadline | None = None) -> PendingRequest:
         """Queue one request for the next flush and return its ticket; ``deadline`` runs from its first chunk.
 
         The engine knows it by another id where its own is under way already.
         """
         request_id = self._free_id(request.request_id)
-        ticket = Ticket(request, asyncio.get_running_loop().time(), deadline, request_id=request_id)
+        ticket = PendingRequest(request, asyncio.get_running_loop().time(), deadline, request_id=request_id)
         ticket.hold()
         if self.paused:
             ticket.hold()
@@ -273,7 +273,7 @@ class Dispatcher:
             name = f"{request_id}#{number}"
         return name
 
-    def _enqueue(self, ticket: Ticket) -> None:
+    def _enqueue(self, ticket: PendingRequest) -> None:
         self._tickets[ticket.request_id] = ticket
         self._waiting.append(ticket)
         if len(self._waiting) == 1:
@@ -290,18 +290,18 @@ class Dispatcher:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _watch(self, ticket: Ticket) -> None:
+    def _watch(self, ticket: PendingRequest) -> None:
         """Give the present try up when the engine says nothing of it for ``queue_timeout`` (a paused one may be)."""
         ticket.stop_watch()
         if not self.paused:
             loop = asyncio.get_running_loop()
             ticket.watch = loop.call_later(self.queue_timeout, self._silent, ticket, ticket.request_id)
 
-    def _silent(self, ticket: Ticket, request_id: str) -> None:
+    def _silent(self, ticket: PendingRequest, request_id: str) -> None:
         self._spawn(self._abort_quietly([request_id]))
         self._failed(ticket, EngineError(f"the engine sent nothing for {self.queue_timeout:g} s; is it alive?"))
 
-    async def _serve(self, tickets: Sequence[Ticket]) -> None:
+    async def _serve(self, tickets: Sequence[PendingRequest]) -> None:
         """Run one engine call to its end and route its chunks."""
         loop = asyncio.get_running_loop()
         for ticket in tickets:
@@ -336,12 +336,12 @@ class Dispatcher:
         for ticket in [self._tickets[request_id] for request_id in open_ids if request_id in self._tickets]:
             self._failed(ticket, failure or EngineError(f"the engine never finished request {ticket.request_id}"))
 
-    def _ask(self, ticket: Ticket) -> Request:
+    def _ask(self, ticket: PendingRequest) -> Request:
         if ticket.request_id == ticket.request.request_id:
             return ticket.request
         return ticket.request.continued(ticket.ids, ticket.request_id)
 
-    def _route(self, ticket: Ticket, chunk: Chunk, now: float) -> bool:
+    def _route(self, ticket: PendingRequest, chunk: Chunk, now: float) -> bool:
         """Give a chunk to its ticket; return whether this engine call is over for it."""
         try:
             ticket.take(chunk, now)
@@ -365,7 +365,7 @@ class Dispatcher:
             self._end(ticket, chunk.finish_reason)
         return chunk.finish_reason is not None or chunk.error is not None
 
-    def _failed(self, ticket: Ticket, error: EngineError) -> None:
+    def _failed(self, ticket: PendingRequest, error: EngineError) -> None:
         """Try a ticket again from where its tokens stand, or give it up."""
         if ticket.done.is_set():
             return
@@ -387,16 +387,16 @@ class Dispatcher:
             ticket.request_id = self._free_id(ticket.request.request_id, ticket.attempt)
             asyncio.get_running_loop().call_later(delay, self._retry, ticket)
 
-    def _retry(self, ticket: Ticket) -> None:
+    def _retry(self, ticket: PendingRequest) -> None:
         if not ticket.done.is_set():
             self._enqueue(ticket)
 
-    def _end(self, ticket: Ticket, finish_reason: str, error: EngineError | None = None) -> None:
+    def _end(self, ticket: PendingRequest, finish_reason: str, error: EngineError | None = None) -> None:
         self._tickets.pop(ticket.request_id, None)
         self._open.pop(ticket, None)
         ticket.end(finish_reason, error)
 
-    async def abort(self, ticket: Ticket) -> None:
+    async def abort(self, ticket: PendingRequest) -> None:
         """End a request soon and wait (a bounded time) for its last tokens; the ticket is done afterwards."""
         if ticket.done.is_set():
             return

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 from anyio.from_thread import start_blocking_portal
 
 from fsm_rollout.concurrency.interruptible import wait_for
-from fsm_rollout.engines.chunk_stream import Answers, check_unique
+from fsm_rollout.engines.chunk_stream import ChunkStream, check_unique
 from fsm_rollout.engines.packing import Flush
 from fsm_rollout.engines.pool_members import Member, Passage, PoolTimes, ReplicaStats, Tries
 from fsm_rollout.engines.protocol import Chunk, Load, Request
 from fsm_rollout.engines.replicas import EngineFacts, Placement
 from fsm_rollout.engines.router import Router, StickyRouter, choose
-from fsm_rollout.engines.supervisor import Crew
+from fsm_rollout.engines.supervisor import ReplicaSupervisor
 from fsm_rollout.errors import EngineError
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class PoolEngine:
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._emptied: asyncio.Future[None] | None = None
-        self._crew = Crew(self, placement, count, restarts=restarts, times=times or PoolTimes())
+        self._crew = ReplicaSupervisor(self, placement, count, restarts=restarts, times=times or PoolTimes())
         try:
             with start_blocking_portal() as portal:  # this may be called from within an event loop, or without any
                 started: tuple[EngineFacts, Any] = wait_for(portal.start_task_soon(self._crew.start))
@@ -122,7 +122,7 @@ class PoolEngine:
         if self._crew.fallen is not None:
             raise self._crew.fallen
         check_unique(requests, self._passages)
-        answers = Answers((request.request_id for request in requests), self._abort)
+        answers = ChunkStream((request.request_id for request in requests), self._abort)
         for request in requests:
             earlier, why = self._tries.before(request.request_id)
             passage = Passage(request, answers, since=loop.time(), earlier=earlier)

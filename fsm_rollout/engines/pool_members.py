@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from fsm_rollout.engines.chunk_stream import NO_IDS, NO_LOGPROBS, Answers
+from fsm_rollout.engines.chunk_stream import NO_IDS, NO_LOGPROBS, ChunkStream
 from fsm_rollout.engines.packing import Flush
 from fsm_rollout.engines.protocol import Chunk, FinishReason, Load, Request
 from fsm_rollout.engines.replicas import Replica
@@ -104,7 +104,7 @@ class Passage:
     """A request on its way: where it is, and what it has streamed."""
 
     request: Request
-    answers: Answers
+    answers: ChunkStream
     since: float
     sent_at: float = 0.0
     member: Member | None = None

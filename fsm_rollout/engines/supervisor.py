@@ -50,7 +50,7 @@ class Owner(Protocol):
         """Give up: all replicas are lost for good."""
 
 
-class Crew:
+class ReplicaSupervisor:
     """See the module. Belongs to one event loop at a time, from :meth:`bind` on."""
 
     def __init__(self, owner: Owner, placement: Placement, count: int, *, restarts: int, times: PoolTimes) -> None:

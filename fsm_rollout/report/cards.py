@@ -13,21 +13,21 @@ from typing import Any
 from fsm_rollout.report.pages import duration
 from fsm_rollout.report.recorded import Recorded
 from fsm_rollout.trajectory.events import (
-    Asked,
-    Attempt,
     Called,
     ContextOpened,
-    Extended,
     Generated,
-    Interacted,
+    MalformedCall,
     Message,
+    MessagesAppended,
+    ModelQueried,
     Prompted,
+    PromptExtended,
     Resumed,
     Scored,
     Suspended,
     ToolCall,
     Transitioned,
-    Wrote,
+    UserReplied,
 )
 from fsm_rollout.trajectory.tokens import Owner
 
@@ -64,7 +64,7 @@ class Card:
     step: Transitioned | None = None
     pause: str | None = None
     """That it was set aside, or went on."""
-    asked: list[Asked] = field(default_factory=list)
+    asked: list[ModelQueried] = field(default_factory=list)
     """What the environment asked other models after it."""
 
     @property
@@ -116,10 +116,10 @@ class _Dealer:
                 self.open[event.context] = len(self.lengths)
                 self.lengths.append(0)
                 self._card("prompt", event, event.messages)
-            case Wrote():
+            case MessagesAppended():
                 self.writers.setdefault(event.context, event.state)
                 self.pending[event.context] += event.messages
-            case Extended():
+            case PromptExtended():
                 messages = self.pending.pop(event.context, [])
                 self.writers.pop(event.context, None)
                 self._card("environment", event, messages)
@@ -127,11 +127,11 @@ class _Dealer:
                 self._generated(event)
             case Called():
                 self._called(event)
-            case Interacted() if self.latest is not None:
+            case UserReplied() if self.latest is not None:
                 self.latest.interacted = (self.latest.interacted or 0.0) + event.seconds
             case Scored() if event.turn is not None and event.turn in self.by_turn:
                 self.by_turn[event.turn].scores.append((event.value, event.source))
-            case Asked() if self.latest is not None:
+            case ModelQueried() if self.latest is not None:
                 self.latest.asked.append(event)
             case Suspended():
                 self.found.append(Card("pause", self.state, pause=f"set aside: {event.reason}"))
@@ -147,7 +147,7 @@ class _Dealer:
             case _:
                 pass
 
-    def _card(self, kind: str, event: ContextOpened | Extended | Generated, messages: list[Message]) -> Card:
+    def _card(self, kind: str, event: ContextOpened | PromptExtended | Generated, messages: list[Message]) -> Card:
         number = self.open[event.context]
         start = self.lengths[number]
         self.lengths[number] = end = start + len(event.ids)
@@ -187,7 +187,7 @@ class _Dealer:
         self.found.append(card)
 
 
-def _broken(attempt: Attempt) -> CallCard:
+def _broken(attempt: MalformedCall) -> CallCard:
     return CallCard("broken call", attempt.message, attempt.kind)
 
 

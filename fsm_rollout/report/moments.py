@@ -17,10 +17,10 @@ from fsm_rollout.trajectory.events import (
     Called,
     ContextOpened,
     Generated,
-    Interacted,
     Prompted,
     Resumed,
     Transitioned,
+    UserReplied,
 )
 
 Kind = Literal["queue", "generate", "tool", "interact", "away"]
@@ -95,7 +95,7 @@ def stretches(events: Sequence[AnyEvent]) -> list[Stretch]:
             case Called():
                 name = event.name or "broken call"
                 add("tool", event.state, event.at - event.seconds, event.at, name, failure=event.failure)
-            case Interacted():
+            case UserReplied():
                 add("interact", event.state, event.at - event.seconds, event.at, "interaction")
             case _:
                 pass

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fsm_rollout.environment.rewards import Reward
-from fsm_rollout.scheduler.live import Group, LiveTrajectory
+from fsm_rollout.scheduler.live import ActiveTrajectory, Group
 from fsm_rollout.scheduler.program import Program
 from fsm_rollout.trajectory.events import REWARD, AnyEvent, Scored
 from fsm_rollout.trajectory.trajectory import Trajectory
@@ -23,7 +23,7 @@ class OpenGroup:
     group: Group
     program: Program
     n: int
-    live: dict[int, LiveTrajectory] = field(default_factory=dict)
+    live: dict[int, ActiveTrajectory] = field(default_factory=dict)
     """What has begun, by sample."""
     attempts: dict[int, int] = field(default_factory=dict)
     """How many attempts of a sample were given up."""
@@ -39,7 +39,7 @@ class OpenGroup:
         """Whether it counts towards a target: it was not dropped, and nobody suspended a part of it."""
         return not self.group.dropped and self.group.ended
 
-    def begun(self, live: LiveTrajectory) -> None:
+    def begun(self, live: ActiveTrajectory) -> None:
         """Take a sample in; the groups' trajectories are in the order of samples."""
         old = self.live.get(live.trajectory.sample)
         self.live[live.trajectory.sample] = live
@@ -58,7 +58,7 @@ class OpenGroup:
         """Count an attempt out, so that the sample is begun anew."""
         self.attempts[sample] = self.attempts.get(sample, 0) + 1
 
-    def stands(self, sample: int) -> LiveTrajectory | None:
+    def stands(self, sample: int) -> ActiveTrajectory | None:
         """Return the attempt that stands for a sample, if one has begun and was not given up."""
         live = self.live.get(sample)
         return live if live is not None and live.trajectory.trajectory_id == self.next_id(sample) else None

@@ -81,7 +81,7 @@ class Group:
         self.children = [child for child in self.children if child.trajectory_id not in gone]
 
 
-class LiveTrajectory:
+class ActiveTrajectory:
     """One trajectory under way, with what it holds open: its tools, its interactions, its task."""
 
     __slots__ = (
@@ -108,7 +108,7 @@ class LiveTrajectory:
         self.prompt = prompt
         self.group = group
         self.trajectory = trajectory
-        self.caller: LiveTrajectory | None = None
+        self.caller: ActiveTrajectory | None = None
         """Whom it serves, when it is a sub-agent's."""
         self.stop: Outcome | str | None = None
         """Why it is being stopped from outside: an outcome to end with, or the reason of a suspension."""
@@ -217,7 +217,7 @@ def begin(
     parent: Trajectory | None = None,
     seed: int | None = None,
     run: int = 0,
-) -> LiveTrajectory:
+) -> ActiveTrajectory:
     """Create a trajectory (its first event) and what it holds open.
 
     A ``seed`` is given to sub-agents; others have their own, and in a second epoch (``run``) another one.
@@ -246,4 +246,4 @@ def begin(
     )
     trajectory = Trajectory(prompted)
     scheduler.tell(trajectory, prompted)
-    return LiveTrajectory(scheduler, program, prompt, group, trajectory)
+    return ActiveTrajectory(scheduler, program, prompt, group, trajectory)

@@ -17,7 +17,7 @@ from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.agent.machine import AgentMachine
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.chat.formats import ToolFormat, detect_format, get_format
-from fsm_rollout.engines.client import Dispatcher
+from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.environment.users import build_interaction
 from fsm_rollout.errors import ChatTemplateError, ConfigError, Problem, ToolError, did_you_mean
 from fsm_rollout.states import HANDLERS, State
@@ -35,7 +35,7 @@ class BoundContext:
     spec: Context
     chat: ChatTemplate
     tool_format: ToolFormat | None
-    dispatcher: Dispatcher
+    dispatcher: EngineClient
     tools: tuple[dict[str, Any], ...]
     """The schemas shown in the prompt; one object, so that the chat template can cache by identity."""
     stop_ids: frozenset[int]
@@ -50,7 +50,7 @@ class Program:
             not work; all such problems at once.
     """
 
-    def __init__(self, graph: AgentGraph, engines: Mapping[str, Dispatcher], *, sampling: Sampling) -> None:
+    def __init__(self, graph: AgentGraph, engines: Mapping[str, EngineClient], *, sampling: Sampling) -> None:
         self.graph = graph
         self.machine = AgentMachine(graph)
         self.toolbox = Toolbox(graph)
@@ -88,7 +88,7 @@ class Program:
                 f"{type(error).__name__}: {error}"
             ) from error
 
-    def _bind(self, name: str, engines: Mapping[str, Dispatcher]) -> BoundContext:
+    def _bind(self, name: str, engines: Mapping[str, EngineClient]) -> BoundContext:
         spec = self.graph.context(name)
         if spec.engine not in engines:
             raise ConfigError(f"engine '{spec.engine}' is not one of the run's{did_you_mean(spec.engine, engines)}")
@@ -118,7 +118,7 @@ class Program:
         return self.sampling.over(mine) if self.graph.context(context).engine == POLICY else mine
 
 
-def shared_chat(dispatcher: Dispatcher, spec: Context) -> ChatTemplate:
+def shared_chat(dispatcher: EngineClient, spec: Context) -> ChatTemplate:
     """Return the chat template of an engine with a context's settings, one object for all that share them."""
     key = (repr(sorted(spec.template_kwargs.items())), spec.injection, spec.history)
     if key not in dispatcher.chats:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from fsm_rollout.agent.graph import Limits, Sampling
 from fsm_rollout.errors import ConfigError, Problem, did_you_mean
 from fsm_rollout.scheduler.group import OpenGroup
-from fsm_rollout.scheduler.live import CUT_OFF, Group, LiveTrajectory
+from fsm_rollout.scheduler.live import CUT_OFF, ActiveTrajectory, Group
 from fsm_rollout.scheduler.program import Program
 from fsm_rollout.trajectory.events import AnyEvent, Ended, Prompted, Resumed
 from fsm_rollout.trajectory.prompt import Prompt
@@ -70,7 +70,7 @@ def reopen(scheduler: Scheduler, histories: Iterable[History], n: int) -> list[O
                 (group.discarded if lost else group.children).append(trajectory)
         one = OpenGroup(group, programs[samples[0].agent], max(n, *(sample + 1 for sample in current)))
         for sample, trajectory in sorted(current.items()):
-            one.begun(LiveTrajectory(scheduler, one.program, prompt, group, trajectory))
+            one.begun(ActiveTrajectory(scheduler, one.program, prompt, group, trajectory))
             one.attempts[sample] = _attempt(trajectory)
         opened.append(one)
     if problems:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from fsm_rollout.errors import ConfigError, single
 from fsm_rollout.scheduler.group import OpenGroup, score_group
-from fsm_rollout.scheduler.live import Group, LiveTrajectory, begin
+from fsm_rollout.scheduler.live import ActiveTrajectory, Group, begin
 from fsm_rollout.scheduler.resume import same_prompt
 from fsm_rollout.scheduler.trajectory_runner import drive, halt
 from fsm_rollout.trajectory.events import Resumed
@@ -257,7 +257,7 @@ class Run:
         if one.left == 0:
             await self._finish(one)
 
-    async def _begun(self, one: OpenGroup, sample: int) -> LiveTrajectory:
+    async def _begun(self, one: OpenGroup, sample: int) -> ActiveTrajectory:
         """Begin a sample, or let it go on (unless it has fallen too far behind the weights meanwhile)."""
         live = one.stands(sample)
         if live is not None:
@@ -274,7 +274,7 @@ class Run:
         one.begun(live)
         return live
 
-    async def _drive(self, live: LiveTrajectory) -> None:
+    async def _drive(self, live: ActiveTrajectory) -> None:
         task, running = asyncio.current_task(), self.scheduler.running
         assert task is not None
         trajectory_id = live.trajectory.trajectory_id
@@ -346,7 +346,7 @@ class Run:
         except ExceptionGroup as group:
             raise single(group) from None
 
-    def _running(self) -> list[LiveTrajectory]:
+    def _running(self) -> list[ActiveTrajectory]:
         return [live for live, _, run in self.scheduler.running.values() if run is self]
 
     def _carry(self) -> None:

@@ -17,11 +17,11 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from typing import TYPE_CHECKING, Literal
 
 from fsm_rollout.agent.graph import POLICY, AgentGraph, Sampling
-from fsm_rollout.engines.client import Dispatcher
+from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.environment.rewards import GroupFilter, Reward
 from fsm_rollout.errors import ConfigError, did_you_mean
 from fsm_rollout.scheduler.group import OpenGroup
-from fsm_rollout.scheduler.live import Group, LiveTrajectory
+from fsm_rollout.scheduler.live import ActiveTrajectory, Group
 from fsm_rollout.scheduler.program import Program, problems_of
 from fsm_rollout.scheduler.resume import History, reopen
 from fsm_rollout.scheduler.run import Run
@@ -70,7 +70,7 @@ class Scheduler:
     def __init__(
         self,
         agents: Mapping[str, AgentGraph],
-        dispatchers: Mapping[str, Dispatcher],
+        dispatchers: Mapping[str, EngineClient],
         *,
         seed: int = 0,
         concurrency: int = 1024,
@@ -103,7 +103,7 @@ class Scheduler:
         self.programs: dict[int, Program] = {}
         """Those of all agents, sub-agents among them, by the identity of their graphs."""
         self.agents: Mapping[str, Program] = {name: self._compile(graph) for name, graph in agents.items()}
-        self.running: dict[str, tuple[LiveTrajectory, asyncio.Task[None], Run]] = {}
+        self.running: dict[str, tuple[ActiveTrajectory, asyncio.Task[None], Run]] = {}
         self.under_way: set[str] = set()
         """The ids of the groups that have not come back yet."""
         self.waiting: deque[OpenGroup] = deque()
@@ -283,7 +283,7 @@ class Scheduler:
     # -- groups, stopping ---------------------------------------------------------------------------------------
 
     async def update_weights(self, weights: Weights, version: int | None = None) -> int:
-        """Load new policy weights and return their version; see :meth:`Dispatcher.update_weights`.
+        """Load new policy weights and return their version; see :meth:`EngineClient.update_weights`.
 
         Samples that are then more than ``max_staleness`` versions behind, run they or have they ended, are given up.
         """

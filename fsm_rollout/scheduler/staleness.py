@@ -12,15 +12,15 @@ from collections.abc import Callable, Mapping
 from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.scheduler.group import OpenGroup
-from fsm_rollout.scheduler.live import LiveTrajectory
+from fsm_rollout.scheduler.live import ActiveTrajectory
 from fsm_rollout.scheduler.trajectory_runner import halt
 from fsm_rollout.trajectory.trajectory import Outcome
 
 UnderWay = Mapping[tuple[str, str], int]
-"""Of generations under way, by trajectory and context: what :meth:`Dispatcher.sampling_since` says."""
+"""Of generations under way, by trajectory and context: what :meth:`EngineClient.sampling_since` says."""
 
 
-def sampled_since(live: LiveTrajectory, under_way: UnderWay) -> int | None:
+def sampled_since(live: ActiveTrajectory, under_way: UnderWay) -> int | None:
     """Return the oldest policy version among a trajectory's trained tokens, ``None`` when it has none."""
     mine, served = live.trajectory, f"{live.trajectory.trajectory_id}/"
     family = [mine, *(child for child in live.group.children if child.trajectory_id.startswith(served))]
@@ -55,7 +55,7 @@ class Staleness:
         self.restarts = restarts
         self.version = version
 
-    def end_of(self, live: LiveTrajectory, under_way: UnderWay | None = None) -> Outcome | None:
+    def end_of(self, live: ActiveTrajectory, under_way: UnderWay | None = None) -> Outcome | None:
         """Return how a trajectory ends that is too far behind, ``None`` if it is not."""
         if self.most is None:
             return None
@@ -68,7 +68,7 @@ class Staleness:
         """Whether a sample may be begun anew; not in a group that is dropped anyway."""
         return one.attempts.get(sample, 0) < self.restarts and not one.group.dropped
 
-    async def end_if_stale(self, one: OpenGroup, live: LiveTrajectory) -> bool:
+    async def end_if_stale(self, one: OpenGroup, live: ActiveTrajectory) -> bool:
         """End what is set aside and too far behind, and say whether it shall begin anew."""
         outcome, sample = self.end_of(live), live.trajectory.sample
         if outcome is None:

@@ -21,12 +21,12 @@ from weakref import WeakSet
 from fsm_rollout.agent.limits import LimitReached, reached_on_entry, remaining
 from fsm_rollout.concurrency.deadline import PATIENCE, Deadline, being_cancelled, runs_in
 from fsm_rollout.errors import EngineError, describe, single
-from fsm_rollout.states.context import Visit
+from fsm_rollout.states.context import HandlerContext
 from fsm_rollout.trajectory.events import Ended, Suspended, TimedOut
 from fsm_rollout.trajectory.trajectory import Outcome
 
 if TYPE_CHECKING:
-    from fsm_rollout.scheduler.live import LiveTrajectory
+    from fsm_rollout.scheduler.live import ActiveTrajectory
     from fsm_rollout.states import State
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ _told: WeakSet[type[State]] = WeakSet()
 """Handlers that the log has named."""
 
 
-async def drive(live: LiveTrajectory) -> None:
+async def drive(live: ActiveTrajectory) -> None:
     """Visit state after state until a row leads to a final one; cancellation ends (or suspends) the trajectory."""
     trajectory, machine = live.trajectory, live.program.machine
     loop = asyncio.get_running_loop()
@@ -60,7 +60,7 @@ async def drive(live: LiveTrajectory) -> None:
             await live.close()
 
 
-def halt(live: LiveTrajectory, stop: Outcome | str) -> None:
+def halt(live: ActiveTrajectory, stop: Outcome | str) -> None:
     """End a trajectory with an outcome, or set it aside for a reason."""
     if live.trajectory.ended:
         return
@@ -72,14 +72,14 @@ def halt(live: LiveTrajectory, stop: Outcome | str) -> None:
         _end_if_final(live)
 
 
-def _end_if_final(live: LiveTrajectory) -> None:
+def _end_if_final(live: ActiveTrajectory) -> None:
     trajectory = live.trajectory
     if trajectory.exit is not None and not trajectory.ended:
         now = asyncio.get_running_loop().time()
         live.emit(Ended(at=now, stop_reason=trajectory.exit.stop_reason or "", detail=trajectory.exit.detail))
 
 
-async def _visit(live: LiveTrajectory) -> Outcome:
+async def _visit(live: ActiveTrajectory) -> Outcome:
     """Run the present state's handler under its limits and timeouts, and return how it came out."""
     trajectory, program = live.trajectory, live.program
     state, now, task = trajectory.state, asyncio.get_running_loop().time(), asyncio.current_task()
@@ -90,15 +90,15 @@ async def _visit(live: LiveTrajectory) -> Outcome:
     wall = remaining(program.graph, trajectory, "wall_seconds", trajectory.elapsed(now))
     timeout = program.graph.states[state].timeout
     deadline = Deadline(timeout, None if wall == float("inf") else wall, unheard=partial(_unheard, live))
-    visit = Visit(live, deadline)
+    ctx = HandlerContext(live, deadline)
     try:
         try:
-            outcome = await _run(live, visit, deadline) if trajectory.time_up is None else None
+            outcome = await _run(live, ctx, deadline) if trajectory.time_up is None else None
             if (up := trajectory.time_up) is not None:  # just now, or before an interruption
-                handler.timed_out(trajectory, visit)
+                handler.timed_out(trajectory, ctx)
                 return Outcome("limit_reached", limit="wall_seconds") if up.walled else Outcome("timed_out")
         finally:
-            await visit.close()
+            await ctx.close()
     except Exception as error:
         return _outcome_of(error)
     except KeyboardInterrupt:
@@ -114,18 +114,18 @@ async def _visit(live: LiveTrajectory) -> Outcome:
     return outcome
 
 
-async def _run(live: LiveTrajectory, visit: Visit, deadline: Deadline) -> Outcome | None:
+async def _run(live: ActiveTrajectory, ctx: HandlerContext, deadline: Deadline) -> Outcome | None:
     """Run the present state's handler; its outcome is ``None`` when its time is up."""
     try:
         async with deadline:
-            visit.enter()
-            work = live.program.handlers[visit.state].run(live.trajectory, visit)
-            own = ":" in live.program.graph.handler_of(visit.state)
+            ctx.enter()
+            work = live.program.handlers[ctx.state].run(live.trajectory, ctx)
+            own = ":" in live.program.graph.handler_of(ctx.state)
             return await (_in_steps(work, partial(_blocked, live)) if own else work)
     except TimeoutError:
         if not deadline.expired:
             raise  # the handler's own
-        live.emit(TimedOut(at=visit.clock(), walled=deadline.walled))
+        live.emit(TimedOut(at=ctx.clock(), walled=deadline.walled))
         return None
 
 
@@ -149,7 +149,7 @@ def _in_steps(work: Coroutine[Any, Any, T], blocked: Callable[[float], None]) ->
             step = partial(work.throw, error)
 
 
-def _blocked(live: LiveTrajectory, seconds: float) -> None:
+def _blocked(live: ActiveTrajectory, seconds: float) -> None:
     handler = type(live.program.handlers[live.trajectory.state])
     level = logging.INFO if handler in _told else logging.WARNING  # of a thousand alike, the first
     _told.add(handler)
@@ -160,7 +160,7 @@ def _blocked(live: LiveTrajectory, seconds: float) -> None:
     )  # fmt: skip
 
 
-def _unheard(live: LiveTrajectory) -> None:
+def _unheard(live: ActiveTrajectory) -> None:
     logger.warning(
         "the handler of '%s' ignores its cancellation (trajectory %s, %g s so far), so it cannot be ended",
         live.trajectory.state, live.trajectory.trajectory_id, PATIENCE,

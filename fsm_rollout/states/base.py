@@ -16,7 +16,7 @@ from fsm_rollout.agent.graph import State as StateSpec
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 if TYPE_CHECKING:
-    from fsm_rollout.states.context import Visit
+    from fsm_rollout.states.context import HandlerContext
 
 
 class State(ABC):
@@ -34,17 +34,17 @@ class State(ABC):
             class Options(BaseModel):
                 min_words: int = 20
 
-            async def run(self, trajectory, visit):
-                await visit.generate(self.spec.context)
+            async def run(self, trajectory, ctx):
+                await ctx.generate(self.spec.context)
                 words = len(trajectory.text.split())
-                visit.score_turn(min(1.0, words / self.options.min_words))
+                ctx.score_turn(min(1.0, words / self.options.min_words))
                 if words >= self.options.min_words:
                     return Outcome("good")
                 more = {"role": "user", "content": f"Only {words} words. Write more."}
-                visit.write([more], context=self.spec.context)
+                ctx.write([more], context=self.spec.context)
                 return Outcome("poor")
 
-    What ``visit`` offers (:class:`fsm_rollout.states.context.Visit` says what each costs, gives and raises):
+    What ``ctx`` offers (:class:`fsm_rollout.states.context.HandlerContext` says what each costs, gives and raises):
 
     - ``await generate(context, sampling=None)``: one assistant turn. Its text is then ``trajectory.text``, the calls
       that it attempts are ``trajectory.attempts``.
@@ -70,15 +70,15 @@ class State(ABC):
         self.options = self.Options(**spec.options) if self.Options is not None else None
 
     @abstractmethod
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         """Do the state's work and return one of the declared triggers as an outcome.
 
         After a suspension or a crash it runs again from its start, and what the visit had recorded is not done twice:
-        the same operations return what they returned. So let its steps follow from the trajectory and ``visit.rng``.
+        the same operations return what they returned. So let its steps follow from the trajectory and ``ctx.rng``.
 
         What it raises becomes the trigger ``failed``, SystemExit too. Being cancelled is how a timeout reaches it: let
         it pass, or your visit cannot be ended. Tasks that it starts must have ended when it returns.
         """
 
-    def timed_out(self, trajectory: Trajectory, visit: Visit) -> None:  # noqa: B027  # optional, most need nothing
+    def timed_out(self, trajectory: Trajectory, ctx: HandlerContext) -> None:  # noqa: B027  # optional, most need nothing
         """Close what a visit left open when its time was up (synchronously, before the row for ``timed_out``)."""

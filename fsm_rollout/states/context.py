@@ -29,33 +29,33 @@ from fsm_rollout.states.generation import UnderWay, sample_turn
 from fsm_rollout.tools import told
 from fsm_rollout.trajectory.events import (
     AnyEvent,
-    Asked,
-    Attempt,
     CallBegun,
     Called,
-    Charged,
     ContextOpened,
-    Extended,
     Generated,
-    Interacted,
+    LimitCharged,
+    MalformedCall,
     Message,
+    MessagesAppended,
+    ModelQueried,
+    PromptExtended,
     Scored,
     ToolCall,
-    Wrote,
+    UserReplied,
 )
 from fsm_rollout.trajectory.tokens import as_ids
 from fsm_rollout.trajectory.trajectory import DONE_IN_A_VISIT, Stream, Trajectory
 
 if TYPE_CHECKING:
-    from fsm_rollout.scheduler.live import LiveTrajectory
+    from fsm_rollout.scheduler.live import ActiveTrajectory
 
 DEFAULTS = Sampling(temperature=1.0, top_p=1.0, top_k=0, ignore_eos=False)
 
 
-class Visit:
+class HandlerContext:
     """What a state handler works with. Methods that act raise ``LimitReached`` instead of exceeding a limit."""
 
-    def __init__(self, live: LiveTrajectory, deadline: Deadline) -> None:
+    def __init__(self, live: ActiveTrajectory, deadline: Deadline) -> None:
         self.live = live
         self.deadline = deadline
         self.trajectory: Trajectory = live.trajectory
@@ -67,7 +67,7 @@ class Visit:
         self._done = Done(self.trajectory.here)
         self._asked = dict(self.trajectory.asked)
         for event in self.trajectory.here:
-            if isinstance(event, Asked):
+            if isinstance(event, ModelQueried):
                 self._asked[event.engine] = min(self._asked[event.engine], event.index)
         self._sampling_in: dict[str, UnderWay] = {}
         self._over = False
@@ -98,7 +98,7 @@ class Visit:
             StreamError: the visit is over (whoever calls was left behind by its handler), or the event is not for a
                 handler to emit: it would begin, move or end the trajectory; or a score is not a finite number.
         """
-        if type(event) not in DONE_IN_A_VISIT and not isinstance(event, Extended):
+        if type(event) not in DONE_IN_A_VISIT and not isinstance(event, PromptExtended):
             raise StreamError(f"a handler cannot emit {type(event).__name__}; return an Outcome, rows do the rest")
         if self._over:
             raise StreamError(f"the visit of '{self.state}' is over; a handler must wait for the tasks it starts")
@@ -134,8 +134,8 @@ class Visit:
 
     def charge(self, limit: str) -> None:
         """Spend one of a counted limit, or raise ``LimitReached``."""
-        if self._done.take(Charged, limit) is None:
-            self.emit(Charged(at=self.clock(), limit=limit))
+        if self._done.take(LimitCharged, limit) is None:
+            self.emit(LimitCharged(at=self.clock(), limit=limit))
         self.check(limit)
 
     def facts(self) -> dict[str, Any]:
@@ -241,9 +241,9 @@ class Visit:
             ChatTemplateError: they are not OpenAI-style messages with text.
         """
         check_written(messages)
-        if messages and self._done.take(Wrote, context) is None:
+        if messages and self._done.take(MessagesAppended, context) is None:
             self.open_context(context)
-            self.emit(Wrote(at=self.clock(), context=context, state=self.state, messages=list(messages)))
+            self.emit(MessagesAppended(at=self.clock(), context=context, state=self.state, messages=list(messages)))
 
     @property
     def date(self) -> datetime:
@@ -295,7 +295,7 @@ class Visit:
 
     # -- tools, interactions, scores ----------------------------------------------------------------------------
 
-    async def call_tool(self, attempt: ToolCall | Attempt, *, prepaid: bool = False) -> Called:
+    async def call_tool(self, attempt: ToolCall | MalformedCall, *, prepaid: bool = False) -> Called:
         """Carry out one attempted call and return its event; failures are results that the model is told.
 
         Costs one of ``tool_calls`` unless entering the state has paid for it (``prepaid``).
@@ -312,7 +312,7 @@ class Visit:
             raise ToolError(f"tool '{called.name}' failed for good: {called.failure}")
         return called
 
-    async def _make_call(self, attempt: ToolCall | Attempt) -> Called:
+    async def _make_call(self, attempt: ToolCall | MalformedCall) -> Called:
         last = self.trajectory.last
         bound = self.program.contexts[last.context if last is not None else MAIN]
         tool = self.program.graph.tools.get(attempt.name) if isinstance(attempt, ToolCall) else None
@@ -337,7 +337,7 @@ class Visit:
         self.emit(called)
         return called
 
-    def _interrupted_call(self, attempt: ToolCall | Attempt) -> Called | None:
+    def _interrupted_call(self, attempt: ToolCall | MalformedCall) -> Called | None:
         """Answer a call that may have been made before the visit was interrupted, if it must not be made twice."""
         if not self.resumed or not isinstance(attempt, ToolCall):
             return None
@@ -347,7 +347,7 @@ class Visit:
             return None
         return self.record_unfinished_call(attempt, "interrupted", told.interrupted(attempt.name))
 
-    def record_unfinished_call(self, attempt: ToolCall | Attempt, failure: str, text: str) -> Called:
+    def record_unfinished_call(self, attempt: ToolCall | MalformedCall, failure: str, text: str) -> Called:
         """Record a call that was cut off, with what the model is told about it, and return the event."""
         name = attempt.name if isinstance(attempt, ToolCall) else ""
         arguments = attempt.arguments if isinstance(attempt, ToolCall) else {}
@@ -366,7 +366,7 @@ class Visit:
     async def interact(self, context: str) -> Reply:
         """Let the state's interaction answer a context, and return its reply."""
         stream = self.open_context(context)
-        done = self._done.take(Interacted, context)
+        done = self._done.take(UserReplied, context)
         if done is not None:
             return Reply(done.content, done.score, done.done)
         conversation = Conversation(
@@ -379,7 +379,7 @@ class Visit:
         started = self.clock()
         reply = await self.live.interaction(self.state).reply(conversation)
         self.emit(
-            Interacted(
+            UserReplied(
                 at=self.clock(),
                 state=self.state,
                 context=context,
@@ -398,7 +398,7 @@ class Visit:
         """
         index = self._asked.get(engine, 0)
         self._asked[engine] = index + 1
-        done = self._done.take(Asked, (engine, index))
+        done = self._done.take(ModelQueried, (engine, index))
         if done is not None:
             return done.text
         dispatchers = self.live.scheduler.dispatchers
@@ -439,7 +439,7 @@ class Visit:
         text = chat.decode(ticket.ids[:-1] if len(ticket.ids) and ticket.ids[-1] in stop_ids else ticket.ids)
         now = self.clock()
         self.emit(
-            Asked(
+            ModelQueried(
                 at=now,
                 engine=engine,
                 index=index,

@@ -13,27 +13,27 @@ from typing import Any, TypeVar
 
 from fsm_rollout.trajectory.events import (
     AnyEvent,
-    Asked,
     Called,
-    Charged,
     ContextOpened,
     Event,
     Generated,
-    Interacted,
+    LimitCharged,
+    MessagesAppended,
+    ModelQueried,
     Scored,
-    Wrote,
+    UserReplied,
 )
 
 E = TypeVar("E", bound=Event)
 
 _KEYS: Mapping[type[Event], Callable[[Any], object]] = {
     ContextOpened: lambda event: event.context,
-    Wrote: lambda event: event.context,
+    MessagesAppended: lambda event: event.context,
     Generated: lambda event: event.context,
     Called: lambda event: event.id,
-    Asked: lambda event: (event.engine, event.index),
-    Interacted: lambda event: event.context,
-    Charged: lambda event: event.limit,
+    ModelQueried: lambda event: (event.engine, event.index),
+    UserReplied: lambda event: event.context,
+    LimitCharged: lambda event: event.limit,
     Scored: lambda event: event.turn,
 }
 

@@ -9,7 +9,7 @@ from fsm_rollout.states.base import State
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 if TYPE_CHECKING:
-    from fsm_rollout.states.context import Visit
+    from fsm_rollout.states.context import HandlerContext
 
 
 class Generate(State):
@@ -18,7 +18,7 @@ class Generate(State):
     triggers = BUILT_IN_HANDLERS["generate"].triggers
     spends = BUILT_IN_HANDLERS["generate"].spends
 
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         """Ask the engine and wait for the turn's end."""
-        generated = await visit.generate(self.spec.context)
+        generated = await ctx.generate(self.spec.context)
         return Outcome("truncated" if generated.finish_reason == "length" else "generated")

@@ -16,16 +16,16 @@ from fsm_rollout.agent.graph import POLICY, Sampling
 from fsm_rollout.agent.limits import LimitReached
 from fsm_rollout.chat.formats import Call
 from fsm_rollout.concurrency.seeds import derive_seed
-from fsm_rollout.engines.client import Ticket
+from fsm_rollout.engines.client import PendingRequest
 from fsm_rollout.engines.protocol import Request, SamplingParams
 from fsm_rollout.errors import EngineError
 from fsm_rollout.scheduler.program import BoundContext
-from fsm_rollout.trajectory.events import Attempt, Extended, Generated, Message, ToolCall, unwritable
+from fsm_rollout.trajectory.events import Generated, MalformedCall, Message, PromptExtended, ToolCall, unwritable
 from fsm_rollout.trajectory.tokens import Ids, as_ids
 from fsm_rollout.trajectory.trajectory import Stream
 
 if TYPE_CHECKING:
-    from fsm_rollout.states.context import Visit
+    from fsm_rollout.states.context import HandlerContext
 
 
 @dataclass(slots=True)
@@ -43,19 +43,19 @@ class UnderWay:
                 await one.over.wait()
 
 
-async def sample_turn(visit: Visit, context: str, sampling: Sampling | None, one: UnderWay) -> Generated:
-    """Do what :meth:`fsm_rollout.states.context.Visit.generate` promises, once it is paid for."""
-    bound = visit.program.contexts[context]
-    stream = visit.open_context(context)
+async def sample_turn(ctx: HandlerContext, context: str, sampling: Sampling | None, one: UnderWay) -> Generated:
+    """Do what :meth:`fsm_rollout.states.context.HandlerContext.generate` promises, once it is paid for."""
+    bound = ctx.program.contexts[context]
+    stream = ctx.open_context(context)
     going_on = not stream.awaiting and not stream.pending and stream.finish_reason in ("length", "abort")
     resumed = going_on and stream.finish_reason == "abort"
     if stream.awaiting and stream.pending:
         # Nothing was sampled where a turn was to begin.
-        stream = visit.open_with(bound, list(stream.messages), instead_of_glue=True)
+        stream = ctx.open_with(bound, list(stream.messages), instead_of_glue=True)
     elif not stream.awaiting and not going_on:
-        stream = _glue(visit, bound, stream)
-    request, cut_by = _request(visit, bound, stream, sampling, resumed=resumed)
-    ticket = bound.dispatcher.submit(request, visit.deadline)
+        stream = _glue(ctx, bound, stream)
+    request, cut_by = _request(ctx, bound, stream, sampling, resumed=resumed)
+    ticket = bound.dispatcher.submit(request, ctx.deadline)
     try:
         await ticket.done.wait()
         await one.in_turn()
@@ -64,9 +64,9 @@ async def sample_turn(visit: Visit, context: str, sampling: Sampling | None, one
             await bound.dispatcher.abort(ticket)
             await one.in_turn(cut=True)
         finally:
-            _record(visit, ticket, bound, stream, cut_by, continued=going_on, resumed=resumed)
+            _record(ctx, ticket, bound, stream, cut_by, continued=going_on, resumed=resumed)
         raise
-    generated = _record(visit, ticket, bound, stream, cut_by, continued=going_on, resumed=resumed)
+    generated = _record(ctx, ticket, bound, stream, cut_by, continued=going_on, resumed=resumed)
     if ticket.error is not None:
         raise ticket.error
     if generated is None or generated.finish_reason == "abort":
@@ -76,30 +76,30 @@ async def sample_turn(visit: Visit, context: str, sampling: Sampling | None, one
     return generated
 
 
-def _glue(visit: Visit, bound: BoundContext, stream: Stream) -> Stream:
+def _glue(ctx: HandlerContext, bound: BoundContext, stream: Stream) -> Stream:
     """Write what stands between the latest turn and the next, or open the next stream; return where to go on."""
     history, new = stream.messages[: stream.glued], stream.pending
     if bound.chat.must_split(history, new, bound.tools):
-        return visit.open_with(bound, list(stream.messages), instead_of_glue=True)
+        return ctx.open_with(bound, list(stream.messages), instead_of_glue=True)
     sampled = stream.turn_ids
     stopped = stream.finish_reason == "stop" and len(sampled) > 0 and sampled[-1] in bound.stop_ids
     finish_reason = "stop" if stopped else "length"
     encoded = bound.chat.glue_detailed(
-        history, new, bound.tools, sampled_ids=sampled, finish_reason=finish_reason, now=visit.date
+        history, new, bound.tools, sampled_ids=sampled, finish_reason=finish_reason, now=ctx.date
     )
-    if not visit.live.audited:
-        visit.live.audited = True
+    if not ctx.live.audited:
+        ctx.live.audited = True
         if bound.chat.audit_due():
             audit = partial(
-                bound.chat.audit, history, new, bound.tools, sampled, finish_reason, encoded.ids, now=visit.date
+                bound.chat.audit, history, new, bound.tools, sampled, finish_reason, encoded.ids, now=ctx.date
             )
             asyncio.get_running_loop().call_soon(audit)  # after this turn's request is on its way
-    _check_room(visit, bound, len(stream.tokens) + len(encoded.ids), len(encoded.ids))
-    visit.emit(
-        Extended(
-            at=visit.clock(),
+    _check_room(ctx, bound, len(stream.tokens) + len(encoded.ids), len(encoded.ids))
+    ctx.emit(
+        PromptExtended(
+            at=ctx.clock(),
             context=bound.name,
-            state=stream.pending_state or visit.state,
+            state=stream.pending_state or ctx.state,
             ids=as_ids(encoded.ids),
             guarded=encoded.guarded,
             guarded_at=list(encoded.guarded_at),
@@ -108,31 +108,31 @@ def _glue(visit: Visit, bound: BoundContext, stream: Stream) -> Stream:
     return stream
 
 
-def _check_room(visit: Visit, bound: BoundContext, length: int, added: int) -> None:
+def _check_room(ctx: HandlerContext, bound: BoundContext, length: int, added: int) -> None:
     """Raise LimitReached unless a stream of ``length``, ``added`` of it new, has room for one more token."""
-    if visit.remaining("response_tokens") - added < 1:
+    if ctx.remaining("response_tokens") - added < 1:
         raise LimitReached("response_tokens")
-    if min(visit.room_in_context(length), bound.dispatcher.engine.max_context - length) < 1:
+    if min(ctx.room_in_context(length), bound.dispatcher.engine.max_context - length) < 1:
         raise LimitReached("context_tokens")
 
 
 def _request(
-    visit: Visit, bound: BoundContext, stream: Stream, sampling: Sampling | None, *, resumed: bool
+    ctx: HandlerContext, bound: BoundContext, stream: Stream, sampling: Sampling | None, *, resumed: bool
 ) -> tuple[Request, str | None]:
     """Return the request for the next turn, and the limit that bounds its length (None: its own max_tokens)."""
     length = len(stream.tokens)
-    _check_room(visit, bound, length, 0)
-    said = _sampling(visit, bound, sampling)
+    _check_room(ctx, bound, length, 0)
+    said = _sampling(ctx, bound, sampling)
     own = float("inf") if said.max_tokens is None else said.max_tokens
     sampled = sum(len(span) for span in stream.tokens.sampled() if span.turn == stream.turn) if resumed else 0
     own -= sampled
     bounds: dict[str | None, float] = {
         None: own,
-        "response_tokens": visit.remaining("response_tokens"),
-        "context_tokens": min(visit.room_in_context(length), bound.dispatcher.engine.max_context - length),
+        "response_tokens": ctx.remaining("response_tokens"),
+        "context_tokens": min(ctx.room_in_context(length), bound.dispatcher.engine.max_context - length),
     }
     cut_by = min(bounds, key=lambda name: bounds[name])  # the first of equals: the turn's own bound
-    trajectory = visit.trajectory
+    trajectory = ctx.trajectory
     index = trajectory.context_turns.get(bound.name, 0) - resumed
     request = Request(
         request_id=f"{trajectory.trajectory_id}/{bound.name}/{index}/{length}",
@@ -156,11 +156,11 @@ def _request(
     return request, cut_by
 
 
-def _sampling(visit: Visit, bound: BoundContext, sampling: Sampling | None) -> Sampling:
-    said = visit.program.sampling_of(visit.state, bound.name)
+def _sampling(ctx: HandlerContext, bound: BoundContext, sampling: Sampling | None) -> Sampling:
+    said = ctx.program.sampling_of(ctx.state, bound.name)
     if sampling is not None:
         said = sampling.over(said)
-    lowered = visit.live.prompt.sampling
+    lowered = ctx.live.prompt.sampling
     if lowered is None or bound.spec.engine != POLICY:
         return said
     most = [n for n in (said.max_tokens, lowered.max_tokens) if n is not None]
@@ -168,8 +168,8 @@ def _sampling(visit: Visit, bound: BoundContext, sampling: Sampling | None) -> S
 
 
 def _record(
-    visit: Visit,
-    ticket: Ticket,
+    ctx: HandlerContext,
+    ticket: PendingRequest,
     bound: BoundContext,
     stream: Stream,
     cut_by: str | None,
@@ -186,16 +186,16 @@ def _record(
     ids = stream.turn_ids + ticket.ids if continued else ticket.ids
     unread: Exception | None = None
     try:
-        number = stream.turn if resumed and stream.turn is not None else visit.trajectory.turn
+        number = stream.turn if resumed and stream.turn is not None else ctx.trajectory.turn
         message, attempts = _read_turn(ids, finish_reason, bound, number)
     except Exception as error:  # a tokenizer or tool format that fails loses no token: the turn stands, unread
         message, attempts, unread = {"role": "assistant", "content": ""}, [], error
-    now = visit.clock()
+    now = ctx.clock()
     admitted = ticket.admitted_at if ticket.admitted_at is not None else now
     event = Generated(
         at=now,
         context=bound.name,
-        state=visit.state,
+        state=ctx.state,
         ids=ticket.ids[:],
         logprobs=ticket.logprobs[:],
         versions=list(ticket.versions),
@@ -210,7 +210,7 @@ def _record(
         cached_tokens=ticket.cached_tokens,
         replica=ticket.replica,
     )
-    visit.emit(event)
+    ctx.emit(event)
     if unread is not None:
         raise unread
     return event
@@ -218,7 +218,7 @@ def _record(
 
 def _read_turn(
     ids: Ids, finish_reason: str, bound: BoundContext, number: int
-) -> tuple[Message, list[ToolCall | Attempt]]:
+) -> tuple[Message, list[ToolCall | MalformedCall]]:
     """Return the assistant message that a turn's tokens stand for, and the calls attempted in it.
 
     ``number`` is the turn's among the trajectory's generations; calls' ids, and so their randomness, follow from it.
@@ -228,15 +228,15 @@ def _read_turn(
     if bound.tool_format is None:
         return {"role": "assistant", "content": text}, []
     parsed = bound.tool_format.parse(text, ids, bound.tools)
-    attempts: list[ToolCall | Attempt] = []
+    attempts: list[ToolCall | MalformedCall] = []
     for index, item in enumerate(parsed.attempts):
         call_id = f"c{number % 10_000:04d}{index % 10_000:04d}"  # nine characters, as Mistral wants
         if isinstance(item, Call) and (problem := unwritable(item.arguments)) is not None:
-            attempts.append(Attempt(id=call_id, kind="unwritable", message=problem))
+            attempts.append(MalformedCall(id=call_id, kind="unwritable", message=problem))
         elif isinstance(item, Call):
             attempts.append(ToolCall(id=call_id, name=item.name, arguments=item.arguments))
         else:
-            attempts.append(Attempt(id=call_id, kind=item.kind, message=item.message))
+            attempts.append(MalformedCall(id=call_id, kind=item.kind, message=item.message))
     message: Message = {"role": "assistant", "content": parsed.content}
     calls = [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

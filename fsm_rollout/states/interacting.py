@@ -9,7 +9,7 @@ from fsm_rollout.states.base import State
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 if TYPE_CHECKING:
-    from fsm_rollout.states.context import Visit
+    from fsm_rollout.states.context import HandlerContext
 
 
 class Interact(State):
@@ -18,12 +18,12 @@ class Interact(State):
     triggers = BUILT_IN_HANDLERS["interact"].triggers
     spends = BUILT_IN_HANDLERS["interact"].spends
 
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         """Ask, score the turn that was judged, write the reply."""
         judged = trajectory.last_turn(self.spec.context)
-        reply = await visit.interact(self.spec.context)
+        reply = await ctx.interact(self.spec.context)
         if reply.score is not None and judged is not None:
-            visit.score_turn(reply.score, judged)
+            ctx.score_turn(reply.score, judged)
         if reply.content is not None:
-            visit.write([{"role": "user", "content": reply.content}], context=self.spec.context)
+            ctx.write([{"role": "user", "content": reply.content}], context=self.spec.context)
         return Outcome("interaction_done" if reply.done else "replied")

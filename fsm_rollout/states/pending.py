@@ -9,7 +9,7 @@ from fsm_rollout.states.base import State
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 if TYPE_CHECKING:
-    from fsm_rollout.states.context import Visit
+    from fsm_rollout.states.context import HandlerContext
 
 
 class OpenPrompt(State):
@@ -17,7 +17,7 @@ class OpenPrompt(State):
 
     triggers = BUILT_IN_HANDLERS["prompt"].triggers
 
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         """Open the stream, unless entering the state has done so."""
-        visit.open_context(self.spec.context)
+        ctx.open_context(self.spec.context)
         return Outcome("prompted")

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from fsm_rollout.agent.handlers import BUILT_IN_HANDLERS
 from fsm_rollout.states.base import State
 from fsm_rollout.tools import told
-from fsm_rollout.trajectory.events import Attempt, Called, Message, ToolCall
+from fsm_rollout.trajectory.events import Called, MalformedCall, Message, ToolCall
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 if TYPE_CHECKING:
-    from fsm_rollout.states.context import Visit
+    from fsm_rollout.states.context import HandlerContext
 
 
 class CallTools(State):
@@ -25,45 +25,45 @@ class CallTools(State):
     triggers = BUILT_IN_HANDLERS["call_tools"].triggers
     spends = BUILT_IN_HANDLERS["call_tools"].spends
 
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         """Call, wait for all, write."""
         slots = asyncio.Semaphore(self.spec.parallel or 2**31)
 
-        async def call(attempt: ToolCall | Attempt) -> None:
+        async def call(attempt: ToolCall | MalformedCall) -> None:
             async with slots:
-                await visit.call_tool(attempt, prepaid=True)
+                await ctx.call_tool(attempt, prepaid=True)
 
         async with asyncio.TaskGroup() as calls:
             for attempt in self._due(trajectory):
                 calls.create_task(call(attempt))
-        self._tell(trajectory, visit)
-        visit.check("bad_calls")
+        self._tell(trajectory, ctx)
+        ctx.check("bad_calls")
         return Outcome("tools_done")
 
-    def timed_out(self, trajectory: Trajectory, visit: Visit) -> None:
+    def timed_out(self, trajectory: Trajectory, ctx: HandlerContext) -> None:
         """Answer the calls still open, so that the history stays one that any template can render."""
         for attempt in self._open(trajectory):
             name = attempt.name if isinstance(attempt, ToolCall) else "call"
-            visit.record_unfinished_call(attempt, "timed_out", told.timed_out(name, self.spec.timeout))
-        self._tell(trajectory, visit)
+            ctx.record_unfinished_call(attempt, "timed_out", told.timed_out(name, self.spec.timeout))
+        self._tell(trajectory, ctx)
 
     @staticmethod
-    def _due(trajectory: Trajectory) -> list[ToolCall | Attempt]:
+    def _due(trajectory: Trajectory) -> list[ToolCall | MalformedCall]:
         """Return the calls of this visit, with those that it had finished before it was interrupted."""
         here = {event.id for event in trajectory.here if isinstance(event, Called)}
         before = {called.id for called in trajectory.called} - here
         return [attempt for attempt in trajectory.attempts if attempt.id not in before]
 
     @staticmethod
-    def _open(trajectory: Trajectory) -> list[ToolCall | Attempt]:
+    def _open(trajectory: Trajectory) -> list[ToolCall | MalformedCall]:
         done = {called.id for called in trajectory.called}
         return [attempt for attempt in trajectory.attempts if attempt.id not in done]
 
-    def _tell(self, trajectory: Trajectory, visit: Visit) -> None:
+    def _tell(self, trajectory: Trajectory, ctx: HandlerContext) -> None:
         results: dict[str, Called] = {called.id: called for called in trajectory.called}
         messages: list[Message] = []
         for attempt in trajectory.attempts:
             called = results[attempt.id]
             message = {"role": "tool", "content": called.result, "tool_call_id": called.id}
             messages.append(message | {"name": called.name} if called.name else message)
-        visit.write(messages, context=trajectory.last.context if trajectory.last else self.spec.context)
+        ctx.write(messages, context=trajectory.last.context if trajectory.last else self.spec.context)

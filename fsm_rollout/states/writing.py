@@ -9,7 +9,7 @@ from fsm_rollout.states.base import State
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 if TYPE_CHECKING:
-    from fsm_rollout.states.context import Visit
+    from fsm_rollout.states.context import HandlerContext
 
 
 class Write(State):
@@ -17,6 +17,6 @@ class Write(State):
 
     triggers = BUILT_IN_HANDLERS["write"].triggers
 
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         """Nothing is left to do."""
         return Outcome("written")

@@ -9,17 +9,17 @@ from typing import Any
 
 from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.chat import ChatTemplate
-from fsm_rollout.engines.client import Dispatcher
+from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Engine
 
 
-class OneEngine(dict[str, Dispatcher]):
+class OneEngine(dict[str, EngineClient]):
     """Dispatchers by engine name, all of them to ``engine``.
 
     Args:
         engine: answers for all.
         chats: chat templates that the dispatchers shall share, instead of learning their own.
-        options: those of :class:`~fsm_rollout.engines.client.Dispatcher`.
+        options: those of :class:`~fsm_rollout.engines.client.EngineClient`.
     """
 
     def __init__(self, engine: Engine, *, chats: dict[object, ChatTemplate] | None = None, **options: Any) -> None:
@@ -31,8 +31,8 @@ class OneEngine(dict[str, Dispatcher]):
         """Say yes: it will be there when it is asked for."""
         return isinstance(name, str)
 
-    def __missing__(self, name: str) -> Dispatcher:
-        dispatcher = Dispatcher(self._engine, **self._options)
+    def __missing__(self, name: str) -> EngineClient:
+        dispatcher = EngineClient(self._engine, **self._options)
         if self._chats is not None:
             dispatcher.chats = self._chats
         self[name] = dispatcher

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from fsm_rollout.agent.graph import AgentGraph, Row
+from fsm_rollout.agent.graph import AgentGraph, TransitionRow
 from fsm_rollout.agent.handlers import COUNTED_LIMITS
 from fsm_rollout.agent.predicates import visits_argument
 from fsm_rollout.agent.rules.structure import Structure
@@ -95,7 +95,7 @@ class _Rules:
             if getattr(limits, name) is not None:
                 yield _Event("limit_reached", name)
 
-    def rows(self, now: _Situation, event: _Event) -> Iterator[Row]:
+    def rows(self, now: _Situation, event: _Event) -> Iterator[TransitionRow]:
         """Yield the rows that may take an event."""
         if event.key(now.state) in now.routed:
             return

@@ -133,7 +133,7 @@ class Simulation:
     def sampled(self) -> dict[tuple[str, str], list[Sampled]]:
         """Return, by trajectory and context, each request and what the engines' own log says was sampled for it.
 
-        What a handler or an interaction asked a model (:meth:`fsm_rollout.states.context.Visit.ask`) is in no context.
+        What a handler or an interaction asked a model (:meth:`fsm_rollout.states.context.HandlerContext.ask`) is in no context.
         """
         requests: dict[str, Sampled] = {}
         for line in self.log:

@@ -13,17 +13,17 @@ from fsm_rollout.testing.laws import LawBroken
 from fsm_rollout.testing.simulation import Simulation
 from fsm_rollout.trajectory.events import (
     AnyEvent,
-    Attempt,
     Called,
     ContextOpened,
     Ended,
     Generated,
-    Interacted,
+    MalformedCall,
     Prompted,
     Resumed,
     Suspended,
     ToolCall,
     Transitioned,
+    UserReplied,
 )
 from fsm_rollout.trajectory.tokens import Owner
 from fsm_rollout.trajectory.trajectory import Trajectory
@@ -96,7 +96,7 @@ def _line(event: AnyEvent) -> str | None:
         case Called():
             came = f"fails: {event.failure}" if event.failure is not None else f"returns {shortened(event.result, 40)}"
             return f"{event.name or 'the broken call'} {came}"
-        case Interacted():
+        case UserReplied():
             return "the user answers"
         case ContextOpened():
             return f"the context '{event.context}' opens with {len(event.ids)} tokens"
@@ -114,8 +114,8 @@ def _line(event: AnyEvent) -> str | None:
             return None
 
 
-def _attempt(attempt: ToolCall | Attempt) -> str:
-    if isinstance(attempt, Attempt):
+def _attempt(attempt: ToolCall | MalformedCall) -> str:
+    if isinstance(attempt, MalformedCall):
         return f"something broken ({attempt.kind})"
     return f"{attempt.name}({shortened(attempt.arguments, 40)})"
 

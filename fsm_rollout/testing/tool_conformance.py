@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from fsm_rollout.agent.graph import POLICY, AgentGraph, Retry, Tool
-from fsm_rollout.engines.client import Dispatcher
+from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.errors import BadArguments, ToolError
 from fsm_rollout.scheduler.scheduler import Scheduler
@@ -366,7 +366,7 @@ async def _run_agent(tool: str, graph: AgentGraph, task: str, seed: int) -> Agen
     """Run an agent that is the tool: on its own scheduler, with an engine that always gives the same answer."""
     engine = ScriptedEngine(lambda request: "The answer is 4.", tokenizer=embedded_tokenizer())
     names = {spec.engine for spec in graph.contexts.values()} | {POLICY}
-    scheduler = Scheduler({graph.agent: graph}, {name: Dispatcher(engine) for name in names})
+    scheduler = Scheduler({graph.agent: graph}, {name: EngineClient(engine) for name in names})
     prompt = Prompt(prompt_id="check", messages=({"role": "user", "content": task},))
     (group,) = [group async for group in scheduler.run([prompt])]
     texts = list(group.trajectories[0].assistant_texts())

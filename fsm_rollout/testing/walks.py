@@ -12,13 +12,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from random import Random
 
-from fsm_rollout.agent.graph import AgentGraph, Predicate, Row
+from fsm_rollout.agent.graph import AgentGraph, Predicate, TransitionRow
 from fsm_rollout.agent.handlers import COUNTED_LIMITS
 from fsm_rollout.agent.limits import reached_on_entry
 from fsm_rollout.agent.machine import AgentMachine
 from fsm_rollout.agent.predicates import PREDICATES
 from fsm_rollout.agent.rules.structure import Structure
-from fsm_rollout.trajectory.events import AnyEvent, Charged, Ended, Prompted, Transitioned
+from fsm_rollout.trajectory.events import AnyEvent, Ended, LimitCharged, Prompted, Transitioned
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 _coins: ContextVar[Random] = ContextVar("coins")
@@ -100,7 +100,7 @@ class Walker:
                 walk.path.append(event.dest)
 
         for limit, amount in self.machine.charge_of(self.graph.initial)(trajectory).items():
-            trajectory.apply(Charged(at=0.0, limit=limit, amount=amount))
+            trajectory.apply(LimitCharged(at=0.0, limit=limit, amount=amount))
         token = _coins.set(rng)
         try:
             while not trajectory.ended and len(walk) < most:
@@ -129,7 +129,7 @@ class Walker:
         )  # fmt: skip
 
 
-def row_name(row: Row) -> str:
+def row_name(row: TransitionRow) -> str:
     """Return a row in one line: ``GENERATING --generated [has_tool_calls]--> PROCESSING_TOOLS``."""
     held = [_predicate_name(p) for p in row.conditions] + [f"not {_predicate_name(p)}" for p in row.unless]
     condition = f" [{', '.join(held)}]" if held else ""

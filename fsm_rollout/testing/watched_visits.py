@@ -19,7 +19,7 @@ from weakref import WeakSet
 from fsm_rollout.agent.limits import LimitReached
 from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.states import State
-from fsm_rollout.states.context import Visit
+from fsm_rollout.states.context import HandlerContext
 from fsm_rollout.testing.promises import Stepped
 from fsm_rollout.testing.virtual_time import described
 from fsm_rollout.trajectory.events import AnyEvent, Ended, Prompted, Resumed, Suspended, Transitioned
@@ -97,9 +97,9 @@ current_watch: contextvars.ContextVar[Watch] = contextvars.ContextVar("watch")
 def watched_class(cls: type[State]) -> type[State]:
     """Return the handler class with its visits watched."""
 
-    async def run(self: State, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self: State, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         watch, before = current_watch.get(), _kept(self)
-        work: Any = cls.run(self, trajectory, visit)
+        work: Any = cls.run(self, trajectory, ctx)
         name = trajectory.trajectory_id
         first = not watch.visits
         stepped: Stepped[Any] = Stepped(
@@ -112,7 +112,7 @@ def watched_class(cls: type[State]) -> type[State]:
         if not inspect.isawaitable(work):
             seen.outcome, seen.awaited = work, False
             raise TypeError("run() cannot be awaited")
-        _listen(visit, seen)
+        _listen(ctx, seen)
         token, began = _visiting.set(seen), asyncio.get_running_loop().time()
         try:
             outcome: Outcome = await stepped
@@ -126,9 +126,9 @@ def watched_class(cls: type[State]) -> type[State]:
             seen.changed = ", ".join(sorted(keys)) or None
         return outcome
 
-    def timed_out(self: State, trajectory: Trajectory, visit: Visit) -> None:
+    def timed_out(self: State, trajectory: Trajectory, ctx: HandlerContext) -> None:
         try:
-            cls.timed_out(self, trajectory, visit)
+            cls.timed_out(self, trajectory, ctx)
         except BaseException as error:
             current_watch.get().visits[-1].timed_out = error
             raise
@@ -137,7 +137,7 @@ def watched_class(cls: type[State]) -> type[State]:
     return type(f"Watched{cls.__name__}", (cls,), {**declared, "run": run, "timed_out": timed_out})
 
 
-def _listen(visit: Visit, seen: Visited) -> None:
+def _listen(ctx: HandlerContext, seen: Visited) -> None:
     """Take note of the limits that the visit says are reached, and of what is emitted through it."""
 
     def noted(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -160,18 +160,18 @@ def _listen(visit: Visit, seen: Visited) -> None:
 
         return waiting
 
-    emit = visit.emit
+    emit = ctx.emit
 
     def emitting(event: AnyEvent) -> None:
         if isinstance(event, _SCHEDULERS_OWN):
             seen.forbidden = seen.forbidden or type(event).__name__
         emit(event)
 
-    visit.emit = emitting  # type: ignore[method-assign]
+    ctx.emit = emitting  # type: ignore[method-assign]
     for name in ("charge", "check"):
-        setattr(visit, name, noted(getattr(visit, name)))
+        setattr(ctx, name, noted(getattr(ctx, name)))
     for name in ("generate", "call_tool"):
-        setattr(visit, name, noted_async(getattr(visit, name)))
+        setattr(ctx, name, noted_async(getattr(ctx, name)))
 
 
 def _kept(handler: State) -> dict[str, Any]:

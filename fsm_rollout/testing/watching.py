@@ -30,7 +30,7 @@ from fsm_rollout.testing.places import is_users
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 if TYPE_CHECKING:
-    from fsm_rollout.states.context import Visit
+    from fsm_rollout.states.context import HandlerContext
 
 BLOCKING_SECONDS = 5.0
 """Seconds that one callback may keep the event loop, computing or waiting, before it counts as blocking."""
@@ -99,10 +99,10 @@ class WatchedState(State):
         self.triggers = real.triggers  # type: ignore[misc]  # those of this handler, not of the class
         self.spends = real.spends  # type: ignore[misc]
 
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         """Run the handler."""
         try:
-            outcome = await self.real.run(trajectory, visit)
+            outcome = await self.real.run(trajectory, ctx)
         except LimitReached:
             raise
         except (Exception, asyncio.CancelledError, SystemExit) as error:
@@ -111,9 +111,9 @@ class WatchedState(State):
         self._note(trajectory, outcome, "")
         return outcome
 
-    def timed_out(self, trajectory: Trajectory, visit: Visit) -> None:
+    def timed_out(self, trajectory: Trajectory, ctx: HandlerContext) -> None:
         """Let the handler close what it left open."""
-        self.real.timed_out(trajectory, visit)
+        self.real.timed_out(trajectory, ctx)
 
     def _note(self, trajectory: Trajectory, outcome: object, where: str) -> None:
         cls = type(self.real)

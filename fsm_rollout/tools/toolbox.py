@@ -28,7 +28,7 @@ from fsm_rollout.tools.elsewhere import ToolDied
 from fsm_rollout.tools.json_schema import Schema
 from fsm_rollout.tools.places import NoPlace, Places
 from fsm_rollout.tools.truncation import truncate
-from fsm_rollout.trajectory.events import Attempt, ToolCall
+from fsm_rollout.trajectory.events import MalformedCall, ToolCall
 
 FIRST_PAUSE = 0.5
 """Seconds before the second try, at most; doubled for each further one."""
@@ -180,7 +180,7 @@ class ToolSession:
         self._open: dict[str, tuple[BoundTool, OpenTool]] = {}
 
     async def call(
-        self, attempt: ToolCall | Attempt, *, context: str = MAIN, tokenizer: Any | None = None
+        self, attempt: ToolCall | MalformedCall, *, context: str = MAIN, tokenizer: Any | None = None
     ) -> CallResult:
         """Carry out one attempted call; failures are results, never exceptions.
 
@@ -197,7 +197,7 @@ class ToolSession:
         loop = asyncio.get_running_loop()
         begun = loop.time()
         tool: BoundTool | None = None
-        if isinstance(attempt, Attempt):
+        if isinstance(attempt, MalformedCall):
             result = CallResult(told.broken_call(attempt.message), failure=attempt.kind, bad=True)
         else:
             known = self._box.known(context)

@@ -62,7 +62,7 @@ class ContextOpened(Event, frozen=True, kw_only=True, tag="context_opened"):
     """It is part of a generation: what stands before it could not be glued to what came before."""
 
 
-class Wrote(Event, frozen=True, kw_only=True, tag="wrote"):
+class MessagesAppended(Event, frozen=True, kw_only=True, tag="wrote"):
     """The environment added messages to a context's history. Their tokens come with the next ``extended``."""
 
     context: str
@@ -70,7 +70,7 @@ class Wrote(Event, frozen=True, kw_only=True, tag="wrote"):
     messages: list[Message]
 
 
-class Extended(Event, frozen=True, kw_only=True, tag="extended"):
+class PromptExtended(Event, frozen=True, kw_only=True, tag="extended"):
     """The glue of all pending messages entered the stream, right before a generation.
 
     ``state`` is the state that wrote the first of them; ``guarded`` counts control markers in environment text that
@@ -92,7 +92,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
     arguments: dict[str, Any]
 
 
-class Attempt(msgspec.Struct, frozen=True, kw_only=True, tag="broken"):
+class MalformedCall(msgspec.Struct, frozen=True, kw_only=True, tag="broken"):
     """A call the model tried to make and that cannot be read; ``kind`` is the tool format's slug for why."""
 
     id: str
@@ -115,7 +115,7 @@ class Generated(Event, frozen=True, kw_only=True, tag="generated"):
     versions: list[tuple[int, int]]
     finish_reason: str
     message: Message
-    attempts: list[ToolCall | Attempt] = []
+    attempts: list[ToolCall | MalformedCall] = []
     continued: bool = False
     """It goes on with the assistant turn that stands last in the history."""
     resumed: bool = False
@@ -156,7 +156,7 @@ class Called(Event, frozen=True, kw_only=True, tag="called"):
     child_id: str | None = None
 
 
-class Asked(Event, frozen=True, kw_only=True, tag="asked"):
+class ModelQueried(Event, frozen=True, kw_only=True, tag="asked"):
     """The environment asked a model on a named engine, and this is what it said; it enters no stream by itself."""
 
     engine: str
@@ -168,7 +168,7 @@ class Asked(Event, frozen=True, kw_only=True, tag="asked"):
     seconds: float
 
 
-class Interacted(Event, frozen=True, kw_only=True, tag="interacted"):
+class UserReplied(Event, frozen=True, kw_only=True, tag="interacted"):
     """An interaction answered a context; ``content`` enters its history as ``wrote``."""
 
     context: str
@@ -179,7 +179,7 @@ class Interacted(Event, frozen=True, kw_only=True, tag="interacted"):
     done: bool = False
 
 
-class Charged(Event, frozen=True, kw_only=True, tag="charged"):
+class LimitCharged(Event, frozen=True, kw_only=True, tag="charged"):
     """A limit was charged outside of entering a state: a further generation or call within one visit."""
 
     limit: str
@@ -246,14 +246,14 @@ class Ended(Event, frozen=True, kw_only=True, tag="ended"):
 AnyEvent = (
     Prompted
     | ContextOpened
-    | Wrote
-    | Extended
+    | MessagesAppended
+    | PromptExtended
     | Generated
     | CallBegun
     | Called
-    | Asked
-    | Interacted
-    | Charged
+    | ModelQueried
+    | UserReplied
+    | LimitCharged
     | TimedOut
     | Transitioned
     | Scored

@@ -16,26 +16,26 @@ from fsm_rollout.errors import StreamError
 from fsm_rollout.trajectory.events import (
     REWARD,
     AnyEvent,
-    Asked,
-    Attempt,
     CallBegun,
     Called,
-    Charged,
     ContextOpened,
     Ended,
     Event,
-    Extended,
     Generated,
-    Interacted,
+    LimitCharged,
+    MalformedCall,
     Message,
+    MessagesAppended,
+    ModelQueried,
     Prompted,
+    PromptExtended,
     Resumed,
     Scored,
     Suspended,
     TimedOut,
     ToolCall,
     Transitioned,
-    Wrote,
+    UserReplied,
 )
 from fsm_rollout.trajectory.tokens import Ids, TokenStream
 
@@ -276,7 +276,7 @@ class Trajectory:
         return self._contexts.get(context)
 
     @property
-    def attempts(self) -> Sequence[ToolCall | Attempt]:
+    def attempts(self) -> Sequence[ToolCall | MalformedCall]:
         """The calls and broken calls of the latest generation, in order."""
         return self.last.attempts if self.last else ()
 
@@ -340,13 +340,13 @@ class Trajectory:
         self._contexts[event.context] = stream
         self.guarded += event.guarded
 
-    def _wrote(self, event: Wrote) -> None:
+    def _wrote(self, event: MessagesAppended) -> None:
         stream = self._open_stream(event.context)
         if stream.pending_state is None:
             stream.pending_state = event.state
         stream.messages.extend(event.messages)
 
-    def _extended(self, event: Extended) -> None:
+    def _extended(self, event: PromptExtended) -> None:
         stream = self._open_stream(event.context)
         stream.guarded_at.extend(len(stream.tokens) + at for at in event.guarded_at)
         stream.tokens.write(event.ids, state=event.state, turn=self.turn)
@@ -400,13 +400,13 @@ class Trajectory:
         if event.reward is not None:
             self.tool_rewards.append(event.reward)
 
-    def _asked(self, event: Asked) -> None:
+    def _asked(self, event: ModelQueried) -> None:
         self.asked[event.engine] = max(self.asked.get(event.engine, 0), event.index + 1)
 
-    def _interacted(self, event: Interacted) -> None:
+    def _interacted(self, event: UserReplied) -> None:
         self.interact_seconds += event.seconds
 
-    def _charged(self, event: Charged) -> None:
+    def _charged(self, event: LimitCharged) -> None:
         self.spent[event.limit] = self.spent.get(event.limit, 0) + event.amount
 
     def _timed_out(self, event: TimedOut) -> None:
@@ -477,14 +477,14 @@ def routing_key(limit: str, state: str) -> str:
 _APPLY: Mapping[type[Event], Callable[[Trajectory, Any], None]] = {
     Prompted: Trajectory._prompted_again,
     ContextOpened: Trajectory._context_opened,
-    Wrote: Trajectory._wrote,
-    Extended: Trajectory._extended,
+    MessagesAppended: Trajectory._wrote,
+    PromptExtended: Trajectory._extended,
     Generated: Trajectory._generated,
     CallBegun: Trajectory._call_begun,
     Called: Trajectory._called,
-    Asked: Trajectory._asked,
-    Interacted: Trajectory._interacted,
-    Charged: Trajectory._charged,
+    ModelQueried: Trajectory._asked,
+    UserReplied: Trajectory._interacted,
+    LimitCharged: Trajectory._charged,
     TimedOut: Trajectory._timed_out,
     Transitioned: Trajectory._transitioned,
     Scored: Trajectory._scored,
@@ -493,5 +493,7 @@ _APPLY: Mapping[type[Event], Callable[[Trajectory, Any], None]] = {
     Ended: Trajectory._ended,
 }
 
-DONE_IN_A_VISIT = frozenset({ContextOpened, Wrote, Generated, CallBegun, Called, Asked, Interacted, Charged, Scored})
+DONE_IN_A_VISIT = frozenset(
+    {ContextOpened, MessagesAppended, Generated, CallBegun, Called, ModelQueried, UserReplied, LimitCharged, Scored}
+)
 """What a handler does through its visit (the glue before a generation is part of that generation)."""

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fsm_rollout.engines.client import Dispatcher, Ticket
+from fsm_rollout.engines.client import EngineClient, PendingRequest
 from fsm_rollout.engines.pool import PoolEngine
 from fsm_rollout.engines.protocol import Engine, Request, SamplingParams
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn, scripted_logprob
@@ -46,7 +46,7 @@ def ask(index: int) -> Request:
     return Request(f"r{index}", as_ids([65, 66]), params, trajectory_id=f"t{index}", group_id=f"{index}", agent="x")
 
 
-def right(ticket: Ticket) -> None:
+def right(ticket: PendingRequest) -> None:
     """Check that a ticket holds what the script says, once."""
     start = len(ticket.request.ids)
     expected = [*Bytes().encode(f"{ticket.request.trajectory_id}: {TEXT}"), 256]
@@ -56,9 +56,11 @@ def right(ticket: Ticket) -> None:
     assert list(ticket.logprobs) == [scripted_logprob(token, start + i) for i, token in enumerate(expected)]
 
 
-async def through(pool: PoolEngine, requests: Sequence[Request], meanwhile: Callable[[], Any] = list) -> list[Ticket]:
+async def through(
+    pool: PoolEngine, requests: Sequence[Request], meanwhile: Callable[[], Any] = list
+) -> list[PendingRequest]:
     """Send everything through a dispatcher; call ``meanwhile`` once each replica has streamed something."""
-    dispatcher = Dispatcher(pool)
+    dispatcher = EngineClient(pool)
     tickets = [dispatcher.submit(request) for request in requests]
     async with asyncio.timeout(60):
         while not all(stats.tokens for stats in pool.replicas):  # noqa: ASYNC110

@@ -20,7 +20,7 @@ from fsm_rollout.report.report import write_report
 from fsm_rollout.report.show import show
 from fsm_rollout.report.trajectory import page_of_run
 from fsm_rollout.rollout import Rollout
-from fsm_rollout.trajectory.events import AnyEvent, ContextOpened, Extended, Generated
+from fsm_rollout.trajectory.events import AnyEvent, ContextOpened, Generated, PromptExtended
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.journal import events as events_of
 from fsm_rollout.trajectory.trajectory import Trajectory
@@ -130,7 +130,7 @@ def test_underlined_is_exactly_the_mask(browser: Any, run: Path, tmp_path: Path,
     mask = [
         isinstance(event, Generated)  # what the engine sampled, in a trained context
         for event in events_of(run / "journal.sqlite", trajectory_id)
-        if isinstance(event, ContextOpened | Extended | Generated)
+        if isinstance(event, ContextOpened | PromptExtended | Generated)
         for _ in event.ids
     ]
     assert [at for at, _ in tokens] == list(range(len(mask)))

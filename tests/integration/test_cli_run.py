@@ -189,7 +189,7 @@ GRADER = """
 from fsm_rollout import Outcome, State
 class Grade(State):
     triggers = ("graded",)
-    async def run(self, trajectory, visit):
+    async def run(self, trajectory, ctx):
         return Outcome("graded")
 """
 

@@ -143,8 +143,10 @@ PLACES = [
 
 @pytest.mark.parametrize("placement", PLACES)
 def test_a_function_elsewhere_gives_what_it_gives_here(placement: str) -> None:
-    (here,) = call_all({"use": "test_tools_elsewhere:whoami"}, {"text": "hi"})
-    there, again = call_all({"use": "test_tools_elsewhere:whoami", "placement": placement}, *[{"text": "hi"}] * 2)
+    (here,) = call_all({"use": "tests.integration.test_process_placement:whoami"}, {"text": "hi"})
+    there, again = call_all(
+        {"use": "tests.integration.test_process_placement:whoami", "placement": placement}, *[{"text": "hi"}] * 2
+    )
     said, pid, number = here.text.rsplit(" ", 2)
     assert pid == str(os.getpid())
     for result in (there, again):
@@ -152,7 +154,9 @@ def test_a_function_elsewhere_gives_what_it_gives_here(placement: str) -> None:
         assert result.text.rsplit(" ", 2)[0] == said == "hi t"
         assert result.text.rsplit(" ", 2)[1] != pid
     assert there.text.rsplit(" ", 1)[1] == number, "its randomness is that of the call, wherever it runs"
-    (shouted,) = call_all({"use": "test_tools_elsewhere:shout", "placement": placement}, {"text": "hé"})
+    (shouted,) = call_all(
+        {"use": "tests.integration.test_process_placement:shout", "placement": placement}, {"text": "hé"}
+    )
     assert shouted.text == '{"text": "HÉ"}'
 
 
@@ -167,7 +171,7 @@ def test_a_function_elsewhere_gives_what_it_gives_here(placement: str) -> None:
     ],
 )
 def test_what_goes_wrong_elsewhere_is_told(placement: str, kind: str, failure: str, says: str) -> None:
-    tool = {"use": "test_tools_elsewhere:fails", "placement": placement}
+    tool = {"use": "tests.integration.test_process_placement:fails", "placement": placement}
     failed, good = call_all(tool, {"kind": kind}, {"kind": "connection"})
     assert failed.failure == failure
     assert says in failed.text
@@ -179,7 +183,7 @@ def test_what_goes_wrong_elsewhere_is_told(placement: str, kind: str, failure: s
 
 @pytest.mark.parametrize("placement", PLACES)
 def test_a_call_whose_time_is_up_is_killed(placement: str, tmp_path: Path) -> None:
-    tool = {"use": "test_tools_elsewhere:hangs", "placement": placement, "timeout": 8.0}
+    tool = {"use": "tests.integration.test_process_placement:hangs", "placement": placement, "timeout": 8.0}
     (result,) = call_all(tool, {"path": str(tmp_path / "pid")})
     assert result.failure == "timed_out"
     pid, child = map(int, (tmp_path / "pid").read_text("utf-8").split())
@@ -209,7 +213,7 @@ def threading_wait(seconds: float) -> None:
 
 @pytest.mark.xdist_group("ray")
 def test_a_class_on_ray_has_an_actor_for_each_trajectory() -> None:
-    tool = {"use": "test_tools_elsewhere:Counter", "placement": "ray"}
+    tool = {"use": "tests.integration.test_process_placement:Counter", "placement": "ray"}
     one, two = call_all(tool, {"by": 2}, {"by": 3}, tool={"start": 10})
     assert [result.text.split()[0] for result in (one, two)] == ["12", "15"]
     assert one.text.split()[1] == two.text.split()[1] != str(os.getpid())
@@ -218,8 +222,14 @@ def test_a_class_on_ray_has_an_actor_for_each_trajectory() -> None:
 @pytest.mark.parametrize(
     ("tool", "says"),
     [
-        ({"use": "test_tools_elsewhere:Counter", "placement": "process"}, "runs functions only.*use 'ray'"),
-        ({"use": "test_tools_elsewhere:shout", "repeatable": False, "retry": {"attempts": 2}}, "cannot be retried"),
+        (
+            {"use": "tests.integration.test_process_placement:Counter", "placement": "process"},
+            "runs functions only.*use 'ray'",
+        ),
+        (
+            {"use": "tests.integration.test_process_placement:shout", "repeatable": False, "retry": {"attempts": 2}},
+            "cannot be retried",
+        ),
     ],
 )
 def test_what_cannot_be_placed_or_repeated_says_so(tool: dict[str, Any], says: str) -> None:
@@ -229,13 +239,14 @@ def test_what_cannot_be_placed_or_repeated_says_so(tool: dict[str, Any], says: s
 
 @pytest.mark.parametrize("placement", PLACES)
 def test_what_a_tool_prints_does_not_matter(placement: str) -> None:
-    assert [r.text for r in call_all({"use": "test_tools_elsewhere:talks", "placement": placement}, {}, {})] == [
-        "done"
-    ] * 2
+    assert [
+        r.text
+        for r in call_all({"use": "tests.integration.test_process_placement:talks", "placement": placement}, {}, {})
+    ] == ["done"] * 2
 
 
 def test_arguments_that_cannot_be_sent_are_not_the_models_fault() -> None:
-    tool = {"use": "test_tools_elsewhere:whoami", "placement": "process"}
+    tool = {"use": "tests.integration.test_process_placement:whoami", "placement": "process"}
     (result,) = call_all(tool | {"kwargs": {}}, {"text": "x"}, extra={"lock": __import__("threading").Lock()})
     assert (result.failure, result.bad) == ("ToolDied", False)
 
@@ -248,7 +259,7 @@ def test_the_callers_script_is_not_run_again(tmp_path: Path) -> None:
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "print('training')\n"
         "from test_tools_elsewhere import call_all\n"
-        "print(call_all({'use': 'test_tools_elsewhere:shout', 'placement': 'process'}, {'text': 'a'})[0].text)\n",
+        "print(call_all({'use': 'tests.integration.test_process_placement:shout', 'placement': 'process'}, {'text': 'a'})[0].text)\n",
         "utf-8",
     )
     said = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=120).stdout
@@ -270,7 +281,7 @@ def test_workers_end_with_a_caller_that_is_killed_during_a_call(how: signal.Sign
         "        threading.Event().wait(0.05)\n"
         f"    os.kill(os.getpid(), {int(how)})\n"
         "threading.Thread(target=die).start()\n"
-        f"call_all({{'use': 'test_tools_elsewhere:hangs', 'placement': 'process'}}, {{'path': {str(pids)!r}}})\n",
+        f"call_all({{'use': 'tests.integration.test_process_placement:hangs', 'placement': 'process'}}, {{'path': {str(pids)!r}}})\n",
         "utf-8",
     )
     assert subprocess.run([sys.executable, str(script)], timeout=120).returncode == -how
@@ -285,7 +296,7 @@ def test_ray_starts_before_the_time_of_the_first_call(tmp_path: Path) -> None:
     agent.write_text(
         "agent: a\n"
         "limits: {assistant_turns: 3, tool_calls: 3, bad_calls: 1, response_tokens: 512, wall_seconds: 100}\n"
-        "tools: {shout: {use: 'test_tools_elsewhere:shout', placement: ray, timeout: 60}}\n"
+        "tools: {shout: {use: 'tests.integration.test_process_placement:shout', placement: ray, timeout: 60}}\n"
         "states:\n"
         "  PENDING: {}\n"
         "  GENERATING: {sampling: {max_tokens: 64}, timeout: 60}\n"

@@ -20,7 +20,7 @@ import ray
 import torch
 from ray.cluster_utils import Cluster
 
-from fsm_rollout.engines.client import Dispatcher
+from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pool import PoolEngine
 from fsm_rollout.engines.pool_members import PoolTimes
 from fsm_rollout.engines.protocol import Engine, Request, SamplingParams
@@ -114,7 +114,7 @@ def test_a_pool_through_rays_client(client_address: str, caplog: pytest.LogCaptu
         return [Request(f"{name}{i}", as_ids(ids), params, trajectory_id=f"{name}{i}") for i, ids in enumerate(prompts)]
 
     async def answers(engine: Engine, name: str) -> list[list[int]]:
-        dispatcher = Dispatcher(engine)
+        dispatcher = EngineClient(engine)
         tickets = [dispatcher.submit(request) for request in requests(name)]
         async with asyncio.timeout(60):
             await asyncio.gather(*(ticket.done.wait() for ticket in tickets))
@@ -123,7 +123,7 @@ def test_a_pool_through_rays_client(client_address: str, caplog: pytest.LogCaptu
     async def main() -> list[list[list[int]]]:
         found = [await answers(pool, "a")]
         assert await pool.update_weights(dict(early.state_dict())) == 1
-        dispatcher = Dispatcher(pool)
+        dispatcher = EngineClient(pool)
         tickets = [dispatcher.submit(request) for request in requests("b")]
         ray.kill(pool._crew.members[0].replica._actor)  # type: ignore[union-attr]
         async with asyncio.timeout(60):

@@ -20,7 +20,7 @@ import ray
 import torch
 
 from fsm_rollout.concurrency import ray_session
-from fsm_rollout.engines.client import Dispatcher, Ticket
+from fsm_rollout.engines.client import EngineClient, PendingRequest
 from fsm_rollout.engines.pool import PoolEngine
 from fsm_rollout.engines.pool_members import PoolTimes
 from fsm_rollout.engines.protocol import Request, SamplingParams
@@ -264,7 +264,7 @@ def test_the_only_actor_is_killed_twice():
     pool = scripted(1)
 
     async def main() -> None:
-        dispatcher = Dispatcher(pool)
+        dispatcher = EngineClient(pool)
         tickets = [dispatcher.submit(ask(i)) for i in range(24)]
         async with asyncio.timeout(60):
             for life in range(2):
@@ -346,8 +346,8 @@ def test_five_updates_and_two_losses_leave_every_token_with_its_version():
     tensors = [dict(model.state_dict()) for model in models]
     prompts = [pool.tokenizer.encode(text) for text in ("What is 3 + 4?", "Count: 1, 2, 3,", "a b c", "7 * 8 =")]
 
-    async def main() -> list[Ticket]:
-        dispatcher = Dispatcher(pool)
+    async def main() -> list[PendingRequest]:
+        dispatcher = EngineClient(pool)
         tickets = []
         for version in range(1, 6):
             for index, prompt in enumerate(prompts):

@@ -16,15 +16,15 @@ import torch
 
 import fsm_rollout as fr
 from fsm_rollout.engines.protocol import Load
-from fsm_rollout.engines.sglang.engine import SGLangEngine
 from fsm_rollout.engines.sglang import engine as sglang
 from fsm_rollout.engines.sglang import weights as sglang_weights
+from fsm_rollout.engines.sglang.engine import SGLangEngine
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model import embedded_model
 from fsm_rollout.testing import check_engine
 from fsm_rollout.trajectory.tokens import as_ids
-from tests.integration.sglang_oracle import Answers, ask, model, request, worst
+from tests.integration.sglang_oracle import ask, model, request, worst
 from tests.kit import ROOT
 
 pytestmark = pytest.mark.xdist_group("sglang")  # one worker starts it

@@ -26,7 +26,7 @@ from fsm_rollout.testing.plan import Fault, Plan, Schedule
 from fsm_rollout.testing.simulation import Simulation, embedded_tokenizer, simulate, without_clocks
 from fsm_rollout.testing.strategies import engine_scripts, plans
 from fsm_rollout.testing.strategies.graphs import graphs
-from fsm_rollout.trajectory.events import Generated, Wrote
+from fsm_rollout.trajectory.events import Generated, MessagesAppended
 from tests.laws.agents import agents
 from tests.laws.world import turns
 
@@ -202,7 +202,7 @@ def answers_every_call(run: Simulation) -> None:
         for event in run.events[trajectory.trajectory_id]:
             if isinstance(event, Generated):
                 turn_text = turn_text * event.continued + tok.decode(event.ids)
-            elif isinstance(event, Wrote) and event.messages[0]["role"] == "tool":
+            elif isinstance(event, MessagesAppended) and event.messages[0]["role"] == "tool":
                 assert len(event.messages) == turn_text.count("<tool_call>")
                 said = re.findall(r'"text": "(\w+)"}}\n</tool_call>', turn_text)
                 if turn_text.count("<tool_call>") == turn_text.count('"echo"') == len(said):

@@ -241,7 +241,7 @@ MUTANTS = (
     ),
     Mutant(
         "take a broken call for an answer", "states/generation.py",
-        "            attempts.append(Attempt(id=call_id, kind=item.kind, message=item.message))",
+        "            attempts.append(MalformedCall(id=call_id, kind=item.kind, message=item.message))",
         "            continue",
         "no broken call is dropped",
         (*LIMITS, *TOOLS),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 
 import pytest
-from tests.mutants.catalogue import MUTANTS, Mutant
 
 from tests.kit import ROOT
+from tests.mutants.catalogue import MUTANTS, Mutant
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from fsm_rollout.agent.graph import AgentGraph, Predicate, Row
+from fsm_rollout.agent.graph import AgentGraph, Predicate, TransitionRow
 from fsm_rollout.agent.yaml.source_map import ConfigPath
 
 
@@ -23,7 +23,7 @@ class Finding:
     text_line: int | None = None
 
 
-def predicates_of(row: Row) -> Iterator[tuple[str, Predicate]]:
+def predicates_of(row: TransitionRow) -> Iterator[tuple[str, Predicate]]:
     """Yield the predicates of a row, each with the key it stands under."""
     for key, predicates in (("conditions", row.conditions), ("unless", row.unless)):
         for predicate in predicates:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fsm_rollout.agent.graph import TERMINATED, Row
+from fsm_rollout.agent.graph import TERMINATED, TransitionRow
 from fsm_rollout.agent.rules.finding import Finding
 from fsm_rollout.agent.rules.structure import Structure
 from fsm_rollout.agent.yaml.source_map import ConfigPath
@@ -76,7 +76,7 @@ def agents_as_tools(structure: Structure) -> Iterator[Finding]:
             yield Finding(10, ("states", state, "max_visits"), message)
 
 
-def _routes(row: Row, limit: str) -> bool:
+def _routes(row: TransitionRow, limit: str) -> bool:
     """Whether a row may take a limit that was reached."""
     wanted = [(predicate, True) for predicate in row.conditions] + [(predicate, False) for predicate in row.unless]
     return row.trigger == "limit_reached" and all(
@@ -122,7 +122,7 @@ def _may_write(structure: Structure, state: str, context: str) -> bool:
     return spec.context == context and (spec.prompt is not None or spec.reset or name == "interact")
 
 
-def _speaks_again(structure: Structure, row: Row, source: str, start: str) -> Finding:
+def _speaks_again(structure: Structure, row: TransitionRow, source: str, start: str) -> Finding:
     index = next((i for i, each in enumerate(structure.graph.transitions) if each is row), None)
     path: ConfigPath = ("states", source, "on_error") if index is None else ("transitions", index)
     where = f"state '{source}': on_error" if index is None else f"row {index + 1}"

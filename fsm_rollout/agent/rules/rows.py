@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fsm_rollout.agent.graph import IMPLICIT_TRIGGERS, Row
+from fsm_rollout.agent.graph import IMPLICIT_TRIGGERS, TransitionRow
 from fsm_rollout.agent.predicates import PREDICATES, compile_predicate
 from fsm_rollout.agent.rules.finding import Finding, predicates_of
 from fsm_rollout.agent.rules.structure import Structure
@@ -88,7 +88,7 @@ def shadowed(structure: Structure) -> Iterator[Finding]:
             yield Finding(7, ("states", state, "on_error"), message)
 
 
-def _covers(earlier: Row, later: Row) -> bool:
+def _covers(earlier: TransitionRow, later: TransitionRow) -> bool:
     """Whether ``earlier`` holds whenever ``later`` does."""
     return all(p in later.conditions for p in earlier.conditions) and all(p in later.unless for p in earlier.unless)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
-from fsm_rollout.agent.graph import IMPLICIT_TRIGGERS, TERMINATED, AgentGraph, Row
+from fsm_rollout.agent.graph import IMPLICIT_TRIGGERS, TERMINATED, AgentGraph, TransitionRow
 from fsm_rollout.agent.handlers import BUILT_IN_STATES, COUNTED_LIMITS, HandlerSpec, handler_spec
 from fsm_rollout.errors import ConfigError
 
@@ -49,14 +49,14 @@ class Structure:
             return True
         return trigger in IMPLICIT_TRIGGERS and (trigger != "truncated" or self.is_custom(state))
 
-    def sources(self, row: Row) -> tuple[str, ...]:
+    def sources(self, row: TransitionRow) -> tuple[str, ...]:
         """Return the working states that a row leaves; ``*`` stands for all of them that may raise its trigger."""
         named = [s for s in row.source if s in self.graph.states and not self.graph.is_final(s)]
         if "*" in row.source:
             named += [s for s in self.graph.working_states if self.may_raise(s, row.trigger)]
         return tuple(dict.fromkeys(named))
 
-    def edges(self, state: str) -> Iterator[Row]:
+    def edges(self, state: str) -> Iterator[TransitionRow]:
         """Yield every row (``on_error`` too) that may fire in a working state and leads somewhere."""
         triggers = dict.fromkeys([row.trigger for row in self.graph.transitions] + ["failed"])
         for trigger in triggers:

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from fsm_rollout.agent.graph import AgentGraph, Predicate, Row, State
+from fsm_rollout.agent.graph import AgentGraph, Predicate, State, TransitionRow
 from fsm_rollout.agent.yaml.normal_form import TEXT_FILE
 from fsm_rollout.agent.yaml.overrides import escape_interpolation
 from fsm_rollout.agent.yaml.yaml_source import STRICTER
@@ -65,7 +65,7 @@ def _state(state: State, data: dict[str, Any]) -> dict[str, Any]:
     return {**data, **options}
 
 
-def _row(row: Row) -> dict[str, Any]:
+def _row(row: TransitionRow) -> dict[str, Any]:
     data: dict[str, Any] = {
         "trigger": row.trigger,
         "source": row.source[0] if len(row.source) == 1 else list(row.source),

@@ -18,10 +18,10 @@ from fsm_rollout.agent.graph import (
     Interaction,
     Limits,
     Retry,
-    Row,
     Sampling,
     State,
     Tool,
+    TransitionRow,
 )
 from fsm_rollout.agent.yaml.source_map import ConfigPath, describe
 from fsm_rollout.errors import did_you_mean
@@ -52,7 +52,7 @@ def model_at(path: ConfigPath) -> type[BaseModel] | None:
         case ("states", _, "sampling"):
             return Sampling
         case ("transitions", _):
-            return Row
+            return TransitionRow
     return None
 
 

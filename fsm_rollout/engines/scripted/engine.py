@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fsm_rollout.engines.chunk_stream import NO_IDS, NO_LOGPROBS, Answers, check_unique, refusal
+from fsm_rollout.engines.chunk_stream import NO_IDS, NO_LOGPROBS, ChunkStream, check_unique, refusal
 from fsm_rollout.engines.protocol import Chunk, FinishReason, Load, Request
 from fsm_rollout.engines.scripted.script import (
     Plan,
@@ -46,7 +46,7 @@ class _Answer:
     """A request under way, its plan, and how far it has come."""
 
     request: Request
-    answers: Answers
+    answers: ChunkStream
     since: float
     plan: Plan = NO_PLAN
     given: int = 0
@@ -155,7 +155,7 @@ class ScriptedEngine:
         if self._closed:
             raise EngineError("the scripted engine is closed; build another")
         check_unique(requests, ChainMap(self._running, self._waiting))
-        answers = Answers((request.request_id for request in requests), self._abort)
+        answers = ChunkStream((request.request_id for request in requests), self._abort)
         for request in requests:
             self._record(answers, request)
             answer = _Answer(request, answers, since=answers.loop.time())
@@ -291,7 +291,7 @@ class ScriptedEngine:
         self._emit(answer, ids, logprobs, finish_reason=reason, error=error, version=version)
         self._admit()
 
-    def _crash(self, answers: Answers, message: str) -> None:
+    def _crash(self, answers: ChunkStream, message: str) -> None:
         for request_id in answers.request_ids:
             self._forget(request_id)
         answers.fail(EngineError(message))
@@ -334,6 +334,6 @@ class ScriptedEngine:
         self._record(answer.answers, chunk)
         answer.answers.put(chunk)
 
-    def _record(self, answers: Answers, what: Request | Chunk) -> None:
+    def _record(self, answers: ChunkStream, what: Request | Chunk) -> None:
         if self._log is not None:
             self._log.append(Logged(answers.loop.time(), what))

@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from fsm_rollout.concurrency.interruptible import wait_for
-from fsm_rollout.engines.chunk_stream import Answers
+from fsm_rollout.engines.chunk_stream import ChunkStream
 from fsm_rollout.engines.finite import check_finite, check_folder
 from fsm_rollout.engines.protocol import Chunk, Load, Request
 from fsm_rollout.engines.sglang.model import (
@@ -369,7 +369,7 @@ class SGLangEngine:
     def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
         """Start all requests at once (not at the first ``anext``); see the protocol."""
         self._check_open()
-        answers = Answers((request.request_id for request in requests), self._abandon)
+        answers = ChunkStream((request.request_id for request in requests), self._abandon)
         asks = self._process.under_way.take(requests, answers, self._version)
         if asks:
             self._process.send(Generate(asks))

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsm_rollout.concurrency.interruptible import wait_for
-from fsm_rollout.engines.chunk_stream import Answers
+from fsm_rollout.engines.chunk_stream import ChunkStream
 from fsm_rollout.engines.finite import check_folder
 from fsm_rollout.engines.protocol import Chunk, Load, Request
 from fsm_rollout.engines.sglang.model import check_complete, shapes_in, stop_tokens_in, vocabulary_of
@@ -294,7 +294,7 @@ class SGLangHTTPEngine:
     def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
         """Start all requests at once (not at the first ``anext``); see the protocol."""
         self._check_open()
-        answers = Answers((request.request_id for request in requests), self._abandon)
+        answers = ChunkStream((request.request_id for request in requests), self._abandon)
         if asks := self._talk.under_way.take(requests, answers, self.weight_version):
             self._talk.loop.call_soon_threadsafe(self._talk.begin, asks)
         return aiter(answers)

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from fsm_rollout.engines.chunk_stream import NO_IDS, NO_LOGPROBS, Answers, check_unique, refusal
+from fsm_rollout.engines.chunk_stream import NO_IDS, NO_LOGPROBS, ChunkStream, check_unique, refusal
 from fsm_rollout.engines.protocol import Chunk, FinishReason, Load, Request
 from fsm_rollout.engines.sglang.wire import Ask, Piece
 from fsm_rollout.errors import EngineError
@@ -23,7 +23,7 @@ from fsm_rollout.errors import EngineError
 @dataclass(slots=True, eq=False)
 class _Entry:
     request_id: str
-    answers: Answers
+    answers: ChunkStream
     since: float
     tokens: int
     admitted: bool = False
@@ -52,7 +52,7 @@ class UnderWay:
         self._next = 0
         self._failure: EngineError | None = None
 
-    def take(self, requests: Sequence[Request], answers: Answers, version: int) -> list[Ask]:
+    def take(self, requests: Sequence[Request], answers: ChunkStream, version: int) -> list[Ask]:
         """Register a dispatch and return what to ask for; requests that cannot be served are answered at once.
 
         Raises:
@@ -77,7 +77,7 @@ class UnderWay:
 
     def deliver(self, pieces: Iterable[Piece]) -> None:
         """Turn pieces into chunks and hand them over; a request's first piece says that it was admitted."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Answers, Chunk]]] = defaultdict(list)
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[ChunkStream, Chunk]]] = defaultdict(list)
         now = time.monotonic()
         with self._lock:
             for piece in pieces:
@@ -165,7 +165,7 @@ class UnderWay:
             self._unheard(list(gone))
 
 
-def _put_all(pairs: list[tuple[Answers, Chunk]]) -> None:
+def _put_all(pairs: list[tuple[ChunkStream, Chunk]]) -> None:
     for answers, chunk in pairs:
         answers.put(chunk)
 

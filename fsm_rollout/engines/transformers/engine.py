@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fsm_rollout.engines.chunk_stream import NO_IDS, NO_LOGPROBS, Answers, check_unique, refusal
+from fsm_rollout.engines.chunk_stream import NO_IDS, NO_LOGPROBS, ChunkStream, check_unique, refusal
 from fsm_rollout.engines.protocol import Chunk, Load, Request
 from fsm_rollout.engines.transformers.checkpoints import (
     check_supported,
@@ -56,7 +56,7 @@ class _ModelThread(threading.Thread):
         """Why nothing is sampled: "paused", "asleep", both, or (empty) not at all."""
         self.load = Load()
         self._lock = threading.Lock()
-        self._answers: dict[str, Answers] = {}
+        self._answers: dict[str, ChunkStream] = {}
         """Where the chunks of each request under way go; ``_lock`` guards it."""
         self._orders: queue.SimpleQueue[tuple[Order, Future[Any]] | None] = queue.SimpleQueue()
 
@@ -66,7 +66,7 @@ class _ModelThread(threading.Thread):
         self._orders.put((what, done))
         return done
 
-    def submit(self, requests: Sequence[Request], answers: Answers) -> None:
+    def submit(self, requests: Sequence[Request], answers: ChunkStream) -> None:
         """Register and queue requests; from any thread.
 
         Raises:
@@ -123,7 +123,7 @@ class _ModelThread(threading.Thread):
     def deliver(self, chunks: Sequence[Chunk]) -> None:
         """Hand chunks to the event loops that wait for them, in one callback for each loop."""
         self._measure()  # first: who hears of an end may ask for the load
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Answers, Chunk]]] = defaultdict(list)
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[ChunkStream, Chunk]]] = defaultdict(list)
         with self._lock:
             for chunk in chunks:
                 last = chunk.finish_reason is not None
@@ -153,7 +153,7 @@ class _ModelThread(threading.Thread):
             self._call(answers.loop, answers.fail, error)
 
 
-def _put_all(pairs: list[tuple[Answers, Chunk]]) -> None:
+def _put_all(pairs: list[tuple[ChunkStream, Chunk]]) -> None:
     for answers, chunk in pairs:
         answers.put(chunk)
 
@@ -255,7 +255,7 @@ class TransformersEngine:
     def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
         """Start all requests at once (not at the first ``anext``); see the protocol."""
         self._check_open()
-        answers = Answers((request.request_id for request in requests), self._abort)
+        answers = ChunkStream((request.request_id for request in requests), self._abort)
         window, vocabulary = self._max_context, self._vocabulary
         refused = {r.request_id: error for r in requests if (error := refusal(r, window, vocabulary)) is not None}
         self._thread.submit([request for request in requests if request.request_id not in refused], answers)

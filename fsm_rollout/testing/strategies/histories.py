@@ -18,20 +18,20 @@ from hypothesis import strategies as st
 
 from fsm_rollout.trajectory.events import (
     AnyEvent,
-    Attempt,
     Called,
-    Charged,
     ContextOpened,
     Ended,
-    Extended,
     Generated,
-    Interacted,
+    LimitCharged,
+    MalformedCall,
+    MessagesAppended,
     Prompted,
+    PromptExtended,
     Scored,
     Suspended,
     ToolCall,
     Transitioned,
-    Wrote,
+    UserReplied,
 )
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -87,7 +87,7 @@ def _step(kind: str, **facts: st.SearchStrategy[Any]) -> st.SearchStrategy[Step]
 
 _attempts = st.lists(
     st.builds(ToolCall, id=texts, name=texts, arguments=st.dictionaries(texts, msgpack_values, max_size=1))
-    | st.builds(Attempt, id=texts, kind=texts, message=texts),
+    | st.builds(MalformedCall, id=texts, kind=texts, message=texts),
     max_size=2,
 )
 _generate = _step("generate", context=contexts, state=states, pieces=pieces, text=texts, attempts=_attempts)
@@ -210,14 +210,14 @@ class _Writer:
         self, context: str, state: str, messages: list[Any], ids: list[int], glue: bool, guarded: Sequence[int] = ()
     ) -> None:
         self.ensure_open(context, state)
-        self.add(Wrote, context=context, state=state, messages=messages)
+        self.add(MessagesAppended, context=context, state=state, messages=messages)
         self.pending[context] = True
         self.answered.discard(context)
         if glue:
             self.glue(context, state, ids, guarded)
 
     def glue(self, context: str, state: str, ids: list[int], guarded: Sequence[int] = ()) -> None:
-        self.add(Extended, context=context, state=state, ids=array("i", ids), **_guarded(guarded, ids))
+        self.add(PromptExtended, context=context, state=state, ids=array("i", ids), **_guarded(guarded, ids))
         self.pending[context] = False
 
     def on_generate(self, context: str, state: str, pieces: list[Any], text: str, attempts: list[Any]) -> None:
@@ -271,10 +271,10 @@ class _Writer:
         )
 
     def on_charge(self, amount: int) -> None:
-        self.add(Charged, limit="tool_calls", amount=amount)
+        self.add(LimitCharged, limit="tool_calls", amount=amount)
 
     def on_interact(self, state: str, seconds: float) -> None:
-        self.add(Interacted, context="main", state=state, seconds=seconds)
+        self.add(UserReplied, context="main", state=state, seconds=seconds)
 
     def on_pause(self) -> None:
         self.add(Suspended, reason="weights")

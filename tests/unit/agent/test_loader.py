@@ -521,7 +521,7 @@ def test_options_of_a_custom_handler() -> None:
         ("Search", "an_instance", "'tests.custom_code:an_instance' is a Undeclared; name a class, derived from State"),
         ("Search", "NotDerived", "handler 'tests.custom_code:NotDerived': derive the class from fsm_rollout.State"),
         ("Search", "Abstract", "handler 'tests.custom_code:Abstract': the class lacks run"),
-        ("Search", "NotAsync", "its `run` is not async; write it as `async def run(self, trajectory, visit)`"),
+        ("Search", "NotAsync", "its `run` is not async; write it as `async def run(self, trajectory, ctx)`"),
         ("Search", "TakesOne", "its `run` cannot be called (too many positional arguments); write it as `async def"),
         ("custom_code", "custom_cod", "cannot import 'custom_cod'"),
         ("Search", "Free", "a.yaml:5: state 'OWN': unknown key 'depth'; 'tests.custom_code:Free' takes no keys of its own"),

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.machine import AgentMachine
-from fsm_rollout.trajectory.events import AnyEvent, Attempt, ContextOpened, Generated, Prompted, ToolCall, Transitioned
+from fsm_rollout.trajectory.events import (
+    AnyEvent,
+    ContextOpened,
+    Generated,
+    MalformedCall,
+    Prompted,
+    ToolCall,
+    Transitioned,
+)
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 
@@ -29,7 +37,7 @@ def trajectory(state: str = "GENERATING") -> Trajectory:
     )  # fmt: skip
 
 
-def generated(text: str = "", attempts: list[ToolCall | Attempt] | None = None) -> Generated:
+def generated(text: str = "", attempts: list[ToolCall | MalformedCall] | None = None) -> Generated:
     return Generated(
         at=0.0, context="main", state="GENERATING", ids=array("i", [7]), logprobs=array("f", [-1.0]), versions=[(1, 0)],
         finish_reason="stop", message={"role": "assistant", "content": text}, attempts=attempts or [],
@@ -64,7 +72,7 @@ ROWS = [
     {"trigger": "limit_reached", "source": "GENERATING", "dest": "SUMMARISING", "conditions": TOO_MANY},
 ]
 CALL = ToolCall(id="c", name="x", arguments={})
-BROKEN = Attempt(id="b", kind="unclosed", message="?")
+BROKEN = MalformedCall(id="b", kind="unclosed", message="?")
 
 
 @pytest.mark.parametrize(

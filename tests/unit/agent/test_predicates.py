@@ -13,10 +13,10 @@ from fsm_rollout.agent.predicates import PREDICATES, compile_predicate
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.trajectory.events import (
     AnyEvent,
-    Attempt,
     Called,
     ContextOpened,
     Generated,
+    MalformedCall,
     Prompted,
     Scored,
     ToolCall,
@@ -37,7 +37,7 @@ GRAPH = AgentGraph.model_validate(
 )
 UNLIMITED = GRAPH.model_copy(update={"limits": type(GRAPH.limits)()})
 CALL = ToolCall(id="1", name="add", arguments={})
-BROKEN = Attempt(id="2", kind="json", message="add(")
+BROKEN = MalformedCall(id="2", kind="json", message="add(")
 
 
 def prompted(**limits: float | None) -> Prompted:
@@ -52,7 +52,7 @@ def opened(context: str, length: int) -> ContextOpened:
     return ContextOpened(at=0, context=context, state="GENERATING", messages=[], ids=ids, trained=True, engine="policy")
 
 
-def generated(text: str = "", *attempts: ToolCall | Attempt, tokens: int = 0, context: str = "main") -> Generated:
+def generated(text: str = "", *attempts: ToolCall | MalformedCall, tokens: int = 0, context: str = "main") -> Generated:
     return Generated(
         at=0, context=context, state="GENERATING", ids=array("i", [7] * tokens), logprobs=array("f", [0.0] * tokens),
         versions=[(tokens, 0)] if tokens else [], finish_reason="stop",

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from fsm_rollout.batch.batch import NON_TENSOR_KEYS, TrajectoryBatch
-from fsm_rollout.batch.rows import Row, rows
+from fsm_rollout.batch.rows import TrainingRow, rows
 from fsm_rollout.errors import BatchError
 from fsm_rollout.testing.strategies.histories import (
     event_sequences,
@@ -24,7 +24,7 @@ from fsm_rollout.testing.strategies.histories import (
     several_event_sequences,
     several_trajectories,
 )
-from fsm_rollout.trajectory.events import AnyEvent, ContextOpened, Ended, Extended, Generated, Prompted, Scored
+from fsm_rollout.trajectory.events import AnyEvent, ContextOpened, Ended, Generated, Prompted, PromptExtended, Scored
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 DTYPES = {
@@ -73,7 +73,7 @@ def expected(events: list[AnyEvent]) -> tuple[list[Expected], list[tuple[int, fl
             case ContextOpened():
                 by_context[event.context] = Expected(event)
                 streams.append(by_context[event.context])
-            case Extended():
+            case PromptExtended():
                 stream = by_context[event.context]
                 stream.tokens += [(token, 0, 0.0, -1, event.state) for token in event.ids]
                 stream.turns += [None] * len(event.ids)
@@ -93,7 +93,7 @@ def expected(events: list[AnyEvent]) -> tuple[list[Expected], list[tuple[int, fl
     return streams, turn_scores, score
 
 
-def assert_holds(row: Row, stream: Expected, turn_scores: list[tuple[int, float]], score: float | None) -> None:
+def assert_holds(row: TrainingRow, stream: Expected, turn_scores: list[tuple[int, float]], score: float | None) -> None:
     told = zip(
         row.response_ids.tolist(),
         row.mask.tolist(),
@@ -225,9 +225,9 @@ def test_scores_stand_on_the_last_token_that_is_left(width: int, scores: list[fl
         prompted("t"),
         opened(),
         generated(3),
-        Extended(at=2.0, context="main", state="PROCESSING_TOOLS", ids=array("i", [7])),
+        PromptExtended(at=2.0, context="main", state="PROCESSING_TOOLS", ids=array("i", [7])),
         generated(2),
-        Extended(at=2.0, context="main", state="PROCESSING_TOOLS", ids=array("i", [7])),
+        PromptExtended(at=2.0, context="main", state="PROCESSING_TOOLS", ids=array("i", [7])),
         Scored(at=3.0, value=0.5, turn=0),
         Scored(at=3.0, value=1.0, turn=1),
         Scored(at=3.0, value=2.0, turn=1),

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsm_rollout.concurrency.deadline import Deadline
-from fsm_rollout.engines.client import Dispatcher, Ticket
+from fsm_rollout.engines.client import EngineClient, PendingRequest
 from fsm_rollout.engines.protocol import Chunk, Request, SamplingParams
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.errors import EngineError, PromptTooLong
@@ -32,9 +32,9 @@ def scripted(*turns: Turn, **options: Any) -> ScriptedEngine:
     return ScriptedEngine(list(turns), tokenizer=tokenizer(), log=True, **options)
 
 
-def run(engine: Any, body: Callable[[Dispatcher], Any], **options: Any) -> Any:
+def run(engine: Any, body: Callable[[EngineClient], Any], **options: Any) -> Any:
     async def main() -> Any:
-        dispatcher = Dispatcher(engine, **options)
+        dispatcher = EngineClient(engine, **options)
         try:
             return await body(dispatcher)
         finally:
@@ -43,7 +43,7 @@ def run(engine: Any, body: Callable[[Dispatcher], Any], **options: Any) -> Any:
     return run_virtual(main())
 
 
-async def done(*tickets: Ticket) -> list[tuple[str | None, int]]:
+async def done(*tickets: PendingRequest) -> list[tuple[str | None, int]]:
     for ticket in tickets:
         await ticket.done.wait()
     return [(ticket.finish_reason, len(ticket.ids)) for ticket in tickets]
@@ -55,7 +55,7 @@ def test_one_flush_is_one_dispatch_and_no_barrier() -> None:
         lambda r: Turn(text="yes", delay=10.0 if r.trajectory_id == "slow" else 1.0), tokenizer=tokenizer()
     )
 
-    async def body(dispatcher: Dispatcher) -> tuple[int, float, float]:
+    async def body(dispatcher: EngineClient) -> tuple[int, float, float]:
         loop = asyncio.get_running_loop()
         ends: dict[str, float] = {}
 
@@ -72,7 +72,7 @@ def test_one_flush_is_one_dispatch_and_no_barrier() -> None:
 def test_a_failed_request_goes_on_from_what_was_streamed() -> None:
     turn = Turn(text="one two three four five", delay=1.0, chunks=3, crash="lost", fails=1)
 
-    async def body(dispatcher: Dispatcher) -> Ticket:
+    async def body(dispatcher: EngineClient) -> PendingRequest:
         ticket = dispatcher.submit(request("a"))
         await ticket.done.wait()
         return ticket
@@ -92,7 +92,7 @@ def test_a_failed_request_goes_on_from_what_was_streamed() -> None:
 def test_gives_up_after_its_attempts(attempts: int) -> None:
     engine = scripted(Turn(text="", error="Overload: full"))
 
-    async def body(dispatcher: Dispatcher) -> Ticket:
+    async def body(dispatcher: EngineClient) -> PendingRequest:
         ticket = dispatcher.submit(request("a"))
         await ticket.done.wait()
         return ticket
@@ -106,7 +106,7 @@ def test_gives_up_after_its_attempts(attempts: int) -> None:
 def test_a_prompt_that_does_not_fit_is_not_tried_again() -> None:
     engine = scripted(Turn(text="hi"), max_context=4)
 
-    async def body(dispatcher: Dispatcher) -> list[Any]:
+    async def body(dispatcher: EngineClient) -> list[Any]:
         long, short = dispatcher.submit(request("long", ids=9)), dispatcher.submit(request("short", ids=1))
         await done(long, short)
         return [type(long.error), short.finish_reason]
@@ -117,7 +117,7 @@ def test_a_prompt_that_does_not_fit_is_not_tried_again() -> None:
 def test_abort_keeps_what_was_sampled_and_silence_is_given_up() -> None:
     turn = Turn(text="one two three four", delay=1.0, chunks=4, hang=True)
 
-    async def body(dispatcher: Dispatcher) -> tuple[Any, Any]:
+    async def body(dispatcher: EngineClient) -> tuple[Any, Any]:
         ticket = dispatcher.submit(request("a"))
         await asyncio.sleep(2.5)
         so_far = len(ticket.ids)
@@ -128,7 +128,7 @@ def test_abort_keeps_what_was_sampled_and_silence_is_given_up() -> None:
     assert so_far > 0
     assert end == ("abort", so_far, True)
 
-    async def silent(dispatcher: Dispatcher) -> Any:
+    async def silent(dispatcher: EngineClient) -> Any:
         ticket = dispatcher.submit(request("a"))
         await ticket.done.wait()
         return ticket.error
@@ -164,7 +164,7 @@ class Selective(ScriptedEngine):
 def test_no_request_waits_for_ever(how: str) -> None:
     """Silence is measured for each request; an abort that hangs is waited for a bounded time."""
 
-    async def body(dispatcher: Dispatcher) -> tuple[str | None, float]:
+    async def body(dispatcher: EngineClient) -> tuple[str | None, float]:
         tickets = [dispatcher.submit(request(name)) for name in "ab"]
         await tickets[1].done.wait()
         return str(tickets[1].error), asyncio.get_running_loop().time()
@@ -177,7 +177,7 @@ def test_no_request_waits_for_ever(how: str) -> None:
 def test_silence_is_not_measured_while_the_engine_is_paused() -> None:
     engine = scripted(Turn(text="yes", delay=1.0))
 
-    async def body(dispatcher: Dispatcher) -> str | None:
+    async def body(dispatcher: EngineClient) -> str | None:
         await dispatcher.pause()
         ticket = dispatcher.submit(request("a"))
         await asyncio.sleep(10_000.0)
@@ -198,7 +198,7 @@ class FailsToAbort(ScriptedEngine):
 def test_what_is_aborted_is_not_tried_again() -> None:
     engine = FailsToAbort([Turn(text="one two", hang=True)], tokenizer=tokenizer(), log=True)
 
-    async def body(dispatcher: Dispatcher) -> tuple[Any, Any]:
+    async def body(dispatcher: EngineClient) -> tuple[Any, Any]:
         ticket = dispatcher.submit(request("a"))
         await asyncio.sleep(1.0)
         await dispatcher.abort(ticket)
@@ -234,7 +234,7 @@ class Broken(ScriptedEngine):
 
 @pytest.mark.parametrize("how", ["logprobs", "too many", "other id", "no end", "raises"])
 def test_a_broken_engine_ends_tickets_with_an_error(how: str) -> None:
-    async def body(dispatcher: Dispatcher) -> list[Any]:
+    async def body(dispatcher: EngineClient) -> list[Any]:
         tickets = [dispatcher.submit(request(name)) for name in "ab"]
         await done(*tickets)
         return [type(ticket.error) for ticket in tickets]
@@ -262,7 +262,7 @@ def test_every_ticket_ends_once_with_all_that_was_emitted(kinds: list[str], max_
 
     engine = ScriptedEngine(script, tokenizer=tokenizer(), log=True, max_running=max_running)
 
-    async def body(dispatcher: Dispatcher) -> list[Ticket]:
+    async def body(dispatcher: EngineClient) -> list[PendingRequest]:
         tickets = [dispatcher.submit(request(str(index))) for index in range(len(kinds))]
         await asyncio.sleep(100)
         for ticket in tickets:
@@ -284,7 +284,7 @@ def test_deadlines_stand_still_while_queued_and_while_paused() -> None:
     """Two requests of 4 s, one at a time, the engine paused for 100 s: neither has used more than 4 of its 5 s."""
     engine = scripted(Turn(text="yes", delay=4.0), max_running=1)
 
-    async def body(dispatcher: Dispatcher) -> list[bool]:
+    async def body(dispatcher: EngineClient) -> list[bool]:
         async def one(name: str) -> bool:
             async with Deadline(5.0) as deadline:
                 await dispatcher.submit(request(name), deadline).done.wait()
@@ -307,7 +307,7 @@ def test_what_is_tried_again_keeps_its_order() -> None:
     """One crash befalls many requests; a set of their ids would have another order in each process."""
     engine = scripted(Turn(text="yes", delay=1.0, crash="lost", fails=1))
 
-    async def body(dispatcher: Dispatcher) -> None:
+    async def body(dispatcher: EngineClient) -> None:
         await done(*(dispatcher.submit(request(name)) for name in NAMES))
 
     run(engine, body)
@@ -320,7 +320,7 @@ def test_what_was_paused_keeps_its_order() -> None:
     engine = scripted(Turn(text="yes", hang=True))
     late: list[str] = []
 
-    async def body(dispatcher: Dispatcher) -> None:
+    async def body(dispatcher: EngineClient) -> None:
         async def one(name: str) -> None:
             with suppress(TimeoutError):
                 async with Deadline(1.0) as deadline:
@@ -341,7 +341,7 @@ def test_a_hold_taken_while_paused_is_released_between_two_tries_too() -> None:
     """The request fails during the pause, and the engine goes on during the backoff: its deadline must run again."""
     engine = scripted(Turn(text="yes", hang=True, delay=1.0))
 
-    async def body(dispatcher: Dispatcher) -> bool:
+    async def body(dispatcher: EngineClient) -> bool:
         async with Deadline(50.0) as deadline:
             ticket = dispatcher.submit(request("a"), deadline)
             await asyncio.sleep(0.5)
@@ -352,7 +352,7 @@ def test_a_hold_taken_while_paused_is_released_between_two_tries_too() -> None:
             await asyncio.Event().wait()
         return deadline.expired
 
-    async def guarded(dispatcher: Dispatcher) -> bool:
+    async def guarded(dispatcher: EngineClient) -> bool:
         try:
             return bool(await asyncio.wait_for(body(dispatcher), 1000.0))
         except TimeoutError:
@@ -365,7 +365,7 @@ def test_a_request_aborted_in_the_turn_of_its_flush_never_reaches_the_engine() -
     """The abort comes between the flush and the call to the engine, which does not know the request then."""
     engine = scripted(Turn(text="one two three", delay=60.0))
 
-    async def body(dispatcher: Dispatcher) -> tuple[Any, ...]:
+    async def body(dispatcher: EngineClient) -> tuple[Any, ...]:
         loop = asyncio.get_running_loop()
         stays, goes = dispatcher.submit(request("stays")), dispatcher.submit(request("goes"))
         await loop.create_task(dispatcher.abort(goes))  # begins right behind the flush
@@ -392,7 +392,7 @@ def test_an_id_that_the_engine_still_has_is_not_used_again() -> None:
         log=True,
     )
 
-    async def body(dispatcher: Dispatcher) -> list[str]:
+    async def body(dispatcher: EngineClient) -> list[str]:
         left, slow = dispatcher.submit(request("a")), dispatcher.submit(request("slow"))
         await asyncio.sleep(1.0)
         await dispatcher.abort(left)
@@ -413,7 +413,7 @@ def test_a_deadline_stands_still_while_a_second_try_queues() -> None:
     turns = {"a": Turn(text="one two", delay=1.0, chunks=2, crash="lost", fails=1), "long": Turn(text="x", delay=20.0)}
     engine = ScriptedEngine(lambda r: turns[r.trajectory_id], tokenizer=tokenizer(), max_running=1)
 
-    async def body(dispatcher: Dispatcher) -> tuple[list[tuple[str | None, int]], bool, float]:
+    async def body(dispatcher: EngineClient) -> tuple[list[tuple[str | None, int]], bool, float]:
         loop = asyncio.get_running_loop()
         async with Deadline(4.5) as deadline:
             ticket = dispatcher.submit(request("a"), deadline)
@@ -428,7 +428,7 @@ def test_a_deadline_stands_still_while_a_second_try_queues() -> None:
 
 
 def test_what_waits_for_a_sleeping_engine_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    async def body(dispatcher: Dispatcher) -> list[tuple[str | None, int]]:
+    async def body(dispatcher: EngineClient) -> list[tuple[str | None, int]]:
         await dispatcher.pause("asleep")
         tickets = [dispatcher.submit(request("a")), dispatcher.submit(request("b"))]
         await asyncio.sleep(100.0)
@@ -452,7 +452,7 @@ def test_what_waits_for_a_sleeping_engine_is_told_of(caplog: pytest.LogCaptureFi
     ],
 )
 def test_what_are_no_new_weights_is_refused(weights: Any, version: int | None, says: str) -> None:
-    async def body(dispatcher: Dispatcher) -> int:
+    async def body(dispatcher: EngineClient) -> int:
         assert type(await dispatcher.update_weights({}, np.int64(2))) is int
         with pytest.raises(EngineError, match=says):
             await dispatcher.update_weights(weights, version)
@@ -462,7 +462,7 @@ def test_what_are_no_new_weights_is_refused(weights: Any, version: int | None, s
 
 
 def test_the_last_weight_version_is_the_last_that_a_batch_can_tell() -> None:
-    async def body(dispatcher: Dispatcher) -> int:
+    async def body(dispatcher: EngineClient) -> int:
         last = await dispatcher.update_weights({}, 2**31 - 1)
         tokens = TokenStream([1], state="GENERATING")
         tokens.sample([2], [-1.0], state="GENERATING", turn=0, version=last)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsm_rollout.engines.client import Dispatcher
+from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.packing import Flush
 from fsm_rollout.engines.pool import PoolEngine
 from fsm_rollout.engines.pool_members import PoolTimes
@@ -700,7 +700,7 @@ def test_through_the_dispatcher_every_ticket_ends_once_whatever_is_lost(tokenize
     place = Place(build)
 
     async def body(pool: PoolEngine) -> None:
-        dispatcher = Dispatcher(pool)
+        dispatcher = EngineClient(pool)
         tickets = [dispatcher.submit(ask(f"{i:02}")) for i in range(40)]
         for index in (0, 2, 1, 0):
             await asyncio.sleep(6)

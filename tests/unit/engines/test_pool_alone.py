@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsm_rollout.engines.client import Dispatcher
+from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pool import PoolEngine
 from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.replicas import LocalPlacement
@@ -220,7 +220,7 @@ def through_a_dispatcher(place: Place, count: int, attempts: int, of_the_pool: i
         pool = make(place, count, attempts=of_the_pool, restarts=100)
         loop = asyncio.get_running_loop()
         began = loop.time()
-        ticket = Dispatcher(pool, attempts=attempts).submit(ask("a"))
+        ticket = EngineClient(pool, attempts=attempts).submit(ask("a"))
         await ticket.done.wait()
         took = loop.time() - began
         tries = sum(len(batch) for life in place.all for batch in life.dispatches)

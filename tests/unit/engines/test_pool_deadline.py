@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from fsm_rollout.concurrency.deadline import Deadline
-from fsm_rollout.engines.client import Dispatcher
+from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pool import PoolEngine
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from tests.unit.engines.test_pool import Place, ask, run, script
@@ -30,7 +30,7 @@ def test_the_time_of_a_visit_stands_still_while_nobody_works_on_it(tokenizer: An
     async def body(pool: PoolEngine) -> None:
         deadline = Deadline(12.0)
         async with deadline:
-            ticket = Dispatcher(pool).submit(ask("a"), deadline)
+            ticket = EngineClient(pool).submit(ask("a"), deadline)
             await asyncio.sleep(2.5)
             place.replica = slow_start  # type: ignore[method-assign]
             place.last(0).dead.set()

@@ -22,7 +22,15 @@ from fsm_rollout.environment.rewards import (
     scores_differ,
 )
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.trajectory.events import AnyEvent, ContextOpened, Generated, Message, Prompted, Scored, Wrote
+from fsm_rollout.trajectory.events import (
+    AnyEvent,
+    ContextOpened,
+    Generated,
+    Message,
+    MessagesAppended,
+    Prompted,
+    Scored,
+)
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 CALLS = [{"id": "c", "type": "function", "function": {"name": "calculate", "arguments": {}}}]
@@ -62,7 +70,7 @@ def trajectory(*turns: Message, extra: dict[str, Any] | None = None, opening: Se
                 )
             )  # fmt: skip
         else:
-            folded.apply(Wrote(at=0.0, context=context, state="S", messages=[message]))
+            folded.apply(MessagesAppended(at=0.0, context=context, state="S", messages=[message]))
     return folded
 
 

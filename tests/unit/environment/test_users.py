@@ -28,15 +28,15 @@ SCRIPTED = Spec(use="fsm_rollout.interactions:ScriptedUser")
 MODEL = Spec(use="fsm_rollout.interactions:ModelUser", kwargs={"max_turns": 2, "system": "You are Kim."})
 
 
-def a_trajectory(visit: int, extra: dict[str, Any]) -> Trajectory:
-    """Return a trajectory in INTERACTING, for the ``visit``-th time (from 1)."""
+def a_trajectory(ctx: int, extra: dict[str, Any]) -> Trajectory:
+    """Return a trajectory in INTERACTING, for the ``ctx``-th time (from 1)."""
     prompted = Prompted(
         at=0.0, trajectory_id="t", group_id="g", sample=0, agent="a", initial="GENERATING", messages=[], extra=extra,
         limits={}, seed=0, date="2026-01-01T00:00:00",
     )  # fmt: skip
     there = Transitioned(at=0.0, trigger="generated", source="GENERATING", dest="INTERACTING", spent={"user_turns": 1})
     back = Transitioned(at=0.0, trigger="replied", source="INTERACTING", dest="GENERATING", spent={})
-    return Trajectory.fold([prompted, *[there, back] * (visit - 1), there])
+    return Trajectory.fold([prompted, *[there, back] * (ctx - 1), there])
 
 
 class Engines:
@@ -55,11 +55,11 @@ def reply(
     interaction: BoundInteraction,
     messages: Sequence[Message],
     *,
-    visit: int = 1,
+    ctx: int = 1,
     extra: dict[str, Any] | None = None,
     engines: Engines | None = None,
 ) -> Reply:
-    trajectory = a_trajectory(visit, extra or {})
+    trajectory = a_trajectory(ctx, extra or {})
     ask = (engines or Engines()).ask
     conversation = Conversation(
         messages=messages, trajectory=trajectory, extra=trajectory.extra, rng=Random(0), ask=ask
@@ -81,15 +81,15 @@ def test_a_script_is_said_in_order_and_judged():
     history = [user("2+2?"), said("The answer is 4.")]
     assert reply(script, history, extra=extra) == Reply("Add 1.", 1.0)
     history += [user("Add 1."), said("The answer is 6.")]
-    assert reply(script, history, visit=2, extra=extra) == Reply("Add 2.", 0.0)
+    assert reply(script, history, ctx=2, extra=extra) == Reply("Add 2.", 0.0)
     history += [user("Add 2."), said("The answer is 7.")]
-    assert reply(script, history, visit=3, extra=extra) == Reply(None, 1.0, done=True)
+    assert reply(script, history, ctx=3, extra=extra) == Reply(None, 1.0, done=True)
 
 
 def test_a_script_goes_on_where_a_resumed_trajectory_stands():
     """Where it stands is known from the trajectory, not from the instance: a new one says the same."""
-    for visit, expected in enumerate(["a", "b", None], start=1):
-        assert reply(build_interaction(SCRIPTED, {"turns": ["a", "b"]}), [], visit=visit).content == expected
+    for ctx, expected in enumerate(["a", "b", None], start=1):
+        assert reply(build_interaction(SCRIPTED, {"turns": ["a", "b"]}), [], ctx=ctx).content == expected
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_script_goes_on_where_a_resumed_trajectory_stands():
 )
 def test_without_answers_a_script_judges_nothing(kwargs: dict[str, Any], extra: dict[str, Any]):
     script = build_interaction(SCRIPTED, kwargs)
-    assert [reply(script, [said("1")], visit=visit, extra=extra).score for visit in (1, 2)] == [None, None]
+    assert [reply(script, [said("1")], ctx=ctx, extra=extra).score for ctx in (1, 2)] == [None, None]
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=5))
@@ -105,8 +105,8 @@ def test_every_turn_is_judged_by_its_own_answer(pairs: list[tuple[int, int]]):
     right, given_ = [r for r, _ in pairs], [g for _, g in pairs]
     script = build_interaction(SCRIPTED, {"turns": ["next"] * (len(pairs) - 1), "answers": right[1:]})
     replies = [
-        reply(script, [said(f"The answer is {answer}.")], visit=visit, extra={"answer": right[0]})
-        for visit, answer in enumerate(given_, start=1)
+        reply(script, [said(f"The answer is {answer}.")], ctx=ctx, extra={"answer": right[0]})
+        for ctx, answer in enumerate(given_, start=1)
     ]
     assert [r.score for r in replies] == [float(a == b) for a, b in pairs]
     assert [r.done for r in replies] == [False] * (len(pairs) - 1) + [True]
@@ -161,7 +161,7 @@ def test_a_model_ends_the_conversation(text: str):
 
 def test_a_model_is_not_asked_beyond_its_turns():
     engines = Engines("one", "two", "three")
-    replies = [reply(build_interaction(MODEL), [said("x")], visit=visit, engines=engines) for visit in (1, 2, 3)]
+    replies = [reply(build_interaction(MODEL), [said("x")], ctx=ctx, engines=engines) for ctx in (1, 2, 3)]
     assert replies == [Reply("one"), Reply("two"), Reply(None, done=True)]
     assert len(engines.asked) == 2
     assert reply(build_interaction(MODEL, {"max_turns": 0}), []) == Reply(None, done=True), "the prompt's word counts"

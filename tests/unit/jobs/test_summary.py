@@ -22,14 +22,14 @@ from fsm_rollout.trajectory.events import (
     Called,
     ContextOpened,
     Ended,
-    Extended,
     Generated,
-    Interacted,
+    MessagesAppended,
     Prompted,
+    PromptExtended,
     Scored,
     Suspended,
     Transitioned,
-    Wrote,
+    UserReplied,
 )
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -79,7 +79,7 @@ def test_the_summary_counts_the_events(drawn: list[list[AnyEvent]], sub_agents: 
         return [sum(getattr(event, field) for event in every(kind, [events])) for events in several]
 
     trained = {(i, e.context): e.trained for i, events in enumerate(everything) for e in every(ContextOpened, [events])}
-    said = [m for e in every(ContextOpened | Wrote, several) for m in e.messages if m["role"] != "system"]
+    said = [m for e in every(ContextOpened | MessagesAppended, several) for m in e.messages if m["role"] != "system"]
     last_scores = [[s.value for s in every(Scored, [events]) if s.turn is None] for events in several]
     scores = [values[-1] for values in last_scores if values]
     assert (summary["trajectories"], summary["groups"]) == (len(several), 1 if several else 0)
@@ -93,7 +93,7 @@ def test_the_summary_counts_the_events(drawn: list[list[AnyEvent]], sub_agents: 
     assert (called["trajectories"], called["stop_reasons"]) == (len(children), endings(children))
     turns = len(said) + sum(not event.continued for event in every(Generated, several))
     assert summary["turns_mean"] == (turns / len(several) if several else None)
-    assert summary["tokens"] == sum(len(event.ids) for event in every(Extended | Generated, everything))
+    assert summary["tokens"] == sum(len(event.ids) for event in every(PromptExtended | Generated, everything))
     assert summary["trained_tokens"] == sum(
         len(e.ids) * trained[i, e.context] for i, events in enumerate(everything) for e in every(Generated, [events])
     )
@@ -105,7 +105,7 @@ def test_the_summary_counts_the_events(drawn: list[list[AnyEvent]], sub_agents: 
     assert timing["queue"] == over(seconds(Generated, "queue_seconds"))
     assert timing["generate"] == over(seconds(Generated))
     assert timing["tools"] == over(seconds(Called))
-    assert timing["interact"] == over(seconds(Interacted))
+    assert timing["interact"] == over(seconds(UserReplied))
     took = {events[0].trajectory_id: e.at - events[0].at for events in several for e in every(Ended, [events])}  # type: ignore[union-attr]
     slowest = timing["slowest"]
     assert (slowest is None) == (not took)

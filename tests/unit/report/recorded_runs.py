@@ -15,14 +15,14 @@ from fsm_rollout.trajectory.events import (
     Called,
     ContextOpened,
     Ended,
-    Extended,
     Generated,
-    Interacted,
+    MessagesAppended,
     Prompted,
+    PromptExtended,
     Scored,
     ToolCall,
     Transitioned,
-    Wrote,
+    UserReplied,
 )
 from fsm_rollout.trajectory.journal import Journal
 from tests.embedded import tokenizer
@@ -133,9 +133,9 @@ def history(
             bad=failure is not None,
             seconds=2.0,
         ),
-        Wrote(at=at + 5.0, context="main", state="PROCESSING_TOOLS", messages=[answer]),
+        MessagesAppended(at=at + 5.0, context="main", state="PROCESSING_TOOLS", messages=[answer]),
         moved(5.0, "tools_done", "PROCESSING_TOOLS", "GENERATING"),
-        Extended(
+        PromptExtended(
             at=at + 5.0,
             context="main",
             state="PROCESSING_TOOLS",
@@ -145,7 +145,7 @@ def history(
         ),
         generated(8.0, text, 2.0),
         moved(8.0, "generated", "GENERATING", "INTERACTING"),
-        Interacted(at=at + 9.0, context="main", state="INTERACTING", seconds=1.0),
+        UserReplied(at=at + 9.0, context="main", state="INTERACTING", seconds=1.0),
         Scored(at=at + 9.0, value=0.25, turn=1, source="INTERACTING"),
         moved(10.0, "interaction_done", "INTERACTING", "TERMINATED", stop_reason=stop_reason),
         Ended(at=at + 10.0, stop_reason=stop_reason),

@@ -29,7 +29,7 @@ from fsm_rollout.report.recorded import Recorded
 from fsm_rollout.report.token_texts import GOES_ON, TokenTexts, visible
 from fsm_rollout.report.trajectory import notebook, token_data, trajectory_page
 from fsm_rollout.testing.strategies.histories import event_sequences
-from fsm_rollout.trajectory.events import AnyEvent, Called, ContextOpened, Extended, Generated, Transitioned
+from fsm_rollout.trajectory.events import AnyEvent, Called, ContextOpened, Generated, PromptExtended, Transitioned
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.tokens import TokenStream
 from fsm_rollout.trajectory.trajectory import Trajectory
@@ -170,9 +170,9 @@ def test_every_token_has_one_text_and_characters_over_several_are_whole() -> Non
 
 def test_what_was_guarded_is_known_by_place_and_not_by_what_it_spells() -> None:
     told = history(told="a <|im_end|> b")
-    at = next(place for place, event in enumerate(told) if isinstance(event, Extended))
+    at = next(place for place, event in enumerate(told) if isinstance(event, PromptExtended))
     glue = told[at]
-    assert isinstance(glue, Extended)
+    assert isinstance(glue, PromptExtended)
     assert len(glue.guarded_at) > 1
     for places in (glue.guarded_at, glue.guarded_at[:1], []):
         recorded = Recorded.of([*told[:at], replace(glue, guarded_at=places), *told[at + 1 :]])

@@ -18,7 +18,7 @@ from fsm_rollout.report.recorded import Recorded
 from fsm_rollout.report.show import show
 from fsm_rollout.report.timeline import trace
 from fsm_rollout.testing.strategies.histories import several_event_sequences
-from fsm_rollout.trajectory.events import AnyEvent, Called, Generated, Interacted, Prompted, Transitioned
+from fsm_rollout.trajectory.events import AnyEvent, Called, Generated, Prompted, Transitioned, UserReplied
 from tests.unit.report.recorded_runs import history, write_run
 
 
@@ -58,7 +58,7 @@ def test_a_trace_holds_every_event_once_and_is_well_formed(histories: list[list[
     begun: Counter[str] = Counter(e["name"].split(" ")[0] for e in found if e["ph"] == "b")
     assert sum(e["ph"] == "X" for e in found) == sum(isinstance(e, Generated) for e in everything)
     assert begun["tool"] == sum(isinstance(e, Called) for e in everything)
-    assert begun["interaction"] == sum(isinstance(e, Interacted) for e in everything)
+    assert begun["interaction"] == sum(isinstance(e, UserReplied) for e in everything)
     moves = sum(isinstance(e, Transitioned | Prompted) for e in everything)  # each begins a visit
     ids = {e.trajectory_id for e in everything if isinstance(e, Prompted)}
     assert sum(count for name, count in begun.items() if name.isupper()) == moves

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import fsm_rollout as fr
 from fsm_rollout.agent.graph import AgentGraph, Interaction, Limits, Sampling
-from fsm_rollout.engines.client import Dispatcher
+from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.environment.rewards import GroupFilter, Reward, scores_differ
@@ -25,7 +25,7 @@ from fsm_rollout.errors import ConfigError, EngineError, JournalError
 from fsm_rollout.scheduler.live import Group
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.states import State
-from fsm_rollout.states.context import Visit
+from fsm_rollout.states.context import HandlerContext
 from fsm_rollout.testing import run_virtual
 from fsm_rollout.tools import ToolContext
 from fsm_rollout.trajectory import journal
@@ -55,12 +55,14 @@ class Bench:
 
     def __init__(self, graph: AgentGraph, script: Callable[[Request], Turn], **options: Any) -> None:
         if graph.interaction is not None:
-            graph = graph.model_copy(update={"interaction": Interaction(use="test_resume:Replying")})
+            graph = graph.model_copy(
+                update={"interaction": Interaction(use="tests.unit.scheduler.test_resume:Replying")}
+            )
         self.engine = ScriptedEngine(script, tokenizer=tokenizer(), log=True)
         self.log: list[tuple[str, AnyEvent]] = []
         self.scheduler = Scheduler(
             {graph.agent: graph},
-            {name: Dispatcher(self.engine) for name in ("policy", "judge")},
+            {name: EngineClient(self.engine) for name in ("policy", "judge")},
             listeners=[lambda trajectory, event: self.log.append((trajectory.trajectory_id, event))],
             **options,
         )
@@ -150,16 +152,16 @@ class Thorough(State):
     triggers = ("generated",)
     spends = "assistant_turns"
 
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
-        await visit.generate("main")
-        await asyncio.sleep(visit.rng.random())
-        said = await visit.ask("judge", [{"role": "user", "content": "Well?"}], Sampling(max_tokens=8))
-        visit.write([{"role": "user", "content": f"They said {said.encode().hex()[:8]}."}], context="main")
-        visit.score_turn(0.5)
-        generated = await visit.generate("main")
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
+        await ctx.generate("main")
+        await asyncio.sleep(ctx.rng.random())
+        said = await ctx.ask("judge", [{"role": "user", "content": "Well?"}], Sampling(max_tokens=8))
+        ctx.write([{"role": "user", "content": f"They said {said.encode().hex()[:8]}."}], context="main")
+        ctx.score_turn(0.5)
+        generated = await ctx.generate("main")
         for attempt in generated.attempts:
-            await visit.call_tool(attempt)
-        visit.score_turn(0.75)
+            await ctx.call_tool(attempt)
+        ctx.score_turn(0.75)
         return Outcome("generated")
 
 
@@ -174,11 +176,11 @@ def test_a_handler_of_many_steps_goes_on_from_any_of_them(initial: str, reset: b
         initial=initial,
         limits={"assistant_turns": 9, "tool_calls": 6, "user_turns": 3},
         tools={"tool": {"use": "tests.law_tools:echo", "timeout": 50.0}},
-        interaction={"use": "test_resume:Replying"},
+        interaction={"use": "tests.unit.scheduler.test_resume:Replying"},
         states={
             "PENDING": {},
             "WORKING": {
-                "handler": "test_resume:Thorough", "prompt": "Visit {{ visits.WORKING }}", "timeout": 100.0,
+                "handler": "tests.unit.scheduler.test_resume:Thorough", "prompt": "Visit {{ visits.WORKING }}", "timeout": 100.0,
                 "reset": reset,
             },
             "INTERACTING": {"timeout": 50.0},
@@ -203,7 +205,17 @@ def test_a_handler_of_many_steps_goes_on_from_any_of_them(initial: str, reset: b
         kinds |= {type(event).__name__ for _, event in whole.log[cut - 1 : cut]}
         again = Bench(graph, choose)
         assert outline(run_virtual(again.run(n=1, prompts=1, resume=histories(whole.log[:cut])))) == expected, cut
-    assert kinds >= {"Charged", "Scored", "Asked", "Interacted", "Called", "Wrote", "Generated", "Extended", "Ended"}
+    assert kinds >= {
+        "LimitCharged",
+        "Scored",
+        "ModelQueried",
+        "UserReplied",
+        "Called",
+        "MessagesAppended",
+        "Generated",
+        "PromptExtended",
+        "Ended",
+    }
 
 
 @pytest.mark.parametrize("limit", ["timeout", "wall_seconds"])
@@ -517,7 +529,7 @@ def test_what_is_carried_keeps_its_tools_open() -> None:
         return Turn(text=calls[request.turn].replace('"text"', '"line"'), delay=2.0)
 
     OPENED.clear()
-    bench = Bench(with_tool("test_resume:Notebook"), choose)
+    bench = Bench(with_tool("tests.unit.scheduler.test_resume:Notebook"), choose)
 
     async def main() -> tuple[list[str], list[Group]]:
         await bench.run(n=1, prompts=2, target_groups=1)
@@ -559,7 +571,8 @@ def test_a_call_cut_off_by_an_interruption_is_made_again_only_if_it_may_be(repea
     CALLED.clear()
     script = [call("tool", "bob"), "done"]
     bench = Bench(
-        with_tool("test_resume:pay", repeatable=repeatable), lambda request: Turn(text=script[request.turn], delay=1.0)
+        with_tool("tests.unit.scheduler.test_resume:pay", repeatable=repeatable),
+        lambda request: Turn(text=script[request.turn], delay=1.0),
     )
 
     async def main() -> list[Group]:
@@ -584,7 +597,7 @@ def test_weights_change_while_generations_wait_and_tools_go_on() -> None:
     CALLED.clear()
     script = [call("tool", "bob"), "word " * 10]
     bench = Bench(
-        with_tool("test_resume:pay"),
+        with_tool("tests.unit.scheduler.test_resume:pay"),
         lambda request: Turn(text=script[request.turn], delay=1.0, chunks=1 + request.turn * 9),
     )
 
@@ -1009,7 +1022,7 @@ def test_stale_ones_that_wait_release_their_tools_and_are_not_handed_out() -> No
         return Turn(text=[call("tool", "one"), "done"][min(request.turn, 1)].replace('"text"', '"line"'), delay=2.5)
 
     OPENED.clear()
-    bench = Bench(with_tool("test_resume:Notebook"), choose, max_staleness=0)
+    bench = Bench(with_tool("tests.unit.scheduler.test_resume:Notebook"), choose, max_staleness=0)
 
     async def main() -> list[Group]:
         await bench.run(n=1, prompts=2, target_groups=1, over_sample=2)
@@ -1066,7 +1079,7 @@ def test_rewards_beyond_the_target_are_not_waited_for() -> None:
 def test_a_call_that_had_not_begun_is_made_even_if_it_must_not_be_repeated() -> None:
     CALLED.clear()
     script = [call("tool", "ann") + "\n" + call("tool", "bob"), "done"]
-    graph = with_tool("test_resume:pay", repeatable=False)
+    graph = with_tool("tests.unit.scheduler.test_resume:pay", repeatable=False)
     states = dict(graph.states)
     states["PROCESSING_TOOLS"] = states["PROCESSING_TOOLS"].model_copy(update={"parallel": 1})
     bench = Bench(
@@ -1212,7 +1225,7 @@ def test_agents_of_one_name_are_not_taken_for_one_another() -> None:
 
     async def again(*graphs: AgentGraph) -> list[Group]:
         agents = {str(number): graph for number, graph in enumerate(graphs)}
-        scheduler = Scheduler(agents, {"policy": Dispatcher(bench.engine)})
+        scheduler = Scheduler(agents, {"policy": EngineClient(bench.engine)})
         return [group async for group in scheduler.run([], 1, resume=left)]
 
     with pytest.raises(ConfigError, match="several agents of the run are called 'solver'"):

@@ -18,17 +18,17 @@ from pydantic import BaseModel
 
 from fsm_rollout.agent.graph import AgentGraph, Context, Sampling
 from fsm_rollout.agent.handlers import TEMPLATE_FACTS
-from fsm_rollout.engines.client import Dispatcher
+from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.environment.rewards import Reward
 from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.errors import ConfigError
+from fsm_rollout.scheduler import trajectory_runner as driving
 from fsm_rollout.scheduler.live import Group
 from fsm_rollout.scheduler.scheduler import Scheduler
-from fsm_rollout.scheduler import trajectory_runner as driving
 from fsm_rollout.states import State
-from fsm_rollout.states.context import Visit
+from fsm_rollout.states.context import HandlerContext
 from fsm_rollout.testing.virtual_time import run_virtual
 from fsm_rollout.tools import ToolContext
 from fsm_rollout.trajectory.events import Transitioned
@@ -88,7 +88,7 @@ def run(
     engine = ScriptedEngine(script, tokenizer=tokenizer(), log=True)
 
     async def main() -> list[Group]:
-        scheduler = Scheduler({graph.agent: graph}, {"policy": Dispatcher(engine)}, **options)
+        scheduler = Scheduler({graph.agent: graph}, {"policy": EngineClient(engine)}, **options)
         beside = asyncio.ensure_future(during(scheduler, engine)) if during else None
         groups = [group async for group in scheduler.run(listed or prompts(), n)]
         if beside is not None:
@@ -145,7 +145,7 @@ def test_closing_the_iterator_cancels_the_rest_and_leaves_nothing_running() -> N
 
     async def main() -> int:
         graph = agent(SINGLE, states={"PENDING": {}, "GENERATING": {"timeout": 1e7}}, limits={"assistant_turns": 1})
-        scheduler = Scheduler({"a": graph}, {"policy": Dispatcher(engine)}, listeners=[lambda t, e: seen.append(t)])
+        scheduler = Scheduler({"a": graph}, {"policy": EngineClient(engine)}, listeners=[lambda t, e: seen.append(t)])
         iterator = scheduler.run(prompts(3))
         first = await anext(iterator)
         assert first.group_id == "p0"
@@ -293,10 +293,10 @@ class Blurt(State):
     class Options(BaseModel):
         word: str = "hm"
 
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
-        await visit.generate("main", Sampling(max_tokens=2))
-        visit.write([{"role": "user", "content": self.options.word}], context="main")  # type: ignore[union-attr]
-        await visit.generate("main")
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
+        await ctx.generate("main", Sampling(max_tokens=2))
+        ctx.write([{"role": "user", "content": self.options.word}], context="main")  # type: ignore[union-attr]
+        await ctx.generate("main")
         return Outcome("said")
 
 
@@ -305,15 +305,15 @@ class Liar(State):
 
     triggers: ClassVar = ("said",)
 
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         return Outcome("something else")
 
 
 class Graceless(Liar):
     """Gives a score that is none."""
 
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
-        visit.score_turn(float("nan"), 0)
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
+        ctx.score_turn(float("nan"), 0)
         return Outcome("said")
 
 
@@ -327,8 +327,8 @@ class Unbuilt(Liar):
 class Debate(Liar):
     """Lets two contexts speak side by side; the first is slower."""
 
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
-        await asyncio.gather(visit.generate("left"), visit.generate("right"))
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
+        await asyncio.gather(ctx.generate("left"), ctx.generate("right"))
         return Outcome("said")
 
 
@@ -337,8 +337,8 @@ class Twice(State):
 
     triggers: ClassVar = ("said",)
 
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
-        await asyncio.gather(visit.generate("main"), visit.generate("main"))
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
+        await asyncio.gather(ctx.generate("main"), ctx.generate("main"))
         return Outcome("said")
 
 
@@ -442,7 +442,7 @@ def test_prompts_choose_their_agent() -> None:
 
     async def main(names: list[str | None]) -> list[str]:
         agents = {name: agent(SINGLE, agent=name) for name in ("one", "two")}
-        scheduler = Scheduler(agents, {"policy": Dispatcher(engine)})
+        scheduler = Scheduler(agents, {"policy": EngineClient(engine)})
         listed = [prompts(1, agent=name)[0].model_copy(update={"prompt_id": str(i)}) for i, name in enumerate(names)]
         return [t.text async for g in scheduler.run(listed) for t in g.trajectories]
 
@@ -462,7 +462,7 @@ def test_a_stopped_scheduler_can_run_again() -> None:
     engine = ScriptedEngine([SLOW], tokenizer=tokenizer())
 
     async def main() -> list[str | None]:
-        scheduler = Scheduler({"a": agent(SINGLE)}, {"policy": Dispatcher(engine)})
+        scheduler = Scheduler({"a": agent(SINGLE)}, {"policy": EngineClient(engine)})
         asyncio.get_running_loop().call_later(5.0, scheduler.stop)
         first = [t.stop_reason async for g in scheduler.run(prompts()) for t in g.trajectories]
         return first + [t.stop_reason async for g in scheduler.run(prompts()) for t in g.trajectories]
@@ -475,7 +475,7 @@ class CancelsItself(State):
 
     triggers: ClassVar = ("said",)
 
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         task = asyncio.ensure_future(asyncio.sleep(10))
         task.cancel()
         await task
@@ -487,8 +487,8 @@ class Leaves(State):
 
     triggers: ClassVar = ("said",)
 
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
-        self.left = asyncio.ensure_future(visit.generate("main"))
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
+        self.left = asyncio.ensure_future(ctx.generate("main"))
         await asyncio.sleep(15.0)
         return Outcome("said")
 
@@ -498,7 +498,7 @@ class Deaf(State):
 
     triggers: ClassVar = ("said",)
 
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         try:
             await asyncio.sleep(40.0)
         except asyncio.CancelledError:
@@ -521,11 +521,11 @@ class Ends(State):
     class Options(BaseModel):
         kind: str
 
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         if trajectory.trajectory_id.startswith("p0"):
             await asyncio.sleep(1.0)
             raise ENDS[self.options.kind]  # type: ignore[union-attr]
-        await visit.generate("main")
+        await ctx.generate("main")
         return Outcome("said")
 
 
@@ -576,7 +576,7 @@ def test_so_does_an_interaction(kind: str, user: str) -> None:
 
 def test_so_does_a_predicate() -> None:
     rows = [
-        {**SINGLE["transitions"][0], "conditions": [{"name": "test_scheduler:ending_predicate"}]},
+        {**SINGLE["transitions"][0], "conditions": [{"name": "tests.unit.scheduler.test_scheduler:ending_predicate"}]},
         *SINGLE["transitions"],
     ]
     groups, _ = run(agent({**SINGLE, "transitions": rows}), ["hm"], prompts(2))
@@ -592,24 +592,24 @@ class Wrong(State):
     class Options(BaseModel):
         how: str
 
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         match self.options.how:  # type: ignore[union-attr]
             case "key":
                 raise KeyError("boom")
             case "json":
                 json.loads("{")
             case "context":
-                await visit.generate("mian")
+                await ctx.generate("mian")
             case "writing":
-                visit.write([{"role": "user", "content": "?"}], context="mian")
+                ctx.write([{"role": "user", "content": "?"}], context="mian")
             case "early":
-                visit.score_turn(0.5)
+                ctx.score_turn(0.5)
             case "count":
-                await visit.generate("main")
-                visit.score_turn(0.5, trajectory.turn)
+                await ctx.generate("main")
+                ctx.score_turn(0.5, trajectory.turn)
             case "swapped":
-                await visit.generate("main")
-                visit.score_turn(trajectory.turn, 0.0)  # type: ignore[arg-type]
+                await ctx.generate("main")
+                ctx.score_turn(trajectory.turn, 0.0)  # type: ignore[arg-type]
         return Outcome("said")
 
 
@@ -645,13 +645,13 @@ class Scores(State):
 
     triggers: ClassVar = ("said",)
 
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
-        await visit.generate("main")
-        visit.score_turn(0.25)
-        visit.write([{"role": "user", "content": "And?"}], context="main")
-        await visit.generate("main")
-        visit.score_turn(0.5)
-        visit.score_turn(0.75, 0)
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
+        await ctx.generate("main")
+        ctx.score_turn(0.25)
+        ctx.write([{"role": "user", "content": "And?"}], context="main")
+        await ctx.generate("main")
+        ctx.score_turn(0.5)
+        ctx.score_turn(0.75, 0)
         return Outcome("said")
 
 
@@ -664,9 +664,9 @@ class Looks(State):
 
     triggers: ClassVar = ("said",)
 
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
-        await visit.generate("main")
-        visit.score_turn(float(list(visit.facts()) == list(TEMPLATE_FACTS)))
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
+        await ctx.generate("main")
+        ctx.score_turn(float(list(ctx.facts()) == list(TEMPLATE_FACTS)))
         return Outcome("said")
 
 
@@ -677,7 +677,7 @@ def test_templates_may_use_all_that_is_said_and_nothing_else() -> None:
 
 def test_the_worked_example_of_a_handler_works() -> None:
     """What stands in the docstring of State, as it stands there."""
-    example = (State.__doc__ or "").partition("::\n\n")[2].partition("    What ``visit`` offers")[0]
+    example = (State.__doc__ or "").partition("::\n\n")[2].partition("    What ``ctx`` offers")[0]
     exec(textwrap.dedent(example), globals())
     graph = custom("Draft", options={"min_words": 4}, max_visits=2)
     states = {**graph.model_dump()["states"], "GENERATING": {"timeout": 50.0}}
@@ -698,7 +698,7 @@ class Sleeps(State):
 
     triggers: ClassVar = ("said",)
 
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         await asyncio.sleep(1.0)
         CLOCK[0] += 2.5
         return Outcome("said")
@@ -725,7 +725,7 @@ class Stubborn(State):
 
     triggers: ClassVar = ("said",)
 
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         with suppress(asyncio.CancelledError):
             await asyncio.sleep(1000.0)
         await asyncio.sleep(1000.0)
@@ -849,7 +849,7 @@ def test_split_history_opens_a_stream_at_each_user_turn() -> None:
 def test_a_context_on_an_unknown_engine_is_refused() -> None:
     graph = agent(SINGLE, contexts={"main": {"engine": "judge"}})
     with pytest.raises(ConfigError, match="engine 'judge' is not one of the run's"):
-        Scheduler({"a": graph}, {"policy": Dispatcher(ScriptedEngine([], tokenizer=tokenizer()))})
+        Scheduler({"a": graph}, {"policy": EngineClient(ScriptedEngine([], tokenizer=tokenizer()))})
 
 
 class NeverCloses:
@@ -868,7 +868,9 @@ def test_an_interaction_that_hangs_on_closing_is_waited_for_a_bounded_time() -> 
         {"trigger": "prompted", "source": "PENDING", "dest": "INTERACTING"},
         {"trigger": "interaction_done", "source": "INTERACTING", "dest": "TERMINATED"},
     ]
-    graph = agent({"states": states, "transitions": rows}, interaction={"use": "test_scheduler:NeverCloses"})
+    graph = agent(
+        {"states": states, "transitions": rows}, interaction={"use": "tests.unit.scheduler.test_scheduler:NeverCloses"}
+    )
     groups, _ = run(graph, ["x"])
     assert only(groups).stop_reason == "interaction_done"
 
@@ -880,7 +882,7 @@ async def whoami(context: ToolContext) -> str:
 
 def test_tools_are_told_whose_call_it_is() -> None:
     ask = '<tool_call>\n{"name": "who", "arguments": {}}\n</tool_call>'
-    graph = agent(TOOLS, tools={"who": {"use": "test_scheduler:whoami", "timeout": 5.0}})
+    graph = agent(TOOLS, tools={"who": {"use": "tests.unit.scheduler.test_scheduler:whoami", "timeout": 5.0}})
     groups, _ = run(graph, [ask, "done"])
     assert [m["content"] for m in only(groups).streams[0].messages if m["role"] == "tool"] == ["p0 p0/0"]
 
@@ -890,7 +892,7 @@ def test_a_journal_holds_an_id_once(tmp_path: Path) -> None:
 
     async def main() -> None:
         with Journal(tmp_path / "journal.sqlite") as journal:
-            scheduler = Scheduler({"a": agent(SINGLE)}, {"policy": Dispatcher(engine)}, journal=journal)
+            scheduler = Scheduler({"a": agent(SINGLE)}, {"policy": EngineClient(engine)}, journal=journal)
             ids = [group.group_id for _ in range(3) async for group in scheduler.run(prompts())]
             assert ids == ["p0", "p0#2", "p0#3"], "the next epoch's are told apart"
 

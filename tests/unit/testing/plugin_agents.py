@@ -55,7 +55,7 @@ from fsm_rollout import Outcome, State
 class Grade(State):
     triggers = ("right", "wrong")
 
-    async def run(self, trajectory, visit):
+    async def run(self, trajectory, ctx):
 {body}
 """
 
@@ -71,7 +71,7 @@ UNDECLARED = grader('return Outcome("right" if "4" in trajectory.text else "unsu
 BLOCKS = grader("while True:", "    pass")
 NAPS = grader("try:", "    time.sleep(0.001)", "except Exception:", "    pass", 'return Outcome("right")')
 WAITS = grader("lock = threading.Lock()", "with lock:", "    lock.acquire(timeout=1)", 'return Outcome("right")')
-WRITES_NUMBERS = grader('visit.write([{"role": "user", "content": 42}], context="main")', 'return Outcome("wrong")')
+WRITES_NUMBERS = grader('ctx.write([{"role": "user", "content": 42}], context="main")', 'return Outcome("wrong")')
 NEVER = grader("await asyncio.Event().wait()")
 SWALLOWS = grader(
     "while True:", "    try:", "        await asyncio.sleep(1)", "    except asyncio.CancelledError:", "        pass"
@@ -87,16 +87,16 @@ SWALLOWS_ONCE = grader(
 TIMES_OUT = grader('raise TimeoutError("the search server")')
 EXITS = grader("raise SystemExit(3)")
 CANCELS_ITSELF = grader("raise asyncio.CancelledError")
-SPEAKS_AGAIN = grader('await visit.generate("main")', 'return Outcome("right")')
+SPEAKS_AGAIN = grader('await ctx.generate("main")', 'return Outcome("right")')
 REMEMBERS = "SEEN = set()\n" + grader(
     "told = trajectory.seed in SEEN", "SEEN.add(trajectory.seed)", 'return Outcome("right" if told else "wrong")'
 )
 ASKS = grader(
-    'said = await visit.ask("judge", [{"role": "user", "content": "Right?"}])',
+    'said = await ctx.ask("judge", [{"role": "user", "content": "Right?"}])',
     'return Outcome("right" if "yes" in said else "wrong")',
 )
 BOTH = grader(
-    "left, right = await asyncio.gather(visit.generate('left'), visit.generate('right'))",
+    "left, right = await asyncio.gather(ctx.generate('left'), ctx.generate('right'))",
     'return Outcome("right" if "4" in trajectory.text else "wrong")',
 )
 TOOLS = """\

@@ -18,7 +18,7 @@ from fsm_rollout.agent.graph import Sampling
 from fsm_rollout.agent.limits import LimitReached
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.states import HANDLERS, State
-from fsm_rollout.states.context import Visit
+from fsm_rollout.states.context import HandlerContext
 from fsm_rollout.testing import ConformanceError, blocking, check_state
 from fsm_rollout.trajectory.events import Ended
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
@@ -53,7 +53,7 @@ class Base(State):
 
     triggers = ("done",)
 
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         return Outcome("done")
 
 
@@ -62,15 +62,15 @@ class Several(Base):
 
     spends = "assistant_turns"
 
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
-        generated = await visit.generate("main")
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
+        generated = await ctx.generate("main")
         for attempt in generated.attempts:  # those of the trajectory may be later ones, in a visit that is resumed
-            await visit.call_tool(attempt)
-        visit.write([{"role": "user", "content": f"Think {visit.rng.randint(0, 9)}."}], context="main")
-        await visit.generate("main", Sampling(max_tokens=8))
-        visit.score_turn(0.5)
-        said = await visit.ask("policy", [{"role": "user", "content": "Is it good?"}])
-        visit.write([{"role": "user", "content": said or "Nothing."}], context="main")
+            await ctx.call_tool(attempt)
+        ctx.write([{"role": "user", "content": f"Think {ctx.rng.randint(0, 9)}."}], context="main")
+        await ctx.generate("main", Sampling(max_tokens=8))
+        ctx.score_turn(0.5)
+        said = await ctx.ask("policy", [{"role": "user", "content": "Is it good?"}])
+        ctx.write([{"role": "user", "content": said or "Nothing."}], context="main")
         return Outcome("done")
 
 
@@ -81,9 +81,9 @@ def test_a_good_handler_that_does_everything_conforms() -> None:
 class Asks(Base):
     """Asks a model that no context of the agent has."""
 
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
-        said = await visit.ask("judge", [{"role": "user", "content": "Right?"}])
-        visit.write([{"role": "user", "content": f"They said {len(said)} letters."}], context="main")
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
+        said = await ctx.ask("judge", [{"role": "user", "content": "Right?"}])
+        ctx.write([{"role": "user", "content": f"They said {len(said)} letters."}], context="main")
         return Outcome("done")
 
 
@@ -94,7 +94,7 @@ def test_a_handler_may_ask_any_engine() -> None:
 class RunsACommand(Base):
     """Good: the process runs beside the loop."""
 
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         process = await asyncio.create_subprocess_exec("expr", "2", "+", "2", stdout=subprocess.PIPE)
         try:
             said, _ = await process.communicate()
@@ -102,7 +102,7 @@ class RunsACommand(Base):
             if process.returncode is None:
                 process.kill()
                 await process.wait()
-        visit.write([{"role": "user", "content": said.decode()}], context="main")
+        ctx.write([{"role": "user", "content": said.decode()}], context="main")
         return Outcome("done")
 
 
@@ -127,24 +127,24 @@ class WantsOptions(Base):
 
 
 class Undeclared(Base):
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         return Outcome("finished" if trajectory.text == "ACCEPT" else "done")
 
 
 class ReturnsText(Base):
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         return "done"  # type: ignore[return-value]
 
 
 class Raises(Base):
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         first = trajectory.text[0]  # an empty turn has none
-        visit.write([{"role": "user", "content": f"You began with {first}."}], context="main")
+        ctx.write([{"role": "user", "content": f"You began with {first}."}], context="main")
         return Outcome("done")
 
 
 class Counts(Base):
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         self.count = getattr(self, "count", 0) + 1
         return Outcome("done")
 
@@ -152,7 +152,7 @@ class Counts(Base):
 class CountsOnItsClass(Base):
     seen: ClassVar[Counter[str]] = Counter()
 
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         self.seen[trajectory.trajectory_id] += 1
         return Outcome("done")
 
@@ -161,11 +161,11 @@ SHARED: list[str] = []
 
 
 class SharesAList(Base):
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         SHARED.append(trajectory.trajectory_id)
         try:
             await asyncio.sleep(1.0)
-            visit.write([{"role": "user", "content": f"{len(SHARED)} are here."}], context="main")
+            ctx.write([{"role": "user", "content": f"{len(SHARED)} are here."}], context="main")
             await asyncio.sleep(1.0)
         finally:
             SHARED.remove(trajectory.trajectory_id)
@@ -173,13 +173,13 @@ class SharesAList(Base):
 
 
 class NeverReturns(Base):
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         await asyncio.Event().wait()
         return Outcome("done")
 
 
 class Swallows(Base):
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         await asyncio.sleep(0)
         with suppress(asyncio.CancelledError):
             await asyncio.sleep(1.0)
@@ -187,7 +187,7 @@ class Swallows(Base):
 
 
 class Deaf(Base):
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         for _ in range(20):
             try:
                 await asyncio.sleep(1.0)
@@ -199,7 +199,7 @@ class Deaf(Base):
 class Turns(Base):
     """Cancellation becomes an error of its own."""
 
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         try:
             await asyncio.sleep(1.0)
         except BaseException as error:
@@ -208,23 +208,23 @@ class Turns(Base):
 
 
 class FailsToTidyUp(Base):
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
-        visit.open_context("main")
-        await visit.ask("policy", [{"role": "user", "content": "Well?"}])
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
+        ctx.open_context("main")
+        await ctx.ask("policy", [{"role": "user", "content": "Well?"}])
         return Outcome("done")
 
-    def timed_out(self, trajectory: Trajectory, visit: Visit) -> None:
+    def timed_out(self, trajectory: Trajectory, ctx: HandlerContext) -> None:
         raise KeyError("nothing was open")
 
 
 class Sleeps(Base):
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         time.sleep(30)  # noqa: ASYNC251
         return Outcome("done")
 
 
 class Computes(Base):
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         began = time.thread_time()
         while time.thread_time() - began < 1.2:
             pass
@@ -235,62 +235,62 @@ left_behind: list[Any] = []
 
 
 class LeavesATask(Base):
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         left_behind.append(asyncio.create_task(asyncio.sleep(5.0), name="prefetch"))
         return Outcome("done")
 
 
 class WritesItDirectly(Base):
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         trajectory.spent["searches"] = 1
         return Outcome("done")
 
 
 class WritesIntoThePrompt(Base):
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         trajectory.extra["note"] = "x"  # type: ignore[index]
         return Outcome("done")
 
 
 class RewritesAMessage(Base):
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         trajectory.stream("main").messages[-1]["content"] = "something else"
         return Outcome("done")
 
 
 class GoesWhereItLikes(Base):
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         trajectory.state = "GENERATING"
         return Outcome("done")
 
 
 class EndsIt(Base):
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
-        visit.emit(Ended(at=visit.clock(), stop_reason="enough"))
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
+        ctx.emit(Ended(at=ctx.clock(), stop_reason="enough"))
         return Outcome("done")
 
 
 class IgnoresLimits(Base):
     spends = "assistant_turns"
 
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         try:
-            await visit.generate("main")
+            await ctx.generate("main")
         except LimitReached:
-            visit.write([{"role": "user", "content": "Never mind."}], context="main")
+            ctx.write([{"role": "user", "content": "Never mind."}], context="main")
         return Outcome("done")
 
 
 class Dices(Base):
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
-        visit.write([{"role": "user", "content": f"Take {random.random()}."}], context="main")
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
+        ctx.write([{"role": "user", "content": f"Take {random.random()}."}], context="main")
         return Outcome("done")
 
 
 class DicesItsWay(Base):
     triggers = ("left", "right")
 
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         return Outcome(random.choice(self.triggers))
 
 
@@ -300,7 +300,7 @@ class SameTwiceInAnyOrder(Base):
     triggers = ("left", "right")
     flips = 0
 
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         number = trajectory.visits["CHECKED"]
         if number == 1:
             FLIPS.append(len(FLIPS) % 2)
@@ -312,15 +312,15 @@ REMEMBERED: set[str] = set()
 
 
 class Memoises(Base):
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         known = trajectory.text in REMEMBERED
         REMEMBERED.add(trajectory.text)
-        visit.write([{"role": "user", "content": "Known." if known else "New."}], context="main")
+        ctx.write([{"role": "user", "content": "Known." if known else "New."}], context="main")
         return Outcome("done")
 
 
 class WaitsForItself(Base):
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         lock = threading.Lock()
         lock.acquire()
         lock.acquire()
@@ -328,7 +328,7 @@ class WaitsForItself(Base):
 
 
 class ComputesForEver(Base):
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         while True:
             pass
 
@@ -348,17 +348,17 @@ def test_a_handler_that_hangs_the_loop_is_ended_and_its_line_named(
 
 
 class Yields(Base):
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Any:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Any:
         yield Outcome("done")
 
 
 class TidiesUpLater(Base):
-    async def timed_out(self, trajectory: Trajectory, visit: Visit) -> None:  # type: ignore[override]
-        visit.write([{"role": "user", "content": "Too late."}], context="main")
+    async def timed_out(self, trajectory: Trajectory, ctx: HandlerContext) -> None:  # type: ignore[override]
+        ctx.write([{"role": "user", "content": "Too late."}], context="main")
 
 
 class FailsUnheard(Base):
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         async def fail() -> None:
             raise ConnectionError("no route")
 
@@ -368,47 +368,47 @@ class FailsUnheard(Base):
 
 
 class ScoresTheNextTurn(Base):
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
-        visit.score_turn(1.0, trajectory.turn)
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
+        ctx.score_turn(1.0, trajectory.turn)
         return Outcome("done")
 
 
 class WritesNumbers(Base):
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
-        visit.write([{"role": "user", "content": 42}], context="main")
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
+        ctx.write([{"role": "user", "content": 42}], context="main")
         return Outcome("done")
 
 
 class WritesParts(Base):
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
-        visit.write([{"role": "user", "content": [{"type": "image", "url": "a.png"}]}], context="main")
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
+        ctx.write([{"role": "user", "content": [{"type": "image", "url": "a.png"}]}], context="main")
         return Outcome("done")
 
 
 class WritesForNobody(Base):
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
-        visit.write([{"role": "usr", "content": "Hm."}], context="main")
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
+        ctx.write([{"role": "usr", "content": "Hm."}], context="main")
         return Outcome("done")
 
 
 class WritesNothing(Base):
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
-        visit.write([{"role": "user", "contents": "Hm."}], context="main")
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
+        ctx.write([{"role": "user", "contents": "Hm."}], context="main")
         return Outcome("done")
 
 
 class SpeaksForTheModel(Base):
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
-        visit.write([{"role": "assistant", "content": "I am done."}], context="main")
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
+        ctx.write([{"role": "assistant", "content": "I am done."}], context="main")
         return Outcome("done")
 
 
 class ReadsTheClock(Base):
     spends = "assistant_turns"
 
-    async def run(self, trajectory: Trajectory, visit: Visit) -> Outcome:
-        await visit.generate("main")
-        visit.write([{"role": "user", "content": f"It is {visit.clock():g} o'clock."}], context="main")
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
+        await ctx.generate("main")
+        ctx.write([{"role": "user", "content": f"It is {ctx.clock():g} o'clock."}], context="main")
         return Outcome("done")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fsm_rollout.agent.graph import AgentGraph
-from fsm_rollout.engines.client import Dispatcher
+from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.scheduler.scheduler import Scheduler
@@ -50,7 +50,7 @@ def run(
     engine = ScriptedEngine(lambda request: says, tokenizer=tokenizer(), log=True)
 
     async def main() -> Trajectory:
-        scheduler = Scheduler({"limited": graph}, {"policy": Dispatcher(engine)})
+        scheduler = Scheduler({"limited": graph}, {"policy": EngineClient(engine)})
         prompt = Prompt(prompt_id="p", messages=({"role": "user", "content": "Go."},))
         (group,) = [group async for group in scheduler.run([prompt])]
         return group.trajectories[0]

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from fsm_rollout.agent.graph import AgentGraph
-from fsm_rollout.engines.chunk_stream import Answers
-from fsm_rollout.engines.client import Dispatcher
+from fsm_rollout.engines.chunk_stream import ChunkStream
+from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pool import PoolEngine
 from fsm_rollout.engines.pool_members import PoolTimes
 from fsm_rollout.engines.protocol import Chunk, Request
@@ -110,7 +110,7 @@ class Mortal(ScriptedEngine):
             self.losses.add(answer.request)
         super()._next_piece(answer)
 
-    def _crash(self, answers: Answers, message: str) -> None:
+    def _crash(self, answers: ChunkStream, message: str) -> None:
         under_way = self._running | self._waiting
         for request_id in answers.request_ids:
             self.losses.add(under_way[request_id].request)
@@ -198,7 +198,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.losses = Losses()
         self.over: set[str] = set()
         self.engine = self.make_engine()
-        self.dispatcher = Dispatcher(self.engine, attempts=ATTEMPTS, queue_timeout=50_000.0)
+        self.dispatcher = EngineClient(self.engine, attempts=ATTEMPTS, queue_timeout=50_000.0)
         self.scheduler = self.instantly(self.make_scheduler(concurrency))
 
     async def make_scheduler(self, concurrency: int) -> Scheduler:

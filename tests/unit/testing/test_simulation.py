@@ -8,7 +8,7 @@ import pytest
 
 from fsm_rollout import load_agent
 from fsm_rollout.engines.scripted.script import Turn
-from fsm_rollout.scheduler.live import LiveTrajectory
+from fsm_rollout.scheduler.live import ActiveTrajectory
 from fsm_rollout.testing.plan import Fault, Plan, ReplyFate, Schedule
 from fsm_rollout.testing.simulation import Simulation, simulate
 from fsm_rollout.trajectory.trajectory import Trajectory
@@ -38,7 +38,7 @@ def test_a_run_that_is_over_leaves_no_cycles(plan: Plan) -> None:
         before = alive()
         run = simulate(graph, plan)
         assert alive()[Trajectory] > before[Trajectory], "it counts those of a run that is still held"
-        assert alive()[LiveTrajectory] == before[LiveTrajectory], "what was open is closed, and gone"
+        assert alive()[ActiveTrajectory] == before[ActiveTrajectory], "what was open is closed, and gone"
         del run
         assert alive() == before
     finally:
@@ -48,4 +48,4 @@ def test_a_run_that_is_over_leaves_no_cycles(plan: Plan) -> None:
 def alive() -> dict[type, int]:
     """Count what the collector knows of."""
     kinds = [type(known) for known in gc.get_objects()]
-    return {kind: kinds.count(kind) for kind in (LiveTrajectory, Trajectory, Simulation)}
+    return {kind: kinds.count(kind) for kind in (ActiveTrajectory, Trajectory, Simulation)}

@@ -19,7 +19,7 @@ from fsm_rollout.agent import graph
 from fsm_rollout.errors import ToolError
 from fsm_rollout.testing.virtual_time import run_virtual
 from fsm_rollout.tools import AgentAnswer, CallResult, Hidden, Tool, Toolbox, ToolContext, ToolResult, ToolSession
-from fsm_rollout.trajectory.events import Attempt, ToolCall
+from fsm_rollout.trajectory.events import MalformedCall, ToolCall
 
 # The tools, by what they do. They are loaded by name, as any user's tools are.
 
@@ -307,7 +307,7 @@ def a_call(name: str, call_id: str = "c1", /, **arguments: Any) -> ToolCall:
     return ToolCall(id=call_id, name=name, arguments=arguments)
 
 
-def made(toolbox: Toolbox, attempt: ToolCall | Attempt, **options: Any) -> CallResult:
+def made(toolbox: Toolbox, attempt: ToolCall | MalformedCall, **options: Any) -> CallResult:
     """Make one call in virtual time and release."""
 
     async def main() -> CallResult:
@@ -328,7 +328,7 @@ def test_a_good_call(use: str):
     assert result == CallResult("42", tries=1)
 
 
-BROKEN = Attempt(id="c1", kind="unclosed", message="the call has no end")
+BROKEN = MalformedCall(id="c1", kind="unclosed", message="the call has no end")
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ BROKEN = Attempt(id="c1", kind="unclosed", message="the call has no end")
     ],
 )
 def test_a_call_that_reaches_no_tool_is_the_models_fault_and_it_is_told_why(
-    attempt: ToolCall | Attempt, failure: str, text: str
+    attempt: ToolCall | MalformedCall, failure: str, text: str
 ):
     tools = box(add="sync_add", fail="fail", give="give")
     assert made(tools, attempt) == CallResult(text, failure=failure, bad=True, tries=0)
@@ -958,7 +958,7 @@ def test_an_agents_end_is_awaited_however_long_it_takes():
     st.none() | st.floats(0, 4),
 )
 def test_every_call_has_a_result_and_every_instance_its_release(
-    attempts: list[ToolCall | Attempt], stop_at: float | None
+    attempts: list[ToolCall | MalformedCall], stop_at: float | None
 ):
     LOG.clear()
     slot = {"timeout": 2, "concurrency": 2}
@@ -990,5 +990,5 @@ def test_every_call_has_a_result_and_every_instance_its_release(
     assert LOG.count("created") == LOG.count("release")
 
 
-def _fields(attempt: ToolCall | Attempt) -> dict[str, Any]:
+def _fields(attempt: ToolCall | MalformedCall) -> dict[str, Any]:
     return {name: getattr(attempt, name) for name in attempt.__struct_fields__}

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from fsm_rollout import __version__
 from fsm_rollout.errors import JournalError
 from fsm_rollout.testing.strategies.histories import several_event_sequences
-from fsm_rollout.trajectory.events import AnyEvent, Charged, ContextOpened, Extended, Prompted, encode
+from fsm_rollout.trajectory.events import AnyEvent, ContextOpened, LimitCharged, Prompted, PromptExtended, encode
 from fsm_rollout.trajectory.journal import Journal, events, metadata, read
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.kit import ROOT
@@ -110,7 +110,7 @@ def test_a_reader_beside_the_writer_sees_prefixes(tmp_path: Path) -> None:
             journal.append(name, prompted(name))
         for number in range(length):
             for name in names:
-                journal.append(name, Charged(at=float(number), limit="tool_calls"))
+                journal.append(name, LimitCharged(at=float(number), limit="tool_calls"))
         journal.flush()
         stop.set()
         reader.join()
@@ -132,7 +132,7 @@ def test_what_is_read_is_one_moment_and_holds_nobody_up(tmp_path: Path) -> None:
         journal.flush()
         reading = read(path)
         early = [next(reading)]
-        journal.append("b", Charged(at=1.0, limit="tool_calls"))
+        journal.append("b", LimitCharged(at=1.0, limit="tool_calls"))
         journal.append("c", prompted("c"))
         journal.flush()
         early += reading
@@ -147,10 +147,10 @@ def test_nothing_is_written_after_a_write_that_failed(tmp_path: Path) -> None:
     journal.flush()
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")  # the writer waits for this one
-        journal.append("t", Charged(at=1.0, limit="tool_calls"))
+        journal.append("t", LimitCharged(at=1.0, limit="tool_calls"))
         while not journal._queue.empty():
             pass
-        journal.append("t", Charged(at=2.0, limit="tool_calls"))  # comes with the next transaction
+        journal.append("t", LimitCharged(at=2.0, limit="tool_calls"))  # comes with the next transaction
         other.execute("INSERT INTO events VALUES (NULL, 't', 1, 0.0, 'charged', x'00')")
         other.execute("COMMIT")
         with pytest.raises(JournalError, match="cannot be written: UNIQUE"):
@@ -183,7 +183,7 @@ def test_the_facts_of_the_run_and_the_tables(tmp_path: Path) -> None:
     with Journal(path, metadata={"agents": {"solver": "agent: solver\n"}, "run": "{}"}) as journal:
         journal.append("b", prompted("b"))
         journal.append("a", msgspec.structs.replace(prompted("a"), parent_id="b"))
-        journal.append("b", Charged(at=1.5, limit="tool_calls"))
+        journal.append("b", LimitCharged(at=1.5, limit="tool_calls"))
     assert metadata(path) == {
         "agents": {"solver": "agent: solver\n"},
         "run": "{}",
@@ -209,7 +209,7 @@ def test_a_journal_from_before_a_field_was_there_is_read(tmp_path: Path) -> None
         at=1.0, context="main", state="PENDING", messages=[], ids=array("i", [1, 2, 3]), trained=True, engine="policy",
         guarded=1, guarded_at=[1, 2],
     )  # fmt: skip
-    glued = Extended(at=2.0, context="main", state="PENDING", ids=array("i", [4, 5]), guarded=2, guarded_at=[0])
+    glued = PromptExtended(at=2.0, context="main", state="PENDING", ids=array("i", [4, 5]), guarded=2, guarded_at=[0])
     with Journal(path) as journal:
         for event in (prompted(), opened, glued):
             journal.append("t", event)
@@ -227,7 +227,7 @@ def test_a_journal_from_before_a_field_was_there_is_read(tmp_path: Path) -> None
 def test_a_trajectory_begins_with_prompted_and_only_there(tmp_path: Path) -> None:
     with Journal(tmp_path / "j.sqlite") as journal:
         with pytest.raises(JournalError, match="event 0 of trajectory t is charged; 'prompted' comes first"):
-            journal.append("t", Charged(at=0.0, limit="tool_calls"))
+            journal.append("t", LimitCharged(at=0.0, limit="tool_calls"))
         with pytest.raises(TypeError, match="plain data"):
             journal.append("t", msgspec.structs.replace(prompted(), extra={"x": object()}))
         journal.append("t", prompted())
@@ -281,12 +281,12 @@ def test_a_write_that_fails_is_told_and_what_is_there_stays_whole(tmp_path: Path
     with sqlite3.connect(path) as other:  # stands for a full disk: the next event cannot go in
         other.execute("INSERT INTO events VALUES (NULL, 't', 2, 0.0, 'charged', x'00')")
     other.close()
-    journal.append("t", Charged(at=1.0, limit="tool_calls"))
-    journal.append("t", Charged(at=2.0, limit="tool_calls"))
+    journal.append("t", LimitCharged(at=1.0, limit="tool_calls"))
+    journal.append("t", LimitCharged(at=2.0, limit="tool_calls"))
     with pytest.raises(JournalError, match="cannot be written: UNIQUE constraint failed"):
         journal.flush()
     with pytest.raises(JournalError, match="cannot be written: UNIQUE"):
-        journal.append("t", Charged(at=3.0, limit="tool_calls"))
+        journal.append("t", LimitCharged(at=3.0, limit="tool_calls"))
     with pytest.raises(JournalError, match="cannot be written: UNIQUE"):
         journal.close()
     with sqlite3.connect(path) as other:
@@ -344,7 +344,7 @@ def test_damage_names_the_event(tmp_path: Path) -> None:
     path = tmp_path / "j.sqlite"
     with Journal(path) as journal:
         journal.append("t", prompted())
-        journal.append("t", Charged(at=1.0, limit="tool_calls"))
+        journal.append("t", LimitCharged(at=1.0, limit="tool_calls"))
     with pytest.raises(JournalError, match="has no trajectory 'x'"):
         events(path, "x")
     for payload, said in (

@@ -15,17 +15,17 @@ from fsm_rollout.testing.strategies.histories import event_sequences
 from fsm_rollout.trajectory.events import (
     AnyEvent,
     Called,
-    Charged,
     ContextOpened,
     Ended,
-    Extended,
     Generated,
-    Interacted,
+    LimitCharged,
+    MessagesAppended,
     Prompted,
+    PromptExtended,
     Scored,
     Suspended,
     Transitioned,
-    Wrote,
+    UserReplied,
     decode,
     encode,
 )
@@ -94,7 +94,7 @@ def test_tokens_and_counts_are_those_of_the_events(events: list[AnyEvent]) -> No
             case ContextOpened():
                 at[event.context], trained[event.context] = len(streams), event.trained
                 streams.append([])
-            case Extended():
+            case PromptExtended():
                 streams[at[event.context]] += [(token, 0) for token in event.ids]
             case Generated():
                 streams[at[event.context]] += [(token, int(trained[event.context])) for token in event.ids]
@@ -115,14 +115,14 @@ def test_tokens_and_counts_are_those_of_the_events(events: list[AnyEvent]) -> No
     assert trajectory.tool_rewards == [call.reward for call in calls if call.reward is not None]
     assert trajectory.tool_seconds == sum(call.seconds for call in calls)
     assert trajectory.generate_seconds == sum(event.seconds for event in every(Generated))
-    assert trajectory.interact_seconds == sum(event.seconds for event in every(Interacted))
+    assert trajectory.interact_seconds == sum(event.seconds for event in every(UserReplied))
     assert trajectory.transitions == len(every(Transitioned))
     assert sum(trajectory.visits.values()) == 1 + len(every(Transitioned))
     assert trajectory.state == ([PROMPTED.initial] + [event.dest for event in every(Transitioned)])[-1]
     assert trajectory.turn_scores == [(s.turn, s.value) for s in every(Scored) if s.turn is not None]
     assert trajectory.score == next((s.value for s in reversed(every(Scored)) if s.turn is None), None)
     assert trajectory.spent.get("bad_calls", 0) == sum(call.bad for call in calls)
-    assert trajectory.spent.get("tool_calls", 0) == sum(event.amount for event in every(Charged))
+    assert trajectory.spent.get("tool_calls", 0) == sum(event.amount for event in every(LimitCharged))
     assert trajectory.stop_reason == (ends[0].stop_reason if ends else None)
     assert trajectory.wall_seconds == (ends[0].at - events[0].at if ends else None)
 
@@ -159,8 +159,8 @@ def test_a_generation_resumed_after_an_abort_is_one_generation() -> None:
 
 
 def test_messages_wait_until_their_glue_comes() -> None:
-    wrote = Wrote(at=3.0, context="main", state="INTERACTING", messages=[{"role": "user", "content": "?"}])
-    again = Wrote(at=3.0, context="main", state="REVISING", messages=[{"role": "user", "content": "!"}])
+    wrote = MessagesAppended(at=3.0, context="main", state="INTERACTING", messages=[{"role": "user", "content": "?"}])
+    again = MessagesAppended(at=3.0, context="main", state="REVISING", messages=[{"role": "user", "content": "!"}])
     trajectory = Trajectory.fold([PROMPTED, opened(), generated(), wrote, again])
     stream = trajectory.stream("main")
     assert stream is not None
@@ -168,7 +168,7 @@ def test_messages_wait_until_their_glue_comes() -> None:
     assert stream.pending_state == "INTERACTING"
     with pytest.raises(StreamError, match="never entered its stream"):
         trajectory.apply(generated())
-    trajectory.apply(Extended(at=4.0, context="main", state="INTERACTING", ids=array("i", [5]), guarded=2))
+    trajectory.apply(PromptExtended(at=4.0, context="main", state="INTERACTING", ids=array("i", [5]), guarded=2))
     assert (stream.pending, stream.pending_state, trajectory.guarded) == ([], None, 2)
 
 
@@ -180,10 +180,10 @@ def test_a_stream_knows_which_of_its_tokens_were_guarded(events: list[AnyEvent])
             latest[event.context] = len(lengths)
             lengths.append(0)
             expected.append([])
-        if isinstance(event, ContextOpened | Extended):
+        if isinstance(event, ContextOpened | PromptExtended):
             number = latest[event.context]
             expected[number] += [lengths[number] + at for at in event.guarded_at]
-        if isinstance(event, ContextOpened | Extended | Generated):
+        if isinstance(event, ContextOpened | PromptExtended | Generated):
             lengths[latest[event.context]] += len(event.ids)
     streams = Trajectory.fold(events).streams
     assert [stream.guarded_at for stream in streams] == expected
