@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 
 from fsm_rollout.testing.profiles import register
 
-pytest_plugins = ["pytester"]
+pytest_plugins = ["pytester", "tests.model_fixtures"]
 
 register()  # by itself where the package is installed; a stale build folder in the working directory can hide that
 # Hypothesis has a `ci` of its own, which does not keep as quiet.

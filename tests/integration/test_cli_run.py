@@ -133,7 +133,7 @@ def test_a_target_and_a_filter_from_the_run_file(place: Path) -> None:
     (place / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts), "utf-8")
     kept = 'engine: {kind: scripted, max_running: 1, turns: [{text: "The answer is 3.", delay: 0.01}]}'
     (place / "run.yaml").write_text((place / "run.yaml").read_text("utf-8").replace(RUN.splitlines()[3], kept), "utf-8")
-    asked = ["target_groups=2", "over_sample=4", "group_filter=test_cli_run:solved"]
+    asked = ["target_groups=2", "over_sample=4", "group_filter=tests.integration.test_cli_run:solved"]
     asked.append("reward=fsm_rollout.rewards:exact_answer")
     done = CliRunner().invoke(app, ["run", str(place / "run.yaml"), *asked])
     assert done.exit_code == 0, done.output

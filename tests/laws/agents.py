@@ -74,7 +74,7 @@ def agents(draw: st.DrawFn, *, timeouts: bool = True) -> AgentGraph:
         row("generated", "SUMMARISING", "TERMINATED", stop_reason="summed_up")
         row("limit_reached", "GENERATING", "SUMMARISING")
     tool_specs = {
-        name: {"use": f"law_tools:{name}", "timeout": 2.0 if timeouts else 5_000.0, "response_tokens": 24}
+        name: {"use": f"tests.law_tools:{name}", "timeout": 2.0 if timeouts else 5_000.0, "response_tokens": 24}
         for name in (("echo", "fail", "hang") if timeouts else ("echo", "fail"))
     }
     contexts: dict[str, Any] = {"main": {"history": draw(st.sampled_from(["keep", "split"]))}}

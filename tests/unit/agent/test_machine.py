@@ -136,7 +136,7 @@ def test_a_predicate_that_fails_on_a_limit_cannot_be_routed_around() -> None:
     rows = [
         {
             "trigger": "limit_reached", "source": "GENERATING", "dest": "SUMMARISING",
-            "conditions": [{"name": "test_machine:raising"}],
+            "conditions": [{"name": "tests.unit.agent.test_machine:raising"}],
         },
         {"trigger": "failed", "source": "GENERATING", "dest": "SUMMARISING"},
     ]  # fmt: skip
@@ -160,7 +160,7 @@ def raising(_: Trajectory) -> bool:
 
 
 def test_a_raising_predicate_is_a_failure_that_rows_may_take() -> None:
-    bad = [{"name": "test_machine:raising"}]
+    bad = [{"name": "tests.unit.agent.test_machine:raising"}]
     rows = [
         {"trigger": "generated", "source": "GENERATING", "dest": "TERMINATED", "conditions": bad},
         {"trigger": "generated", "source": "GENERATING", "dest": "TERMINATED"},

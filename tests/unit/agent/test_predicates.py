@@ -196,7 +196,7 @@ def test_functions_of_the_user() -> None:
         ("score_at_least", float("nan"), "got nan"),
         ("limit", "tool_call", "there is no limit 'tool_call'; did you mean 'tool_calls'?"),
         ("limit", None, "takes a limit's name, got nothing"),
-        ("tests.custom_code:missing", None, "'custom_code' has no 'missing'"),
+        ("tests.custom_code:missing", None, "'tests.custom_code' has no 'missing'"),
         ("tests.custom_code:NOT_A_FUNCTION", None, "is a int; it must be a function"),
         ("tests.custom_code:waits", None, "is async, so it would always hold; make it a plain `def`"),
         ("tests.custom_code:waits_too", None, "is async, so it would always hold; make it a plain `def`"),

@@ -319,7 +319,7 @@ def custom(handler: str, **limits: int) -> AgentGraph:
         limits=limits,
         tools={},
         initial="OWN",
-        states={"OWN": {"handler": f"custom_code:{handler}", "max_visits": 2}},
+        states={"OWN": {"handler": f"tests.custom_code:{handler}", "max_visits": 2}},
         transitions=[
             {"trigger": trigger[0], "source": "OWN", "dest": "OWN"},
             *({"trigger": name, "source": "OWN", "dest": "TERMINATED"} for name in trigger[1:]),

@@ -328,7 +328,7 @@ def test_14_code() -> None:
         messages[0]
         == "interaction 'tests.custom_code:NOT_A_FUNCTION' cannot be called; name a class or a function [rule 14]"
     )
-    assert messages[1].startswith("interaction: 'custom_code' has no 'missing'")
+    assert messages[1].startswith("interaction: 'tests.custom_code' has no 'missing'")
 
 
 def test_15_trained() -> None:

@@ -243,7 +243,7 @@ def test_a_timeout_stays_one_wherever_its_run_was_cut_off(limit: str) -> None:
     wall = {"wall_seconds": 4.0} if limit == "wall_seconds" else {}
     graph = AgentGraph(
         agent="a", limits={"assistant_turns": 6, "tool_calls": 6, **wall}, states=states, transitions=rows,
-        tools={name: {"use": f"law_tools:{name}", "timeout": 500.0} for name in ("echo", "hang")},
+        tools={name: {"use": f"tests.law_tools:{name}", "timeout": 500.0} for name in ("echo", "hang")},
     )  # fmt: skip
     calls = "\n".join([call("hang", "x"), call("echo", "hello"), call("hang", "y"), call("echo", "never")])
 

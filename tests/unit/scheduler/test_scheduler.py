@@ -246,7 +246,7 @@ def test_a_turn_cut_by_its_own_bound_is_truncated_and_may_go_on() -> None:
 
 def test_results_are_told_in_the_order_of_the_calls() -> None:
     """Two calls at once, the second of which ends first; beside them a broken one and one that raises."""
-    tools = {name: {"use": f"law_tools:{name}", "timeout": 50.0} for name in ("echo", "fail")}
+    tools = {name: {"use": f"tests.law_tools:{name}", "timeout": 50.0} for name in ("echo", "fail")}
     turn = "\n".join(
         [call("echo", "abcd"), call("echo", "ab"), "<tool_call>\n{broken\n</tool_call>", call("fail", "no")]
     )
@@ -261,7 +261,7 @@ def test_results_are_told_in_the_order_of_the_calls() -> None:
 
 
 def test_a_failing_tool_may_end_the_trajectory_but_a_broken_call_never_does() -> None:
-    tools = {name: {"use": f"law_tools:{name}", "timeout": 50.0} for name in ("echo", "fail")}
+    tools = {name: {"use": f"tests.law_tools:{name}", "timeout": 50.0} for name in ("echo", "fail")}
     for text, reason in ((call("fail", "no"), "failed:ToolError"), ("<tool_call>\n{broken\n</tool_call>", "answered")):
         groups, _ = run(agent(TOOLS, tools=tools), [text, "done"], on_tool_failure="end")
         assert only(groups).stop_reason == reason
@@ -343,7 +343,10 @@ class Twice(State):
 
 
 def custom(handler: str, **state: Any) -> AgentGraph:
-    states = {"PENDING": {}, "OWN": {"handler": f"test_scheduler:{handler}", "timeout": 50.0, "max_visits": 1, **state}}
+    states = {
+        "PENDING": {},
+        "OWN": {"handler": f"tests.unit.scheduler.test_scheduler:{handler}", "timeout": 50.0, "max_visits": 1, **state},
+    }
     rows = [
         {"trigger": "prompted", "source": "PENDING", "dest": "OWN"},
         {"trigger": "said", "source": "OWN", "dest": "TERMINATED", "stop_reason": "said"},
@@ -562,7 +565,7 @@ def test_a_handler_that_raises_what_is_no_exception_fails_its_own_trajectory(kin
 @pytest.mark.parametrize("user", ["EndingUser", "AsyncEndingUser"])
 @pytest.mark.parametrize("kind", ENDS)
 def test_so_does_an_interaction(kind: str, user: str) -> None:
-    use = {"use": f"test_scheduler:{user}", "kwargs": {"kind": kind}}
+    use = {"use": f"tests.unit.scheduler.test_scheduler:{user}", "kwargs": {"kind": kind}}
     frame = agent(
         {
             "states": {"PENDING": {}, "INTERACTING": {"timeout": 50.0}},

@@ -181,7 +181,7 @@ async def linger(text: str) -> str:
 def test_weights_do_not_change_between_the_last_look_and_the_hand_over(together: bool) -> None:
     """A step is being ended, which takes a while; what completes it has been looked at by then."""
     bench = Bench(
-        with_tool("test_training_loop:linger"),
+        with_tool("tests.unit.scheduler.test_training_loop:linger"),
         lambda r: Turn(text=call("tool", "x") if r.group_id == "p0" else "done", delay=1.0 + int(r.group_id[1:])),
         max_staleness=0,
     )

@@ -39,7 +39,7 @@ ATTEMPTS = 2
 AGENT = AgentGraph(
     agent="machine",
     limits={"assistant_turns": 3, "tool_calls": 4, "wall_seconds": 10_000},
-    tools={name: {"use": f"law_tools:{name}", "timeout": 3.0} for name in ("echo", "hang")},
+    tools={name: {"use": f"tests.law_tools:{name}", "timeout": 3.0} for name in ("echo", "hang")},
     states={
         "PENDING": {},
         "GENERATING": {"sampling": {"max_tokens": 48}, "timeout": 20.0},

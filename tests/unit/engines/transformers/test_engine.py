@@ -18,7 +18,7 @@ from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.tokens import as_ids
 from tests.kit import ROOT
-from tests.unit.engines.conftest import make_model
+from tests.model_fixtures import make_model
 
 
 def request(name: str, max_tokens: int = 8, prompt: int = 5, **sampling: Any) -> Request:
