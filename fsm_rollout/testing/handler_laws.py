@@ -22,28 +22,28 @@ DRAWN_FAILURES = frozenset({"Overload", "EngineError", "RuntimeError"})
 
 def handlers_stay(run: Simulation) -> None:
     """Hold handlers to this: they do not try to end the program."""
-    for ctx in run.watch.visits:
-        if isinstance(ctx.outcome, SystemExit):
-            raise _blame(ctx, f"raised SystemExit, which fails its trajectory alone\n  at {visit.where}")
+    for visit in run.watch.visits:
+        if isinstance(visit.outcome, SystemExit):
+            raise _blame(visit, f"raised SystemExit, which fails its trajectory alone\n  at {visit.where}")
 
 
 def handlers_behave(run: Simulation) -> None:
     """Hold handlers to this: they return what they declare, let cancellation pass, and fail only where a row is."""
-    for ctx in run.watch.visits:
-        if ctx.cancelled and not isinstance(ctx.outcome, BaseException):
+    for visit in run.watch.visits:
+        if visit.cancelled and not isinstance(visit.outcome, BaseException):
             raise _blame(
-                ctx,
+                visit,
                 f"was told to stop and went on: it returned {_trigger(visit)!r} instead of letting the cancellation "
                 "pass; catch Exception, not CancelledError, or raise it again",
             )
-        if ctx.undeclared:
+        if visit.undeclared:
             raise _blame(
-                ctx,
+                visit,
                 f"returned {_trigger(visit)!r}, an undeclared outcome; it declares triggers = {visit.declared!r}",
             )
-    for ctx in _raised(run):
-        if not isinstance(ctx.outcome, RolloutError | TimeoutError):
-            raise _failed(ctx)
+    for visit in _raised(run):
+        if not isinstance(visit.outcome, RolloutError | TimeoutError):
+            raise _failed(visit)
     for name, events in run.events.items():
         for event in events:
             if isinstance(event, Transitioned) and str(event.detail).startswith("predicate '"):
@@ -52,25 +52,25 @@ def handlers_behave(run: Simulation) -> None:
 
 def may_be_the_worlds(run: Simulation) -> bool:
     """Say whether a handler was stopped, or raised what a failing world would make it raise."""
-    return any(ctx.stopped for ctx in run.watch.visits) or any(_raised(run))
+    return any(visit.stopped for visit in run.watch.visits) or any(_raised(run))
 
 
 def handlers_manage(calm: Simulation) -> None:
     """Hold handlers to this in a world where nothing fails and all is at once: they return, by themselves."""
-    for ctx in calm.watch.visits:
-        if ctx.stopped:
+    for visit in calm.watch.visits:
+        if visit.stopped:
             raise _blame(
-                ctx,
+                visit,
                 "never returns by itself: it was stopped by its timeout, though the engine, the tools and the users "
                 f"answered at once{f'{chr(10)}  it waits at {visit.where}' if visit.where else ''}",
             )
-    for ctx in _raised(calm):
-        raise _failed(ctx)
+    for visit in _raised(calm):
+        raise _failed(visit)
 
 
 def fails_as_drawn(run: Simulation) -> None:
     """Hold agents to this: a trajectory fails only by what the plan, or a handler that may, has raised."""
-    raised = {type(ctx.outcome).__name__ for ctx in run.watch.visits}
+    raised = {type(visit.outcome).__name__ for visit in run.watch.visits}
     for trajectory in run.trajectories:
         failed, _, kind = str(trajectory.stop_reason).partition(":")
         if failed == "failed" and kind not in DRAWN_FAILURES | raised:
@@ -83,31 +83,31 @@ def fails_as_drawn(run: Simulation) -> None:
 
 def _raised(run: Simulation) -> Iterator[Visited]:
     """Yield the visits that raised something of their own where no row takes ``failed``."""
-    for ctx in run.watch.visits:
-        error = ctx.outcome
-        own = isinstance(error, asyncio.CancelledError) and not ctx.cancelled
+    for visit in run.watch.visits:
+        error = visit.outcome
+        own = isinstance(error, asyncio.CancelledError) and not visit.cancelled
         its_own = own or (isinstance(error, Exception) and not isinstance(error, PromptTooLong))
-        if its_own and not _routes_failures(run.graph, ctx.state):
-            yield ctx
+        if its_own and not _routes_failures(run.graph, visit.state):
+            yield visit
 
 
 def _routes_failures(graph: AgentGraph, state: str) -> bool:
     return state in graph.states and any(graph.rows_of(state, "failed"))
 
 
-def _failed(ctx: Visited) -> LawBroken:
-    error = ctx.outcome
+def _failed(visit: Visited) -> LawBroken:
+    error = visit.outcome
     said = f": {error}" if str(error) else ""
     return _blame(
-        ctx,
+        visit,
         f"raised {type(error).__name__}{said}\n  at {visit.where}\n"
         "  no row takes 'failed' there: handle it in the handler, or write a row",
     )
 
 
-def _trigger(ctx: Visited) -> object:
-    return getattr(ctx.outcome, "trigger", ctx.outcome)
+def _trigger(visit: Visited) -> object:
+    return getattr(visit.outcome, "trigger", visit.outcome)
 
 
-def _blame(ctx: Visited, what: str) -> LawBroken:
-    return LawBroken(0, f"the handler of '{visit.state}' ({visit.handler}) {what}", trajectory_id=ctx.trajectory_id)
+def _blame(visit: Visited, what: str) -> LawBroken:
+    return LawBroken(0, f"the handler of '{visit.state}' ({visit.handler}) {what}", trajectory_id=visit.trajectory_id)

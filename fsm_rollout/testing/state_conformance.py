@@ -400,7 +400,7 @@ class _Checker:
                 raise ConformanceError(
                     11, f"{self.name} was set aside at its await number {number} and resumed, and came to "
                     f"{_difference(resumed, whole, 'uninterrupted')}; what it does must follow from the trajectory and "
-                    f"visit.rng; {story}"
+                    f"ctx.rng; {story}"
                 )  # fmt: skip
 
 

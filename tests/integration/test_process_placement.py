@@ -258,7 +258,7 @@ def test_the_callers_script_is_not_run_again(tmp_path: Path) -> None:
         "import sys\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "print('training')\n"
-        "from test_tools_elsewhere import call_all\n"
+        "from tests.integration.test_process_placement import call_all\n"
         "print(call_all({'use': 'tests.integration.test_process_placement:shout', 'placement': 'process'}, {'text': 'a'})[0].text)\n",
         "utf-8",
     )
@@ -275,7 +275,7 @@ def test_workers_end_with_a_caller_that_is_killed_during_a_call(how: signal.Sign
         "import os, sys, threading, time\n"
         "from pathlib import Path\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
-        "from test_tools_elsewhere import call_all\n"
+        "from tests.integration.test_process_placement import call_all\n"
         "def die():\n"
         f"    while not (pids := Path({str(pids)!r})).exists() or len(pids.read_text().split()) < 2:\n"
         "        threading.Event().wait(0.05)\n"

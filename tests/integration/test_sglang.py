@@ -24,7 +24,7 @@ from fsm_rollout.errors import EngineError
 from fsm_rollout.model import embedded_model
 from fsm_rollout.testing import check_engine
 from fsm_rollout.trajectory.tokens import as_ids
-from tests.integration.sglang_oracle import ask, model, request, worst
+from tests.integration.sglang_oracle import Answers, ask, model, request, worst
 from tests.kit import ROOT
 
 pytestmark = pytest.mark.xdist_group("sglang")  # one worker starts it

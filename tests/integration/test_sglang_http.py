@@ -23,7 +23,7 @@ from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model import embedded_model
 from fsm_rollout.testing import check_engine
-from tests.integration.sglang_oracle import ask, request, worst
+from tests.integration.sglang_oracle import Answers, ask, request, worst
 
 pytestmark = pytest.mark.xdist_group("sglang")
 

@@ -11,7 +11,7 @@ import pytest
 from fsm_rollout.engines.pool import PoolEngine
 from fsm_rollout.engines.sglang.engine import SGLangEngine
 from fsm_rollout.engines.specs import build_engine
-from tests.integration.sglang_oracle import model, request, worst
+from tests.integration.sglang_oracle import Answers, model, request, worst
 
 pytestmark = pytest.mark.xdist_group("sglang")
 

@@ -163,14 +163,14 @@ def test_a_killed_run_leaves_what_was_flushed(tmp_path: Path) -> None:
     code = f"""
 import os, sys
 sys.path.insert(0, {str(ROOT)!r})
-from test_journal import Charged, Journal, prompted
+from tests.unit.trajectory.test_journal import Journal, LimitCharged, prompted
 journal = Journal({str(path)!r}, interval=3600.0)
 journal.append("t", prompted())
 for number in range(10):
-    journal.append("t", Charged(at=float(number), limit="tool_calls"))
+    journal.append("t", LimitCharged(at=float(number), limit="tool_calls"))
 journal.flush()
 for number in range(10):
-    journal.append("t", Charged(at=float(number), limit="tool_calls"))
+    journal.append("t", LimitCharged(at=float(number), limit="tool_calls"))
 os._exit(9)
 """
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 9
