@@ -26,7 +26,7 @@ from fsm_rollout.errors import ConfigError, PromptTooLong, StreamError, ToolErro
 from fsm_rollout.scheduler.program import BoundContext, Program, shared_chat
 from fsm_rollout.states.effect_log import Done
 from fsm_rollout.states.generation import UnderWay, sample_turn
-from fsm_rollout.tools import told
+from fsm_rollout.tools import tool_messages
 from fsm_rollout.trajectory.events import (
     AnyEvent,
     CallBegun,
@@ -345,7 +345,7 @@ class HandlerContext:
         begun = any(isinstance(event, CallBegun) and event.id == attempt.id for event in self.trajectory.here)
         if tool is None or tool.repeatable or not begun:
             return None
-        return self.record_unfinished_call(attempt, "interrupted", told.interrupted(attempt.name))
+        return self.record_unfinished_call(attempt, "interrupted", tool_messages.interrupted(attempt.name))
 
     def record_unfinished_call(self, attempt: ToolCall | MalformedCall, failure: str, text: str) -> Called:
         """Record a call that was cut off, with what the model is told about it, and return the event."""

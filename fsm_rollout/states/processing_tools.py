@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fsm_rollout.agent.handlers import BUILT_IN_HANDLERS
 from fsm_rollout.states.base import State
-from fsm_rollout.tools import told
+from fsm_rollout.tools import tool_messages
 from fsm_rollout.trajectory.events import Called, MalformedCall, Message, ToolCall
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
@@ -44,7 +44,7 @@ class CallTools(State):
         """Answer the calls still open, so that the history stays one that any template can render."""
         for attempt in self._open(trajectory):
             name = attempt.name if isinstance(attempt, ToolCall) else "call"
-            ctx.record_unfinished_call(attempt, "timed_out", told.timed_out(name, self.spec.timeout))
+            ctx.record_unfinished_call(attempt, "timed_out", tool_messages.timed_out(name, self.spec.timeout))
         self._tell(trajectory, ctx)
 
     @staticmethod

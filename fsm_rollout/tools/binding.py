@@ -21,7 +21,7 @@ from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.errors import ConfigError, ToolError, did_you_mean
 from fsm_rollout.tools.base import RunAgent, ToolContext, fresh
 from fsm_rollout.tools.call import STOP_SECONDS, invoke, is_async
-from fsm_rollout.tools.elsewhere import in_process
+from fsm_rollout.tools.process_placement import in_process
 from fsm_rollout.tools.json_schema import Schema
 from fsm_rollout.tools.parameters import Parameters, context_parameters, parameters_of
 
@@ -147,7 +147,7 @@ class _OpenFunction(OpenTool):
             case "process":
                 return await in_process(str(spec.use), given)
             case "ray":
-                from fsm_rollout.tools.on_ray import call_on_ray  # Ray: only for those who ask for it
+                from fsm_rollout.tools.ray_placement import call_on_ray  # Ray: only for those who ask for it
 
                 return await call_on_ray(str(spec.use), given)
 
@@ -236,7 +236,7 @@ class _OpenClass(OpenTool):
         tool = self._tool
         make: Callable[..., Any] = tool.cls
         if tool.spec.placement == "ray":
-            from fsm_rollout.tools.on_ray import RayInstance  # Ray: only for those who ask for it
+            from fsm_rollout.tools.ray_placement import RayInstance  # Ray: only for those who ask for it
 
             make = partial(RayInstance.make, str(tool.spec.use))
         instance = await invoke(make, fresh(tool.spec.kwargs))

@@ -20,13 +20,13 @@ from msgspec.structs import replace
 from fsm_rollout.agent.graph import MAIN, AgentGraph
 from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.errors import BadArguments, ToolError, did_you_mean
-from fsm_rollout.tools import told
+from fsm_rollout.tools import tool_messages
 from fsm_rollout.tools.base import AgentAnswer, CallResult, RunAgent, ToolContext, ToolResult
 from fsm_rollout.tools.binding import BoundTool, ClassTool, FunctionTool, NotReady, OpenTool, bind
 from fsm_rollout.tools.call import Expired, bounded
-from fsm_rollout.tools.elsewhere import ToolDied
+from fsm_rollout.tools.process_placement import ToolDied
 from fsm_rollout.tools.json_schema import Schema
-from fsm_rollout.tools.places import NoPlace, Places
+from fsm_rollout.tools.slots import NoPlace, Places
 from fsm_rollout.tools.truncation import truncate
 from fsm_rollout.trajectory.events import MalformedCall, ToolCall
 
@@ -93,7 +93,7 @@ class Toolbox:
         """
         real = [tool for tool in self._tools.values() if isinstance(tool, FunctionTool | ClassTool)]
         if any(tool.spec.placement == "ray" for tool in real):
-            from fsm_rollout.tools.on_ray import prepare  # Ray: only for those who ask for it
+            from fsm_rollout.tools.ray_placement import prepare  # Ray: only for those who ask for it
 
             await prepare()
 
@@ -126,7 +126,7 @@ class Toolbox:
     def place(self, tool: BoundTool) -> AbstractAsyncContextManager[None]:
         """Return what to hold while a tool runs: one of its ``concurrency`` places, over all trajectories.
 
-        A call that is given up holds its place until what it has left running ends (:mod:`fsm_rollout.tools.places`).
+        A call that is given up holds its place until what it has left running ends (:mod:`fsm_rollout.tools.slots`).
         """
         limit = tool.spec.concurrency or tool.places
         if limit is None:
@@ -198,12 +198,12 @@ class ToolSession:
         begun = loop.time()
         tool: BoundTool | None = None
         if isinstance(attempt, MalformedCall):
-            result = CallResult(told.broken_call(attempt.message), failure=attempt.kind, bad=True)
+            result = CallResult(tool_messages.broken_call(attempt.message), failure=attempt.kind, bad=True)
         else:
             known = self._box.known(context)
             tool = known.get(attempt.name)
             if tool is None:
-                result = CallResult(told.unknown_tool(attempt.name, known), failure="unknown_tool", bad=True)
+                result = CallResult(tool_messages.unknown_tool(attempt.name, known), failure="unknown_tool", bad=True)
             else:
                 result = await self._run(tool, attempt, self._run_agent)
         result = replace(result, seconds=loop.time() - begun)
@@ -248,9 +248,9 @@ class ToolSession:
         try:
             arguments = tool.read(call.arguments)
         except BadArguments as error:
-            return CallResult(told.bad_arguments(tool.name, str(error)), failure="bad_arguments", bad=True)
+            return CallResult(tool_messages.bad_arguments(tool.name, str(error)), failure="bad_arguments", bad=True)
         except Exception as error:  # a validator of the tool's own types
-            return CallResult(told.raised(error), failure=type(error).__name__, bad=True)
+            return CallResult(tool_messages.raised(error), failure=type(error).__name__, bad=True)
         if tool.name not in self._open:
             opened = tool.open(self._tools_kwargs.get(tool.name, {}), run_agent)
             self._open[tool.name] = (tool, opened)
@@ -264,7 +264,7 @@ class ToolSession:
                 async with self._box.place(tool):
                     end = await self._try(tool, call.id, arguments, tries)
             except NoPlace:
-                text = told.no_place(tool.name)
+                text = tool_messages.no_place(tool.name)
                 end = _End(CallResult(text, failure="timed_out"), _class_names(TimeoutError()))
             if not end.errors or tries >= retry.attempts or (retry.errors and end.errors.isdisjoint(retry.errors)):
                 return replace(end.result, tries=tries)
@@ -283,34 +283,36 @@ class ToolSession:
             value = await bounded(work, tool.spec.timeout, name=name, stop_seconds=stop)
             return _end_of(tool, value)
         except Expired:
-            text = told.timed_out(tool.name, tool.spec.timeout)
+            text = tool_messages.timed_out(tool.name, tool.spec.timeout)
             return _End(CallResult(text, failure="timed_out"), _class_names(TimeoutError()))
         except NotReady as error:
             cause = error.__cause__ or error
-            return _End(CallResult(told.not_ready(tool.name, cause), failure=type(cause).__name__), _class_names(cause))
+            return _End(
+                CallResult(tool_messages.not_ready(tool.name, cause), failure=type(cause).__name__), _class_names(cause)
+            )
         except ToolDied as error:
-            return _End(CallResult(told.died(tool.name), failure="ToolDied"), _class_names(error))
+            return _End(CallResult(tool_messages.died(tool.name), failure="ToolDied"), _class_names(error))
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
         except BaseException as error:  # tools may raise anything, pytest's and trio's own kinds included
             names = _class_names(error)
             of_the_world = isinstance(error, OF_THE_WORLD) and not isinstance(error, OF_THE_CALL)
             if of_the_world or not names.isdisjoint(tool.spec.retry.errors):
-                return _End(CallResult(told.failed(tool.name, error), failure=type(error).__name__), names)
-            return _End(CallResult(told.raised(error), failure=type(error).__name__, bad=True), names)
+                return _End(CallResult(tool_messages.failed(tool.name, error), failure=type(error).__name__), names)
+            return _End(CallResult(tool_messages.raised(error), failure=type(error).__name__, bad=True), names)
 
 
 def _end_of(tool: BoundTool, value: Any) -> _End:
     """Read what a tool returned; what cannot be told to a model raises."""
     if isinstance(value, AgentAnswer):
         if value.failure is None:
-            return _End(CallResult(told.clean(value.text), child_id=value.child_id))
-        text = told.agent_failed(tool.name, value.failure)
+            return _End(CallResult(tool_messages.clean(value.text), child_id=value.child_id))
+        text = tool_messages.agent_failed(tool.name, value.failure)
         names = frozenset({value.failure, value.failure.rpartition(":")[2]})
         return _End(CallResult(text, failure=value.failure, child_id=value.child_id), names)
     if isinstance(value, ToolResult):
-        return _End(CallResult(told.result(value.text), reward=value.reward))
-    return _End(CallResult(told.result(value)))
+        return _End(CallResult(tool_messages.result(value.text), reward=value.reward))
+    return _End(CallResult(tool_messages.result(value)))
 
 
 def _class_names(error: BaseException) -> frozenset[str]:

@@ -16,7 +16,7 @@ import threading
 from contextlib import suppress
 from typing import BinaryIO
 
-from fsm_rollout.tools.elsewhere import answered
+from fsm_rollout.tools.process_placement import answered
 
 LOOK_EVERY = 1.0
 """Seconds between two looks whether the process that started this one is still there."""

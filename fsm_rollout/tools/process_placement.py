@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from fsm_rollout.agent.handlers import load_object
-from fsm_rollout.tools import told
+from fsm_rollout.tools import tool_messages
 from fsm_rollout.tools.base import ToolResult
 from fsm_rollout.tools.call import invoke, is_async
 
@@ -142,7 +142,7 @@ def run_here(use: str, arguments: dict[str, Any]) -> tuple[Any, Exception | None
         value = function(**arguments)
         if is_async(function):
             value = asyncio.run(value)
-        return (value if isinstance(value, ToolResult) else told.result(value)), None
+        return (value if isinstance(value, ToolResult) else tool_messages.result(value)), None
     except (KeyboardInterrupt, SystemExit) as error:
         return None, RuntimeError(f"{type(error).__name__}: {error}")
     except Exception as error:

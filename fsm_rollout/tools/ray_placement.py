@@ -1,6 +1,6 @@
 """A tool's code on a Ray cluster: a function as a task, a class as one actor for each trajectory.
 
-Invariant: as in :mod:`fsm_rollout.tools.elsewhere`: plain data there and back, a call that is given up is killed, and
+Invariant: as in :mod:`fsm_rollout.tools.process_placement`: plain data there and back, a call that is given up is killed, and
 errors come back as they were raised. Tools take no CPU of Ray's accounts (engines may have them all): how many run at
 once is the toolbox's to say, and tasks are spread over the nodes.
 """
@@ -17,10 +17,10 @@ from typing import Any, cast
 
 from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.concurrency.ray_session import answer_to, connect, import_ray
-from fsm_rollout.tools import told
+from fsm_rollout.tools import tool_messages
 from fsm_rollout.tools.base import ToolResult
 from fsm_rollout.tools.call import invoke
-from fsm_rollout.tools.elsewhere import ToolDied, portable, run_here
+from fsm_rollout.tools.process_placement import ToolDied, portable, run_here
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class _Holder:
             value = await invoke(getattr(self._made, method), arguments)
             if method != "execute":
                 return None, None
-            return (value if isinstance(value, ToolResult) else told.result(value)), None
+            return (value if isinstance(value, ToolResult) else tool_messages.result(value)), None
         except Exception as error:
             return None, portable(error)
 
