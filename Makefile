@@ -4,13 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check format bench diagrams mutants clean
+.PHONY: demo test quick check format bench diagrams mutants clean
 
 demo: $(STAMP)
 	$(BIN)/fsm-rollout run configs/runs/demo.yaml
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
+
+# What needs no server, browser or other program: under a minute.
+quick: $(STAMP)
+	HYPOTHESIS_PROFILE=fast $(BIN)/python -m pytest -q -n 2 tests/unit
 
 check: $(STAMP)
 	$(BIN)/ruff check .

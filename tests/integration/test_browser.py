@@ -32,9 +32,12 @@ webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not in
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None or DRIVER is None, reason="no chromium with chromedriver here: apt-get install chromium-driver"
-)
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(
+        CHROMIUM is None or DRIVER is None, reason="no chromium with chromedriver here: apt-get install chromium-driver"
+    ),
+]
 FLAGS = (
     "--headless",
     "--no-sandbox",

@@ -116,7 +116,7 @@ SPECS = [
     pytest.param({"kind": "scripted", "turns": ["a"]}, id="scripted"),
     pytest.param({"kind": "scripted", "turns": ["a"], "replicas": 2}, id="a pool"),
     pytest.param({"kind": "transformers", "model": "embedded:early", "threads": 1}, id="transformers"),
-    pytest.param({"kind": "sglang", "model": "embedded:early"}, id="sglang", marks=pytest.mark.xdist_group("sglang")),
+    pytest.param({"kind": "sglang", "model": "embedded:early"}, id="sglang", marks=pytest.mark.sglang),
 ]
 
 

@@ -137,7 +137,7 @@ def place(placement: str) -> str:
 
 PLACES = [
     pytest.param("process", id="process"),
-    pytest.param("ray", id="ray", marks=pytest.mark.xdist_group("ray")),
+    pytest.param("ray", id="ray", marks=pytest.mark.ray),
 ]
 
 
@@ -211,7 +211,7 @@ def threading_wait(seconds: float) -> None:
     threading.Event().wait(seconds)
 
 
-@pytest.mark.xdist_group("ray")
+@pytest.mark.ray
 def test_a_class_on_ray_has_an_actor_for_each_trajectory() -> None:
     tool = {"use": "tests.integration.test_process_placement:Counter", "placement": "ray"}
     one, two = call_all(tool, {"by": 2}, {"by": 3}, tool={"start": 10})
@@ -289,7 +289,7 @@ def test_workers_end_with_a_caller_that_is_killed_during_a_call(how: signal.Sign
         gone(pid)
 
 
-@pytest.mark.xdist_group("ray")
+@pytest.mark.ray
 def test_ray_starts_before_the_time_of_the_first_call(tmp_path: Path) -> None:
     """In a program of its own, where no Ray is there yet: nothing is told of its start, and no call waits for it."""
     agent, script = tmp_path / "agent.yaml", tmp_path / "train.py"

@@ -35,7 +35,7 @@ from fsm_rollout.trajectory.tokens import as_ids
 from tests.integration import ray_work
 from tests.integration.ray_work import ByTrajectory, ask, right, through
 
-pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.filterwarnings("ignore::ResourceWarning")]
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 TIMES = PoolTimes(start=60, backoff=0.05)
 ray.cloudpickle.register_pickle_by_value(ray_work)  # the actors cannot import it
 

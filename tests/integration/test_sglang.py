@@ -27,7 +27,7 @@ from fsm_rollout.trajectory.tokens import as_ids
 from tests.integration.sglang_oracle import Answers, ask, model, request, worst
 from tests.kit import ROOT
 
-pytestmark = pytest.mark.xdist_group("sglang")  # one worker starts it
+pytestmark = pytest.mark.sglang  # one worker starts it
 
 CONFIGS = ROOT / "configs"
 CLOSE = 1e-4

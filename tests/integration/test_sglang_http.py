@@ -25,7 +25,7 @@ from fsm_rollout.model import embedded_model
 from fsm_rollout.testing import check_engine
 from tests.integration.sglang_oracle import Answers, ask, request, worst
 
-pytestmark = pytest.mark.xdist_group("sglang")
+pytestmark = pytest.mark.sglang
 
 CLOSE = 1e-4
 names = (f"http-{number}" for number in itertools.count())

@@ -13,7 +13,7 @@ from fsm_rollout.engines.sglang.engine import SGLangEngine
 from fsm_rollout.engines.specs import build_engine
 from tests.integration.sglang_oracle import Answers, model, request, worst
 
-pytestmark = pytest.mark.xdist_group("sglang")
+pytestmark = pytest.mark.sglang
 
 
 def test_a_lone_engine_that_is_killed_twice_loses_no_token_and_keeps_its_weights() -> None:
