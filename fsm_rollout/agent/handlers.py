@@ -1,8 +1,8 @@
-"""What each state handler declares: the triggers it may raise, what a visit spends, and its own keys.
+"""Where state handlers are found, and what each of them declares.
 
-Invariant: this table is all that the loader, the proof and the diagrams know of a handler, so an agent can be checked
-and drawn without importing an engine. The handlers themselves (:mod:`fsm_rollout.states`) read their declaration from
-here; a custom handler carries the same three things as class attributes.
+Invariant: a handler declares its triggers, what a visit spends and its own keys once, as attributes of its class;
+built-in handlers and a user's own alike. They are found by name (``module:Class``), so an agent is checked and drawn
+without importing an engine.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import inspect
 import os
 import sys
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from fsm_rollout.errors import ConfigError, did_you_mean
@@ -36,15 +37,13 @@ class HandlerSpec:
 
 
 BUILT_IN_HANDLERS = {
-    spec.name: spec
-    for spec in (
-        HandlerSpec("prompt", ("prompted",)),
-        HandlerSpec("generate", ("generated", "truncated"), spends="assistant_turns", keys=("sampling",)),
-        HandlerSpec("call_tools", ("tools_done",), spends="tool_calls", keys=("parallel",)),
-        HandlerSpec("interact", ("replied", "interaction_done"), spends="user_turns", keys=("interaction",)),
-        HandlerSpec("write", ("written",)),
-    )
+    "prompt": "fsm_rollout.states.pending:OpenPrompt",
+    "generate": "fsm_rollout.states.generating:Generate",
+    "call_tools": "fsm_rollout.states.processing_tools:CallTools",
+    "interact": "fsm_rollout.states.interacting:Interact",
+    "write": "fsm_rollout.states.writing:Write",
 }
+"""The handlers that a YAML names by one word; any other is ``module:Class``."""
 
 TEMPLATE_FACTS = {
     "agent": "the agent's name",
@@ -112,20 +111,32 @@ def load_object(path: str) -> object:
     return found
 
 
-def handler_spec(handler: str) -> HandlerSpec:
-    """Return the declaration of a built-in handler or of the class that ``module:Class`` names.
+def load_handler(handler: str) -> type:
+    """Return the class of a built-in handler, or the one that ``module:Class`` names.
 
     Raises:
-        ConfigError: unknown name, failing import, or not a class of :class:`fsm_rollout.State` that declares
-            ``triggers`` and can run.
+        ConfigError: unknown name, failing import, or not a class.
     """
-    if ":" not in handler:
-        if handler not in BUILT_IN_HANDLERS:
-            raise ConfigError(f"handler '{handler}' is not defined{did_you_mean(handler, BUILT_IN_HANDLERS)}")
-        return BUILT_IN_HANDLERS[handler]
-    found = load_object(handler)
+    if ":" not in handler and handler not in BUILT_IN_HANDLERS:
+        raise ConfigError(f"handler '{handler}' is not defined{did_you_mean(handler, BUILT_IN_HANDLERS)}")
+    found = load_object(BUILT_IN_HANDLERS.get(handler, handler))
     if not isinstance(found, type):
         raise ConfigError(f"handler '{handler}' is a {type(found).__name__}; name a class, derived from State")
+    return found
+
+
+def handler_spec(handler: str) -> HandlerSpec:
+    """Return what a handler's class declares.
+
+    Raises:
+        ConfigError: as :func:`load_handler`; or it is not a class of :class:`fsm_rollout.State` that declares
+            ``triggers`` and can run.
+    """
+    return _spec_of(handler, load_handler(handler))
+
+
+@lru_cache(maxsize=256)
+def _spec_of(handler: str, found: type) -> HandlerSpec:
     triggers = getattr(found, "triggers", None)
     if not isinstance(triggers, tuple) or not triggers or not all(isinstance(t, str) for t in triggers):
         raise ConfigError(f"handler '{handler}': the class must declare `triggers`, a tuple of names; got {triggers!r}")
@@ -137,13 +148,13 @@ def handler_spec(handler: str) -> HandlerSpec:
         hint = did_you_mean(str(spends), COUNTED_LIMITS)
         raise ConfigError(f"handler '{handler}': `spends` must be a counted limit or None, got {spends!r}{hint}")
     _can_run(handler, found)
-    return HandlerSpec(handler, triggers, spends=spends, keys=("sampling", "options"))
+    return HandlerSpec(handler, triggers, spends=spends, keys=getattr(found, "keys", ()))
 
 
 def _can_run(handler: str, found: type) -> None:
-    from fsm_rollout.states.base import State  # which itself asks this module
-
-    if not issubclass(found, State):
+    base = load_object("fsm_rollout.states.base:State")
+    assert isinstance(base, type)
+    if not issubclass(found, base):
         raise ConfigError(f"handler '{handler}': derive the class from fsm_rollout.State")
     missing = sorted(getattr(found, "__abstractmethods__", ()))
     if missing:

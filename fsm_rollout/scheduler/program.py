@@ -13,14 +13,14 @@ from jinja2 import StrictUndefined, Template
 from jinja2.sandbox import SandboxedEnvironment
 
 from fsm_rollout.agent.graph import MAIN, POLICY, AgentGraph, Context, Interaction, Sampling
-from fsm_rollout.agent.handlers import load_object
+from fsm_rollout.agent.handlers import load_handler
 from fsm_rollout.agent.machine import AgentMachine
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.chat.formats import ToolFormat, detect_format, get_format
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.environment.users import build_interaction
 from fsm_rollout.errors import ChatTemplateError, ConfigError, Problem, ToolError, did_you_mean
-from fsm_rollout.states import HANDLERS, State
+from fsm_rollout.states import State
 from fsm_rollout.tools import Toolbox
 from fsm_rollout.trajectory.prompt import Prompt
 
@@ -79,7 +79,7 @@ class Program:
     def _handler(self, state: str) -> State:
         spec = self.graph.states[state]
         name = self.graph.handler_of(state)
-        handler = HANDLERS[name] if name in HANDLERS else cast(type[State], load_object(name))
+        handler = cast(type[State], load_handler(name))
         try:
             return handler(state, spec)
         except Exception as error:  # a constructor of the user's

@@ -61,7 +61,11 @@ class State(ABC):
     """
 
     triggers: ClassVar[tuple[str, ...]] = ()
+    """What :meth:`run` may come to."""
     spends: ClassVar[str | None] = None
+    """The limit that each visit is charged at least 1 of on entry; ``None``: a visit may be free."""
+    keys: ClassVar[tuple[str, ...]] = ("sampling", "options")
+    """The YAML keys of a state that mean something only to some handlers, this one among them."""
     Options: ClassVar[type[BaseModel] | None] = None
 
     def __init__(self, name: str, spec: StateSpec) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fsm_rollout.agent.handlers import BUILT_IN_HANDLERS
 from fsm_rollout.states.base import State
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
@@ -15,8 +14,9 @@ if TYPE_CHECKING:
 class Generate(State):
     """Samples one turn of the state's context. A turn cut at its own ``max_tokens`` raises ``truncated``."""
 
-    triggers = BUILT_IN_HANDLERS["generate"].triggers
-    spends = BUILT_IN_HANDLERS["generate"].spends
+    triggers = ("generated", "truncated")
+    spends = "assistant_turns"
+    keys = ("sampling",)
 
     async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         """Ask the engine and wait for the turn's end."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fsm_rollout.agent.handlers import BUILT_IN_HANDLERS
 from fsm_rollout.states.base import State
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
@@ -15,8 +14,9 @@ if TYPE_CHECKING:
 class Interact(State):
     """Asks the interaction for a reply to the state's context."""
 
-    triggers = BUILT_IN_HANDLERS["interact"].triggers
-    spends = BUILT_IN_HANDLERS["interact"].spends
+    triggers = ("replied", "interaction_done")
+    spends = "user_turns"
+    keys = ("interaction",)
 
     async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         """Ask, score the turn that was judged, write the reply."""

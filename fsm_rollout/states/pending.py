@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fsm_rollout.agent.handlers import BUILT_IN_HANDLERS
 from fsm_rollout.states.base import State
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
@@ -15,7 +14,8 @@ if TYPE_CHECKING:
 class OpenPrompt(State):
     """Opens the state's context with the prompt's messages (or the state's own template)."""
 
-    triggers = BUILT_IN_HANDLERS["prompt"].triggers
+    triggers = ("prompted",)
+    keys = ()
 
     async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         """Open the stream, unless entering the state has done so."""

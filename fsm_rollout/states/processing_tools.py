@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from fsm_rollout.agent.handlers import BUILT_IN_HANDLERS
 from fsm_rollout.states.base import State
 from fsm_rollout.tools import tool_messages
 from fsm_rollout.trajectory.events import Called, MalformedCall, Message, ToolCall
@@ -22,8 +21,9 @@ class CallTools(State):
     has finished are not made again.
     """
 
-    triggers = BUILT_IN_HANDLERS["call_tools"].triggers
-    spends = BUILT_IN_HANDLERS["call_tools"].spends
+    triggers = ("tools_done",)
+    spends = "tool_calls"
+    keys = ("parallel",)
 
     async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         """Call, wait for all, write."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fsm_rollout.agent.handlers import BUILT_IN_HANDLERS
 from fsm_rollout.states.base import State
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
@@ -15,7 +14,8 @@ if TYPE_CHECKING:
 class Write(State):
     """Says that its prompt has been written (every working state writes its prompt on entry)."""
 
-    triggers = BUILT_IN_HANDLERS["write"].triggers
+    triggers = ("written",)
+    keys = ()
 
     async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         """Nothing is left to do."""

@@ -31,7 +31,6 @@ from fsm_rollout.engines.transformers.model_folders import EMBEDDED, load_tokeni
 from fsm_rollout.scheduler.live import Group
 from fsm_rollout.scheduler.resume import History
 from fsm_rollout.scheduler.scheduler import Scheduler
-from fsm_rollout.states import HANDLERS
 from fsm_rollout.testing.mortal_replicas import MortalReplicas
 from fsm_rollout.testing.one_engine import OneEngine
 from fsm_rollout.testing.plan import Fault, Plan
@@ -329,7 +328,7 @@ class _World:
             if not self.real_tools:
                 program.toolbox.replace(partial(simulated_tool, fates=self.plan.tools))
             program.handlers = {
-                state: handler if type(handler) in HANDLERS.values() else WatchedState(handler, self.result.watch)
+                state: WatchedState(handler, self.result.watch) if ":" in program.graph.handler_of(state) else handler
                 for state, handler in program.handlers.items()
             }
 

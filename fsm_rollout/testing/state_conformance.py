@@ -17,7 +17,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from fsm_rollout.agent.graph import AgentGraph
-from fsm_rollout.agent.handlers import HandlerSpec, handler_spec, load_object
+from fsm_rollout.agent.handlers import BUILT_IN_HANDLERS, HandlerSpec, handler_spec, load_handler, load_object
 from fsm_rollout.agent.limits import LimitReached
 from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
@@ -25,7 +25,7 @@ from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.errors import ConfigError, RolloutError
 from fsm_rollout.scheduler.live import Group
 from fsm_rollout.scheduler.scheduler import Scheduler
-from fsm_rollout.states import HANDLERS, State
+from fsm_rollout.states import State
 from fsm_rollout.testing.blocking import HOW_TIME_PASSES, busy, in_virtual_time
 from fsm_rollout.testing.one_engine import OneEngine
 from fsm_rollout.testing.promises import (
@@ -141,10 +141,10 @@ def check_state(
 
 
 def _load(handler: type[State] | str, name: str) -> type[State]:
-    if isinstance(handler, str) and handler in HANDLERS:
-        return HANDLERS[handler]
     try:
-        found = load_object(handler) if isinstance(handler, str) else handler
+        found: object = handler
+        if isinstance(handler, str):
+            found = load_handler(handler) if handler in BUILT_IN_HANDLERS else load_object(handler)
     except ConfigError as error:
         raise ConformanceError(1, f"{name} cannot be loaded: {error}") from error
     if not (isinstance(found, type) and issubclass(found, State)):

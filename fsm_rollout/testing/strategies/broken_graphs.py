@@ -8,7 +8,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from fsm_rollout.agent.graph import TERMINATED, AgentGraph
-from fsm_rollout.agent.handlers import BUILT_IN_HANDLERS
+from fsm_rollout.agent.handlers import handler_spec
 from fsm_rollout.testing.strategies.graphs import FINALS, Data, Draw, graphs
 
 
@@ -23,7 +23,7 @@ def broken_graphs(draw: Draw) -> tuple[AgentGraph, int]:
     data["transitions"] = rows = [dict(row) for row in data["transitions"]]
     working = list(graph.working_states)
     state = draw(st.sampled_from(working))
-    explicit = BUILT_IN_HANDLERS[graph.handler_of(state)].triggers[0]
+    explicit = handler_spec(graph.handler_of(state)).triggers[0]
     mine = [i for i, row in enumerate(rows) if row["trigger"] == explicit and row["source"] == (state,)]
     rule = draw(st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 17, 18]))
     match rule:

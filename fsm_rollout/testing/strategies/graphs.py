@@ -17,7 +17,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from fsm_rollout.agent.graph import TERMINATED, AgentGraph
-from fsm_rollout.agent.handlers import BUILT_IN_HANDLERS, BUILT_IN_STATES
+from fsm_rollout.agent.handlers import BUILT_IN_STATES, handler_spec
 from fsm_rollout.agent.rules.paths import nothing_new
 from fsm_rollout.agent.rules.structure import Structure
 from fsm_rollout.trajectory.frozen import FrozenMap
@@ -133,7 +133,7 @@ def graphs(draw: Draw, max_states: int = 5, max_limit: int = 4, plain: bool = Fa
     tools: Data = {} if plain else draw(st.dictionaries(st.sampled_from(["calc", "no"]), _tool(), max_size=2))
     rows = _Rows(draw, states, list(tools))
     for state in states:
-        for trigger in BUILT_IN_HANDLERS[handlers[state]].triggers:
+        for trigger in handler_spec(handlers[state]).triggers:
             if trigger != "truncated":
                 rows.add(state, trigger, last=True)
         raised = ["failed", "timed_out", *(["truncated"] if handlers[state] == "generate" else [])]
@@ -276,7 +276,7 @@ def _repair(rows: _Rows, states: list[str], specs: dict[str, Data]) -> None:
 def _bound(rows: _Rows, specs: dict[str, Data], handlers: dict[str, str], limits: Data, draw: Draw) -> None:
     order = list(specs)
     for state in order:
-        counted = limits.get(str(BUILT_IN_HANDLERS[handlers[state]].spends)) is not None
+        counted = limits.get(str(handler_spec(handlers[state]).spends)) is not None
         back = any(
             row["dest"] in specs and order.index(row["dest"]) <= order.index(state)
             for (name, _), group in rows.by.items()

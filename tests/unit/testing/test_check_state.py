@@ -15,16 +15,17 @@ import pytest
 from pydantic import BaseModel
 
 from fsm_rollout.agent.graph import Sampling
+from fsm_rollout.agent.handlers import BUILT_IN_HANDLERS
 from fsm_rollout.agent.limits import LimitReached
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.states import HANDLERS, State
+from fsm_rollout.states import State
 from fsm_rollout.states.context import HandlerContext
 from fsm_rollout.testing import ConformanceError, blocking, check_state
 from fsm_rollout.trajectory.events import Ended
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 
-@pytest.mark.parametrize("handler", HANDLERS)
+@pytest.mark.parametrize("handler", BUILT_IN_HANDLERS)
 def test_the_built_in_handlers_conform(handler: str) -> None:
     state = {"prompt": "Once more."} if handler == "write" else {}
     checked = check_state(handler, state=state, examples=15)
