@@ -19,7 +19,7 @@ from fsm_rollout import Prompt, ScriptedEngine, load_agent
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.scripted.engine import Turn
 from fsm_rollout.scheduler.scheduler import Scheduler
-from fsm_rollout.testing.virtual_time import run_virtual
+from fsm_rollout.testing.simulation.virtual_time import run_virtual
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 CALL = '<tool_call>\n{"name": "calculate", "arguments": {"left": %d, "operator": "+", "right": 2}}\n</tool_call>'

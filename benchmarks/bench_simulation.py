@@ -14,9 +14,9 @@ from random import Random
 
 from fsm_rollout.agent.loader import load_agent
 from fsm_rollout.engines.scripted.script import Turn
-from fsm_rollout.testing.agent_checks import Subject, search
-from fsm_rollout.testing.plan import Plan
-from fsm_rollout.testing.simulation import simulate
+from fsm_rollout.testing.plugin.agent_checks import Subject, search
+from fsm_rollout.testing.simulation.plan import Plan
+from fsm_rollout.testing.simulation.simulate import simulate
 
 AGENT = Path(__file__).parent.parent / "configs/agents/tool_user.yaml"
 ROUNDS = 5

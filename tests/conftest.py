@@ -6,7 +6,7 @@ import os
 
 from hypothesis import HealthCheck, settings
 
-from fsm_rollout.testing.profiles import register
+from fsm_rollout.testing.plugin.profiles import register
 
 pytest_plugins = ["pytester", "tests.model_fixtures"]
 

@@ -1,6 +1,6 @@
 """Tools for testing agents, engines and tools, used by this package's own tests and shipped for yours.
 
-* ``pytest --fsm-agents 'agents/*.yaml'`` tests agents without a line of code: :mod:`fsm_rollout.testing.pytest_plugin`.
+* ``pytest --fsm-agents 'agents/*.yaml'`` tests agents without a line of code: :mod:`fsm_rollout.testing.plugin.pytest_plugin`.
 * ``check_…`` hold an implementation of yours to what its protocol promises.
 * :func:`run_virtual` and :func:`simulate` run things in virtual time: nothing ever sleeps.
 * :mod:`fsm_rollout.testing.strategies` draws agents, conversations, tool calls, scripts and faults with Hypothesis.
@@ -14,22 +14,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 _HOMES = {
-    "Checked": "promises",
-    "ConformanceError": "promises",
-    "Deadlock": "virtual_time",
-    "LawBroken": "laws",
-    "LeakedTasks": "virtual_time",
-    "Plan": "plan",
-    "Report": "conformance",
-    "Simulation": "simulation",
-    "VirtualTimeLoop": "virtual_time",
-    "check_engine": "conformance",
-    "check_interaction": "interaction_conformance",
-    "check_state": "state_conformance",
-    "check_tool": "tool_conformance",
-    "check_tool_format": "tool_format_conformance",
-    "run_virtual": "virtual_time",
-    "simulate": "simulation",
+    "Checked": "conformance.promises",
+    "ConformanceError": "conformance.promises",
+    "Deadlock": "simulation.virtual_time",
+    "LawBroken": "simulation.laws",
+    "LeakedTasks": "simulation.virtual_time",
+    "Plan": "simulation.plan",
+    "Report": "conformance.engine",
+    "Simulation": "simulation.simulate",
+    "VirtualTimeLoop": "simulation.virtual_time",
+    "check_engine": "conformance.engine",
+    "check_interaction": "conformance.interaction",
+    "check_state": "conformance.state",
+    "check_tool": "conformance.tool",
+    "check_tool_format": "conformance.tool_format",
+    "run_virtual": "simulation.virtual_time",
+    "simulate": "simulation.simulate",
 }
 
 __all__ = [  # as in the table above; the type checker wants the literals
@@ -52,16 +52,16 @@ __all__ = [  # as in the table above; the type checker wants the literals
 ]
 
 if TYPE_CHECKING:
-    from fsm_rollout.testing.conformance import Report, check_engine
-    from fsm_rollout.testing.interaction_conformance import check_interaction
-    from fsm_rollout.testing.laws import LawBroken
-    from fsm_rollout.testing.plan import Plan
-    from fsm_rollout.testing.promises import Checked, ConformanceError
-    from fsm_rollout.testing.simulation import Simulation, simulate
-    from fsm_rollout.testing.state_conformance import check_state
-    from fsm_rollout.testing.tool_conformance import check_tool
-    from fsm_rollout.testing.tool_format_conformance import check_tool_format
-    from fsm_rollout.testing.virtual_time import Deadlock, LeakedTasks, VirtualTimeLoop, run_virtual
+    from fsm_rollout.testing.conformance.engine import Report, check_engine
+    from fsm_rollout.testing.conformance.interaction import check_interaction
+    from fsm_rollout.testing.conformance.promises import Checked, ConformanceError
+    from fsm_rollout.testing.conformance.state import check_state
+    from fsm_rollout.testing.conformance.tool import check_tool
+    from fsm_rollout.testing.conformance.tool_format import check_tool_format
+    from fsm_rollout.testing.simulation.laws import LawBroken
+    from fsm_rollout.testing.simulation.plan import Plan
+    from fsm_rollout.testing.simulation.simulate import Simulation, simulate
+    from fsm_rollout.testing.simulation.virtual_time import Deadlock, LeakedTasks, VirtualTimeLoop, run_virtual
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,6 @@
 """The laws of DESIGN, held on drawn agents, engines that misbehave, and schedules, with the kit that ships.
 
-The oracles are :mod:`fsm_rollout.testing.laws`; those that need this folder's own tools are here. Each reads the other
+The oracles are :mod:`fsm_rollout.testing.simulation.laws`; those that need this folder's own tools are here. Each reads the other
 side's log (the engine's, the tools'); none calls the code under test.
 """
 
@@ -20,10 +20,10 @@ from fsm_rollout.agent.verify import verify
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.engines.scripted.script import Turn
-from fsm_rollout.testing import laws
-from fsm_rollout.testing.agent_checks import judge
-from fsm_rollout.testing.plan import Fault, Plan, Schedule
-from fsm_rollout.testing.simulation import Simulation, embedded_tokenizer, simulate, without_clocks
+from fsm_rollout.testing.plugin.agent_checks import judge
+from fsm_rollout.testing.simulation import laws
+from fsm_rollout.testing.simulation.plan import Fault, Plan, Schedule
+from fsm_rollout.testing.simulation.simulate import Simulation, embedded_tokenizer, simulate, without_clocks
 from fsm_rollout.testing.strategies import engine_scripts, plans
 from fsm_rollout.testing.strategies.graphs import graphs
 from fsm_rollout.trajectory.events import Generated, MessagesAppended

@@ -2,7 +2,7 @@
 
 Invariant: what a request is answered depends on the script, the request and the weight version only, so a run on a
 scripted engine is the same every time. It waits with the event loop's timers alone, hence runs in virtual time
-(:mod:`fsm_rollout.testing.virtual_time`). Use it to try an agent without a model, to rehearse failures, and in tests.
+(:mod:`fsm_rollout.testing.simulation.virtual_time`). Use it to try an agent without a model, to rehearse failures, and in tests.
 """
 
 from __future__ import annotations

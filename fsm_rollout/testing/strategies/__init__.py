@@ -3,7 +3,6 @@
 Each strategy draws data that is right by construction and shrinks towards the least that still shows a fault.
 """
 
-from fsm_rollout.testing.schema_values import json_values
 from fsm_rollout.testing.strategies.broken_graphs import broken_graphs
 from fsm_rollout.testing.strategies.conversations import conversations
 from fsm_rollout.testing.strategies.graphs import graphs
@@ -18,6 +17,7 @@ from fsm_rollout.testing.strategies.plans import (
     tool_fates,
     turns,
 )
+from fsm_rollout.testing.strategies.schema_values import json_values
 from fsm_rollout.testing.strategies.streams import Piece, token_streams
 from fsm_rollout.testing.strategies.tool_calls import broken_calls, tool_calls
 from fsm_rollout.testing.strategies.vocabulary import vocabularies

@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from fsm_rollout.testing.schema_values import plain_texts
+from fsm_rollout.testing.strategies.schema_values import plain_texts
 
 Message = dict[str, Any]
 

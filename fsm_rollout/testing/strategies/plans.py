@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.handlers import handler_spec
 from fsm_rollout.engines.scripted.script import Script, Turn
-from fsm_rollout.testing.plan import Fault, Plan, ReplyFate, Schedule, ToolFate
+from fsm_rollout.testing.simulation.plan import Fault, Plan, ReplyFate, Schedule, ToolFate
 from fsm_rollout.testing.strategies.vocabulary import vocabularies
 from fsm_rollout.trajectory.trajectory import Outcome
 

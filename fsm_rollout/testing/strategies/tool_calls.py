@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from fsm_rollout.testing.call_texts import call_text
-from fsm_rollout.testing.schema_values import Schema, json_values
+from fsm_rollout.testing.strategies.call_texts import call_text
+from fsm_rollout.testing.strategies.schema_values import Schema, json_values
 
 
 def _function(tool: Schema) -> tuple[str, Schema]:
@@ -28,7 +28,7 @@ def tool_calls(
     Args:
         draw: given by Hypothesis.
         tools: OpenAI schemas, as ``tool_schema`` makes them.
-        tool_format: a name of :data:`fsm_rollout.testing.call_texts.WRITERS`.
+        tool_format: a name of :data:`fsm_rollout.testing.strategies.call_texts.WRITERS`.
         only: call just this tool.
     """
     named = [_function(tool) for tool in tools]

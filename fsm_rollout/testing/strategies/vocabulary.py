@@ -20,7 +20,7 @@ from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.chat.formats import detect_format
 from fsm_rollout.errors import ChatTemplateError, ConfigError
-from fsm_rollout.testing.call_texts import WRITERS, call_text_of_template
+from fsm_rollout.testing.strategies.call_texts import WRITERS, call_text_of_template
 from fsm_rollout.testing.strategies.tool_calls import broken_calls, tool_calls
 from fsm_rollout.tools import Toolbox
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsm_rollout.concurrency.deadline import Deadline
-from fsm_rollout.testing.virtual_time import run_virtual
+from fsm_rollout.testing.simulation.virtual_time import run_virtual
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 20)), max_size=12), st.integers(1, 60))

@@ -18,7 +18,7 @@ from fsm_rollout.engines.client import EngineClient, PendingRequest
 from fsm_rollout.engines.protocol import Chunk, Request, SamplingParams
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.errors import EngineError, PromptTooLong
-from fsm_rollout.testing.virtual_time import run_virtual
+from fsm_rollout.testing.simulation.virtual_time import run_virtual
 from fsm_rollout.trajectory.tokens import TokenStream
 from tests.embedded import tokenizer
 

@@ -22,7 +22,7 @@ from fsm_rollout.engines.scripted.engine import Logged, ScriptedEngine, Turn, sc
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import EngineError
 from fsm_rollout.testing import check_engine, run_virtual
-from fsm_rollout.testing.engine_answers import Answer, take
+from fsm_rollout.testing.conformance.engine_answers import Answer, take
 from fsm_rollout.trajectory.tokens import as_ids
 
 TEXT = "hello, wonderful world"

@@ -29,7 +29,7 @@ from fsm_rollout.scheduler.live import Group
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.states import State
 from fsm_rollout.states.context import HandlerContext
-from fsm_rollout.testing.virtual_time import run_virtual
+from fsm_rollout.testing.simulation.virtual_time import run_virtual
 from fsm_rollout.tools import ToolContext
 from fsm_rollout.trajectory.events import Transitioned
 from fsm_rollout.trajectory.frozen import FrozenMap

@@ -14,7 +14,7 @@ from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn, scripted_l
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import EngineError
 from fsm_rollout.testing import ConformanceError, check_engine, run_virtual
-from fsm_rollout.testing.virtual_time import Endless
+from fsm_rollout.testing.simulation.virtual_time import Endless
 
 TEXT = "hello, wonderful world"
 

@@ -12,7 +12,8 @@ import pytest
 
 from fsm_rollout import load_agent
 from fsm_rollout.environment.users import Conversation, Reply
-from fsm_rollout.testing import ConformanceError, blocking, check_interaction
+from fsm_rollout.testing import ConformanceError, check_interaction
+from fsm_rollout.testing.simulation import blocking
 from tests.kit import ROOT
 
 SCRIPTED, MODEL = "fsm_rollout.interactions:ScriptedUser", "fsm_rollout.interactions:ModelUser"

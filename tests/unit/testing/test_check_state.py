@@ -20,7 +20,8 @@ from fsm_rollout.agent.limits import LimitReached
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.states import State
 from fsm_rollout.states.context import HandlerContext
-from fsm_rollout.testing import ConformanceError, blocking, check_state
+from fsm_rollout.testing import ConformanceError, check_state
+from fsm_rollout.testing.simulation import blocking
 from fsm_rollout.trajectory.events import Ended
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from fsm_rollout import load_agent
-from fsm_rollout.testing import ConformanceError, blocking, check_tool
+from fsm_rollout.testing import ConformanceError, check_tool
+from fsm_rollout.testing.simulation import blocking
 from fsm_rollout.tools import Hidden, Tool, ToolContext, ToolResult
 from tests.kit import ROOT
 

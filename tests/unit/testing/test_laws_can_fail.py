@@ -9,10 +9,10 @@ from msgspec.structs import replace
 
 from fsm_rollout import load_agent, prove
 from fsm_rollout.engines.scripted.script import Turn
-from fsm_rollout.testing import laws
-from fsm_rollout.testing.laws import Law, LawBroken
-from fsm_rollout.testing.plan import Plan
-from fsm_rollout.testing.simulation import Simulation, simulate
+from fsm_rollout.testing.simulation import laws
+from fsm_rollout.testing.simulation.laws import Law, LawBroken
+from fsm_rollout.testing.simulation.plan import Plan
+from fsm_rollout.testing.simulation.simulate import Simulation, simulate
 from fsm_rollout.trajectory.tokens import TokenStream
 from tests.kit import ROOT
 

@@ -11,7 +11,7 @@ from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.scheduler.scheduler import Scheduler
-from fsm_rollout.testing.virtual_time import run_virtual
+from fsm_rollout.testing.simulation.virtual_time import run_virtual
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.embedded import tokenizer

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from fsm_rollout.testing import agent_checks
-from fsm_rollout.testing.agent_checks import CHECKS, Subject
-from fsm_rollout.testing.laws import LawBroken
-from fsm_rollout.testing.pytest_plugin import ITEMS
+from fsm_rollout.testing.plugin import agent_checks
+from fsm_rollout.testing.plugin.agent_checks import CHECKS, Subject
+from fsm_rollout.testing.plugin.pytest_plugin import ITEMS
+from fsm_rollout.testing.simulation.laws import LawBroken
 from tests.kit import ROOT
 from tests.unit.testing.plugin_agents import (
     ASKS,

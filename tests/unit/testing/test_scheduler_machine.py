@@ -26,8 +26,8 @@ from fsm_rollout.engines.scripted.engine import Logged, ScriptedEngine
 from fsm_rollout.engines.scripted.script import Script, Turn
 from fsm_rollout.scheduler.live import Group
 from fsm_rollout.scheduler.scheduler import Scheduler
-from fsm_rollout.testing.mortal_replicas import MortalReplica, MortalReplicas
-from fsm_rollout.testing.virtual_time import VirtualTimeLoop
+from fsm_rollout.testing.simulation.mortal_replicas import MortalReplica, MortalReplicas
+from fsm_rollout.testing.simulation.virtual_time import VirtualTimeLoop
 from fsm_rollout.trajectory.events import AnyEvent, Ended
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.tokens import Owner

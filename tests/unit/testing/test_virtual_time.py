@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsm_rollout.testing.virtual_time import Deadlock, LeakedTasks, VirtualTimeLoop, run_virtual
+from fsm_rollout.testing.simulation.virtual_time import Deadlock, LeakedTasks, VirtualTimeLoop, run_virtual
 
 
 def virtual_loop() -> VirtualTimeLoop:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from fsm_rollout.agent import graph
 from fsm_rollout.errors import ToolError
-from fsm_rollout.testing.virtual_time import run_virtual
+from fsm_rollout.testing.simulation.virtual_time import run_virtual
 from fsm_rollout.tools import AgentAnswer, CallResult, Hidden, Tool, Toolbox, ToolContext, ToolResult, ToolSession
 from fsm_rollout.trajectory.events import MalformedCall, ToolCall
 

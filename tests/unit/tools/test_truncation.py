@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from fsm_rollout.agent import graph
-from fsm_rollout.testing.virtual_time import run_virtual
+from fsm_rollout.testing.simulation.virtual_time import run_virtual
 from fsm_rollout.tools import AgentAnswer, CallResult, Toolbox, truncate
 from fsm_rollout.tools.truncation import EXACT_CHARACTERS
 from fsm_rollout.trajectory.events import ToolCall

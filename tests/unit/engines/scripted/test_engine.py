@@ -9,7 +9,7 @@ import pytest
 from fsm_rollout.engines.protocol import Chunk, Engine, Load, Request, SamplingParams
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.errors import EngineError
-from fsm_rollout.testing.virtual_time import run_virtual
+from fsm_rollout.testing.simulation.virtual_time import run_virtual
 from fsm_rollout.trajectory.tokens import as_ids
 
 

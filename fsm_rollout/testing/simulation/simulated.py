@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from fsm_rollout.agent.graph import AgentGraph, Interaction
 from fsm_rollout.environment.users import Conversation, Reply
-from fsm_rollout.testing.plan import ReplyFate, ToolFate
+from fsm_rollout.testing.simulation.plan import ReplyFate, ToolFate
 from fsm_rollout.tools.base import RunAgent, ToolResult
 from fsm_rollout.tools.binding import AgentTool, BoundTool, MakeContext, OpenTool
 
@@ -94,7 +94,7 @@ class SimulatedUser:
 def with_simulated_users(graph: AgentGraph, replies: Sequence[ReplyFate]) -> AgentGraph:
     """Return the agent with every interaction replaced, those of its sub-agents too."""
     user = Interaction(
-        use="fsm_rollout.testing.simulated:SimulatedUser",
+        use="fsm_rollout.testing.simulation.simulated:SimulatedUser",
         kwargs={"replies": _reply_fates.dump_json(tuple(replies)).decode()},  # as one text: every trajectory copies it
     )
     states = {

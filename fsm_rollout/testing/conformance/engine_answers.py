@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fsm_rollout.engines.protocol import Chunk, FinishReason, Request
-from fsm_rollout.testing.promises import ConformanceError
+from fsm_rollout.testing.conformance.promises import ConformanceError
 
 
 @dataclass(slots=True)

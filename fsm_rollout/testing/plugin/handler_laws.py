@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.errors import PromptTooLong, RolloutError
-from fsm_rollout.testing.laws import LawBroken
-from fsm_rollout.testing.simulation import Simulation
-from fsm_rollout.testing.watching import Visited
+from fsm_rollout.testing.simulation.laws import LawBroken
+from fsm_rollout.testing.simulation.simulate import Simulation
+from fsm_rollout.testing.simulation.watching import Visited
 from fsm_rollout.trajectory.events import Transitioned
 
 DRAWN_FAILURES = frozenset({"Overload", "EngineError", "RuntimeError"})

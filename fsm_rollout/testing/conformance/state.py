@@ -26,9 +26,7 @@ from fsm_rollout.errors import ConfigError, RolloutError
 from fsm_rollout.scheduler.live import Group
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.states import State
-from fsm_rollout.testing.blocking import HOW_TIME_PASSES, busy, in_virtual_time
-from fsm_rollout.testing.one_engine import OneEngine
-from fsm_rollout.testing.promises import (
+from fsm_rollout.testing.conformance.engine.engine.promises import (
     BlockedLoop,
     Checked,
     ConformanceError,
@@ -36,8 +34,17 @@ from fsm_rollout.testing.promises import (
     importable,
     search,
 )
-from fsm_rollout.testing.simulation import embedded_tokenizer
-from fsm_rollout.testing.watched_visits import Story, Visited, Watch, current_watch, task_factory, watched_class
+from fsm_rollout.testing.conformance.engine.engine.watched_visits import (
+    Story,
+    Visited,
+    Watch,
+    current_watch,
+    task_factory,
+    watched_class,
+)
+from fsm_rollout.testing.simulation.blocking import HOW_TIME_PASSES, busy, in_virtual_time
+from fsm_rollout.testing.simulation.one_engine import OneEngine
+from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from fsm_rollout.trajectory.events import AnyEvent, Generated, Transitioned, decode, encode
 from fsm_rollout.trajectory.frozen import FrozenMap
 from fsm_rollout.trajectory.prompt import Prompt

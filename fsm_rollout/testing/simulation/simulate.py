@@ -31,12 +31,12 @@ from fsm_rollout.engines.transformers.model_folders import EMBEDDED, load_tokeni
 from fsm_rollout.scheduler.live import Group
 from fsm_rollout.scheduler.resume import History
 from fsm_rollout.scheduler.scheduler import Scheduler
-from fsm_rollout.testing.mortal_replicas import MortalReplicas
-from fsm_rollout.testing.one_engine import OneEngine
-from fsm_rollout.testing.plan import Fault, Plan
-from fsm_rollout.testing.simulated import simulated_tool, with_simulated_users
-from fsm_rollout.testing.virtual_time import VirtualTimeLoop, run_virtual
-from fsm_rollout.testing.watching import BLOCKING_SECONDS, HandlerBlocked, Watch, WatchedState, watchdog
+from fsm_rollout.testing.simulation.mortal_replicas import MortalReplicas
+from fsm_rollout.testing.simulation.one_engine import OneEngine
+from fsm_rollout.testing.simulation.plan import Fault, Plan
+from fsm_rollout.testing.simulation.simulated import simulated_tool, with_simulated_users
+from fsm_rollout.testing.simulation.virtual_time import VirtualTimeLoop, run_virtual
+from fsm_rollout.testing.simulation.watching import BLOCKING_SECONDS, HandlerBlocked, Watch, WatchedState, watchdog
 from fsm_rollout.trajectory.events import AnyEvent
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.prompt import Prompt

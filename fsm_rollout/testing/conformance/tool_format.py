@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from fsm_rollout.chat.formats import Parsed, ToolFormat, get_format
 from fsm_rollout.errors import ChatTemplateError
-from fsm_rollout.testing.promises import Checked, ConformanceError, search
+from fsm_rollout.testing.conformance.promises import Checked, ConformanceError, search
 
 Written = tuple[str, dict[str, Any]]
 """A call as it is to be written: the tool's name and its arguments."""

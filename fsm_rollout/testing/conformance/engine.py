@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 
 from fsm_rollout.engines.protocol import Engine, Request
 from fsm_rollout.errors import EngineError
-from fsm_rollout.testing import engine_orders as orders
-from fsm_rollout.testing.engine_answers import Answer, take
-from fsm_rollout.testing.engine_under_check import LONG, TRIES, Subject, within
-from fsm_rollout.testing.promises import ConformanceError
+from fsm_rollout.testing.conformance import engine_orders as orders
+from fsm_rollout.testing.conformance.engine_answers import Answer, take
+from fsm_rollout.testing.conformance.engine_under_check import LONG, TRIES, Subject, within
+from fsm_rollout.testing.conformance.promises import ConformanceError
 from fsm_rollout.trajectory.tokens import as_ids
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from fsm_rollout.engines.protocol import Chunk
 from fsm_rollout.errors import EngineError
-from fsm_rollout.testing.engine_answers import Answer, take
-from fsm_rollout.testing.engine_under_check import LATE, LONG, TRIES, Subject
-from fsm_rollout.testing.promises import ConformanceError
+from fsm_rollout.testing.conformance.engine_answers import Answer, take
+from fsm_rollout.testing.conformance.engine_under_check import LATE, LONG, TRIES, Subject
+from fsm_rollout.testing.conformance.promises import ConformanceError
 
 if TYPE_CHECKING:
     import torch

@@ -35,7 +35,7 @@ from contextvars import Context
 from typing import Any, Literal, TypeVar, TypeVarTuple, Unpack, cast
 from weakref import WeakKeyDictionary
 
-from fsm_rollout.testing import places
+from fsm_rollout.testing.simulation import source_lines as places
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from fsm_rollout.agent.limits import LimitReached
 from fsm_rollout.concurrency.deadline import being_cancelled
 from fsm_rollout.states import State
-from fsm_rollout.testing.places import is_users
+from fsm_rollout.testing.simulation.source_lines import is_users
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 if TYPE_CHECKING:

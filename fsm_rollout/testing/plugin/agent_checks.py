@@ -25,16 +25,17 @@ from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.loader import dump, loads, read_agent
 from fsm_rollout.agent.proof import Bound, prove
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.testing import handler_laws, laws
-from fsm_rollout.testing.blocking import unblocked
-from fsm_rollout.testing.laws import Law, LawBroken
-from fsm_rollout.testing.plan import Plan, Schedule
-from fsm_rollout.testing.reachable import reachable_rows
-from fsm_rollout.testing.simulation import Simulation, embedded_tokenizer, quietly, simulate, without_clocks
+from fsm_rollout.testing.plugin import handler_laws
+from fsm_rollout.testing.plugin.reachable import reachable_rows
+from fsm_rollout.testing.plugin.walks import Walker, row_name, taken
+from fsm_rollout.testing.simulation import laws
+from fsm_rollout.testing.simulation.blocking import unblocked
+from fsm_rollout.testing.simulation.laws import Law, LawBroken
+from fsm_rollout.testing.simulation.plan import Plan, Schedule
+from fsm_rollout.testing.simulation.simulate import Simulation, embedded_tokenizer, quietly, simulate, without_clocks
+from fsm_rollout.testing.simulation.virtual_time import Endless
+from fsm_rollout.testing.simulation.watching import BLOCKING_SECONDS, HandlerBlocked
 from fsm_rollout.testing.strategies.plans import engine_scripts, plans
-from fsm_rollout.testing.virtual_time import Endless
-from fsm_rollout.testing.walks import Walker, row_name, taken
-from fsm_rollout.testing.watching import BLOCKING_SECONDS, HandlerBlocked
 from fsm_rollout.trajectory import journal
 from fsm_rollout.trajectory.events import AnyEvent, Transitioned
 from fsm_rollout.trajectory.prompt import Prompt

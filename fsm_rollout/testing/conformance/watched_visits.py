@@ -20,8 +20,8 @@ from fsm_rollout.agent.limits import LimitReached
 from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.states import State
 from fsm_rollout.states.context import HandlerContext
-from fsm_rollout.testing.promises import Stepped
-from fsm_rollout.testing.virtual_time import described
+from fsm_rollout.testing.conformance.promises import Stepped
+from fsm_rollout.testing.simulation.virtual_time import described
 from fsm_rollout.trajectory.events import AnyEvent, Ended, Prompted, Resumed, Suspended, Transitioned
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
@@ -192,10 +192,10 @@ def task_factory(loop: asyncio.AbstractEventLoop, work: Any, **kwargs: Any) -> a
     """Make tasks as asyncio does, and note whose visit started them (not those that the dispatcher starts for it)."""
     task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, **kwargs)
     seen, code = _visiting.get(), getattr(work, "cr_code", None)
-    if seen is not None and code is not None and not code.co_filename.endswith(_ENGINE_SIDE):
+    if seen is not None and code is not None and not any(f in code.co_filename for f in _ENGINE_SIDE):
         seen.tasks.add(task)
     return task
 
 
-_ENGINE_SIDE = ("dispatch.py", "scripted.py", "answers.py", "binding.py")
+_ENGINE_SIDE = ("fsm_rollout/engines/", "fsm_rollout/tools/", "fsm_rollout/concurrency/")
 """Where tasks are started that serve several visits."""

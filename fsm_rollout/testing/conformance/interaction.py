@@ -22,8 +22,7 @@ from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.chat.messages import check_written
 from fsm_rollout.environment.users import BoundInteraction, Conversation, Reply, build_interaction
 from fsm_rollout.errors import ToolError
-from fsm_rollout.testing.blocking import HOW_TIME_PASSES, busy, in_virtual_time
-from fsm_rollout.testing.promises import (
+from fsm_rollout.testing.conformance.promises import (
     BlockedLoop,
     Checked,
     ConformanceError,
@@ -33,6 +32,7 @@ from fsm_rollout.testing.promises import (
     importable,
     search,
 )
+from fsm_rollout.testing.simulation.blocking import HOW_TIME_PASSES, busy, in_virtual_time
 from fsm_rollout.tools.call import STOP_SECONDS, is_async
 from fsm_rollout.trajectory.events import Message, Prompted, Transitioned
 from fsm_rollout.trajectory.trajectory import Trajectory

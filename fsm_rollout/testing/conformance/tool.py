@@ -21,9 +21,7 @@ from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.errors import BadArguments, ToolError
 from fsm_rollout.scheduler.scheduler import Scheduler
-from fsm_rollout.testing import schema_values
-from fsm_rollout.testing.blocking import HOW_TIME_PASSES, busy, in_virtual_time
-from fsm_rollout.testing.promises import (
+from fsm_rollout.testing.conformance.promises import (
     Checked,
     ConformanceError,
     Stepped,
@@ -32,7 +30,9 @@ from fsm_rollout.testing.promises import (
     importable,
     search,
 )
-from fsm_rollout.testing.simulation import embedded_tokenizer
+from fsm_rollout.testing.simulation.blocking import HOW_TIME_PASSES, busy, in_virtual_time
+from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
+from fsm_rollout.testing.strategies import schema_values
 from fsm_rollout.tools import AgentAnswer, ToolContext
 from fsm_rollout.tools.base import CallResult
 from fsm_rollout.tools.binding import BoundTool

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from fsm_rollout.testing.laws import LawBroken
-from fsm_rollout.testing.simulation import Simulation
+from fsm_rollout.testing.simulation.laws import LawBroken
+from fsm_rollout.testing.simulation.simulate import Simulation
 from fsm_rollout.trajectory.events import (
     AnyEvent,
     Called,

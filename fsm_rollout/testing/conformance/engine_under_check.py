@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from fsm_rollout.engines.protocol import Chunk, Engine, Load, Request, SamplingParams
-from fsm_rollout.testing.engine_answers import Answer, take
-from fsm_rollout.testing.promises import ConformanceError
+from fsm_rollout.testing.conformance.engine_answers import Answer, take
+from fsm_rollout.testing.conformance.promises import ConformanceError
 from fsm_rollout.trajectory.tokens import as_ids
 
 T = TypeVar("T")

@@ -27,7 +27,7 @@ from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.proof import Bound
 from fsm_rollout.batch.rows import rows
 from fsm_rollout.errors import RolloutError
-from fsm_rollout.testing.simulation import Sampled, Simulation
+from fsm_rollout.testing.simulation.simulate import Sampled, Simulation
 from fsm_rollout.trajectory.events import Called, Ended, Generated, Transitioned, decode, encode
 from fsm_rollout.trajectory.tokens import Owner
 from fsm_rollout.trajectory.trajectory import Stream, Trajectory

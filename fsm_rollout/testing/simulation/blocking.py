@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-from fsm_rollout.testing import places, watching
-from fsm_rollout.testing.promises import BlockedLoop, ConformanceError, SlowLoop, Stepped
-from fsm_rollout.testing.virtual_time import Deadlock, Endless, LeakedTasks, VirtualTimeLoop, run_virtual
+from fsm_rollout.testing.conformance.promises import BlockedLoop, ConformanceError, SlowLoop, Stepped
+from fsm_rollout.testing.simulation import source_lines as places
+from fsm_rollout.testing.simulation import watching
+from fsm_rollout.testing.simulation.virtual_time import Deadlock, Endless, LeakedTasks, VirtualTimeLoop, run_virtual
 
 T = TypeVar("T")
 

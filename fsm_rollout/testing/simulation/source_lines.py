@@ -16,7 +16,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 _PYTHONS = f"{Path(os.__file__).parent}/"
-_OURS = f"{Path(__file__).parents[1]}/"
+_OURS = f"{Path(__file__).parents[2]}/"
 
 
 @cache

@@ -1,0 +1,1 @@
+"""Runs in virtual time: the real scheduler in a world that a plan describes, and the laws every run keeps."""
