@@ -142,14 +142,14 @@ MUTANTS = (
         LIMITS,
     ),
     Mutant(
-        "ignore response_tokens", "states/generation.py", '"response_tokens": visit.remaining("response_tokens"),',
+        "ignore response_tokens", "states/generation.py", '"response_tokens": ctx.remaining("response_tokens"),',
         '"response_tokens": float("inf"),',
         "2: no more response tokens than allowed",
         TOOLS,
     ),
     Mutant(
         "ignore context_tokens", "states/generation.py",
-        '"context_tokens": min(visit.room_in_context(length), bound.dispatcher.engine.max_context - length),\n    }',
+        '"context_tokens": min(ctx.room_in_context(length), bound.dispatcher.engine.max_context - length),\n    }',
         '"context_tokens": bound.dispatcher.engine.max_context - length,\n    }',
         "2: no stream is longer than allowed",
         TOOLS,
@@ -171,7 +171,7 @@ MUTANTS = (
         SCHEDULER,
     ),
     Mutant(
-        "ignore bad_calls", "states/processing_tools.py", '        visit.check("bad_calls")\n', "",
+        "ignore bad_calls", "states/processing_tools.py", '        ctx.check("bad_calls")\n', "",
         "2: no more bad calls than allowed",
         LIMITS,
     ),
@@ -183,7 +183,7 @@ MUTANTS = (
     ),
     Mutant(
         "glue that leaves no room", "states/generation.py",
-        "    _check_room(visit, bound, len(stream.tokens) + len(encoded.ids), len(encoded.ids))\n", "",
+        "    _check_room(ctx, bound, len(stream.tokens) + len(encoded.ids), len(encoded.ids))\n", "",
         "2: nothing is written that leaves no room for a token",
         LIMITS,
     ),
@@ -196,7 +196,7 @@ MUTANTS = (
     ),
     Mutant(
         "lose what an aborted generation had sampled", "states/generation.py",
-        "            _record(visit, ticket, bound, stream, cut_by, continued=going_on, resumed=resumed)\n        raise",
+        "            _record(ctx, ticket, bound, stream, cut_by, continued=going_on, resumed=resumed)\n        raise",
         "            pass\n        raise",
         "7: tokens sampled before an abort are kept",
         (*SCHEDULER, *MACHINE),
