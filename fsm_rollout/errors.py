@@ -81,6 +81,17 @@ def _rebuild_chat_error(rule: str, text: str) -> ChatTemplateError:
     return ChatTemplateError(rule, text.removeprefix(f"[{rule}] "))
 
 
+class GlueMismatchError(ChatTemplateError):
+    """Glue from the cache is not what a full render gives; every trajectory that used ``entry`` holds wrong tokens.
+
+    ``entry`` is the identity of a cache entry, as in ``Encoded.entry``: compare it with ``is``.
+    """
+
+    def __init__(self, message: str, entry: object) -> None:
+        self.entry = entry
+        super().__init__("glue-mismatch", message)
+
+
 class ToolError(RolloutError):
     """A tool cannot be built: its import, its signature or its schema."""
 

@@ -12,6 +12,9 @@ What the template does:
 - ``text-moved``: text stands elsewhere than where the tokens are: a message before the turn it follows, or a
   close that depends on what was said.
 
+- ``glue-mismatch``: glue from the cache was found to differ from the full render (a
+  :class:`~fsm_rollout.errors.GlueMismatchError`, which names the entry).
+
 What the messages hold:
 
 - ``malformed-message``, ``no-new-message``, ``assistant-in-new``: they are not OpenAI-style messages in order.

@@ -14,9 +14,9 @@ import json
 import re
 from bisect import bisect
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 from weakref import WeakKeyDictionary
 
 from fsm_rollout.errors import ChatTemplateError
@@ -30,15 +30,18 @@ Placed = tuple[int, int, int]
 """An id, and the characters ``[start, end)`` of the joined text that it stands for."""
 
 
-class Encoded(NamedTuple):
+@dataclass(slots=True)
+class Encoded:
     """Token ids, and how many control tokens written in messages were encoded as plain text.
 
-    ``guarded_at`` are the places, in order, of the ids that spell one of those.
+    ``guarded_at`` are the places, in order, of the ids that spell one of those. ``entry`` is the cache entry that gave
+    the ids, known by its identity; None if they come from a full render.
     """
 
     ids: list[int]
     guarded: int = 0
     guarded_at: tuple[int, ...] = ()
+    entry: object | None = field(default=None, compare=False)
 
     def after(self, dropped: int) -> Encoded:
         """Return what is left without the first ``dropped`` ids, which spell no guarded marker."""

@@ -35,7 +35,7 @@ class Slot:
 Pieces = tuple[str | Slot, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Scaffold:
     """Pieces of text and slots; ``steps`` is the same, with what is fixed already encoded.
 
@@ -73,8 +73,10 @@ class Scaffold:
                     break
                 ids += found
             else:
-                return Encoded(ids)
-        return encoder.encode_parts(self.parts(values), injection).after(self.dropped)
+                return Encoded(ids, entry=self)
+        encoded = encoder.encode_parts(self.parts(values), injection).after(self.dropped)
+        encoded.entry = self
+        return encoded
 
 
 def compiled(

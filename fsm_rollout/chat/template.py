@@ -21,7 +21,7 @@ from fsm_rollout.chat.learning import Case, Learner
 from fsm_rollout.chat.markers import Encoded, Injection, Part, encoder_for
 from fsm_rollout.chat.messages import Dialect, Message, check_turns, conform, roles_of
 from fsm_rollout.chat.rendering import Renderer, TemplateSource, Tools, shown_tools
-from fsm_rollout.errors import ChatTemplateError
+from fsm_rollout.errors import ChatTemplateError, GlueMismatchError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 AUTHORED = frozenset({"system", "developer", "assistant"})
 """Roles whose text in a prompt is not the environment's."""
 
-AUDIT_FIRST = 8
-AUDIT_EVERY = 16
-"""How many trajectories have their glue checked against a full render: the first ones, then one in so many."""
+AUDIT_FIRST = 2
+AUDIT_EVERY = 64
+"""Which uses of a cache entry are checked against a full render: the first ones, then one in so many."""
 
 RETRIED = frozenset({"template-raised", "turn-dropped", "no-close-token"})
 """Refusals that another form of a tool call may avoid."""
@@ -83,7 +83,7 @@ class ChatTemplate:
         learner = Learner(self._deriver, self._renderer, self._encoder, self._dialect)
         self._cache = Cache(learner, self._renderer, self._encoder, injection)
         self.audit_failures: deque[str] = deque(maxlen=16)
-        self._asked = 0
+        self._uses: dict[object, int] = {}
         self.close_ids: frozenset[int] = closes.ids
         self.stop_ids: frozenset[int] = self._known | closes.ids
 
@@ -273,43 +273,42 @@ class ChatTemplate:
         """
         return self.history == "split" and "user" in roles_of(new_messages)
 
-    def audit_due(self) -> bool:
-        """Say whether the trajectory that asks (each asks once) shall have its first glue audited.
-
-        The first few are, then a sample: an audit renders the whole history, milliseconds that no turn should wait for.
-        """
-        self._asked += 1
-        return self._asked <= AUDIT_FIRST or self._asked % AUDIT_EVERY == 0
+    def audit_due(self, entry: object) -> bool:
+        """Say whether this use of a cache entry shall be audited: the first ones are, then one in so many."""
+        uses = self._uses[entry] = self._uses.get(entry, 0) + 1
+        return uses <= AUDIT_FIRST or uses % AUDIT_EVERY == 0
 
     def audit(
         self,
         history: Sequence[Mapping[str, Any]],
         new_messages: Sequence[Mapping[str, Any]],
         tools: Tools | None,
+        encoded: Encoded,
+        *,
         sampled_ids: Sequence[int],
         finish_reason: str,
-        ids: Sequence[int],
-        *,
         now: datetime | None = None,
-    ) -> bool:
-        """Compare ``ids``, which :meth:`glue` gave, with the reference; return whether they agree.
+    ) -> GlueMismatchError | None:
+        """Compare what :meth:`glue_detailed` gave for these arguments with the reference; return how they differ.
 
-        Takes full renders, so call it off the hot path, once per trajectory. After a disagreement this
-        template is served by the reference alone; it is kept in ``audit_failures`` and logged.
+        It takes full renders, milliseconds that no turn should wait for. After a difference this template is served by
+        the reference alone; the caller has to end every trajectory that used ``encoded.entry``, and those only.
         """
+        got = f"the cache gave {self.decode(encoded.ids)!r}"
         try:
             expected = self.glue_reference(
                 history, new_messages, tools, sampled_ids=sampled_ids, finish_reason=finish_reason, now=now
             ).ids
-            problem = f"cache gave {self.decode(ids)!r}, reference {self.decode(expected)!r}"
         except ChatTemplateError as error:
-            expected, problem = None, f"cache gave {self.decode(ids)!r}, reference refuses: {error}"
-        if expected is not None and list(ids) == expected:
-            return True
+            mismatch = GlueMismatchError(f"{got}, the full render is refused: {error}", encoded.entry)
+        else:
+            if encoded.ids == expected:
+                return None
+            mismatch = GlueMismatchError(f"{got}, the full render {self.decode(expected)!r}", encoded.entry)
         self._cache.distrust()
-        self.audit_failures.append(problem)
-        log.warning("chat template audit failed, its cache is off from here: %s", problem)
-        return False
+        self.audit_failures.append(str(mismatch))
+        log.warning("chat template audit failed, its cache is off from here: %s", mismatch)
+        return mismatch
 
     def _refuse_marked_names(self, messages: Sequence[Message]) -> None:
         """Names and ids of calls are written by templates as they are: one with a control token is refused."""

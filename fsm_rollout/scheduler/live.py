@@ -87,8 +87,8 @@ class ActiveTrajectory:
     __slots__ = (
         "_interactions",
         "_spawned",
-        "audited",
         "caller",
+        "glue_entries",
         "group",
         "keep",
         "program",
@@ -124,8 +124,8 @@ class ActiveTrajectory:
             extra=trajectory.extra,
             run_agent=self._run_agent,
         )
-        self.audited = False
-        """Whether its turn to have its glue audited has come."""
+        self.glue_entries: set[object] = set()
+        """The cache entries that its glue came from: if one is found to be wrong, its tokens are."""
         self._interactions: dict[str, BoundInteraction] = {}
         self._spawned = sum(
             other.parent_id == trajectory.trajectory_id for other in (*group.children, *group.discarded)

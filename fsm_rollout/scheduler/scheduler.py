@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 from fsm_rollout.agent.graph import POLICY, AgentGraph, Sampling
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.environment.rewards import GroupFilter, Reward
-from fsm_rollout.errors import ConfigError, did_you_mean
+from fsm_rollout.errors import ConfigError, GlueMismatchError, did_you_mean
 from fsm_rollout.scheduler.group import OpenGroup
 from fsm_rollout.scheduler.live import ActiveTrajectory, Group
 from fsm_rollout.scheduler.program import Program, problems_of
@@ -330,6 +330,13 @@ class Scheduler:
         self.stopping = Outcome("cancelled") if suspend is None else suspend
         for trajectory_id in list(self.running):
             self.stop_one(trajectory_id, self.stopping)
+
+    def glue_mismatch(self, mismatch: GlueMismatchError) -> None:
+        """End every running trajectory whose glue came from the cache entry that was found wrong."""
+        outcome = Outcome("failed", error=type(mismatch).__name__, detail=str(mismatch))
+        for trajectory_id, (live, _, _) in list(self.running.items()):
+            if mismatch.entry in live.glue_entries:
+                self.stop_one(trajectory_id, outcome)
 
     def stop_one(self, trajectory_id: str, stop: Outcome | str) -> bool:
         """Stop one trajectory with an outcome, or suspend it for a reason, unless it is being stopped already."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fsm_rollout.agent.graph import POLICY, Sampling
@@ -87,12 +86,17 @@ def _glue(ctx: HandlerContext, bound: BoundContext, stream: Stream) -> Stream:
     encoded = bound.chat.glue_detailed(
         history, new, bound.tools, sampled_ids=sampled, finish_reason=finish_reason, now=ctx.date
     )
-    if not ctx.live.audited:
-        ctx.live.audited = True
-        if bound.chat.audit_due():
-            audit = partial(
-                bound.chat.audit, history, new, bound.tools, sampled, finish_reason, encoded.ids, now=ctx.date
-            )
+    if encoded.entry is not None:
+        ctx.live.glue_entries.add(encoded.entry)
+        if bound.chat.audit_due(encoded.entry):
+
+            def audit() -> None:
+                mismatch = bound.chat.audit(
+                    history, new, bound.tools, encoded, sampled_ids=sampled, finish_reason=finish_reason, now=ctx.date
+                )
+                if mismatch is not None:
+                    ctx.live.scheduler.glue_mismatch(mismatch)
+
             asyncio.get_running_loop().call_soon(audit)  # after this turn's request is on its way
     _check_room(ctx, bound, len(stream.tokens) + len(encoded.ids), len(encoded.ids))
     ctx.emit(

@@ -164,7 +164,8 @@ def test_a_marker_that_overlaps_itself_does_not_move() -> None:
     backend.add_special_tokens([AddedToken("##", special=True, normalized=False)])
     encoder = MarkerEncoder(backend)
     marker = backend.token_to_id("##")
-    ids, guarded, guarded_at = encoder.encode_parts([Part("a #", environment=True), Part("##b")], "guard")
+    encoded = encoder.encode_parts([Part("a #", environment=True), Part("##b")], "guard")
+    ids, guarded, guarded_at = encoded.ids, encoded.guarded, encoded.guarded_at
     assert ids.count(marker) == 1
     assert encoder.decode(ids[: ids.index(marker)]) == "a #"
     assert guarded == 1
@@ -178,7 +179,8 @@ def test_a_marker_in_the_models_own_vocabulary_is_spelt_out() -> None:
     backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="_", prepend_scheme="first")
     backend.add_special_tokens(["<s>", "</s>", "<unk>"])
     encoder = MarkerEncoder(backend)
-    ids, guarded, guarded_at = encoder.encode_parts([Part("ab </s> <s>c", environment=True), Part("</s>")], "guard")
+    encoded = encoder.encode_parts([Part("ab </s> <s>c", environment=True), Part("</s>")], "guard")
+    ids, guarded, guarded_at = encoded.ids, encoded.guarded, encoded.guarded_at
     assert guarded == 2
     assert backend.decode([ids[at] for at in guarded_at]).translate(str.maketrans("", "", " _")) == "</s><s>"
     assert [encoder.by_id[id_].text for id_ in ids if id_ in encoder.ids] == ["</s>"]
@@ -217,7 +219,8 @@ def test_a_lone_surrogate_is_refused() -> None:
 def test_white_space_a_token_swallows_stays_swallowed_in_guarded_text() -> None:
     encoder = MarkerEncoder(zoo.tokenizer_for(TEMPLATE, lstrip=True, rstrip=True).backend_tokenizer)
     parts = [Part("<|im_end|>\n<|im_start|> "), Part(" a <tool_call> b ", environment=True), Part("\n<|im_end|>")]
-    ids, guarded, guarded_at = encoder.encode_parts(parts, "guard")
+    encoded = encoder.encode_parts(parts, "guard")
+    ids, guarded, guarded_at = encoded.ids, encoded.guarded, encoded.guarded_at
     assert guarded == 1
     assert encoder.decode([ids[at] for at in guarded_at]).strip() == "<tool_call>"
     assert encoder.decode(ids) == "<|im_end|><|im_start|>a <tool_call> b<|im_end|>"

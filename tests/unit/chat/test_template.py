@@ -10,6 +10,7 @@ import subprocess
 import sys
 from array import array
 from collections import OrderedDict, UserDict, UserList, deque
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -515,18 +516,34 @@ def test_split_opens_a_new_stream_where_a_user_speaks_and_nowhere_else() -> None
 def test_an_audit_that_fails_turns_the_cache_off_and_is_kept(caplog: pytest.LogCaptureFixture) -> None:
     chat = ChatTemplate(TOKENIZER)
     arguments: dict[str, Any] = {"sampled_ids": [STOP], "finish_reason": "stop"}
-    ids = [chat.glue(TEXT, MORE, None, **arguments) for _ in range(2)][-1]
+    rendered, served, again = (chat.glue_detailed(TEXT, MORE, None, **arguments) for _ in range(3))
+    assert rendered.entry is None
+    assert served.entry is not None
+    assert served.entry is again.entry
     assert chat.cached(TEXT, MORE, None, **arguments)
-    assert chat.audit(TEXT, MORE, None, [STOP], "stop", ids)
+    assert chat.audit(TEXT, MORE, None, served, **arguments) is None
     assert not chat.audit_failures
+    wrong = replace(served, ids=[*served.ids, 7])
     with caplog.at_level(logging.WARNING):
-        assert not chat.audit(TEXT, MORE, None, [STOP], "stop", [*ids, 7])
+        mismatch = chat.audit(TEXT, MORE, None, wrong, **arguments)
+    assert mismatch is not None
+    assert mismatch.entry is served.entry
+    assert mismatch.rule == "glue-mismatch"
     assert len(chat.audit_failures) == 1
     assert "audit failed" in caplog.text
     assert not chat.cached(TEXT, MORE, None, **arguments)
-    assert chat.glue(TEXT, MORE, None, **arguments) == ids
+    assert chat.glue_detailed(TEXT, MORE, None, **arguments) == served
     assert not chat.cached(TEXT, MORE, None, **arguments)
-    assert not ChatTemplate(TOKENIZER).audit(TEXT, [], None, [STOP], "stop", ids)
+    refused = ChatTemplate(TOKENIZER).audit(TEXT, [], None, served, **arguments)
+    assert refused is not None
+    assert "no-new-message" in str(refused)
+
+
+def test_the_first_uses_of_each_entry_are_audited_and_then_one_in_so_many() -> None:
+    chat = ChatTemplate(TOKENIZER)
+    for entry in (object(), object()):
+        due = [use for use in range(1, 200) if chat.audit_due(entry)]
+        assert due == [1, 2, 64, 128, 192]
 
 
 def test_importing_it_loads_neither_torch_nor_transformers() -> None:

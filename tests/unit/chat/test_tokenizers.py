@@ -14,7 +14,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from fsm_rollout.chat import ChatTemplate
+from fsm_rollout.chat import ChatTemplate, Encoded
 from tests.unit.chat import chat_oracle as oracle
 from tests.unit.chat import chat_zoo as zoo
 
@@ -136,10 +136,10 @@ def test_prompts_and_glue_are_the_tokenizers_own(name: str, kind: str) -> None:
             encoded = chat.glue_detailed(
                 step.history, step.new, tools, sampled_ids=sampled, finish_reason="length" if stop is None else "stop"
             )
-            assert encoded == (ids, 0, ()), label
+            assert encoded == Encoded(ids), label
         whole = oracle.render(tokenizer, step.history[:-1], tools)
         prompt = tokenizer(whole, add_special_tokens=False).input_ids
-        assert chat.prompt_detailed(step.history[:-1], tools) == (prompt, 0, ()), label
+        assert chat.prompt_detailed(step.history[:-1], tools) == Encoded(prompt), label
         compared += 1
     assert compared >= 1
 
@@ -151,7 +151,7 @@ def test_clean_text_is_not_taken_for_an_injection_where_a_normalizer_hides_the_t
     text = oracle.render(tokenizer, [zoo.user("hi")], None)
     want = tokenizer(text, add_special_tokens=False).input_ids
     for encoded in (chat.prompt_reference([zoo.user("hi")], None), chat.prompt_detailed([zoo.user("hi")], None)):
-        assert encoded == (want, 0, ())
+        assert encoded == Encoded(want)
     assert chat.prompt_detailed([zoo.user("hi <|im_end|>")], None).guarded >= 1
 
 
