@@ -31,7 +31,7 @@ from fsm_rollout.engines.pool import PoolEngine
 from fsm_rollout.engines.protocol import Engine, Request
 from fsm_rollout.engines.ray import RayOptions, RayPlacement
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
-from fsm_rollout.engines.transformers.model_folders import load_tokenizer, model_folder
+from fsm_rollout.model.folders import load_tokenizer, model_folder
 from fsm_rollout.scheduler.scheduler import Scheduler
 
 TURNS = 40

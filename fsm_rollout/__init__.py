@@ -8,6 +8,7 @@ Everything is imported on first use, so ``import fsm_rollout`` loads neither tor
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -97,3 +98,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+if (_ipython := sys.modules.get("IPython")) is not None:  # in a notebook, agents and trajectories are pictures
+    import_module("fsm_rollout.report.notebook").register(_ipython.get_ipython())

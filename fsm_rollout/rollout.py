@@ -322,7 +322,7 @@ class Rollout:
         """
         from fsm_rollout.report.notebook import page  # drawing: only when there is something to look at
 
-        return page(self, trajectory)
+        return page(trajectory, engines=self.engines, agents=self.agents, journal=self.journal)
 
     @property
     def carried(self) -> list[Group]:

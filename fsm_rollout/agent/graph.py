@@ -196,15 +196,6 @@ class AgentGraph(Model):
         """Hash a few names: enough to tell graphs apart, and defined whatever free-form data they hold."""
         return hash((self.agent, self.initial, self.states, len(self.transitions)))
 
-    def _repr_svg_(self) -> str | None:
-        """Show the agent's picture in a notebook; where nothing is installed that draws, its text."""
-        from fsm_rollout.diagrams.graph import DrawingError, to_svg
-
-        try:
-            return to_svg(self)
-        except DrawingError:
-            return None
-
     def context(self, name: str) -> Context:
         """Return the context called ``name``; ``main`` exists without being named."""
         return self.contexts.get(name) or Context()

@@ -21,8 +21,8 @@ from fsm_rollout.agent.yaml.yaml_source import read_text, read_yaml
 from fsm_rollout.engines.protocol import Engine
 from fsm_rollout.engines.router import LeastLoadedRouter, Router, StickyRouter
 from fsm_rollout.engines.scripted.script import Script, Turn
-from fsm_rollout.engines.transformers.model_folders import load_tokenizer, model_folder
 from fsm_rollout.errors import ConfigError, Problem, did_you_mean
+from fsm_rollout.model.folders import load_tokenizer, model_folder
 
 Count = Annotated[int, Field(ge=1, strict=True)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -1,28 +1,65 @@
-"""A trajectory's page in a notebook, with all that its rollout knows of it.
+"""What a notebook shows: an agent's picture, a trajectory's page.
 
-Invariant: the page shows what is at hand and says what is not. The rollout knows the tokens' texts and the agent's
-graph; the path, the calls and the times are in its journal, if it keeps one. A trajectory alone (its own
-``_repr_html_``) has its tokens as ids and its messages.
+Invariant: data knows no screens. An agent and a trajectory have no method for notebooks; :func:`register` tells IPython
+how to show them as soon as ``fsm_rollout`` is imported there, and imports nothing that draws before something is shown.
 
-    from fsm_rollout.report.notebook import page
-
-    page(rollout, "0/0")  # or a Trajectory; page(rollout, "0/0").save("trajectory.html")
+A page shows what is at hand and says what is not. A rollout knows the tokens' texts and the agent's graph; the path,
+the calls and the times are in its journal, if it keeps one. A trajectory that is shown without its rollout has its
+tokens as ids, and its messages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fsm_rollout.errors import ConfigError, JournalError, did_you_mean
-from fsm_rollout.report.pages import write_page
-from fsm_rollout.report.recorded import Recorded, with_sub_agents
-from fsm_rollout.report.token_texts import TokenTexts
-from fsm_rollout.report.trajectory import framed, trajectory_page
-from fsm_rollout.rollout import Rollout
-from fsm_rollout.trajectory.journal import events, trajectory_ids
-from fsm_rollout.trajectory.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from fsm_rollout.agent.graph import AgentGraph
+    from fsm_rollout.engines.protocol import Engine
+    from fsm_rollout.report.recorded import Recorded
+    from fsm_rollout.trajectory.journal import Journal
+    from fsm_rollout.trajectory.trajectory import Trajectory
+
+
+def register(ipython: object) -> None:
+    """Tell IPython's shell how agents and trajectories are shown; ``None`` (no shell is running) is told nothing."""
+    formatters = getattr(getattr(ipython, "display_formatter", None), "formatters", {})
+    for form, module, name, show in (
+        ("image/svg+xml", "fsm_rollout.agent.graph", "AgentGraph", agent_picture),
+        ("text/html", "fsm_rollout.trajectory.trajectory", "Trajectory", trajectory_frame),
+    ):
+        if form in formatters:
+            formatters[form].for_type_by_name(module, name, show)
+
+
+def agent_picture(graph: AgentGraph) -> str | None:
+    """Return an agent's picture as SVG; ``None`` where nothing is installed that draws, and IPython shows its text."""
+    from fsm_rollout.diagrams.graph import DrawingError, to_svg
+
+    try:
+        return to_svg(graph)
+    except DrawingError:
+        return None
+
+
+def trajectory_frame(trajectory: Trajectory) -> str:
+    """Return the page of a trajectory of which nothing else is known, in a frame: its tokens are shown as ids."""
+    from fsm_rollout.report.recorded import Recorded
+    from fsm_rollout.report.trajectory import trajectory_page
+
+    return framed(trajectory_page(Recorded(trajectory)))
+
+
+def framed(page: str) -> str:
+    """Return a page as an ``<iframe>``, which keeps its styles and scripts apart from the notebook's."""
+    frame = 'style="width:100%;height:80vh;border:1px solid #8886" sandbox="allow-scripts"'
+    return f'<iframe {frame} srcdoc="{escape(page, quote=True)}"></iframe>'
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +74,8 @@ class Page:
         Raises:
             OSError: the file cannot be written.
         """
+        from fsm_rollout.report.pages import write_page
+
         write_page(Path(path), self.html)
         return Path(path)
 
@@ -45,34 +84,53 @@ class Page:
         return framed(self.html)
 
 
-def page(rollout: Rollout, trajectory: Trajectory | str) -> Page:
-    """Return the page of one of a rollout's trajectories, or (by its id) of one in its journal, ended or not.
+def page(
+    trajectory: Trajectory | str,
+    *,
+    engines: Mapping[str, Engine],
+    agents: Mapping[str, AgentGraph],
+    journal: Journal | None = None,
+) -> Page:
+    """Return the page of a trajectory, or (by its id) of one in ``journal``, ended or not.
+
+    Args:
+        trajectory: the trajectory, or its id.
+        engines: the engines that sampled it, by name; their tokenizers give the tokens' texts.
+        agents: the agents that it may be of, by name; their sub-agents are found in them.
+        journal: where its events are kept, if they are.
 
     Raises:
-        ConfigError: an id, and the rollout keeps no journal or has no such trajectory; names the closest.
+        ConfigError: an id, and there is no journal or no such trajectory in it; names the closest.
         JournalError: the journal cannot be read.
     """
-    recorded = _recorded(rollout, trajectory)
-    texts = {name: TokenTexts(engine.tokenizer) for name, engine in rollout.engines.items()}
-    agents = {name: graph for one in rollout.agents.values() for name, graph in with_sub_agents(one).items()}
-    graph = rollout.agents.get(recorded.trajectory.agent) or agents.get(recorded.trajectory.agent)
+    from fsm_rollout.report.recorded import with_sub_agents
+    from fsm_rollout.report.token_texts import TokenTexts
+    from fsm_rollout.report.trajectory import trajectory_page
+
+    recorded = _recorded(trajectory, journal)
+    texts = {name: TokenTexts(engine.tokenizer) for name, engine in engines.items()}
+    sub_agents = {name: graph for agent in agents.values() for name, graph in with_sub_agents(agent).items()}
+    graph = agents.get(recorded.trajectory.agent) or sub_agents.get(recorded.trajectory.agent)
     return Page(trajectory_page(recorded, graph=graph, texts=texts.get))
 
 
-def _recorded(rollout: Rollout, trajectory: Trajectory | str) -> Recorded:
+def _recorded(trajectory: Trajectory | str, journal: Journal | None) -> Recorded:
+    from fsm_rollout.report.recorded import Recorded
+    from fsm_rollout.trajectory.journal import events, trajectory_ids
+
     wanted = trajectory if isinstance(trajectory, str) else trajectory.trajectory_id
-    if rollout.journal is None:
+    if journal is None:
         if isinstance(trajectory, str):
             raise ConfigError(
                 f"this rollout keeps no journal to find trajectory '{wanted}' in; "
                 "give the trajectory itself, or Rollout(…, journal=Journal('journal.sqlite'))"
             )
         return Recorded(trajectory)
-    with suppress(JournalError):  # closed: all of it is there already
-        rollout.journal.flush()
-    known = trajectory_ids(rollout.journal.path)
+    with suppress(JournalError):  # a closed journal has all of it on disk already
+        journal.flush()
+    known = trajectory_ids(journal.path)
     if wanted in known:
-        return Recorded.of(events(rollout.journal.path, wanted))
+        return Recorded.of(events(journal.path, wanted))
     if isinstance(trajectory, str):
         raise ConfigError(f"the journal has no trajectory '{wanted}'{did_you_mean(wanted, known)}")
     return Recorded(trajectory)

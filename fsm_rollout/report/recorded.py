@@ -18,9 +18,8 @@ from msgspec.structs import replace
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.handlers import look_in
 from fsm_rollout.agent.loader import loads
-from fsm_rollout.engines.scripted.replay import model_of, told_of
-from fsm_rollout.engines.transformers.model_folders import load_tokenizer
 from fsm_rollout.errors import ConfigError, EngineError, JournalError, StreamError, did_you_mean
+from fsm_rollout.model.folders import load_tokenizer, recorded_engine, tokenizer_folder
 from fsm_rollout.report.token_texts import TokenTexts
 from fsm_rollout.trajectory.events import AnyEvent, Prompted, Resumed, Transitioned
 from fsm_rollout.trajectory.journal import events, histories, metadata, trajectory_ids
@@ -110,7 +109,7 @@ class RecordedRun:
         """Return the texts of an engine's tokens, or ``None`` (and a note) when its tokenizer is not at hand."""
         if engine not in self._texts:
             try:
-                self._texts[engine] = TokenTexts(load_tokenizer(model_of(*told_of(self.told, engine))))
+                self._texts[engine] = TokenTexts(load_tokenizer(tokenizer_folder(*recorded_engine(self.told, engine))))
             except (EngineError, JournalError) as error:
                 self._texts[engine] = None
                 self.notes.append(f"tokens of engine '{engine}' are shown as ids, without their text: {error}")

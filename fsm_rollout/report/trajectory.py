@@ -11,7 +11,6 @@ import json
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from html import escape
 from typing import Any
 
 from fsm_rollout.agent.graph import AgentGraph
@@ -97,17 +96,6 @@ _NO_EVENTS = (
     "made from the trajectory alone: its path, its tool calls and its times are in the journal only "
     "(rollout.page(trajectory) finds them there, and the tokens' texts)"
 )
-
-
-def notebook(trajectory: Trajectory) -> str:
-    """Return the page of a trajectory of which nothing else is known, for a notebook: its tokens are shown as ids."""
-    return framed(trajectory_page(Recorded(trajectory)))
-
-
-def framed(page: str) -> str:
-    """Return a page as an ``<iframe>``: on its own in a notebook, whose styles and scripts stay out."""
-    frame = 'style="width:100%;height:80vh;border:1px solid #8886" sandbox="allow-scripts"'
-    return f'<iframe {frame} srcdoc="{escape(page, quote=True)}"></iframe>'
 
 
 def token_data(trajectory: Trajectory, texts: Texts) -> dict[str, Any]:

@@ -457,12 +457,6 @@ class Trajectory:
 
     __hash__ = None  # type: ignore[assignment]  # mutable
 
-    def _repr_html_(self) -> str:
-        """Show the trajectory's page in a notebook."""
-        from fsm_rollout.report.trajectory import notebook
-
-        return notebook(self)
-
     def __repr__(self) -> str:
         """Say which, where and how far."""
         where = self.stop_reason or (f"suspended: {self.suspended}" if self.suspended else self.state)

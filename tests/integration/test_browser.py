@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from fsm_rollout.agent.loader import dump, load_agent
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.report.links import Links, page_path
+from fsm_rollout.report.notebook import trajectory_frame
 from fsm_rollout.report.pages import write_page
 from fsm_rollout.report.recorded import open_run
 from fsm_rollout.report.report import write_report
@@ -360,7 +361,7 @@ def test_nothing_is_wider_than_the_window_and_text_can_be_read(
 
 def test_a_notebook_frame_draws_its_tokens(browser: Any, tmp_path: Path) -> None:
     trajectory = Trajectory.fold(history(text=NASTY))
-    (tmp_path / "notebook.html").write_text(f"<!doctype html><title>n</title>{trajectory._repr_html_()}", "utf-8")
+    (tmp_path / "notebook.html").write_text(f"<!doctype html><title>n</title>{trajectory_frame(trajectory)}", "utf-8")
     browser.get((tmp_path / "notebook.html").as_uri())
     browser.switch_to.frame(browser.find_element("tag name", "iframe"))
     assert browser.execute_script("return document.documentElement.dataset.ready") == "1"
@@ -372,7 +373,7 @@ def test_a_notebook_frame_draws_its_tokens(browser: Any, tmp_path: Path) -> None
 
 
 def test_a_notebook_frame_that_was_far_away_draws_its_strip(browser: Any, tmp_path: Path) -> None:
-    frame = Trajectory.fold(history())._repr_html_()
+    frame = trajectory_frame(Trajectory.fold(history()))
     far = f"<!doctype html><title>n</title><div style='height:20000px'></div>{frame}"
     (tmp_path / "notebook.html").write_text(far, "utf-8")
     browser.get((tmp_path / "notebook.html").as_uri())

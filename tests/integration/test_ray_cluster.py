@@ -28,7 +28,7 @@ from fsm_rollout.engines.ray import RayOptions, RayPlacement
 from fsm_rollout.engines.specs import build_engine
 from fsm_rollout.engines.transformers.checkpoints import load_checkpoint
 from fsm_rollout.engines.transformers.engine import TransformersEngine
-from fsm_rollout.engines.transformers.model_folders import model_folder
+from fsm_rollout.model.folders import model_folder
 from fsm_rollout.trajectory.tokens import as_ids
 from tests.integration import ray_work
 from tests.integration.ray_work import ByTrajectory, ask, right, through

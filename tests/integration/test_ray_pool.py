@@ -28,8 +28,8 @@ from fsm_rollout.engines.ray import RayOptions, RayPlacement, fitting
 from fsm_rollout.engines.router import LeastLoadedRouter
 from fsm_rollout.engines.specs import build_engine
 from fsm_rollout.engines.transformers.checkpoints import load_checkpoint
-from fsm_rollout.engines.transformers.model_folders import model_folder
 from fsm_rollout.errors import ConfigError, EngineError
+from fsm_rollout.model.folders import model_folder
 from fsm_rollout.testing import check_engine
 from fsm_rollout.trajectory.tokens import as_ids
 from tests.integration import ray_work

@@ -7,7 +7,7 @@ a change of an agent, a tool or a chat template does is found where it first sho
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
@@ -17,8 +17,8 @@ from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.engines.protocol import FinishReason, Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.engines.scripted.script import Plan
-from fsm_rollout.engines.transformers.model_folders import EMBEDDED, load_tokenizer, model_folder
-from fsm_rollout.errors import EngineError, JournalError, did_you_mean
+from fsm_rollout.errors import EngineError, JournalError
+from fsm_rollout.model.folders import load_tokenizer, recorded_engine, tokenizer_folder
 from fsm_rollout.trajectory.events import AnyEvent, Generated
 from fsm_rollout.trajectory.journal import histories, metadata
 from fsm_rollout.trajectory.tokens import Ids, Logprobs
@@ -81,42 +81,15 @@ def replay(run: Path, engine: str = POLICY, *, max_context: int | None = None) -
     """
     journal = run if run.is_file() else run / "journal.sqlite"
     try:
-        told, base = told_of(metadata(journal), engine)
+        facts, base = recorded_engine(metadata(journal), engine)
         return ReplayEngine(
             journal,
-            tokenizer=load_tokenizer(model_of(told, base)),
-            max_context=max_context or told["max_context"],
-            eos_ids=told["eos_ids"],
+            tokenizer=load_tokenizer(tokenizer_folder(facts, base)),
+            max_context=max_context or facts["max_context"],
+            eos_ids=facts["eos_ids"],
         )
     except JournalError as error:
         raise EngineError(f"nothing to replay: {error}") from error
-
-
-def told_of(said: Mapping[str, Any], engine: str) -> tuple[Mapping[str, Any], Path]:
-    """Return what a journal was told about an engine (``Rollout.description``), and where paths in it start.
-
-    Raises:
-        EngineError: nothing.
-        JournalError: it was a replay itself, of something that is not there any more.
-    """
-    engines = said.get("engines") or {}
-    base = Path(str(said.get("base") or "."))
-    if engine not in engines:
-        raise EngineError(f"its journal says nothing of an engine '{engine}'{did_you_mean(engine, engines)}")
-    told = engines[engine]
-    if told.get("kind") != "replay":
-        return told, base
-    run = base / told["run"]
-    return told_of(metadata(run if run.is_file() else run / "journal.sqlite"), told.get("engine", POLICY))
-
-
-def model_of(told: Mapping[str, Any], base: Path) -> Path:
-    """Return the folder with the tokenizer of an engine that a journal was told about.
-
-    Raises:
-        EngineError: it is not on this machine.
-    """
-    return model_folder(told.get("tokenizer") or told.get("model") or EMBEDDED, base)
 
 
 class ReplayEngine(ScriptedEngine):

@@ -53,8 +53,8 @@ from fsm_rollout.engines.sglang.model import (
 from fsm_rollout.engines.sglang.outbox import Outbox
 from fsm_rollout.engines.sglang.under_way import UnderWay
 from fsm_rollout.engines.sglang.wire import Abort, Do, Done, Failed, FromHost, Generate, Pieces, Ready, Start, Wire
-from fsm_rollout.engines.transformers.model_folders import load_tokenizer, model_folder
 from fsm_rollout.errors import EngineError
+from fsm_rollout.model.folders import load_tokenizer, model_folder
 
 if TYPE_CHECKING:
     import torch

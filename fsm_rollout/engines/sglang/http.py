@@ -34,8 +34,8 @@ from fsm_rollout.engines.sglang.requests import Requests
 from fsm_rollout.engines.sglang.server import MEMORY_WITHIN, Server
 from fsm_rollout.engines.sglang.under_way import UnderWay
 from fsm_rollout.engines.sglang.wire import Ask
-from fsm_rollout.engines.transformers.model_folders import load_tokenizer, model_folder
 from fsm_rollout.errors import EngineError
+from fsm_rollout.model.folders import load_tokenizer, model_folder
 from fsm_rollout.trajectory.tokens import LAST_VERSION
 
 if TYPE_CHECKING:

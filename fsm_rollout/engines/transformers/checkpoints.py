@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from fsm_rollout.engines.finite import check_finite
-from fsm_rollout.engines.transformers.model_folders import load_tokenizer, model_folder
 from fsm_rollout.errors import EngineError, did_you_mean
+from fsm_rollout.model.folders import load_tokenizer, model_folder
 
 _BUILDING = threading.Lock()
 

@@ -146,7 +146,7 @@ _tokenizers: dict[str, Any] = {}
 
 
 def _tokenizer(folder: str | None) -> Any:
-    from fsm_rollout.engines.transformers.model_folders import load_tokenizer
+    from fsm_rollout.model.folders import load_tokenizer
 
     if folder is not None and folder not in _tokenizers:
         _tokenizers[folder] = load_tokenizer(Path(folder))

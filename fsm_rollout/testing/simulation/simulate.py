@@ -27,7 +27,7 @@ from fsm_rollout.engines.pool import PoolEngine
 from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.engines.scripted.engine import Logged, ScriptedEngine
 from fsm_rollout.engines.scripted.script import Turn
-from fsm_rollout.engines.transformers.model_folders import EMBEDDED, load_tokenizer, model_folder
+from fsm_rollout.model.folders import EMBEDDED, load_tokenizer, model_folder
 from fsm_rollout.scheduler.live import Group
 from fsm_rollout.scheduler.resume import History
 from fsm_rollout.scheduler.scheduler import Scheduler

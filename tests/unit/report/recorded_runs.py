@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,18 @@ NASTY = (
     "&amp; 'quotes\" </script x"
 )
 ODD = "\x00\x07\x1b[31m \u202eabc שלום مرحبا 👩‍👩‍👧‍👦\t\r\u2028 {{ 7 * 7 }} ${x} `y`"
+
+
+class Elements(HTMLParser):
+    """Collects a page's elements and attributes as a browser's parser would see them."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
 
 
 def write_run(

@@ -7,7 +7,6 @@ import html
 import json
 import re
 from array import array
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -27,26 +26,14 @@ from fsm_rollout.report.links import page_path
 from fsm_rollout.report.pages import number as said_number
 from fsm_rollout.report.recorded import Recorded
 from fsm_rollout.report.token_texts import GOES_ON, TokenTexts, visible
-from fsm_rollout.report.trajectory import notebook, token_data, trajectory_page
+from fsm_rollout.report.trajectory import token_data, trajectory_page
 from fsm_rollout.testing.strategies.histories import event_sequences
 from fsm_rollout.trajectory.events import AnyEvent, Called, ContextOpened, Generated, PromptExtended, Transitioned
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.tokens import TokenStream
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.embedded import tokenizer
-from tests.unit.report.recorded_runs import CONFIGS, NASTY, ODD, history, write_run
-
-
-class Elements(HTMLParser):
-    """Collects a page's elements and attributes as a browser's parser would see them."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
+from tests.unit.report.recorded_runs import CONFIGS, NASTY, ODD, Elements, history, write_run
 
 
 def data_of(page: str) -> Any:
@@ -342,15 +329,6 @@ def test_the_terminal_gets_no_control_sequence(tmp_path: Path) -> None:
     for said in (shown(str(tmp_path)), shown(str(tmp_path), "--trajectory", ODD)):
         assert not re.search("[\x00-\x09\x0b-\x1f\u202e]", said)
     assert "[bold red]x[/]" in said
-
-
-def test_a_notebook_shows_a_trajectory_in_a_frame_of_its_own() -> None:
-    trajectory = Trajectory.fold(history(text=NASTY))
-    frame = notebook(trajectory)
-    assert [tag for tag, _ in Elements(frame).tags] == ["iframe"]
-    (_, attributes) = Elements(frame).tags[0]
-    assert "the journal only" in (attributes["srcdoc"] or "")
-    assert frame == trajectory._repr_html_()
 
 
 def test_calls_find_their_attempts_and_none_is_lost() -> None:

@@ -12,9 +12,9 @@ import torch
 from fsm_rollout.engines.sglang import weights as sglang_weights
 from fsm_rollout.engines.sglang.model import check_weights_there, shapes_in, stop_tokens_in, vocabulary_of, window_of
 from fsm_rollout.engines.sglang.weights import check_weights, parts_of, unpacked
-from fsm_rollout.engines.transformers.model_folders import load_tokenizer
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model import embedded_model
+from fsm_rollout.model.folders import load_tokenizer
 from tests.integration.sglang_oracle import model
 
 

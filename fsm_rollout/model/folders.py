@@ -1,13 +1,19 @@
-"""Which local folder a model's name stands for, and its tokenizer; nothing here imports torch or asks a hub."""
+"""Which local folder a model's name stands for, also one that a journal names, and its tokenizer.
+
+Invariant: nothing here imports torch or asks a hub.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.errors import EngineError, did_you_mean
 from fsm_rollout.model import CHECKPOINTS, embedded_model
+from fsm_rollout.trajectory.journal import metadata
 
 EMBEDDED = "embedded"
 PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -65,3 +71,34 @@ def _is_plain(folder: Path) -> bool:
     except (OSError, ValueError):  # for transformers to judge
         return False
     return isinstance(config, dict) and config.get("tokenizer_class") in PLAIN and "auto_map" not in config
+
+
+def recorded_engine(run: Mapping[str, Any], engine: str) -> tuple[Mapping[str, Any], Path]:
+    """Return how a run's journal describes one of its engines, and the folder to which paths there are relative.
+
+    ``run`` is the journal's metadata (``Rollout.description``). An engine that was a replay is described by the journal
+    that it replayed.
+
+    Raises:
+        EngineError: the journal does not describe that engine.
+        JournalError: the engine was a replay of a journal that can no longer be read.
+    """
+    engines = run.get("engines") or {}
+    base = Path(str(run.get("base") or "."))
+    if engine not in engines:
+        raise EngineError(f"its journal says nothing of an engine '{engine}'{did_you_mean(engine, engines)}")
+    facts = engines[engine]
+    if facts.get("kind") != "replay":
+        return facts, base
+    replayed = base / facts["run"]
+    journal = replayed if replayed.is_file() else replayed / "journal.sqlite"
+    return recorded_engine(metadata(journal), facts.get("engine", POLICY))
+
+
+def tokenizer_folder(facts: Mapping[str, Any], base: Path) -> Path:
+    """Return the folder with the tokenizer of an engine that a journal describes (see :func:`recorded_engine`).
+
+    Raises:
+        EngineError: the folder is not on this machine.
+    """
+    return model_folder(facts.get("tokenizer") or facts.get("model") or EMBEDDED, base)

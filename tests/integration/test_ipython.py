@@ -1,0 +1,32 @@
+"""In the real IPython, nothing has to be done for agents and trajectories to be shown."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.kit import ROOT
+
+pytestmark = pytest.mark.process
+
+CELL = """
+import sys
+import fsm_rollout as fr
+assert "jinja2" not in sys.modules, "nothing that draws is imported before something is shown"
+data, _ = get_ipython().display_formatter.format(fr.load_agent(r"AGENT"))
+assert "<svg" in data["image/svg+xml"]
+print("shown")
+"""
+
+
+def test_importing_the_package_is_enough() -> None:
+    """The pictures stay inside the formatter here: a terminal shows text, a notebook all of it."""
+    cell = CELL.replace("AGENT", str(ROOT / "configs/agents/delegate.yaml"))
+    switch_on = "get_ipython().display_formatter.active_types = get_ipython().display_formatter.format_types\n"
+    done = subprocess.run(
+        [sys.executable, "-m", "IPython", "--quick", "--colors=NoColor", "-c", switch_on + cell],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.strip().endswith("shown"), done.stdout + done.stderr
