@@ -1,11 +1,11 @@
-"""Tools: what the model may call, from a Python function's signature to the text it is told.
+"""Tools: from a Python function to a schema, a bounded call, and a message to the model.
 
-`schema` shows a tool to the model, `toolbox` carries its calls out; `base` is what authors of tools import.
+`base` is what authors of tools import, `schema` shows a tool to the model, `toolbox` carries its calls out.
 """
 
-from fsm_rollout.tools.base import AgentAnswer, CallResult, Hidden, RunAgent, Tool, ToolContext, ToolResult
-from fsm_rollout.tools.schema import tool_schema, tool_schema_of, validate_arguments
-from fsm_rollout.tools.toolbox import Toolbox, ToolSession
+from fsm_rollout.tools.base import AgentAnswer, CallResult, Hidden, Tool, ToolContext, ToolResult
+from fsm_rollout.tools.schema import tool_schema, validate_arguments
+from fsm_rollout.tools.toolbox import RunAgent, Toolbox, ToolSession, tool_schema_of
 from fsm_rollout.tools.truncation import truncate
 
 __all__ = [

@@ -1,25 +1,25 @@
 """What authors of tools write against, and what a call comes to.
 
 Invariant: nothing here runs anything. A tool is a typed function with a docstring, or a class with `execute` (see
-:class:`Tool`), or an agent; whatever else happens to a call (threads, timeouts, retries) is the toolbox's business.
+:class:`Tool`), or an agent. Threads, timeouts and retries are the toolbox's business.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import msgspec
 
-from fsm_rollout.agent.graph import AgentGraph
+T = TypeVar("T")
 
 
 class Hidden:
-    """Marks a parameter as none of the model's business: ``database: Annotated[str, Hidden]``.
+    """Hides a parameter from the model: ``database: Annotated[str, Hidden]``.
 
     Its value comes from the tool's ``kwargs`` in the agent's YAML or from the prompt's ``tools_kwargs``.
     """
@@ -34,7 +34,7 @@ class ToolContext:
     rng: Random
     """Seeded by the trajectory, the call and the try, so it is the same in every run of the same seed."""
     extra: Mapping[str, Any]
-    """The prompt's other fields; not to be changed."""
+    """The prompt's other fields. Tools must not change them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,8 @@ class ToolResult:
 class Tool(ABC):
     """A tool with a life in each trajectory. Inherit, or just write a class with an `execute` method.
 
-    One instance is made per trajectory that calls the tool, with the ``kwargs`` of the agent's YAML; `create` gets the
-    prompt's ``tools_kwargs`` of this tool, right before the first call; `release` runs exactly once when the
+    One instance is made per trajectory that calls the tool, with the ``kwargs`` of the agent's YAML. `create` gets the
+    prompt's ``tools_kwargs`` of this tool, right before the first call. `release` runs exactly once when the
     trajectory is over, if `create` had succeeded, whatever else failed. Each of the three may be sync (then it runs in
     a thread) or async, and may have a :class:`ToolContext` parameter (`release`: none). The model is shown the
     parameters and the docstring of `execute` (where that has none, the class's docstring).
@@ -69,7 +69,7 @@ class Tool(ABC):
         """Carry out one call; return a `str`, a number, plain data, or a :class:`ToolResult`."""
 
     def release(self) -> Any:  # noqa: B027
-        """Let go of what `create` took. What it raises is reported and ends nothing."""
+        """Give back what `create` took. An error raised here is reported and ends nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,41 +81,36 @@ class AgentAnswer:
     child_id: str | None = None
 
 
-RunAgent = Callable[[str, AgentGraph, str, int], Awaitable[AgentAnswer]]
-"""Runs an agent as a tool: by the tool's name, the agent, its task, and the seed of the call and the try."""
-"""Runs an agent as a child trajectory: tool name, agent, task."""
-
-
 class CallResult(msgspec.Struct, frozen=True):
     """One attempted call, at its end; the fields are those of :class:`fsm_rollout.trajectory.events.Called`."""
 
     text: str
-    """What the model is told."""
+    """What the model reads."""
     failure: str | None = None
     """``None``, a slug (``unknown_tool``, ``bad_arguments``, ``timed_out``, a tool format's), or the error's class."""
     bad: bool = False
     """Whether the model is to blame; charged to ``bad_calls``."""
     reward: float | None = None
     seconds: float = 0.0
-    """From being asked to being answered: waiting for a free place, every try and the pauses between them."""
+    """From the request to the answer: waiting for a free slot, every try, and the pauses between tries."""
     tries: int = 0
     """How often the tool was run; 0 when the call never reached it."""
     truncated_tokens: int = 0
     child_id: str | None = None
 
 
-def fresh(value: Any) -> Any:
+def fresh(value: T) -> T:
     """Copy plain data (dicts, lists, tuples, all the way down); share everything else.
 
     Keyword arguments and a model's arguments go into code that may change them, while the same objects stand in
     configs, in events and in the other trajectories of the group.
     """
-    if isinstance(value, str | int | float | None):  # by far the most, and asking them for Mapping is slow
+    if isinstance(value, str | int | float | None):  # by far the most common, and a check for Mapping is slow
         return value
     if isinstance(value, Mapping):
-        return {key: fresh(item) for key, item in value.items()}
+        return cast(T, {key: fresh(item) for key, item in value.items()})
     if isinstance(value, list):
-        return [fresh(item) for item in value]
+        return cast(T, [fresh(item) for item in value])
     if type(value) is tuple:
-        return tuple(fresh(item) for item in value)
+        return cast(T, tuple(fresh(item) for item in value))
     return value

@@ -31,7 +31,7 @@ class Expired(Exception):
 
 
 class Leftovers:
-    """What runs of some code: threads, and async code that refused to stop. Truthy while there is any."""
+    """What still runs of some code: threads, and async code that refused to stop. Truthy while there is any."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -45,7 +45,7 @@ class Leftovers:
         """Count one more."""
         self._count += 1
 
-    def end(self) -> None:
+    def end(self, _: object = None) -> None:
         """Count one less."""
         self._count -= 1
         if not self._count and self.then is not None:
@@ -59,7 +59,7 @@ _leftovers: contextvars.ContextVar[Leftovers | None] = contextvars.ContextVar("l
 
 @contextmanager
 def leftovers() -> Iterator[Leftovers]:
-    """Count what the code within has begun and not ended; at the end of the block that is what it has left behind."""
+    """Count what the code within begins and does not end; after the block that is what it has left behind."""
     left = Leftovers()
     token = _leftovers.set(left)
     try:
@@ -68,27 +68,27 @@ def leftovers() -> Iterator[Leftovers]:
         _leftovers.reset(token)
 
 
-def is_async(function: Callable[..., Any]) -> bool:
+def is_async(function: Callable[..., object]) -> bool:
     """Whether calling ``function`` gives a coroutine (a function, a method, a partial, or an object with __call__)."""
     if isinstance(function, type):  # calling a class makes an instance, whatever its __call__ is
         return False
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-async def invoke(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+async def invoke(function: Callable[..., Any], arguments: Mapping[str, object]) -> Any:
     """Call ``function(**arguments)``: async code here, sync code in a thread; return its result or raise its error.
 
     A sync function that returns an awaitable (a decorated async one, say) has it awaited.
     """
     if is_async(function):
-        return await _kept(function(**arguments))
+        return await _awaited(function(**arguments))
     loop, left = asyncio.get_running_loop(), _leftovers.get()
     context = contextvars.copy_context()
 
-    def work() -> tuple[Any, BaseException | None]:
+    def work() -> tuple[object, BaseException | None]:
         try:
             return context.run(function, **arguments), None
-        except BaseException as error:
+        except BaseException as error:  # raised again in the caller's task
             return None, error
         finally:
             if left is not None:
@@ -107,10 +107,10 @@ async def invoke(function: Callable[..., Any], arguments: Mapping[str, Any]) -> 
             raise error
         finally:
             del error  # a frame that holds an exception that holds the frame
-    return await _kept(result) if inspect.isawaitable(result) else result
+    return await _awaited(result) if inspect.isawaitable(result) else result
 
 
-async def _kept(work: Awaitable[T]) -> T:
+async def _awaited(work: Awaitable[T]) -> T:
     """Await ``work``; a SystemExit would leave the task, and end the loop."""
     try:
         return await work
@@ -144,20 +144,12 @@ async def bounded(
     return task.result()
 
 
-async def _stop(task: asyncio.Task[Any], seconds: float | None) -> None:
+async def _stop(task: asyncio.Task[T], seconds: float | None) -> None:
     task.cancel()
+    task.add_done_callback(lambda task: task.cancelled() or task.exception())  # else logged as never retrieved
     await asyncio.wait({task}, timeout=seconds)
     if not task.done():
         _logger.warning("%s did not stop within %s s of being cancelled; it is left running", task.get_name(), seconds)
-        task.add_done_callback(_look_at)
         if (left := _leftovers.get()) is not None:
             left.begin()
-            task.add_done_callback(lambda _: left.end())
-    else:
-        _look_at(task)
-
-
-def _look_at(task: asyncio.Task[Any]) -> None:
-    """Take note of a task's exception, which else would be logged as never retrieved."""
-    if not task.cancelled():
-        task.exception()
+            task.add_done_callback(left.end)

@@ -93,8 +93,8 @@ def timed_out(name: str, seconds: float | None) -> str:
     return _error(f"{name} did not answer and was stopped{after}", "try again or go on without it")
 
 
-def no_place(name: str) -> str:
-    """Return what is told about a call that found no place, because calls that were stopped run on and hold them."""
+def no_slot(name: str) -> str:
+    """Return what is told about a call that found no free slot: calls that were stopped run on and hold them."""
     return _error(f"{name} is still busy with calls that did not end", "try again later or go on without it")
 
 

@@ -1,45 +1,315 @@
-"""Carrying out the calls that models make.
+"""An agent's tools, and carrying out the calls that models make.
 
 Invariant: :meth:`ToolSession.call` always returns (or is cancelled): whatever a model writes and whatever a tool does
-becomes a result that the model is told. A call goes through these steps, and the first that fails is its result:
-readable → known tool → arguments → a free place → tries, each bounded in time, with pauses between → cut to size.
+becomes a result that the model reads. A call goes through these steps, and the first that fails is its result:
+readable → known tool → arguments → a free slot → tries, each bounded in time, with pauses between → cut to size.
+A :class:`BoundTool` is shared by all trajectories and holds none of their state; a :class:`ToolSession` is one
+trajectory's.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import inspect
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from msgspec.structs import replace
 
+from fsm_rollout.agent import graph
 from fsm_rollout.agent.graph import MAIN, AgentGraph
+from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.concurrency.seeds import derive_seed
-from fsm_rollout.errors import BadArguments, ToolError, did_you_mean
+from fsm_rollout.errors import BadArguments, ConfigError, ToolError, did_you_mean
 from fsm_rollout.tools import tool_messages
-from fsm_rollout.tools.base import AgentAnswer, CallResult, RunAgent, ToolContext, ToolResult
-from fsm_rollout.tools.binding import BoundTool, ClassTool, FunctionTool, NotReady, OpenTool, bind
-from fsm_rollout.tools.call import Expired, bounded
-from fsm_rollout.tools.process_placement import ToolDied
-from fsm_rollout.tools.json_schema import Schema
-from fsm_rollout.tools.slots import NoPlace, Places
-from fsm_rollout.tools.truncation import truncate
+from fsm_rollout.tools.base import AgentAnswer, CallResult, ToolContext, ToolResult, fresh
+from fsm_rollout.tools.call import STOP_SECONDS, Expired, bounded, invoke, is_async
+from fsm_rollout.tools.process_placement import ToolDied, call_in_process
+from fsm_rollout.tools.schema import Function, Parameters, Schema, context_parameters, parameters_of
+from fsm_rollout.tools.slots import NoSlot, Slots
+from fsm_rollout.tools.truncation import Tokenizer, truncate
 from fsm_rollout.trajectory.events import MalformedCall, ToolCall
 
 FIRST_PAUSE = 0.5
 """Seconds before the second try, at most; doubled for each further one."""
 LONGEST_PAUSE = 30.0
 OF_THE_WORLD = (OSError, MemoryError, ImportError)
-"""What no other call would have helped: a tool that raises these (timeouts and connections are among them), or what its
-``retry.errors`` name, has failed, and the model is told so without blame. For all else it may correct its call."""
+"""Errors that no other call would have avoided (timeouts and lost connections are among them). For these, and for those
+that ``retry.errors`` name, the model is not blamed. For all others it may correct its call."""
 OF_THE_CALL = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 """The exceptions to that: they are about the path that the call names."""
 RELEASE_SECONDS = 30.0
 """How long a `release` may take where the tool has no timeout."""
+THREADS = 256
+"""Calls of one sync tool that run at once where it has no `concurrency`: each takes a thread."""
+
+RunAgent = Callable[[str, AgentGraph, str, int], Awaitable[AgentAnswer]]
+"""Runs an agent as a child trajectory: by the tool's name, the agent, its task, and the seed of this try."""
+MakeContext = Callable[[str], ToolContext]
+"""Makes the ToolContext of a call; the argument tells its randomness from that of others within the call."""
+ToolsKwargs = Mapping[str, Mapping[str, object]]
+"""A prompt's ``tools_kwargs``, by tool."""
+
+
+class NotReady(Exception):
+    """A tool's `create` failed; its cause says how. Not the model's fault."""
+
+
+class BoundTool(ABC):
+    """A tool of an agent, its code loaded and its schema built. One subclass per kind of tool."""
+
+    schema: Schema
+    parameters: Parameters
+    in_thread = False
+    """Whether its calls occupy a thread."""
+    slots: int | None = None
+    """How many of its calls run at once where it has no ``concurrency``; ``None``: any number."""
+    stop_seconds: float | None = STOP_SECONDS
+    """How long a cancelled call may take to clean up; ``None`` waits as long as it takes."""
+
+    def __init__(self, name: str, spec: graph.Tool) -> None:
+        self.name = name
+        self.spec = spec
+        self.where = f"tool '{name}' ({spec.use or 'agent'})"
+
+    @abstractmethod
+    def check(self, tools_kwargs: Mapping[str, object]) -> None:
+        """Raise ToolError unless a prompt's ``tools_kwargs`` for this tool fit."""
+
+    @abstractmethod
+    async def call(self, session: ToolSession, arguments: dict[str, Any], context: MakeContext) -> object:
+        """Carry out one call and return what the tool returns, or raise what it raises."""
+
+    def read(self, arguments: Mapping[str, object]) -> dict[str, Any]:
+        """Return a model's arguments as the tool takes them, or raise BadArguments."""
+        return self.parameters.read(arguments)
+
+    def _runs(self, function: Function) -> None:
+        """Note where calls of ``function`` run, and how many at once by default."""
+        if self.spec.placement == "process":
+            self.slots = os.cpu_count() or 1
+        elif self.spec.placement == "local" and not is_async(function):
+            self.in_thread, self.slots = True, THREADS
+
+
+class FunctionTool(BoundTool):
+    """A plain function, sync or async."""
+
+    def __init__(self, name: str, spec: graph.Tool, function: Function) -> None:
+        super().__init__(name, spec)
+        self.function = function
+        self.parameters = parameters_of(function, where=self.where, hidden=spec.kwargs)
+        self.schema = self.parameters.tool(name, spec.description)
+        self._runs(function)
+
+    def check(self, tools_kwargs: Mapping[str, object]) -> None:
+        """Hidden parameters may be given, and those without a default must."""
+        parameters = self.parameters
+        for key in tools_kwargs:
+            if key in parameters.names:
+                raise ToolError(
+                    f"{self.where}: tools_kwargs give '{key}', which the model fills in; hide it: Annotated[…, Hidden]"
+                )
+            if key in parameters.contexts or (key not in parameters.hidden and not parameters.takes_any):
+                hint = did_you_mean(key, parameters.hidden)
+                raise ToolError(f"{self.where}: tools_kwargs give '{key}', which is not a hidden parameter{hint}")
+        for key in parameters.required:
+            if key not in tools_kwargs and key not in self.spec.kwargs:
+                raise ToolError(
+                    f"{self.where}: nothing gives the hidden parameter '{key}'; "
+                    "give it in the tool's kwargs or in the prompt's tools_kwargs"
+                )
+
+    async def call(self, session: ToolSession, arguments: dict[str, Any], context: MakeContext) -> object:
+        """Call it where it is placed, with the hidden values laid under the model's arguments."""
+        hidden = fresh({**self.spec.kwargs, **session.tools_kwargs.get(self.name, {})})
+        arguments = hidden | arguments | {name: context("call") for name in self.parameters.contexts}
+        match self.spec.placement:
+            case "local":
+                return await invoke(self.function, arguments)
+            case "process":
+                return await call_in_process(str(self.spec.use), arguments)
+            case "ray":
+                from fsm_rollout.tools.ray_placement import call_on_ray  # Ray: only for those who ask for it
+
+                return await call_on_ray(str(self.spec.use), arguments)
+
+
+class _Instance(Protocol):
+    def create(self, **kwargs: Any) -> object: ...
+    def execute(self, **kwargs: Any) -> object: ...
+    def release(self) -> object: ...
+
+
+class ClassTool(BoundTool):
+    """A class with `execute`: one instance per trajectory that calls it (see :class:`fsm_rollout.tools.Tool`)."""
+
+    def __init__(self, name: str, spec: graph.Tool, cls: type[_Instance]) -> None:
+        super().__init__(name, spec)
+        self.cls = cls
+        execute = getattr(cls, "execute", None)
+        if not callable(execute):
+            raise ToolError(f"{self.where}: the class has no method `execute`{did_you_mean('execute', vars(cls))}")
+        if inspect.isabstract(cls):
+            missing = ", ".join(sorted(cls.__abstractmethods__))
+            raise ToolError(f"{self.where}: the class is abstract; it lacks {missing}")
+        method = inspect.isfunction(inspect.getattr_static(cls, "execute"))
+        self.parameters = parameters_of(execute, where=f"{self.where}: execute", method=method)
+        if required := self.parameters.required:
+            raise ToolError(f"{self.where}: hidden values go to `create`, not to `execute`: {required}")
+        description = spec.description or self.parameters.description or inspect.cleandoc(cls.__doc__ or "")
+        self.schema = self.parameters.tool(name, description)
+        self.create: Function | None = getattr(cls, "create", None)
+        self.create_contexts = context_parameters(self.create, self.where) if self.create is not None else []
+        self.releases = hasattr(cls, "release") or spec.placement == "ray"
+        self._runs(execute)
+        if spec.placement == "process":
+            raise ToolError(
+                f"{self.where}: placement 'process' runs functions only, because a class keeps its instance between "
+                "calls; use 'ray' (an actor for each trajectory), or write a function"
+            )
+        self._fit(cls, spec.kwargs, "the tool's kwargs")
+
+    def check(self, tools_kwargs: Mapping[str, object]) -> None:
+        """They must be what `create` takes."""
+        if self.create is not None:
+            is_method = inspect.isfunction(inspect.getattr_static(self.cls, "create"))
+            kwargs = {**tools_kwargs, **dict.fromkeys(self.create_contexts)}
+            self._fit(self.create, kwargs, "the prompt's tools_kwargs", *[None] * is_method)
+        elif tools_kwargs:
+            raise ToolError(f"{self.where}: the prompt gives tools_kwargs, but the class has no `create` to take them")
+
+    def _fit(self, function: Function, kwargs: Mapping[str, object], source: str, *args: None) -> None:
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):
+            return  # the signature cannot be read (a C extension's); the call itself will tell
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            name = getattr(function, "__qualname__", repr(function))
+            raise ToolError(f"{self.where}: {source} do not fit {name}{signature}: {error}") from error
+
+    async def call(self, session: ToolSession, arguments: dict[str, Any], context: MakeContext) -> object:
+        """Call the trajectory's instance, which the first call creates.
+
+        It is created once, for all calls that come meanwhile, and a call that gives up waiting does not stop it: a
+        sandbox that takes a minute to start is ready for the next call.
+        """
+        creating = session.instances.get(self)
+        if creating is None or (creating.done() and not _succeeded(creating)):
+            creating = asyncio.get_running_loop().create_task(
+                self._create(session.tools_kwargs.get(self.name, {}), context), name=f"create of tool '{self.name}'"
+            )
+            session.instances[self] = creating
+        try:
+            instance: _Instance = await asyncio.shield(creating)
+        except Exception as error:  # whatever the class raises
+            raise NotReady from error
+        contexts = {name: context("call") for name in self.parameters.contexts}
+        return await invoke(instance.execute, arguments | contexts)
+
+    async def _create(self, tools_kwargs: Mapping[str, object], context: MakeContext) -> object:
+        make: Function = self.cls
+        if self.spec.placement == "ray":
+            from fsm_rollout.tools.ray_placement import RayInstance  # Ray: only for those who ask for it
+
+            make = partial(RayInstance.make, str(self.spec.use))
+        instance = await invoke(make, fresh(self.spec.kwargs))
+        if self.create is not None:
+            contexts = {name: context("create") for name in self.create_contexts}
+            await invoke(instance.create, {**fresh(tools_kwargs), **contexts})
+        return instance
+
+    async def release(self, creating: asyncio.Task[Any]) -> None:
+        """Release a trajectory's instance; a `create` that still runs is stopped if it can be."""
+        if self.create is not None and is_async(self.create):
+            creating.cancel()  # no effect when it is done
+        try:
+            await asyncio.wait({creating})
+        finally:
+            creating.cancel()
+        if _succeeded(creating) and self.releases:
+            await invoke(creating.result().release, {})
+
+
+def _succeeded(task: asyncio.Task[Any]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
+
+
+class AgentTool(BoundTool):
+    """Another agent, run as a child trajectory."""
+
+    stop_seconds = None  # a child trajectory ends by itself, and must be recorded
+
+    def __init__(self, name: str, spec: graph.Tool, agent: AgentGraph) -> None:
+        super().__init__(name, spec)
+        self.agent = agent
+        if spec.placement != "local":
+            raise ToolError(f"{self.where}: an agent runs here; leave `placement` out")
+        if spec.kwargs:
+            raise ToolError(f"{self.where}: an agent takes no kwargs, only a task; got {', '.join(spec.kwargs)}")
+        self.parameters = parameters_of(_ask, where=self.where)
+        description = spec.description or agent.description or f"Hand a task to the agent '{agent.agent}'."
+        self.schema = self.parameters.tool(name, description)
+
+    def check(self, tools_kwargs: Mapping[str, object]) -> None:
+        """There must be none."""
+        if tools_kwargs:
+            raise ToolError(f"{self.where}: an agent takes no tools_kwargs, only a task; got {', '.join(tools_kwargs)}")
+
+    async def call(self, session: ToolSession, arguments: dict[str, Any], context: MakeContext) -> object:
+        """Run it on its task."""
+        assert session.run_agent is not None
+        seed = context("agent").rng.getrandbits(63)  # the call's own, however often it was interrupted and made again
+        return await session.run_agent(self.name, self.agent, arguments["task"], seed)
+
+
+def _ask(task: str) -> None:
+    """Give the agent its task.
+
+    Args:
+        task: What to do, with all that is needed to do it.
+    """
+
+
+def bind(name: str, spec: graph.Tool) -> BoundTool:
+    """Load a tool's code and build its schema; nothing of the tool runs.
+
+    Raises:
+        ToolError: its import, its signature or its ``kwargs`` are wrong.
+    """
+    if (spec.use is None) == (spec.agent is None):
+        raise ToolError(f"tool '{name}': give either `use` (a function or class) or `agent` (a YAML file)")
+    if not spec.repeatable and spec.retry.attempts > 1:
+        raise ToolError(f"tool '{name}': it is not repeatable, so it cannot be retried; leave out one of the two")
+    if spec.agent is not None:
+        return AgentTool(name, spec, spec.agent)
+    try:
+        code = load_object(str(spec.use))
+    except ConfigError as error:
+        raise ToolError(f"tool '{name}': {error}") from error
+    if isinstance(code, type):
+        return ClassTool(name, spec, code)
+    if callable(code):
+        return FunctionTool(name, spec, code)
+    raise ToolError(f"tool '{name}': '{spec.use}' is a {type(code).__name__}; a tool is a function or a class")
+
+
+def tool_schema_of(name: str, tool: graph.Tool) -> Schema:
+    """Return the schema of a tool of an agent, whichever kind it is; its code is imported, and not run.
+
+    Raises:
+        ToolError: as :func:`bind`.
+    """
+    return bind(name, tool).schema
 
 
 class Toolbox:
@@ -49,30 +319,30 @@ class Toolbox:
         ToolError: a tool cannot be built.
     """
 
-    def __init__(self, graph: AgentGraph) -> None:
-        self._graph = graph
-        self._tools = {name: bind(name, spec) for name, spec in graph.tools.items()}
+    def __init__(self, agent: AgentGraph) -> None:
+        self._agent = agent
+        self._tools = {name: bind(name, spec) for name, spec in agent.tools.items()}
         self._schemas: dict[str, tuple[Schema, ...]] = {}
-        # Places belong to the loop that waits for them, and a toolbox may serve several, one after the other.
-        self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Places]] = WeakKeyDictionary()
+        # Slots belong to the loop that waits for them, and a toolbox may serve several, one after the other.
+        self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Slots]] = WeakKeyDictionary()
 
     def replace(self, make: Callable[[BoundTool], BoundTool]) -> None:
-        """Put another tool in the place of each, before any is opened: simulations let tools come to drawn results."""
+        """Put another tool in the place of each, before any session: simulations draw what tools return."""
         self._tools = {name: make(tool) for name, tool in self._tools.items()}
         self._schemas.clear()
 
     def schemas(self, context: str) -> tuple[Schema, ...]:
         """Return the schemas shown in a context; the same object each time, to be used as a cache key."""
         if context not in self._schemas:
-            self._schemas[context] = tuple(self._tools[name].schema for name in self._graph.tools_of(context))
+            self._schemas[context] = tuple(tool.schema for tool in self.known(context).values())
         return self._schemas[context]
 
     def known(self, context: str) -> Mapping[str, BoundTool]:
         """Return the tools that may be called in a context."""
-        return {name: self._tools[name] for name in self._graph.tools_of(context)}
+        return {name: self._tools[name] for name in self._agent.tools_of(context)}
 
-    def check(self, tools_kwargs: Mapping[str, Mapping[str, Any]]) -> None:
-        """Check a prompt's ``tools_kwargs``, keyed by tool.
+    def check(self, tools_kwargs: ToolsKwargs) -> None:
+        """Check a prompt's ``tools_kwargs``.
 
         Raises:
             ToolError: an unknown tool, or values that the tool does not take, or lacks.
@@ -86,13 +356,12 @@ class Toolbox:
             tool.check(tools_kwargs.get(name, {}))
 
     async def prepare(self) -> None:
-        """Connect what tools run on; to be awaited before calls are made, whose timeouts are not for that.
+        """Connect to what tools run on. Await it before the first call, whose timeout does not include it.
 
         Raises:
             EngineError: it is not there.
         """
-        real = [tool for tool in self._tools.values() if isinstance(tool, FunctionTool | ClassTool)]
-        if any(tool.spec.placement == "ray" for tool in real):
+        if any(isinstance(t, FunctionTool | ClassTool) and t.spec.placement == "ray" for t in self._tools.values()):
             from fsm_rollout.tools.ray_placement import prepare  # Ray: only for those who ask for it
 
             await prepare()
@@ -103,19 +372,11 @@ class Toolbox:
         trajectory_id: str,
         group_id: str,
         seed: int,
-        tools_kwargs: Mapping[str, Mapping[str, Any]] | None,
-        extra: Mapping[str, Any],
+        tools_kwargs: ToolsKwargs | None,
+        extra: Mapping[str, object],
         run_agent: RunAgent,
     ) -> ToolSession:
         """Begin a trajectory's use of the tools; nothing of theirs runs before it calls them.
-
-        Args:
-            trajectory_id: told to tools that ask.
-            group_id: told to tools that ask.
-            seed: of the trajectory; with a call's id it seeds all randomness of that call.
-            tools_kwargs: the prompt's, by tool.
-            extra: the prompt's other fields, told to tools that ask.
-            run_agent: runs an agent that is used as a tool.
 
         Raises:
             ToolError: as :meth:`check`.
@@ -123,64 +384,39 @@ class Toolbox:
         self.check(tools_kwargs or {})
         return ToolSession(self, trajectory_id, group_id, seed, tools_kwargs or {}, extra, run_agent)
 
-    def place(self, tool: BoundTool) -> AbstractAsyncContextManager[None]:
-        """Return what to hold while a tool runs: one of its ``concurrency`` places, over all trajectories.
+    def slot(self, tool: BoundTool) -> AbstractAsyncContextManager[None]:
+        """Return what to hold while a tool runs: one of its ``concurrency`` slots, over all trajectories.
 
-        A call that is given up holds its place until what it has left running ends (:mod:`fsm_rollout.tools.slots`).
+        A call that is given up holds its slot until what it left running ends (:mod:`fsm_rollout.tools.slots`).
         """
-        limit = tool.spec.concurrency or tool.places
+        limit = tool.spec.concurrency or tool.slots
         if limit is None:
             return nullcontext()
-        places = self._places.setdefault(asyncio.get_running_loop(), {})
-        if tool.name not in places:
-            places[tool.name] = Places(tool.name, limit)
-        return places[tool.name].one(tool.spec.timeout)
+        slots = self._slots.setdefault(asyncio.get_running_loop(), {})
+        if tool.name not in slots:
+            slots[tool.name] = Slots(tool.name, limit)
+        return slots[tool.name].hold(tool.spec.timeout)
 
 
-@dataclass(frozen=True, slots=True)
-class _End:
-    """How one try ended. ``errors`` are the class names that a retry may ask for."""
-
-    result: CallResult
-    errors: frozenset[str] = field(default_factory=frozenset)
-
-
+@dataclass(eq=False, slots=True)
 class ToolSession:
     """The tools of one trajectory: makes its calls and releases what they took. See :meth:`Toolbox.open`."""
 
-    __slots__ = (
-        "_box",
-        "_extra",
-        "_group_id",
-        "_open",
-        "_run_agent",
-        "_seed",
-        "_tools_kwargs",
-        "_trajectory_id",
-    )
-
-    def __init__(
-        self,
-        box: Toolbox,
-        trajectory_id: str,
-        group_id: str,
-        seed: int,
-        tools_kwargs: Mapping[str, Mapping[str, Any]],
-        extra: Mapping[str, Any],
-        run_agent: RunAgent,
-    ) -> None:
-        self._box = box
-        self._trajectory_id = trajectory_id
-        self._group_id = group_id
-        self._seed = seed
-        self._tools_kwargs = tools_kwargs
-        self._extra = extra
-        self._run_agent: RunAgent | None = run_agent
-        """``None`` once released: whoever runs the agents holds this session, and the two would keep each other."""
-        self._open: dict[str, tuple[BoundTool, OpenTool]] = {}
+    toolbox: Toolbox
+    trajectory_id: str
+    group_id: str
+    seed: int
+    """Of the trajectory; with a call's id it seeds all randomness of that call."""
+    tools_kwargs: ToolsKwargs
+    extra: Mapping[str, object]
+    """The prompt's other fields, for tools that ask."""
+    run_agent: RunAgent | None
+    """Runs an agent used as a tool. ``None`` once released, so that this session and who runs agents come apart."""
+    instances: dict[ClassTool, asyncio.Task[Any]] = field(default_factory=dict)
+    """The tasks that make, or have made, this trajectory's instances."""
 
     async def call(
-        self, attempt: ToolCall | MalformedCall, *, context: str = MAIN, tokenizer: Any | None = None
+        self, attempt: ToolCall | MalformedCall, *, context: str = MAIN, tokenizer: Tokenizer | None = None
     ) -> CallResult:
         """Carry out one attempted call; failures are results, never exceptions.
 
@@ -192,22 +428,21 @@ class ToolSession:
         Raises:
             ToolError: the session has been released, or a tokenizer is needed.
         """
-        if self._run_agent is None:
-            raise ToolError(f"the tools of trajectory {self._trajectory_id} have been released; make calls before that")
+        if self.run_agent is None:
+            raise ToolError(f"the tools of trajectory {self.trajectory_id} have been released; make calls before that")
         loop = asyncio.get_running_loop()
         begun = loop.time()
-        tool: BoundTool | None = None
+        # 1. Readable, and of a tool that is there.
         if isinstance(attempt, MalformedCall):
-            result = CallResult(tool_messages.broken_call(attempt.message), failure=attempt.kind, bad=True)
-        else:
-            known = self._box.known(context)
-            tool = known.get(attempt.name)
-            if tool is None:
-                result = CallResult(tool_messages.unknown_tool(attempt.name, known), failure="unknown_tool", bad=True)
-            else:
-                result = await self._run(tool, attempt, self._run_agent)
-        result = replace(result, seconds=loop.time() - begun)
-        if tool is None or tool.spec.response_tokens is None:
+            return CallResult(tool_messages.broken_call(attempt.message), failure=attempt.kind, bad=True)
+        known = self.toolbox.known(context)
+        tool = known.get(attempt.name)
+        if tool is None:
+            return CallResult(tool_messages.unknown_tool(attempt.name, known), failure="unknown_tool", bad=True)
+        # 2. Run, as often as its retry allows.
+        result = replace(await self._run(tool, attempt), seconds=loop.time() - begun)
+        # 3. Cut to size.
+        if tool.spec.response_tokens is None:
             return result
         if tokenizer is None:
             raise ToolError(f"tool '{tool.name}' has response_tokens, which only a tokenizer can count; give one")
@@ -219,12 +454,11 @@ class ToolSession:
 
         It finishes what it began even when it is cancelled meanwhile. A second time there is nothing to do.
         """
-        self._run_agent = None
-        opened, self._open = self._open, {}
-        releases = [self._release(tool, mine) for tool, mine in opened.values() if mine.to_release]
-        if not releases:
+        self.run_agent = None
+        instances, self.instances = self.instances, {}
+        if not instances:
             return []
-        work = asyncio.gather(*releases)
+        work = asyncio.gather(*map(_release, instances, instances.values()))
         try:
             failures = await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -232,87 +466,89 @@ class ToolSession:
             raise
         return [failure for failure in failures if failure is not None]
 
-    async def _release(self, tool: BoundTool, mine: OpenTool) -> str | None:
-        timeout = tool.spec.timeout or RELEASE_SECONDS
-        try:
-            await bounded(mine.release(), timeout, name=f"release of tool '{tool.name}'")
-        except Expired:
-            return f"tool '{tool.name}': release did not end within {timeout:g} s and was stopped"
-        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
-            raise
-        except BaseException as error:
-            return f"tool '{tool.name}': release raised {type(error).__name__}: {error}"
-        return None
-
-    async def _run(self, tool: BoundTool, call: ToolCall, run_agent: RunAgent) -> CallResult:
-        try:
-            arguments = tool.read(call.arguments)
-        except BadArguments as error:
-            return CallResult(tool_messages.bad_arguments(tool.name, str(error)), failure="bad_arguments", bad=True)
-        except Exception as error:  # a validator of the tool's own types
-            return CallResult(tool_messages.raised(error), failure=type(error).__name__, bad=True)
-        if tool.name not in self._open:
-            opened = tool.open(self._tools_kwargs.get(tool.name, {}), run_agent)
-            self._open[tool.name] = (tool, opened)
+    async def _run(self, tool: BoundTool, call: ToolCall) -> CallResult:
         retry = tool.spec.retry
-        tries = 0
+        number = 0
         while True:
-            tries += 1
-            if tries > 1:
-                arguments = tool.read(call.arguments)  # the try before may have changed what it was given
+            number += 1
+            # 1. Arguments: read anew for each try, since the one before may have changed what it was given.
             try:
-                async with self._box.place(tool):
-                    end = await self._try(tool, call.id, arguments, tries)
-            except NoPlace:
-                text = tool_messages.no_place(tool.name)
-                end = _End(CallResult(text, failure="timed_out"), _class_names(TimeoutError()))
-            if not end.errors or tries >= retry.attempts or (retry.errors and end.errors.isdisjoint(retry.errors)):
-                return replace(end.result, tries=tries)
-            jitter = Random(derive_seed(self._seed, "tool", call.id, tries, "pause")).uniform(0.5, 1.0)
-            await asyncio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (tries - 1)) * jitter)
+                arguments = tool.read(call.arguments)
+            except BadArguments as error:
+                text = tool_messages.bad_arguments(tool.name, str(error))
+                return CallResult(text, failure="bad_arguments", bad=True)
+            except Exception as error:  # a validator of the tool's own types
+                return CallResult(tool_messages.raised(error), failure=type(error).__name__, bad=True)
+            # 2. One try, in one of the tool's slots.
+            try:
+                async with self.toolbox.slot(tool):
+                    result, errors = await self._try(tool, call.id, arguments, number)
+            except NoSlot:
+                result = CallResult(tool_messages.no_slot(tool.name), failure="timed_out")
+                errors = _class_names(TimeoutError())
+            # 3. Done, unless it failed in a way that is to be tried again.
+            if not errors or number >= retry.attempts or (retry.errors and errors.isdisjoint(retry.errors)):
+                return replace(result, tries=number)
+            jitter = Random(derive_seed(self.seed, "tool", call.id, number, "pause")).uniform(0.5, 1.0)
+            await asyncio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (number - 1)) * jitter)
 
-    async def _try(self, tool: BoundTool, call_id: str, arguments: dict[str, Any], number: int) -> _End:
+    async def _try(
+        self, tool: BoundTool, call_id: str, arguments: dict[str, Any], number: int
+    ) -> tuple[CallResult, frozenset[str]]:
+        """Run the tool once; return the result, and the names of the errors that a retry may be for."""
+
         def context(purpose: str) -> ToolContext:
-            rng = Random(derive_seed(self._seed, "tool", call_id, number, purpose))
-            return ToolContext(self._trajectory_id, self._group_id, rng, self._extra)
+            rng = Random(derive_seed(self.seed, "tool", call_id, number, purpose))
+            return ToolContext(self.trajectory_id, self.group_id, rng, self.extra)
 
-        _, mine = self._open[tool.name]
         try:
-            work = mine.call(arguments, context)
-            name, stop = f"tool '{tool.name}'", tool.stop_seconds
-            value = await bounded(work, tool.spec.timeout, name=name, stop_seconds=stop)
-            return _end_of(tool, value)
+            work = tool.call(self, arguments, context)
+            value = await bounded(work, tool.spec.timeout, name=f"tool '{tool.name}'", stop_seconds=tool.stop_seconds)
+            return _read(tool, value)
         except Expired:
             text = tool_messages.timed_out(tool.name, tool.spec.timeout)
-            return _End(CallResult(text, failure="timed_out"), _class_names(TimeoutError()))
+            return CallResult(text, failure="timed_out"), _class_names(TimeoutError())
         except NotReady as error:
             cause = error.__cause__ or error
-            return _End(
-                CallResult(tool_messages.not_ready(tool.name, cause), failure=type(cause).__name__), _class_names(cause)
-            )
+            text = tool_messages.not_ready(tool.name, cause)
+            return CallResult(text, failure=type(cause).__name__), _class_names(cause)
         except ToolDied as error:
-            return _End(CallResult(tool_messages.died(tool.name), failure="ToolDied"), _class_names(error))
+            return CallResult(tool_messages.died(tool.name), failure="ToolDied"), _class_names(error)
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
         except BaseException as error:  # tools may raise anything, pytest's and trio's own kinds included
             names = _class_names(error)
             of_the_world = isinstance(error, OF_THE_WORLD) and not isinstance(error, OF_THE_CALL)
             if of_the_world or not names.isdisjoint(tool.spec.retry.errors):
-                return _End(CallResult(tool_messages.failed(tool.name, error), failure=type(error).__name__), names)
-            return _End(CallResult(tool_messages.raised(error), failure=type(error).__name__, bad=True), names)
+                return CallResult(tool_messages.failed(tool.name, error), failure=type(error).__name__), names
+            return CallResult(tool_messages.raised(error), failure=type(error).__name__, bad=True), names
 
 
-def _end_of(tool: BoundTool, value: Any) -> _End:
-    """Read what a tool returned; what cannot be told to a model raises."""
+async def _release(tool: ClassTool, creating: asyncio.Task[Any]) -> str | None:
+    """Release one instance; return what went wrong."""
+    timeout = tool.spec.timeout or RELEASE_SECONDS
+    try:
+        await bounded(tool.release(creating), timeout, name=f"release of tool '{tool.name}'")
+    except Expired:
+        return f"tool '{tool.name}': release did not end within {timeout:g} s and was stopped"
+    except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # whatever the tool raises
+        return f"tool '{tool.name}': release raised {type(error).__name__}: {error}"
+    return None
+
+
+def _read(tool: BoundTool, value: object) -> tuple[CallResult, frozenset[str]]:
+    """Read what a tool returned; a value that cannot be made text raises."""
     if isinstance(value, AgentAnswer):
         if value.failure is None:
-            return _End(CallResult(tool_messages.clean(value.text), child_id=value.child_id))
+            return CallResult(tool_messages.clean(value.text), child_id=value.child_id), frozenset()
         text = tool_messages.agent_failed(tool.name, value.failure)
-        names = frozenset({value.failure, value.failure.rpartition(":")[2]})
-        return _End(CallResult(text, failure=value.failure, child_id=value.child_id), names)
+        errors = frozenset({value.failure, value.failure.rpartition(":")[2]})
+        return CallResult(text, failure=value.failure, child_id=value.child_id), errors
     if isinstance(value, ToolResult):
-        return _End(CallResult(tool_messages.result(value.text), reward=value.reward))
-    return _End(CallResult(tool_messages.result(value)))
+        return CallResult(tool_messages.result(value.text), reward=value.reward), frozenset()
+    return CallResult(tool_messages.result(value)), frozenset()
 
 
 def _class_names(error: BaseException) -> frozenset[str]:

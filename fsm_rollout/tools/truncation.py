@@ -7,15 +7,23 @@ and may encode to more tokens than it had.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
 
 Side = Literal["left", "right", "middle"]
 
 EXACT_CHARACTERS = 200_000
-"""Of longer text only so much is looked at (tokenising 10 MB would hold up every trajectory for seconds)."""
+"""Of longer text only so much is tokenised (10 MB would hold up every trajectory for seconds)."""
 
 
-def truncate(text: str, tokenizer: Any, limit: int, side: Side = "middle") -> tuple[str, int]:
+class Tokenizer(Protocol):
+    """A transformers fast tokenizer, as far as it is needed here."""
+
+    def __call__(self, text: str, **options: bool) -> Mapping[str, Any]:
+        """Return the tokens of a text: ``offset_mapping``, among others."""
+
+
+def truncate(text: str, tokenizer: Tokenizer, limit: int, side: Side = "middle") -> tuple[str, int]:
     """Shorten ``text`` to at most ``limit`` tokens and say how many were dropped.
 
     ``side`` is what goes: ``left`` drops the beginning, ``right`` the end, ``middle`` keeps both ends. Where something
@@ -78,7 +86,7 @@ def _ends(text: str, side: Side) -> tuple[str, int]:
     return text[:first] + text[first + unseen :], unseen
 
 
-def _offsets(tokenizer: Any, text: str) -> list[tuple[int, int]]:
+def _offsets(tokenizer: Tokenizer, text: str) -> list[tuple[int, int]]:
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     offsets: list[tuple[int, int]] = encoded["offset_mapping"]
     return offsets

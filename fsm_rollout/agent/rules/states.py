@@ -36,7 +36,7 @@ def code(structure: Structure) -> Iterator[Finding]:
     """Yield rule 14: tools and interactions whose code does not do."""
     graph = structure.graph
     if graph.tools:
-        from fsm_rollout.tools.schema import tool_schema_of
+        from fsm_rollout.tools.toolbox import tool_schema_of
 
         for name, tool in graph.tools.items():
             try:

@@ -35,9 +35,8 @@ from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from fsm_rollout.testing.strategies import schema_values
 from fsm_rollout.tools import AgentAnswer, ToolContext
 from fsm_rollout.tools.base import CallResult
-from fsm_rollout.tools.binding import BoundTool
 from fsm_rollout.tools.call import STOP_SECONDS
-from fsm_rollout.tools.toolbox import Toolbox, ToolSession
+from fsm_rollout.tools.toolbox import BoundTool, Toolbox, ToolSession
 from fsm_rollout.trajectory.events import Called, ToolCall, encode
 from fsm_rollout.trajectory.prompt import Prompt
 
@@ -298,20 +297,17 @@ class _Checker:
         for number in range(1, MOST_WAITS):
 
             async def one(number: int = number) -> Stepped[Any] | None:
-                opened = self.tool.open(self.tools_kwargs.get("tool", {}), _run_agent)
+                session = self.open()
                 try:
-                    work = opened.call(dict(read), lambda purpose: _context(self.extra, purpose))
+                    work = self.tool.call(session, dict(read), lambda purpose: _context(self.extra, purpose))
                     return await cancelled_at(number, work, STOP_SECONDS)
                 except TimeoutError:
                     return None
                 finally:
-                    try:
-                        await opened.release()
-                    except Exception as error:
+                    if failures := await session.release():
                         raise ConformanceError(
-                            10, f"{self.name}: release raised {type(error).__name__} after a call that was cancelled "
-                            f"at its await number {number}: {error}"
-                        ) from error  # fmt: skip
+                            10, f"{failures[0]}, after a call that was cancelled at its await number {number}"
+                        )
 
             stepped = self.run(one())
             where = f"cancelled at its await number {number} (arguments {arguments})"

@@ -17,8 +17,8 @@ from pydantic import TypeAdapter
 from fsm_rollout.agent.graph import AgentGraph, Interaction
 from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.testing.simulation.plan import ReplyFate, ToolFate
-from fsm_rollout.tools.base import RunAgent, ToolResult
-from fsm_rollout.tools.binding import AgentTool, BoundTool, MakeContext, OpenTool
+from fsm_rollout.tools.base import ToolResult
+from fsm_rollout.tools.toolbox import AgentTool, BoundTool, MakeContext, ToolSession
 
 
 class SimulatedTool(BoundTool):
@@ -37,18 +37,10 @@ class SimulatedTool(BoundTool):
     def check(self, tools_kwargs: Mapping[str, Any]) -> None:
         """Take what a prompt gives, and want nothing: no code needs it."""
 
-    def open(self, tools_kwargs: Mapping[str, Any], run_agent: RunAgent) -> OpenTool:
-        """Keep the fates."""
-        return _Open(self.fates)
-
-
-class _Open(OpenTool):
-    def __init__(self, fates: tuple[ToolFate, ...]) -> None:
-        self._fates = fates
-
-    async def call(self, arguments: dict[str, Any], context: MakeContext) -> Any:
-        chosen = 0 if len(self._fates) == 1 else context("fate").rng.randrange(len(self._fates))
-        fate = self._fates[chosen]
+    async def call(self, session: ToolSession, arguments: dict[str, Any], context: MakeContext) -> object:
+        """Do what the plan says."""
+        chosen = 0 if len(self.fates) == 1 else context("fate").rng.randrange(len(self.fates))
+        fate = self.fates[chosen]
         await _meet(fate.seconds, fate.error, fate.hang)
         return ToolResult(fate.text, fate.reward)
 

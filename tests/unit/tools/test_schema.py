@@ -23,7 +23,7 @@ from fsm_rollout.errors import BadArguments, ToolError
 from fsm_rollout.model.arithmetic import TOOL_SCHEMA
 from fsm_rollout.tools import Hidden, ToolContext, tool_schema, tool_schema_of, validate_arguments
 from fsm_rollout.tools.calculator import calculate
-from fsm_rollout.tools.parameters import Parameters
+from fsm_rollout.tools.schema import Parameters
 
 
 class Unit(enum.Enum):

@@ -642,7 +642,7 @@ def test_who_waits_for_places_that_do_not_come_back_is_told_so(caplog: pytest.Lo
     assert results[2].text == (
         "error: linger is still busy with calls that did not end; try again later or go on without it"
     )
-    assert caplog.text.count("all 2 places of tool 'linger' are held by calls that were given up") == 1
+    assert caplog.text.count("all 2 slots of tool 'linger' are held by calls that were given up") == 1
 
 
 def test_a_place_that_comes_back_ends_the_wait():
