@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fsm_rollout.agent.graph import POLICY, AgentGraph, Sampling
+from fsm_rollout.agent.graph import POLICY, AgentGraph
 from fsm_rollout.agent.handlers import looked_in
 from fsm_rollout.agent.loader import dump
 from fsm_rollout.agent.proof import prove
@@ -35,6 +35,7 @@ from fsm_rollout.scheduler.resume import History
 from fsm_rollout.scheduler.scheduler import MAX_RESTARTS, OVER_SAMPLE, Listener, OnToolFailure, Scheduler
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.prompt import Prompt, as_prompt, as_prompts
+from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 if TYPE_CHECKING:

@@ -1,20 +1,30 @@
 """The agent as data: a frozen, engine-free model of its YAML.
 
 Invariant: an :class:`AgentGraph` is plain, immutable, comparable data. It has been checked for *form* (types, unknown
-keys), and says nothing about lines or files; whether it *makes sense* (reachability, termination, …) is
-:mod:`fsm_rollout.agent.verify`'s question. Text that the YAML names by file (system prompts, templates, sub-agents) is held
-here by content, so a graph can be sent anywhere.
+keys), and says nothing about lines or files; whether it *makes sense* (reachability, termination, …) is the question of
+:mod:`fsm_rollout.agent.verify`. Text that the YAML names by file (system prompts, templates, sub-agents) is held here
+by content, so a graph can be sent anywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Iterator
+from typing import Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from fsm_rollout.agent.handlers import BUILT_IN_STATES
-from fsm_rollout.trajectory.frozen import FrozenMap
+from fsm_rollout.trajectory.settings import (
+    AtLeastOne,
+    FreeForm,
+    ImportPath,
+    Limits,
+    Name,
+    Named,
+    Sampling,
+    Seconds,
+    StrictModel,
+)
 
 PENDING = "PENDING"
 GENERATING = "GENERATING"
@@ -30,61 +40,8 @@ POLICY = "policy"
 IMPLICIT_TRIGGERS = ("truncated", "failed", "timed_out", "limit_reached", "cancelled")
 """Triggers the scheduler raises by itself. Without a row they end the trajectory; ``cancelled`` always does."""
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-MOST = 2**53
-"""Larger counts are mistakes: not every reader of JSON could tell them apart."""
-Count = Annotated[int, Field(ge=0, le=MOST)]
-AtLeastOne = Annotated[int, Field(ge=1, le=MOST)]
-V = TypeVar("V")
-Named = Annotated[Mapping[Name, V], AfterValidator(FrozenMap)]
-FreeForm = Annotated[Mapping[str, Any], AfterValidator(FrozenMap)]
-"""Plain data that the YAML passes on as it is."""
 
-
-class Model(BaseModel):
-    """Base of all configuration: frozen, and unknown keys are errors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, populate_by_name=True)
-
-
-class Sampling(Model):
-    """Sampling parameters; ``None`` means "not said here", so settings can be laid over one another."""
-
-    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0, description="0 keeps every token")
-    max_tokens: AtLeastOne | None = None
-    ignore_eos: bool | None = None
-
-    def over(self, base: Sampling) -> Sampling:
-        """Return ``base`` with everything this one says laid over it."""
-        return base.model_copy(update=self.model_dump(exclude_none=True))
-
-
-class Limits(Model):
-    """How much of each thing one trajectory may spend; ``None`` is unlimited. The bound N allows N, not N + 1."""
-
-    assistant_turns: Count | None = None
-    tool_calls: Count | None = None
-    user_turns: Count | None = None
-    bad_calls: Count | None = None
-    response_tokens: AtLeastOne | None = Field(
-        None, description="tokens after the opening prompts, over all streams of the trajectory"
-    )
-    context_tokens: AtLeastOne | None = Field(None, description="length of any one stream")
-    wall_seconds: Seconds | None = None
-
-    def lowered(self, other: Limits) -> Limits:
-        """Return the smaller of each limit: a prompt may lower a limit, never raise it."""
-        mine, theirs = self.model_dump(), other.model_dump()
-        return Limits(
-            **{name: min((v for v in (mine[name], theirs[name]) if v is not None), default=None) for name in mine}
-        )
-
-
-class Context(Model):
+class Context(StrictModel):
     """A named token stream of the trajectory and how its turns are rendered and read."""
 
     system: str | None = None
@@ -102,14 +59,14 @@ class Context(Model):
         return self.engine == POLICY if self.trainable is None else self.trainable
 
 
-class Retry(Model):
+class Retry(StrictModel):
     """How often a failing tool is tried, and for which exceptions (by class name)."""
 
     attempts: AtLeastOne = 1
     errors: tuple[str, ...] = ()
 
 
-class Tool(Model):
+class Tool(StrictModel):
     """A tool: Python code (``use``) or another agent (``agent``), with what bounds its calls."""
 
     use: ImportPath | None = None
@@ -127,14 +84,14 @@ class Tool(Model):
     repeatable: bool = Field(True, description="false: a call is never made twice, neither by retry nor by resume")
 
 
-class Interaction(Model):
+class Interaction(StrictModel):
     """Who answers in INTERACTING: a simulated user or an environment."""
 
     use: ImportPath
     kwargs: FreeForm = Field(default_factory=dict)
 
 
-class State(Model):
+class State(StrictModel):
     """One state: which handler runs on a visit, and what bounds the visit.
 
     ``handler`` may be left out for the five built-in names and for final states.
@@ -154,14 +111,14 @@ class State(Model):
     final: bool = False
 
 
-class Predicate(Model):
+class Predicate(StrictModel):
     """A condition by name, with its argument (``None`` when it takes none)."""
 
     name: str
     argument: Any = None
 
 
-class TransitionRow(Model):
+class TransitionRow(StrictModel):
     """One row of the transition table; ``source`` names states, or is ``*``: all that are not final."""
 
     trigger: Name
@@ -179,7 +136,7 @@ class TransitionRow(Model):
         return tuple(value) if isinstance(value, list) else value
 
 
-class AgentGraph(Model):
+class AgentGraph(StrictModel):
     """A whole agent. Build one with :func:`fsm_rollout.load_agent` or in Python; it is the same data."""
 
     agent: Name

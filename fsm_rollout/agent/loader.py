@@ -26,12 +26,13 @@ from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.handlers import look_in
 from fsm_rollout.agent.verify import names, verify
 from fsm_rollout.agent.yaml.dumping import dump
-from fsm_rollout.agent.yaml.form import explain, repaired
+from fsm_rollout.agent.yaml.form import repaired
 from fsm_rollout.agent.yaml.normal_form import Normaliser
 from fsm_rollout.agent.yaml.overrides import apply_overrides, interpolate
-from fsm_rollout.agent.yaml.source_map import ConfigPath, SourceMap, in_file_order
+from fsm_rollout.agent.yaml.source_map import SourceMap, in_file_order
 from fsm_rollout.agent.yaml.yaml_source import read_text, read_yaml
 from fsm_rollout.errors import ConfigError, Problem
+from fsm_rollout.trajectory.model_errors import ConfigPath, explanations
 
 __all__ = ["Reading", "dump", "load_agent", "loads", "read_agent"]
 
@@ -94,8 +95,8 @@ def _read(text: str, source: SourceMap, base: Path, overrides: Sequence[str], in
     try:
         graph = _validated(normal)
     except ValidationError as error:
-        wrong = {tuple(item["loc"]): item for item in error.errors(include_url=False)}
-        problems += [source.problem(*explain(path, item)) for path, item in wrong.items() if not source.is_wrong(path)]
+        wrong = explanations(error, AgentGraph)
+        problems += [source.problem(path, message) for path, message in wrong if not source.is_wrong(path)]
         return Reading(None, source, tuple(in_file_order([*problems, *_names_all_the_same(normal, source)])))
     if problems:  # the graph is whole, but not what was meant: its structure is not worth judging yet
         problems += [source.problem(found.path, found.message, found.rule) for found in names(graph)]

@@ -13,10 +13,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fsm_rollout.agent.graph import AgentGraph, Limits, Predicate
+from fsm_rollout.agent.graph import AgentGraph, Predicate
 from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.errors import ConfigError, did_you_mean
 from fsm_rollout.trajectory.events import ToolCall
+from fsm_rollout.trajectory.settings import Limits
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 Condition = Callable[[Trajectory, Outcome], bool]

@@ -35,7 +35,7 @@ FOR_GOOD = frozenset({"RouterFailed", "ReplayDiverged", "ReplayCutOff"})
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Everything that decides how one request is sampled; complete, unlike :class:`fsm_rollout.agent.graph.Sampling`."""
+    """Everything that decides how one request is sampled; complete, unlike an agent's ``Sampling``."""
 
     max_tokens: int
     temperature: float = 1.0

@@ -14,15 +14,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter, ValidationError, model_validator
 
-from fsm_rollout.agent.graph import POLICY, Model
+from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.agent.handlers import load_object
-from fsm_rollout.agent.yaml.source_map import ConfigPath, SourceMap
+from fsm_rollout.agent.yaml.source_map import SourceMap
 from fsm_rollout.agent.yaml.yaml_source import read_text, read_yaml
 from fsm_rollout.engines.protocol import Engine
 from fsm_rollout.engines.router import LeastLoadedRouter, Router, StickyRouter
 from fsm_rollout.engines.scripted.script import Script, Turn
 from fsm_rollout.errors import ConfigError, Problem, did_you_mean
 from fsm_rollout.model.folders import load_tokenizer, model_folder
+from fsm_rollout.trajectory.model_errors import ConfigPath
+from fsm_rollout.trajectory.settings import StrictModel
 
 Count = Annotated[int, Field(ge=1, strict=True)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -40,7 +42,7 @@ Turns = Annotated[
 ]
 
 
-class RaySpec(Model):
+class RaySpec(StrictModel):
     """Where Ray is and how it places replicas; see :class:`fsm_rollout.engines.ray.RayOptions`."""
 
     address: str | None = Field(
@@ -54,7 +56,7 @@ class RaySpec(Model):
     runtime_env: Mapping[str, Any] = Field(default_factory=dict, description="of the actors, as Ray takes it")
 
 
-class PoolSpec(Model):
+class PoolSpec(StrictModel):
     """How patient a pool is with its replicas."""
 
     attempts: Count = Field(3, description="how often a request is tried, by the pool and by its caller together")
@@ -66,7 +68,7 @@ class PoolSpec(Model):
     update_timeout: Positive = Field(600.0, description="seconds that a replica may take to load weights")
 
 
-class Placed(Model):
+class Placed(StrictModel):
     """Keys of every kind: how many replicas there are, where they run, and who chooses among them."""
 
     replicas: Count = 1
@@ -341,7 +343,7 @@ def _read_script(script: str | None, base: Path) -> Script:
     return turns
 
 
-def _explain(error: ValidationError, model: type[Model] | None) -> list[tuple[ConfigPath, str]]:
+def _explain(error: ValidationError, model: type[StrictModel] | None) -> list[tuple[ConfigPath, str]]:
     """Return ``(path, message)`` for everything wrong; ``model`` is what was validated, ``None`` for bare turns."""
     found = []
     for item in error.errors(include_url=False):
@@ -352,14 +354,14 @@ def _explain(error: ValidationError, model: type[Model] | None) -> list[tuple[Co
         where = ".".join(map(str, path))
         match item["type"]:
             case "extra_forbidden":
-                parts: dict[ConfigPath, type[Model]] = {("ray",): RaySpec, ("pool",): PoolSpec}
+                parts: dict[ConfigPath, type[StrictModel]] = {("ray",): RaySpec, ("pool",): PoolSpec}
                 owner = model if model is not None and not above else parts.get(above, Turn)
                 message = f"unknown key '{where}'{did_you_mean(str(key), owner.model_fields)}"
             case "missing":
                 message = f"'{where}' is missing"
             case _:
                 what = item["msg"].removeprefix("Value error, ").removeprefix("Input ")
-                got = "" if isinstance(item["input"], Mapping | Model) else f", got {item['input']!r:.60}"
+                got = "" if isinstance(item["input"], Mapping | StrictModel) else f", got {item['input']!r:.60}"
                 message = " ".join(part for part in (where, what) if part) + got
         found.append((path, message))
     return found

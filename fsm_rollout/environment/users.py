@@ -16,7 +16,6 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 
 from fsm_rollout.agent.graph import Interaction as InteractionSpec
-from fsm_rollout.agent.graph import Sampling
 from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.environment.answer_matching import gives_answer
 from fsm_rollout.errors import ConfigError, ToolError
@@ -24,6 +23,7 @@ from fsm_rollout.tools.base import fresh
 from fsm_rollout.tools.call import invoke
 from fsm_rollout.tools.tool_messages import clean
 from fsm_rollout.trajectory.events import Message
+from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 Ask = Callable[[str, Sequence[Message], Sampling | None], Awaitable[str]]

@@ -14,26 +14,27 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
-from fsm_rollout.agent.graph import POLICY, FreeForm, ImportPath, Model, Named, Sampling, Seconds
+from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.agent.handlers import look_in
-from fsm_rollout.agent.yaml.model_errors import explanations
 from fsm_rollout.agent.yaml.overrides import apply_overrides, interpolate
-from fsm_rollout.agent.yaml.source_map import ConfigPath, SourceMap, in_file_order
+from fsm_rollout.agent.yaml.source_map import SourceMap, in_file_order
 from fsm_rollout.agent.yaml.yaml_source import read_text, read_yaml
 from fsm_rollout.errors import ConfigError, Problem
+from fsm_rollout.trajectory.model_errors import ConfigPath, explanations
+from fsm_rollout.trajectory.settings import FreeForm, ImportPath, Named, Sampling, Seconds, StrictModel
 
 ENGINE_PATHS = ("model", "tokenizer", "script", "run")
 """What of an engine's mapping may be a path."""
 AtLeastOne = Annotated[int, Field(ge=1)]
 
 
-class EngineFailures(Model):
+class EngineFailures(StrictModel):
     """What happens to a generation that an engine fails."""
 
     attempts: AtLeastOne = Field(3, description="how often one generation is tried in all")
 
 
-class Failures(Model):
+class Failures(StrictModel):
     """What happens when something outside of the agent fails."""
 
     engine: EngineFailures = EngineFailures()
@@ -42,7 +43,7 @@ class Failures(Model):
     )
 
 
-class RunConfig(Model):
+class RunConfig(StrictModel):
     """Everything a run is made of; the keys are those of the YAML."""
 
     model_config = ConfigDict(populate_by_name=False)

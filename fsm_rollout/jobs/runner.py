@@ -19,7 +19,7 @@ from typing import Any
 
 from fsm_rollout.agent.graph import POLICY, AgentGraph
 from fsm_rollout.agent.loader import dump, load_agent
-from fsm_rollout.agent.yaml.source_map import ConfigPath, in_file_order
+from fsm_rollout.agent.yaml.source_map import in_file_order
 from fsm_rollout.engines.specs import faults
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.jobs.run_config import RunConfig, recorded_run
@@ -28,6 +28,7 @@ from fsm_rollout.rollout import Rollout
 from fsm_rollout.scheduler.live import Group
 from fsm_rollout.scheduler.scheduler import Listener
 from fsm_rollout.trajectory.journal import Journal, is_journal, metadata, read
+from fsm_rollout.trajectory.model_errors import ConfigPath
 from fsm_rollout.trajectory.prompt import Prompt, read_prompts
 from fsm_rollout.trajectory.trajectory import Trajectory
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 from jinja2 import StrictUndefined, Template
 from jinja2.sandbox import SandboxedEnvironment
 
-from fsm_rollout.agent.graph import MAIN, POLICY, AgentGraph, Context, Interaction, Sampling
+from fsm_rollout.agent.graph import MAIN, POLICY, AgentGraph, Context, Interaction
 from fsm_rollout.agent.handlers import load_handler
 from fsm_rollout.agent.machine import AgentMachine
 from fsm_rollout.chat import ChatTemplate
@@ -23,6 +23,7 @@ from fsm_rollout.errors import ChatTemplateError, ConfigError, Problem, ToolErro
 from fsm_rollout.states import State
 from fsm_rollout.tools import Toolbox
 from fsm_rollout.trajectory.prompt import Prompt
+from fsm_rollout.trajectory.settings import Sampling
 
 _templates = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=False, trim_blocks=True)
 

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from pydantic import ValidationError
 
-from fsm_rollout.agent.graph import Limits, Sampling
 from fsm_rollout.errors import ConfigError, Problem, did_you_mean
 from fsm_rollout.scheduler.group import OpenGroup
 from fsm_rollout.scheduler.live import CUT_OFF, ActiveTrajectory, Group
 from fsm_rollout.scheduler.program import Program
 from fsm_rollout.trajectory.events import AnyEvent, Ended, Prompted, Resumed
 from fsm_rollout.trajectory.prompt import Prompt
+from fsm_rollout.trajectory.settings import Limits, Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from fsm_rollout.agent.graph import MAIN, Context, Sampling
+from fsm_rollout.agent.graph import MAIN, Context
 from fsm_rollout.agent.limits import LimitReached, remaining
 from fsm_rollout.chat.messages import check_written
 from fsm_rollout.concurrency.deadline import Deadline, being_cancelled
@@ -43,6 +43,7 @@ from fsm_rollout.trajectory.events import (
     ToolCall,
     UserReplied,
 )
+from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.tokens import as_ids
 from fsm_rollout.trajectory.trajectory import DONE_IN_A_VISIT, Stream, Trajectory
 

@@ -11,7 +11,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fsm_rollout.agent.graph import POLICY, Sampling
+from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.agent.limits import LimitReached
 from fsm_rollout.chat.formats import Call
 from fsm_rollout.concurrency.seeds import derive_seed
@@ -20,6 +20,7 @@ from fsm_rollout.engines.protocol import Request, SamplingParams
 from fsm_rollout.errors import EngineError
 from fsm_rollout.scheduler.program import BoundContext
 from fsm_rollout.trajectory.events import Generated, MalformedCall, Message, PromptExtended, ToolCall, unwritable
+from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.tokens import Ids, as_ids
 from fsm_rollout.trajectory.trajectory import Stream
 

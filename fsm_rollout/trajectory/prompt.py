@@ -17,16 +17,16 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from pydantic import ConfigDict, Field, ValidationError, field_validator
 
-from fsm_rollout.agent.graph import Limits, Model, Sampling
-from fsm_rollout.agent.yaml.model_errors import explanations
 from fsm_rollout.errors import ConfigError, Problem, did_you_mean
 from fsm_rollout.trajectory.events import unwritable
+from fsm_rollout.trajectory.model_errors import explanations
+from fsm_rollout.trajectory.settings import Limits, Sampling, StrictModel
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHOWN_PROBLEMS = 20
 
 
-class Prompt(Model):
+class Prompt(StrictModel):
     """One prompt: chat messages in OpenAI's form, and what this prompt says for itself.
 
     Fields beyond these are kept (``answer``, ``tools_kwargs``, ``interaction_kwargs``, whatever a reward wants to see)

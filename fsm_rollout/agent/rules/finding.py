@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from fsm_rollout.agent.graph import AgentGraph, Predicate, TransitionRow
-from fsm_rollout.agent.yaml.source_map import ConfigPath
+from fsm_rollout.trajectory.model_errors import ConfigPath
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from fsm_rollout.agent.handlers import BUILT_IN_STATES, handler_spec
 from fsm_rollout.agent.predicates import PREDICATES
 from fsm_rollout.agent.rules.finding import Finding, in_tools, predicates_of
 from fsm_rollout.agent.rules.structure import Structure
-from fsm_rollout.agent.yaml.source_map import ConfigPath, describe
 from fsm_rollout.errors import ConfigError, did_you_mean
+from fsm_rollout.trajectory.model_errors import ConfigPath, describe_path
 
 
 def names(graph: AgentGraph, structure: Structure | None = None, *, nested: bool = True) -> Iterator[Finding]:
@@ -37,7 +37,7 @@ def names(graph: AgentGraph, structure: Structure | None = None, *, nested: bool
 
 
 def _undefined(path: ConfigPath, kind: str, name: str, known: Iterable[str]) -> Finding:
-    words = ": ".join(part for part in (describe(path[:-1]), kind) if part)
+    words = ": ".join(part for part in (describe_path(path[:-1]), kind) if part)
     return Finding(1, path, f"{words} '{name}' is not defined{did_you_mean(name, known)}")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fsm_rollout.agent.graph import TERMINATED, TransitionRow
 from fsm_rollout.agent.rules.finding import Finding
 from fsm_rollout.agent.rules.structure import Structure
-from fsm_rollout.agent.yaml.source_map import ConfigPath
+from fsm_rollout.trajectory.model_errors import ConfigPath
 
 
 def unreachable(structure: Structure) -> Iterator[Finding]:

@@ -8,8 +8,8 @@ from fsm_rollout.agent.graph import IMPLICIT_TRIGGERS, TransitionRow
 from fsm_rollout.agent.predicates import PREDICATES, compile_predicate
 from fsm_rollout.agent.rules.finding import Finding, predicates_of
 from fsm_rollout.agent.rules.structure import Structure
-from fsm_rollout.agent.yaml.source_map import ConfigPath
 from fsm_rollout.errors import ConfigError
+from fsm_rollout.trajectory.model_errors import ConfigPath
 
 
 def outcomes(structure: Structure) -> Iterator[Finding]:

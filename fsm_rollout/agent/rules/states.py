@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from fsm_rollout.agent.graph import MAIN, POLICY, TERMINATED, AgentGraph, State
+from fsm_rollout.agent.graph import MAIN, POLICY, TERMINATED, AgentGraph, State, Tool
 from fsm_rollout.agent.handlers import TEMPLATE_FACTS, load_object
 from fsm_rollout.agent.rules.finding import Finding
 from fsm_rollout.agent.rules.structure import WAITING, Structure
-from fsm_rollout.agent.yaml.source_map import ConfigPath
 from fsm_rollout.errors import ConfigError, RolloutError, did_you_mean
+from fsm_rollout.trajectory.model_errors import ConfigPath
+
+SCHEMA_OF_A_TOOL = "fsm_rollout.tools.toolbox:tool_schema_of"
+"""Named like code of a user's: how tools are called is the tools' business, and they stand to the right of agents."""
 
 
 def waits(structure: Structure) -> Iterator[Finding]:
@@ -36,11 +39,10 @@ def code(structure: Structure) -> Iterator[Finding]:
     """Yield rule 14: tools and interactions whose code does not do."""
     graph = structure.graph
     if graph.tools:
-        from fsm_rollout.tools.toolbox import tool_schema_of
-
+        schema_of: Callable[[str, Tool], object] = load_object(SCHEMA_OF_A_TOOL)  # type: ignore[assignment]
         for name, tool in graph.tools.items():
             try:
-                tool_schema_of(name, tool)
+                schema_of(name, tool)
             except RolloutError as error:
                 yield Finding(14, ("tools", name), str(error))
     interactions: list[tuple[ConfigPath, str]] = []

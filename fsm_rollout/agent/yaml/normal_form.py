@@ -16,11 +16,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from fsm_rollout.agent.handlers import load_object, look_in
-from fsm_rollout.agent.yaml.form import STATE_KEYS, explain
+from fsm_rollout.agent.yaml.form import STATE_KEYS
 from fsm_rollout.agent.yaml.overrides import interpolate
-from fsm_rollout.agent.yaml.source_map import ConfigPath, SourceMap, describe
+from fsm_rollout.agent.yaml.source_map import SourceMap
 from fsm_rollout.agent.yaml.yaml_source import read_text, read_yaml
 from fsm_rollout.errors import ConfigError, Problem, did_you_mean
+from fsm_rollout.trajectory.model_errors import ConfigPath, describe_path, explanations
 
 TEXT_FILE = re.compile(r"\S+\.(md|txt|jinja|j2)")
 """A text that is one such word names a file."""
@@ -69,7 +70,7 @@ class Normaliser:
         return data
 
     def _report(self, path: ConfigPath, message: str) -> None:
-        words = describe(path)
+        words = describe_path(path)
         self.problems.append(self.source.problem(path, f"{words}: {message}" if words else message))
 
     def _text(self, entry: dict[str, Any], key: str, at: ConfigPath, base: Path) -> None:
@@ -106,20 +107,19 @@ class Normaliser:
         if model is None:
             for key in given:
                 hint = did_you_mean(key, STATE_KEYS)
-                message = f"{describe(at)}: unknown key '{key}'; '{handler}' takes no keys of its own{hint}"
+                message = f"{describe_path(at)}: unknown key '{key}'; '{handler}' takes no keys of its own{hint}"
                 self.problems.append(self.source.problem((*at, key), message))
             return
         if given:
             entry["options"] = given
         known = {field.alias or name for name, field in model.model_fields.items()}
         for key in set(given) - known:
-            message = f"{describe(at)}: unknown key '{key}'{did_you_mean(key, known | STATE_KEYS)}"
+            message = f"{describe_path(at)}: unknown key '{key}'{did_you_mean(key, known | STATE_KEYS)}"
             self.problems.append(self.source.problem((*at, key), message))
         try:
             model.model_validate_json(json.dumps({k: v for k, v in given.items() if k in known}), strict=True)
         except ValidationError as error:
-            for item in error.errors(include_url=False):
-                self.problems.append(self.source.problem(*explain((*at, *item["loc"]), item)))
+            self.problems += [self.source.problem(*explained) for explained in explanations(error, model, at)]
 
     def _sub_agent(self, entry: dict[str, Any], at: ConfigPath, base: Path, inside: tuple[Path, ...]) -> None:
         value = entry.get("agent")

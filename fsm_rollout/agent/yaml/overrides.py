@@ -11,9 +11,10 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fsm_rollout.agent.yaml.source_map import ConfigPath, SourceMap
+from fsm_rollout.agent.yaml.source_map import SourceMap
 from fsm_rollout.agent.yaml.yaml_source import read_yaml
 from fsm_rollout.errors import Problem, did_you_mean
+from fsm_rollout.trajectory.model_errors import ConfigPath
 
 _NAMED = ("states", "contexts", "tools")
 """Mappings whose keys are names made in the file: an override changes what is there and adds nothing."""

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fsm_rollout.errors import Problem
-
-ConfigPath = tuple[str | int, ...]
-"""Keys and list positions from the top, say ``("transitions", 3, "dest")``."""
+from fsm_rollout.trajectory.model_errors import ConfigPath
 
 
 class SourceMap:
@@ -68,19 +66,3 @@ class SourceMap:
 def in_file_order(problems: Iterable[Problem]) -> list[Problem]:
     """Return the problems sorted by file and line, each once; equal lines keep their order."""
     return sorted(dict.fromkeys(problems), key=lambda problem: (problem.file or "", problem.line or 0))
-
-
-def describe(path: ConfigPath) -> str:
-    """Return the words for a config path: ``state 'A': sampling.top_p``; empty for the whole."""
-    match path:
-        case ("tools", tool, "agent", *rest):
-            inner = describe(tuple(rest))
-            return f"tool '{tool}': agent" + (f": {inner}" if inner else "")
-        case ("states" | "contexts" | "tools" as kind, name, *rest):
-            head = f"{kind[:-1]} '{name}'"
-        case ("transitions", int(row), *rest):
-            head = f"row {row + 1}"
-        case _:
-            head, rest = "", list(path)
-    tail = ".".join(str(part) for part in rest)
-    return ": ".join(part for part in (head, tail) if part)

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import yaml
 
-from fsm_rollout.agent.yaml.source_map import ConfigPath, SourceMap
+from fsm_rollout.agent.yaml.source_map import SourceMap
 from fsm_rollout.errors import Problem
+from fsm_rollout.trajectory.model_errors import ConfigPath
 
 MAX_BYTES = 1 << 20
 MAX_VALUES = 100_000

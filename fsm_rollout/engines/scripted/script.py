@@ -14,13 +14,13 @@ from typing import Annotated
 import msgspec
 from pydantic import Field, model_validator
 
-from fsm_rollout.agent.graph import Model
 from fsm_rollout.engines.protocol import FinishReason, Request
 from fsm_rollout.errors import EngineError
+from fsm_rollout.trajectory.settings import StrictModel
 from fsm_rollout.trajectory.tokens import Ids, Logprobs, as_ids, as_logprobs
 
 
-class Turn(Model):
+class Turn(StrictModel):
     """One answer of a script: its tokens come in ``chunks`` pieces, each after ``delay`` seconds."""
 
     text: str | None = Field(None, description="what the model says; special tokens may stand in it by name")

@@ -17,7 +17,6 @@ from typing import Any, cast
 from hypothesis import strategies as st
 
 from fsm_rollout.agent.graph import Interaction as Spec
-from fsm_rollout.agent.graph import Sampling
 from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.chat.messages import check_written
 from fsm_rollout.environment.users import BoundInteraction, Conversation, Reply, build_interaction
@@ -35,6 +34,7 @@ from fsm_rollout.testing.conformance.promises import (
 from fsm_rollout.testing.simulation.blocking import HOW_TIME_PASSES, busy, in_virtual_time
 from fsm_rollout.tools.call import STOP_SECONDS, is_async
 from fsm_rollout.trajectory.events import Message, Prompted, Transitioned
+from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 MOST_WAITS = 40

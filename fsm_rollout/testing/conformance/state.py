@@ -46,8 +46,8 @@ from fsm_rollout.testing.simulation.blocking import HOW_TIME_PASSES, busy, in_vi
 from fsm_rollout.testing.simulation.one_engine import OneEngine
 from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from fsm_rollout.trajectory.events import AnyEvent, Generated, Transitioned, decode, encode
-from fsm_rollout.trajectory.frozen import FrozenMap
 from fsm_rollout.trajectory.prompt import Prompt
+from fsm_rollout.trajectory.settings import FrozenMap
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 CHECKED = "CHECKED"

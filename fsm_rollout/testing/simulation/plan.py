@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from fsm_rollout.agent.graph import Model
 from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.errors import ConfigError
+from fsm_rollout.trajectory.settings import StrictModel
 
 Moment = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -24,7 +24,7 @@ LAST_WORD = Turn(text="Done.")
 """What the engine says where a plan says nothing."""
 
 
-class ToolFate(Model):
+class ToolFate(StrictModel):
     """What one call of a tool comes to, after ``seconds``: a text, an error of its own, or nothing ever."""
 
     text: str = "4"
@@ -34,7 +34,7 @@ class ToolFate(Model):
     reward: float | None = None
 
 
-class ReplyFate(Model):
+class ReplyFate(StrictModel):
     """What one reply of an interaction comes to, after ``seconds``. After the last one of a plan it is ``done``."""
 
     text: str | None = Field("Go on.", description="none: the conversation is over")
@@ -45,7 +45,7 @@ class ReplyFate(Model):
     hang: bool = False
 
 
-class Fault(Model):
+class Fault(StrictModel):
     """Something done to the run from outside, at a moment of the virtual clock."""
 
     at: Moment
@@ -58,7 +58,7 @@ class Fault(Model):
     seconds: Moment = Field(1.0, description="how long a `pause` lasts")
 
 
-class Schedule(Model):
+class Schedule(StrictModel):
     """What must not matter to the results of a calm run: who is admitted when, by how many engines, and how fast."""
 
     concurrency: int = Field(64, ge=1)
@@ -67,7 +67,7 @@ class Schedule(Model):
     slow: float = Field(1.0, ge=0, allow_inf_nan=False, description="stretches the engine's delays")
 
 
-class Plan(Model):
+class Plan(StrictModel):
     """See the module. Trajectory number k follows ``says[k % len(says)]``, by ``agent/context``, turn by turn.
 
     The last turn of a context repeats; so does the last fate where there is but one (of several, each call's own

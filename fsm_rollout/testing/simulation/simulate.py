@@ -21,7 +21,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from fsm_rollout.agent.graph import POLICY, AgentGraph, Sampling
+from fsm_rollout.agent.graph import POLICY, AgentGraph
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.engines.pool import PoolEngine
 from fsm_rollout.engines.protocol import Chunk, Request
@@ -40,6 +40,7 @@ from fsm_rollout.testing.simulation.watching import BLOCKING_SECONDS, HandlerBlo
 from fsm_rollout.trajectory.events import AnyEvent
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.prompt import Prompt
+from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 WINDOW = 4096

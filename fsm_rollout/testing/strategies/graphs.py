@@ -20,7 +20,7 @@ from fsm_rollout.agent.graph import TERMINATED, AgentGraph
 from fsm_rollout.agent.handlers import BUILT_IN_STATES, handler_spec
 from fsm_rollout.agent.rules.paths import nothing_new
 from fsm_rollout.agent.rules.structure import Structure
-from fsm_rollout.trajectory.frozen import FrozenMap
+from fsm_rollout.trajectory.settings import FrozenMap
 
 Data = dict[str, Any]
 Draw = Callable[[st.SearchStrategy[Any]], Any]

@@ -13,7 +13,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from fsm_rollout.agent.graph import MOST
+from fsm_rollout.trajectory.settings import MOST
 
 Schema = Mapping[str, Any]
 

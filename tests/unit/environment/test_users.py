@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsm_rollout.agent.graph import Interaction as Spec
-from fsm_rollout.agent.graph import Sampling
 from fsm_rollout.environment.users import (
     BoundInteraction,
     Conversation,
@@ -22,6 +21,7 @@ from fsm_rollout.environment.users import (
 )
 from fsm_rollout.errors import ToolError
 from fsm_rollout.trajectory.events import Message, Prompted, Transitioned
+from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 SCRIPTED = Spec(use="fsm_rollout.interactions:ScriptedUser")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fsm_rollout.agent.graph import Sampling
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.jobs.run_config import EngineFailures, Failures, RunConfig, load_run
+from fsm_rollout.trajectory.settings import Sampling
 from tests.kit import ROOT
 
 SMALLEST = "agent: a.yaml\nprompts: p.jsonl\nengine: {kind: scripted}\nout: runs/x\n"

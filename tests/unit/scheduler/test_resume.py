@@ -15,7 +15,7 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 
 import fsm_rollout as fr
-from fsm_rollout.agent.graph import AgentGraph, Interaction, Limits, Sampling
+from fsm_rollout.agent.graph import AgentGraph, Interaction
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
@@ -31,6 +31,7 @@ from fsm_rollout.tools import ToolContext
 from fsm_rollout.trajectory import journal
 from fsm_rollout.trajectory.events import AnyEvent, Scored, decode, encode
 from fsm_rollout.trajectory.prompt import Prompt
+from fsm_rollout.trajectory.settings import Limits, Sampling
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 from tests.embedded import tokenizer
 from tests.laws.agents import agents

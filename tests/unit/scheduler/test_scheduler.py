@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import pytest
 from pydantic import BaseModel
 
-from fsm_rollout.agent.graph import AgentGraph, Context, Sampling
+from fsm_rollout.agent.graph import AgentGraph, Context
 from fsm_rollout.agent.handlers import TEMPLATE_FACTS
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Chunk, Request
@@ -32,9 +32,9 @@ from fsm_rollout.states.context import HandlerContext
 from fsm_rollout.testing.simulation.virtual_time import run_virtual
 from fsm_rollout.tools import ToolContext
 from fsm_rollout.trajectory.events import Transitioned
-from fsm_rollout.trajectory.frozen import FrozenMap
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.prompt import Prompt
+from fsm_rollout.trajectory.settings import FrozenMap, Sampling
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 from tests.embedded import tokenizer
 from tests.laws.world import call

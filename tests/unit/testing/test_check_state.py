@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import pytest
 from pydantic import BaseModel
 
-from fsm_rollout.agent.graph import Sampling
 from fsm_rollout.agent.handlers import BUILT_IN_HANDLERS
 from fsm_rollout.agent.limits import LimitReached
 from fsm_rollout.errors import ConfigError
@@ -23,6 +22,7 @@ from fsm_rollout.states.context import HandlerContext
 from fsm_rollout.testing import ConformanceError, check_state
 from fsm_rollout.testing.simulation import blocking
 from fsm_rollout.trajectory.events import Ended
+from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 

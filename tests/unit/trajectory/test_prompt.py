@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow.parquet import write_table
 
-from fsm_rollout.agent.graph import Limits, Sampling
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.testing.strategies.histories import json_values
 from fsm_rollout.trajectory.prompt import Prompt, as_prompt, as_prompts, read_prompts
+from fsm_rollout.trajectory.settings import Limits, Sampling
 
 ASK = {"messages": [{"role": "user", "content": "?"}]}
 

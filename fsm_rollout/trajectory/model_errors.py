@@ -1,0 +1,108 @@
+"""What pydantic finds wrong with an agent, a run or a prompt, in the user's words.
+
+Invariant: nothing here judges; pydantic does. Each of its errors becomes one message that says what stands at a place
+and what may stand there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from fsm_rollout.errors import did_you_mean
+
+ConfigPath = tuple[str | int, ...]
+"""Keys and list positions from the top of a configuration, say ``("transitions", 3, "dest")``."""
+
+
+def describe_path(path: ConfigPath) -> str:
+    """Return the words for a config path: ``state 'A': sampling.top_p``; empty for the whole."""
+    match path:
+        case ("tools", tool, "agent", *rest):
+            inner = describe_path(tuple(rest))
+            return f"tool '{tool}': agent" + (f": {inner}" if inner else "")
+        case ("states" | "contexts" | "tools" as kind, name, *rest):
+            head = f"{kind[:-1]} '{name}'"
+        case ("transitions", int(row), *rest):
+            head = f"row {row + 1}"
+        case _:
+            head, rest = "", list(path)
+    tail = ".".join(str(part) for part in rest)
+    return ": ".join(part for part in (head, tail) if part)
+
+
+def explanations(
+    error: ValidationError, root: type[BaseModel], below: ConfigPath = ()
+) -> Iterator[tuple[ConfigPath, str]]:
+    """Yield the path and the message of everything in ``error``, which came of validating a ``root`` at ``below``.
+
+    Every wrong place is named once, by the first thing that is wrong with it.
+    """
+    seen: set[ConfigPath] = set()
+    for item in error.errors(include_url=False):
+        if item["loc"] not in seen:
+            seen.add(item["loc"])
+            model = _model_at(root, item["loc"][:-1])
+            yield _explained((*below, *item["loc"]), dict(item), model)
+
+
+def _explained(path: ConfigPath, item: dict[str, Any], model: type[BaseModel] | None) -> tuple[ConfigPath, str]:
+    kind, got = item["type"], _shown(item["input"])
+    above, key = path[:-1], path[-1] if path else ""
+    words = describe_path(path)
+    where = f"{describe_path(above)}: " if describe_path(above) else ""
+    if key == "[key]":
+        return above, f"{describe_path(above[:-1])}: '{above[-1]}' is not a name; use letters, digits and _".lstrip(
+            ": "
+        )
+    match kind:
+        case "extra_forbidden":
+            known = {field.alias or name for name, field in model.model_fields.items()} if model else set()
+            # a custom handler's `options` are written beside the state's other keys, never under that name
+            return path, f"{where}unknown key '{key}'{did_you_mean(str(key), known - {'options'})}"
+        case "missing":
+            return above, f"{where}'{key}' is missing"
+        case "value_error":
+            return path, ": ".join(part for part in (words, str(item["ctx"]["error"])) if part)
+        case "literal_error":
+            expected = item["ctx"]["expected"]
+            hint = did_you_mean(str(item["input"]), str(expected).replace("'", "").replace(" or ", ", ").split(", "))
+            return path, f"{where}{key} must be {expected}, got {got}{hint}"
+        case "string_pattern_mismatch" if ":" in str(item["ctx"]["pattern"]) and key != "stop_reason":
+            return path, f"{where}{key} must be 'module:name', got {got}"
+        case "string_pattern_mismatch" if key != "stop_reason":
+            return path, f"{where}{key} must be a name (letters, digits and _), got {got}"
+        case "model_type":
+            return path, f"{words or 'the agent'} must be a mapping, got {got}"
+        case "dict_type" | "mapping_type":
+            return path, f"{words} must be a mapping, got {got}"
+        case "tuple_type":
+            return path, f"{where}{key} must be a list, got {got}"
+    what = str(item["msg"]).removeprefix("Input ").replace("String", "text", 1)
+    return path, f"{words}{' ' if what.startswith('should') else ': '}{what}, got {got}"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Mapping | list):
+        return "a mapping" if isinstance(value, Mapping) else "a list"
+    if value is None or isinstance(value, bool):
+        return {None: "nothing", True: "true", False: "false"}[value]
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}…'"
+
+
+def _model_at(kind: object, path: ConfigPath) -> type[BaseModel] | None:
+    """Return the model whose keys stand at ``path`` below a value of the type ``kind``; ``None`` beyond the models."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        field = kind.model_fields.get(str(path[0])) if path else None
+        return _model_at(field.annotation, path[1:]) if field else kind if not path else None
+    arguments = get_args(kind)
+    if get_origin(kind) is Annotated:
+        return _model_at(arguments[0], path)
+    if get_origin(kind) is Mapping:
+        return _model_at(arguments[1], path[1:]) if path else None
+    if get_origin(kind) is tuple:
+        return _model_at(arguments[0], path[1:]) if path else None
+    return next((model for argument in arguments if (model := _model_at(argument, path))), None)

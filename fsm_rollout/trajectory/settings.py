@@ -1,0 +1,93 @@
+"""Settings that users write: the strict models they are read into, and those that a prompt may carry itself.
+
+Invariant: every configuration of this package (agents, runs, prompts, plans) is a :class:`StrictModel`: frozen, with
+unknown keys as errors. :class:`Limits` and :class:`Sampling` stand here because an agent, a run and a prompt all set
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Generic, NoReturn, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class FrozenMap(dict[K, V], Generic[K, V]):
+    """A read-only dict: equals, dumps, pickles and deep-copies like the dict it was made of.
+
+    It is a dict and not a proxy, because proxies neither pickle nor compare. Only the mapping itself is frozen: plain
+    data inside free-form values (a tool's ``kwargs``) stays as it was read, so it compares equal to lists and dicts.
+    """
+
+    __slots__ = ()
+
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
+        raise TypeError("an agent's configuration is frozen; build a new one with `model_copy(update=…)`")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        """Hash the keys alone: cheap, defined whatever the values are, and equal maps have equal keys."""
+        return hash(frozenset(self))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle and copy by content (the default way would set item by item)."""
+        return (FrozenMap, (dict(self),))
+
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+MOST = 2**53
+"""Larger counts are mistakes: not every reader of JSON could tell them apart."""
+Count = Annotated[int, Field(ge=0, le=MOST)]
+AtLeastOne = Annotated[int, Field(ge=1, le=MOST)]
+Named = Annotated[Mapping[Name, V], AfterValidator(FrozenMap)]
+FreeForm = Annotated[Mapping[str, Any], AfterValidator(FrozenMap)]
+"""Plain data that the YAML passes on as it is."""
+
+
+class StrictModel(BaseModel):
+    """Base of all configuration: frozen, and unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, populate_by_name=True)
+
+
+class Sampling(StrictModel):
+    """Sampling parameters; ``None`` means "not said here", so settings can be laid over one another."""
+
+    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0, description="0 keeps every token")
+    max_tokens: AtLeastOne | None = None
+    ignore_eos: bool | None = None
+
+    def over(self, base: Sampling) -> Sampling:
+        """Return ``base`` with everything this one says laid over it."""
+        return base.model_copy(update=self.model_dump(exclude_none=True))
+
+
+class Limits(StrictModel):
+    """How much of each thing one trajectory may spend; ``None`` is unlimited. The bound N allows N, not N + 1."""
+
+    assistant_turns: Count | None = None
+    tool_calls: Count | None = None
+    user_turns: Count | None = None
+    bad_calls: Count | None = None
+    response_tokens: AtLeastOne | None = Field(
+        None, description="tokens after the opening prompts, over all streams of the trajectory"
+    )
+    context_tokens: AtLeastOne | None = Field(None, description="length of any one stream")
+    wall_seconds: Seconds | None = None
+
+    def lowered(self, other: Limits) -> Limits:
+        """Return the smaller of each limit: a prompt may lower a limit, never raise it."""
+        mine, theirs = self.model_dump(), other.model_dump()
+        return Limits(
+            **{name: min((v for v in (mine[name], theirs[name]) if v is not None), default=None) for name in mine}
+        )
