@@ -26,7 +26,7 @@ from fsm_rollout.errors import ConfigError, RolloutError
 from fsm_rollout.scheduler.live import Group
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.states import State
-from fsm_rollout.testing.conformance.engine.engine.promises import (
+from fsm_rollout.testing.conformance.promises import (
     BlockedLoop,
     Checked,
     ConformanceError,
@@ -34,7 +34,7 @@ from fsm_rollout.testing.conformance.engine.engine.promises import (
     importable,
     search,
 )
-from fsm_rollout.testing.conformance.engine.engine.watched_visits import (
+from fsm_rollout.testing.conformance.watched_visits import (
     Story,
     Visited,
     Watch,
