@@ -42,7 +42,8 @@ diagrams: $(STAMP)
 	$(BIN)/python diagrams/photograph.py
 
 # torch first and exactly: whatever else wants torch must find this one. Without a GPU, SGLang comes without its own
-# requirements, which are several gigabytes of CUDA packages that nothing there could load.
+# requirements, which are several gigabytes of CUDA packages that nothing there could load. Of trl only the chat templates
+# are read, by the tests, so its requirements (pandas, datasets, …) stay out.
 $(STAMP): pyproject.toml constraints.txt requirements-sglang-cpu.txt
 	$(PYTHON) -c 'import sys; sys.exit(f"fsm-rollout needs Python 3.11 or newer, this is {sys.version}" if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -53,6 +54,7 @@ $(STAMP): pyproject.toml constraints.txt requirements-sglang-cpu.txt
 		$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]' -r requirements-sglang-cpu.txt \
 		&& $(BIN)/python -m pip install -q --no-deps "$$(sed -n 's/^sglang = \["\(.*\)"\]/\1/p' pyproject.toml)"; \
 	fi
+	$(BIN)/python -m pip install -q --no-deps "$$(grep '^trl==' constraints.txt)"
 	touch $(STAMP)
 
 # Breaks the code in many ways, one at a time, and prints which law caught each: a few minutes.

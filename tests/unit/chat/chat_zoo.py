@@ -1,5 +1,7 @@
-"""119 real chat templates (outside the repository), a tokenizer for each, and the scenarios they are put through.
+"""Real chat templates, a tokenizer for each, and the scenarios they are put through.
 
+The templates are those that the trl wheel ships, read where it is installed (nothing of trl is imported), and those of
+``../shared/chat_templates`` where that folder is there; of two with one name the second is taken.
 The tokenizers are byte-level BPE with the template's own markers as added tokens, half of them not flagged
 special, as in real vocabularies. Nothing is downloaded.
 """
@@ -10,6 +12,7 @@ import json
 import re
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,20 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.kit import ROOT
 
+
+def _templates_of_trl() -> dict[str, Path]:
+    """Return the templates in the installed trl by name, as the shared folder names them."""
+    spec = find_spec("trl")
+    folders = spec.submodule_search_locations or [] if spec else []
+    paths = [path for folder in folders for path in (Path(folder) / "chat_templates").glob("*.jinja")]
+    return {f"trl__{path.name}": path for path in paths}
+
+
 FOLDER = ROOT.parent / "shared" / "chat_templates"
-NAMES = sorted(path.name for path in FOLDER.glob("*.jinja"))
+SHARED = {path.name: path for path in FOLDER.glob("*.jinja")}
+TRL = _templates_of_trl()
+PATHS = TRL | SHARED
+NAMES = sorted(PATHS)
 
 MARKERS = re.compile(
     r"<\|[^|<>\s'\"{}]{1,40}\|>|<｜[^｜<>]{1,40}｜>|</?[A-Za-z_][A-Za-z0-9_]{0,24}>|\[/?[A-Z_]{3,24}\]"
@@ -43,7 +58,7 @@ CHATML = (
 )
 """A template of our own, for what needs no zoo."""
 
-needs_zoo = pytest.mark.skipif(not NAMES, reason="the templates of ../shared/chat_templates are not on this machine")
+needs_zoo = pytest.mark.skipif(not NAMES, reason="no templates: neither trl nor ../shared/chat_templates is there")
 
 
 @cache
@@ -87,7 +102,7 @@ def tokenizer_for(template: str, eos: str | None = None, **flags: Any) -> PreTra
 @cache
 def source(name: str) -> str:
     """Return a template of the zoo."""
-    return (FOLDER / name).read_text("utf-8")
+    return PATHS[name].read_text("utf-8")
 
 
 @cache

@@ -1,21 +1,23 @@
 """Print how many template × scenario pairs are exact, and how many are refused by which rule.
 
-``python tests/chat/refusals.py`` (the templates of ../shared/chat_templates must be there).
+``python -m tests.unit.chat.refusals``; first for the templates of ../shared/chat_templates, then for those of trl that
+are not among them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.errors import ChatTemplateError
 from tests.unit.chat import chat_zoo as zoo
 
 
-def main() -> None:
+def report(names: Sequence[str]) -> None:
     counts: Counter[str] = Counter()
     templates: dict[str, set[str]] = {}
-    for name in zoo.NAMES:
+    for name in names:
         tokenizer = zoo.tokenizer_of(name)
         chat = ChatTemplate(tokenizer)
         for scenario in zoo.SCENARIOS.values():
@@ -29,10 +31,11 @@ def main() -> None:
                 rule = refusal.rule
             counts[rule] += 1
             templates.setdefault(rule, set()).add(name)
-    print(f"{len(zoo.NAMES)} templates x {len(zoo.SCENARIOS)} scenarios = {counts.total()} pairs")
+    print(f"{len(names)} templates x {len(zoo.SCENARIOS)} scenarios = {counts.total()} pairs")
     for rule, count in counts.most_common():
         print(f"{rule:18}{count:6}  in {len(templates[rule]):3} templates")
 
 
 if __name__ == "__main__":
-    main()
+    report(sorted(zoo.SHARED))
+    report([name for name in zoo.NAMES if name not in zoo.SHARED])

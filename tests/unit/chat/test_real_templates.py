@@ -98,6 +98,6 @@ def test_most_of_the_zoo_is_served_by_scaffolds_and_the_stateful_ones_are_not() 
             continue
         served[name] = chat.cached(scenario.history, scenario.new, None, sampled_ids=[stop], finish_reason="stop")
     slow = {name for name, fast in served.items() if not fast}
-    assert len(served) > 100
-    assert len(slow) <= 12
+    assert len(served) > 0.84 * len(zoo.NAMES)
+    assert len(slow) <= len(zoo.NAMES) // 10
     assert all("deepseek" in name or "mistral" in name or "command" in name or "pixtral" in name for name in slow), slow
