@@ -84,7 +84,7 @@ def draw(
     Example: fsm-rollout draw configs/agents/tool_user.yaml -o tool_user.svg
     """
     from fsm_rollout.agent.loader import load_agent
-    from fsm_rollout.diagrams import graph as diagrams
+    from fsm_rollout.diagrams import draw as diagrams
 
     try:
         diagrams.form_of(output)  # before any work

@@ -9,13 +9,15 @@ A graph that does not pass verification can be drawn too: a picture helps to see
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from fsm_rollout.agent.graph import IMPLICIT_TRIGGERS, MAIN, POLICY, TERMINATED, AgentGraph, Predicate, TransitionRow
 from fsm_rollout.agent.proof import prove
 from fsm_rollout.agent.rules.structure import Structure
+from fsm_rollout.diagrams.palette import PALE, Colour, colour_of
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.trajectory.trajectory import Outcome
 
@@ -31,6 +33,7 @@ class Box:
 
     name: str
     kind: Literal["working", "final", "undefined", "any"]
+    colour: Colour
     handler: str = ""
     lines: tuple[str, ...] = ()
     """What a visit is charged for and bounded by, most telling first."""
@@ -58,6 +61,7 @@ class Arrow:
     source: str
     dest: str
     labels: tuple[Label, ...]
+    colour: Colour
     implicit: bool = False
     """The machine's own last rows, which no user wrote."""
 
@@ -69,8 +73,6 @@ class Picture:
     agent: str
     description: str
     initial: str
-    declared: tuple[str, ...]
-    """States in the order that colours go by."""
     boxes: tuple[Box, ...]
     arrows: tuple[Arrow, ...]
     bound: str
@@ -80,35 +82,33 @@ class Picture:
 def picture(graph: AgentGraph, *, implicit: bool = False) -> Picture:
     """Return the picture of ``graph``; ``implicit`` adds the ends that the machine has without a row."""
     structure = Structure(graph)
-    arrows = [*_arrows(structure), *(_implicit(structure) if implicit else ())]
+    arrows = [*_arrows(structure), *(_implicit_arrows(structure) if implicit else ())]
     names = dict.fromkeys([*graph.states, *(name for arrow in arrows for name in (arrow.source, arrow.dest))])
-    return Picture(
-        agent=graph.agent,
-        description=graph.description,
-        initial=graph.initial,
-        declared=tuple(graph.states),
-        boxes=tuple(_box(structure, name) for name in names),
-        arrows=tuple(arrows),
-        bound=_bound(graph),
-    )
-
-
-def _bound(graph: AgentGraph) -> str:
     try:
-        return f"proven: {prove(graph)}"
+        bound = f"proven: {prove(graph)}"
     except (ConfigError, KeyError):  # the second: it names states that it does not have
-        return "not proven to end"
+        bound = "not proven to end"
+    boxes = tuple(_box(structure, name) for name in names)
+    return Picture(graph.agent, graph.description, graph.initial, boxes, tuple(arrows), bound)
+
+
+def _is_final(graph: AgentGraph, name: str) -> bool:
+    return name == TERMINATED or (name in graph.states and graph.states[name].final)
+
+
+def _colour(graph: AgentGraph, name: str) -> Colour:
+    return colour_of(name, tuple(graph.states)) if name in graph.states or _is_final(graph, name) else PALE
 
 
 def _box(structure: Structure, name: str) -> Box:
-    graph = structure.graph
+    graph, colour = structure.graph, _colour(structure.graph, name)
     if name == ANY:
-        return Box(name, "any")
-    if name == TERMINATED or (name in graph.states and graph.states[name].final):
-        return Box(name, "final")
+        return Box(name, "any", colour)
+    if _is_final(graph, name):
+        return Box(name, "final", colour)
     spec = structure.specs.get(name)
     if spec is None:
-        return Box(name, "undefined")
+        return Box(name, "undefined", colour)
     state, context = graph.states[name], graph.context(graph.states[name].context)
     samples = spec.spends == "assistant_turns"  # of a handler of the user's that spends nothing, nothing is known
     where = "" if state.context == MAIN else f" in {state.context}"
@@ -117,6 +117,7 @@ def _box(structure: Structure, name: str) -> Box:
     return Box(
         name,
         "working",
+        colour,
         handler=(spec.name.rpartition(":")[2] if ":" in spec.name else spec.name) + where,
         lines=tuple(_facts(graph, name, spec.name, spec.spends)),
         trained=context.trained if samples else None,
@@ -127,14 +128,14 @@ def _facts(graph: AgentGraph, name: str, handler: str, spends: str | None) -> It
     state, limits = graph.states[name], graph.limits.model_dump()
     calls = spends == "tool_calls" or (":" in handler and spends == "assistant_turns")
     if calls and (tools := graph.tools_of(state.context)):
-        yield ", ".join(_tool(graph, name) for name in tools)
+        agents = {name: tool.agent.agent for name, tool in graph.tools.items() if tool.agent is not None}
+        yield ", ".join(f"{name} (agent {agents[name]})" if name in agents else name for name in tools)
     if handler == "interact" and (interaction := state.interaction or graph.interaction):
         yield interaction.use.rpartition(":")[2]
-    charged = [spends, *(["bad_calls"] if handler == "call_tools" else [])]
-    for limit in charged:
+    for limit in (spends, "bad_calls" if handler == "call_tools" else None):
         if limit is not None and limits.get(limit) is not None:
             yield f"{limit} ≤ {limits[limit]}"
-        elif limit == spends and limit is not None:
+        elif limit is not None and limit == spends:
             yield f"{limit}, no limit"
     if state.max_visits is not None:
         yield f"max_visits ≤ {state.max_visits}"
@@ -146,11 +147,6 @@ def _facts(graph: AgentGraph, name: str, handler: str, spends: str | None) -> It
         yield "opens a new stream"
 
 
-def _tool(graph: AgentGraph, name: str) -> str:
-    tool = graph.tools.get(name)
-    return name if tool is None or tool.agent is None else f"{name} (agent {tool.agent.agent})"
-
-
 def _arrows(structure: Structure) -> Iterator[Arrow]:
     """Yield the arrows of what the user wrote, in the order in which the rows stand."""
     graph = structure.graph
@@ -160,46 +156,32 @@ def _arrows(structure: Structure) -> Iterator[Arrow]:
         for name, state in graph.states.items()
         if state.on_error is not None and name in graph.working_states
     ]
-    takers: dict[tuple[str, str], int] = {}
+    rivals = Counter((source, row.trigger) for row, sources in rows for source in sources)
+    seen: Counter[tuple[str, str]] = Counter()
+    labels: defaultdict[tuple[str, str], list[Label]] = defaultdict(list)
     for row, sources in rows:
+        seen.update((source, row.trigger) for source in sources)
+        if ANY in row.source and len(sources) > FEW:
+            labels[ANY, row.dest].append(_label(graph, row, None))
+            continue
         for source in sources:
-            takers[source, row.trigger] = takers.get((source, row.trigger), 0) + 1
-    seen: dict[tuple[str, str], int] = {}
-    labels: dict[tuple[str, str], list[Label]] = {}
-    for row, sources in rows:
-        places = []
-        for source in sources:
-            seen[source, row.trigger] = place = seen.get((source, row.trigger), 0) + 1
-            places.append((source, place if takers[source, row.trigger] > 1 else None))
-        if ANY in row.source and len(places) > FEW:
-            labels.setdefault((ANY, row.dest), []).append(_label(graph, row, None))
-            places = []
-        for source, order in places:
-            labels.setdefault((source, row.dest), []).append(_label(graph, row, order))
+            order = seen[source, row.trigger] if rivals[source, row.trigger] > 1 else None
+            labels[source, row.dest].append(_label(graph, row, order))
     for (source, dest), stacked in labels.items():
-        yield Arrow(source, dest, tuple(stacked))
+        yield Arrow(source, dest, tuple(stacked), _colour(graph, source))
 
 
 def _label(graph: AgentGraph, row: TransitionRow, order: int | None) -> Label:
-    final = row.dest == TERMINATED or (row.dest in graph.states and graph.states[row.dest].final)
-    return Label(
-        trigger=row.trigger,
-        order=order,
-        conditions=conditions_of(row),
-        stop_reason=(row.stop_reason or _reason(row.trigger, row.conditions)) if final else None,
-    )
+    """Return what stands on an arrow for a row; ``…`` in a stop reason stands for what only a run knows."""
+    limits = [predicate.argument for predicate in row.conditions if predicate.name == "limit"]
+    limit = limits[0] if limits and isinstance(limits[0], str) else "…"
+    reason = row.stop_reason or Outcome(row.trigger, limit=limit, error="…").stop_reason
+    return Label(row.trigger, order, conditions_of(row), reason if _is_final(graph, row.dest) else None)
 
 
 def conditions_of(row: TransitionRow) -> tuple[str, ...]:
     """Return what must all hold for a row to fire, in words."""
-    return (*map(_asked, row.conditions), *(f"not {_asked(predicate)}" for predicate in row.unless))
-
-
-def _reason(trigger: str, conditions: Sequence[Predicate]) -> str:
-    """Return the stop reason of a row that names none; ``…`` stands for what only a run knows."""
-    asked = [predicate.argument for predicate in conditions if predicate.name == "limit"]
-    limit = asked[0] if asked and isinstance(asked[0], str) else "…"
-    return Outcome(trigger, limit=limit, error="…").stop_reason
+    return (*map(_condition, row.conditions), *(f"not {_condition(predicate)}" for predicate in row.unless))
 
 
 def shown(text: str, width: int) -> str:
@@ -208,34 +190,40 @@ def shown(text: str, width: int) -> str:
     return line if len(line) <= width else f"{line[: width - 1]}…"
 
 
-def _asked(predicate: Predicate) -> str:
+def _condition(predicate: Predicate) -> str:
     if predicate.argument is None:
         return predicate.name
     if predicate.name in ("limit", "tool_called"):  # these name something, the others quote a text
         return f"{predicate.name} {predicate.argument}"
-    return f"{predicate.name} {_value(predicate.argument)}"
+    return f"{predicate.name} {_argument(predicate.argument)}"
 
 
-def _value(value: object) -> str:
-    if isinstance(value, str):
-        return f'"{value}"'
-    if isinstance(value, dict):
-        return ", ".join(f"{key}: {_value(item)}" for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_value, value))
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else f"{value}"
+def _argument(value: object) -> str:
+    match value:
+        case str():
+            return f'"{value}"'
+        case dict():
+            return ", ".join(f"{key}: {_argument(item)}" for key, item in value.items())
+        case list() | tuple():
+            return ", ".join(map(_argument, value))
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case _:
+            return f"{value}"
 
 
-def _implicit(structure: Structure) -> Iterator[Arrow]:
+def _implicit_arrows(structure: Structure) -> Iterator[Arrow]:
     """Yield the ends that need no row: one arrow per state with all the triggers that end it where no row holds."""
     working = structure.graph.working_states
     if len(working) > FEW:
-        yield Arrow(ANY, TERMINATED, tuple(Label(trigger) for trigger in IMPLICIT_TRIGGERS), implicit=True)
+        yield Arrow(ANY, TERMINATED, tuple(map(Label, IMPLICIT_TRIGGERS)), PALE, implicit=True)
         return
     for state in working:
-        left = [trigger for trigger in IMPLICIT_TRIGGERS if structure.may_raise(state, trigger)]
-        left = [trigger for trigger in left if not _always_taken(structure, state, trigger)]
-        yield Arrow(state, TERMINATED, tuple(Label(trigger) for trigger in left), implicit=True)
+        triggers = [trigger for trigger in IMPLICIT_TRIGGERS if structure.may_raise(state, trigger)]
+        labels = tuple(Label(trigger) for trigger in triggers if not _always_taken(structure, state, trigger))
+        yield Arrow(state, TERMINATED, labels, PALE, implicit=True)
 
 
 def _always_taken(structure: Structure, state: str, trigger: str) -> bool:

@@ -17,8 +17,8 @@ from html import escape
 from markupsafe import Markup
 
 from fsm_rollout.agent.graph import AgentGraph
+from fsm_rollout.diagrams.draw import DrawingError, render
 from fsm_rollout.diagrams.picture import ANY, FEW, conditions_of, shown
-from fsm_rollout.diagrams.renderer import DrawingError, render
 from fsm_rollout.report.pages import state_class
 from fsm_rollout.report.recorded import Recorded
 from fsm_rollout.report.token_texts import visible

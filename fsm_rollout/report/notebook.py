@@ -40,7 +40,7 @@ def register(ipython: object) -> None:
 
 def agent_picture(graph: AgentGraph) -> str | None:
     """Return an agent's picture as SVG; ``None`` where nothing is installed that draws, and IPython shows its text."""
-    from fsm_rollout.diagrams.graph import DrawingError, to_svg
+    from fsm_rollout.diagrams.draw import DrawingError, to_svg
 
     try:
         return to_svg(graph)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.loader import loads
-from fsm_rollout.diagrams.graph import to_mermaid, to_svg
+from fsm_rollout.diagrams.draw import to_mermaid, to_svg
 from fsm_rollout.report.flow import Edge, Flow, path_picture, traffic_picture
 from fsm_rollout.report.recorded import Recorded, open_run
 from fsm_rollout.report.report import write_report

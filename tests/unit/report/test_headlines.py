@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from fsm_rollout import AgentGraph, State
 from fsm_rollout.agent.graph import IMPLICIT_TRIGGERS
 from fsm_rollout.cli import app
-from fsm_rollout.diagrams.graph import to_dot
+from fsm_rollout.diagrams.draw import to_dot
 from fsm_rollout.diagrams.picture import picture
 from fsm_rollout.report.endings import kind_of_end
 from fsm_rollout.report.figures import histogram

@@ -12,7 +12,7 @@ from IPython.core.formatters import DisplayFormatter
 from IPython.lib.pretty import pretty
 
 from fsm_rollout.agent.loader import load_agent
-from fsm_rollout.diagrams.graph import to_svg
+from fsm_rollout.diagrams.draw import to_svg
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.report.notebook import register
