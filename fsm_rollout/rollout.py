@@ -25,7 +25,6 @@ from fsm_rollout.agent.proof import prove
 from fsm_rollout.agent.verify import verify
 from fsm_rollout.concurrency.loop_thread import LoopThread, close_at_exit
 from fsm_rollout.engines.client import EngineClient
-from fsm_rollout.engines.pool import PoolEngine
 from fsm_rollout.engines.protocol import Engine
 from fsm_rollout.engines.specs import build_engine
 from fsm_rollout.environment.rewards import GroupFilter, Reward
@@ -221,8 +220,8 @@ class Rollout:
         self, prompts: Iterable[PromptLike], n: int, *, target_groups: int | None, **options: Any
     ) -> AsyncGenerator[Group, None]:
         self._check_open()
-        for name, engine in self.engines.items():
-            if isinstance(engine, PoolEngine) and engine.serves_another_loop:
+        for name, client in self.dispatchers.items():
+            if client.serves_another_loop:
                 raise EngineError(
                     f"engine '{name}' serves another event loop, which still lives; use either the plain forms (run, "
                     "update_weights, …) or the async ones (arun, stream, aupdate_weights, …) of a rollout, not both"

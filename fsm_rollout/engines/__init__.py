@@ -1,1 +1,1 @@
-"""Engines: whatever turns token ids into sampled token ids. See :mod:`fsm_rollout.engines.protocol` for the protocol."""
+"""Engines: whatever turns token ids into sampled token ids. The protocol is :mod:`fsm_rollout.engines.protocol`."""

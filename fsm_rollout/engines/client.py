@@ -1,8 +1,9 @@
-"""Dispatch: every generate request made in one flush of the event loop goes to the engine in one call.
+"""The client of an engine: the one ledger of requests under way.
 
-Invariants: a flush is not a barrier (no request waits for another's end); every submitted request's ticket ends exactly
-once, whatever the engine does; every token that the engine streamed for a request is in its ticket, in order. A failed
-engine call is tried again from the tokens already streamed, so nothing sampled is lost.
+Invariant: a flush is not a barrier (no request waits for another's end); every submitted :class:`PendingRequest` ends
+exactly once, whatever the engine does; it holds every token that the engine streamed for it, in order. All requests
+made in one flush of the event loop go to the engine in one call, and so do all aborts. Nobody else tries a request
+again: one that failed, or that was lost with its replica, goes on from the tokens already streamed.
 """
 
 from __future__ import annotations
@@ -15,20 +16,16 @@ from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, SupportsIndex
 
 from fsm_rollout.concurrency.deadline import Deadline, being_cancelled
-from fsm_rollout.engines.protocol import FOR_GOOD, Chunk, Engine, Request
+from fsm_rollout.engines.protocol import FOR_GOOD, Chunk, Engine, ReplicaLost, Replicated, Request
 from fsm_rollout.errors import EngineError, PromptTooLong
 from fsm_rollout.trajectory.tokens import LAST_VERSION, Ids, Logprobs
 
 if TYPE_CHECKING:
-    import torch
-
     from fsm_rollout.chat import ChatTemplate
-
-    Weights = str | Path | Mapping[str, torch.Tensor]
+    from fsm_rollout.engines.protocol import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +49,9 @@ class PendingRequest:
     error: EngineError | None = None
     admitted_at: float | None = None
     attempt: int = 1
+    """Which try this is: 1, 2, …"""
+    failures: int = 0
+    """How many tries failed that were not lost with their replica."""
     request_id: str = ""
     cached_tokens: int = 0
     replica: str = ""
@@ -60,6 +60,8 @@ class PendingRequest:
     holds: int = 0
     heard: bool = False
     """Whether the present try has had a chunk."""
+    lost: bool = False
+    """Whether the try before was lost with its replica: then silence only means that no other one has room yet."""
     waits: bool = False
     """Whether nobody works on it: between two tries, or as the engine says; the deadline stands still meanwhile."""
     watch: asyncio.TimerHandle | None = None
@@ -130,8 +132,18 @@ class PendingRequest:
         self.cached_tokens = max(self.cached_tokens, chunk.cached_tokens)
         self.replica = chunk.replica or self.replica
 
+    @property
+    def ended_as(self) -> str | None:
+        """How the request has ended, if only its last chunk did not come."""
+        sampling = self.request.sampling
+        if self.aborted:
+            return "abort"
+        if self.ids and not sampling.ignore_eos and self.ids[-1] in sampling.stop_ids:
+            return "stop"
+        return "length" if len(self.ids) >= sampling.max_tokens else None
+
     def end(self, finish_reason: str, error: EngineError | None = None) -> None:
-        """Close the ticket; only the first call counts."""
+        """End the request; only the first call counts."""
         if not self.done.is_set():
             self.finish_reason = finish_reason
             self.error = error
@@ -160,39 +172,48 @@ class EngineClient:
         """The chat templates of this engine's model, by settings."""
         self._waiting: list[PendingRequest] = []
         self._warned: set[str | None] = set()
-        """The kinds of failures that have been told of."""
-        self._tickets: dict[str, PendingRequest] = {}
-        """The tickets that the engine has, or is about to get, by the request id of the present try."""
+        """The kinds of failures that have been logged."""
+        self._sent: dict[str, PendingRequest] = {}
+        """The requests that the engine has, or is about to get, by the id of the present try."""
         self._asked: set[str] = set()
-        """The request ids that the engine may still have: also of tickets that it did not end in time."""
+        """The ids that the engine may still have: also of requests that it did not end in time."""
         self._open: dict[PendingRequest, None] = {}
-        """All tickets that have not ended, in order: also those between two tries."""
+        """All requests that have not ended, in order: also those between two tries."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._updating = asyncio.Lock()
         self._holding = asyncio.Lock()
         self._reasons: set[str] = set()
         """Why the engine is paused."""
-        self._told = False
+        self._aborts: list[str] = []
+        """The ids that the engine is told to end in this turn of the loop."""
+        self._tries = engine.attempts if isinstance(engine, Replicated) else attempts
+        self._sleep_logged = False
+
+    @property
+    def serves_another_loop(self) -> bool:
+        """Whether the engine belongs to an event loop that still lives and is not the running one."""
+        loop = self.engine.loop if isinstance(self.engine, Replicated) else None
+        return loop is not None and loop is not asyncio.get_running_loop() and not loop.is_closed()
 
     def submit(self, request: Request, deadline: Deadline | None = None) -> PendingRequest:
-        """Queue one request for the next flush and return its ticket; ``deadline`` runs from its first chunk.
+        """Queue one request for the next flush; ``deadline`` runs from its first chunk.
 
         The engine knows it by another id where its own is under way already.
         """
         request_id = self._free_id(request.request_id)
-        ticket = PendingRequest(request, asyncio.get_running_loop().time(), deadline, request_id=request_id)
-        ticket.hold()
+        pending = PendingRequest(request, asyncio.get_running_loop().time(), deadline, request_id=request_id)
+        pending.hold()
         if self.paused:
-            ticket.hold()
-            self._tell_of_sleep()
+            pending.hold()
+            self._log_sleep()
         self.requests += 1
-        self._open[ticket] = None
-        self._enqueue(ticket)
-        return ticket
+        self._open[pending] = None
+        self._enqueue(pending)
+        return pending
 
-    def _tell_of_sleep(self) -> None:
-        if "asleep" in self._reasons and not self._told:
-            self._told = True
+    def _log_sleep(self) -> None:
+        if "asleep" in self._reasons and not self._sleep_logged:
+            self._sleep_logged = True
             logger.warning("the engine is asleep: generations wait until it is woken")
 
     async def pause(self, reason: str = "asked") -> None:
@@ -204,9 +225,9 @@ class EngineClient:
             self._reasons.add(reason)
             if not self.paused:
                 self.paused = True
-                for ticket in self._open:
-                    ticket.hold()
-                    ticket.stop_watch()
+                for pending in self._open:
+                    pending.hold()
+                    pending.stop_watch()
                 try:
                     await self.engine.pause()
                 except BaseException:
@@ -225,11 +246,11 @@ class EngineClient:
                     self._go_on()
 
     def _go_on(self) -> None:
-        self.paused = self._told = False
-        for ticket in self._open:
-            ticket.release()
-            if ticket.request_id in self._tickets and ticket not in self._waiting and not ticket.heard:
-                self._watch(ticket)
+        self.paused = self._sleep_logged = False
+        for pending in self._open:
+            pending.release()
+            if pending.request_id in self._sent and pending not in self._waiting and not pending.heard:
+                self._watch(pending)
 
     async def update_weights(self, weights: Weights, version: int | None = None) -> int:
         """Load new weights (a model folder, or tensors by name) while everything waits; return their version.
@@ -259,71 +280,71 @@ class EngineClient:
     def sampling_since(self) -> dict[tuple[str, str], int]:
         """Return, by trajectory and context, the oldest weight version among the tokens of generations under way."""
         oldest: dict[tuple[str, str], int] = {}
-        for ticket in self._open:
-            for _, version in ticket.versions:
-                name = ticket.request.trajectory_id, ticket.request.context
+        for pending in self._open:
+            for _, version in pending.versions:
+                name = pending.request.trajectory_id, pending.request.context
                 oldest[name] = min(version, oldest.get(name, version))
         return oldest
 
     def _free_id(self, request_id: str, number: int = 1) -> str:
         """Return an id that nothing goes by which is under way, or which an engine slow to abort still has."""
         name = request_id if number == 1 else f"{request_id}#{number}"
-        while name in self._tickets or name in self._asked:
+        while name in self._sent or name in self._asked:
             number += 1
             name = f"{request_id}#{number}"
         return name
 
-    def _enqueue(self, ticket: PendingRequest) -> None:
-        self._tickets[ticket.request_id] = ticket
-        self._waiting.append(ticket)
+    def _enqueue(self, pending: PendingRequest) -> None:
+        self._sent[pending.request_id] = pending
+        self._waiting.append(pending)
         if len(self._waiting) == 1:
             asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
-        tickets = self._waiting.copy()
+        batch = self._waiting.copy()
         self._waiting.clear()
-        if tickets:
-            self._spawn(self._serve(tickets))
+        if batch:
+            self._spawn(self._serve(batch))
 
     def _spawn(self, coroutine: Coroutine[object, object, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _watch(self, ticket: PendingRequest) -> None:
+    def _watch(self, pending: PendingRequest) -> None:
         """Give the present try up when the engine says nothing of it for ``queue_timeout`` (a paused one may be)."""
-        ticket.stop_watch()
-        if not self.paused:
+        pending.stop_watch()
+        if not self.paused and not pending.lost:
             loop = asyncio.get_running_loop()
-            ticket.watch = loop.call_later(self.queue_timeout, self._silent, ticket, ticket.request_id)
+            pending.watch = loop.call_later(self.queue_timeout, self._silent, pending, pending.request_id)
 
-    def _silent(self, ticket: PendingRequest, request_id: str) -> None:
-        self._spawn(self._abort_quietly([request_id]))
-        self._failed(ticket, EngineError(f"the engine sent nothing for {self.queue_timeout:g} s; is it alive?"))
+    def _silent(self, pending: PendingRequest, request_id: str) -> None:
+        self._abort_soon(request_id)
+        self._failed(pending, EngineError(f"the engine sent nothing for {self.queue_timeout:g} s; is it alive?"))
 
-    async def _serve(self, tickets: Sequence[PendingRequest]) -> None:
+    async def _serve(self, batch: Sequence[PendingRequest]) -> None:
         """Run one engine call to its end and route its chunks."""
         loop = asyncio.get_running_loop()
-        for ticket in tickets:
-            if ticket.aborted:  # since the flush: the engine has been told, and knew nothing of it
-                self._end(ticket, "abort")
-        tickets = [ticket for ticket in tickets if not ticket.done.is_set()]
-        if not tickets:
+        for pending in batch:
+            if pending.aborted:  # since the flush: the engine has been told, and knew nothing of it
+                self._end(pending, "abort")
+        batch = [pending for pending in batch if not pending.done.is_set()]
+        if not batch:
             return
         self.dispatches += 1
-        asked = {ticket.request_id for ticket in tickets}
+        asked = {pending.request_id for pending in batch}
         self._asked |= asked
-        open_ids = dict.fromkeys(ticket.request_id for ticket in tickets)  # in order: a set's differs by process
+        open_ids = dict.fromkeys(pending.request_id for pending in batch)  # in order: a set's differs by process
         failure: EngineError | None = None
-        for ticket in tickets:
-            ticket.heard = False
-            self._watch(ticket)
+        for pending in batch:
+            pending.heard = False
+            self._watch(pending)
         try:
-            async for chunk in self.engine.generate([self._ask(ticket) for ticket in tickets]):
-                told = self._tickets.get(chunk.request_id)
-                if told is None or chunk.request_id not in open_ids:
+            async for chunk in self.engine.generate([self._ask(pending) for pending in batch]):
+                answered = self._sent.get(chunk.request_id)
+                if answered is None or chunk.request_id not in open_ids:
                     logger.warning("the engine answered an unknown or ended request %r", chunk.request_id)
-                elif self._route(told, chunk, loop.time()):
+                elif self._take(answered, chunk, loop.time()):
                     open_ids.pop(chunk.request_id, None)
                 if chunk.finish_reason is not None:
                     self._asked.discard(chunk.request_id)
@@ -333,99 +354,125 @@ class EngineClient:
             name = type(error).__name__
             failure = error if isinstance(error, EngineError) else EngineError(f"{name}: {error}", kind=name)
         self._asked -= asked
-        for ticket in [self._tickets[request_id] for request_id in open_ids if request_id in self._tickets]:
-            self._failed(ticket, failure or EngineError(f"the engine never finished request {ticket.request_id}"))
+        for pending in [self._sent[request_id] for request_id in open_ids if request_id in self._sent]:
+            self._failed(pending, failure or EngineError(f"the engine never finished request {pending.request_id}"))
 
-    def _ask(self, ticket: PendingRequest) -> Request:
-        if ticket.request_id == ticket.request.request_id:
-            return ticket.request
-        return ticket.request.continued(ticket.ids, ticket.request_id)
+    def _ask(self, pending: PendingRequest) -> Request:
+        if pending.request_id == pending.request.request_id:
+            return pending.request
+        return pending.request.continued(pending.ids, pending.request_id)
 
-    def _route(self, ticket: PendingRequest, chunk: Chunk, now: float) -> bool:
-        """Give a chunk to its ticket; return whether this engine call is over for it."""
+    def _take(self, pending: PendingRequest, chunk: Chunk, now: float) -> bool:
+        """Give a chunk to its request; return whether this engine call is over for it."""
         try:
-            ticket.take(chunk, now)
+            pending.take(chunk, now)
         except EngineError as error:
-            self._spawn(self._abort_quietly([ticket.request_id]))
-            self._end(ticket, "abort", error)  # not tried again: an engine that miscounts would do so again
+            self._abort_soon(pending.request_id)
+            self._end(pending, "abort", error)  # not tried again: an engine that miscounts would do so again
             return True
         if chunk.error is not None:
-            if chunk.error.startswith("PromptTooLong"):
-                self._end(ticket, "abort", PromptTooLong(chunk.error))  # it would not fit the next time either
-            else:
-                kind, colon, _ = chunk.error.partition(":")
-                failure = EngineError(chunk.error, kind=kind if colon and kind.isidentifier() else None)
-                if kind in FOR_GOOD:
-                    self._end(ticket, "abort", failure)
-                else:
-                    self._failed(ticket, failure)
-        elif chunk.finish_reason == "abort" and not ticket.aborted:
-            self._failed(ticket, EngineError(f"the engine aborted request {ticket.request_id} by itself"))
+            self._take_error(pending, chunk.error)
+        elif chunk.finish_reason == "abort" and not pending.aborted:
+            self._failed(pending, EngineError(f"the engine aborted request {pending.request_id} by itself"))
         elif chunk.finish_reason is not None:
-            self._end(ticket, chunk.finish_reason)
+            self._end(pending, chunk.finish_reason)
         return chunk.finish_reason is not None or chunk.error is not None
 
-    def _failed(self, ticket: PendingRequest, error: EngineError) -> None:
-        """Try a ticket again from where its tokens stand, or give it up."""
-        if ticket.done.is_set():
-            return
-        self._tickets.pop(ticket.request_id, None)
-        ticket.stop_watch()
-        if ticket.aborted:
-            self._end(ticket, "abort")
-        elif len(ticket.ids) >= ticket.request.sampling.max_tokens:
-            self._end(ticket, "length")  # all that was asked for had come; only the last word was lost
-        elif ticket.attempt >= self.attempts:
-            self._end(ticket, "abort", error)
+    def _take_error(self, pending: PendingRequest, error: str) -> None:
+        """End or try again a request that the engine failed; ``error`` is ``Class: message``."""
+        kind, colon, message = error.partition(": ")
+        if kind == "PromptTooLong":
+            self._end(pending, "abort", PromptTooLong(error))  # it would not fit the next time either
+        elif kind == ReplicaLost.__name__:
+            self._failed(pending, ReplicaLost(message))
         else:
+            failure = EngineError(error, kind=kind if colon and kind.isidentifier() else None)
+            if kind in FOR_GOOD:
+                self._end(pending, "abort", failure)
+            else:
+                self._failed(pending, failure)
+
+    def _failed(self, pending: PendingRequest, error: EngineError) -> None:
+        """Try a request again from where its tokens stand, or give it up."""
+        if pending.done.is_set():
+            return
+        self._sent.pop(pending.request_id, None)
+        pending.stop_watch()
+        pending.lost = isinstance(error, ReplicaLost)
+        pending.failures += not pending.lost
+        # 1. Nothing is left to ask for: only the last word was lost.
+        if (ended := pending.ended_as) is not None:
+            self._end(pending, ended)
+        # 2. It has been tried often enough.
+        elif pending.failures >= self.attempts:
+            self._end(pending, "abort", error)
+        elif pending.attempt >= self._tries:
+            message = f"EngineError: {pending.attempt} tries failed, the last one: {error}"
+            self._end(pending, "abort", EngineError(message, kind="EngineError"))
+        # 3. Try again: at once where another replica may have it, else later each time.
+        else:
+            name = pending.request_id
+            pending.wait()
+            pending.attempt += 1
+            pending.request_id = self._free_id(pending.request.request_id, pending.attempt)
+            if pending.lost:
+                self._enqueue(pending)
+                return
             level = logging.INFO if error.kind in self._warned else logging.WARNING  # of a thousand alike, the first
             self._warned.add(error.kind)
-            logger.log(level, "request %s failed (%s); trying again", ticket.request_id, str(error).partition("\n")[0])
-            ticket.wait()
-            delay = self.backoff * 2 ** (ticket.attempt - 1)
-            ticket.attempt += 1
-            ticket.request_id = self._free_id(ticket.request.request_id, ticket.attempt)
-            asyncio.get_running_loop().call_later(delay, self._retry, ticket)
+            logger.log(level, "request %s failed (%s); trying again", name, str(error).partition("\n")[0])
+            delay = self.backoff * 2 ** (pending.failures - 1)
+            asyncio.get_running_loop().call_later(delay, self._retry, pending)
 
-    def _retry(self, ticket: PendingRequest) -> None:
-        if not ticket.done.is_set():
-            self._enqueue(ticket)
+    def _retry(self, pending: PendingRequest) -> None:
+        if not pending.done.is_set():
+            self._enqueue(pending)
 
-    def _end(self, ticket: PendingRequest, finish_reason: str, error: EngineError | None = None) -> None:
-        self._tickets.pop(ticket.request_id, None)
-        self._open.pop(ticket, None)
-        ticket.end(finish_reason, error)
+    def _end(self, pending: PendingRequest, finish_reason: str, error: EngineError | None = None) -> None:
+        self._sent.pop(pending.request_id, None)
+        self._open.pop(pending, None)
+        pending.end(finish_reason, error)
 
-    async def abort(self, ticket: PendingRequest) -> None:
-        """End a request soon and wait (a bounded time) for its last tokens; the ticket is done afterwards."""
-        if ticket.done.is_set():
+    async def abort(self, pending: PendingRequest) -> None:
+        """End a request soon and wait (a bounded time) for its last tokens; it is done afterwards."""
+        if pending.done.is_set():
             return
-        ticket.aborted = True
-        if ticket in self._waiting or ticket.request_id not in self._tickets:  # not sent yet, or between tries
-            self._waiting = [other for other in self._waiting if other is not ticket]
-            self._end(ticket, "abort")
+        pending.aborted = True
+        if pending in self._waiting or pending.request_id not in self._sent:  # not sent yet, or between tries
+            self._waiting = [other for other in self._waiting if other is not pending]
+            self._end(pending, "abort")
             return
         try:
-            await self._abort_quietly([ticket.request_id])
+            self._abort_soon(pending.request_id)
             with suppress(TimeoutError):
                 async with asyncio.timeout(ABORT_GRACE):
-                    await ticket.done.wait()
+                    await pending.done.wait()
         finally:
-            self._end(ticket, "abort")
+            self._end(pending, "abort")
 
-    async def _abort_quietly(self, request_ids: Sequence[str] | set[str]) -> None:
+    def _abort_soon(self, request_id: str) -> None:
+        """Have the engine end a request: all that are ended in one turn of the loop in one call."""
+        self._aborts.append(request_id)
+        if len(self._aborts) == 1:
+            asyncio.get_running_loop().call_soon(self._flush_aborts)
+
+    def _flush_aborts(self) -> None:
+        request_ids, self._aborts = self._aborts, []
+        self._spawn(self._abort_quietly(request_ids))
+
+    async def _abort_quietly(self, request_ids: Sequence[str]) -> None:
         try:
             async with asyncio.timeout(ABORT_GRACE):
                 await self.engine.abort(list(request_ids))
-        except Exception:  # an engine that cannot even abort has failed; its tickets end all the same
+        except Exception:  # an engine that cannot even abort has failed; its requests end all the same
             logger.warning("the engine failed to abort %s", request_ids, exc_info=True)
 
-    async def settle(self) -> None:
-        """End every ticket and every task; the engine itself stays open (whoever made it closes it)."""
-        if self._tickets:
-            await self._abort_quietly(list(self._tickets))
-        for ticket in list(self._open):
-            self._end(ticket, "abort")
+    async def drain(self) -> None:
+        """End every request and every task; the engine itself stays open (whoever made it closes it)."""
+        if self._asked:
+            await self._abort_quietly(sorted(self._asked))
+        for pending in list(self._open):
+            self._end(pending, "abort")
         for task in list(self._tasks):
             task.cancel()
         if self._tasks:

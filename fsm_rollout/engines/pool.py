@@ -1,41 +1,59 @@
 """Several replicas of an engine as one engine: routed, bounded in flight, and whole again when one is lost.
 
-Invariant: a request is at one replica, or waits here in order until one has room. What it has streamed stays: when its
-replica is lost or fails it, it goes on elsewhere from there, so no token is lost or sampled twice, and each keeps its
-logprob and version. Every request gets its last chunk, or the error that ended the pool: it is tried ``attempts``
-times, those included that its caller begins (under the name ``ID#2``, ``ID#3``, …), and replicas are started a bounded
-number of times (:mod:`fsm_rollout.engines.supervisor`). One that the router fails is not tried at all: its last chunk
-has an error ``RouterFailed: …``.
+Invariant: a request is at one replica, or waits here in order until one has room. It is tried once: when its replica is
+lost or fails it, its last chunk says ``ReplicaLost: …``, and the client (:mod:`fsm_rollout.engines.client`) asks for the
+rest of it; what goes on comes before what has not begun. Every request gets its last chunk, or the error that ended the
+pool: replicas are started a bounded number of times (:mod:`fsm_rollout.engines.supervisor`). A request that the router
+fails is at no replica at all: its last chunk has an error ``RouterFailed: …``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from anyio.from_thread import start_blocking_portal
 
+from fsm_rollout.concurrency.deadline import being_cancelled
 from fsm_rollout.concurrency.interruptible import wait_for
-from fsm_rollout.engines.chunk_stream import ChunkStream, check_unique
-from fsm_rollout.engines.packing import Flush
-from fsm_rollout.engines.pool_members import Member, Passage, PoolTimes, ReplicaStats, Tries
+from fsm_rollout.engines.chunk_stream import NO_IDS, NO_LOGPROBS, ChunkStream, check_unique
 from fsm_rollout.engines.protocol import Chunk, Load, Request
-from fsm_rollout.engines.replicas import EngineFacts, Placement
 from fsm_rollout.engines.router import Router, StickyRouter, choose
-from fsm_rollout.engines.supervisor import ReplicaSupervisor
+from fsm_rollout.engines.supervisor import (
+    Placement,
+    PoolTimes,
+    Replica,
+    ReplicaStats,
+    ReplicaSupervisor,
+    describe,
+    failure_of,
+)
 from fsm_rollout.errors import EngineError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    import torch
+    from fsm_rollout.engines.protocol import Engine, Weights
 
 logger = logging.getLogger(__name__)
 
 STRIKES = 2
 """Dispatches that an engine may fail as a whole, with nothing finished between, before its replica is given up."""
+
+
+@dataclass(eq=False, slots=True)
+class _Routed:
+    """A request under way, and the replica that has it."""
+
+    request: Request
+    stream: ChunkStream
+    since: float
+    replica: Replica | None = None
+    """``None`` while it waits here."""
+    queued: float | None = None
+    """Seconds that it waited here, until its first chunk has told them."""
+    version: int = 0
 
 
 class PoolEngine:
@@ -45,7 +63,7 @@ class PoolEngine:
         placement: where the replicas live.
         count: how many there are.
         router: chooses their requests; default: :class:`StickyRouter`.
-        attempts: how often a request is tried before that is its end, whoever tries it again: the pool or its caller.
+        attempts: how often a client tries a request in all, before that is its end.
         restarts: how often a replica that finishes nothing is started again before its place stays empty.
         times: seconds that the pool waits for its replicas.
 
@@ -63,26 +81,32 @@ class PoolEngine:
         restarts: int = 3,
         times: PoolTimes | None = None,
     ) -> None:
+        self.attempts = attempts
+        self.loop: asyncio.AbstractEventLoop | None = None
         self._router: Router = router or StickyRouter()
-        self._attempts = attempts
-        self._passages: dict[str, Passage] = {}
+        self._under_way: dict[str, _Routed] = {}
         """All requests under way, by id."""
-        self._waiting: dict[str, Passage] = {}
+        self._waiting: dict[str, _Routed] = {}
         """Those of them that are at no replica, in order."""
-        self._aborts: list[Passage] = []
-        """Those of which their replicas are told in this turn of the loop that they are to end."""
-        self._tries = Tries()
-        self._closed = False
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = self._assigning = False
         self._emptied: asyncio.Future[None] | None = None
-        self._crew = ReplicaSupervisor(self, placement, count, restarts=restarts, times=times or PoolTimes())
+        self._supervisor = ReplicaSupervisor(
+            placement,
+            count,
+            restarts=restarts,
+            times=times or PoolTimes(),
+            lost=self._lose_requests,
+            changed=self._replicas_changed,
+        )
         try:
             with start_blocking_portal() as portal:  # this may be called from within an event loop, or without any
-                started: tuple[EngineFacts, Any] = wait_for(portal.start_task_soon(self._crew.start))
-            self._facts, self._tokenizer = started
+                wait_for(portal.start_task_soon(self._supervisor.start))
         except BaseException:
             placement.close()
             raise
+        engines = [replica.live for replica in self._supervisor.replicas]
+        self._tokenizer, self._eos_ids = engines[0].tokenizer, engines[0].eos_ids
+        self._max_context = min(engine.max_context for engine in engines)
 
     # -- the protocol ---------------------------------------------------------------------------------------------
 
@@ -94,49 +118,42 @@ class PoolEngine:
     @property
     def max_context(self) -> int:
         """The longest input plus output that every replica takes, in tokens."""
-        return self._facts.max_context
+        return self._max_context
 
     @property
     def eos_ids(self) -> frozenset[int]:
         """The stop tokens that the model's generation config names."""
-        return self._facts.eos_ids
+        return self._eos_ids
 
     @property
     def weight_version(self) -> int:
         """How many policy updates the present weights have had."""
-        return self._crew.version
+        return self._supervisor.version
 
     @property
     def replicas(self) -> list[ReplicaStats]:
         """What became of each replica so far."""
-        return [member.stats() for member in self._crew.members]
-
-    @property
-    def serves_another_loop(self) -> bool:
-        """Whether it belongs to an event loop that still lives and is not the running one."""
-        return self._loop not in (None, asyncio.get_running_loop()) and not self._loop.is_closed()
+        return [replica.stats() for replica in self._supervisor.replicas]
 
     def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
         """Send the requests to their replicas at once, as far as those have room; see the protocol."""
         loop = self._bind()
-        if self._crew.fallen is not None:
-            raise self._crew.fallen
-        check_unique(requests, self._passages)
-        answers = ChunkStream((request.request_id for request in requests), self._abort)
-        for request in requests:
-            earlier, why = self._tries.before(request.request_id)
-            passage = Passage(request, answers, since=loop.time(), earlier=earlier)
-            self._passages[request.request_id] = self._waiting[request.request_id] = passage
-            if earlier >= self._attempts:
-                self._give_up(passage, why)
+        if self._supervisor.fallen is not None:
+            raise self._supervisor.fallen
+        check_unique(requests, self._under_way)
+        stream = ChunkStream((request.request_id for request in requests), self._abort)
+        coming = {request.request_id: _Routed(request, stream, loop.time()) for request in requests}
+        self._under_way |= coming
+        going_on = {name: routed for name, routed in coming.items() if routed.request.sampled}
+        self._waiting = {**going_on, **self._waiting, **coming}
         self._assign()
-        return aiter(answers)
+        return aiter(stream)
 
     async def abort(self, request_ids: Iterable[str]) -> None:
         """End these requests: at once where they wait, soon where a replica has them."""
         self._abort(request_ids)
 
-    async def update_weights(self, weights: str | Path | Mapping[str, torch.Tensor], version: int | None = None) -> int:
+    async def update_weights(self, weights: Weights, version: int | None = None) -> int:
         """Pause all replicas, load the weights everywhere, go on; see the protocol.
 
         A replica that fails while another one succeeds is lost, and comes back with the new weights.
@@ -146,17 +163,17 @@ class PoolEngine:
         """
         self._bind()
         # Shielded: an update that is given up half-way would leave replicas with different weights.
-        return await asyncio.shield(self._crew.spawn(self._crew.update(weights, version)))
+        return await asyncio.shield(self._supervisor.spawn(self._supervisor.update(weights, version)))
 
     async def pause(self) -> None:
         """Sample nothing anywhere until :meth:`resume`."""
         self._bind()
-        await self._crew.hold("pause")
+        await self._supervisor.hold("pause")
 
     async def resume(self) -> None:
         """Go on after :meth:`pause`."""
         self._bind()
-        await self._crew.hold("resume")
+        await self._supervisor.hold("resume")
 
     async def sleep(self) -> None:
         """Give memory back on every replica.
@@ -165,27 +182,28 @@ class PoolEngine:
             EngineError: requests are under way and the pool is not paused.
         """
         self._bind()
-        if self._passages and not self._crew.paused:
-            raise EngineError(f"{len(self._passages)} request(s) are under way; pause the engine before it sleeps")
-        await self._crew.hold("sleep")
+        if self._under_way and not self._supervisor.paused:
+            raise EngineError(f"{len(self._under_way)} request(s) are under way; pause the engine before it sleeps")
+        await self._supervisor.hold("sleep")
 
     async def wake(self) -> None:
         """Go on after :meth:`sleep`."""
         self._bind()
-        await self._crew.hold("wake")
+        await self._supervisor.hold("wake")
 
     def load(self) -> Load:
         """Return how busy all replicas are, with ``NAME.running`` and ``NAME.in_flight`` of each in the details."""
-        members = self._crew.members
-        running = {member.name: min(member.load.running, member.view.in_flight) for member in members}
+        loads = {replica.name: replica.live.load() for replica in self._supervisor.up}
+        in_flight = {replica.name: replica.view.in_flight for replica in self._supervisor.replicas}
+        running = {name: min(loads[name].running if name in loads else 0, count) for name, count in in_flight.items()}
         total = sum(running.values())
         return Load(
             running=total,
-            waiting=len(self._passages) - total,
-            used_tokens=sum(member.load.used_tokens for member in members if member.sent),
-            max_tokens=sum(member.load.max_tokens or 0 for member in members) or None,
+            waiting=len(self._under_way) - total,
+            used_tokens=sum(load.used_tokens for name, load in loads.items() if in_flight[name]),
+            max_tokens=sum(load.max_tokens or 0 for load in loads.values()) or None,
             details={f"{name}.running": count for name, count in running.items()}
-            | {f"{member.name}.in_flight": member.view.in_flight for member in members},
+            | {f"{name}.in_flight": count for name, count in in_flight.items()},
         )
 
     async def aclose(self) -> None:
@@ -193,161 +211,196 @@ class PoolEngine:
         if self._closed:
             return
         self._closed = True
-        if self._loop is asyncio.get_running_loop():
-            self._abort(list(self._passages))
-            if self._passages and self._crew.up:  # they have a moment to send what they have sampled
-                self._emptied = self._loop.create_future()
-                await asyncio.wait([self._emptied], timeout=self._crew.times.close)
-            for passage in list(self._passages.values()):
-                self._end(passage, passage.last_chunk("abort"))
-        await self._crew.close()
+        if self.loop is asyncio.get_running_loop():
+            self._abort(list(self._under_way))
+            if self._under_way and self._supervisor.up:  # they have a moment to send what they have sampled
+                self._emptied = self.loop.create_future()
+                await asyncio.wait([self._emptied], timeout=self._supervisor.times.close)
+            for routed in list(self._under_way.values()):
+                self._end(routed)
+        await self._supervisor.close()
 
     def _bind(self) -> asyncio.AbstractEventLoop:
         """Belong to the running event loop; what an earlier one left under way has no listener any more."""
         if self._closed:
             raise EngineError("the pool is closed; build another")
         loop = asyncio.get_running_loop()
-        if loop is not self._loop:
-            if self.serves_another_loop:
+        if loop is not self.loop:
+            if self.loop is not None and not self.loop.is_closed():
                 raise EngineError("the pool serves another event loop; close that first, or build a pool for each")
-            self._loop = loop
-            self._passages.clear()
+            self.loop, self._assigning = loop, False
+            left_over = self._by_replica(self._under_way.values())
+            self._under_way.clear()
             self._waiting.clear()
-            self._aborts.clear()
-            self._crew.bind()
+            self._supervisor.bind()
+            for replica, requests in left_over.items():
+                if replica.state == "up":
+                    self._spawn(replica.live.abort([routed.request.request_id for routed in requests]))
         return loop
+
+    def _spawn(self, coroutine: Coroutine[object, object, object]) -> None:
+        self._supervisor.spawn(coroutine)
 
     # -- requests -------------------------------------------------------------------------------------------------
 
+    def _assign_soon(self) -> None:
+        """Send what waits once all that is said in this turn of the loop has been heard."""
+        if self._waiting and not self._assigning:
+            self._assigning = True
+            asyncio.get_running_loop().call_soon(self._assign)
+
     def _assign(self) -> None:
         """Send what waits, in order, as far as replicas have room: one dispatch per replica."""
-        if not self._waiting or self._closed or self._crew.in_doubt:
+        self._assigning = False
+        if not self._waiting or self._closed or self._supervisor.in_doubt:
             return
-        up = {member.name: member for member in self._crew.up}
-        views = [member.view for member in up.values()]
+        # 1. See who is there, and who has room.
+        for replica in self._supervisor.up:
+            if (failure := failure_of(replica.live)) is not None:
+                self._supervisor.lose(replica, replica.engine, str(failure))
+            else:
+                replica.look_at_load()
+        if self._supervisor.in_doubt:
+            return
+        up = {replica.name: replica for replica in self._supervisor.up}
+        views = [replica.view for replica in up.values()]
         for view in views:
             view.waiting = 0
-        batches: dict[str, list[Passage]] = {}
-        refused: list[tuple[Passage, str]] = []
-        for passage in self._waiting.values():
+        # 2. Let the router choose, as long as anybody has.
+        batches: dict[str, list[_Routed]] = {}
+        refused: list[tuple[_Routed, str]] = []
+        for routed in self._waiting.values():
             if not any(view.has_room for view in views):
                 break
             try:
-                chosen = choose(self._router, passage.request, views)
+                chosen = choose(self._router, routed.request, views)
             except EngineError as error:
-                refused.append((passage, f"{error.kind}: {error}"))
+                refused.append((routed, f"{error.kind}: {error}"))
                 continue
             if chosen.has_room:
-                batches.setdefault(chosen.name, []).append(passage)
+                batches.setdefault(chosen.name, []).append(routed)
                 chosen.in_flight += 1
             else:
                 chosen.waiting += 1
-        for passage, why in refused:
-            self._end(passage, passage.last_chunk("abort", why))
+        # 3. Send what was chosen.
+        for routed, why in refused:
+            self._end(routed, why)
         now = asyncio.get_running_loop().time()
-        for name, passages in batches.items():
-            for passage in passages:
-                del self._waiting[passage.request.request_id]
-            up[name].send(passages, now)
+        for name, batch in batches.items():
+            replica = up[name]
+            for routed in batch:
+                del self._waiting[routed.request.request_id]
+                routed.replica, routed.queued = replica, now - routed.since
+            replica.sent(len(batch), now)
+            self._spawn(self._serve(replica, batch))
 
-    def heard(self, member: Member, flush: Flush) -> None:
-        """Take what a replica has to tell, and send it more."""
-        for chunk in flush.chunks:
-            passage = member.sent.get(chunk.request_id)
-            told = None if passage is None else passage.take(chunk, member.name)
-            if passage is None or told is None:
-                continue
-            if told.finish_reason is None:
-                passage.answers.put(told)
-            else:
-                self._end(passage, told)
-                if told.error is None:
-                    member.strikes = member.losses = 0
-                    self._tries.went_well(passage.request.request_id)
-                else:
-                    tries = passage.earlier + passage.failures + 1
-                    self._tries.failed(passage.request.request_id, tries, told.error)
-        member.measure(flush, asyncio.get_running_loop().time())
-        for request_ids, why in flush.failures:
-            failed = [member.sent[request_id] for request_id in request_ids if request_id in member.sent]
-            if failed:
-                member.strikes += 1
-                logger.warning("%s failed a dispatch of %d request(s): %s", member.name, len(failed), why)
-                self._elsewhere(failed, why)
-                if member.strikes >= STRIKES:
-                    self._crew.lose(member, member.replica, f"its engine failed {STRIKES} times in a row: {why}")
+    async def _serve(self, replica: Replica, batch: list[_Routed]) -> None:
+        """Hand on what a replica answers to a dispatch, to its end."""
+        engine, loop = replica.live, asyncio.get_running_loop()
+        served = {routed.request.request_id: routed for routed in batch}
+        why = "the engine's answer ended without a last chunk"
+        try:
+            async for chunk in engine.generate([routed.request for routed in batch]):
+                routed = served.get(chunk.request_id)
+                if routed is not None and routed.replica is replica:
+                    replica.measure(len(chunk.ids), loop.time())
+                    self._hand_on(routed, replica, chunk)
+        except (Exception, asyncio.CancelledError) as error:  # whatever an engine raises is the engine's failure
+            if isinstance(error, asyncio.CancelledError) and being_cancelled():
+                raise
+            why = describe(error)
+        self._dispatch_failed(replica, engine, [routed for routed in batch if routed.replica is replica], why)
+
+    def _hand_on(self, routed: _Routed, replica: Replica, chunk: Chunk) -> None:
+        routed.version = chunk.weight_version
+        if routed.queued is not None or chunk.replica != replica.name:
+            queued = chunk.queue_seconds + (routed.queued or 0.0)
+            chunk = replace(chunk, replica=replica.name, queue_seconds=queued)
+            routed.queued = None
+        if chunk.finish_reason is not None:
+            self._forget(routed)
+            if chunk.error is None:
+                replica.finished()
+        routed.stream.put(chunk)
+        self._assign_soon()
+
+    def _dispatch_failed(self, replica: Replica, engine: Engine, failed: Sequence[_Routed], why: str) -> None:
+        """Give back a dispatch that its engine failed as a whole; an engine that fails one after the other is lost."""
+        if not failed:
+            return
+        if (failure := failure_of(engine)) is not None:
+            self._supervisor.lose(replica, engine, str(failure))
+            return
+        replica.strikes += 1
+        logger.warning("%s failed a dispatch of %d request(s): %s", replica.name, len(failed), why)
+        for routed in failed:
+            self._give_back(routed, why)
+        if replica.strikes >= STRIKES:
+            self._supervisor.lose(replica, engine, f"its engine failed {STRIKES} times in a row: {why}")
+        self._assign_soon()
+
+    def _lose_requests(self, replica: Replica, why: str) -> None:
+        """Give back what a lost replica had."""
+        for routed in self._by_replica(self._under_way.values()).get(replica, ()):
+            self._give_back(routed, why)
+        self._assign_soon()
+
+    def _replicas_changed(self) -> None:
+        """Make use of the replicas that are there now, or end everything if none ever will be."""
+        if (error := self._supervisor.fallen) is not None:
+            for routed in self._under_way.values():
+                routed.stream.fail(error)
+            self._under_way.clear()
+            self._waiting.clear()
         self._assign()
 
-    def lost(self, member: Member, why: str) -> None:
-        """Let what a replica had go on elsewhere."""
-        self._elsewhere(list(member.sent.values()), why)
-        self._assign()
+    def _give_back(self, routed: _Routed, why: str) -> None:
+        if routed.replica is not None:
+            routed.replica.moved += 1
+        self._end(routed, f"ReplicaLost: {why}")
 
-    def joined(self) -> None:
-        """Send what waits to those that are there now."""
-        self._assign()
+    def _end(self, routed: _Routed, error: str | None = None) -> None:
+        """Give a request a last chunk without tokens."""
+        replica = "" if routed.replica is None else routed.replica.name
+        self._forget(routed)
+        request_id, version = routed.request.request_id, routed.version
+        routed.stream.put(Chunk(request_id, NO_IDS, NO_LOGPROBS, version, "abort", error, replica=replica))
 
-    def ended(self, error: EngineError) -> None:
-        """End every dispatch with ``error``."""
-        for passage in self._passages.values():
-            passage.answers.fail(error)
-        self._passages.clear()
-        self._waiting.clear()
-
-    def _elsewhere(self, passages: Sequence[Passage], why: str) -> None:
-        """Let requests that their replica failed go on with another, first of all that wait; or end them."""
-        first: dict[str, Passage] = {}
-        for passage in passages:
-            if passage.member is not None:
-                passage.member.moved += 1
-                passage.member.forget(passage)
-            passage.failures += 1
-            done = passage.done()
-            if done is not None:
-                self._end(passage, passage.last_chunk(done))
-            elif passage.earlier + passage.failures >= self._attempts:
-                self._give_up(passage, why)
-            else:
-                first[passage.request.request_id] = passage
-                if (told := passage.waiting_chunk()) is not None:
-                    passage.answers.put(told)
-        self._waiting = {**first, **self._waiting}
-
-    def _give_up(self, passage: Passage, why: str) -> None:
-        """End a request that has been tried often enough."""
-        tries = passage.earlier + passage.failures
-        self._tries.failed(passage.request.request_id, tries, why)
-        self._end(passage, passage.last_chunk("abort", f"EngineError: {tries} tries failed, the last one: {why}"))
-
-    def _end(self, passage: Passage, chunk: Chunk) -> None:
-        """Give a request its last chunk."""
-        request_id = passage.request.request_id
-        if passage.member is not None:
-            passage.member.forget(passage)
+    def _forget(self, routed: _Routed) -> None:
+        """Take a request off the books."""
+        request_id = routed.request.request_id
+        if routed.replica is not None:
+            routed.replica.view.in_flight -= 1
+            routed.replica = None
         self._waiting.pop(request_id, None)
-        self._passages.pop(request_id, None)
-        passage.answers.put(chunk)
-        if self._emptied is not None and not self._passages and not self._emptied.done():
+        self._under_way.pop(request_id, None)
+        if self._emptied is not None and not self._under_way and not self._emptied.done():
             self._emptied.set_result(None)
 
     def _abort(self, request_ids: Iterable[str]) -> None:
-        for request_id in request_ids:
-            passage = self._passages.get(request_id)
-            if passage is None:
-                continue
-            passage.aborted = True
-            if passage.member is None:
-                self._end(passage, passage.last_chunk("abort"))
-            elif self._loop is not None and not self._loop.is_closed():
-                if not self._aborts:  # a cancelled run aborts each of its requests by itself: one message for all
-                    self._loop.call_soon(self._send_aborts)
-                self._aborts.append(passage)
+        """End what waits here, and have the replicas end what they have."""
+        known = [self._under_way[request_id] for request_id in request_ids if request_id in self._under_way]
+        for replica, at_it in self._by_replica(known).items():
+            if self.loop is not None and not self.loop.is_closed():
+                self._spawn(self._abort_at(replica, at_it))
+        for routed in known:
+            if routed.replica is None:
+                self._end(routed)
 
-    def _send_aborts(self) -> None:
-        at: dict[Member, list[str]] = {}
-        for passage in self._aborts:
-            if passage.member is not None:
-                at.setdefault(passage.member, []).append(passage.sent_as)
-        self._aborts.clear()
-        for member, sent_as in at.items():
-            member.live.abort(sent_as)
+    async def _abort_at(self, replica: Replica, batch: list[_Routed]) -> None:
+        engine = replica.live
+        try:
+            await engine.abort([routed.request.request_id for routed in batch])
+        except Exception as error:  # an engine that cannot even abort has failed these requests
+            self._dispatch_failed(
+                replica, engine, [routed for routed in batch if routed.replica is replica], describe(error)
+            )
+
+    @staticmethod
+    def _by_replica(requests: Iterable[_Routed]) -> dict[Replica, list[_Routed]]:
+        """Return those of ``requests`` that are at a replica, by it."""
+        found: dict[Replica, list[_Routed]] = {}
+        for routed in requests:
+            if routed.replica is not None:
+                found.setdefault(routed.replica, []).append(routed)
+        return found

@@ -22,15 +22,28 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.tokens import Ids, Logprobs
 
 if TYPE_CHECKING:
+    import asyncio
+
     import torch
+
+    Weights = str | Path | Mapping[str, torch.Tensor]
+    """New weights: a model's folder, or tensors by name."""
 
 FinishReason = Literal["stop", "length", "abort"]
 
 FOR_GOOD = frozenset({"RouterFailed", "ReplayDiverged", "ReplayCutOff"})
 """Classes of errors of single requests that would come again if the request did."""
+
+
+class ReplicaLost(EngineError):
+    """A replica is gone, failed as a whole, or is in an unknown state; what it was asked may be asked of another.
+
+    A last chunk whose ``error`` names this class says so of one request.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +157,7 @@ class Engine(Protocol):
     async def abort(self, request_ids: Iterable[str]) -> None:
         """End these requests soon; each still gets its last chunk. Unknown ids are harmless."""
 
-    async def update_weights(self, weights: str | Path | Mapping[str, torch.Tensor], version: int | None = None) -> int:
+    async def update_weights(self, weights: Weights, version: int | None = None) -> int:
         """Load new weights (a model folder, or tensors by name) and return the new version (default: one more).
 
         Generations under way go on; each token carries the version it was sampled with. A folder must stay unchanged
@@ -168,3 +181,13 @@ class Engine(Protocol):
 
     async def aclose(self) -> None:
         """Stop and free everything; requests under way end with "abort". Safe to call twice."""
+
+
+@runtime_checkable
+class Replicated(Protocol):
+    """What an engine of several replicas tells its client beside; a request may be lost with the replica it was at."""
+
+    attempts: int
+    """How often a request is tried in all, losses included."""
+    loop: asyncio.AbstractEventLoop | None
+    """The event loop that it serves."""

@@ -1,9 +1,9 @@
 """Replicas of a pool as Ray actors.
 
-Invariant: an actor holds one :class:`fsm_rollout.engines.replicas.LocalReplica` and adds nothing to it but the way
-there: blocks of bytes (:mod:`fsm_rollout.engines.packing`), one call for all that is said at once, in order. The driver
-keeps one call open per replica, which returns with all there is to tell. Nothing outlives :meth:`RayPlacement.close`:
-no actor, no placement group, and no Ray that was started here.
+Invariant: an actor holds one engine and adds nothing to it but the way there: blocks of bytes
+(:mod:`fsm_rollout.engines.packing`), one call for all that is said at once, in order. The driver keeps one call open
+per replica that is at work, which returns with all there is to tell. Nothing outlives :meth:`RayPlacement.close`: no
+actor, no placement group, and no Ray that was started here.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsm_rollout.concurrency.interruptible import pause
 from fsm_rollout.concurrency.ray_session import answer_to, connect
+from fsm_rollout.engines.chunk_stream import ChunkStream
 from fsm_rollout.engines.packing import Contexts, Flush, pack_flush, pack_requests, unpack_flush, unpack_requests
-from fsm_rollout.engines.protocol import Engine, Request
-from fsm_rollout.engines.replicas import EngineFacts, LocalReplica, Order, ReplicaLost, Weights
+from fsm_rollout.engines.protocol import Chunk, Engine, Load, ReplicaLost, Request
+from fsm_rollout.engines.supervisor import LocalPlacement, describe, failure_of, ping
 from fsm_rollout.errors import EngineError
 
 try:
@@ -33,6 +34,9 @@ except ImportError as error:
         f"placement 'ray' needs Ray ({error}); install it with pip install 'fsm-rollout[ray]', or use placement 'local'"
     ) from error
 
+if TYPE_CHECKING:
+    from fsm_rollout.engines.protocol import Weights
+
 logger = logging.getLogger(__name__)
 
 FAREWELL = 5.0
@@ -44,7 +48,7 @@ class RayOptions:
     """Where the actors run and what each of them gets."""
 
     address: str | None = None
-    """Of a cluster; see :func:`fsm_rollout.concurrency.ray_session.connect`. Default: ``RAY_ADDRESS``, else a Ray of our own."""
+    """Of a cluster, see :mod:`fsm_rollout.concurrency.ray_session`; default: ``RAY_ADDRESS``, else a Ray of our own."""
     cpus: float = 1.0
     gpus: float = 0.0
     """More than one: the replicas get a placement group, so that either all of them find their place or none."""
@@ -65,23 +69,29 @@ class RayOptions:
 
 
 class ReplicaActor:
-    """Runs in the actor's process, all of it on one event loop."""
+    """Runs in the actor's process, all of it on one event loop: an engine, and what it has to tell the driver."""
 
     def __init__(self, name: str, build: Callable[[str], Engine]) -> None:
-        self._replica = LocalReplica(name, lambda: build(name))
+        self._name = name
+        self._placement = LocalPlacement(build)
         self._contexts = Contexts()
         self._heard = 0
         self._early: dict[int, tuple[str, Any]] = {}
+        self._chunks: list[Chunk] = []
+        self._failures: list[tuple[Sequence[str], str]] = []
+        self._news = asyncio.Event()
         self._flushed = 0
         self._latest: asyncio.Task[bytes] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    async def start(self) -> EngineFacts:
-        """Build the engine."""
-        return await self._replica.start()
+    async def start(self) -> tuple[int, frozenset[int], int]:
+        """Build the engine; return its window, stop tokens and weight version."""
+        engine = self._engine = await self._placement.start(self._name)
+        return engine.max_context, engine.eos_ids, engine.weight_version
 
     async def tokenizer(self) -> Any:
         """Return the engine's tokenizer."""
-        return await self._replica.tokenizer()
+        return self._engine.tokenizer
 
     async def tell(self, number: int, what: str, content: Any) -> None:
         """Take a message, in the order of ``number``: Ray may bring a small one before a large one."""
@@ -89,10 +99,10 @@ class ReplicaActor:
         while self._heard in self._early:
             what, content = self._early.pop(self._heard)
             self._heard += 1
-            if what == "abort":
-                self._replica.abort(content)
-            else:
-                self._replica.submit(unpack_requests(content, self._contexts))
+            work = self._abort(content) if what == "abort" else self._serve(unpack_requests(content, self._contexts))
+            task = asyncio.ensure_future(work)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     async def flush(self, received: int) -> bytes:
         """Wait until there is something to tell, and return all of it.
@@ -106,83 +116,164 @@ class ReplicaActor:
         return await asyncio.shield(self._latest)
 
     async def _pack(self) -> bytes:
-        return pack_flush(await self._replica.flush())
+        await self._news.wait()
+        await asyncio.sleep(0)  # whoever else has something to say in this turn of the loop says it now
+        self._news.clear()
+        if not (self._chunks or self._failures):
+            await ping(self._engine)
+        flush = Flush(self._chunks, self._failures, self._engine.load())
+        self._chunks, self._failures = [], []
+        return pack_flush(flush)
+
+    async def _serve(self, requests: Sequence[Request]) -> None:
+        under_way = dict.fromkeys(request.request_id for request in requests)
+        why = "the engine's answer ended without a last chunk"
+        try:
+            async for chunk in self._engine.generate(requests):
+                if chunk.finish_reason is not None:
+                    under_way.pop(chunk.request_id, None)
+                self._chunks.append(chunk)
+                self._news.set()
+        except Exception as error:  # whatever an engine raises is the engine's failure
+            why = describe(error)
+        if under_way:
+            if failure_of(self._engine) is None:  # else they are lost with this replica
+                self._failures.append((list(under_way), why))
+            self._news.set()
+
+    async def _abort(self, request_ids: Sequence[str]) -> None:
+        try:
+            await self._engine.abort(request_ids)
+        except Exception as error:  # an engine that cannot even abort has failed these requests
+            self._failures.append((request_ids, describe(error)))
+            self._news.set()
+
+    async def ask(self, method: str, *arguments: Any) -> None:
+        """Call a method of the engine.
+
+        Raises:
+            ReplicaLost: the engine is gone.
+        """
+        try:
+            await getattr(self._engine, method)(*arguments)
+        except EngineError:
+            await ping(self._engine)
+            raise
 
     async def ping(self) -> None:
-        """Answer."""
-
-    async def update_weights(self, weights: Weights, version: int) -> None:
-        """Hand the weights on."""
-        await self._replica.update_weights(weights, version)
-
-    async def order(self, what: Order) -> None:
-        """Hand the order on."""
-        await self._replica.order(what)
-
-    async def stop(self) -> None:
-        """Close the engine."""
-        await self._replica.stop()
+        """Answer, if the engine is there."""
+        await ping(self._engine)
 
 
-class RayReplica:
-    """The driver's end of one actor."""
+class RayEngine:
+    """The driver's end of one actor, as an engine. It serves one event loop after another."""
 
-    def __init__(self, name: str, create: Callable[[], Any]) -> None:
-        self.name = name
-        self._create = create
-        self._actor: Any = None
-        self._has_engine = False
+    def __init__(self, name: str, actor: Any) -> None:
+        self.actor = actor
+        self.failure: EngineError | None = None
+        """Why the actor is gone, once it is."""
+        self._name = name
+        self._tell = actor.tell.options(num_returns=0)
+        self._started = False
         self._contexts = Contexts()
         self._told = self._received = 0
+        self._load = Load()
+        self._streams: dict[str, ChunkStream] = {}
+        """The dispatch of each request under way."""
+        self._listener: asyncio.Task[None] | None = None
 
-    async def start(self) -> EngineFacts:
-        """Create the actor and build its engine."""
-        self._actor = self._create()
-        self._tell = self._actor.tell.options(num_returns=0)
-        facts: EngineFacts = await _answer(self._actor.start.remote())
-        self._has_engine = True
-        return facts
+    async def start(self, tokenizer: Any = None) -> None:
+        """Build the engine over there; ``tokenizer`` is what another one had, and need not travel again."""
+        self.max_context, self.eos_ids, self.weight_version = await _answer(self.actor.start.remote())
+        self._started = True
+        self.tokenizer = tokenizer or await _answer(self.actor.tokenizer.remote())
 
-    async def tokenizer(self) -> Any:
-        """Return the engine's tokenizer."""
-        return await _answer(self._actor.tokenizer.remote())
-
-    def submit(self, requests: Sequence[Request]) -> None:
+    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
         """Send all requests in one call."""
+        if self.failure is not None:
+            raise self.failure
+        stream = ChunkStream((request.request_id for request in requests), self._abort)
+        if self._listener is None or self._listener.done() or self._listener.get_loop() is not stream.loop:
+            self._streams.clear()  # whatever an earlier loop has left
+            self._listener = stream.loop.create_task(self._listen())
+        self._streams |= dict.fromkeys(stream.request_ids, stream)
         self._send("submit", pack_requests(requests, self._contexts))
+        return aiter(stream)
 
-    def abort(self, request_ids: Sequence[str]) -> None:
+    async def abort(self, request_ids: Iterable[str]) -> None:
         """Send the abort after all that was sent before."""
-        self._send("abort", list(request_ids))
+        self._abort(list(request_ids))
 
-    async def flush(self) -> Flush:
-        """Keep one call open until the actor has something to tell."""
-        block = await _answer(self._actor.flush.remote(self._received))
-        self._received += 1
-        return unpack_flush(block, self.name)
+    async def update_weights(self, weights: Any, version: int | None = None) -> int:
+        """Let the actor read the weights from the object store or a folder."""
+        await _answer(self.actor.ask.remote("update_weights", weights, version))
+        self.weight_version = self.weight_version + 1 if version is None else version
+        return self.weight_version
+
+    async def pause(self) -> None:
+        """Hand the order on."""
+        await _answer(self.actor.ask.remote("pause"))
+
+    async def resume(self) -> None:
+        """Hand the order on."""
+        await _answer(self.actor.ask.remote("resume"))
+
+    async def sleep(self) -> None:
+        """Hand the order on."""
+        await _answer(self.actor.ask.remote("sleep"))
+
+    async def wake(self) -> None:
+        """Hand the order on."""
+        await _answer(self.actor.ask.remote("wake"))
 
     async def ping(self) -> None:
         """Wait for an answer."""
-        await _answer(self._actor.ping.remote())
+        await _answer(self.actor.ping.remote())
 
-    async def update_weights(self, weights: Any, version: int) -> None:
-        """Let the actor read the weights from the object store or a folder."""
-        await _answer(self._actor.update_weights.remote(weights, version))
+    def load(self) -> Load:
+        """Return how busy the engine was when it last told something."""
+        return self._load
 
-    async def order(self, what: Order) -> None:
-        """Hand the order on."""
-        await _answer(self._actor.order.remote(what))
-
-    async def stop(self) -> None:
+    async def aclose(self) -> None:
         """Let the engine close if it still can, then kill the actor."""
-        actor, self._actor = self._actor, None
-        if actor is not None:
-            if self._has_engine:
-                with suppress(Exception):
-                    async with asyncio.timeout(FAREWELL):
-                        await answer_to(actor.stop.remote())
+        actor, self.actor = self.actor, None
+        if actor is None:
+            return
+        self.failure = self.failure or EngineError(f"{self._name} is closed")
+        if self._listener is not None and not self._listener.get_loop().is_closed():
+            self._listener.cancel()
+        if self._started:
             with suppress(Exception):
-                ray.kill(actor)
+                async with asyncio.timeout(FAREWELL):
+                    await answer_to(actor.ask.remote("aclose"))
+        with suppress(Exception):
+            ray.kill(actor)
+
+    async def _listen(self) -> None:
+        """Keep one call open, which returns with all that there is to tell."""
+        while True:
+            try:
+                flush = unpack_flush(await _answer(self.actor.flush.remote(self._received)), self._name)
+            except EngineError as error:
+                self.failure = error
+                for stream in {id(stream): stream for stream in self._streams.values()}.values():
+                    stream.fail(error)
+                return
+            self._received += 1
+            self._load = flush.load
+            for chunk in flush.chunks:
+                if (stream := self._streams.get(chunk.request_id)) is not None:
+                    stream.put(chunk)
+                    if chunk.finish_reason is not None:
+                        del self._streams[chunk.request_id]
+            for request_ids, why in flush.failures:
+                failed = [self._streams.pop(request_id, None) for request_id in request_ids]
+                for stream in filter(None, failed):
+                    stream.fail(EngineError(why))
+
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        if self.failure is None:
+            self._send("abort", request_ids)
 
     def _send(self, what: str, content: Any) -> None:
         self._tell.remote(self._told, what, content)  # a dead actor is noticed by the call that is open
@@ -221,6 +312,7 @@ class RayPlacement:
         self._count = count
         self._group: PlacementGroup | None = None
         self._numbers: dict[str, int] = {}
+        self._tokenizer: Any = None
         self._closed = False
         self._ours = connect(self._options.address)
         try:
@@ -234,10 +326,16 @@ class RayPlacement:
             self.close()
             raise
 
-    def replica(self, name: str) -> RayReplica:
-        """Return a new replica; its actor is created when it starts."""
-        number = self._numbers.setdefault(name, len(self._numbers))
-        return RayReplica(name, lambda: self._create(name, number))
+    async def start(self, name: str) -> Engine:
+        """Create an actor and build its engine; a start that is given up leaves no actor."""
+        engine = RayEngine(name, self._create(name, self._numbers.setdefault(name, len(self._numbers))))
+        try:
+            await engine.start(self._tokenizer)
+        except BaseException:
+            await engine.aclose()
+            raise
+        self._tokenizer = engine.tokenizer
+        return engine
 
     def share(self, weights: Weights) -> Any:
         """Put tensors into the object store, once for all replicas."""

@@ -236,8 +236,7 @@ def _without_nulls(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 def _build_pool(placed: Placed, router: Router, spec: Mapping[str, Any], base: Path) -> Engine:
     from fsm_rollout.engines.pool import PoolEngine
-    from fsm_rollout.engines.pool_members import PoolTimes
-    from fsm_rollout.engines.replicas import LocalPlacement, Placement
+    from fsm_rollout.engines.supervisor import LocalPlacement, Placement, PoolTimes
 
     build = _BuildReplica(spec, base.absolute())
     placement: Placement

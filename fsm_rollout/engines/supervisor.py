@@ -1,80 +1,305 @@
-"""The replicas of a pool: started, watched, kept alike, and started again when they are lost.
+"""Replicas of an engine: started, watched, kept alike, and started again when they are lost.
 
-Invariant: all members that are up have the same weights, version and hold (paused, asleep); one that starts again is
-brought there before it takes part. A member is lost when it is gone, does not answer a ping in time, says nothing for
-too long while it has work, or could not follow an order that another one could. Whatever happens, each wait here is
-bounded by :class:`fsm_rollout.engines.pool_members.PoolTimes`, and lives by ``restarts``.
+Invariant: all replicas that are up have the same weights, version and hold (paused, asleep); one that starts again is
+brought there before it takes part. A replica is lost when its engine is gone, does not answer a ping in time, says
+nothing for too long while it has work, or could not follow an order that another one could. Every wait here is bounded
+by :class:`PoolTimes`, and the number of lives by ``restarts``. Requests are the business of
+:mod:`fsm_rollout.engines.pool`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, runtime_checkable
 
 from anyio import CancelScope
 
+from fsm_rollout.concurrency.threads import DaemonThreads
 from fsm_rollout.engines.finite import check_finite
-from fsm_rollout.engines.packing import Flush
-from fsm_rollout.engines.pool_members import Member, PoolTimes
-from fsm_rollout.engines.replicas import EngineFacts, Order, Placement, Replica, ReplicaLost
+from fsm_rollout.engines.protocol import Engine, ReplicaLost
+from fsm_rollout.engines.router import ReplicaView, allowance
 from fsm_rollout.errors import EngineError
 
 if TYPE_CHECKING:
-    from fsm_rollout.engines.replicas import Weights
+    from fsm_rollout.engines.protocol import Weights
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-LOOK = 1.0
+State = Literal["starting", "up", "dead"]
+Order = Literal["pause", "resume", "sleep", "wake"]
+PACE_MEMORY = 600.0
+"""Seconds of work (of all requests together) after which a replica's pace counts half."""
+LOOK_WITHIN = 1.0
 """Seconds that the others have to answer when one is lost, before they are given what it had."""
 TELL_AFTER = 2.0
-"""Seconds of closing after which it is said what is waited for."""
+"""Seconds of closing after which the log says what is waited for."""
+_BUILDING = threading.Lock()
+"""Loading a model changes process-wide defaults for a while, so engines are built one after another."""
+_threads = DaemonThreads("fsm-rollout-replica")
+"""Whoever gives a start up need not wait for it, not even to end the process."""
 
 
-class Owner(Protocol):
-    """Whose requests the replicas serve."""
+# -- where replicas live --------------------------------------------------------------------------------------------
 
-    def heard(self, member: Member, flush: Flush) -> None:
-        """Take what a replica has to tell."""
 
-    def lost(self, member: Member, why: str) -> None:
-        """Take back what a replica had; it is not up any more."""
+@runtime_checkable
+class Mortal(Protocol):
+    """An engine that may be gone for good while the process that uses it lives on."""
 
-    def joined(self) -> None:
-        """Make use of a replica that has come back, or of those that are still there."""
+    @property
+    def failure(self) -> EngineError | None:
+        """Why it is gone, once it is."""
 
-    def ended(self, error: EngineError) -> None:
-        """Give up: all replicas are lost for good."""
+
+@runtime_checkable
+class Remote(Protocol):
+    """An engine in another process, which may have stopped answering."""
+
+    async def ping(self) -> None:
+        """Return if the engine answers.
+
+        Raises:
+            ReplicaLost: it is gone.
+        """
+
+
+def failure_of(engine: Engine) -> EngineError | None:
+    """Return why an engine is gone, or ``None`` as far as anybody knows."""
+    return engine.failure if isinstance(engine, Mortal) else None
+
+
+async def ping(engine: Engine) -> None:
+    """Return if an engine is there at all.
+
+    Raises:
+        ReplicaLost: it is gone.
+    """
+    if isinstance(engine, Remote):
+        await engine.ping()
+    if (failure := failure_of(engine)) is not None:
+        raise ReplicaLost(str(failure))
+
+
+class Placement(Protocol):
+    """Where a pool's replicas live, and how one is started."""
+
+    async def start(self, name: str) -> Engine:
+        """Build another engine for the replica of that name; a start that is cancelled leaves nothing behind.
+
+        Raises:
+            EngineError: it cannot be built.
+        """
+
+    def share(self, weights: Weights) -> Weights:
+        """Return ``weights`` in the form in which any number of replicas, now and later, are given them."""
+
+    def advice(self) -> str:
+        """Say what may keep a replica from starting in time, and what to try."""
+
+    def close(self) -> None:
+        """Free what the replicas shared; they are closed by now."""
+
+
+class LocalPlacement:
+    """Replicas in this process, each an engine that ``build`` makes from its name, in a thread."""
+
+    def __init__(self, build: Callable[[str], Engine]) -> None:
+        self._build = build
+
+    async def start(self, name: str) -> Engine:
+        """Build an engine. One whose start was cancelled is dropped once it is built, which ends it."""
+        wanted = True
+
+        def build() -> Engine:
+            with _BUILDING:
+                if not wanted:
+                    raise EngineError(f"replica '{name}' was given up before it started")
+                return self._build(name)
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(_threads, build)
+        finally:
+            wanted = False
+
+    def share(self, weights: Weights) -> Weights:
+        """Copy tensors: a replica that starts later must get these, not what training has made of them since.
+
+        To the CPU's memory: they are kept until others replace them all, which is no use to make of a GPU's.
+        """
+        if isinstance(weights, Mapping):
+            return {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.items()}
+        return weights
+
+    def advice(self) -> str:
+        """Say what to try."""
+        return "give it more time with start_timeout"
+
+    def close(self) -> None:
+        """Nothing is shared."""
+
+
+# -- one replica ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PoolTimes:
+    """Seconds that a pool waits for its replicas."""
+
+    start: float = 600.0
+    """For one to start."""
+    silence: float = 300.0
+    """For one that has requests and is not held to say anything; then it is given up as hung."""
+    ping_every: float = 10.0
+    ping: float = 30.0
+    """For the answer to a ping; then it is given up."""
+    order: float = 60.0
+    """For one to pause, resume, sleep or wake."""
+    update: float = 600.0
+    """For one to load weights."""
+    close: float = 2.0
+    """For the last tokens of what is under way when the pool is closed."""
+    backoff: float = 0.5
+    """Before one is started again for the first time; twice as long each time after."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStats:
+    """What became of a replica so far."""
+
+    name: str
+    state: State
+    requests: int
+    """Sent to it."""
+    tokens: int
+    """Got from it."""
+    restarts: int
+    moved: int
+    """Requests that it failed and that went on elsewhere."""
+    cause: str
+    """Why it was last lost."""
+
+
+class Replica:
+    """One place in a pool: an engine, and when that is lost, the next one."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.view = ReplicaView(name)
+        self.engine: Engine | None = None
+        self.state: State = "starting"
+        self.heard = 0.0
+        """When it last sent something, was given something to do, or was let go on."""
+        self.strikes = 0
+        """Dispatches it failed since it last finished a request."""
+        self.losses = 0
+        """Lives it lost since it last finished a request."""
+        self.requests = self.tokens = self.restarts = self.moved = 0
+        self.cause = ""
+        self._worked = self._sampled = self._measured = 0.0
+
+    @property
+    def live(self) -> Engine:
+        """The present engine.
+
+        Raises:
+            EngineError: there is none yet.
+        """
+        if self.engine is None:
+            raise EngineError(f"{self.name} has not been started")
+        return self.engine
+
+    def sent(self, count: int, now: float) -> None:
+        """Note that it was given ``count`` requests, which the view has counted."""
+        if self.view.in_flight == count:
+            self.heard = self._measured = now
+        self.requests += count
+
+    def measure(self, tokens: int, now: float) -> None:
+        """Note that it sent ``tokens``, and learn how fast it works."""
+        self.tokens += tokens
+        self._sampled += tokens
+        self._worked += max(1, self.view.in_flight) * (now - self._measured)
+        self.heard = self._measured = now
+        if self._worked > 1.0:
+            self.view.pace = self._sampled / self._worked
+        if self._worked > PACE_MEMORY:
+            self._worked, self._sampled = self._worked / 2, self._sampled / 2
+
+    def finished(self) -> None:
+        """Note that it finished a request: whatever went wrong before is forgiven."""
+        self.strikes = self.losses = 0
+
+    def look_at_load(self) -> None:
+        """Learn how many requests it may have."""
+        self.view.allowed = allowance(self.live.load())
+
+    def begin(self, now: float) -> None:
+        """Begin with clean books."""
+        self.view = ReplicaView(self.name)
+        self.strikes = 0
+        self.heard = self._measured = now
+        self._worked = self._sampled = 0.0
+
+    def stats(self) -> ReplicaStats:
+        """Return what became of it."""
+        return ReplicaStats(
+            self.name, self.state, self.requests, self.tokens, self.restarts, self.moved, self.cause
+        )  # fmt: skip
+
+
+# -- all of them ----------------------------------------------------------------------------------------------------
 
 
 class ReplicaSupervisor:
-    """See the module. Belongs to one event loop at a time, from :meth:`bind` on."""
+    """See the module. Belongs to one event loop at a time, from :meth:`bind` on.
 
-    def __init__(self, owner: Owner, placement: Placement, count: int, *, restarts: int, times: PoolTimes) -> None:
-        self.members = [Member(f"replica-{index}") for index in range(count)]
+    Args:
+        placement: where the replicas live.
+        count: how many there are.
+        restarts: how often a replica that finishes nothing is started again before its place stays empty.
+        times: how long each of them is waited for.
+        lost: is called with a replica that is not up any more, and why; its requests are nobody's now.
+        changed: is called when a replica is up again, the last doubt about the others is gone, or none will come back.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        count: int,
+        *,
+        restarts: int,
+        times: PoolTimes,
+        lost: Callable[[Replica, str], None],
+        changed: Callable[[], None],
+    ) -> None:
+        self.replicas = [Replica(f"replica-{index}") for index in range(count)]
         self.times = times
         self.version = 0
         self.paused = self.asleep = False
-        self._owner = owner
         self._placement = placement
         self._restarts = restarts
-        self._weights: list[tuple[frozenset[str] | None, Any, int]] = []
+        self._lost = lost
+        self._changed = changed
+        self._weights: list[tuple[frozenset[str] | None, Weights, int]] = []
         """What makes the present weights of those an engine is built with: the names of tensors (``None``: all that
         there are), as shared, and the version."""
         self._updates = 0
         self._closed = False
         self._looks = 0
         self._news = asyncio.Event()
-        """Set whenever a member comes or is given up, and when all wake."""
-        self._tasks: set[asyncio.Task[Any]] = set()
+        """Set whenever a replica comes or is given up, and when all wake."""
+        self._tasks: set[asyncio.Task[object]] = set()
 
     @property
-    def up(self) -> list[Member]:
+    def up(self) -> list[Replica]:
         """Those that take part."""
-        return [member for member in self.members if member.state == "up"]
+        return [replica for replica in self.replicas if replica.state == "up"]
 
     @property
     def in_doubt(self) -> bool:
@@ -84,72 +309,71 @@ class ReplicaSupervisor:
     @property
     def fallen(self) -> EngineError | None:
         """The error when none will ever come back."""
-        if any(member.state != "dead" for member in self.members):
+        if any(replica.state != "dead" for replica in self.replicas):
             return None
-        causes = "; ".join(f"{member.name}: {member.cause}" for member in self.members)
-        return EngineError(f"all {len(self.members)} replica(s) are lost for good: {causes}")
+        causes = "; ".join(f"{replica.name}: {replica.cause}" for replica in self.replicas)
+        return EngineError(f"all {len(self.replicas)} replica(s) are lost for good: {causes}")
 
     # -- from the first start to the end --------------------------------------------------------------------------
 
-    async def start(self) -> tuple[EngineFacts, Any]:
-        """Start all replicas and return what they agree on, with the tokenizer; stop all if one fails.
+    async def start(self) -> None:
+        """Start all replicas; stop all if one fails.
 
         Raises:
-            EngineError: the first failure.
+            EngineError: the first failure, or they do not serve the same model.
         """
         loop = asyncio.get_running_loop()
-        started, opening = loop.time(), len(self.members)
+        started, opening = loop.time(), len(self.replicas)
 
-        async def open_one(member: Member) -> EngineFacts:
+        async def open_one(replica: Replica) -> None:
             nonlocal opening
-            facts = await self._open(member)
+            await self._open(replica)
             opening -= 1
-            logger.info("%s is up after %.1f s; %d to go", member.name, loop.time() - started, opening)
-            return facts
+            logger.info("%s is up after %.1f s; %d to go", replica.name, loop.time() - started, opening)
 
+        tasks = [asyncio.ensure_future(open_one(replica)) for replica in self.replicas]
         try:
-            facts = await _all_or_first_error([open_one(member) for member in self.members])
-            if len({(fact.eos_ids, fact.weight_version) for fact in facts}) > 1:
-                raise EngineError(f"the replicas do not serve the same model: {', '.join(map(str, facts))}")
-            tokenizer = await self.members[0].live.tokenizer()
+            await asyncio.gather(*tasks)  # the first error ends the others
+            engines = [replica.live for replica in self.replicas]
+            models = {(engine.eos_ids, engine.weight_version) for engine in engines}
+            if len(models) > 1:
+                raise EngineError(f"the replicas do not serve the same model: {', '.join(map(str, models))}")
         except BaseException:
             with CancelScope(shield=True):  # whoever is interrupted still leaves nothing behind
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
                 await self._stop_all()
             raise
-        for member in self.members:
-            member.state = "up"
-        agreed = min(facts, key=lambda fact: fact.max_context)
-        self.version = agreed.weight_version
-        return agreed, tokenizer
+        for replica in self.replicas:
+            replica.state = "up"
+        self.version = engines[0].weight_version
 
     def bind(self) -> None:
         """Belong to the running event loop, from now on."""
+        self._loop = asyncio.get_running_loop()
         self._change = asyncio.Lock()
         self._looks = 0
         self._news = asyncio.Event()
         self._tasks.clear()
-        for member in self.members:
-            if member.sent and member.state == "up":
-                member.live.abort(list(member.sent))  # an earlier loop has left them, so nobody listens any more
-            member.clear(asyncio.get_running_loop().time())
-            if member.state == "up":
-                self._listen(member)
-            elif member.state == "starting":
-                self.spawn(self._revive(member))
+        for replica in self.replicas:
+            replica.begin(self._loop.time())
+            if replica.state == "starting":
+                self.spawn(self._revive(replica))
         self.spawn(self._watch())
 
     async def close(self) -> None:
         """Stop every replica, also those that start right now, and free what they shared."""
         self._closed = True
         loop = asyncio.get_running_loop()
-        slow = loop.call_later(TELL_AFTER, self._tell_who_is_left)
+        slow = loop.call_later(TELL_AFTER, self._tell_who_is_open)
         try:
             tasks = [task for task in self._tasks if not task.done()]
             mine = [task for task in tasks if task.get_loop() is loop]
             for task in tasks:
                 if task in mine:
                     task.cancel()
-                else:  # of the loop that the crew belonged to, which may still run or be about to
+                else:  # of the loop that the pool belonged to, which may still run or be about to
                     with suppress(RuntimeError):  # it is closed
                         task.get_loop().call_soon_threadsafe(task.cancel)
             await asyncio.gather(*mine, return_exceptions=True)
@@ -158,31 +382,31 @@ class ReplicaSupervisor:
         finally:
             slow.cancel()
 
-    def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run something until it is done or the crew is closed."""
-        task = asyncio.get_running_loop().create_task(coroutine)
+    def spawn(self, coroutine: Coroutine[object, object, T]) -> asyncio.Task[T]:
+        """Run something until it is done or the replicas are closed."""
+        task = self._loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def _stop_all(self) -> None:
-        await asyncio.gather(*(self._stop(member) for member in self.members))
+        await asyncio.gather(*(self._stop(replica) for replica in self.replicas))
 
-    async def _stop(self, member: Member) -> None:
-        """End a member's present life; an engine that cannot even be closed keeps nobody from going on."""
-        if (replica := member.replica) is None:
+    async def _stop(self, replica: Replica) -> None:
+        """End a replica's present life; an engine that cannot even be closed keeps nobody from going on."""
+        if (engine := replica.engine) is None:
             return
         try:
             async with asyncio.timeout(self.times.order):
-                await replica.stop()
-        except Exception as error:
-            logger.warning("%s did not close, and is left behind: %s", member.name, _said(error))
-        if member.replica is replica:
-            member.replica = None
+                await engine.aclose()
+        except Exception as error:  # whatever an engine raises is the engine's failure
+            logger.warning("%s did not close, and is left behind: %s", replica.name, describe(error))
+        if replica.engine is engine:
+            replica.engine = None
 
-    def _tell_who_is_left(self) -> None:
-        left = [member.name for member in self.members if member.replica is not None]
-        logger.warning("still closing: waiting for %s", ", ".join(left) if left else "what the replicas shared")
+    def _tell_who_is_open(self) -> None:
+        names = [replica.name for replica in self.replicas if replica.engine is not None]
+        logger.warning("still closing: waiting for %s", ", ".join(names) if names else "what the replicas shared")
 
     # -- orders to all --------------------------------------------------------------------------------------------
 
@@ -211,12 +435,12 @@ class ReplicaSupervisor:
         """
         if isinstance(weights, Mapping):
             await asyncio.to_thread(check_finite, weights)  # a folder's are looked at by each replica
-        for tries_left in (1, 0):
+        for last_try in (False, True):
             await self._until(lambda: bool(self.up) or self.asleep or self.fallen is not None)
             try:
                 return await self._update(weights, version)
             except ReplicaLost as error:
-                if not tries_left or self.fallen is not None:
+                if last_try or self.fallen is not None:
                     raise
                 logger.warning("%s; they are loaded again once a replica is there", error)
         raise AssertionError("unreachable")
@@ -235,25 +459,29 @@ class ReplicaSupervisor:
         async with self._change:
             if self.fallen is not None:
                 raise self.fallen
+            # 1. Share the weights once, and let nobody sample meanwhile.
             number = self.version + 1 if version is None else version
             names = frozenset(weights) if isinstance(weights, Mapping) else None
             shared = await asyncio.to_thread(self._placement.share, weights)
             if not self.paused:
                 await self._order("pause")
             try:
+                # 2. Load them everywhere; when nobody took them, nothing has changed.
                 asked = self.up
                 if not asked and not self.asleep:
                     raise ReplicaLost("no replica took the weights, so nothing has changed: all were lost meanwhile")
-                failed = await self._on_each(lambda replica: replica.update_weights(shared, number), self.times.update)
+                failed = await self._on_each(lambda engine: engine.update_weights(shared, number), self.times.update)
                 if failed and set(failed) >= set(asked):
                     lost = all(isinstance(error, ReplicaLost) for error in failed.values())
                     kind = ReplicaLost if lost else EngineError
                     raise kind(f"no replica took the weights, so nothing has changed: {_first(failed)}")
-                self._weights = [*_still_wanted(self._weights, names), (names, shared, number)]
+                # 3. Remember what makes the present weights: the last folder, and the tensors since.
+                earlier = [] if names is None else [u for u in self._weights if u[0] is None or not u[0] <= names]
+                self._weights = [*earlier, (names, shared, number)]
                 self._updates += 1
                 self.version = number
-                for member, error in failed.items():
-                    self.lose(member, member.replica, f"could not load weights that others could: {_said(error)}")
+                for replica, error in failed.items():
+                    self.lose(replica, replica.engine, f"could not load weights that others could: {describe(error)}")
             finally:
                 if not self.paused:
                     await self._order("resume")
@@ -261,179 +489,151 @@ class ReplicaSupervisor:
 
     async def _order(self, order: Order) -> None:
         asked = self.up
-        failed = await self._on_each(lambda replica: replica.order(order), self.times.order)
-        for member, error in failed.items():
-            self.lose(member, member.replica, f"could not {order}: {_said(error)}")
+        failed = await self._on_each(lambda engine: follow(engine, order), self.times.order)
+        for replica, error in failed.items():
+            self.lose(replica, replica.engine, f"could not {order}: {describe(error)}")
         if failed and set(failed) >= set(asked) and self.fallen is not None:
             raise EngineError(f"no replica could {order}: {_first(failed)}")  # else those that come back are told
         now = asyncio.get_running_loop().time()
-        for member in self.up:
-            member.heard = now
+        for replica in self.up:
+            replica.heard = now
 
-    async def _on_each(
-        self, ask: Callable[[Replica], Coroutine[Any, Any, None]], seconds: float
-    ) -> dict[Member, Exception]:
+    async def _on_each(self, ask: Callable[[Engine], Awaitable[object]], seconds: float) -> dict[Replica, Exception]:
         """Ask all replicas that are up at once; return the errors of those that failed.
 
         One of which it is not known what it did (gone, no answer in time, an error of no engine) is lost right here.
         """
-        lives = [(member, member.live) for member in self.up]
+        lives = [(replica, replica.live) for replica in self.up]
 
-        async def one(replica: Replica) -> None:
+        async def ask_one(engine: Engine) -> None:
             async with asyncio.timeout(seconds):
-                await ask(replica)
+                await ask(engine)
 
-        results = await asyncio.gather(*(one(replica) for _, replica in lives), return_exceptions=True)
-        failed: dict[Member, Exception] = {}
-        for (member, replica), result in zip(lives, results, strict=True):
+        results = await asyncio.gather(*(ask_one(engine) for _, engine in lives), return_exceptions=True)
+        failed: dict[Replica, Exception] = {}
+        for (replica, engine), result in zip(lives, results, strict=True):
             if isinstance(result, TimeoutError):
                 result = ReplicaLost(f"no answer within {seconds:g} s")
             if isinstance(result, Exception):
-                failed[member] = result
+                if (failure := failure_of(engine)) is not None:
+                    result = ReplicaLost(str(failure))
+                failed[replica] = result
                 if isinstance(result, ReplicaLost) or not isinstance(result, EngineError):
-                    self.lose(member, replica, _said(result))
+                    self.lose(replica, engine, describe(result))
         return failed
 
     # -- losses ---------------------------------------------------------------------------------------------------
 
-    def lose(self, member: Member, replica: Replica | None, why: str) -> None:
-        """Give one life of a member up, if it has not been yet, and start another."""
-        if member.replica is not replica or member.state != "up" or self._closed:
+    def lose(self, replica: Replica, engine: Engine | None, why: str) -> None:
+        """Give one life of a replica up, if it has not been yet, and start another."""
+        if replica.engine is not engine or replica.state != "up" or self._closed:
             return
-        logger.warning("%s is lost: %s; %d request(s) go on elsewhere", member.name, why, len(member.sent))
-        member.leave(why)
-        self.spawn(self._revive(member))
+        logger.warning("%s is lost: %s; %d request(s) go on elsewhere", replica.name, why, replica.view.in_flight)
+        replica.state, replica.cause = "starting", why
+        replica.losses += 1
+        replica.restarts += 1
+        self.spawn(self._revive(replica))
         if self.up:
             self._looks += 1
             self.spawn(self._look_at_others())
-        self._owner.lost(member, why)
+        self._lost(replica, why)
 
     async def _look_at_others(self) -> None:
         """Find those that went at the same moment: requests would go from one to the next, and be tried in vain."""
 
-        async def look(member: Member, replica: Replica) -> None:
+        async def look(replica: Replica, engine: Engine) -> None:
             try:
-                async with asyncio.timeout(LOOK):
-                    await replica.ping()
+                async with asyncio.timeout(LOOK_WITHIN):
+                    await ping(engine)
             except TimeoutError:
                 pass  # it may be busy; the watch has more patience
-            except Exception as error:
-                self.lose(member, replica, _said(error))
+            except Exception as error:  # whatever an engine raises is the engine's failure
+                self.lose(replica, engine, describe(error))
 
         try:
-            await asyncio.gather(*(look(member, member.live) for member in self.up))
+            await asyncio.gather(*(look(replica, replica.live) for replica in self.up))
         finally:
             self._looks -= 1
-            self._owner.joined()
+            self._changed()
 
-    async def _open(self, member: Member) -> EngineFacts:
-        """Start a new replica in a member's place."""
-        replica = member.replica = self._placement.replica(member.name)
+    async def _open(self, replica: Replica) -> None:
+        """Start a new engine in a replica's place."""
         try:
             async with asyncio.timeout(self.times.start):
-                return await replica.start()
+                replica.engine = await self._placement.start(replica.name)
         except TimeoutError:
             advice = self._placement.advice()
-            raise EngineError(f"{member.name} did not start within {self.times.start:g} s; {advice}") from None
+            raise EngineError(f"{replica.name} did not start within {self.times.start:g} s; {advice}") from None
 
-    async def _revive(self, member: Member) -> None:
-        """Start a lost member again, a bounded number of times, the later the more often it was lost."""
+    async def _revive(self, replica: Replica) -> None:
+        """Start a lost replica again, a bounded number of times, the later the more often it was lost."""
         while True:
-            await self._stop(member)
-            if member.losses > self._restarts:
+            await self._stop(replica)
+            if replica.losses > self._restarts:
                 break
             await self._until(lambda: not self.asleep)  # its memory is somebody else's until then
-            await asyncio.sleep(self.times.backoff * 2 ** max(0, member.losses - 1))
+            await asyncio.sleep(self.times.backoff * 2 ** max(0, replica.losses - 1))
             try:
-                await self._open(member)
-                await self._join(member)
-            except Exception as error:
-                member.losses += 1
-                member.cause = _said(error)
-                logger.warning("%s could not be started again: %s", member.name, member.cause)
+                await self._open(replica)
+                await self._join(replica)
+            except Exception as error:  # whatever an engine raises is the engine's failure
+                replica.losses += 1
+                replica.cause = describe(error)
+                logger.warning("%s could not be started again: %s", replica.name, replica.cause)
             else:
-                logger.info("%s is up again, with weights of version %d", member.name, self.version)
+                logger.info("%s is up again, with weights of version %d", replica.name, self.version)
                 self._news.set()
-                self._owner.joined()
+                self._changed()
                 return
-        member.state = "dead"
+        replica.state = "dead"
         self._news.set()
-        logger.error("%s was lost %d times in a row and stays away: %s", member.name, member.losses, member.cause)
-        if self.fallen is not None:
-            self._owner.ended(self.fallen)
+        logger.error("%s was lost %d times in a row and stays away: %s", replica.name, replica.losses, replica.cause)
+        self._changed()
 
-    async def _join(self, member: Member) -> None:
-        """Bring a new replica to where the others are, and let it take part."""
+    async def _join(self, replica: Replica) -> None:
+        """Bring a new engine to where the others are, and let it take part."""
         while True:
             updates = self._updates
             async with asyncio.timeout(self.times.update):
                 for _, shared, version in self._weights:
-                    await member.live.update_weights(shared, version)
+                    await replica.live.update_weights(shared, version)
             async with self._change:
                 if updates != self._updates:
                     continue  # there are newer weights by now
                 async with asyncio.timeout(self.times.order):
                     if self.paused:
-                        await member.live.order("pause")
+                        await replica.live.pause()
                     if self.asleep:
-                        await member.live.order("sleep")
-                member.clear(asyncio.get_running_loop().time())
-                member.state = "up"
-                self._listen(member)
+                        await replica.live.sleep()
+                replica.begin(asyncio.get_running_loop().time())
+                replica.state = "up"
                 return
-
-    def _listen(self, member: Member) -> None:
-        member.listener = self.spawn(self._hear(member, member.live))
-
-    async def _hear(self, member: Member, replica: Replica) -> None:
-        """Hear one life of a member to its end."""
-        while member.replica is replica and member.state == "up":
-            try:
-                flush = await replica.flush()
-            except Exception as error:
-                self.lose(member, replica, _said(error))
-                return
-            self._owner.heard(member, flush)
 
     async def _watch(self) -> None:
         """Ping every replica now and then, and mind those that have work and say nothing."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self.times.ping_every)
-            failed = await self._on_each(lambda replica: replica.ping(), self.times.ping)
-            for member, error in failed.items():
-                self.lose(member, member.replica, f"it does not answer: {_said(error)}")
-            for member in self.up:
-                silent = loop.time() - member.heard
-                if member.sent and not self.paused and not self.asleep and silent > self.times.silence:
-                    why = f"it has {len(member.sent)} request(s) and said nothing for {silent:.0f} s"
-                    self.lose(member, member.replica, why)
+            failed = await self._on_each(ping, self.times.ping)
+            for replica, error in failed.items():
+                self.lose(replica, replica.engine, f"it does not answer: {describe(error)}")
+            for replica in self.up:
+                silent, has = loop.time() - replica.heard, replica.view.in_flight
+                if has and not self.paused and not self.asleep and silent > self.times.silence:
+                    why = f"it has {has} request(s) and said nothing for {silent:.0f} s"
+                    self.lose(replica, replica.engine, why)
 
 
-def _said(error: Exception) -> str:
+def follow(engine: Engine, order: Order) -> Awaitable[None]:
+    """Have an engine carry out an order."""
+    return {"pause": engine.pause, "resume": engine.resume, "sleep": engine.sleep, "wake": engine.wake}[order]()
+
+
+def describe(error: BaseException) -> str:
+    """Return an error in one line: an engine's own words, or what class it was."""
     return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
 
 
-def _first(failed: Mapping[Member, Exception]) -> str:
-    member, error = next(iter(failed.items()))
-    return f"{member.name}: {_said(error)}"
-
-
-async def _all_or_first_error(starts: list[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return all results; as soon as one fails, cancel the others and raise its error."""
-    tasks = [asyncio.ensure_future(start) for start in starts]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _still_wanted(
-    before: list[tuple[frozenset[str] | None, Any, int]], names: frozenset[str] | None
-) -> list[tuple[frozenset[str] | None, Any, int]]:
-    """Return the earlier updates of which something is left under new tensors of these names (``None``: a folder)."""
-    if names is None:
-        return []
-    return [update for update in before if update[0] is None or not update[0] <= names]
+def _first(failed: Mapping[Replica, Exception]) -> str:
+    replica, error = next(iter(failed.items()))
+    return f"{replica.name}: {describe(error)}"

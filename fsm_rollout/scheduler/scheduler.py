@@ -220,7 +220,7 @@ class Scheduler:
             self._active.remove(run)
             if not self.running:
                 for dispatcher in self.dispatchers.values():
-                    await dispatcher.settle()
+                    await dispatcher.drain()
 
     def _settle(self, given: list[str]) -> None:
         """Write down that the caller has had some groups, and has come back."""

@@ -22,10 +22,10 @@ from ray.cluster_utils import Cluster
 
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pool import PoolEngine
-from fsm_rollout.engines.pool_members import PoolTimes
 from fsm_rollout.engines.protocol import Engine, Request, SamplingParams
 from fsm_rollout.engines.ray import RayOptions, RayPlacement
 from fsm_rollout.engines.specs import build_engine
+from fsm_rollout.engines.supervisor import PoolTimes
 from fsm_rollout.engines.transformers.checkpoints import load_checkpoint
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.model.folders import model_folder
@@ -37,8 +37,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarni
 ray.cloudpickle.register_pickle_by_value(ray_work)  # the actors cannot import it
 
 
-def node_of(member: Any) -> str:
-    where = member.replica._actor.__ray_call__.remote(lambda self: ray.get_runtime_context().get_node_id())
+def node_of(replica: Any) -> str:
+    where = replica.engine.actor.__ray_call__.remote(lambda self: ray.get_runtime_context().get_node_id())
     return str(ray.get(where, timeout=30))
 
 
@@ -53,8 +53,8 @@ def test_a_node_dies_in_the_middle_of_a_run():
         # The pool connects by itself, and lets go by itself.
         options = RayOptions(address=cluster.address, nodes=[node.node_id for node in nodes])
         pool = PoolEngine(RayPlacement(ByTrajectory(0.5), 3, options), 3, times=PoolTimes(start=60, backoff=0.05))
-        members = pool._crew.members
-        assert [node_of(member) for member in members] == [node.node_id for node in nodes]
+        replicas = pool._supervisor.replicas
+        assert [node_of(replica) for replica in replicas] == [node.node_id for node in nodes]
 
         async def main() -> None:
             def kill() -> None:
@@ -66,7 +66,7 @@ def test_a_node_dies_in_the_middle_of_a_run():
                 while (stats := pool.replicas[1]).restarts < 1 or stats.state != "up":  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
             assert stats.moved > 0, "an answer takes four seconds, so some were under way"
-            assert node_of(members[1]) in {nodes[0].node_id, nodes[2].node_id}
+            assert node_of(replicas[1]) in {nodes[0].node_id, nodes[2].node_id}
             for ticket in await through(pool, [ask(i) for i in range(100, 124)]):
                 right(ticket)
             await pool.aclose()
@@ -125,7 +125,7 @@ def test_a_pool_through_rays_client(client_address: str, caplog: pytest.LogCaptu
         assert await pool.update_weights(dict(early.state_dict())) == 1
         dispatcher = EngineClient(pool)
         tickets = [dispatcher.submit(request) for request in requests("b")]
-        ray.kill(pool._crew.members[0].replica._actor)  # type: ignore[union-attr]
+        ray.kill(pool._supervisor.replicas[0].engine.actor)  # type: ignore[union-attr]
         async with asyncio.timeout(60):
             await asyncio.gather(*(ticket.done.wait() for ticket in tickets))
         assert [ticket.error for ticket in tickets] == [None] * 4

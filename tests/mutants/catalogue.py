@@ -99,8 +99,9 @@ MUTANTS = (
         "5: sampled ids are never decoded and encoded again",
     ),
     Mutant(
-        "retry from scratch", "engines/client.py", "return ticket.request.continued(ticket.ids, ticket.request_id)",
-        "return ticket.request.continued(ticket.ids[:0], ticket.request_id)",
+        "retry from scratch", "engines/client.py",
+        "return pending.request.continued(pending.ids, pending.request_id)",
+        "return pending.request.continued(pending.ids[:0], pending.request_id)",
         "5: a failed request goes on from what was streamed",
         (*DISPATCH, *LAWS),
     ),
@@ -210,7 +211,7 @@ MUTANTS = (
     ),
     Mutant(
         "leave the engine's work running", "engines/client.py",
-        "        try:\n            await self._abort_quietly([ticket.request_id])\n            with suppress",
+        "        try:\n            self._abort_soon(pending.request_id)\n            with suppress",
         "        try:\n            with suppress",
         "8: nothing is running afterwards",
         MACHINE,
@@ -235,7 +236,7 @@ MUTANTS = (
         "8: a group has the samples of its prompt",
     ),
     Mutant(
-        "a crash is the end", "engines/client.py", "        elif ticket.attempt >= self.attempts:", "        elif True:",
+        "a crash is the end", "engines/client.py", "        elif pending.failures >= self.attempts:", "        elif True:",
         "8: a failure that mends is no failure",
         DISPATCH,
     ),
@@ -273,21 +274,22 @@ MUTANTS = (
     ),
     # -- replicas (laws 4, 6, 8)
     Mutant(
-        "what a lost replica had begins anew", "engines/pool_members.py", "self.request.continued(self.ids, ",
-        "self.request.continued(self.ids[:0], ",
+        "what a lost replica had begins anew", "engines/client.py",
+        "            pending.wait()\n            pending.attempt += 1\n",
+        "            pending.wait()\n            pending.ids = pending.ids[:0]\n            pending.attempt += 1\n",
         "7: what was streamed stays, and nothing is sampled twice",
         REPLICAS,
     ),
     Mutant(
         "what a lost replica had is forgotten", "engines/pool.py",
-        "        self._elsewhere(list(member.sent.values()), why)\n        self._assign()",
-        "        self._assign()",
+        "            self._give_back(routed, why)\n        self._assign_soon()\n\n    def _replicas_changed",
+        "            self._forget(routed)\n        self._assign_soon()\n\n    def _replicas_changed",
         "8: a lost replica loses no request",
         REPLICAS,
     ),
     Mutant(
         "a replica comes back with the weights it was built with", "engines/supervisor.py",
-        "                    await member.live.update_weights(shared, version)", "                    pass",
+        "                    await replica.live.update_weights(shared, version)", "                    pass",
         "4: each token has the version that sampled it",
         REPLICAS,
     ),

@@ -210,6 +210,11 @@ class ScriptedEngine:
         used = sum(len(answer.request.ids) + answer.tokens for answer in self._running.values())
         return Load(running=len(self._running), waiting=len(self._waiting), used_tokens=used)
 
+    def crash(self, message: str) -> None:
+        """Fail all that is under way, as an engine does whose process dies."""
+        for answers in {answer.answers: None for answer in (self._running | self._waiting).values()}:
+            self._crash(answers, message)
+
     async def aclose(self) -> None:
         """End everything with "abort"."""
         self._closed = True

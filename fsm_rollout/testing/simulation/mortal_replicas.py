@@ -9,66 +9,94 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
-from fsm_rollout.engines.packing import Flush
-from fsm_rollout.engines.protocol import Chunk, Request
-from fsm_rollout.engines.replicas import EngineFacts, LocalPlacement, LocalReplica, Order, ReplicaLost, Weights
+from fsm_rollout.engines.protocol import Chunk, Engine, Load, ReplicaLost, Request
 from fsm_rollout.engines.scripted.engine import Logged, ScriptedEngine
+from fsm_rollout.engines.supervisor import LocalPlacement
 
 
-class MortalReplica(LocalReplica):
+class MortalReplica:
     """One life of a scripted engine; ``log`` is that of all lives."""
 
     def __init__(self, name: str, engine: ScriptedEngine, log: list[Logged]) -> None:
-        super().__init__(name, lambda: engine)
+        self.name = name
         self.scripted = engine
-        self.killed = False
+        self.failure: ReplicaLost | None = None
+        self.tokenizer, self.max_context, self.eos_ids = engine.tokenizer, engine.max_context, engine.eos_ids
         self._log = log
 
-    async def start(self) -> EngineFacts:
-        """Have the engine at once: a thread would end at any step of the loop, and no two runs would be the same."""
-        self._engine = self.scripted
-        return EngineFacts(self.scripted.max_context, self.scripted.eos_ids, self.scripted.weight_version)
+    @property
+    def killed(self) -> bool:
+        """Whether this life is over."""
+        return self.failure is not None
+
+    @property
+    def weight_version(self) -> int:
+        """The scripted engine's."""
+        return self.scripted.weight_version
 
     def kill(self) -> None:
         """End this life as the death of a process does: nothing more leaves it, nothing more reaches it."""
-        self.killed = True
-        self._wake()
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Start a dispatch; what is sent to the dead reaches nobody."""
         if not self.killed:
-            now = asyncio.get_running_loop().time()
-            self._log += [Logged(now, request) for request in requests]
-            super().submit(requests)
+            self.failure = ReplicaLost(f"the process of {self.name} was killed")
+            self.scripted.crash(str(self.failure))
 
-    async def flush(self) -> Flush:
-        """Wait for chunks, failures or the end."""
-        flush = await super().flush()
+    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
+        """Start a dispatch; what is sent to the dead reaches nobody."""
         self._live()
         now = asyncio.get_running_loop().time()
-        self._log += [Logged(now, chunk) for chunk in flush.chunks]
-        return flush
+        self._log += [Logged(now, request) for request in requests]
+        return self._heard(self.scripted.generate(requests))
 
-    async def ping(self) -> None:
-        """Answer, as the living do."""
-        self._live()
+    async def _heard(self, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+        loop = asyncio.get_running_loop()
+        async for chunk in chunks:
+            if not self.killed:  # else the error comes next
+                self._log.append(Logged(loop.time(), chunk))
+                yield chunk
 
-    async def update_weights(self, weights: Weights, version: int) -> None:
+    async def abort(self, request_ids: Iterable[str]) -> None:
+        """Hand the abort on."""
+        await self.scripted.abort(request_ids)
+
+    async def update_weights(self, weights: Any, version: int | None = None) -> int:
         """Hand the weights on."""
         self._live()
-        await super().update_weights(weights, version)
+        return await self.scripted.update_weights(weights, version)
 
-    async def order(self, what: Order) -> None:
+    async def pause(self) -> None:
         """Hand the order on."""
         self._live()
-        await super().order(what)
+        await self.scripted.pause()
+
+    async def resume(self) -> None:
+        """Hand the order on."""
+        self._live()
+        await self.scripted.resume()
+
+    async def sleep(self) -> None:
+        """Hand the order on."""
+        self._live()
+        await self.scripted.sleep()
+
+    async def wake(self) -> None:
+        """Hand the order on."""
+        self._live()
+        await self.scripted.wake()
+
+    def load(self) -> Load:
+        """Return the scripted engine's."""
+        return self.scripted.load()
+
+    async def aclose(self) -> None:
+        """Close the scripted engine."""
+        await self.scripted.aclose()
 
     def _live(self) -> None:
-        if self.killed:
-            raise ReplicaLost(f"the process of {self.name} was killed")
+        if self.failure is not None:
+            raise self.failure
 
 
 class MortalReplicas(LocalPlacement):
@@ -85,8 +113,8 @@ class MortalReplicas(LocalPlacement):
         """What has reached and left them so far."""
         self._scripted = build
 
-    def replica(self, name: str) -> MortalReplica:
-        """Begin another life."""
+    async def start(self, name: str) -> Engine:
+        """Begin another life at once: a thread would end at any step of the loop, and no two runs would be the same."""
         life = MortalReplica(name, self._scripted(name), self.told)
         self.lives[name].append(life)
         return life

@@ -38,7 +38,7 @@ def run(engine: Any, body: Callable[[EngineClient], Any], **options: Any) -> Any
         try:
             return await body(dispatcher)
         finally:
-            await dispatcher.settle()
+            await dispatcher.drain()
 
     return run_virtual(main())
 

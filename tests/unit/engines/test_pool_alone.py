@@ -12,39 +12,16 @@ import torch
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pool import PoolEngine
 from fsm_rollout.engines.protocol import Request
-from fsm_rollout.engines.replicas import LocalPlacement
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
+from fsm_rollout.engines.supervisor import LocalPlacement
 from fsm_rollout.errors import EngineError
 from fsm_rollout.testing import run_virtual
-from tests.unit.engines.test_pool import TEXT, TIMES, Place, answers, ask, make, right, run, script
-
-
-class Mortal(ScriptedEngine):
-    """Like an engine whose work is done by a process of its own, which may die."""
-
-    failure: EngineError | None = None
-
-    def die(self) -> None:
-        self.failure = EngineError("its process has ended")
-        for dispatch in {answer.answers for answer in [*self._running.values(), *self._waiting.values()]}:
-            self._crash(dispatch, "its process has ended")
-
-    def generate(self, requests: Any) -> Any:
-        self._check()
-        return super().generate(requests)
-
-    async def update_weights(self, weights: Any, version: int | None = None) -> int:
-        self._check()
-        return await super().update_weights(weights, version)
-
-    def _check(self) -> None:
-        if self.failure is not None:
-            raise self.failure
+from tests.unit.engines.test_pool import TEXT, TIMES, Fragile, Place, answers, ask, make, right, run, script
 
 
 @pytest.fixture
 def place(tokenizer: Any) -> Place:
-    return Place(lambda name: ScriptedEngine(script, tokenizer=tokenizer))
+    return Place(lambda name: Fragile(script, tokenizer=tokenizer))
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -55,59 +32,54 @@ def test_all_are_lost_at_the_same_moment_twice(place: Place, tokenizer: Any, cou
         for _ in range(2):
             await asyncio.sleep(3.5)
             for index in range(count):
-                place.last(index).dead.set()
+                place.last(index).die()
             await asyncio.sleep(0)
             late = asyncio.create_task(answers(pool, [ask(f"late{_}")]))
         for answer in (await asked | await late).values():
             right(answer, tokenizer)
-            assert {chunk.weight_version for chunk in answer.chunks} == {4}
+            assert answer.versions == [(len(answer.ids), 4)]
         assert {(stats.restarts, stats.state) for stats in pool.replicas} == {(2, "up")}
 
     run(place, body, count)
 
 
-@pytest.fixture
-def mortals(tokenizer: Any) -> Place:
-    return Place(lambda name: Mortal(script, tokenizer=tokenizer))
-
-
-def test_an_engine_that_dies_costs_its_requests_one_try(mortals: Place, tokenizer: Any):
+def test_an_engine_that_dies_costs_its_requests_one_try(place: Place, tokenizer: Any):
     """Asked again it could only fail again, so it is not asked."""
 
     async def body(pool: PoolEngine) -> None:
         asked = asyncio.create_task(answers(pool, [ask(str(i)) for i in range(3)]))
         await asyncio.sleep(2.5)
-        mortals.last(0).engine.die()  # type: ignore[attr-defined]
+        place.last(0).die()
         await asyncio.sleep(0.1)
         fresh = asyncio.create_task(answers(pool, [ask("new")]))
         for answer in (await asked | await fresh).values():
             right(answer, tokenizer)
         stats = pool.replicas[0]
-        assert (stats.restarts, stats.moved, stats.cause) == (1, 3, "its process has ended")
-        assert [len(life.dispatches) for life in mortals.all] == [1, 1]
+        assert (stats.restarts, stats.moved, stats.cause) == (1, 3, "its process is gone")
+        assert [len(life.dispatches) for life in place.all] == [1, 1]
 
-    run(mortals, body, 1, attempts=2)
+    run(place, body, 1, attempts=2)
 
 
-def test_an_engine_that_dies_with_nothing_to_do_is_back_before_it_is_needed(mortals: Place):
+def test_an_engine_that_dies_with_nothing_to_do_is_back_before_it_is_needed(place: Place):
     async def body(pool: PoolEngine) -> None:
         await answers(pool, [ask("a")])
-        mortals.last(0).engine.die()  # type: ignore[attr-defined]
+        place.last(0).die()
         await asyncio.sleep(TIMES.ping_every + TIMES.ping + 5)
         assert (pool.replicas[0].restarts, pool.replicas[0].state) == (1, "up")
 
-    run(mortals, body, 1)
+    run(place, body, 1)
 
 
-def test_weights_for_an_engine_that_died_unnoticed_reach_its_successor(mortals: Place):
+def test_weights_for_an_engine_that_died_unnoticed_reach_its_successor(place: Place):
     async def body(pool: PoolEngine) -> None:
         await answers(pool, [ask("a")])
-        mortals.last(0).engine.die()  # type: ignore[attr-defined]
+        place.last(0).die()
         assert await pool.update_weights({"w": torch.ones(1)}) == 1
-        assert mortals.last(0).engine.weight_version == 1
+        assert place.last(0).weight_version == 1
         assert pool.replicas[0].restarts == 1
 
-    run(mortals, body, 1)
+    run(place, body, 1)
 
 
 def test_weights_that_come_while_all_are_lost_are_looked_at_before_they_count(place: Place):
@@ -115,17 +87,16 @@ def test_weights_that_come_while_all_are_lost_are_looked_at_before_they_count(pl
 
     async def body(pool: PoolEngine) -> None:
         await answers(pool, [ask("a")])
-        place.last(0).dead.set()
-        await asyncio.sleep(0.1)
-        assert pool.replicas[0].state == "starting"
-        build = place.replica
+        place.last(0).die()
+        while pool.replicas[0].state == "up":  # noqa: ASYNC110  # until a ping finds out
+            await asyncio.sleep(0.1)
 
-        def refusing(name: str) -> Any:
-            life = build(name)
+        def refusing(name: str) -> Fragile:
+            life = Fragile(script, tokenizer=pool.tokenizer)
             life.refuses.add("update")
             return life
 
-        place.replica = refusing  # type: ignore[method-assign]
+        place.build = refusing
         with pytest.raises(EngineError, match=r"no replica took the weights, so nothing has changed: .*a shape"):
             await pool.update_weights({"w": torch.ones(1)})
         assert pool.weight_version == 0
@@ -134,10 +105,10 @@ def test_weights_that_come_while_all_are_lost_are_looked_at_before_they_count(pl
     run(place, body, 1)
 
 
-def test_weights_that_all_die_of_are_not_loaded_a_third_time(mortals: Place):
+def test_weights_that_all_die_of_are_not_loaded_a_third_time(place: Place):
     tried = []
 
-    class Deadly(Mortal):
+    class Deadly(Fragile):
         async def update_weights(self, weights: Any, version: int | None = None) -> int:
             tried.append(version)
             self.die()
@@ -145,23 +116,23 @@ def test_weights_that_all_die_of_are_not_loaded_a_third_time(mortals: Place):
 
     async def body(pool: PoolEngine) -> None:
         await answers(pool, [ask("a")])
-        mortals.build = lambda name: Deadly(script, tokenizer=pool.tokenizer)
-        mortals.last(0).engine.die()  # type: ignore[attr-defined]
-        with pytest.raises(EngineError, match=r"no replica took the weights, so nothing has changed: .*has ended"):
+        place.build = lambda name: Deadly(script, tokenizer=pool.tokenizer)
+        place.last(0).die()
+        with pytest.raises(EngineError, match=r"no replica took the weights, so nothing has changed: .*is gone"):
             await pool.update_weights({"w": torch.ones(1)})
         assert tried in ([1], [1, 1])  # the first of two tries may have been its predecessor's
         assert pool.weight_version == 0
         await asyncio.sleep(5)
         assert pool.replicas[0].state == "up"
 
-    run(mortals, body, 1)
+    run(place, body, 1)
 
 
 def test_weights_for_a_pool_that_is_lost_for_good_are_an_error(place: Place):
     async def body(pool: PoolEngine) -> None:
         await answers(pool, [ask("a")])
         place.failing_starts = 100
-        place.last(0).dead.set()
+        place.last(0).die()
         with pytest.raises(EngineError, match=r"all 1 replica\(s\) are lost for good: replica-0: no memory left"):
             await pool.update_weights({"w": torch.ones(1)})
         with pytest.raises(EngineError, match="lost for good"):
@@ -178,7 +149,7 @@ def test_nobody_starts_again_while_all_sleep(place: Place, tokenizer: Any):
         await answers(pool, [ask("a")])
         await pool.pause()
         await pool.sleep()
-        place.last(0).dead.set()
+        place.last(0).die()
         await asyncio.sleep(100)
         assert pool.replicas[0].state == "starting"
         assert len(place.all) == 1
@@ -187,7 +158,7 @@ def test_nobody_starts_again_while_all_sleep(place: Place, tokenizer: Any):
         await pool.resume()
         (answer,) = (await answers(pool, [ask("b")])).values()
         right(answer, tokenizer)
-        assert {chunk.weight_version for chunk in answer.chunks} == {1}
+        assert answer.versions == [(len(answer.ids), 1)]
         assert len(place.all) == 2
 
     run(place, body, 1)
@@ -213,19 +184,19 @@ def test_weights_that_are_no_numbers_are_refused_before_anybody_is_asked(place: 
 # -- how often something that always fails is tried ------------------------------------------------------------------
 
 
-def through_a_dispatcher(place: Place, count: int, attempts: int, of_the_pool: int) -> tuple[str, int, float]:
+def through_a_client(place: Place, count: int, attempts: int, of_the_pool: int) -> tuple[str, int, float]:
     """Return the error of one request, how often a replica got it, and how long that took."""
 
     async def main() -> tuple[str, int, float]:
         pool = make(place, count, attempts=of_the_pool, restarts=100)
         loop = asyncio.get_running_loop()
         began = loop.time()
-        ticket = EngineClient(pool, attempts=attempts).submit(ask("a"))
-        await ticket.done.wait()
+        pending = EngineClient(pool, attempts=attempts).submit(ask("a"))
+        await pending.done.wait()
         took = loop.time() - began
         tries = sum(len(batch) for life in place.all for batch in life.dispatches)
         await pool.aclose()
-        return str(ticket.error), tries, took
+        return str(pending.error), tries, took
 
     return run_virtual(main())
 
@@ -239,13 +210,13 @@ def test_what_kills_every_replica_is_tried_so_often_and_no_more(
     def poison(request: Request) -> Turn:
         return Turn(text=TEXT, crash="the kernel crashed", delay=0.5)
 
-    class Crashing(Mortal):
+    class Crashing(Fragile):
         def _crash(self, answers: Any, message: str) -> None:
             self.failure = EngineError(message)
             super()._crash(answers, message)
 
     place = Place(lambda name: Crashing(poison, tokenizer=tokenizer))
-    error, tries, took = through_a_dispatcher(place, count, attempts, of_the_pool)
+    error, tries, took = through_a_client(place, count, attempts, of_the_pool)
     assert tries == of_the_pool
     assert error == f"EngineError: {of_the_pool} tries failed, the last one: the kernel crashed"
     assert took < 20 * of_the_pool
@@ -253,18 +224,18 @@ def test_what_kills_every_replica_is_tried_so_often_and_no_more(
 
 def test_the_tries_of_the_caller_count_too(tokenizer: Any):
     """Each fails alone, so each is the caller's to begin, until the pool has seen enough of it."""
-    place = Place(lambda name: ScriptedEngine([Turn(text="a", error="ValueError: no")], tokenizer=tokenizer))
-    error, tries, _ = through_a_dispatcher(place, 2, attempts=7, of_the_pool=4)
+    place = Place(lambda name: Fragile([Turn(text="a", error="ValueError: no")], tokenizer=tokenizer))
+    error, tries, _ = through_a_client(place, 2, attempts=7, of_the_pool=4)
     assert (tries, error) == (4, "EngineError: 4 tries failed, the last one: ValueError: no")
 
 
 def test_a_request_that_is_asked_anew_has_all_its_tries_again(tokenizer: Any):
-    place = Place(lambda name: ScriptedEngine([Turn(text="a", error="ValueError: no", fails=2)], tokenizer=tokenizer))
+    place = Place(lambda name: Fragile([Turn(text="a", error="ValueError: no", fails=2)], tokenizer=tokenizer))
 
     async def body(pool: PoolEngine) -> None:
         for _ in range(2):
             answer = (await answers(pool, [ask("a")]))["r-a"]
-            assert answer.chunks[-1].error == "ValueError: no"
+            assert str(answer.error) == "EngineError: 1 tries failed, the last one: ValueError: no"
         assert (await answers(pool, [ask("a")]))["r-a"].finish_reason == "stop"
 
     run(place, body, 1, attempts=1)
@@ -283,12 +254,10 @@ def test_a_start_that_is_given_up_is_not_waited_for(tokenizer: Any):
         return ScriptedEngine(script, tokenizer=tokenizer)
 
     async def main() -> None:
-        replica = LocalPlacement(build).replica("replica-0")
-        starting = asyncio.ensure_future(replica.start())
+        starting = asyncio.ensure_future(LocalPlacement(build).start("replica-0"))
         await asyncio.sleep(0.05)
         starting.cancel()
         await asyncio.wait([starting])
-        await replica.stop()
 
     asyncio.run(main())  # ends, although the thread is still there
     assert not built
@@ -297,16 +266,17 @@ def test_a_start_that_is_given_up_is_not_waited_for(tokenizer: Any):
 
 def test_requests_that_are_aborted_one_by_one_are_one_message(place: Place):
     async def body(pool: PoolEngine) -> None:
-        asked = asyncio.create_task(answers(pool, [ask(str(i)) for i in range(20)]))
+        client = EngineClient(pool)
+        asked = [client.submit(ask(str(i))) for i in range(20)]
         await asyncio.sleep(2.5)
         told = []
         life = place.last(0)
         abort = life.abort
         life.abort = lambda ids: (told.append(len(ids)), abort(ids))[1]  # type: ignore[method-assign,func-returns-value]
-        await asyncio.gather(*(pool.abort([f"r-{i}"]) for i in range(20)))
-        for answer in (await asked).values():
-            assert answer.finish_reason == "abort"
-            assert answer.ids
+        await asyncio.gather(*map(client.abort, asked))
+        for pending in asked:
+            assert pending.finish_reason == "abort"
+            assert pending.ids
         assert told == [20]
 
     run(place, body, 1)
@@ -324,8 +294,8 @@ def test_a_lost_engine_that_cannot_be_closed_is_replaced_all_the_same(place: Pla
             await (asyncio.Event().wait() if hangs else asyncio.sleep(0))
             raise OSError("no such process")
 
-        life.stop = stop  # type: ignore[method-assign]
-        life.dead.set()
+        life.aclose = stop  # type: ignore[method-assign]
+        life.die()
         right((await asked)["r-a"], tokenizer)
         await pool.aclose()
 
@@ -336,13 +306,13 @@ def test_a_close_that_takes_long_says_what_it_waits_for(place: Place, caplog: py
     async def main(seconds: float) -> None:
         pool = make(place, 2)
         await pool.pause()
-        stop = place.last(1).stop
+        stop = place.last(1).aclose
 
         async def slow() -> None:
             await asyncio.sleep(seconds)
             await stop()
 
-        place.last(1).stop = slow  # type: ignore[method-assign]
+        place.last(1).aclose = slow  # type: ignore[method-assign]
         await pool.aclose()
 
     run_virtual(main(1.5))
@@ -360,7 +330,7 @@ def test_an_interruption_while_replicas_start_is_not_put_off_until_they_have(tok
         may_go_on.wait(60)
         return ScriptedEngine(script, tokenizer=tokenizer)
 
-    place = Place(build)
+    place = LocalPlacement(build)
 
     async def main() -> None:
         tasks.append(asyncio.current_task())
@@ -369,7 +339,6 @@ def test_an_interruption_while_replicas_start_is_not_put_off_until_they_have(tok
     try:
         with pytest.raises(asyncio.CancelledError):
             asyncio.run(main())
-        assert all(life.stopped for life in place.all)
     finally:
         may_go_on.set()
 
@@ -385,17 +354,3 @@ def test_a_pool_may_be_closed_from_another_loop_while_its_own_still_runs(place: 
         assert all(life.stopped for life in place.all)
 
     asyncio.run(main())
-
-
-def test_a_request_that_nobody_works_on_is_said_to_wait_until_somebody_does(place: Place, tokenizer: Any):
-    async def body(pool: PoolEngine) -> None:
-        asked = asyncio.create_task(answers(pool, [ask("a")]))
-        await asyncio.sleep(2.5)
-        place.last(0).dead.set()
-        answer = (await asked)["r-a"]
-        right(answer, tokenizer)
-        said = [(len(chunk.ids) > 0, chunk.waits) for chunk in answer.chunks]
-        assert said[:5] == [(False, False), (True, False), (True, False), (False, True), (False, False)]
-        assert not any(waits for _, waits in said[5:])
-
-    run(place, body, 1)

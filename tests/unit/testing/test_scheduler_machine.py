@@ -20,10 +20,10 @@ from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.engines.chunk_stream import ChunkStream
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pool import PoolEngine
-from fsm_rollout.engines.pool_members import PoolTimes
 from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.engines.scripted.engine import Logged, ScriptedEngine
 from fsm_rollout.engines.scripted.script import Script, Turn
+from fsm_rollout.engines.supervisor import PoolTimes
 from fsm_rollout.scheduler.live import Group
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.testing.simulation.mortal_replicas import MortalReplica, MortalReplicas
@@ -117,8 +117,7 @@ class Mortal(ScriptedEngine):
         super()._crash(answers, message)
 
     def kill(self, number: int) -> None:
-        for answers in {answer.answers for answer in [*self._running.values(), *self._waiting.values()]}:
-            self._crash(answers, "killed")
+        self.crash("killed")
 
     @property
     def busy(self) -> list[str]:
@@ -139,11 +138,6 @@ class MortalPool(PoolEngine):
 
     def kill(self, number: int) -> None:
         life = list(self.lives.lives.values())[number % len(self.lives.lives)][-1]
-        if life.killed:
-            return
-        engine = engine_of(life)
-        for answer in (engine._running | engine._waiting).values():
-            engine.losses.add(answer.request)
         life.kill()
 
     @property
