@@ -1,7 +1,7 @@
-"""What a trajectory is worth.
+"""What a trajectory is worth, and which groups are worth training on.
 
-Invariant: a reward that fails, or has nothing to say, costs nobody else theirs: every trajectory gets its own finite
-number, its own ``None`` (no score, which is not 0), or its own exception.
+Invariant: a reward that fails for one trajectory leaves the others theirs. Every trajectory gets its own finite number,
+its own ``None`` (no score, which is not 0), or its own exception.
 """
 
 from __future__ import annotations
@@ -26,11 +26,43 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 logger = logging.getLogger(__name__)
 
 Score = float | None | Exception
-TELL_EVERY = 64
-"""After so many dropped groups in a row it is said that nothing else has come for a while."""
+Function = Callable[..., object]
+LOG_EVERY = 64
+"""After so many dropped groups in a row, a line says that the filter keeps nothing."""
 
 
-class Reward:
+class _UserFunction:
+    """A function of one argument that judges trajectories, sync (then it runs in a thread) or async."""
+
+    kind: str
+    takes: str
+
+    def __init__(self, function: Function | str, *, timeout: float | None = 600.0) -> None:
+        loaded = load_object(function) if isinstance(function, str) else function
+        if not callable(loaded):
+            raise ConfigError(f"{self.kind} {loaded!r} is no function; it is called with {self.takes}")
+        self.name: str = getattr(loaded, "__name__", type(loaded).__name__)
+        self._function: Function = loaded
+        self._timeout = timeout
+        try:
+            signature = inspect.signature(loaded)
+            signature.bind(None)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{self.kind} '{self.name}' must take one argument, {self.takes}: {error}") from error
+        self._parameter = next(iter(signature.parameters.values()))
+
+    async def _call(self, argument: object) -> object:
+        """Call it within its time; a cancellation that nobody asked for is its failure."""
+        try:
+            async with asyncio.timeout(self._timeout):
+                return cast(object, await invoke(functools.partial(self._function, argument), {}))
+        except asyncio.CancelledError:
+            if being_cancelled():
+                raise
+            raise RuntimeError(f"{self.kind} '{self.name}' was cancelled by its own code") from None
+
+
+class Reward(_UserFunction):
     """A reward function, of one trajectory or of a whole group, sync (then it runs in a thread) or async.
 
     It is a group's when its first parameter is called ``group`` or annotated as a sequence; it then gets the group's
@@ -42,79 +74,62 @@ class Reward:
         ConfigError: it cannot be imported, is not callable, or does not take exactly one argument.
     """
 
-    def __init__(self, function: Callable[..., Any] | str, *, timeout: float | None = 600.0) -> None:
-        self._timeout = timeout
-        if isinstance(function, str):
-            function = cast(Callable[..., Any], load_object(function))
-        self.name: str = getattr(function, "__name__", type(function).__name__)
-        self._function = function
-        if not callable(function):
-            raise ConfigError(f"reward {function!r} is no function; it is called with a trajectory or a group")
-        try:
-            signature = inspect.signature(function)
-            signature.bind(None)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"reward '{self.name}' must take one argument, a trajectory or a group: {error}"
-            ) from error
-        first = next(iter(signature.parameters.values()))
-        self._told = False
-        self.of_group = first.name == "group" or _is_sequence(function, first)
+    kind = "reward"
+    takes = "a trajectory or a group"
+
+    def __init__(self, function: Function | str, *, timeout: float | None = 600.0) -> None:
+        super().__init__(function, timeout=timeout)
+        self.of_group = self._parameter.name == "group" or _is_sequence(self._function, self._parameter)
+        self._logged = False
 
     async def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """Return one score per trajectory of a group, in order; the first failure there is goes to the log."""
-        scores = await self._score(trajectories)
+        """Return one score per trajectory of a group, in order; the first failure of all is logged."""
+        values = await self._values(trajectories)
+        scores = [self._read(*pair) for pair in zip(trajectories, values, strict=True)]
         failed = [(t, score) for t, score in zip(trajectories, scores, strict=True) if isinstance(score, Exception)]
-        if failed and not self._told:
-            self._told = True
-            (trajectory, error), kind = failed[0], type(failed[0][1]).__name__
+        if failed and not self._logged:
+            self._logged = True
+            trajectory, error = failed[0]
+            kind = type(error).__name__
             logger.warning("no score for trajectory %s: %s: %s", trajectory.trajectory_id, kind, error)
         return scores
 
-    async def _score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+    async def _values(self, trajectories: Sequence[Trajectory]) -> list[object]:
+        """Return what the function says of each trajectory, or raises."""
         if not self.of_group:
-            values = await asyncio.gather(*map(self._call, trajectories))
-            return [self._read(t, value) for t, value in zip(trajectories, values, strict=True)]
-        found = await self._call(list(trajectories))
-        if isinstance(found, Exception):
-            return [found] * len(trajectories)
-        if not isinstance(found, Iterable) or isinstance(found, str | Mapping | Set):
-            got: object = type(found).__name__
-        else:
-            scores = list(found)
-            got = len(scores)
-        if got != len(trajectories):
-            error = ValueError(f"group reward '{self.name}' must return {len(trajectories)} scores in order, got {got}")
-            return [error] * len(trajectories)
-        return [self._read(t, score) for t, score in zip(trajectories, scores, strict=True)]
+            return list(await asyncio.gather(*map(self._result, trajectories)))
+        result = await self._result(list(trajectories))
+        if isinstance(result, Exception):
+            return [result] * len(trajectories)
+        got: object = type(result).__name__
+        if isinstance(result, Iterable) and not isinstance(result, str | Mapping | Set):
+            values = list(result)
+            if len(values) == len(trajectories):
+                return values
+            got = len(values)
+        error = ValueError(f"group reward '{self.name}' must return {len(trajectories)} scores in order, got {got}")
+        return [error] * len(trajectories)
 
-    async def _call(self, argument: Any) -> Any:
+    async def _result(self, argument: object) -> object:
         try:
-            async with asyncio.timeout(self._timeout):
-                return await invoke(functools.partial(self._function, argument), {})
-        except Exception as error:
+            return await self._call(argument)
+        except Exception as error:  # whatever the user's function raises
             return error
-        except asyncio.CancelledError:
-            if being_cancelled():
-                raise
-            return RuntimeError(f"reward '{self.name}' was cancelled by its own code")
 
     def _read(self, trajectory: Trajectory, value: Any) -> Score:
         if value is None or isinstance(value, Exception):
             return value
+        rule = f"reward '{self.name}' of trajectory {trajectory.trajectory_id} must be a finite number or None"
         try:
             if isinstance(value, str):
                 raise TypeError("a string")
             number = float(value)
         except (TypeError, ValueError) as error:
-            return TypeError(f"{self._about(trajectory)}, got {value!r} ({error})")
-        return number if math.isfinite(number) else ValueError(f"{self._about(trajectory)}, got {number}")
-
-    def _about(self, trajectory: Trajectory) -> str:
-        return f"reward '{self.name}' of trajectory {trajectory.trajectory_id} must be a finite number or None"
+            return TypeError(f"{rule}, got {value!r} ({error})")
+        return number if math.isfinite(number) else ValueError(f"{rule}, got {number}")
 
 
-class GroupFilter:
+class GroupFilter(_UserFunction):
     """Says which groups are worth training on: a function of a group's trajectories, sync (in a thread) or async.
 
     It may be given as ``module:function``. A filter that fails, or takes longer than ``timeout`` seconds, keeps the
@@ -124,43 +139,42 @@ class GroupFilter:
         ConfigError: it cannot be imported, is not callable, or does not take exactly one argument.
     """
 
-    def __init__(self, function: Callable[..., Any] | str, *, timeout: float | None = 600.0) -> None:
-        self._timeout = timeout
-        if isinstance(function, str):
-            function = cast(Callable[..., Any], load_object(function))
-        self.name: str = getattr(function, "__name__", type(function).__name__)
-        self._function = function
-        try:
-            inspect.signature(function).bind(None)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"group filter {self.name!r} must take one argument, a group: {error}") from error
-        self._dropped = 0
+    kind = "group filter"
+    takes = "a group"
+    _dropped = 0
+    """Groups dropped in a row."""
 
     async def keeps(self, trajectories: Sequence[Trajectory]) -> bool:
-        """Say whether a group, scored, shall count."""
+        """Return whether a scored group counts."""
         try:
-            async with asyncio.timeout(self._timeout):
-                kept = bool(await invoke(functools.partial(self._function, list(trajectories)), {}))
-            self._dropped = 0 if kept else self._dropped + 1
-            if self._dropped and self._dropped % TELL_EVERY == 0:
-                logger.warning(
-                    "group filter '%s' has dropped %d groups in a row; the last one's scores: %s",
-                    self.name, self._dropped, [trajectory.score for trajectory in trajectories],
-                )  # fmt: skip
-            return kept
-        except Exception:
+            kept = bool(await self._call(list(trajectories)))
+        except Exception:  # whatever the user's function raises
             logger.exception("group filter '%s' failed; the group is kept", self.name)
-        except asyncio.CancelledError:
-            if being_cancelled():
-                raise
-            logger.exception("group filter '%s' was cancelled by its own code; the group is kept", self.name)
-        return True
+            return True
+        self._dropped = 0 if kept else self._dropped + 1
+        if self._dropped and self._dropped % LOG_EVERY == 0:
+            logger.warning(
+                "group filter '%s' has dropped %d groups in a row; the last one's scores: %s",
+                self.name, self._dropped, [trajectory.score for trajectory in trajectories],
+            )  # fmt: skip
+        return kept
+
+
+def _is_sequence(function: Function, parameter: inspect.Parameter) -> bool:
+    """Return whether a function's parameter is annotated as many of something."""
+    target = function if inspect.isroutine(function) else type(function).__call__
+    try:
+        hint = get_type_hints(target).get(parameter.name)
+    except Exception:  # a user's annotation that cannot be resolved says nothing
+        return False
+    origin = get_origin(hint) or hint
+    return isinstance(origin, type) and issubclass(origin, Iterable)
 
 
 def scores_differ(group: Sequence[Trajectory]) -> bool:
-    """Return whether a group's scores are not all the same: those have no advantage to learn from (a group filter).
+    """Keep a group whose scores are not all the same: equal scores have no advantage to learn from (a group filter).
 
-    Samples without a score say nothing.
+    Samples without a score do not count.
     """
     return len({trajectory.score for trajectory in group if trajectory.score is not None}) > 1
 
@@ -170,12 +184,12 @@ def exact_answer(trajectory: Trajectory) -> float:
 
     Expected are the prompt's ``answer``, then ``interaction_kwargs.answers[i]`` after the user has said
     ``interaction_kwargs.turns[i]``. Between two of those the last turn of the context ``main`` that calls no tool
-    counts, so a revision replaces a draft. How an answer is read from a text: :mod:`fsm_rollout.environment.answer_matching`.
+    counts, so a revision replaces a draft. See :mod:`fsm_rollout.environment.answer_matching` for what counts as equal.
 
     Raises:
         ValueError: the prompt has no ``answer``.
     """
-    return float(all(_given(trajectory)))
+    return float(all(_correct(trajectory)))
 
 
 def first_answer(trajectory: Trajectory) -> float:
@@ -184,17 +198,17 @@ def first_answer(trajectory: Trajectory) -> float:
     Raises:
         ValueError: the prompt has no ``answer``.
     """
-    return float(_given(trajectory)[0])
+    return float(_correct(trajectory)[0])
 
 
 def fraction_answered(trajectory: Trajectory) -> float:
-    """Return how large a part of the expected answers was given, each by its own turn; see :func:`exact_answer`."""
-    given = _given(trajectory)
-    return sum(given) / len(given)
+    """Return the fraction of the expected answers that were given, each in its place; see :func:`exact_answer`."""
+    correct = _correct(trajectory)
+    return sum(correct) / len(correct)
 
 
-def _given(trajectory: Trajectory) -> list[bool]:
-    """Say of each expected answer whether it was given in its place."""
+def _correct(trajectory: Trajectory) -> list[bool]:
+    """Return of each expected answer whether it was given in its place."""
     if "answer" not in trajectory.extra:
         raise ValueError("the prompt has no `answer` to compare with; add one, or use another reward")
     script: Any = trajectory.extra.get("interaction_kwargs") or {}
@@ -219,14 +233,3 @@ def _answering_texts(trajectory: Trajectory, turns: Sequence[str]) -> dict[int, 
             elif message["role"] == "user" and place < len(turns) and message["content"] == turns[place]:
                 place += 1
     return texts
-
-
-def _is_sequence(function: Callable[..., Any], first: inspect.Parameter) -> bool:
-    """Whether a function's first parameter is annotated as many of something."""
-    target = function if inspect.isroutine(function) else type(function).__call__
-    try:
-        hint = get_type_hints(target).get(first.name)
-    except Exception:  # an annotation that cannot be resolved says nothing
-        return False
-    origin = get_origin(hint) or hint
-    return isinstance(origin, type) and issubclass(origin, Iterable)

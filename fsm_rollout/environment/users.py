@@ -1,7 +1,7 @@
 """Who answers the model in INTERACTING: a simulated user, or an environment.
 
-Invariant: an interaction sees a conversation and says something; it changes nothing. What it says enters the stream as
-environment, and what it asks of models on the way enters no stream at all. One is made per trajectory.
+Invariant: an interaction reads a conversation and replies; it changes nothing. Its reply enters the stream as the
+environment's text. What it asks of models on the way enters no stream at all. One is made per trajectory.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Reply:
 
     def __post_init__(self) -> None:
         if self.content is None and not self.done:
-            raise ValueError("a reply without content must be `done`: there is nothing for the model to go on from")
+            raise ValueError("a reply without content must be `done`: there is nothing for the model to answer")
         if self.score is not None and not math.isfinite(self.score):
             raise ValueError(f"a reply's score must be a finite number or None, got {self.score}")
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What an interaction may look at, and ask."""
+    """What an interaction may read, and whom it may ask."""
 
     messages: Sequence[Message]
     """The context's history so far, in OpenAI's form."""
@@ -68,7 +68,7 @@ class Conversation:
 
     @property
     def replies(self) -> int:
-        """How many visits of this state were before this one. Known from the trajectory, so a resumed one goes on."""
+        """How many visits of this state came before this one; a resumed trajectory knows it too."""
         return self.trajectory.visits[self.trajectory.state] - 1
 
     @property
@@ -79,22 +79,22 @@ class Conversation:
 
 
 class Interaction(Protocol):
-    """A class with `reply`, sync (then it runs in a thread) or async; and, if it likes, `close`, the same way.
+    """A class with `reply`, sync (then it runs in a thread) or async; optionally `close`, the same way.
 
-    It is made once per trajectory, by the agent's ``interaction.kwargs`` overlaid with the prompt's
+    One is made per trajectory, from the agent's ``interaction.kwargs`` overlaid with the prompt's
     ``interaction_kwargs``.
     """
 
-    def reply(self, conversation: Conversation) -> Any:
+    def reply(self, conversation: Conversation) -> object:
         """Answer the latest assistant turn: a :class:`Reply`."""
 
 
+@dataclass(frozen=True, slots=True)
 class BoundInteraction:
     """An interaction made for one trajectory, behind one async face."""
 
-    def __init__(self, name: str, made: Any) -> None:
-        self.name = name
-        self._made = made
+    name: str
+    interaction: Interaction
 
     async def reply(self, conversation: Conversation) -> Reply:
         """Let it answer.
@@ -103,46 +103,47 @@ class BoundInteraction:
             TypeError: it returned something else than a Reply.
             Exception: whatever it raises itself.
         """
-        reply = await invoke(self._made.reply, {"conversation": conversation})
+        reply = await invoke(self.interaction.reply, {"conversation": conversation})
         if not isinstance(reply, Reply):
             raise TypeError(f"{self.name}.reply must return a Reply, got {type(reply).__name__}")
         return reply if reply.content is None else Reply(clean(reply.content), reply.score, reply.done)
 
     async def close(self) -> None:
         """Close it, if it has anything to close; raises what it raises."""
-        if hasattr(self._made, "close"):
-            await invoke(self._made.close, {})
+        if (close := getattr(self.interaction, "close", None)) is not None:
+            await invoke(close, {})
 
 
-def build_interaction(spec: InteractionSpec, kwargs: Mapping[str, Any] | None = None) -> BoundInteraction:
+def build_interaction(spec: InteractionSpec, kwargs: Mapping[str, object] | None = None) -> BoundInteraction:
     """Make an interaction for one trajectory; ``kwargs`` are the prompt's ``interaction_kwargs``.
 
     Raises:
-        ToolError: the import fails, or the class does not take what it is given; says whose key it was.
+        ToolError: the import fails, or the class does not take these values; says whose key it was.
     """
-    given = kwargs or {}
-    if not isinstance(given, Mapping):
-        raise ToolError(f"the prompt's interaction_kwargs must be a mapping, got {type(given).__name__}")
+    where, own = f"interaction '{spec.use}'", kwargs or {}
+    if not isinstance(own, Mapping):
+        raise ToolError(f"the prompt's interaction_kwargs must be a mapping, got {type(own).__name__}")
     try:
         cls = load_object(spec.use)
     except ConfigError as error:
-        raise ToolError(f"interaction '{spec.use}': {error}") from error
+        raise ToolError(f"{where}: {error}") from error
     if not callable(cls) or not callable(getattr(cls, "reply", None)):
-        raise ToolError(f"interaction '{spec.use}': it is no class with a method `reply`")
-    merged = fresh({**spec.kwargs, **given})
+        raise ToolError(f"{where}: it is no class with a method `reply`")
+    merged = fresh({**spec.kwargs, **own})
     try:
-        made = cls(**merged)
-    except Exception as raised:  # a constructor may find anything wrong with a prompt's values
-        takes = inspect.signature(cls)  # seen to afterwards: it takes longer than most constructors
+        return BoundInteraction(spec.use, cls(**merged))
+    except Exception as raised:  # a user's constructor may find anything wrong with a prompt's values
+        signature = inspect.signature(cls)  # only now: reading it takes longer than most constructors
         try:
-            takes.bind(**merged)
+            signature.bind(**merged)
         except TypeError as error:
-            sources = {key: "interaction_kwargs of the prompt" if key in given else "its kwargs" for key in merged}
-            got = ", ".join(f"{key} ({source})" for key, source in sources.items()) or "nothing"
-            raise ToolError(f"interaction '{spec.use}': {error}; it takes {takes}, got {got}") from error
-        source = f" (the prompt's interaction_kwargs gave {', '.join(given)})" if given else ""
-        raise ToolError(f"interaction '{spec.use}': {type(raised).__name__}: {raised}{source}") from raised
-    return BoundInteraction(spec.use, made)
+            sources = (
+                f"{key} ({'interaction_kwargs of the prompt' if key in own else 'its kwargs'})" for key in merged
+            )
+            got = ", ".join(sources) or "nothing"
+            raise ToolError(f"{where}: {error}; it takes {signature}, got {got}") from error
+        source = f" (the prompt's interaction_kwargs gave {', '.join(own)})" if own else ""
+        raise ToolError(f"{where}: {type(raised).__name__}: {raised}{source}") from raised
 
 
 class ScriptedUser:
@@ -164,14 +165,13 @@ class ScriptedUser:
 
     async def reply(self, conversation: Conversation) -> Reply:
         """Judge the latest turn and say the next line, if there is one."""
-        said = conversation.replies
-        score = None
+        number, score = conversation.replies, None
         if self._answers is not None and "answer" in conversation.extra:
             expected = (conversation.extra["answer"], *self._answers)
-            if said < len(expected):
-                score = float(gives_answer(conversation.text, expected[said]))
-        if said < len(self._turns):
-            return Reply(self._turns[said], score)
+            if number < len(expected):
+                score = float(gives_answer(conversation.text, expected[number]))
+        if number < len(self._turns):
+            return Reply(self._turns[number], score)
         return Reply(None, score, done=True)
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsm_rollout.environment.rewards import (
-    TELL_EVERY,
+    LOG_EVERY,
     GroupFilter,
     Reward,
     exact_answer,
@@ -319,7 +319,7 @@ def test_a_failing_reward_is_told_of_once(caplog: pytest.LogCaptureFixture):
 def test_a_filter_that_drops_everything_says_so_now_and_then(caplog: pytest.LogCaptureFixture):
     async def main() -> None:
         wanted = GroupFilter(scores_differ)
-        for _ in range(2 * TELL_EVERY):
+        for _ in range(2 * LOG_EVERY):
             assert not await wanted.keeps(having(1.0, 1.0))
         assert await wanted.keeps(having(0.0, 1.0))
         assert not await wanted.keeps(having(1.0, 1.0))

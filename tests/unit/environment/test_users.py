@@ -190,7 +190,7 @@ def test_a_sync_interaction_runs_in_a_thread_and_is_its_trajectorys_own():
     mine, other = build_interaction(PLAIN), build_interaction(PLAIN, {"gives": "a\ud800"})
     assert reply(mine, [user("u"), said("hello"), user("v")]) == Reply("fine")
     assert reply(other, []) == Reply("a\ufffd")
-    assert (mine._made.notes, other._made.notes) == (["first", "hello"], ["first", ""])
+    assert (mine.interaction.notes, other.interaction.notes) == (["first", "hello"], ["first", ""])
     assert PLAIN.kwargs == {"notes": ["first"]}
     with pytest.raises(RuntimeError, match="closed"):
         asyncio.run(mine.close())
@@ -228,5 +228,5 @@ def test_what_cannot_be_made_says_whose_mistake_it_is(spec: Spec, kwargs: Any, s
 
 
 def test_the_shipped_ones_are_interactions():
-    assert isinstance(build_interaction(SCRIPTED)._made, ScriptedUser)
-    assert isinstance(build_interaction(MODEL)._made, ModelUser)
+    assert isinstance(build_interaction(SCRIPTED).interaction, ScriptedUser)
+    assert isinstance(build_interaction(MODEL).interaction, ModelUser)
