@@ -141,7 +141,8 @@ def _carry_out(out: Path, work: Callable[[Progress], dict[str, Any]]) -> None:
     from rich.console import Console
 
     from fsm_rollout.errors import RolloutError
-    from fsm_rollout.jobs.progress import RunProgress, summary_table
+    from fsm_rollout.jobs.progress import RunProgress
+    from fsm_rollout.jobs.summary import summary_table
     from fsm_rollout.report.token_texts import shortened
 
     console = Console(stderr=True)

@@ -1,15 +1,13 @@
-"""Live progress of a run in a terminal: where the trajectories are, how fast tokens come, and what the tail waits for.
+"""Live progress of a run in a terminal: trajectories by state, tokens per second, and the last ones still running.
 
-Invariant: it only listens to events; a run without a terminal prints a plain line now and then instead.
+Invariant: it only listens to events. A run without a terminal prints a plain line every few seconds instead.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -22,8 +20,6 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 
 PLAIN_EVERY = 10.0
 """Seconds between two lines where there is no terminal."""
-SHOWN_FROM = 0.005
-"""Seconds that are worth a word: the least that is not rounded to 0.00."""
 
 
 class RunProgress:
@@ -39,8 +35,8 @@ class RunProgress:
         self._total = total
         self._console = console
         self._states: Counter[str] = Counter()
-        self._called = 0
-        """Sub-agents under way; the states are those of the prompts' own trajectories."""
+        self._sub_agents = 0
+        """Sub-agents that are running; the states are those of the prompts' own trajectories."""
         self._open: dict[str, Trajectory] = {}
         self._done = done
         self._tokens = 0
@@ -58,18 +54,18 @@ class RunProgress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Take the display away; what remains is the caller's to print."""
+        """Take the display away; the caller prints the result."""
         self._live.stop()
 
     def __call__(self, trajectory: Trajectory, event: AnyEvent) -> None:
-        """Take one event in."""
+        """Count one event."""
         match event:
             case Generated():
                 self._tokens += len(event.ids)
             case Prompted() | Resumed() if trajectory.parent_id is not None:
-                self._called += 1
+                self._sub_agents += 1
             case Ended() | Suspended() if trajectory.parent_id is not None:
-                self._called -= 1
+                self._sub_agents -= 1
             case Transitioned() if trajectory.parent_id is None:
                 self._states[event.source] -= 1
                 self._states[event.dest] += 1
@@ -98,53 +94,11 @@ class RunProgress:
         for state, count in self._states.items():
             if count:
                 states.add_row(Text(state), Text(f"{count:,}", justify="right"))
-        if self._called:
-            states.add_row(Text("sub-agents", style="dim"), Text(f"{self._called:,}", justify="right", style="dim"))
+        if self._sub_agents:
+            states.add_row(Text("sub-agents", style="dim"), Text(f"{self._sub_agents:,}", justify="right", style="dim"))
         lines: list[RenderableType] = [self._bar, states, Text(self._speed(), style="dim")]
-        left = self._total - self._done
-        if self._open and left <= max(4, self._total // 20):
+        if self._open and self._total - self._done <= max(4, self._total // 20):
             oldest = list(self._open.values())[:4]
             tail = ", ".join(f"{t.trajectory_id} {t.state} (turn {t.turn})" for t in oldest)
             lines.append(Text(f"tail: {tail}", style="dim"))
         return Group(*lines)
-
-
-def summary_table(summary: Mapping[str, Any]) -> Table:
-    """Return a run's summary (see :mod:`fsm_rollout.jobs.summary`) as a table for people."""
-    table = Table(show_header=False, box=None, padding=(0, 2))
-    trajectories, tokens, trained = summary["trajectories"], summary["tokens"], summary["trained_tokens"]
-    timing, called = summary["timing"], summary["sub_agents"]
-    besides = f" + {called['trajectories']:,} of sub-agents" if called["trajectories"] else ""
-    whose = "" if not besides else ", sub-agents' too"
-    groups = f"{trajectories:,} in {summary['groups']:,} groups{besides}, {summary['wall_seconds']:.1f} s"
-    table.add_row("trajectories", groups)
-    table.add_row("stop reasons", _counted(summary["stop_reasons"]))
-    if besides:
-        table.add_row("of sub-agents", _counted(called["stop_reasons"]))
-    table.add_row("states", _counted(summary["states"]))
-    table.add_row("turns", f"{_number(summary['turns_mean'])} on average, {summary['transitions']:,} transitions")
-    share = f"{trained / tokens:.0%}" if tokens else "-"
-    table.add_row("tokens", f"{tokens:,} after the prompts, {trained:,} trained ({share}){whose}")
-    table.add_row("tool calls", f"{summary['tool_calls']:,}, {summary['tool_failures']:,} failed{whose}")
-    table.add_row("score", _number(summary["score_mean"], digits=3))
-    for name, spread in timing.items():
-        if name != "slowest" and (spread["max"] or 0.0) >= SHOWN_FROM:
-            seconds = " / ".join(_number(spread[key], digits=2) for key in ("min", "mean", "max"))
-            table.add_row(f"{name} (s)", f"{seconds} (min / mean / max per trajectory)")
-    slowest = timing["slowest"]
-    if slowest is not None:
-        spent = {name: slowest[f"{name}_seconds"] for name in ("queue", "generate", "tool", "interact", "other")}
-        parts = [f"{name} {_number(took, digits=2)}" for name, took in spent.items() if took >= SHOWN_FROM]
-        end = f"{slowest['stop_reason']} after {_number(slowest['wall_seconds'], digits=2)} s"
-        table.add_row("slowest", f"{slowest['trajectory_id']}: {end}" + (f" ({', '.join(parts)})" if parts else ""))
-    return table
-
-
-def _counted(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {count:,}" for name, count in counts.items()) or "-"
-
-
-def _number(value: object, digits: int = 1) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.{digits}f}" if isinstance(value, float) else str(value)

@@ -1,8 +1,8 @@
 """A run as data: the YAML that says which agent meets which prompts on which engine.
 
 Invariant: a :class:`RunConfig` from :func:`load_run` is complete and right in form: every key known, every path
-absolute, every override applied. Whether the files exist and the engine can be built is for those to say who open
-them; the engines' mappings are handed on as they were written.
+absolute, every override applied. Whether the files exist and the engine can be built shows when they are opened; the
+engines' mappings are passed on as they were written.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from fsm_rollout.trajectory.settings import FreeForm, ImportPath, Named, Samplin
 
 ENGINE_PATHS = ("model", "tokenizer", "script", "run")
 """What of an engine's mapping may be a path."""
+AGENT = "agent."
+"""How an override begins that changes the agents."""
 AtLeastOne = Annotated[int, Field(ge=1)]
 
 
@@ -53,7 +55,7 @@ class RunConfig(StrictModel):
     n: AtLeastOne = Field(1, description="trajectories per prompt: the size of a group")
     limit: AtLeastOne | None = Field(None, description="read only the first so many prompts")
     over_sample: Annotated[float, Field(ge=1)] = Field(
-        1.5, description="how many groups may be under way or kept at a time, per group of `target_groups`"
+        1.5, description="how many groups may be running or kept at a time, per group of `target_groups`"
     )
     seed: int = 0
     validate_run: bool = Field(
@@ -66,12 +68,12 @@ class RunConfig(StrictModel):
         None, description="says of a scored group whether it is in the batch: fsm_rollout.rewards:scores_differ"
     )
     target_groups: AtLeastOne | None = Field(
-        None, description="so many groups are enough; what is under way then is suspended, and can be resumed"
+        None, description="the run ends with so many groups; unfinished trajectories are suspended and can be resumed"
     )
     engine: FreeForm = Field(description="the policy: `kind`, and what that kind of engine takes")
     engines: Named[FreeForm] = Field(default_factory=dict, description="further, untrained engines by name")
     failures: Failures = Failures()
-    concurrency: AtLeastOne = Field(1024, description="trajectories under way at once")
+    concurrency: AtLeastOne = Field(1024, description="trajectories that run at once")
     queue_timeout: Seconds = Field(600.0, description="seconds that an engine which answers nothing is waited for")
     out: Path = Field(description="the folder that the results go to, relative to where the command is given")
 
@@ -105,15 +107,15 @@ class RunConfig(StrictModel):
         return self._agent_overrides
 
     def problem(self, path: ConfigPath, message: str) -> Problem:
-        """Say of a key of the YAML what only others could find wrong with it, and where it stands."""
+        """Return a problem that others found with a key of the YAML, with its place."""
         return self._source.problem(path, message)
 
     def to_json(self) -> str:
         """Return the config as JSON text, with the YAML's keys and, if there are any, ``agent_overrides``."""
-        said = self.model_dump(mode="json", by_alias=True)
+        data = self.model_dump(mode="json", by_alias=True)
         if self._agent_overrides:
-            said["agent_overrides"] = list(self._agent_overrides)
-        return json.dumps(said, indent=2)
+            data["agent_overrides"] = list(self._agent_overrides)
+        return json.dumps(data, indent=2)
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -131,69 +133,62 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     source = SourceMap(str(path))
     data, problems = read_yaml(text, source)
     if not isinstance(data, dict):
-        problems = problems or [Problem(_not_a_run(data), str(path), None if data is None else 1)]
-        raise ConfigError(problems)
-    look_in(Path(path).absolute().parent)
-    return _config(data, Path(path).absolute().parent, overrides, source, problems)
+        needs = "`agent`, `prompts`, `engine` and `out`"
+        got = "a list" if isinstance(data, list) else f"a {type(data).__name__}"
+        empty = Problem(f"is empty; a run needs {needs}", str(path))
+        other = Problem(f"a run is a mapping with {needs}, got {got}", str(path), 1)
+        raise ConfigError(problems or [empty if data is None else other])
+    base = Path(path).absolute().parent
+    look_in(base)
+    return _config(data, base, overrides, source, problems)
 
 
-def recorded_run(said: str, base: Path, overrides: Sequence[str] = ()) -> RunConfig:
+def recorded_run(text: str, base: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the config that :meth:`RunConfig.to_json` gave, with further overrides laid over it.
 
     Raises:
         ConfigError: an override is wrong.
     """
     look_in(base)
-    data = json.loads(said)
-    earlier = [f"agent.{override}" for override in data.pop("agent_overrides", ())]
+    data = json.loads(text)
+    earlier = [f"{AGENT}{override}" for override in data.pop("agent_overrides", ())]
     return _config(data, base, [*earlier, *overrides], SourceMap("the run's journal"), [])
 
 
 def _config(
     data: dict[str, Any], base: Path, overrides: Sequence[str], source: SourceMap, problems: list[Problem]
 ) -> RunConfig:
-    own = [override for override in overrides if not override.startswith("agent.")]
-    problems += apply_overrides(data, own, source)
+    # 1. Overrides, then what refers to them.
+    problems += apply_overrides(data, [text for text in overrides if not text.startswith(AGENT)], source)
     problems += interpolate(data, source)
+    # 2. The form. Through JSON, because pydantic is strict there in the right way: no "8" for 8, but lists for tuples.
     try:
-        # Through JSON, because pydantic is strict there in the right way: no "8" for 8, but lists for tuples.
         config = RunConfig.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
         problems += [source.problem(*explained) for explained in explanations(error, RunConfig)]
-        raise ConfigError(in_file_order(problems)) from None
     if problems:
         raise ConfigError(in_file_order(problems))
 
+    # 3. Paths: relative to the file, and those that an override names to where the command is given.
     def resolved(key: str, value: Path) -> Path:
         return (Path() if (key,) in source.overrides else base).absolute() / value
 
-    def from_here(spec: Mapping[str, Any], *at: str) -> dict[str, Any]:
-        named = (key for key in ENGINE_PATHS if {at, at[:-1], (*at, key)} & source.overrides.keys())
-        here = {key: Path(spec[key]).absolute() for key in named if isinstance(spec.get(key), str)}
+    def engine(spec: Mapping[str, object], *at: str) -> dict[str, object]:
+        keys = (key for key in ENGINE_PATHS if {at, at[:-1], (*at, key)} & source.overrides.keys())
+        here = {key: Path(value).absolute() for key in keys if isinstance(value := spec.get(key), str)}
         return {**spec, **{key: str(path) for key, path in here.items() if path.exists()}}
 
-    agent = config.agent
     config = config.model_copy(
         update={
-            "engine": from_here(config.engine, "engine"),
-            "engines": {name: from_here(spec, "engines", name) for name, spec in config.engines.items()},
-            "agent": {name: resolved("agent", file) for name, file in agent.items()}
-            if isinstance(agent, Mapping)
-            else resolved("agent", agent),
+            "engine": engine(config.engine, "engine"),
+            "engines": {name: engine(spec, "engines", name) for name, spec in config.engines.items()},
+            "agent": resolved("agent", config.agent)
+            if isinstance(config.agent, Path)
+            else {name: resolved("agent", file) for name, file in config.agent.items()},
             "prompts": resolved("prompts", config.prompts),
             "out": config.out.absolute(),
         }
     )
-    config._base = base
-    config._source = source
-    config._agent_overrides = tuple(
-        override.removeprefix("agent.") for override in overrides if override.startswith("agent.")
-    )
+    config._base, config._source = base, source
+    config._agent_overrides = tuple(text.removeprefix(AGENT) for text in overrides if text.startswith(AGENT))
     return config
-
-
-def _not_a_run(data: object) -> str:
-    needs = "`agent`, `prompts`, `engine` and `out`"
-    if data is None:
-        return f"is empty; a run needs {needs}"
-    return f"a run is a mapping with {needs}, got {'a list' if isinstance(data, list) else f'a {type(data).__name__}'}"

@@ -1,8 +1,8 @@
 """Carrying out a run YAML: from the file to the run's folder.
 
 Invariant: every mistake in the input is found before the first file is written. A run's folder holds ``journal.sqlite``
-from the first event on; ``batch/``, ``summary.json`` and ``report.html`` are put in place whole, at the end. A run that
-is interrupted sets aside what is under way, and :func:`resume` goes on with it, as with what a crash has cut off.
+from the first event on; ``batch/``, ``summary.json`` and ``report.html`` are put in place whole, at the end. An
+interrupted run suspends its open trajectories, and :func:`resume` continues it, also after a crash.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 from fsm_rollout.agent.graph import POLICY, AgentGraph
 from fsm_rollout.agent.loader import dump, load_agent
@@ -23,7 +22,8 @@ from fsm_rollout.agent.yaml.source_map import in_file_order
 from fsm_rollout.engines.specs import faults
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.jobs.run_config import RunConfig, recorded_run
-from fsm_rollout.jobs.summary import summarize
+from fsm_rollout.jobs.summary import Summary, summarize
+from fsm_rollout.report.report import write_report
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.scheduler.live import Group
 from fsm_rollout.scheduler.scheduler import Listener
@@ -35,18 +35,19 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], AbstractContextManager[Listener]]
-"""Makes the listener that shows a run of so many trajectories, so many of which have ended already."""
+"""Makes the listener that shows a run: from its number of trajectories, and how many of them have ended already."""
 
 JOURNAL = "journal.sqlite"
-RESULTS = ("batch", "summary.json", "report.html", "trajectories")
-OWN_FILES = (JOURNAL, f"{JOURNAL}-wal", f"{JOURNAL}-shm", *RESULTS)
+OWN_FILES = (
+    JOURNAL, f"{JOURNAL}-wal", f"{JOURNAL}-shm", "batch", "summary.json", "report.html", "trajectories"
+)  # fmt: skip
 """What a run writes into its folder, hence what the next run of that name replaces."""
 
 
-def execute(config: RunConfig, progress: Progress, *, replace: bool = False) -> dict[str, Any]:
+def execute(config: RunConfig, progress: Progress, *, replace: bool = False) -> Summary:
     """Run a config to its end, write its folder, and return the summary.
 
-    A finished run of that name is replaced, and with ``replace`` also one that has not come to its end.
+    A finished run of that name is replaced, and with ``replace`` also an unfinished one.
 
     Raises:
         ConfigError: something in the run, its agents, prompts or engines is wrong; nothing has been written.
@@ -54,43 +55,44 @@ def execute(config: RunConfig, progress: Progress, *, replace: bool = False) -> 
     """
     agents = load_agents(config)
     prompts = read_prompts(config.prompts, limit=config.limit)
-    with progress(len(prompts) * config.n, 0) as listener:
-        return _carry_out(config, agents, prompts, listener, replace=replace)
+    return _carry_out(config, agents, prompts, progress, replace=replace)
 
 
-def resume(folder: Path, overrides: Sequence[str], progress: Progress) -> dict[str, Any]:
-    """Go on with the run in a folder, interrupted or cut off, to its end, and return the summary.
+def resume(folder: Path, overrides: Sequence[str], progress: Progress) -> Summary:
+    """Continue the run in a folder, interrupted or cut off, to its end, and return the summary.
 
-    What has ended is left as it is and comes into the batch too; the journal goes on where it stopped. ``overrides``
-    change the run, its engine say, but not its agents, which must be what they were.
+    Trajectories that have ended stay as they are and come into the batch too; the journal continues where it stopped.
+    ``overrides`` change the run, its engine say, but not its agents, which must be what they were.
 
     Raises:
         ConfigError: no run wrote that folder, or something in the run, its agents, prompts or engines is wrong now.
         JournalError: there is no journal in it that can be read, or the run is still going on.
         EngineError: an engine cannot start.
     """
-    path = folder / JOURNAL
-    said = metadata(path)
-    if "run" not in said:
-        raise ConfigError(f"{path} is the journal of a program; `fsm-rollout run` did not write it")
-    config = recorded_run(said["run"], Path(said["base"]), overrides).model_copy(update={"out": folder.absolute()})
+    # 1. The config, as the journal recorded it.
+    journal = folder / JOURNAL
+    recorded = metadata(journal)
+    if "run" not in recorded:
+        raise ConfigError(f"{journal} is the journal of a program; `fsm-rollout run` did not write it")
+    config = recorded_run(recorded["run"], Path(recorded["base"]), overrides)
+    config = config.model_copy(update={"out": folder.absolute()})
+    # 2. Agents and prompts must be what they were.
     agents = load_agents(config)
-    for name, graph in agents.items():
-        if dump(graph) != said["agents"].get(name):
-            raise ConfigError(
-                f"agent '{name}' is not what it was when the run in '{folder}' began; put it back, or run it anew"
-            )
+    changed = [
+        f"agent '{name}' is not what it was" for name in agents if dump(agents[name]) != recorded["agents"].get(name)
+    ]
     prompts = read_prompts(config.prompts, limit=config.limit)
-    asked = {prompt.prompt_id: list(prompt.messages) for prompt in prompts}
-    before = list(read(path))
-    if other := [t.group_id for t in before if t.parent_id is None and asked.get(t.group_id) != list(t.messages)]:
-        raise ConfigError(
-            f"prompt '{other[0]}' is not in {config.prompts} any more as it was when the run in '{folder}' began; put "
-            "it back, or run it anew"
-        )
-    ended = sum(t.ended for t in before if t.parent_id is None)
-    with progress(len(prompts) * config.n, ended) as listener:
-        return _carry_out(config, agents, prompts, listener, before)
+    messages = {prompt.prompt_id: list(prompt.messages) for prompt in prompts}
+    before = list(read(journal))
+    changed += [
+        f"prompt '{trajectory.group_id}' is not in {config.prompts} any more as it was"
+        for trajectory in before
+        if trajectory.parent_id is None and messages.get(trajectory.group_id) != list(trajectory.messages)
+    ]
+    if changed:
+        raise ConfigError(f"{changed[0]} when the run in '{folder}' began; put it back, or start a new run")
+    # 3. The rest of the run.
+    return _carry_out(config, agents, prompts, progress, before)
 
 
 def load_agents(config: RunConfig) -> dict[str, AgentGraph]:
@@ -105,40 +107,47 @@ def _carry_out(
     config: RunConfig,
     agents: Mapping[str, AgentGraph],
     prompts: list[Prompt],
-    listener: Listener,
+    progress: Progress,
     before: Sequence[Trajectory] | None = None,
     *,
     replace: bool = False,
-) -> dict[str, Any]:
+) -> Summary:
+    """Run ``prompts``, or what is left of them after the trajectories ``before``."""
     _check_engines(config)
-    rollout = Rollout(
-        agents,
-        config.engine,
-        engines=config.engines,
-        base=config.base,
-        seed=config.seed,
-        sampling=config.sampling,
-        validate=config.validate_run,
-        validation_sampling=config.validation_sampling,
-        reward=config.reward,
-        concurrency=config.concurrency,
-        engine_attempts=config.failures.engine.attempts,
-        queue_timeout=config.queue_timeout,
-        on_tool_failure=config.failures.tool,
-        group_filter=config.group_filter,
-        on_event=[listener],
-    )  # not within the event loop, where a Ctrl-C would wait until a model has been loaded
-    return asyncio.run(_run(rollout, config, prompts, before, replace=replace))
+    ended = sum(trajectory.ended for trajectory in before or () if trajectory.parent_id is None)
+    with progress(len(prompts) * config.n, ended) as listener:
+        # Engines are built outside the event loop, in which a Ctrl-C would wait until a model has been loaded.
+        rollout = Rollout(
+            agents,
+            config.engine,
+            engines=config.engines,
+            base=config.base,
+            seed=config.seed,
+            sampling=config.sampling,
+            validate=config.validate_run,
+            validation_sampling=config.validation_sampling,
+            reward=config.reward,
+            concurrency=config.concurrency,
+            engine_attempts=config.failures.engine.attempts,
+            queue_timeout=config.queue_timeout,
+            on_tool_failure=config.failures.tool,
+            group_filter=config.group_filter,
+            on_event=[listener],
+        )
+        return asyncio.run(_run(rollout, config, prompts, before, replace=replace))
 
 
 async def _run(
     rollout: Rollout, config: RunConfig, prompts: list[Prompt], before: Sequence[Trajectory] | None, *, replace: bool
-) -> dict[str, Any]:
+) -> Summary:
     try:
+        # 1. Nothing is written before the prompts are known to fit their agents.
         rollout.scheduler.check(prompts)
-        folder = fresh_folder(config.out, replace=replace) if before is None else config.out
+        if before is None:
+            make_folder(config.out, replace=replace)
+        # 2. The run itself.
         facts = rollout.description | {"run": config.to_json()}
-        with Journal(folder / JOURNAL, metadata=facts, append=before is not None) as journal:
+        with Journal(config.out / JOURNAL, metadata=facts, append=before is not None) as journal:
             rollout.journal = journal
             started = time.monotonic()
             stream = rollout.stream(
@@ -150,16 +159,16 @@ async def _run(
             )
             groups = [group async for group in stream]
             seconds = time.monotonic() - started
-        return _write(folder, rollout, groups, seconds)
+        # 3. Its results.
+        return _write(config.out, rollout, groups, seconds)
     finally:
         await rollout.aclose()
 
 
 def _check_engines(config: RunConfig) -> None:
     """Check the engines' mappings while it is known in which lines they stand."""
-    specs: dict[ConfigPath, Mapping[str, Any]] = {("engine",): config.engine} | {
-        ("engines", name): spec for name, spec in config.engines.items()
-    }
+    specs: dict[ConfigPath, Mapping[str, object]] = {("engine",): config.engine}
+    specs |= {("engines", name): spec for name, spec in config.engines.items()}
     problems = [
         config.problem((*at, *path), f"engine '{at[1] if at[1:] else POLICY}': {message}")
         for at, spec in specs.items()
@@ -169,42 +178,39 @@ def _check_engines(config: RunConfig) -> None:
         raise ConfigError(in_file_order(problems))
 
 
-def fresh_folder(path: Path, *, replace: bool = False) -> Path:
+def make_folder(path: Path, *, replace: bool = False) -> None:
     """Make the run's folder, without what an earlier run of the same name has written there.
 
     Raises:
-        ConfigError: there is a file in its place, it holds things of those names that no run wrote, or (unless
-            ``replace``) a run that could go on; or it cannot be written to.
+        ConfigError: there is a file in its place, it holds files of those names that no run wrote, or (unless
+            ``replace``) a run that could be resumed; or it cannot be written to.
     """
-    there = [name for name in OWN_FILES if (path / name).exists()]
-    if there and not is_journal(path / JOURNAL):
+    found = [name for name in OWN_FILES if (path / name).exists()]
+    if found and not is_journal(path / JOURNAL):
         raise ConfigError(
-            f"out: '{path}' holds '{there[0]}', and no journal of a run that wrote it; choose another, or remove it"
+            f"out: '{path}' holds '{found[0]}', and no journal of a run that wrote it; choose another, or remove it"
         )
-    if there and not replace and not (path / "summary.json").exists() and any(read(path / JOURNAL)):
+    if found and not replace and not (path / "summary.json").exists() and any(read(path / JOURNAL)):
         raise ConfigError(
-            f"out: '{path}' holds a run that has not come to its end; go on with it (fsm-rollout resume {path}), "
+            f"out: '{path}' holds a run that has not come to its end; resume it (fsm-rollout resume {path}), "
             "choose another folder, or give --replace"
         )
     try:
         path.mkdir(parents=True, exist_ok=True)
         for name in OWN_FILES:
-            old = path / name
-            if old.is_dir():
-                shutil.rmtree(old)
+            if (path / name).is_dir():
+                shutil.rmtree(path / name)
             else:
-                old.unlink(missing_ok=True)
+                (path / name).unlink(missing_ok=True)
     except OSError as error:
         why = error.strerror or error
         raise ConfigError(f"out: '{path}' cannot be the run's folder: {why}; choose another") from error
-    return path
 
 
-def _write(folder: Path, rollout: Rollout, groups: list[Group], seconds: float) -> dict[str, Any]:
+def _write(folder: Path, rollout: Rollout, groups: list[Group], seconds: float) -> Summary:
     trajectories = [trajectory for group in [*groups, *rollout.carried] for trajectory in group.all]
     summary = summarize(trajectories, wall_seconds=seconds, engine=rollout.engine_stats())
-    errors = [error for group in groups for error in group.reward_errors]
-    if errors:
+    if errors := [error for group in groups for error in group.reward_errors]:
         summary["reward_errors"] = errors
     if rollout.scheduler.group_filter is not None:
         summary["groups_dropped"] = sum(group.dropped for group in groups)
@@ -212,15 +218,8 @@ def _write(folder: Path, rollout: Rollout, groups: list[Group], seconds: float) 
     partial = folder / "summary.json.partial"
     partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     partial.replace(folder / "summary.json")
-    _report(folder)
-    return summary
-
-
-def _report(folder: Path) -> None:
-    """Write ``report.html``. The run's results are in place by now, so whatever goes wrong here is only said."""
-    from fsm_rollout.report.report import write_report
-
     try:
         write_report(folder, pages=True)
-    except Exception as error:
+    except Exception as error:  # pages call users' code; the results are in place, so a failure here is only logged
         logger.warning("report.html was not written: %s: %s", type(error).__name__, error)
+    return summary

@@ -1,4 +1,4 @@
-"""A run in one small mapping: what ``summary.json`` holds.
+"""A run in numbers, for machines and for people: what ``summary.json`` holds, and the table that a run prints.
 
 Invariant: plain JSON data under fixed keys, a function of the trajectories (sub-agents' among them) and of the two
 things that they do not know: how long the run took and what the engine counted.
@@ -7,16 +7,26 @@ things that they do not know: how long the run took and what the engine counted.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from rich.table import Table
 
 from fsm_rollout.batch.rows import turns_of
 from fsm_rollout.trajectory.trajectory import Trajectory
 
+Summary: TypeAlias = dict[str, Any]
+"""JSON data."""
+
+SHOWN_FROM = 0.005
+"""Seconds from which a time is shown: less would be rounded to 0.00."""
+PARTS = ("queue", "generate", "tool", "interact", "other")
+"""What a trajectory's time goes into; its ``timing`` says ``tools`` for ``tool``."""
+
 
 def summarize(
-    trajectories: Iterable[Trajectory], *, wall_seconds: float, engine: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+    trajectories: Iterable[Trajectory], *, wall_seconds: float, engine: Mapping[str, object] | None = None
+) -> Summary:
     """Return the summary of a run.
 
     It is about the prompts' own trajectories; those of sub-agents, which are called by them and have their scores, are
@@ -30,9 +40,9 @@ def summarize(
     took longest from its start to its end. A mean over nothing is ``None``, as is ``score_mean`` where nothing was
     scored.
     """
-    given = list(trajectories)
-    own = [trajectory for trajectory in given if trajectory.parent_id is None]
-    called = [trajectory for trajectory in given if trajectory.parent_id is not None]
+    everything = list(trajectories)
+    own = [trajectory for trajectory in everything if trajectory.parent_id is None]
+    called = [trajectory for trajectory in everything if trajectory.parent_id is not None]
     visits: Counter[str] = Counter()
     for trajectory in own:
         visits.update(trajectory.visits)
@@ -46,57 +56,54 @@ def summarize(
         **_endings(own),
         "sub_agents": {"trajectories": len(called), **_endings(called)},
         "turns_mean": _mean([sum(map(turns_of, trajectory.streams)) for trajectory in own]),
-        "tokens": sum(trajectory.response_tokens for trajectory in given),
-        "trained_tokens": sum(trajectory.trained_tokens for trajectory in given),
-        "tool_calls": sum(trajectory.calls_seen for trajectory in given),
-        "tool_failures": sum(trajectory.calls_failed for trajectory in given),
+        "tokens": sum(trajectory.response_tokens for trajectory in everything),
+        "trained_tokens": sum(trajectory.trained_tokens for trajectory in everything),
+        "tool_calls": sum(trajectory.calls_seen for trajectory in everything),
+        "tool_failures": sum(trajectory.calls_failed for trajectory in everything),
         "score_mean": _mean([trajectory.score for trajectory in own if trajectory.score is not None]),
         "timing": {
-            **{name: _spread([part[f"{key}_seconds"] for part in parts]) for name, key in _TIMED.items()},
+            **{"tools" if name == "tool" else name: _spread([part[name] for part in parts]) for name in PARTS},
             "slowest": _slowest(own),
         },
         "engine": dict(engine or {}),
     }
 
 
-_TIMED = {"queue": "queue", "generate": "generate", "tools": "tool", "interact": "interact", "other": "other"}
-
-
 def _parts(trajectory: Trajectory) -> dict[str, float]:
-    """Return what a trajectory's time went into."""
+    """Return the seconds that a trajectory spent in each of :data:`PARTS`."""
     until = trajectory.latest_at if trajectory.ended_at is None else trajectory.ended_at
     parts = {
-        "queue_seconds": trajectory.queue_seconds,
-        "generate_seconds": trajectory.generate_seconds,
-        "tool_seconds": trajectory.tool_seconds,
-        "interact_seconds": trajectory.interact_seconds,
+        "queue": trajectory.queue_seconds,
+        "generate": trajectory.generate_seconds,
+        "tool": trajectory.tool_seconds,
+        "interact": trajectory.interact_seconds,
     }
-    return parts | {"other_seconds": max(0.0, trajectory.elapsed(until) - sum(parts.values()))}
+    return parts | {"other": max(0.0, trajectory.elapsed(until) - sum(parts.values()))}
 
 
-def _endings(trajectories: list[Trajectory]) -> dict[str, dict[str, Any]]:
+def _endings(trajectories: Sequence[Trajectory]) -> Summary:
     """Return how many ended for which reason, and what failed."""
-    reasons = Counter(map(_ending, trajectories)).most_common()
-    failed = [one for one in trajectories if (one.stop_reason or "").startswith("failed:")]
-    said = {str(one.stop_reason): one.detail or "" for one in reversed(failed)}
-    return {"stop_reasons": dict(reasons)} | ({"failures": said} if said else {})
+    reasons = Counter(
+        trajectory.stop_reason or ("unfinished" if trajectory.suspended is None else "suspended")
+        for trajectory in trajectories
+    )
+    failures = {
+        trajectory.stop_reason: trajectory.detail or ""
+        for trajectory in reversed(trajectories)  # the first of each kind is written last
+        if trajectory.stop_reason is not None and trajectory.stop_reason.startswith("failed:")
+    }
+    return {"stop_reasons": dict(reasons.most_common())} | ({"failures": failures} if failures else {})
 
 
-def _ending(trajectory: Trajectory) -> str:
-    if trajectory.stop_reason is not None:
-        return trajectory.stop_reason
-    return "suspended" if trajectory.suspended is not None else "unfinished"
-
-
-def _mean(values: list[int] | list[float]) -> float | None:
+def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _spread(seconds: list[float]) -> dict[str, float | None]:
+def _spread(seconds: Sequence[float]) -> dict[str, float | None]:
     return {"min": min(seconds, default=None), "mean": _mean(seconds), "max": max(seconds, default=None)}
 
 
-def _slowest(trajectories: list[Trajectory]) -> dict[str, Any] | None:
+def _slowest(trajectories: Sequence[Trajectory]) -> Summary | None:
     ended = [trajectory for trajectory in trajectories if trajectory.wall_seconds is not None]
     slowest = max(ended, key=lambda trajectory: trajectory.wall_seconds or 0.0, default=None)
     if slowest is None:
@@ -105,6 +112,44 @@ def _slowest(trajectories: list[Trajectory]) -> dict[str, Any] | None:
         "trajectory_id": slowest.trajectory_id,
         "stop_reason": slowest.stop_reason,
         "wall_seconds": slowest.wall_seconds,
-        **_parts(slowest),
+        **{f"{name}_seconds": seconds for name, seconds in _parts(slowest).items()},
         "tokens": slowest.response_tokens,
     }
+
+
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """Return a run's summary as a table for people."""
+    table = Table(show_header=False, box=None, padding=(0, 2))
+    trajectories, tokens, trained = summary["trajectories"], summary["tokens"], summary["trained_tokens"]
+    timing, called = summary["timing"], summary["sub_agents"]
+    besides = f" + {called['trajectories']:,} of sub-agents" if called["trajectories"] else ""
+    of_both = ", sub-agents' too" if besides else ""
+    groups = f"{trajectories:,} in {summary['groups']:,} groups{besides}, {summary['wall_seconds']:.1f} s"
+    table.add_row("trajectories", groups)
+    table.add_row("stop reasons", _counted(summary["stop_reasons"]))
+    if besides:
+        table.add_row("of sub-agents", _counted(called["stop_reasons"]))
+    table.add_row("states", _counted(summary["states"]))
+    table.add_row("turns", f"{_number(summary['turns_mean'])} on average, {summary['transitions']:,} transitions")
+    share = f"{trained / tokens:.0%}" if tokens else "-"
+    table.add_row("tokens", f"{tokens:,} after the prompts, {trained:,} trained ({share}){of_both}")
+    table.add_row("tool calls", f"{summary['tool_calls']:,}, {summary['tool_failures']:,} failed{of_both}")
+    table.add_row("score", _number(summary["score_mean"], digits=3))
+    for name, spread in timing.items():
+        if name != "slowest" and (spread["max"] or 0.0) >= SHOWN_FROM:
+            seconds = " / ".join(_number(spread[key], digits=2) for key in ("min", "mean", "max"))
+            table.add_row(f"{name} (s)", f"{seconds} (min / mean / max per trajectory)")
+    if (slowest := timing["slowest"]) is not None:
+        spent = {name: slowest[f"{name}_seconds"] for name in PARTS}
+        parts = ", ".join(f"{name} {_number(took, digits=2)}" for name, took in spent.items() if took >= SHOWN_FROM)
+        end = f"{slowest['stop_reason']} after {_number(slowest['wall_seconds'], digits=2)} s"
+        table.add_row("slowest", f"{slowest['trajectory_id']}: {end}" + (f" ({parts})" if parts else ""))
+    return table
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in counts.items()) or "-"
+
+
+def _number(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{value:.{digits}f}" if isinstance(value, float) else str(value)

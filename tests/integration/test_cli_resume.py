@@ -159,7 +159,7 @@ def hear(trajectory, event):
     if sum(isinstance(one, Called) for one in seen) == 4:
         import gc
         from fsm_rollout.trajectory.journal import Journal
-        next(one for one in gc.get_objects() if isinstance(one, Journal)).flush()
+        next(found for found in gc.get_objects() if type(found) is Journal).flush()
         os._exit(9)
 execute(config, listener)
 """

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from rich.console import Console
 
-from fsm_rollout.jobs.progress import RunProgress, summary_table
-from fsm_rollout.jobs.summary import summarize
+from fsm_rollout.jobs.progress import RunProgress
+from fsm_rollout.jobs.summary import summarize, summary_table
 from fsm_rollout.testing.strategies.histories import several_event_sequences
 from fsm_rollout.trajectory.events import (
     AnyEvent,
