@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from fsm_rollout.agent.handlers import BUILT_IN_STATES
+from fsm_rollout.trajectory.reasons import Trigger
 from fsm_rollout.trajectory.settings import (
     AtLeastOne,
     FreeForm,
@@ -36,9 +37,6 @@ MAIN = "main"
 """The context that exists without being named."""
 POLICY = "policy"
 """The engine that is being trained; every other name is an untrained engine of the run."""
-
-IMPLICIT_TRIGGERS = ("truncated", "failed", "timed_out", "limit_reached", "cancelled")
-"""Triggers the scheduler raises by itself. Without a row they end the trajectory; ``cancelled`` always does."""
 
 
 class Context(StrictModel):
@@ -187,8 +185,8 @@ class AgentGraph(StrictModel):
             if row.trigger == trigger and (state in row.source or "*" in row.source):
                 yield row
         on_error = self.states[state].on_error
-        if trigger == "failed" and on_error is not None:
-            yield TransitionRow(trigger="failed", source=(state,), dest=on_error)
+        if trigger == Trigger.FAILED and on_error is not None:
+            yield TransitionRow(trigger=Trigger.FAILED, source=(state,), dest=on_error)
 
 
 Tool.model_rebuild()

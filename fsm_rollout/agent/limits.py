@@ -23,6 +23,7 @@ have a ``max_visits`` of their own (they live on that alone), and ends the traje
 from __future__ import annotations
 
 from fsm_rollout.agent.graph import AgentGraph
+from fsm_rollout.trajectory.reasons import LimitName
 from fsm_rollout.trajectory.trajectory import Trajectory, routing_key
 
 
@@ -56,6 +57,6 @@ def reached_on_entry(graph: AgentGraph, trajectory: Trajectory, spends: str | No
         return "max_visits"
     if spends is not None and remaining(graph, trajectory, spends, trajectory.spent.get(spends, 0)) < 0:
         return spends
-    if remaining(graph, trajectory, "wall_seconds", trajectory.elapsed(now)) <= 0:
+    if remaining(graph, trajectory, LimitName.WALL_SECONDS, trajectory.elapsed(now)) <= 0:
         return "wall_seconds"
     return None

@@ -14,11 +14,12 @@ from typing import Any
 
 import transitions
 
-from fsm_rollout.agent.graph import IMPLICIT_TRIGGERS, TERMINATED, AgentGraph, TransitionRow
+from fsm_rollout.agent.graph import TERMINATED, AgentGraph, TransitionRow
 from fsm_rollout.agent.handlers import handler_spec
 from fsm_rollout.agent.predicates import compile_predicate
 from fsm_rollout.errors import RolloutError, describe
 from fsm_rollout.trajectory.events import AnyEvent, Transitioned
+from fsm_rollout.trajectory.reasons import IMPLICIT_TRIGGERS, LimitName, Trigger
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory, routing_key
 
 Emit = Callable[[AnyEvent], None]
@@ -98,7 +99,7 @@ class AgentMachine:
     def _add_rows(self, state: str) -> None:
         triggers = dict.fromkeys([row.trigger for row in self.graph.transitions] + list(IMPLICIT_TRIGGERS))
         for trigger in triggers:
-            if trigger != "cancelled":  # the one trigger that no row may take
+            if trigger != Trigger.CANCELLED:  # the one trigger that no row may take
                 for row in self.graph.rows_of(state, trigger):
                     self._add(state, row)
             if trigger in IMPLICIT_TRIGGERS:
@@ -161,10 +162,10 @@ class AgentMachine:
             if self._fire(trajectory, outcome, at, emit, routed=True):
                 return
             failed = Outcome(
-                "failed", error="NoRow", detail=f"no row takes '{outcome.trigger}' in state '{trajectory.state}'"
+                Trigger.FAILED, error="NoRow", detail=f"no row takes '{outcome.trigger}' in state '{trajectory.state}'"
             )
         except PredicateFailed as error:
-            failed = Outcome("failed", error="PredicateFailed", detail=str(error))
+            failed = Outcome(Trigger.FAILED, error="PredicateFailed", detail=str(error))
         try:
             # A limit that was reached stays reached: were its failed routing routed, the proof would not know of it.
             self._fire(trajectory, failed, at, emit, routed=outcome.limit is None)
@@ -183,4 +184,4 @@ def _nothing(trajectory: Trajectory) -> dict[str, int]:
 
 
 def _spend(limit: str, trajectory: Trajectory) -> dict[str, int]:
-    return {limit: max(1, len(trajectory.attempts)) if limit == "tool_calls" else 1}
+    return {limit: max(1, len(trajectory.attempts)) if limit == LimitName.TOOL_CALLS else 1}

@@ -31,6 +31,7 @@ from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.proof_search import Counts, ranking, search
 from fsm_rollout.agent.rules.structure import Structure
 from fsm_rollout.errors import ConfigError
+from fsm_rollout.trajectory.reasons import LimitName
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +117,9 @@ def _bound(structure: Structure, counts: Counts) -> Bound:
     callers = custom | {state for state in counts.ran if structure.specs[state].name == "call_tools"}
     return Bound(
         transitions=counts.transitions,
-        generations=at_most("assistant_turns", custom, "generate") if custom else counts.generations,
-        tool_calls=at_most("tool_calls", callers, ""),
-        user_turns=at_most("user_turns", takers, "interact") if takers else counts.user_turns,
+        generations=at_most(LimitName.ASSISTANT_TURNS, custom, "generate") if custom else counts.generations,
+        tool_calls=at_most(LimitName.TOOL_CALLS, callers, ""),
+        user_turns=at_most(LimitName.USER_TURNS, takers, "interact") if takers else counts.user_turns,
         response_tokens=None if _outlived(counts, "response_tokens") else limits.response_tokens,
         wall_seconds=_seconds(graph, counts),
         exact=counts.exact,

@@ -17,6 +17,7 @@ from fsm_rollout.agent.handlers import COUNTED_LIMITS
 from fsm_rollout.agent.predicates import PREDICATES, visits_argument
 from fsm_rollout.agent.rules.structure import Structure
 from fsm_rollout.errors import ConfigError
+from fsm_rollout.trajectory.reasons import Trigger
 from fsm_rollout.trajectory.trajectory import routing_key
 
 UNCOUNTED_LIMITS = ("response_tokens", "context_tokens", "wall_seconds", "bad_calls")
@@ -139,15 +140,15 @@ class _Search:
         limit = structure.spends(state)
         if limit is not None and getattr(limits, limit) is not None:
             node.spent, node.allowed = self.slots[f"spent:{limit}"], getattr(limits, limit)
-            node.over_limit = self._raise(state, "limit_reached", limit)
+            node.over_limit = self._raise(state, Trigger.LIMIT_REACHED, limit)
         if node.max_visits is not None:
-            node.over_visits = self._raise(state, "limit_reached", "max_visits")
+            node.over_visits = self._raise(state, Trigger.LIMIT_REACHED, "max_visits")
         custom = structure.is_custom(state)
         for trigger in dict.fromkeys((*spec.triggers, "failed", "timed_out", *(("truncated",) if custom else ()))):
             node.raises.append(self._raise(state, trigger, None))
         within = [name for name in UNCOUNTED_LIMITS if name == "context_tokens" or getattr(limits, name) is not None]
         within += [name for name in COUNTED_LIMITS if custom and getattr(limits, name) is not None]
-        node.raises += [self._raise(state, "limit_reached", name) for name in within]
+        node.raises += [self._raise(state, Trigger.LIMIT_REACHED, name) for name in within]
         node.raises = [raised for raised in node.raises if raised.ways]
         return node
 
@@ -331,6 +332,6 @@ def _longest_path(structure: Structure, free: list[str]) -> int:
     for _ in free:
         for state in free:
             for row in structure.edges(state):
-                if row.dest in longest and row.trigger != "limit_reached":
+                if row.dest in longest and row.trigger != Trigger.LIMIT_REACHED:
                     longest[state] = max(longest[state], 1 + longest[row.dest])
     return max(longest.values(), default=0)

@@ -22,6 +22,7 @@ from fsm_rollout.chat.markers import Encoded, Injection, Part, encoder_for
 from fsm_rollout.chat.messages import Dialect, Message, check_turns, conform, roles_of
 from fsm_rollout.chat.rendering import Renderer, TemplateSource, Tools, shown_tools
 from fsm_rollout.errors import ChatTemplateError, GlueMismatchError
+from fsm_rollout.trajectory.reasons import FinishReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -323,11 +324,11 @@ class ChatTemplate:
 
     def _stop_of(self, sampled_ids: Sequence[int], finish_reason: str) -> int | None:
         """Return the stop token a turn ended in, or None if it was cut."""
-        if not isinstance(finish_reason, str) or finish_reason not in ("stop", "length", "abort"):
+        if not isinstance(finish_reason, str) or finish_reason not in tuple(FinishReason):
             raise ChatTemplateError(
                 "unknown-option", f"finish_reason must be stop, length or abort, got {finish_reason!r}"
             )
-        if finish_reason != "stop":
+        if finish_reason != FinishReason.STOP:
             return None
         try:
             last = index(sampled_ids[-1]) if len(sampled_ids) else None  # numpy's and torch's integers too

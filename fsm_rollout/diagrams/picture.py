@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from fsm_rollout.agent.graph import IMPLICIT_TRIGGERS, MAIN, POLICY, TERMINATED, AgentGraph, Predicate, TransitionRow
+from fsm_rollout.agent.graph import MAIN, POLICY, TERMINATED, AgentGraph, Predicate, TransitionRow
 from fsm_rollout.agent.proof import prove
 from fsm_rollout.agent.rules.structure import Structure
 from fsm_rollout.diagrams.palette import PALE, Colour, colour_of
 from fsm_rollout.errors import ConfigError
+from fsm_rollout.trajectory.reasons import IMPLICIT_TRIGGERS, LimitName, Trigger
 from fsm_rollout.trajectory.trajectory import Outcome
 
 ANY = "*"
@@ -110,7 +111,7 @@ def _box(structure: Structure, name: str) -> Box:
     if spec is None:
         return Box(name, "undefined", colour)
     state, context = graph.states[name], graph.context(graph.states[name].context)
-    samples = spec.spends == "assistant_turns"  # of a handler of the user's that spends nothing, nothing is known
+    samples = spec.spends == LimitName.ASSISTANT_TURNS  # a handler of the user's that spends nothing may sample or not
     where = "" if state.context == MAIN else f" in {state.context}"
     if samples and context.engine != POLICY:
         where += f" by {context.engine}"
@@ -126,7 +127,7 @@ def _box(structure: Structure, name: str) -> Box:
 
 def _facts(graph: AgentGraph, name: str, handler: str, spends: str | None) -> Iterator[str]:
     state, limits = graph.states[name], graph.limits.model_dump()
-    calls = spends == "tool_calls" or (":" in handler and spends == "assistant_turns")
+    calls = spends == LimitName.TOOL_CALLS or (":" in handler and spends == LimitName.ASSISTANT_TURNS)
     if calls and (tools := graph.tools_of(state.context)):
         agents = {name: tool.agent.agent for name, tool in graph.tools.items() if tool.agent is not None}
         yield ", ".join(f"{name} (agent {agents[name]})" if name in agents else name for name in tools)
@@ -152,7 +153,7 @@ def _arrows(structure: Structure) -> Iterator[Arrow]:
     graph = structure.graph
     rows = [(row, structure.sources(row)) for row in graph.transitions]
     rows += [
-        (TransitionRow(trigger="failed", source=(name,), dest=state.on_error), (name,))
+        (TransitionRow(trigger=Trigger.FAILED, source=(name,), dest=state.on_error), (name,))
         for name, state in graph.states.items()
         if state.on_error is not None and name in graph.working_states
     ]
@@ -229,4 +230,6 @@ def _implicit_arrows(structure: Structure) -> Iterator[Arrow]:
 def _always_taken(structure: Structure, state: str, trigger: str) -> bool:
     """Whether a row takes ``trigger`` whatever holds; a limit is routed once only, the second time it ends the run."""
     rows = structure.graph.rows_of(state, trigger)
-    return trigger not in ("limit_reached", "cancelled") and any(not (row.conditions or row.unless) for row in rows)
+    return trigger not in (Trigger.LIMIT_REACHED, Trigger.CANCELLED) and any(
+        not (row.conditions or row.unless) for row in rows
+    )

@@ -20,8 +20,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from fsm_rollout.engines.protocol import Chunk, FinishReason, Load, Request, SamplingParams
+from fsm_rollout.engines.protocol import Chunk, Load, Request, SamplingParams
 from fsm_rollout.errors import EngineError
+from fsm_rollout.trajectory.reasons import FinishReason
 from fsm_rollout.trajectory.tokens import Ids, Logprobs
 
 assert sys.byteorder == "little", "blocks are little-endian"

@@ -20,9 +20,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from fsm_rollout.errors import EngineError
+from fsm_rollout.trajectory.reasons import FinishReason
 from fsm_rollout.trajectory.tokens import Ids, Logprobs
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     Weights = str | Path | Mapping[str, torch.Tensor]
     """New weights: a model's folder, or tensors by name."""
 
-FinishReason = Literal["stop", "length", "abort"]
 
 FOR_GOOD = frozenset({"RouterFailed", "ReplayDiverged", "ReplayCutOff"})
 """Classes of errors of single requests that would come again if the request did."""

@@ -29,6 +29,7 @@ from fsm_rollout.trajectory.events import (
     Transitioned,
     UserReplied,
 )
+from fsm_rollout.trajectory.reasons import FinishReason
 from fsm_rollout.trajectory.tokens import Owner
 
 
@@ -75,9 +76,9 @@ class Card:
     @property
     def cut(self) -> str | None:
         """What cut its generation short, if anything did."""
-        if self.generated is None or self.generated.finish_reason == "stop":
+        if self.generated is None or self.generated.finish_reason == FinishReason.STOP:
             return None
-        if self.generated.finish_reason == "length":
+        if self.generated.finish_reason == FinishReason.LENGTH:
             return f"cut at {self.generated.cut_by or 'max_tokens'}"
         return "aborted"
 

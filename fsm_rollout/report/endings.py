@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from fsm_rollout.agent.graph import IMPLICIT_TRIGGERS
+from fsm_rollout.trajectory.reasons import IMPLICIT_TRIGGERS, Trigger
 from fsm_rollout.trajectory.trajectory import Outcome
 
-_OUTCOMES = [*map(Outcome, IMPLICIT_TRIGGERS), Outcome("failed", error="PromptTooLong")]
+_OUTCOMES = [*map(Outcome, IMPLICIT_TRIGGERS), Outcome(Trigger.FAILED, error="PromptTooLong")]
 _CUT = {outcome.stop_reason.partition(":")[0] for outcome in _OUTCOMES}
 OPEN = ("suspended", "unfinished")
 """What is said of a trajectory that has no stop reason."""

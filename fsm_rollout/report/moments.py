@@ -22,6 +22,7 @@ from fsm_rollout.trajectory.events import (
     Transitioned,
     UserReplied,
 )
+from fsm_rollout.trajectory.reasons import FinishReason
 
 Kind = Literal["queue", "generate", "tool", "interact", "away"]
 KINDS: tuple[Kind, ...] = ("queue", "generate", "tool", "interact", "away")
@@ -88,7 +89,7 @@ def stretches(events: Sequence[AnyEvent]) -> list[Stretch]:
                 if event.queue_seconds > 0:
                     start = begun - event.queue_seconds
                     add("queue", event.state, start, begun, "queue", replica=event.replica, turn=own)
-                cut = None if event.finish_reason == "stop" else event.finish_reason
+                cut = None if event.finish_reason == FinishReason.STOP else event.finish_reason
                 label, count = f"generate {len(event.ids)} tokens", len(event.ids)
                 add("generate", event.state, begun, event.at, label, replica=event.replica, tokens=count, failure=cut,
                     turn=own)  # fmt: skip

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from fsm_rollout.agent.graph import IMPLICIT_TRIGGERS, AgentGraph
+from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.environment.users import BoundInteraction, build_interaction
 from fsm_rollout.scheduler.program import Program
@@ -20,6 +20,7 @@ from fsm_rollout.scheduler.trajectory_runner import drive
 from fsm_rollout.tools import AgentAnswer
 from fsm_rollout.trajectory.events import AnyEvent, Prompted, encode
 from fsm_rollout.trajectory.prompt import Prompt
+from fsm_rollout.trajectory.reasons import IMPLICIT_TRIGGERS
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from fsm_rollout.trajectory.reasons import FinishReason
 from fsm_rollout.trajectory.tokens import Ids, Logprobs
 
 Message = dict[str, Any]
@@ -103,7 +104,7 @@ class MalformedCall(msgspec.Struct, frozen=True, kw_only=True, tag="broken"):
 class Generated(Event, frozen=True, kw_only=True, tag="generated"):
     """One generation ended. ``versions`` are run lengths ``(tokens, weight version)`` over ``ids``.
 
-    ``finish_reason`` is ``stop``, ``length`` or ``abort``. ``message`` is the whole assistant message as it now stands
+    ``message`` is the whole assistant message as it now stands
     in the history (a generation that goes on after ``length`` replaces its message). ``attempts`` holds calls and
     broken calls in the order in which they stand in the text.
     """
@@ -113,7 +114,7 @@ class Generated(Event, frozen=True, kw_only=True, tag="generated"):
     ids: Ids
     logprobs: Logprobs
     versions: list[tuple[int, int]]
-    finish_reason: str
+    finish_reason: FinishReason
     message: Message
     attempts: list[ToolCall | MalformedCall] = []
     continued: bool = False

@@ -37,6 +37,7 @@ from fsm_rollout.trajectory.events import (
     Transitioned,
     UserReplied,
 )
+from fsm_rollout.trajectory.reasons import FinishReason, LimitName, StopReason, Trigger
 from fsm_rollout.trajectory.tokens import Ids, TokenStream
 
 
@@ -56,16 +57,16 @@ class Outcome(msgspec.Struct, frozen=True):
     def stop_reason(self) -> str:
         """The stop reason of a trajectory that this outcome ends, when the row names none."""
         match self.trigger:
-            case "limit_reached":
-                return f"limit:{self.limit}"
-            case "failed" if self.error == "PromptTooLong":
-                return "prompt_too_long"
-            case "failed":
-                return f"failed:{self.error}"
-            case "truncated" | "timed_out" | "cancelled" | "interaction_done":
-                return self.trigger
+            case Trigger.LIMIT_REACHED:
+                return StopReason.of_limit(self.limit)
+            case Trigger.FAILED if self.error == "PromptTooLong":
+                return StopReason.PROMPT_TOO_LONG
+            case Trigger.FAILED:
+                return StopReason.of_failure(self.error)
+            case Trigger.TRUNCATED | Trigger.TIMED_OUT | Trigger.CANCELLED | Trigger.INTERACTION_DONE:
+                return StopReason(self.trigger)
             case _:
-                return "answered"
+                return StopReason.ANSWERED
 
 
 class Stream:
@@ -107,7 +108,7 @@ class Stream:
         self.turn_at = len(self.tokens)
         self.turn: int | None = None
         """Index of the latest generation in this stream."""
-        self.finish_reason: str | None = None
+        self.finish_reason: FinishReason | None = None
         self.open = True
 
     @property
@@ -396,7 +397,7 @@ class Trajectory:
         self.calls_failed += event.failure is not None
         self.tool_seconds += event.seconds
         if event.bad:
-            self.spent["bad_calls"] = self.spent.get("bad_calls", 0) + 1
+            self.spent[LimitName.BAD_CALLS] = self.spent.get(LimitName.BAD_CALLS, 0) + 1
         if event.reward is not None:
             self.tool_rewards.append(event.reward)
 
@@ -416,7 +417,7 @@ class Trajectory:
     def _transitioned(self, event: Transitioned) -> None:
         if event.source != self.state:
             raise StreamError(f"a row from '{event.source}' fired in state '{self.state}' of {self.trajectory_id}")
-        if event.trigger == "limit_reached":
+        if event.trigger == Trigger.LIMIT_REACHED:
             self.routed |= {routing_key(str(event.limit), event.source)}
         self.transitions += 1
         self.here = []
@@ -465,7 +466,7 @@ class Trajectory:
 
 def routing_key(limit: str, state: str) -> str:
     """Return under which name a limit is remembered as routed: ``max_visits`` is one limit per state."""
-    return f"{limit}@{state}" if limit == "max_visits" else limit
+    return f"{limit}@{state}" if limit == LimitName.MAX_VISITS else limit
 
 
 _APPLY: Mapping[type[Event], Callable[[Trajectory, Any], None]] = {

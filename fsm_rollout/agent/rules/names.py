@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from fsm_rollout.agent.graph import IMPLICIT_TRIGGERS, MAIN, TERMINATED, AgentGraph, State
+from fsm_rollout.agent.graph import MAIN, TERMINATED, AgentGraph, State
 from fsm_rollout.agent.handlers import BUILT_IN_STATES, handler_spec
 from fsm_rollout.agent.predicates import PREDICATES
 from fsm_rollout.agent.rules.finding import Finding, in_tools, predicates_of
 from fsm_rollout.agent.rules.structure import Structure
 from fsm_rollout.errors import ConfigError, did_you_mean
 from fsm_rollout.trajectory.model_errors import ConfigPath, describe_path
+from fsm_rollout.trajectory.reasons import IMPLICIT_TRIGGERS
 
 
 def names(graph: AgentGraph, structure: Structure | None = None, *, nested: bool = True) -> Iterator[Finding]:

@@ -8,6 +8,7 @@ from fsm_rollout.agent.graph import TERMINATED, TransitionRow
 from fsm_rollout.agent.rules.finding import Finding
 from fsm_rollout.agent.rules.structure import Structure
 from fsm_rollout.trajectory.model_errors import ConfigPath
+from fsm_rollout.trajectory.reasons import Trigger
 
 
 def unreachable(structure: Structure) -> Iterator[Finding]:
@@ -79,7 +80,7 @@ def agents_as_tools(structure: Structure) -> Iterator[Finding]:
 def _routes(row: TransitionRow, limit: str) -> bool:
     """Whether a row may take a limit that was reached."""
     wanted = [(predicate, True) for predicate in row.conditions] + [(predicate, False) for predicate in row.unless]
-    return row.trigger == "limit_reached" and all(
+    return row.trigger == Trigger.LIMIT_REACHED and all(
         (predicate.argument == limit) is holds for predicate, holds in wanted if predicate.name == "limit"
     )
 
@@ -100,7 +101,7 @@ def nothing_new(structure: Structure) -> Iterator[Finding]:
         while queue:
             state = queue.pop()
             for row in structure.edges(state):
-                if state == start and row.trigger != "generated":
+                if state == start and row.trigger != Trigger.GENERATED:
                     continue
                 if row.dest not in structure.specs or _may_write(structure, row.dest, context):
                     continue

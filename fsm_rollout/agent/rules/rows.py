@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fsm_rollout.agent.graph import IMPLICIT_TRIGGERS, TransitionRow
+from fsm_rollout.agent.graph import TransitionRow
 from fsm_rollout.agent.predicates import PREDICATES, compile_predicate
 from fsm_rollout.agent.rules.finding import Finding, predicates_of
 from fsm_rollout.agent.rules.structure import Structure
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.trajectory.model_errors import ConfigPath
+from fsm_rollout.trajectory.reasons import IMPLICIT_TRIGGERS, Trigger
 
 
 def outcomes(structure: Structure) -> Iterator[Finding]:
@@ -79,7 +80,9 @@ def shadowed(structure: Structure) -> Iterator[Finding]:
                     break
     for state in structure.specs:
         on_error = graph.states[state].on_error
-        plain = [i for i, r in enumerate(graph.transitions) if r.trigger == "failed" and state in structure.sources(r)]
+        plain = [
+            i for i, r in enumerate(graph.transitions) if r.trigger == Trigger.FAILED and state in structure.sources(r)
+        ]
         plain = [i for i in plain if not graph.transitions[i].conditions and not graph.transitions[i].unless]
         if on_error is not None and plain:
             message = (
@@ -96,7 +99,7 @@ def _covers(earlier: TransitionRow, later: TransitionRow) -> bool:
 def cancelled(structure: Structure) -> Iterator[Finding]:
     """Yield rule 8: a row for ``cancelled``."""
     for index, row in enumerate(structure.graph.transitions):
-        if row.trigger == "cancelled":
+        if row.trigger == Trigger.CANCELLED:
             message = f"row {index + 1}: 'cancelled' cannot be routed; it always ends the trajectory"
             yield Finding(8, ("transitions", index, "trigger"), message)
 
@@ -108,7 +111,7 @@ def arguments(structure: Structure) -> Iterator[Finding]:
             at: ConfigPath = ("transitions", index, key)
             if predicate.name not in PREDICATES and ":" not in predicate.name:
                 continue  # rule 1 says so
-            if predicate.name == "limit" and row.trigger != "limit_reached":
+            if predicate.name == "limit" and row.trigger != Trigger.LIMIT_REACHED:
                 message = f"row {index + 1}: predicate 'limit' says nothing about '{row.trigger}', only 'limit_reached'"
                 yield Finding(12, at, message)
             try:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
-from fsm_rollout.agent.graph import IMPLICIT_TRIGGERS, TERMINATED, AgentGraph, TransitionRow
+from fsm_rollout.agent.graph import TERMINATED, AgentGraph, TransitionRow
 from fsm_rollout.agent.handlers import BUILT_IN_STATES, COUNTED_LIMITS, HandlerSpec, handler_spec
 from fsm_rollout.errors import ConfigError
+from fsm_rollout.trajectory.reasons import IMPLICIT_TRIGGERS, Trigger
 
 WAITING = frozenset({"generate", "call_tools", "interact"})
 """Handlers that wait for something outside; custom ones may."""
@@ -47,7 +48,7 @@ class Structure:
             return True
         if trigger in self.specs[state].triggers:
             return True
-        return trigger in IMPLICIT_TRIGGERS and (trigger != "truncated" or self.is_custom(state))
+        return trigger in IMPLICIT_TRIGGERS and (trigger != Trigger.TRUNCATED or self.is_custom(state))
 
     def sources(self, row: TransitionRow) -> tuple[str, ...]:
         """Return the working states that a row leaves; ``*`` stands for all of them that may raise its trigger."""
@@ -60,7 +61,7 @@ class Structure:
         """Yield every row (``on_error`` too) that may fire in a working state and leads somewhere."""
         triggers = dict.fromkeys([row.trigger for row in self.graph.transitions] + ["failed"])
         for trigger in triggers:
-            if trigger != "cancelled" and self.may_raise(state, trigger):
+            if trigger != Trigger.CANCELLED and self.may_raise(state, trigger):
                 for row in self.graph.rows_of(state, trigger):
                     if row.dest in self.graph.states or row.dest == TERMINATED:
                         yield row
@@ -91,7 +92,7 @@ class Structure:
         onward = {
             state: tuple(
                 dict.fromkeys(
-                    row.dest for row in self.edges(state) if row.trigger != "limit_reached" and row.dest in states
+                    row.dest for row in self.edges(state) if row.trigger != Trigger.LIMIT_REACHED and row.dest in states
                 )
             )
             for state in states

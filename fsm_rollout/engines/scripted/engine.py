@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fsm_rollout.engines.chunk_stream import NO_IDS, NO_LOGPROBS, ChunkStream, check_unique, refusal
-from fsm_rollout.engines.protocol import Chunk, FinishReason, Load, Request
+from fsm_rollout.engines.protocol import Chunk, Load, Request
 from fsm_rollout.engines.scripted.script import (
     Plan,
     Script,
@@ -30,6 +30,7 @@ from fsm_rollout.engines.scripted.script import (
     turn_for,
 )
 from fsm_rollout.errors import EngineError
+from fsm_rollout.trajectory.reasons import FinishReason
 from fsm_rollout.trajectory.tokens import Ids, Logprobs
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ class ScriptedEngine:
             if error is None:
                 self._waiting[request.request_id] = answer
             else:
-                self._finish(answer, "abort", error)
+                self._finish(answer, FinishReason.ABORT, error)
         self._admit()
         return aiter(answers)
 
@@ -280,7 +281,7 @@ class ScriptedEngine:
             self._emit(answer, ids, logprobs)
             self._crash(answer.answers, todo.crash)
         else:
-            reason = "abort" if todo.error is not None else todo.finish_reason
+            reason = FinishReason.ABORT if todo.error is not None else todo.finish_reason
             self._finish(answer, reason, todo.error, ids, logprobs, version)
 
     def _finish(
@@ -306,7 +307,7 @@ class ScriptedEngine:
         for request_id in request_ids:
             answer = self._running.get(request_id) or self._waiting.get(request_id)
             if answer is not None:
-                self._finish(answer, "abort")
+                self._finish(answer, FinishReason.ABORT)
 
     def _forget(self, request_id: str) -> None:
         answer = self._running.pop(request_id, None) or self._waiting.pop(request_id, None)

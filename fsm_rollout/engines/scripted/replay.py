@@ -11,16 +11,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from fsm_rollout.agent.graph import POLICY
-from fsm_rollout.engines.protocol import FinishReason, Request
+from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.engines.scripted.script import Plan
 from fsm_rollout.errors import EngineError, JournalError
 from fsm_rollout.model.folders import load_tokenizer, recorded_engine, tokenizer_folder
 from fsm_rollout.trajectory.events import AnyEvent, Generated
 from fsm_rollout.trajectory.journal import histories, metadata
+from fsm_rollout.trajectory.reasons import FinishReason
 from fsm_rollout.trajectory.tokens import Ids, Logprobs
 from fsm_rollout.trajectory.trajectory import Stream, Trajectory
 
@@ -41,14 +42,14 @@ class Recorded:
     logprobs: Logprobs = field(default_factory=lambda: Logprobs("f"))
     versions: list[int] = field(default_factory=list)
     """Of each token."""
-    finish_reason: FinishReason = "abort"
+    finish_reason: FinishReason = FinishReason.ABORT
 
     def add(self, event: Generated) -> None:
         """Take in a part of it; one that was interrupted has several."""
         self.ids.extend(event.ids)
         self.logprobs.extend(event.logprobs)
         self.versions += [version for count, version in event.versions for _ in range(count)]
-        self.finish_reason = cast(FinishReason, event.finish_reason)
+        self.finish_reason = event.finish_reason
 
 
 def recorded(path: Path) -> dict[Place, Recorded]:
@@ -133,8 +134,8 @@ class ReplayEngine(ScriptedEngine):
         pieces = tuple((found.ids[at:to], found.logprobs[at:to]) for at, to in pairwise(bounds))
         versions = tuple(version for version, _ in runs)
         if end < len(found.ids):
-            return Plan(pieces, versions=versions, finish_reason="length")
-        if found.finish_reason != "abort":
+            return Plan(pieces, versions=versions, finish_reason=FinishReason.LENGTH)
+        if found.finish_reason != FinishReason.ABORT:
             return Plan(pieces, versions=versions, finish_reason=found.finish_reason)
         said = f"ReplayCutOff: {self._where(request)} was cut off in {self._journal}, after {len(found.ids)} tokens"
         return Plan(pieces, versions=versions, error=said)

@@ -14,8 +14,9 @@ from typing import Annotated
 import msgspec
 from pydantic import Field, model_validator
 
-from fsm_rollout.engines.protocol import FinishReason, Request
+from fsm_rollout.engines.protocol import Request
 from fsm_rollout.errors import EngineError
+from fsm_rollout.trajectory.reasons import FinishReason
 from fsm_rollout.trajectory.settings import StrictModel
 from fsm_rollout.trajectory.tokens import Ids, Logprobs, as_ids, as_logprobs
 
@@ -27,7 +28,9 @@ class Turn(StrictModel):
     ids: tuple[int, ...] | None = Field(None, description="the tokens themselves, instead of text")
     delay: float = Field(0.0, ge=0, allow_inf_nan=False, description="seconds before each piece")
     chunks: int = Field(1, ge=1, description="how many pieces the tokens come in")
-    finish_reason: FinishReason = Field("stop", description="`stop`: a stop token is appended if there is none")
+    finish_reason: FinishReason = Field(
+        FinishReason.STOP, description="`stop`: a stop token is appended if there is none"
+    )
     logprob: Annotated[float, Field(le=0, allow_inf_nan=False)] | None = Field(
         None, description="of every token; default: `scripted_logprob` of each"
     )
@@ -105,7 +108,7 @@ class Plan(msgspec.Struct, frozen=True):
 
     pieces: tuple[tuple[Ids, Logprobs], ...]
     delay: float = 0.0
-    finish_reason: FinishReason = "stop"
+    finish_reason: FinishReason = FinishReason.STOP
     error: str | None = None
     crash: str | None = None
     hang: bool = False
@@ -138,9 +141,9 @@ def plan(
         rest = ids[request.sampled :]
     pieces = _pieces(rest[:budget], turn.chunks, start, turn.logprob)
     if len(rest) > budget or (len(rest) == budget and not stopped):
-        return Plan(pieces, turn.delay, "length")
+        return Plan(pieces, turn.delay, FinishReason.LENGTH)
     if stopped:  # a stop token ends a generation, whatever the turn would have come to
-        return Plan(pieces, turn.delay, "stop")
+        return Plan(pieces, turn.delay, FinishReason.STOP)
     return Plan(pieces, turn.delay, turn.finish_reason, turn.error, turn.crash, turn.hang)
 
 
@@ -154,7 +157,7 @@ def _turn_ids(
         for index, token in enumerate(ids):
             if token in stops:
                 return ids[: index + 1], True
-    if turn.finish_reason != "stop" or turn.broken:
+    if turn.finish_reason != FinishReason.STOP or turn.broken:
         return ids, False
     end = eos if eos in stops or not stops else min(stops)
     if end is None:

@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from fsm_rollout.engines.chunk_stream import NO_IDS, NO_LOGPROBS, ChunkStream, check_unique, refusal
-from fsm_rollout.engines.protocol import Chunk, FinishReason, Load, Request
+from fsm_rollout.engines.protocol import Chunk, Load, Request
 from fsm_rollout.engines.sglang.wire import Ask, Piece
 from fsm_rollout.errors import EngineError
+from fsm_rollout.trajectory.reasons import FinishReason
 
 
 @dataclass(slots=True, eq=False)
@@ -198,7 +199,4 @@ def _last(request_id: str, reason: str | None, error: str | None, version: int, 
 
 
 def _reason(reason: str | None) -> FinishReason | None:
-    match reason:
-        case None | "stop" | "length" | "abort":
-            return reason
-    raise ValueError(f"finish_reason {reason!r}")
+    return None if reason is None else FinishReason(reason)

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from fsm_rollout.engines.protocol import Chunk, FinishReason, Request
+from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.engines.transformers.sampling import Sampler
+from fsm_rollout.trajectory.reasons import FinishReason
 from fsm_rollout.trajectory.tokens import Ids, Logprobs
 
 COLUMN_STEP = 128
@@ -203,12 +204,14 @@ class DecodeLoop:
         """End these requests; return their last chunks, with all that was sampled and not yet sent."""
         gone = set(request_ids)
         chunks = [
-            self._chunk(Running(request, self._max_context), "abort")
+            self._chunk(Running(request, self._max_context), FinishReason.ABORT)
             for request, _ in self._waiting
             if request.request_id in gone
         ]
         self._waiting = deque(item for item in self._waiting if item[0].request_id not in gone)
-        chunks += [self._chunk(r, "abort") for r in (*self._rows, *self._unfilled) if r.request.request_id in gone]
+        chunks += [
+            self._chunk(r, FinishReason.ABORT) for r in (*self._rows, *self._unfilled) if r.request.request_id in gone
+        ]
         self._unfilled = deque(r for r in self._unfilled if r.request.request_id not in gone)
         self._drop([i for i, r in enumerate(self._rows) if r.request.request_id in gone])
         return chunks
@@ -299,7 +302,7 @@ class DecodeLoop:
             sampling = running.request.sampling
             if logprob != logprob:
                 error = "EngineError: the model's logits are not numbers (NaN); look at its weights"
-                chunks.append(self._chunk(running, "abort", error=error))
+                chunks.append(self._chunk(running, FinishReason.ABORT, error=error))
                 ended.append(row)
                 continue
             running.tokens.append(token)
@@ -307,10 +310,10 @@ class DecodeLoop:
             running.logprobs.append(logprob)
             running.room -= 1
             if token in sampling.stop_ids and not sampling.ignore_eos:
-                chunks.append(self._chunk(running, "stop"))
+                chunks.append(self._chunk(running, FinishReason.STOP))
                 ended.append(row)
             elif running.room == 0:
-                chunks.append(self._chunk(running, "length"))
+                chunks.append(self._chunk(running, FinishReason.LENGTH))
                 ended.append(row)
         self._drop(ended)
         return chunks

@@ -36,6 +36,7 @@ from fsm_rollout.engines.transformers.checkpoints import (
 )
 from fsm_rollout.engines.transformers.decode_loop import DecodeLoop
 from fsm_rollout.errors import EngineError
+from fsm_rollout.trajectory.reasons import FinishReason
 
 T = TypeVar("T")
 Order = Callable[[], Any]
@@ -266,7 +267,7 @@ class TransformersEngine:
                     NO_IDS,
                     NO_LOGPROBS,
                     weight_version=self.weight_version,
-                    finish_reason="abort",
+                    finish_reason=FinishReason.ABORT,
                     error=error,
                     replica=self._replica,
                 )

@@ -22,6 +22,7 @@ from fsm_rollout.testing.conformance import engine_orders as orders
 from fsm_rollout.testing.conformance.engine_answers import Answer, take
 from fsm_rollout.testing.conformance.engine_under_check import LONG, TRIES, Subject, within
 from fsm_rollout.testing.conformance.promises import ConformanceError
+from fsm_rollout.trajectory.reasons import FinishReason
 from fsm_rollout.trajectory.tokens import as_ids
 
 if TYPE_CHECKING:
@@ -193,7 +194,7 @@ async def _stop_tokens(it: Subject) -> None:
     """Let every token stop, also where it is the last allowed: the answer is one token, the stop token."""
     requests = [it.request(i, most, stop_ids=it.every_token, seed=i) for i in range(3) for most in (5, 1)]
     for answer in await it.collect(*requests):
-        if answer.finish_reason != "stop" or len(answer.ids) != 1:
+        if answer.finish_reason != FinishReason.STOP or len(answer.ids) != 1:
             raise ConformanceError(
                 3, f"every token was a stop token, and {answer.ids} ended with '{answer.finish_reason}'"
             )
@@ -311,4 +312,4 @@ async def _short_beside_long(it: Subject, count: int) -> bool:
             6, f"no last chunk for {late} within {it.patience:g} s; asked for were 1 and {LONG} tokens in one dispatch"
         ) from None  # fmt: skip
     it.whole(answers)
-    return waited or any(answer.finish_reason == "abort" for answer in others)
+    return waited or any(answer.finish_reason == FinishReason.ABORT for answer in others)

@@ -11,8 +11,9 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fsm_rollout.engines.protocol import Chunk, FinishReason, Request
+from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.testing.conformance.promises import ConformanceError
+from fsm_rollout.trajectory.reasons import FinishReason
 
 
 @dataclass(slots=True)
@@ -53,9 +54,9 @@ class Answer:
         wrong = next((p for p in chunk.logprobs if not (math.isfinite(p) and p <= 0)), None)
         if wrong is not None:
             raise ConformanceError(2, f"'{name}' got the logprob {wrong}; it must be finite and at most 0")
-        if chunk.finish_reason not in (None, "stop", "length", "abort"):
+        if chunk.finish_reason not in (None, *FinishReason):
             raise ConformanceError(1, f"'{name}' ended with finish_reason '{chunk.finish_reason}'")
-        if chunk.error is not None and chunk.finish_reason != "abort":
+        if chunk.error is not None and chunk.finish_reason != FinishReason.ABORT:
             raise ConformanceError(1, f"'{name}' got an error with finish_reason '{chunk.finish_reason}', not 'abort'")
         if not self.chunks and len(chunk.ids) and chunk.error is None:
             raise ConformanceError(7, f"'{name}': the first chunk has tokens; an empty one must say it was admitted")
@@ -76,17 +77,17 @@ class Answer:
         room = min(sampling.max_tokens, max_context - len(self.request.ids))
         if len(ids) > room and self.chunks[-1].error is None:
             raise ConformanceError(1, f"'{name}' got {len(ids)} tokens; max_tokens and the window allow {room}")
-        if reason == "length" and len(ids) != room:
+        if reason == FinishReason.LENGTH and len(ids) != room:
             raise ConformanceError(1, f"'{name}' ended with 'length' after {len(ids)} tokens; {room} were allowed")
         if sampling.ignore_eos:
-            if reason == "stop":
+            if reason == FinishReason.STOP:
                 raise ConformanceError(3, f"'{name}' stopped, though ignore_eos was asked for")
             return
-        if reason == "stop" and sampling.stop_ids and (not ids or ids[-1] not in sampling.stop_ids):
+        if reason == FinishReason.STOP and sampling.stop_ids and (not ids or ids[-1] not in sampling.stop_ids):
             last = f"is {ids[-1]}" if ids else "does not exist"
             raise ConformanceError(3, f"'{name}' stopped, and its last token {last}: the stop token was dropped")
         early = next((i for i, token in enumerate(ids[:-1]) if token in sampling.stop_ids), None)
-        if early is not None or (reason != "stop" and ids and ids[-1] in sampling.stop_ids):
+        if early is not None or (reason != FinishReason.STOP and ids and ids[-1] in sampling.stop_ids):
             where = len(ids) - 1 if early is None else early
             raise ConformanceError(3, f"'{name}' sampled the stop token {ids[where]} at {where} and did not stop there")
 

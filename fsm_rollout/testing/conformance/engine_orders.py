@@ -17,6 +17,7 @@ from fsm_rollout.errors import EngineError
 from fsm_rollout.testing.conformance.engine_answers import Answer, take
 from fsm_rollout.testing.conformance.engine_under_check import LATE, LONG, TRIES, Subject
 from fsm_rollout.testing.conformance.promises import ConformanceError
+from fsm_rollout.trajectory.reasons import FinishReason
 
 if TYPE_CHECKING:
     import torch
@@ -60,14 +61,14 @@ async def _abort_one_of_two(it: Subject) -> float | None:
         what = "an aborted request did not end" if told else "no first chunk for a request to be aborted"
         raise ConformanceError(4 if told else 7, f"{what} within {it.patience:g} s") from None
     it.whole(answers)
-    if answers[stays.request_id].finish_reason == "abort":
+    if answers[stays.request_id].finish_reason == FinishReason.ABORT:
         raise ConformanceError(4, "aborting a request ended another one as well")
     it.good([answers[stays.request_id]])
     answer = answers[gone.request_id]
     if answer.chunks[-1].error is not None:
         raise ConformanceError(4, f"an aborted request ended with the error {answer.chunks[-1].error!r}")
     room = min(LONG, it.engine.max_context - len(gone.ids))  # ending with "abort" what is whole is no abort
-    if answer.finish_reason == "length" or len(answer.ids) >= room:
+    if answer.finish_reason == FinishReason.LENGTH or len(answer.ids) >= room:
         return ended - aborted
     await it.as_alone(4, answer, "aborted")
     return None
@@ -83,7 +84,7 @@ async def _abort_held(it: Subject) -> bool:
         await it.call(4, it.engine.abort, [request.request_id])
         ended = await it.end(reading)
         await it.call(6, it.engine.resume)
-    return ended and answers[request.request_id].finish_reason == "abort"
+    return ended and answers[request.request_id].finish_reason == FinishReason.ABORT
 
 
 # -- pause and sleep ----------------------------------------------------------------------------------------------
@@ -162,7 +163,7 @@ async def _silence(it: Subject, answer: Answer, settle: float) -> bool:
 
 
 def _not_ended_by(invariant: int, what: str, answer: Answer) -> None:
-    if answer.finish_reason == "abort":
+    if answer.finish_reason == FinishReason.ABORT:
         error = answer.chunks[-1].error
         raise ConformanceError(
             invariant, f"{what} ended a request under way{'' if error is None else f', with {error!r}'}; it must go on"
@@ -236,7 +237,7 @@ async def _update_running(it: Subject, weights: str | Path | Mapping[str, torch.
             f"{it.patience:g} s"
         ) from None  # fmt: skip
     it.whole(answers)
-    if not renewed and answer.finish_reason == "abort":
+    if not renewed and answer.finish_reason == FinishReason.ABORT:
         raise ConformanceError(8, "a request under way did not go on after update_weights")
     _only(answer, before, updated)
     return None if renewed or it.now - since < LATE else _versions(answer)

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from fsm_rollout.engines.protocol import Chunk, Engine, Load, Request, SamplingParams
 from fsm_rollout.testing.conformance.engine_answers import Answer, take
 from fsm_rollout.testing.conformance.promises import ConformanceError
+from fsm_rollout.trajectory.reasons import FinishReason
 from fsm_rollout.trajectory.tokens import as_ids
 
 T = TypeVar("T")
@@ -245,7 +246,7 @@ class Subject:
     def good(self, answers: Iterable[Answer]) -> None:
         """Check that none was aborted."""
         for answer in answers:
-            if answer.finish_reason == "abort":
+            if answer.finish_reason == FinishReason.ABORT:
                 error = answer.chunks[-1].error
                 raise ConformanceError(1, f"'{answer.request.request_id}' ended with 'abort', error {error!r}")
 

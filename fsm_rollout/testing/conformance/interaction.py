@@ -34,6 +34,7 @@ from fsm_rollout.testing.conformance.promises import (
 from fsm_rollout.testing.simulation.blocking import HOW_TIME_PASSES, busy, in_virtual_time
 from fsm_rollout.tools.call import STOP_SECONDS, is_async
 from fsm_rollout.trajectory.events import Message, Prompted, Transitioned
+from fsm_rollout.trajectory.reasons import Trigger
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -149,7 +150,9 @@ class _World:
         """Let the model say its turn, and enter INTERACTING once more."""
         self.messages.append({"role": "assistant", "content": self.script.turns[turn % len(self.script.turns)]})
         self.events.append(
-            Transitioned(at=0.0, trigger="generated", source="GENERATING", dest="INTERACTING", spent={"user_turns": 1})
+            Transitioned(
+                at=0.0, trigger=Trigger.GENERATED, source="GENERATING", dest="INTERACTING", spent={"user_turns": 1}
+            )
         )
         trajectory = Trajectory.fold(self.events)
         rng = Random(f"{self.script.seed}/{turn}")
@@ -161,7 +164,9 @@ class _World:
         """Take a reply in."""
         if reply.content is not None:
             self.messages.append({"role": "user", "content": reply.content})
-        self.events.append(Transitioned(at=0.0, trigger="replied", source="INTERACTING", dest="GENERATING", spent={}))
+        self.events.append(
+            Transitioned(at=0.0, trigger=Trigger.REPLIED, source="INTERACTING", dest="GENERATING", spent={})
+        )
 
     async def ask(self, engine: str, messages: Sequence[Message], sampling: Sampling | None = None) -> str:
         """Answer for any model, after a while; what is said depends on how often models have been asked."""

@@ -47,6 +47,7 @@ from fsm_rollout.testing.simulation.one_engine import OneEngine
 from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from fsm_rollout.trajectory.events import AnyEvent, Generated, Transitioned, decode, encode
 from fsm_rollout.trajectory.prompt import Prompt
+from fsm_rollout.trajectory.reasons import LimitName, StopReason
 from fsm_rollout.trajectory.settings import FrozenMap
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
@@ -173,7 +174,7 @@ def _agent(path: str, spec: HandlerSpec, state: dict[str, Any], agent: dict[str,
         *({"trigger": trigger, "source": CHECKED, "dest": "GOING_ON"} for trigger in spec.triggers),
         {"trigger": "written", "source": "GOING_ON", "dest": "ANSWERING"},
     ]
-    if spec.spends == "assistant_turns":  # a turn answers something
+    if spec.spends == LimitName.ASSISTANT_TURNS:  # a turn answers something
         state.setdefault("prompt", "Think about it.")
     states = {
         "PENDING": {},
@@ -324,7 +325,7 @@ class _Checker:
                 8, f"{self.name} changed the trajectory's {', '.join(what)} without an event; use the visit; {story}"
             )
         generations = sum(isinstance(event, Generated) and not event.resumed for event in events)
-        if generations > trajectory.spent.get("assistant_turns", 0):
+        if generations > trajectory.spent.get(LimitName.ASSISTANT_TURNS, 0):
             raise ConformanceError(
                 8, f"{self.name} made {generations} generations, and {trajectory.spent} was charged; "
                 f"generate through the visit; {story}"
@@ -349,9 +350,9 @@ class _Checker:
                     ) from single
         self.first.setdefault(str(story), _outline(trajectories[0], watch))
         for trajectory in trajectories:
-            if trajectory.stop_reason == "timed_out":
+            if trajectory.stop_reason == StopReason.TIMED_OUT:
                 raise ConformanceError(4, f"a visit of {self.name} did not end in {self.patience:g} s; {story}")
-            if str(trajectory.stop_reason).startswith("failed:"):  # later: what it raises itself is told above
+            if StopReason.is_failure(trajectory.stop_reason):  # later: what it raises itself is told above
                 raise ConformanceError(
                     8, f"{self.name} left a trajectory that cannot go on: {trajectory.stop_reason}: "
                     f"{trajectory.detail}; {story}"
@@ -389,7 +390,7 @@ class _Checker:
             (trajectory,), watch = self.run(replace(story, cancel_at=number))
             if not watch.visits or watch.visits[0].stepped.cancelled_at is None:
                 return
-            if trajectory.stop_reason != "cancelled":
+            if trajectory.stop_reason != StopReason.CANCELLED:
                 raise ConformanceError(
                     5, f"{self.name} was cancelled at its await number {number}, and the trajectory came to "
                     f"'{trajectory.stop_reason}'; {story}"

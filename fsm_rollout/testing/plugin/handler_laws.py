@@ -15,6 +15,7 @@ from fsm_rollout.testing.simulation.laws import LawBroken
 from fsm_rollout.testing.simulation.simulate import Simulation
 from fsm_rollout.testing.simulation.watching import Visited
 from fsm_rollout.trajectory.events import Transitioned
+from fsm_rollout.trajectory.reasons import Trigger
 
 DRAWN_FAILURES = frozenset({"Overload", "EngineError", "RuntimeError"})
 """What plans let engines and users raise."""
@@ -92,7 +93,7 @@ def _raised(run: Simulation) -> Iterator[Visited]:
 
 
 def _routes_failures(graph: AgentGraph, state: str) -> bool:
-    return state in graph.states and any(graph.rows_of(state, "failed"))
+    return state in graph.states and any(graph.rows_of(state, Trigger.FAILED))
 
 
 def _failed(visit: Visited) -> LawBroken:

@@ -14,6 +14,7 @@ from fsm_rollout.agent.graph import AgentGraph, TransitionRow
 from fsm_rollout.agent.handlers import COUNTED_LIMITS
 from fsm_rollout.agent.predicates import visits_argument
 from fsm_rollout.agent.rules.structure import Structure
+from fsm_rollout.trajectory.reasons import LimitName
 
 SITUATIONS = 60_000
 """Situations looked at before the search gives up."""
@@ -33,7 +34,7 @@ class _Event(NamedTuple):
     limit: str | None = None
 
     def key(self, state: str) -> str | None:
-        return f"max_visits@{state}" if self.limit == "max_visits" else self.limit
+        return f"max_visits@{state}" if self.limit == LimitName.MAX_VISITS else self.limit
 
 
 class _Rules:

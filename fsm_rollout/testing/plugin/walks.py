@@ -19,6 +19,7 @@ from fsm_rollout.agent.machine import AgentMachine
 from fsm_rollout.agent.predicates import PREDICATES
 from fsm_rollout.agent.rules.structure import Structure
 from fsm_rollout.trajectory.events import AnyEvent, Ended, LimitCharged, Prompted, Transitioned
+from fsm_rollout.trajectory.reasons import Trigger
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 _coins: ContextVar[Random] = ContextVar("coins")
@@ -78,8 +79,8 @@ class Walker:
         reached += [name for name in COUNTED_LIMITS if custom and getattr(limits, name) is not None]
         return [
             *(Outcome(trigger) for trigger in triggers),
-            Outcome("failed", error="RuntimeError"),
-            *(Outcome("limit_reached", limit=name) for name in ("context_tokens", *reached)),
+            Outcome(Trigger.FAILED, error="RuntimeError"),
+            *(Outcome(Trigger.LIMIT_REACHED, limit=name) for name in ("context_tokens", *reached)),
         ]
 
     def walk(self, rng: Random, most: int, eager: float = 0.8) -> Walk:
@@ -116,9 +117,9 @@ class Walker:
         state = trajectory.state
         limit = reached_on_entry(self.graph, trajectory, self.machine.spends[state], 0.0)
         if limit is not None:
-            return Outcome("limit_reached", limit=limit)
+            return Outcome(Trigger.LIMIT_REACHED, limit=limit)
         possible = self.outcomes[state]
-        declared = [o for o in possible if o.trigger not in ("failed", "timed_out", "limit_reached")]
+        declared = [o for o in possible if o.trigger not in (Trigger.FAILED, Trigger.TIMED_OUT, Trigger.LIMIT_REACHED)]
         return rng.choice(declared if declared and rng.random() < eager else possible)
 
     def _prompted(self) -> Prompted:

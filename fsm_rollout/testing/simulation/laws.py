@@ -29,6 +29,7 @@ from fsm_rollout.batch.rows import rows
 from fsm_rollout.errors import RolloutError
 from fsm_rollout.testing.simulation.simulate import Sampled, Simulation
 from fsm_rollout.trajectory.events import Called, Ended, Generated, Transitioned, decode, encode
+from fsm_rollout.trajectory.reasons import LimitName, Trigger
 from fsm_rollout.trajectory.tokens import Owner
 from fsm_rollout.trajectory.trajectory import Stream, Trajectory
 
@@ -152,16 +153,16 @@ def keeps_limits(run: Simulation) -> None:
     graphs = dict(_graphs(run.graph))
     for trajectory in run.trajectories:
         graph = graphs[trajectory.agent]
-        routed = any(row.trigger == "limit_reached" for row in graph.transitions)
+        routed = any(row.trigger == Trigger.LIMIT_REACHED for row in graph.transitions)
         happened = run.events[trajectory.trajectory_id]
         counts: dict[str, float] = {"tool_calls": sum(isinstance(e, Called) for e in happened)}
         if not routed:
-            counts["assistant_turns"] = _first_generations(run, trajectory)
-            counts["response_tokens"] = sum(s.tokens.response_length for s in trajectory.streams)
-            counts["context_tokens"] = max((len(s.tokens) for s in trajectory.streams), default=0)
+            counts[LimitName.ASSISTANT_TURNS] = _first_generations(run, trajectory)
+            counts[LimitName.RESPONSE_TOKENS] = sum(s.tokens.response_length for s in trajectory.streams)
+            counts[LimitName.CONTEXT_TOKENS] = max((len(s.tokens) for s in trajectory.streams), default=0)
         for limit, spent in counts.items():
             allowed = getattr(graph.limits, limit)
-            if allowed is not None and spent > allowed and not (limit == "tool_calls" and routed):
+            if allowed is not None and spent > allowed and not (limit == LimitName.TOOL_CALLS and routed):
                 raise LawBroken(
                     2, f"{limit} is {allowed}, and {spent:g} were spent", trajectory_id=trajectory.trajectory_id
                 )

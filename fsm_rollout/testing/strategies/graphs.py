@@ -20,6 +20,7 @@ from fsm_rollout.agent.graph import TERMINATED, AgentGraph
 from fsm_rollout.agent.handlers import BUILT_IN_STATES, handler_spec
 from fsm_rollout.agent.rules.paths import nothing_new
 from fsm_rollout.agent.rules.structure import Structure
+from fsm_rollout.trajectory.reasons import Trigger
 from fsm_rollout.trajectory.settings import FrozenMap
 
 Data = dict[str, Any]
@@ -134,7 +135,7 @@ def graphs(draw: Draw, max_states: int = 5, max_limit: int = 4, plain: bool = Fa
     rows = _Rows(draw, states, list(tools))
     for state in states:
         for trigger in handler_spec(handlers[state]).triggers:
-            if trigger != "truncated":
+            if trigger != Trigger.TRUNCATED:
                 rows.add(state, trigger, last=True)
         raised = ["failed", "timed_out", *(["truncated"] if handlers[state] == "generate" else [])]
         for trigger in draw(st.lists(st.sampled_from(raised), max_size=1)):

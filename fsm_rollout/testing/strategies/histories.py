@@ -33,6 +33,7 @@ from fsm_rollout.trajectory.events import (
     Transitioned,
     UserReplied,
 )
+from fsm_rollout.trajectory.reasons import FinishReason, LimitName, Trigger
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 TRAINED = {"main": True, "critic": False, "notes": True}
@@ -240,7 +241,7 @@ class _Writer:
             ids=array("i", [token for token, _ in pairs]),
             logprobs=array("f", [logprob for _, logprob in pairs]),
             versions=[(len(run), version) for run, version in pieces],
-            finish_reason="stop",
+            finish_reason=FinishReason.STOP,
             message={"role": "assistant", "content": text},
             seconds=0.25,
             **facts,
@@ -250,7 +251,7 @@ class _Writer:
         self.add(Scored, value=value, turn=turn)
 
     def on_transition(self, dest: str, limit: str | None, spent: int) -> None:
-        trigger = "limit_reached" if limit else "generated"
+        trigger = Trigger.LIMIT_REACHED if limit else Trigger.GENERATED
         self.add(
             Transitioned, trigger=trigger, source=self.state, dest=dest, spent={"assistant_turns": spent}, limit=limit
         )
@@ -271,7 +272,7 @@ class _Writer:
         )
 
     def on_charge(self, amount: int) -> None:
-        self.add(LimitCharged, limit="tool_calls", amount=amount)
+        self.add(LimitCharged, limit=LimitName.TOOL_CALLS, amount=amount)
 
     def on_interact(self, state: str, seconds: float) -> None:
         self.add(UserReplied, context="main", state=state, seconds=seconds)

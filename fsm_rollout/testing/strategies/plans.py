@@ -17,6 +17,7 @@ from fsm_rollout.agent.handlers import handler_spec
 from fsm_rollout.engines.scripted.script import Script, Turn
 from fsm_rollout.testing.simulation.plan import Fault, Plan, ReplyFate, Schedule, ToolFate
 from fsm_rollout.testing.strategies.vocabulary import vocabularies
+from fsm_rollout.trajectory.reasons import LimitName, Trigger
 from fsm_rollout.trajectory.trajectory import Outcome
 
 DELAYS = (0.0, 0.1, 0.5, 2.0)
@@ -173,11 +174,15 @@ def outcomes(graph: AgentGraph, state: str) -> st.SearchStrategy[Outcome]:
     """Return a strategy for all that a visit of a working state may come to, the scheduler's own triggers included."""
     spec = handler_spec(graph.handler_of(state))
     declared = [Outcome(trigger) for trigger in spec.triggers]
-    if spec.spends == "assistant_turns" and "truncated" not in spec.triggers:
-        declared.append(Outcome("truncated"))
+    if spec.spends == LimitName.ASSISTANT_TURNS and Trigger.TRUNCATED not in spec.triggers:
+        declared.append(Outcome(Trigger.TRUNCATED))
     limits = [name for name, bound in graph.limits.model_dump().items() if bound is not None] + ["context_tokens"]
-    reached = [Outcome("limit_reached", limit=limit) for limit in dict.fromkeys(limits)]
-    ended = [Outcome("failed", error="RuntimeError", detail="drawn"), Outcome("timed_out"), Outcome("cancelled")]
+    reached = [Outcome(Trigger.LIMIT_REACHED, limit=limit) for limit in dict.fromkeys(limits)]
+    ended = [
+        Outcome(Trigger.FAILED, error="RuntimeError", detail="drawn"),
+        Outcome(Trigger.TIMED_OUT),
+        Outcome(Trigger.CANCELLED),
+    ]
     return st.sampled_from([*declared, *reached, *ended])
 
 

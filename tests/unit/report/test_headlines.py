@@ -14,7 +14,6 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from fsm_rollout import AgentGraph, State
-from fsm_rollout.agent.graph import IMPLICIT_TRIGGERS
 from fsm_rollout.cli import app
 from fsm_rollout.diagrams.draw import to_dot
 from fsm_rollout.diagrams.picture import picture
@@ -25,6 +24,7 @@ from fsm_rollout.report.report import write_report
 from fsm_rollout.report.show import show
 from fsm_rollout.report.token_texts import folded, shortened
 from fsm_rollout.trajectory.events import AnyEvent, Ended, Generated, Prompted
+from fsm_rollout.trajectory.reasons import IMPLICIT_TRIGGERS
 from fsm_rollout.trajectory.trajectory import Outcome
 from tests.kit import ROOT
 from tests.unit.report.recorded_runs import history, write_run

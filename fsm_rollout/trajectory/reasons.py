@@ -1,0 +1,124 @@
+"""Why things end and why states change: the words of journals, YAMLs and pages, each with its meaning.
+
+Invariant: every member is its word (``FinishReason.STOP == "stop"``), so files hold plain text, and users may write the
+word wherever a member is wanted.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Word(StrEnum):
+    """A word with a meaning; it prints as the word, also within quotes."""
+
+    def __repr__(self) -> str:
+        """Show as text, which is what users wrote and will read."""
+        return repr(self.value)
+
+
+class FinishReason(Word):
+    """Why one generation ended."""
+
+    STOP = "stop"
+    """The model said a stop token; it is the last of the sampled ids."""
+    LENGTH = "length"
+    """``max_tokens``, a token limit or the engine's window cut it."""
+    ABORT = "abort"
+    """It was taken back, or its engine failed; what was sampled until then counts, and the generation may go on."""
+
+
+class LimitName(Word):
+    """The limits of a trajectory; :data:`fsm_rollout.agent.limits.LIMITS` says what is charged for each, and when."""
+
+    MAX_VISITS = "max_visits"
+    """Of one state: how often it may be visited."""
+    ASSISTANT_TURNS = "assistant_turns"
+    """Generations."""
+    TOOL_CALLS = "tool_calls"
+    """Attempted tool calls."""
+    USER_TURNS = "user_turns"
+    """Replies of the simulated user."""
+    WALL_SECONDS = "wall_seconds"
+    """Seconds since the trajectory began, without those for which it was set aside."""
+    RESPONSE_TOKENS = "response_tokens"
+    """Tokens after the opening prompts, over all streams."""
+    CONTEXT_TOKENS = "context_tokens"
+    """Tokens of any one stream; the engine's window limits them too."""
+    BAD_CALLS = "bad_calls"
+    """Tool calls whose failure the model is to blame for."""
+
+
+class Trigger(Word):
+    """What built-in handlers and the scheduler raise. A handler of the user's own may raise further names."""
+
+    PROMPTED = "prompted"
+    """The prompt stands in the history."""
+    GENERATED = "generated"
+    """The model has finished its turn."""
+    TRUNCATED = "truncated"
+    """The model's turn was cut at the length limit."""
+    TOOLS_DONE = "tools_done"
+    """Every call of the latest turn has its result."""
+    REPLIED = "replied"
+    """The simulated user has answered."""
+    INTERACTION_DONE = "interaction_done"
+    """The simulated user has nothing more to say."""
+    WRITTEN = "written"
+    """The state's text stands in the history."""
+    FAILED = "failed"
+    """The scheduler: the handler raised an error."""
+    TIMED_OUT = "timed_out"
+    """The scheduler: the state's timeout is over."""
+    LIMIT_REACHED = "limit_reached"
+    """The scheduler: a limit holds the trajectory back."""
+    CANCELLED = "cancelled"
+    """The scheduler: somebody took the trajectory back. No row can take it."""
+
+
+IMPLICIT_TRIGGERS = (
+    Trigger.TRUNCATED,
+    Trigger.FAILED,
+    Trigger.TIMED_OUT,
+    Trigger.LIMIT_REACHED,
+    Trigger.CANCELLED,
+)
+"""Triggers that need no row: without one they end the trajectory; ``cancelled`` always does."""
+SCHEDULERS_TRIGGERS = frozenset(IMPLICIT_TRIGGERS) - {Trigger.TRUNCATED}
+"""Triggers that the scheduler alone raises."""
+
+
+class StopReason(Word):
+    """Why a trajectory ended, as far as the reasons are fixed.
+
+    A row may give a ``stop_reason`` of the user's own; a limit gives ``limit:<name>`` and an error ``failed:<class>``
+    (:meth:`of_limit`, :meth:`of_failure`), so the stop reason of a trajectory is a ``str``.
+    """
+
+    ANSWERED = "answered"
+    """A row led to a final state and named no reason."""
+    TRUNCATED = "truncated"
+    """A turn was cut at the length limit, and no row took it on."""
+    TIMED_OUT = "timed_out"
+    """A visit's timeout was over, and no row took it on."""
+    INTERACTION_DONE = "interaction_done"
+    """The simulated user had nothing more to say."""
+    PROMPT_TOO_LONG = "prompt_too_long"
+    """The prompt does not fit into the engine's window."""
+    CANCELLED = "cancelled"
+    """Somebody took the trajectory back."""
+
+    @staticmethod
+    def of_limit(limit: str | None) -> str:
+        """Return the stop reason of a trajectory that a limit has ended."""
+        return f"limit:{limit}"
+
+    @staticmethod
+    def of_failure(error: str | None) -> str:
+        """Return the stop reason of a trajectory that an error has ended; ``error`` is the name of its class."""
+        return f"failed:{error}"
+
+    @staticmethod
+    def is_failure(stop_reason: str | None) -> bool:
+        """Whether an error has ended the trajectory."""
+        return stop_reason is not None and stop_reason.startswith("failed:")
