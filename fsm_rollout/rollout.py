@@ -150,7 +150,7 @@ class Rollout:
         engines: dict[str, dict[str, Any]] = {}
         for name, engine in self.engines.items():
             spec = specs[name]
-            if not isinstance(spec, Mapping):
+            if not isinstance(spec, Mapping) or ":" in spec["kind"]:
                 spec = {"tokenizer": getattr(engine.tokenizer, "name_or_path", None)}
             said = {key: str(spec[key]) for key in ("kind", "tokenizer", "model", "run", "engine") if spec.get(key)}
             engines[name] = said | {"max_context": engine.max_context, "eos_ids": sorted(engine.eos_ids)}

@@ -20,7 +20,7 @@ ORDER = (
     ("agent",),
     ("chat", "tools", "environment", "model"),
     ("engines.protocol",),
-    ("engines.client",),
+    ("engines.client", "engines.specs", "engines.router", "engines.scripted.script"),
     ("states",),
     ("scheduler",),
     ("batch",),

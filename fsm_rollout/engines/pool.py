@@ -1,7 +1,7 @@
 """Several replicas of an engine as one engine: routed, bounded in flight, and whole again when one is lost.
 
-Invariant: a request is at one replica, or waits here in order until one has room. It is tried once: when its replica is
-lost or fails it, its last chunk says ``ReplicaLost: …``, and the client (:mod:`fsm_rollout.engines.client`) asks for the
+Invariant: a request is at one replica, or waits here in order until one has room. It is tried once: when its replica
+is lost or fails it, its last chunk says ``ReplicaLost: …``, and the client (:mod:`fsm_rollout.engines.client`) asks for the
 rest of it; what goes on comes before what has not begun. Every request gets its last chunk, or the error that ended the
 pool: replicas are started a bounded number of times (:mod:`fsm_rollout.engines.supervisor`). A request that the router
 fails is at no replica at all: its last chunk has an error ``RouterFailed: …``.
@@ -22,7 +22,9 @@ from fsm_rollout.concurrency.interruptible import wait_for
 from fsm_rollout.engines.chunk_stream import NO_IDS, NO_LOGPROBS, ChunkStream, check_unique
 from fsm_rollout.engines.protocol import Chunk, Load, Request
 from fsm_rollout.engines.router import Router, StickyRouter, choose
+from fsm_rollout.engines.specs import BuildReplica, EngineSpec, RaySpec
 from fsm_rollout.engines.supervisor import (
+    LocalPlacement,
     Placement,
     PoolTimes,
     Replica,
@@ -404,3 +406,24 @@ class PoolEngine:
             if routed.replica is not None:
                 found.setdefault(routed.replica, []).append(routed)
         return found
+
+
+def build_pool(spec: EngineSpec, router: Router, build: BuildReplica) -> PoolEngine:
+    """Return the pool that a spec describes.
+
+    Raises:
+        EngineError: its replicas cannot be started.
+    """
+    placement: Placement
+    if spec.placement == "ray":
+        from fsm_rollout.engines.ray import RayOptions, RayPlacement
+
+        options = RayOptions(cpus=spec.cpus, gpus=spec.gpus, **(spec.ray or RaySpec()).model_dump())
+        placement = RayPlacement(build, spec.replicas, options)
+    else:
+        placement = LocalPlacement(build)
+    keys = spec.pool
+    times = PoolTimes(start=keys.start_timeout, silence=keys.silence_timeout, update=keys.update_timeout)
+    return PoolEngine(
+        placement, spec.replica_count, router=router, attempts=keys.attempts, restarts=keys.restarts, times=times
+    )

@@ -1,27 +1,40 @@
 """Engines from data: the ``engine`` and ``engines`` of a run YAML.
 
 Invariant: a spec is checked in full, all problems at once, before any model is loaded; unknown keys are errors. A key
-that is null is one that is not there (so an override can take a key of a file out). Only the engine that is built
-imports its libraries.
+that is null is one that is not there (so an override can take a key of a file out). An engine's class is imported by
+its name when it is built, so this module knows none of them; ``kind: module:Class`` names one of the user's own.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    TypeAdapter,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 
 from fsm_rollout.agent.graph import POLICY
-from fsm_rollout.agent.handlers import load_object
+from fsm_rollout.agent.handlers import load_object, look_in, looked_in
 from fsm_rollout.agent.yaml.source_map import SourceMap
 from fsm_rollout.agent.yaml.yaml_source import read_text, read_yaml
 from fsm_rollout.engines.protocol import Engine
 from fsm_rollout.engines.router import LeastLoadedRouter, Router, StickyRouter
 from fsm_rollout.engines.scripted.script import Script, Turn
-from fsm_rollout.errors import ConfigError, Problem, did_you_mean
+from fsm_rollout.errors import ConfigError, EngineError, Problem, RolloutError, did_you_mean
 from fsm_rollout.model.folders import load_tokenizer, model_folder
 from fsm_rollout.trajectory.model_errors import ConfigPath
 from fsm_rollout.trajectory.settings import StrictModel
@@ -68,9 +81,13 @@ class PoolSpec(StrictModel):
     update_timeout: Positive = Field(600.0, description="seconds that a replica may take to load weights")
 
 
-class Placed(StrictModel):
+class EngineSpec(StrictModel):
     """Keys of every kind: how many replicas there are, where they run, and who chooses among them."""
 
+    engine_class: ClassVar[str]
+    """``module:Class``; called with :meth:`engine_arguments`."""
+
+    kind: str
     replicas: Count = 1
     placement: Literal["local", "ray"] = "local"
     gpus: Annotated[float, Field(ge=0)] = Field(0.0, description="GPUs of each replica (Ray)")
@@ -80,30 +97,32 @@ class Placed(StrictModel):
     ray: RaySpec | None = None
 
     @model_validator(mode="after")
-    def _only_for_ray(self) -> Placed:
+    def _only_for_ray(self) -> EngineSpec:
         mine = [key for key in ("gpus", "cpus", "ray") if key in self.model_fields_set]
         if self.placement != "ray" and mine:
             raise ValueError(f"{', '.join(mine)}: for placement 'ray' only; set that, or leave them out")
         return self
 
     @property
-    def alone(self) -> bool:
+    def stands_alone(self) -> bool:
         """Whether this is one engine in this process, hence no pool."""
-        return self.count == 1 and self.placement == "local"
+        return self.replica_count == 1 and self.placement == "local"
 
     @property
-    def count(self) -> int:
+    def replica_count(self) -> int:
         """How many replicas there are."""
         return self.replicas
 
+    def engine_arguments(self, base: Path) -> dict[str, Any]:
+        """Return what the engine's class is called with; a model's folder is relative to ``base``."""
+        own = {name: getattr(self, name) for name in type(self).model_fields if name not in EngineSpec.model_fields}
+        return own | ({"model": model_folder(own["model"], base)} if "model" in own else {})
 
-PLACED = set(Placed.model_fields)
-"""The keys that are about replicas, and not for the engine itself."""
 
-
-class ScriptedSpec(Placed):
+class ScriptedSpec(EngineSpec):
     """``kind: scripted``; see :class:`fsm_rollout.engines.scripted.engine.ScriptedEngine`."""
 
+    engine_class = "fsm_rollout.engines.scripted.engine:ScriptedEngine"
     kind: Literal["scripted"]
     turns: Turns | None = None
     script: Folder | None = Field(None, description="a YAML or JSON file with the turns, relative to the run file")
@@ -117,19 +136,34 @@ class ScriptedSpec(Placed):
             raise ValueError("a scripted engine needs either 'turns' or 'script' (a file with them)")
         return self
 
+    def engine_arguments(self, base: Path) -> dict[str, Any]:
+        """Read the script and the tokenizer."""
+        return {
+            "turns": _read_script(self.script, base) if self.turns is None else self.turns,
+            "tokenizer": load_tokenizer(model_folder(self.tokenizer, base)),
+            "max_context": self.max_context,
+            "max_running": self.max_running,
+        }
 
-class ReplaySpec(Placed):
+
+class ReplaySpec(EngineSpec):
     """``kind: replay``; see :class:`fsm_rollout.engines.scripted.replay.ReplayEngine`."""
 
+    engine_class = "fsm_rollout.engines.scripted.replay:replay"
     kind: Literal["replay"]
     run: Folder = Field(description="the earlier run's folder, or a journal, relative to the run file")
     engine: str = Field(POLICY, description="the earlier run's name for the engine whose answers these are")
     max_context: Count | None = Field(None, description="default: that engine's")
 
+    def engine_arguments(self, base: Path) -> dict[str, Any]:
+        """Find the run."""
+        return {"run": base / self.run, "engine": self.engine, "max_context": self.max_context}
 
-class TransformersSpec(Placed):
+
+class TransformersSpec(EngineSpec):
     """``kind: transformers``; see :class:`fsm_rollout.engines.transformers.engine.TransformersEngine`."""
 
+    engine_class = "fsm_rollout.engines.transformers.engine:TransformersEngine"
     kind: Literal["transformers"]
     model: Folder = "embedded"
     device: str | None = None
@@ -141,9 +175,10 @@ class TransformersSpec(Placed):
     threads: Count | None = None
 
 
-class SGLangSpec(Placed):
+class SGLangSpec(EngineSpec):
     """``kind: sglang``; see :class:`fsm_rollout.engines.sglang.engine.SGLangEngine`."""
 
+    engine_class = "fsm_rollout.engines.sglang.engine:SGLangEngine"
     kind: Literal["sglang"]
     model: Folder = "embedded"
     device: str | None = None
@@ -159,14 +194,15 @@ class SGLangSpec(Placed):
     args: Mapping[str, Any] = Field(default_factory=dict, description="further arguments of SGLang's ServerArgs")
 
     @property
-    def alone(self) -> bool:
+    def stands_alone(self) -> bool:
         """Never: its process may die, and a pool brings it back, also a pool of one."""
         return False
 
 
-class SGLangHTTPSpec(Placed):
+class SGLangHTTPSpec(EngineSpec):
     """``kind: sglang_http``; each url is a replica. See :class:`fsm_rollout.engines.sglang.http.SGLangHTTPEngine`."""
 
+    engine_class = "fsm_rollout.engines.sglang.http:SGLangHTTPEngine"
     kind: Literal["sglang_http"]
     urls: Annotated[tuple[str, ...], Field(min_length=1)]
     model: Folder = Field("embedded", description="the folder of the model served, for its tokenizer")
@@ -179,9 +215,76 @@ class SGLangHTTPSpec(Placed):
         return self
 
     @property
-    def count(self) -> int:
+    def replica_count(self) -> int:
         """One for each url."""
         return len(self.urls)
+
+    def engine_arguments(self, base: Path) -> dict[str, Any]:
+        """Give each replica its url."""
+        return {"url": self.urls[0], "model": model_folder(self.model, base), "send_every": self.send_every}
+
+
+_KINDS: Mapping[str, type[EngineSpec]] = {
+    "scripted": ScriptedSpec,
+    "replay": ReplaySpec,
+    "transformers": TransformersSpec,
+    "sglang": SGLangSpec,
+    "sglang_http": SGLangHTTPSpec,
+}
+
+
+def spec_class(kind: str) -> type[EngineSpec]:
+    """Return the model of a kind's keys: a built-in kind's, or one made for the class that ``module:Class`` names.
+
+    The keys of a class are the fields of its ``Options`` (a pydantic model) if it has any, else what can be given to
+    its ``__init__`` by name. Values of type :class:`~pathlib.Path` are relative to the run's file.
+
+    Raises:
+        ConfigError: there is no such kind, or nothing of that name that could be called.
+    """
+    if kind in _KINDS:
+        return _KINDS[kind]
+    if ":" not in kind:
+        hint = did_you_mean(kind, _KINDS) + "; or give 'module:Class'"
+        raise ConfigError(f"engine kind '{kind}' does not exist{hint}")
+    engine_class: Any = load_object(kind)
+    if not callable(engine_class):
+        raise ConfigError(f"engine kind '{kind}' is a {type(engine_class).__name__}; name a class, or a function")
+    options = getattr(engine_class, "Options", None)
+    own: Any = (
+        options if isinstance(options, type) and issubclass(options, BaseModel) else _signature_model(engine_class)
+    )
+    made = create_model("OwnSpec", __base__=(own, OwnSpec))
+    made.engine_class = kind
+    return made
+
+
+def _signature_model(engine_class: Callable[..., object]) -> type[BaseModel]:
+    """Return a model with a field for each parameter that can be given by name."""
+    try:
+        hints = get_type_hints(engine_class.__init__ if isinstance(engine_class, type) else engine_class)
+    except (NameError, TypeError):  # types that exist for the type checker only
+        hints = {}
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    fields: dict[str, Any] = {
+        name: (hints.get(name, Any), ... if parameter.default is inspect.Parameter.empty else parameter.default)
+        for name, parameter in inspect.signature(engine_class).parameters.items()
+        if parameter.kind in by_name and not name.startswith("_")
+    }
+    return create_model(
+        "Signature", __config__=ConfigDict(arbitrary_types_allowed=True, protected_namespaces=()), **fields
+    )
+
+
+class OwnSpec(EngineSpec):
+    """``kind: module:Class``; the keys of the class are added by :func:`spec_class`."""
+
+    model_config = ConfigDict(validate_default=False)  # defaults are the class's own business
+
+    def engine_arguments(self, base: Path) -> dict[str, Any]:
+        """Return what was given; the class knows its own defaults."""
+        own = {name: value for name, value in self if name in self.model_fields_set - set(EngineSpec.model_fields)}
+        return {name: base / value if isinstance(value, Path) else value for name, value in own.items()}
 
 
 def build_engine(spec: Mapping[str, Any], base: Path) -> Engine:
@@ -194,12 +297,13 @@ def build_engine(spec: Mapping[str, Any], base: Path) -> Engine:
     if found := faults(spec):
         raise ConfigError([Problem(message) for _, message in found])
     spec = _without_nulls(spec)
-    model, build = _KINDS[spec["kind"]]
-    checked = model.model_validate(spec)
-    if checked.alone:
-        return build(checked, base)
-    own = {key: value for key, value in spec.items() if key not in PLACED}
-    return _build_pool(checked, build_router(checked.router), own, base)
+    checked = spec_class(spec["kind"]).model_validate(spec)
+    if checked.stands_alone:
+        return _build(checked, base)
+    own = {key: value for key, value in spec.items() if key == "kind" or key not in EngineSpec.model_fields}
+    build_pool = _load("fsm_rollout.engines.pool:build_pool")
+    pool: Engine = build_pool(checked, build_router(checked.router), BuildReplica(own, base.absolute()))
+    return pool
 
 
 def faults(spec: Mapping[str, Any]) -> list[tuple[ConfigPath, str]]:
@@ -207,10 +311,11 @@ def faults(spec: Mapping[str, Any]) -> list[tuple[ConfigPath, str]]:
     spec = _without_nulls(spec)
     kind = str(spec.get("kind", ""))
     if not kind:
-        return [((), f"an engine needs 'kind'; known: {', '.join(_KINDS)}")]
-    if kind not in _KINDS:
-        return [(("kind",), f"engine kind '{kind}' does not exist{did_you_mean(kind, _KINDS)}")]
-    model, _ = _KINDS[kind]
+        return [((), f"an engine needs 'kind'; known: {', '.join(_KINDS)}, or 'module:Class'")]
+    try:
+        model = spec_class(kind)
+    except ConfigError as error:
+        return [(("kind",), problem.message) for problem in error.problems]
     found: list[tuple[ConfigPath, str]] = []
     try:
         model.model_validate(spec)
@@ -234,38 +339,53 @@ def _without_nulls(spec: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _build_pool(placed: Placed, router: Router, spec: Mapping[str, Any], base: Path) -> Engine:
-    from fsm_rollout.engines.pool import PoolEngine
-    from fsm_rollout.engines.supervisor import LocalPlacement, Placement, PoolTimes
+def _build(spec: EngineSpec, base: Path) -> Engine:
+    """Build one engine.
 
-    build = _BuildReplica(spec, base.absolute())
-    placement: Placement
-    if placed.placement == "ray":
-        from fsm_rollout.engines.ray import RayOptions, RayPlacement
+    Raises:
+        EngineError: it cannot be built, or is none.
+    """
+    make = _load(spec.engine_class)
+    arguments = spec.engine_arguments(base)
+    if not isinstance(spec, OwnSpec):
+        return make(**arguments)  # type: ignore[no-any-return]
+    try:
+        engine = make(**arguments)
+    except RolloutError:
+        raise
+    except Exception as error:  # it is the user's code
+        raise EngineError(f"engine '{spec.kind}' cannot be built: {type(error).__name__}: {error}") from error
+    if missing := [name for name in _ENGINE_MEMBERS if not hasattr(engine, name)]:
+        lacks = ", ".join(missing)
+        raise EngineError(f"engine '{spec.kind}' is no engine, it lacks {lacks}; see fsm_rollout.engines.protocol")
+    return engine  # type: ignore[no-any-return]
 
-        options = RayOptions(cpus=placed.cpus, gpus=placed.gpus, **(placed.ray or RaySpec()).model_dump())
-        placement = RayPlacement(build, placed.replicas, options)
-    else:
-        placement = LocalPlacement(build)
-    pool = placed.pool
-    times = PoolTimes(start=pool.start_timeout, silence=pool.silence_timeout, update=pool.update_timeout)
-    return PoolEngine(
-        placement, placed.count, router=router, attempts=pool.attempts, restarts=pool.restarts, times=times
-    )
+
+def _load(path: str) -> Any:
+    """Return what ``module:name`` stands for; modules of this package that lack a library say so themselves."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
+_ENGINE_MEMBERS = [name for name in vars(Engine) if not name.startswith("_")]
 
 
 @dataclass(frozen=True, slots=True)
-class _BuildReplica:
+class BuildReplica:
     """Builds one engine of a pool, wherever this is sent."""
 
     spec: Mapping[str, Any]
     base: Path
+    folders: list[str] = field(default_factory=looked_in)
+    """Where the code of a user's own is found."""
 
     def __call__(self, name: str) -> Engine:
+        """Build the engine of the replica of that name."""
+        for folder in self.folders:
+            look_in(folder)
         urls = self.spec.get("urls")  # one for each replica
         mine = {} if urls is None else {"urls": [urls[int(name.rpartition("-")[2])]]}
-        model, build = _KINDS[self.spec["kind"]]
-        return build(model.model_validate({**self.spec, **mine}), self.base)
+        return _build(spec_class(self.spec["kind"]).model_validate({**self.spec, **mine}), self.base)
 
 
 def build_router(router: str) -> Router:
@@ -288,41 +408,6 @@ def build_router(router: str) -> Router:
     if not isinstance(made, Router):
         raise ConfigError(f"router '{router}' has no method choose(request, replicas); see fsm_rollout.engines.router")
     return made
-
-
-def _build_scripted(spec: ScriptedSpec, base: Path) -> Engine:
-    from fsm_rollout.engines.scripted.engine import ScriptedEngine
-
-    return ScriptedEngine(
-        _read_script(spec.script, base) if spec.turns is None else spec.turns,
-        tokenizer=load_tokenizer(model_folder(spec.tokenizer, base)),
-        max_context=spec.max_context,
-        max_running=spec.max_running,
-    )
-
-
-def _build_replay(spec: ReplaySpec, base: Path) -> Engine:
-    from fsm_rollout.engines.scripted.replay import replay
-
-    return replay(base / spec.run, spec.engine, max_context=spec.max_context)
-
-
-def _build_transformers(spec: TransformersSpec, base: Path) -> Engine:
-    from fsm_rollout.engines.transformers.engine import TransformersEngine
-
-    return TransformersEngine(model_folder(spec.model, base), **spec.model_dump(exclude=PLACED | {"kind", "model"}))
-
-
-def _build_sglang(spec: SGLangSpec, base: Path) -> Engine:
-    from fsm_rollout.engines.sglang.engine import SGLangEngine
-
-    return SGLangEngine(model_folder(spec.model, base), **spec.model_dump(exclude=PLACED | {"kind", "model"}))
-
-
-def _build_sglang_http(spec: SGLangHTTPSpec, base: Path) -> Engine:
-    from fsm_rollout.engines.sglang.http import SGLangHTTPEngine
-
-    return SGLangHTTPEngine(spec.urls[0], model_folder(spec.model, base), send_every=spec.send_every)
 
 
 def _read_script(script: str | None, base: Path) -> Script:
@@ -364,12 +449,3 @@ def _explain(error: ValidationError, model: type[StrictModel] | None) -> list[tu
                 message = " ".join(part for part in (where, what) if part) + got
         found.append((path, message))
     return found
-
-
-_KINDS: Mapping[str, tuple[type[Placed], Callable[[Any, Path], Engine]]] = {
-    "scripted": (ScriptedSpec, _build_scripted),
-    "replay": (ReplaySpec, _build_replay),
-    "transformers": (TransformersSpec, _build_transformers),
-    "sglang": (SGLangSpec, _build_sglang),
-    "sglang_http": (SGLangHTTPSpec, _build_sglang_http),
-}

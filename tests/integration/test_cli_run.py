@@ -225,3 +225,29 @@ def test_wrong_keys_of_engines_are_named_with_their_line(place: Path) -> None:
     assert f"{place / 'run.yaml'}:7: engine 'judge': engine kind 'skripted' does not exist" in second
     told = refused(place, "engine={kind: scripted, turns: [a], tps: 1}", "engines={}")
     assert told.startswith("override 'engine={kind: scripted, turns: [a], tps: 1}': engine 'policy': unknown key 'tps'")
+
+
+OWN_ENGINE = """
+from fsm_rollout import ScriptedEngine
+from fsm_rollout.model.folders import load_tokenizer, model_folder
+
+class Echo(ScriptedEngine):
+    def __init__(self, says: str, times: int = 1):
+        super().__init__([says * times], tokenizer=load_tokenizer(model_folder("embedded")))
+"""
+
+
+def test_an_engine_of_ones_own_runs_from_the_run_file(place: Path) -> None:
+    (place / "engine_of_mine.py").write_text(OWN_ENGINE, "utf-8")
+    text = (place / "run.yaml").read_text("utf-8")
+    own = 'engine: {kind: "engine_of_mine:Echo", says: The answer is 3., replicas: 2}'
+    (place / "run.yaml").write_text(text.replace(text.splitlines()[3], own), "utf-8")
+    for changes, line in (("engine.times=many", "times should be"), ("engine.sayz=a", "did you mean 'says'?")):
+        assert line in refused(place, changes)
+    (place / "run.yaml").write_text(text.replace(text.splitlines()[3], own.replace("says", "sayz")), "utf-8")
+    assert f"{place / 'run.yaml'}:4: engine 'policy': unknown key 'sayz'; did you mean 'says'?" in refused(place)
+    (place / "run.yaml").write_text(text.replace(text.splitlines()[3], own), "utf-8")
+    done = CliRunner().invoke(app, ["run", str(place / "run.yaml")])
+    assert done.exit_code == 0, done.output
+    summary = json.loads((place / "out/summary.json").read_text("utf-8"))
+    assert (summary["trajectories"], summary["stop_reasons"]) == (1, {"answered": 1})

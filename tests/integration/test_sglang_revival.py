@@ -23,7 +23,7 @@ def test_a_lone_engine_that_is_killed_twice_loses_no_token_and_keeps_its_weights
     tensors = {name: tensor.clone() for name, tensor in model("early").state_dict().items()}
 
     def engine() -> SGLangEngine:
-        found = pool._crew.members[0].replica.engine  # type: ignore[union-attr]
+        found = pool._supervisor.replicas[0].engine  # type: ignore[union-attr]
         assert isinstance(found, SGLangEngine)
         return found
 

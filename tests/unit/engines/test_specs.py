@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, Field, field_validator
 
+from fsm_rollout.engines.pool import PoolEngine
 from fsm_rollout.engines.protocol import Request, SamplingParams
+from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.engines.specs import build_engine
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import ConfigError, EngineError
 from fsm_rollout.trajectory.tokens import as_ids
+from tests.embedded import tokenizer
 
 
 def said(spec: dict[str, Any], base: Path) -> str:
@@ -120,3 +124,101 @@ def test_a_model_that_is_not_there_is_an_engine_error(tmp_path: Path):
     for spec in ({"kind": "transformers", "model": "absent"}, {"kind": "scripted", "turns": [], "tokenizer": "absent"}):
         with pytest.raises(EngineError, match=f"model 'absent': there is no folder '{tmp_path}/absent'"):
             build_engine(spec, tmp_path)
+
+
+# -- engines of a user's own -----------------------------------------------------------------------------------------
+
+
+class Shouting(ScriptedEngine):
+    """Says one thing, loudly."""
+
+    def __init__(self, says: str, times: int = 1, *, notes: Path | None = None) -> None:
+        super().__init__([Turn(text=says.upper() * times)], tokenizer=tokenizer())
+        self.notes = notes
+
+
+class Choosy(Shouting):
+    """Has declared its keys."""
+
+    class Options(BaseModel):
+        says: str
+        times: int = Field(2, ge=1, le=3)
+
+        @field_validator("says")
+        @classmethod
+        def _polite(cls, value: str) -> str:
+            if "please" not in value:
+                raise ValueError("say please")
+            return value
+
+
+def broken(says: str = "") -> object:
+    """Return what is no engine, or nothing."""
+    if says:
+        raise OSError("no such device")
+    return object()
+
+
+NUMBER = 3
+HERE = "tests.unit.engines.test_specs"
+
+
+def test_an_engine_of_ones_own_takes_the_keys_of_its_class(tmp_path: Path):
+    own = {"kind": f"{HERE}:Shouting", "says": "ab"}
+    assert said(own, tmp_path) == "AB"
+    assert said({**own, "times": 2}, tmp_path) == "ABAB"
+    assert said({"kind": f"{HERE}:Choosy", "says": "please "}, tmp_path) == "PLEASE "
+    engine = build_engine({**own, "notes": "notes.txt"}, tmp_path)
+    assert engine.notes == tmp_path / "notes.txt"  # type: ignore[attr-defined]  # as every path of a run's file
+
+
+def test_an_engine_of_ones_own_has_replicas(tmp_path: Path):
+    spec = {"kind": f"{HERE}:Shouting", "says": "ab", "replicas": 2, "router": "least_loaded", "pool": {"attempts": 5}}
+    pool = build_engine(spec, tmp_path)
+    assert isinstance(pool, PoolEngine)
+    assert (len(pool.replicas), pool.attempts) == (2, 5)
+    asyncio.run(pool.aclose())
+    assert said(spec, tmp_path) == "AB"
+
+
+@pytest.mark.parametrize(
+    ("spec", "messages"),
+    [
+        ({"kind": "Shouting"}, ["engine kind 'Shouting' does not exist; known: replay", "or give 'module:Class'"]),
+        ({"kind": f"{HERE}:Shoutin"}, ["has no 'Shoutin'", "did you mean 'Shouting'?"]),
+        ({"kind": "no_such:Engine"}, ["cannot import 'no_such'"]),
+        ({"kind": f"{HERE}:NUMBER"}, [f"engine kind '{HERE}:NUMBER' is a int; name a class, or a function"]),
+        ({"kind": f"{HERE}:Shouting"}, ["'says' is missing"]),
+        (
+            {"kind": f"{HERE}:Shouting", "sayz": "a", "times": "many", "rplicas": 2, "pool": {"attempt": 1}},
+            [
+                "unknown key 'sayz'; did you mean 'says'?",
+                "times should be a valid integer",
+                "did you mean 'replicas'?",
+                "unknown key 'pool.attempt'; did you mean 'attempts'?",
+            ],
+        ),
+        ({"kind": f"{HERE}:Choosy", "says": "please", "times": 4}, ["times should be less than or equal to 3, got 4"]),
+        ({"kind": f"{HERE}:Choosy", "says": "now"}, ["says say please, got 'now'"]),
+        ({"kind": f"{HERE}:Choosy", "says": "please", "notes": "x"}, ["unknown key 'notes'"]),
+        ({"kind": f"{HERE}:Shouting", "says": "a", "gpus": 1}, ["gpus: for placement 'ray' only"]),
+    ],
+)
+def test_mistakes_in_the_keys_of_ones_own_engine(spec: dict[str, Any], messages: list[str], tmp_path: Path):
+    with pytest.raises(ConfigError) as error:
+        build_engine(spec, tmp_path)
+    for message in messages:
+        assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("says", "message"),
+    [
+        ("", "is no engine, it lacks .*generate.*see fsm_rollout.engines.protocol"),
+        ("a", "cannot be built: OSError: no such device"),
+    ],
+)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_engine_of_ones_own_that_cannot_be_built(tmp_path: Path, says: str, message: str, replicas: int):
+    with pytest.raises(EngineError, match=message):
+        build_engine({"kind": f"{HERE}:broken", "says": says, "replicas": replicas}, tmp_path)
