@@ -1,10 +1,10 @@
 """Several replicas of an engine as one engine: routed, bounded in flight, and whole again when one is lost.
 
 Invariant: a request is at one replica, or waits here in order until one has room. It is tried once: when its replica
-is lost or fails it, its last chunk says ``ReplicaLost: …``, and the client (:mod:`fsm_rollout.engines.client`) asks for the
-rest of it; what goes on comes before what has not begun. Every request gets its last chunk, or the error that ended the
-pool: replicas are started a bounded number of times (:mod:`fsm_rollout.engines.supervisor`). A request that the router
-fails is at no replica at all: its last chunk has an error ``RouterFailed: …``.
+is lost or fails it, its last chunk says ``ReplicaLost: …``, and the client (:mod:`fsm_rollout.engines.client`) asks for
+the rest of it; what goes on comes before what has not begun. Every request gets its last chunk, or the error that ended
+the pool: replicas are started a bounded number of times (:mod:`fsm_rollout.engines.supervisor`). A request that the
+router fails is at no replica at all: its last chunk has an error ``RouterFailed: …``.
 """
 
 from __future__ import annotations

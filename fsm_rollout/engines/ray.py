@@ -184,7 +184,8 @@ class RayEngine:
 
     async def start(self, tokenizer: Any = None) -> None:
         """Build the engine over there; ``tokenizer`` is what another one had, and need not travel again."""
-        self.max_context, self.eos_ids, self.weight_version = await _answer(self.actor.start.remote())
+        facts: tuple[int, frozenset[int], int] = await _answer(self.actor.start.remote())
+        self.max_context, self.eos_ids, self.weight_version = facts
         self._started = True
         self.tokenizer = tokenizer or await _answer(self.actor.tokenizer.remote())
 
@@ -262,14 +263,14 @@ class RayEngine:
             self._received += 1
             self._load = flush.load
             for chunk in flush.chunks:
-                if (stream := self._streams.get(chunk.request_id)) is not None:
-                    stream.put(chunk)
+                if (asked := self._streams.get(chunk.request_id)) is not None:
+                    asked.put(chunk)
                     if chunk.finish_reason is not None:
                         del self._streams[chunk.request_id]
             for request_ids, why in flush.failures:
-                failed = [self._streams.pop(request_id, None) for request_id in request_ids]
-                for stream in filter(None, failed):
-                    stream.fail(EngineError(why))
+                for failed in [self._streams.pop(request_id, None) for request_id in request_ids]:
+                    if failed is not None:
+                        failed.fail(EngineError(why))
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         if self.failure is None:

@@ -254,7 +254,7 @@ def spec_class(kind: str) -> type[EngineSpec]:
     own: Any = (
         options if isinstance(options, type) and issubclass(options, BaseModel) else _signature_model(engine_class)
     )
-    made = create_model("OwnSpec", __base__=(own, OwnSpec))
+    made: type[OwnSpec] = create_model("OwnSpec", __base__=(own, OwnSpec))
     made.engine_class = kind
     return made
 
@@ -262,7 +262,7 @@ def spec_class(kind: str) -> type[EngineSpec]:
 def _signature_model(engine_class: Callable[..., object]) -> type[BaseModel]:
     """Return a model with a field for each parameter that can be given by name."""
     try:
-        hints = get_type_hints(engine_class.__init__ if isinstance(engine_class, type) else engine_class)
+        hints = get_type_hints(getattr(engine_class, "__init__") if inspect.isclass(engine_class) else engine_class)  # noqa: B009
     except (NameError, TypeError):  # types that exist for the type checker only
         hints = {}
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
