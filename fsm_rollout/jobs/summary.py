@@ -7,12 +7,13 @@ things that they do not know: how long the run took and what the engine counted.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from rich.table import Table
 
 from fsm_rollout.batch.rows import turns_of
+from fsm_rollout.report.token_texts import shortened
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 Summary: TypeAlias = dict[str, Any]
@@ -20,6 +21,8 @@ Summary: TypeAlias = dict[str, Any]
 
 SHOWN_FROM = 0.005
 """Seconds from which a time is shown: less would be rounded to 0.00."""
+MOST_FAILURES = 5
+"""Failures of one sort that a run prints."""
 PARTS = ("queue", "generate", "tool", "interact", "other")
 """What a trajectory's time goes into; its ``timing`` says ``tools`` for ``tool``."""
 
@@ -145,6 +148,22 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         end = f"{slowest['stop_reason']} after {_number(slowest['wall_seconds'], digits=2)} s"
         table.add_row("slowest", f"{slowest['trajectory_id']}: {end}" + (f" ({parts})" if parts else ""))
     return table
+
+
+def failure_lines(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each of the first rewards that failed, and of the first kinds of failures."""
+    for error in summary.get("reward_errors", [])[:MOST_FAILURES]:
+        yield f"no score: {error}"
+    for part, whose in ((summary, ""), (summary["sub_agents"], " sub-agents")):
+        for reason, detail in list(part.get("failures", {}).items())[:MOST_FAILURES]:
+            count = f"{part['stop_reasons'][reason]:,} of {part['trajectories']:,}{whose}"
+            yield f"{reason} ({count}): {shortened(detail)}"
+
+
+def every_trajectory_failed(summary: Mapping[str, Any]) -> bool:
+    """Return whether no trajectory of a run came to an end of its own."""
+    failed = sum(summary["stop_reasons"][reason] for reason in summary.get("failures", {}))
+    return 0 < failed == summary["trajectories"]
 
 
 def _counted(counts: Mapping[str, int]) -> str:
