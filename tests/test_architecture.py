@@ -41,6 +41,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "transitions": ("agent.machine",),
     "typer": ("cli",),
     "sqlite3": ("trajectory.journal",),
+    "graphviz": ("diagrams.draw",),
     "pygraphviz": (),  # in a process of its own, see diagrams.draw
 }
 

@@ -11,7 +11,6 @@ own, so that what a C library makes of odd input or prints about fonts stays out
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -42,6 +41,10 @@ graph = pygraphviz.AGraph(string=sys.stdin.buffer.read().decode("utf-8"))
 graph.graph_attr["dpi"] = sys.argv[2]
 sys.stdout.buffer.write(graph.draw(format=sys.argv[1], prog="dot"))
 """
+_MISSING = (
+    "drawing needs Graphviz: pip install 'fsm-rollout[diagrams]' brings one along; "
+    "only DOT (.dot) and Mermaid (.mmd) do without"
+)
 _DPI = {"svg": "72", "png": "192"}
 """Dots per inch; an SVG's coordinates are points."""
 
@@ -139,21 +142,33 @@ def render(dot: str, form: Literal["svg", "png"]) -> bytes:
     Raises:
         DrawingError: there is no Graphviz, or it refuses the text.
     """
-    program = shutil.which("dot")
-    if program is not None:
-        command = [program, f"-T{form}", f"-Gdpi={_DPI[form]}"]
-    elif find_spec("pygraphviz") is not None:
-        command = [sys.executable, "-c", _PYGRAPHVIZ, form, _DPI[form]]
-    else:
-        raise DrawingError(
-            "drawing needs Graphviz: pip install 'fsm-rollout[diagrams]' brings one along; "
-            "only DOT (.dot) and Mermaid (.mmd) do without"
-        )
+    if find_spec("graphviz") is None:
+        raise DrawingError(_MISSING)
+    import graphviz
+
+    head, brace, body = dot.partition("{")
+    source = graphviz.Source(f"{head}{brace}\n\tdpi={_DPI[form]}{body}")
+    try:
+        return bytes(source.pipe(format=form, quiet=True))
+    except graphviz.CalledProcessError as error:
+        raise DrawingError(f"Graphviz (dot) failed with code {error.returncode}: {_last_line(error.stderr)}") from error
+    except graphviz.ExecutableNotFound:
+        return _render_by_the_wheel(dot, form)
+
+
+def _render_by_the_wheel(dot: str, form: str) -> bytes:
+    """Draw with the Graphviz in pygraphviz's wheel, where no ``dot`` is on the PATH."""
+    if find_spec("pygraphviz") is None:
+        raise DrawingError(_MISSING)
+    command = [sys.executable, "-c", _PYGRAPHVIZ, form, _DPI[form]]
     done = subprocess.run(command, input=dot.encode(), capture_output=True, check=False)
     if done.returncode != 0 or not done.stdout:
-        reason = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise DrawingError(f"Graphviz ({command[0]}) failed with code {done.returncode}: {reason}")
+        raise DrawingError(f"Graphviz (pygraphviz) failed with code {done.returncode}: {_last_line(done.stderr)}")
     return done.stdout
+
+
+def _last_line(output: bytes | None) -> str:
+    return (output or b"").decode(errors="replace").strip().rpartition("\n")[2]
 
 
 @cache
