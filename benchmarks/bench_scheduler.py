@@ -55,7 +55,7 @@ async def bench(count: int, turns: int) -> None:
         await asyncio.sleep(1.5)
         gc.collect()
         tokens = sum(
-            8 * len(stream.tokens) for live, *_ in scheduler.running.values() for stream in live.trajectory.streams
+            8 * len(stream.tokens) for live in scheduler.running.values() for stream in live.trajectory.streams
         )
         measured.append((resident() - before - tokens, len(scheduler.running)))
 

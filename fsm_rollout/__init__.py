@@ -19,7 +19,7 @@ _HOMES = {
     "AgentGraph": "agent.graph",
     "ChatTemplate": "chat",
     "ConfigError": "errors",
-    "Group": "scheduler.live",
+    "Group": "scheduler.group",
     "Journal": "trajectory.journal",
     "Outcome": "trajectory.trajectory",
     "Prompt": "trajectory.prompt",
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from fsm_rollout.engines.transformers.engine import TransformersEngine
     from fsm_rollout.errors import ConfigError, RolloutError
     from fsm_rollout.rollout import Rollout
-    from fsm_rollout.scheduler.live import Group
+    from fsm_rollout.scheduler.group import Group
     from fsm_rollout.states import State
     from fsm_rollout.tools import ToolContext, ToolResult
     from fsm_rollout.trajectory.journal import Journal

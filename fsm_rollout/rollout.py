@@ -29,7 +29,7 @@ from fsm_rollout.engines.protocol import Engine
 from fsm_rollout.engines.specs import build_engine
 from fsm_rollout.environment.rewards import GroupFilter, Reward
 from fsm_rollout.errors import ConfigError, EngineError, Problem
-from fsm_rollout.scheduler.live import Group
+from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.resume import History
 from fsm_rollout.scheduler.scheduler import MAX_RESTARTS, OVER_SAMPLE, Listener, OnToolFailure, Scheduler
 from fsm_rollout.trajectory.journal import Journal
@@ -117,13 +117,13 @@ class Rollout:
             self.engines = {
                 name: self._engine(name, spec, base) for name, spec in {POLICY: engine, **(engines or {})}.items()
             }
-            self.dispatchers = {
+            self.clients = {
                 name: EngineClient(one, attempts=engine_attempts, queue_timeout=queue_timeout)
                 for name, one in self.engines.items()
             }
             self.scheduler = Scheduler(
                 self.agents,
-                self.dispatchers,
+                self.clients,
                 seed=seed,
                 concurrency=concurrency,
                 sampling=said,
@@ -220,7 +220,7 @@ class Rollout:
         self, prompts: Iterable[PromptLike], n: int, *, target_groups: int | None, **options: Any
     ) -> AsyncGenerator[Group, None]:
         self._check_open()
-        for name, client in self.dispatchers.items():
+        for name, client in self.clients.items():
             if client.serves_another_loop:
                 raise EngineError(
                     f"engine '{name}' serves another event loop, which still lives; use either the plain forms (run, "
@@ -260,7 +260,7 @@ class Rollout:
         ``packed``, …). Whatever weights change meanwhile, no trained token of it is older than ``max_staleness``.
         """
         options: dict[str, Any] = {"target_groups": target_groups, "over_sample": over_sample, "resume": resume}
-        async with aclosing(self._groups(prompts, n, together=True, **options)) as groups:
+        async with aclosing(self._groups(prompts, n, deliver_at_end=True, **options)) as groups:
             return self.batch([group async for group in groups], **batch)
 
     def batch(self, groups: Iterable[Group], **options: Any) -> TrajectoryBatch:
@@ -285,7 +285,7 @@ class Rollout:
                 "dispatches": dispatcher.dispatches,
                 "weight_version": dispatcher.engine.weight_version,
             }
-            for name, dispatcher in self.dispatchers.items()
+            for name, dispatcher in self.clients.items()
         }
 
     async def aupdate_weights(self, weights: Any, version: int | None = None) -> int:
@@ -301,7 +301,7 @@ class Rollout:
 
     async def asleep(self) -> None:
         """Let all engines give their memory back (say while the policy is trained on the same GPU)."""
-        for dispatcher in self.dispatchers.values():
+        for dispatcher in self.clients.values():
             await dispatcher.pause("asleep")
         for engine in self.engines.values():
             await engine.sleep()
@@ -310,7 +310,7 @@ class Rollout:
         """Let the engines be ready again, and what waits for them go on."""
         for engine in self.engines.values():
             await engine.wake()
-        for dispatcher in self.dispatchers.values():
+        for dispatcher in self.clients.values():
             await dispatcher.resume("asleep")
 
     def page(self, trajectory: Trajectory | str) -> Page:
@@ -332,7 +332,7 @@ class Rollout:
     async def aclose(self) -> None:
         """Let go of what was set aside, and close the engines that this rollout built. Safe to call twice."""
         self._closed = True
-        await self.scheduler.let_go()
+        await self.scheduler.drop_carried()
         await self._close_engines()
 
     async def _close_engines(self) -> None:

@@ -25,7 +25,7 @@ from fsm_rollout.jobs.run_config import RunConfig, recorded_run
 from fsm_rollout.jobs.summary import Summary, summarize
 from fsm_rollout.report.report import write_report
 from fsm_rollout.rollout import Rollout
-from fsm_rollout.scheduler.live import Group
+from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.scheduler import Listener
 from fsm_rollout.trajectory.journal import Journal, is_journal, metadata, read
 from fsm_rollout.trajectory.model_errors import ConfigPath

@@ -1,6 +1,7 @@
-"""Groups under way: what is there of them, what is still to do, and their scores.
+"""A group: the trajectories of one prompt, from their first event until the caller has them.
 
-Invariant: one attempt stands for each sample that has begun; earlier ones were given up and are in no batch.
+Invariant: of each sample that has begun, one attempt stands and is in ``trajectories``; attempts that were given up are
+in ``discarded`` and in no batch.
 """
 
 from __future__ import annotations
@@ -8,80 +9,152 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import StrEnum, auto
 
 from fsm_rollout.environment.rewards import Reward
-from fsm_rollout.scheduler.live import ActiveTrajectory, Group
-from fsm_rollout.scheduler.program import Program
+from fsm_rollout.scheduler.trajectory_runner import CUT_OFF, ActiveTrajectory
+from fsm_rollout.states.program import Program
 from fsm_rollout.trajectory.events import REWARD, AnyEvent, Scored
+from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 
-@dataclass(slots=True, eq=False)
-class OpenGroup:
-    """A group that has not been handed over."""
+class GroupState(StrEnum):
+    """Where a group is on its way to the caller."""
 
-    group: Group
-    program: Program
+    WAITING = auto()
+    """It has not begun in this run, or was set aside when an earlier run had reached its target."""
+    RUNNING = auto()
+    """Samples of it run, or are about to."""
+    SCORING = auto()
+    """Its samples have come to their ends; the reward and the group filter judge them."""
+    DONE = auto()
+    """It can be delivered. If it gets too old before that, it runs again."""
+    DELIVERED = auto()
+    """The caller has it."""
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """The trajectories of one prompt. ``trajectories`` has one per sample; ``children`` are those of sub-agents."""
+
+    group_id: str
+    index: int
+    """Its place among the prompts of the run."""
+    prompt: Prompt
+    program: Program = field(repr=False)
+    """The agent that its prompt has chosen."""
     n: int
-    live: dict[int, ActiveTrajectory] = field(default_factory=dict)
-    """What has begun, by sample."""
-    attempts: dict[int, int] = field(default_factory=dict)
-    """How many attempts of a sample were given up."""
-    due: list[int] = field(default_factory=list)
-    """The samples that the present run has still to begin, or to let go on."""
-    left: int = 0
-    """How many samples of the present run are not done."""
+    """How many samples it has."""
+    trajectories: list[Trajectory] = field(default_factory=list)
+    children: list[Trajectory] = field(default_factory=list)
+    reward_errors: list[str] = field(default_factory=list)
+    """What went wrong in scoring; those trajectories have no score."""
+    discarded: list[Trajectory] = field(default_factory=list)
+    """Attempts that fell behind the weights and were begun anew; in no batch."""
+    dropped: bool = False
+    """Whether it is in no batch and does not count towards a target: the run's group filter turned it down, a sample of
+    it fell behind the weights once too often, or tokens of it are wrong (``failed:GlueMismatchError``)."""
+    state: GroupState = GroupState.WAITING
     carried: bool = False
     """Whether a run with a target has left it over."""
+    active: dict[str, ActiveTrajectory] = field(default_factory=dict, repr=False)
+    """What runs of it or can go on at once, by trajectory id."""
+    attempts: dict[int, int] = field(default_factory=dict, repr=False)
+    """How many attempts of a sample were given up."""
+    to_start: list[int] = field(default_factory=list, repr=False)
+    """The samples that the present run has still to begin, or to let go on."""
+    unfinished: int = 0
+    """How many samples of the present run have not come to their end."""
+    glue_entries: dict[str, set[object]] = field(default_factory=dict, repr=False)
+    """The cache entries that each trajectory's glue came from, by trajectory id."""
+
+    @property
+    def all(self) -> list[Trajectory]:
+        """Samples and sub-agents' trajectories."""
+        return [*self.trajectories, *self.children]
+
+    @property
+    def ended(self) -> bool:
+        """Whether every sample that was begun has ended."""
+        return all(trajectory.ended for trajectory in self.trajectories)
 
     @property
     def counts(self) -> bool:
         """Whether it counts towards a target: it was not dropped, and nobody suspended a part of it."""
-        return not self.group.dropped and self.group.ended
-
-    def begun(self, live: ActiveTrajectory) -> None:
-        """Take a sample in; the groups' trajectories are in the order of samples."""
-        old = self.live.get(live.trajectory.sample)
-        self.live[live.trajectory.sample] = live
-        if old is not None:
-            self.group.replace(old.trajectory, live.trajectory)
-        else:
-            self.group.trajectories.append(live.trajectory)
-            self.group.trajectories.sort(key=lambda trajectory: trajectory.sample)
+        return not self.dropped and self.ended
 
     def next_id(self, sample: int) -> str:
         """Return the id of the next attempt at a sample: ``group/sample``, then ``group/sample~1`` and so on."""
         attempt = self.attempts.get(sample, 0)
-        return f"{self.group.group_id}/{sample}" + (f"~{attempt}" if attempt else "")
+        return f"{self.group_id}/{sample}" + (f"~{attempt}" if attempt else "")
 
     def give_up(self, sample: int) -> None:
         """Count an attempt out, so that the sample is begun anew."""
         self.attempts[sample] = self.attempts.get(sample, 0) + 1
 
-    def stands(self, sample: int) -> ActiveTrajectory | None:
-        """Return the attempt that stands for a sample, if one has begun and was not given up."""
-        live = self.live.get(sample)
-        return live if live is not None and live.trajectory.trajectory_id == self.next_id(sample) else None
+    def standing(self) -> dict[int, Trajectory]:
+        """Return the attempts that stand, by sample: those that have begun and were not given up."""
+        return {t.sample: t for t in self.trajectories if t.trajectory_id == self.next_id(t.sample)}
 
-    @property
-    def todo(self) -> list[int]:
-        """The samples that are not done: not begun, set aside, or given up."""
-        standing = map(self.stands, range(self.n))
-        return [sample for sample, live in enumerate(standing) if live is None or not live.trajectory.ended]
+    def begin(self) -> None:
+        """Let it run: what has not begun, was set aside or was given up is to be started."""
+        standing = self.standing()
+        self.to_start = [k for k in range(self.n) if k not in standing or not standing[k].ended]
+        self.unfinished = len(self.to_start)
+        self.state = GroupState.RUNNING
+
+    def add(self, live: ActiveTrajectory) -> None:
+        """Take the attempt at a sample in, in the place of one that was given up; samples stand in their order."""
+        new = live.trajectory
+        for old in [trajectory for trajectory in self.trajectories if trajectory.sample == new.sample]:
+            self.trajectories.remove(old)
+            self._discard(old)
+        self.trajectories.append(new)
+        self.trajectories.sort(key=lambda trajectory: trajectory.sample)
+
+    def activate(self, live: ActiveTrajectory) -> None:
+        """Keep what a trajectory holds open, and which glue it uses."""
+        trajectory_id = live.trajectory.trajectory_id
+        self.active[trajectory_id] = live
+        self.glue_entries[trajectory_id] = live.glue_entries
+
+    def discard_unread(self, parent: Trajectory) -> None:
+        """Take sub-agents' trajectories out that were cut off with their parent, whose call will be made again."""
+        for child in [c for c in self.children if c.parent_id == parent.trajectory_id and c.detail == CUT_OFF]:
+            self._discard(child)
+
+    def _discard(self, trajectory: Trajectory) -> None:
+        """Discard a trajectory, all that served it, and what served those."""
+        served = self.servants(trajectory)
+        self.discarded += [trajectory, *served]
+        discarded = {t.trajectory_id for t in (trajectory, *served)}
+        self.children = [child for child in self.children if child.trajectory_id not in discarded]
+
+    def servants(self, trajectory: Trajectory) -> list[Trajectory]:
+        """Return the sub-agents' trajectories that a trajectory has called, and those that these have."""
+        prefix = f"{trajectory.trajectory_id}/"
+        return [child for child in self.children if child.trajectory_id.startswith(prefix)]
+
+    def deliver(self) -> None:
+        """Let go of all but what the caller reads."""
+        self.state = GroupState.DELIVERED
+        self.active.clear()
+        self.glue_entries.clear()
 
 
-async def score_group(group: Group, reward: Reward | None, tell: Callable[[Trajectory, AnyEvent], None]) -> None:
+async def score_group(group: Group, reward: Reward | None, record: Callable[[Trajectory, AnyEvent], None]) -> None:
     """Score a group's ended samples; a sub-agent's trajectory gets the score of the sample that it served.
 
-    Who was scored before an interruption, or before another sample began anew, is judged again only with its group.
+    A trajectory that already has a reward is re-scored only by a group reward.
     """
     ended = [trajectory for trajectory in group.trajectories if trajectory.ended]
     scores = {trajectory.sample: trajectory.score for trajectory in ended if trajectory.rewarded}
-    due = [trajectory for trajectory in ended if not trajectory.rewarded]
+    unscored = [trajectory for trajectory in ended if not trajectory.rewarded]
     if reward is None or not ended:
         return
-    if due:
-        judged = ended if reward.of_group else due
+    if unscored:
+        judged = ended if reward.of_group else unscored
         values = await reward.score(judged)
         group.reward_errors.clear()
         for trajectory, value in zip(judged, values, strict=True):
@@ -95,4 +168,4 @@ async def score_group(group: Group, reward: Reward | None, tell: Callable[[Traje
         if trajectory.ended and score is not None and not (trajectory.rewarded and trajectory.score == score):
             event = Scored(at=now, value=score, source=REWARD)
             trajectory.apply(event)
-            tell(trajectory, event)
+            record(trajectory, event)

@@ -1,9 +1,11 @@
-"""The scheduler: drives any number of trajectories on one event loop.
+"""The scheduler: runs any number of trajectories on one event loop, one run at a time.
 
 Invariants: every prompt taken comes back exactly once, ended or suspended, whatever fails (one that a run with a target
 carries over, with the next run); no trajectory waits for another's generation; and when :meth:`Scheduler.run` is over,
-however it ended, nothing that it started is still running. One run's way is :mod:`fsm_rollout.scheduler.run`', one trajectory's
-:mod:`fsm_rollout.scheduler.trajectory_runner`'s.
+however it ended, nothing that it started is still running.
+
+A group waits, runs, is scored, is done, is delivered (:class:`~fsm_rollout.scheduler.group.GroupState`). A feeder opens
+groups and starts their samples, as many as ``concurrency`` allows; the caller takes what is done.
 """
 
 from __future__ import annotations
@@ -13,22 +15,29 @@ import itertools
 import logging
 import math
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
 from fsm_rollout.agent.graph import POLICY, AgentGraph
+from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.environment.rewards import GroupFilter, Reward
-from fsm_rollout.errors import ConfigError, GlueMismatchError, did_you_mean
-from fsm_rollout.scheduler.group import OpenGroup
-from fsm_rollout.scheduler.live import ActiveTrajectory, Group
-from fsm_rollout.scheduler.program import Program, problems_of
-from fsm_rollout.scheduler.resume import History, reopen
-from fsm_rollout.scheduler.run import Run
+from fsm_rollout.environment.users import build_interaction
+from fsm_rollout.errors import ConfigError, GlueMismatchError, Problem, ToolError, did_you_mean, single
+from fsm_rollout.scheduler.group import Group, GroupState, score_group
+from fsm_rollout.scheduler.resume import History, folded, resumed_groups, same_prompt
 from fsm_rollout.scheduler.staleness import Staleness
-from fsm_rollout.trajectory.events import AnyEvent
+from fsm_rollout.scheduler.trajectory_runner import CUT_OFF, ActiveTrajectory, Stop, Suspension, run_trajectory
+from fsm_rollout.states.program import Program
+from fsm_rollout.tools import AgentAnswer
+from fsm_rollout.trajectory.events import AnyEvent, Ended, Prompted, Resumed
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.prompt import Prompt
+from fsm_rollout.trajectory.reasons import IMPLICIT_TRIGGERS
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
@@ -41,6 +50,51 @@ Listener = Callable[[Trajectory, AnyEvent], None]
 OnToolFailure = Literal["tell_model", "end"]
 OVER_SAMPLE = 1.5
 MAX_RESTARTS = 3
+CARRIED = Suspension("carried")
+"""How a trajectory is stopped when its run has reached its target."""
+INTERRUPTED = Suspension("interrupted")
+"""How one is stopped when its run is closed or fails, and there is a journal from which it can go on."""
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """One call of :meth:`Scheduler.run`: what was asked for, and how far it is."""
+
+    number: int
+    prompts: Iterator[Prompt]
+    n: int
+    target: int | None
+    most: float
+    """How many groups may be open or done before the next one is opened."""
+    deliver_at_end: bool
+    slots: asyncio.Semaphore
+    resumed: dict[str, Group] = field(default_factory=dict)
+    """Groups resumed in this run whose prompt has not come up."""
+    delivered: list[str] = field(default_factory=list)
+    """Groups that were delivered, and the caller has not come back since."""
+    counted: int = 0
+    """How many groups that count were delivered."""
+    enough: bool = False
+    """Whether nothing more is started, and what runs is set aside: the target is reached, or prompts have failed."""
+    closing: bool = False
+    """Whether nobody listens any more."""
+    exhausted: bool = False
+    """Whether there are no further prompts."""
+    failure: Exception | None = None
+    """Why there are no further prompts, if that is a mistake."""
+    prompt_ids: set[str] = field(default_factory=set)
+    """The ids of the prompts that have come up, and of their groups."""
+    scoring: set[asyncio.Task[None]] = field(default_factory=set)
+    feeder: asyncio.Task[None] | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when something has changed that somebody may wait for."""
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Wait until something holds."""
+        while not holds():
+            self.changed.clear()
+            await self.changed.wait()
 
 
 class Scheduler:
@@ -48,7 +102,7 @@ class Scheduler:
 
     Args:
         agents: agents by name; a prompt chooses by its ``agent`` field (which may be left out when there is one).
-        dispatchers: engines by name, among them ``policy``.
+        clients: engines by name, among them ``policy``.
         seed: the run's seed.
         concurrency: trajectories that run at once; the others wait to be admitted.
         sampling: the run's sampling, laid over the agents' in the policy's contexts.
@@ -57,12 +111,11 @@ class Scheduler:
         journal: where events are kept.
         listeners: called with every event, after it has been applied; they must not block.
         on_tool_failure: ``tell_model``, or ``end`` to fail the trajectory.
-        group_filter: asked of each group that has ended and been scored; what it turns down is handed over as
+        group_filter: asked of each group that has ended and been scored; what it turns down is delivered as
             ``dropped``, and does not count towards a target.
-        max_staleness: how many weight versions a trained token may be behind when its group is handed over; a sample
-            with an older one (if it still runs, it ends as ``cancelled``) is begun anew in its place.
-        max_restarts: how often a sample is begun anew; a group with one that falls behind once more is handed over as
-            ``dropped``.
+        max_staleness: every trained token of a group that is delivered was sampled at most so many weight updates ago;
+            older samples are begun anew (one that still runs ends as ``cancelled`` first).
+        max_restarts: how often a sample is begun anew; after that its group is delivered as ``dropped``.
 
     Raises:
         ConfigError: an agent does not fit the engines; all problems at once.
@@ -71,7 +124,7 @@ class Scheduler:
     def __init__(
         self,
         agents: Mapping[str, AgentGraph],
-        dispatchers: Mapping[str, EngineClient],
+        clients: Mapping[str, EngineClient],
         *,
         seed: int = 0,
         concurrency: int = 1024,
@@ -87,9 +140,9 @@ class Scheduler:
     ) -> None:
         if concurrency < 1:
             raise ConfigError(f"concurrency must be at least 1 trajectory, got {concurrency}")
-        if POLICY not in dispatchers:
-            raise ConfigError(f"a run needs an engine named '{POLICY}', got {sorted(dispatchers)}")
-        self.dispatchers = dispatchers
+        if POLICY not in clients:
+            raise ConfigError(f"a run needs an engine named '{POLICY}', got {sorted(clients)}")
+        self.clients = clients
         self.seed = seed
         self.concurrency = concurrency
         self.sampling = sampling or Sampling()
@@ -99,25 +152,29 @@ class Scheduler:
         self.listeners = tuple(listeners)
         self.on_tool_failure = on_tool_failure
         self.group_filter = group_filter
-        policy = dispatchers[POLICY]
+        policy = clients[POLICY]
         self.staleness = Staleness(max_staleness, max_restarts, lambda: policy.engine.weight_version)
         self.programs: dict[int, Program] = {}
         """Those of all agents, sub-agents among them, by the identity of their graphs."""
         self.agents: Mapping[str, Program] = {name: self._compile(graph) for name, graph in agents.items()}
-        self.running: dict[str, tuple[ActiveTrajectory, asyncio.Task[None], Run]] = {}
-        self.under_way: set[str] = set()
-        """The ids of the groups that have not come back yet."""
-        self.waiting: deque[OpenGroup] = deque()
-        """Groups set aside by a run that had reached its target."""
-        self.ready: deque[OpenGroup] = deque()
-        """Groups that came to their end beyond a run's target."""
+        self.groups: dict[str, Group] = {}
+        """All groups that have not been delivered, by id."""
+        self.running: dict[str, ActiveTrajectory] = {}
+        self.stopping: Stop | None = None
+        """How everything is being stopped, until the next run."""
         self.changing = asyncio.Lock()
-        """Held while weights change, and while it is seen whether what is handed over is too old for them."""
-        self.stopping: Outcome | str | None = None
-        self._active: list[Run] = []
+        """Held while weights change, and while it is checked whether what is delivered is too old for them."""
+        self._waiting: deque[Group] = deque()
+        """Groups to open before those of further prompts: carried over by an earlier run, or resumed."""
+        self._open: dict[str, Group] = {}
+        """Groups that run or are scored."""
+        self._again: deque[Group] = deque()
+        """Open groups of which a sample that had ended is to begin anew."""
+        self._done: deque[Group] = deque()
+        self._run: _Run | None = None
         self._runs = self._prompts = 0
-        self._given: list[str] = []
-        """Groups handed over by runs that are over; with the next run, the caller comes back for more."""
+        self._delivered: list[str] = []
+        """Groups delivered by runs that are over; with the next run, the caller comes back for more."""
 
     def _compile(self, graph: AgentGraph) -> Program:
         """Compile an agent and, so that every mistake shows now, its sub-agents."""
@@ -129,118 +186,9 @@ class Scheduler:
     def program(self, graph: AgentGraph) -> Program:
         """Return the program of a graph, compiled once (by identity: graphs are immutable and outlive the run)."""
         if id(graph) not in self.programs:
-            self.programs[id(graph)] = Program(graph, self.dispatchers, sampling=self.sampling)
+            end = self.on_tool_failure == "end"
+            self.programs[id(graph)] = Program(graph, self.clients, sampling=self.sampling, end_on_tool_failure=end)
         return self.programs[id(graph)]
-
-    # -- the run ------------------------------------------------------------------------------------------------
-
-    def check(self, prompts: Iterable[Prompt]) -> None:
-        """Check what prompts ask of their agents: that they exist, and take their tools' and interactions' kwargs.
-
-        Raises:
-            ConfigError: all that is wrong, each with its prompt.
-        """
-        problems = problems_of(prompts, self.program_of)
-        if problems:
-            raise ConfigError(problems)
-
-    async def run(
-        self,
-        prompts: Iterable[Prompt],
-        n: int = 1,
-        *,
-        target_groups: int | None = None,
-        over_sample: float = OVER_SAMPLE,
-        resume: Iterable[History] = (),
-        together: bool = False,
-    ) -> AsyncGenerator[Group, None]:
-        """Run every prompt ``n`` times and yield each group as its last trajectory ends and is scored.
-
-        Groups that an earlier run with a target has carried over go on first, then those of ``resume`` (set aside, or
-        read from a journal; a prompt of the same id and messages is theirs and not begun again), then the prompts.
-
-        With ``target_groups``, that many groups (not counting those that the group filter drops) are enough, and at
-        most ``over_sample`` times as many are under way or kept at a time. What is still under way at the end is set
-        aside and goes on in the next run; prompts that have not begun are not taken from the iterable.
-
-        ``together`` hands all groups over at the end: whatever weights have changed until then, none of them is older
-        than ``max_staleness`` allows. Where the run fails or is cancelled before, it has handed over none.
-
-        Closing the iterator, or cancelling the task that iterates, cancels what still runs (stop reason ``cancelled``;
-        with a journal it is suspended as ``interrupted``) and waits for it; what was carried and has not been touched,
-        and what a run with a target has done, stays. Several runs may go on at once; each has ``concurrency``
-        trajectories. A prompt id that is under way already, or in the journal, gets a number (``7#2``). Where a run
-        with a target fails to get its next prompt, it sets aside what it has before it raises.
-
-        The journal is told that a group was handed over when the caller comes back: for the next group, or (at a run's
-        end, and ``together``) with the next run. So each group is given at least once: what the caller was at work on
-        when the process died is given again by a run that resumes the journal's unfinished groups.
-
-        Raises:
-            ConfigError: ``n`` or ``target_groups`` is not positive, ``over_sample`` is less than 1, a prompt names no
-                agent of the run, or (without a target) two prompts have one id.
-        """
-        if n < 1:
-            raise ConfigError(f"n must be at least 1 trajectory per prompt, got {n}")
-        if target_groups is not None and target_groups < 1:
-            raise ConfigError(f"target_groups must be at least 1 group, got {target_groups}")
-        if not over_sample >= 1:
-            raise ConfigError(f"over_sample must be at least 1 (no group more than the target), got {over_sample}")
-        if not self.running:
-            self.stopping = None
-        most = math.inf if target_groups is None else math.ceil(target_groups * over_sample)
-        run = Run(self, self._runs, iter(prompts), n, target=target_groups, most=most, together=together)
-        self._runs += 1
-        self._settle(self._given)
-        reopened = reopen(self, resume, n)
-        for one in reopened:
-            self.under_way.add(one.group.group_id)
-            run.reopened[one.group.group_id] = one.group
-        run.pending.extend([*self.waiting, *reopened])
-        run.done.extend(self.ready)
-        self.waiting.clear()
-        self.ready.clear()
-        self._active.append(run)
-        try:
-            while taken := await run.take():
-                for one in taken:
-                    run.given.append(one.group.group_id)
-                    yield one.group
-                    if not together:
-                        self._settle(run.given)
-                if run.over and run.failure is None:
-                    return
-            if run.failure is not None:
-                await run.set_aside()
-                raise run.failure
-            await run.unwrapped()
-        finally:
-            self._given += run.given
-            await run.abandon()
-            self._active.remove(run)
-            if not self.running:
-                for dispatcher in self.dispatchers.values():
-                    await dispatcher.drain()
-
-    def _settle(self, given: list[str]) -> None:
-        """Write down that the caller has had some groups, and has come back."""
-        if self.journal is not None:
-            for group_id in given:
-                self.journal.handed_over(group_id)
-        given.clear()
-
-    def next_index(self) -> int:
-        """Return the place of the next prompt among those of all runs."""
-        self._prompts += 1
-        return self._prompts - 1
-
-    def free_id(self, group_id: str) -> str:
-        """Take an id; one that is under way, or in the journal already, gets a number: the next epoch's ``7#2``."""
-        journalled = set() if self.journal is None else self.journal.groups
-        names = (group_id if number == 1 else f"{group_id}#{number}" for number in itertools.count(1))
-        free = next(name for name in names if name not in self.under_way and name not in journalled)
-        self.under_way.add(free)
-        return free
 
     def program_of(self, prompt: Prompt) -> Program:
         """Return the program of the agent that a prompt chooses.
@@ -255,96 +203,632 @@ class Scheduler:
             raise ConfigError(f"prompt '{prompt.prompt_id}': agent {prompt.agent!r} is not one of the run's{hint}")
         return self.agents[prompt.agent]
 
+    def check(self, prompts: Iterable[Prompt]) -> None:
+        """Check what prompts ask of their agents: that they exist, and take their tools' and interactions' kwargs.
+
+        Raises:
+            ConfigError: all that is wrong, each with its prompt.
+        """
+        problems: list[Problem] = []
+        seen: set[str] = set()
+        for index, prompt in enumerate(prompts):
+            group_id = prompt.prompt_id or str(index)
+            if group_id in seen:
+                problems.append(Problem(f"prompt id '{group_id}' is used twice; it names the group"))
+            seen.add(group_id)
+            try:
+                program = self.program_of(prompt.model_copy(update={"prompt_id": group_id}))
+                program.toolbox.check(prompt.extra.get("tools_kwargs") or {})
+                for spec in program.interactions:
+                    build_interaction(spec, prompt.extra.get("interaction_kwargs"))
+            except ConfigError as error:
+                problems += error.problems
+            except ToolError as error:
+                problems.append(Problem(f"prompt '{group_id}': {error}"))
+        if problems:
+            raise ConfigError(problems)
+
+    # -- the run ------------------------------------------------------------------------------------------------
+
+    async def run(
+        self,
+        prompts: Iterable[Prompt],
+        n: int = 1,
+        *,
+        target_groups: int | None = None,
+        over_sample: float = OVER_SAMPLE,
+        resume: Iterable[History] = (),
+        deliver_at_end: bool = False,
+    ) -> AsyncGenerator[Group, None]:
+        """Run every prompt ``n`` times and yield each group as its last trajectory ends and is scored.
+
+        Groups that an earlier run with a target has carried over go on first, then those of ``resume`` (set aside, or
+        read from a journal; a prompt of the same id and messages is theirs and not begun again), then the prompts.
+
+        With ``target_groups``, that many groups (not counting those that the group filter drops) are enough, and at
+        most ``over_sample`` times as many are open or done at a time. What still runs at the end is set aside and goes
+        on in the next run; prompts that have not begun are not taken from the iterable.
+
+        ``deliver_at_end`` delivers all groups at the end: whatever weights have changed until then, none of them is
+        older than ``max_staleness`` allows. Where the run fails or is cancelled before, it has delivered none.
+
+        Closing the iterator, or cancelling the task that iterates, cancels what still runs (stop reason ``cancelled``;
+        with a journal it is suspended as ``interrupted``) and waits for it; what was carried and has not been touched,
+        and what a run with a target has done, stays. A prompt id that is under way already, or in the journal, gets a
+        number (``7#2``). Where a run with a target fails to get its next prompt, it sets aside what it has before it
+        raises.
+
+        Delivery is at least once: the journal marks a group as delivered when the caller comes back for the next one,
+        or (at a run's end, and with ``deliver_at_end``) for the next run. So what the caller was at work on when the
+        process died is delivered again by a run that resumes the journal's unfinished groups.
+
+        Raises:
+            ConfigError: ``n`` or ``target_groups`` is not positive, ``over_sample`` is less than 1, another run is
+                under way, a prompt names no agent of the run, or (without a target) two prompts have one id.
+        """
+        if n < 1:
+            raise ConfigError(f"n must be at least 1 trajectory per prompt, got {n}")
+        if target_groups is not None and target_groups < 1:
+            raise ConfigError(f"target_groups must be at least 1 group, got {target_groups}")
+        if not over_sample >= 1:
+            raise ConfigError(f"over_sample must be at least 1 (no group more than the target), got {over_sample}")
+        await self._until_free()
+        most = math.inf if target_groups is None else math.ceil(target_groups * over_sample)
+        slots = asyncio.Semaphore(self.concurrency)
+        run = self._run = _Run(self._runs, iter(prompts), n, target_groups, most, deliver_at_end, slots)
+        self.stopping = None
+        self._runs += 1
+        try:
+            self._mark_delivered(self._delivered)
+            self._resume(run, resume)
+            run.feeder = asyncio.get_running_loop().create_task(self._feed(run))
+            run.feeder.add_done_callback(lambda _: run.changed.set())
+            while groups := await self._next_delivery(run, run.feeder):
+                for group in groups:
+                    run.delivered.append(group.group_id)
+                    yield group
+                    if not deliver_at_end:
+                        self._mark_delivered(run.delivered)
+                if run.enough and run.failure is None:
+                    return
+            if run.failure is not None:
+                await self._carry_over(run, run.feeder)
+                raise run.failure
+            await _fed(run.feeder)
+        finally:
+            self._delivered += run.delivered
+            try:
+                await self._close(run)
+            finally:
+                self._run = None
+                run.closed.set()
+            for client in self.clients.values():
+                await client.drain()
+
+    async def _until_free(self) -> None:
+        """Wait for a run that is being closed; refuse to begin beside another one."""
+        if self._run is not None:
+            for _ in range(2):  # steps in which a generator that nobody holds any more begins to close
+                await asyncio.sleep(0)
+        while self._run is not None and self._run.closing:
+            await self._run.closed.wait()
+        if self._run is not None:
+            raise ConfigError(
+                "a run is under way already, and there is one at a time; iterate it to its end, or close it "
+                "(`aclose()`), or use another Rollout"
+            )
+
+    def _resume(self, run: _Run, resume: Iterable[History]) -> None:
+        """Let the groups of some histories wait for their turn, behind those that were carried over.
+
+        What the journal does not have yet is written into it first (a trajectory object must be in it already). A
+        sub-agent's trajectory that has not ended is ended as ``cancelled``: the call that it served is made again.
+        """
+        histories = list(resume)
+        groups = resumed_groups(
+            map(folded, histories),
+            run.n,
+            agents=self.agents.values(),
+            programs=self.programs.values(),
+            under_way=self.groups,
+        )
+        for history in histories:  # into the journal, now that all of them are good
+            if not isinstance(history, Trajectory):
+                trajectory = Trajectory(history[0]) if isinstance(history[0], Prompted) else folded(history)
+                if self.journal is None or trajectory.trajectory_id not in self.journal:
+                    for event in history:
+                        self.record(trajectory, event)
+        now = asyncio.get_running_loop().time()
+        for group in groups:
+            if self.journal is not None:
+                self.journal.handed_over(group.group_id, False)
+            for child in group.children:
+                if not child.ended:
+                    resumed = Resumed(at=now, away=now - child.latest_at)
+                    for event in (resumed, Ended(at=now, stop_reason="cancelled", detail=CUT_OFF)):
+                        child.apply(event)
+                        self.record(child, event)
+            self.groups[group.group_id] = run.resumed[group.group_id] = group
+            self._waiting.append(group)
+
+    # -- delivery -----------------------------------------------------------------------------------------------
+
+    async def _next_delivery(self, run: _Run, feeder: asyncio.Task[None]) -> list[Group]:
+        """Wait for what is delivered next, none of it too old; nothing when there is no more.
+
+        With what completes the target, the rest of the run is set aside first.
+        """
+        while True:
+            await run.until(lambda: feeder.done() or bool(self._deliverable(run)))
+            async with self.changing:
+                groups = self._deliverable(run)
+                renewed = [self._renew(group) for group in groups]
+                if any(renewed):
+                    continue
+                counted = run.counted + sum(group.counts for group in groups)
+                if groups and counted == run.target:
+                    await self._carry_over(run, feeder)
+                if groups or feeder.done():
+                    for group in groups:
+                        self._done.remove(group)
+                        del self.groups[group.group_id]
+                        group.deliver()
+                    run.counted = counted
+                    run.changed.set()
+                    return groups
+
+    def _deliverable(self, run: _Run) -> list[Group]:
+        """Return what may be delivered now: the next group; or, at the end, all that are enough, or all there are."""
+        if not run.deliver_at_end:
+            return list(islice(self._done, 1))
+        if run.target is not None:
+            counted = 0
+            for number, group in enumerate(self._done, 1):
+                counted += group.counts
+                if counted == run.target:
+                    return list(islice(self._done, number))
+        return list(self._done) if run.exhausted and not (self._open or self._waiting) else []
+
+    def _mark_delivered(self, group_ids: list[str]) -> None:
+        """Write down that the caller has had some groups, and has come back."""
+        if self.journal is not None:
+            for group_id in group_ids:
+                self.journal.handed_over(group_id)
+        group_ids.clear()
+
+    def _renew(self, group: Group) -> bool:
+        """Let what of a group has ended and is too old begin anew; say whether that changes anything."""
+        dropped, samples = group.dropped, self.staleness.give_up(group)
+        if samples:
+            if group.state is GroupState.DONE:
+                self._done.remove(group)
+            if self._run is None:
+                group.state = GroupState.WAITING
+                self._waiting.append(group)
+            else:
+                group.state = GroupState.RUNNING
+                group.to_start += samples
+                group.unfinished += len(samples)
+                self._open[group.group_id] = group
+                self._again.append(group)
+        if self._run is not None:
+            self._run.changed.set()
+        return bool(samples) or group.dropped != dropped
+
+    # -- feeding ------------------------------------------------------------------------------------------------
+
+    async def _feed(self, run: _Run) -> None:
+        """Open groups in order and start their samples, ``concurrency`` at once."""
+        async with asyncio.TaskGroup() as tasks:
+            try:
+                while (group := await self._next_group(run)) is not None:
+                    if not group.unfinished:
+                        tasks.create_task(self._finish(run, group))
+                    while group.to_start:
+                        await run.slots.acquire()
+                        if run.enough:
+                            return
+                        tasks.create_task(self._run_sample(run, group, group.to_start.pop(0)))
+            except BaseException:
+                self._interrupt(run)  # before all tasks are cancelled
+                raise
+
+    async def _next_group(self, run: _Run) -> Group | None:
+        """Return the next group to work on, when there is room; ``None`` when all is over."""
+        while True:
+            await run.until(lambda: run.enough or bool(self._again) or self._has_room(run))
+            if run.enough:
+                return None
+            if self._again:
+                if (group := self._again.popleft()).to_start:
+                    return group
+                continue
+            opened = self._waiting.popleft() if self._waiting else self._open_next(run)
+            if opened is not None:
+                self.staleness.give_up(opened)
+                opened.begin()
+                self._open[opened.group_id] = opened
+                return opened
+            run.exhausted = True
+            run.changed.set()
+            await run.until(lambda: run.enough or bool(self._again) or not (self._open or self._done))
+            if not self._again:
+                return None
+
+    def _has_room(self, run: _Run) -> bool:
+        if run.most == math.inf:
+            return True
+        return len(self._open) + run.counted + sum(group.counts for group in self._done) < run.most
+
+    def _open_next(self, run: _Run) -> Group | None:
+        """Return the group of the next prompt that has none yet.
+
+        Once all is stopped, a run with a target has enough; the prompts of another come back stopped. A mistake in a
+        prompt ends a run without a target; one with a target sets all that it has aside first.
+        """
+        if run.target is not None and self.stopping is not None:
+            return None
+        try:
+            for prompt in run.prompts:
+                index, self._prompts = self._prompts, self._prompts + 1
+                group_id = prompt.prompt_id or str(index)
+                resumed = run.resumed.get(group_id)
+                if resumed is not None and same_prompt(resumed.prompt, prompt):
+                    run.resumed.pop(group_id).index = index
+                    continue
+                program = self.program_of(prompt)
+                if group_id in run.prompt_ids and run.target is None:
+                    raise ConfigError(f"prompt id '{group_id}' is used twice; it names the group")
+                group = Group(self._free_id(group_id), index, prompt, program, run.n)
+                self.groups[group.group_id] = group
+                run.prompt_ids |= {group_id, group.group_id}
+                return group
+        except Exception as error:  # the prompts' iterable is the user's code
+            if run.target is None:
+                raise
+            run.failure = error
+            self._set_aside(run)
+        return None
+
+    def _free_id(self, group_id: str) -> str:
+        """Return an id that nothing under way or in the journal has: the next epoch's gets a number, ``7#2``."""
+        journalled = set() if self.journal is None else self.journal.groups
+        names = (group_id if number == 1 else f"{group_id}#{number}" for number in itertools.count(1))
+        return next(name for name in names if name not in self.groups and name not in journalled)
+
+    # -- one sample ---------------------------------------------------------------------------------------------
+
+    async def _run_sample(self, run: _Run, group: Group, sample: int) -> None:
+        """Run one sample, beginning it anew as often as it is given up; with the last of its group, that is done."""
+        try:
+            while not (run.enough or run.closing):
+                live = await self._start_sample(run, group, sample)
+                await self._run_active(run, live)
+                if live.trajectory.ended or not live.keep_open:
+                    group.active.pop(live.trajectory.trajectory_id, None)
+                if not live.restart or live.trajectory.stop_reason != "cancelled":
+                    break
+                group.give_up(sample)
+        finally:
+            run.slots.release()
+            group.unfinished -= 1
+        if group.unfinished == 0:
+            await self._finish(run, group)
+
+    async def _start_sample(self, run: _Run, group: Group, sample: int) -> ActiveTrajectory:
+        """Begin a sample, or let it go on (unless it has fallen too far behind the weights meanwhile)."""
+        trajectory = group.standing().get(sample)
+        if trajectory is not None:
+            live = group.active.get(trajectory.trajectory_id)
+            if live is None:  # read from its history
+                live = self._activate(group, trajectory)
+            now = asyncio.get_running_loop().time()
+            live.stop, live.keep_open = None, False
+            group.discard_unread(trajectory)
+            version = self.staleness.version()
+            live.emit(Resumed(at=now, away=now - trajectory.latest_at, weight_version=version))
+            if not await self._end_if_stale(group, live):
+                return live
+        live = self._begin(group, group.program, group.prompt, group.next_id(sample), sample, run=run.number)
+        group.add(live)
+        return live
+
+    def _begin(
+        self,
+        group: Group,
+        program: Program,
+        prompt: Prompt,
+        trajectory_id: str,
+        sample: int,
+        *,
+        run: int = 0,
+        seed: int | None = None,
+        caller: ActiveTrajectory | None = None,
+    ) -> ActiveTrajectory:
+        """Create a trajectory by its first event, and what it holds open.
+
+        Samples derive their seed from their id, and in a second epoch (``run``) from that too; a sub-agent's (it has a
+        ``caller``) comes with its call.
+        """
+        graph = program.graph
+        spends = program.machine.spends[graph.initial]
+        limits = graph.limits if prompt.limits is None else graph.limits.lowered(prompt.limits)
+        if seed is None:
+            seed = derive_seed(self.seed, trajectory_id, *([run] if run else []))
+        prompted = Prompted(
+            at=asyncio.get_running_loop().time(),
+            trajectory_id=trajectory_id,
+            group_id=group.group_id,
+            sample=sample,
+            agent=graph.agent,
+            initial=graph.initial,
+            messages=[dict(message) for message in prompt.messages],
+            extra=prompt.extra,
+            limits=limits.model_dump(),
+            seed=seed,
+            date=datetime.now().isoformat(timespec="seconds"),
+            validate=self.validate,
+            parent_id=None if caller is None else caller.trajectory.trajectory_id,
+            sampling=prompt.sampling.model_dump(exclude_none=True) if prompt.sampling is not None else {},
+            spent={} if spends is None else {spends: 1},  # an entry like any other
+        )
+        trajectory = Trajectory(prompted)
+        self.record(trajectory, prompted)
+        return self._activate(group, trajectory, program, caller)
+
+    def _activate(
+        self,
+        group: Group,
+        trajectory: Trajectory,
+        program: Program | None = None,
+        caller: ActiveTrajectory | None = None,
+    ) -> ActiveTrajectory:
+        run_agent = partial(self._run_agent, group, trajectory.trajectory_id)
+        live = ActiveTrajectory(trajectory, program or group.program, run_agent, self, caller)
+        group.activate(live)
+        return live
+
+    async def _run_agent(
+        self, group: Group, parent_id: str, tool: str, graph: AgentGraph, task: str, seed: int
+    ) -> AgentAnswer:
+        """Run a sub-agent to its end, as a child trajectory of the same group, in the calling task."""
+        caller = group.active[parent_id]
+        number = 1 + sum(child.parent_id == parent_id for child in (*group.children, *group.discarded))
+        child_id = f"{parent_id}/{tool}.{number}"
+        prompt = Prompt(prompt_id=group.prompt.prompt_id, messages=({"role": "user", "content": task},))
+        sample = caller.trajectory.sample
+        live = self._begin(group, self.program(graph), prompt, child_id, sample, seed=seed, caller=caller)
+        child = live.trajectory
+        group.children.append(child)
+        try:
+            await run_trajectory(live)
+        finally:
+            group.active.pop(child_id, None)
+        texts = list(child.assistant_texts())
+        answered = child.exit is not None and child.exit.trigger not in IMPLICIT_TRIGGERS and texts
+        failure = None if answered else child.stop_reason
+        return AgentAnswer(text=texts[-1] if texts else "", failure=failure, child_id=child_id)
+
+    async def _run_active(self, run: _Run, live: ActiveTrajectory) -> None:
+        """Run a trajectory that has begun, unless everything is being stopped."""
+        task = asyncio.current_task()
+        assert task is not None
+        trajectory_id = live.trajectory.trajectory_id
+        self.running[trajectory_id] = live
+        live.task = task
+        try:
+            if live.trajectory.ended:
+                pass  # it fell too far behind while it was away
+            elif run.enough:
+                live.keep_open = True
+                live.halt(CARRIED)
+            elif self.stopping is not None:
+                live.halt(self.stopping)
+                await live.close()
+            else:
+                await run_trajectory(live)
+        except asyncio.CancelledError:
+            if live.stop is None:
+                raise
+            while task.cancelling():
+                task.uncancel()
+        finally:
+            live.task = None
+            del self.running[trajectory_id]
+
+    async def _finish(self, run: _Run, group: Group) -> None:
+        """Score a group whose samples are finished, unless the run is over: then it is carried, scored or not."""
+        if run.enough or run.closing:
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        run.scoring.add(task)
+        group.state = GroupState.SCORING
+        try:
+            if not group.dropped:
+                await score_group(group, self.reward, self.record)
+                if self.group_filter is not None and group.ended:
+                    group.dropped = not await self.group_filter.keeps(group.trajectories)
+        except asyncio.CancelledError:
+            if not run.enough or run.closing:
+                raise
+            while task.cancelling():
+                task.uncancel()
+            return
+        finally:
+            run.scoring.discard(task)
+        del self._open[group.group_id]
+        group.state = GroupState.DONE
+        self._done.append(group)
+        run.changed.set()
+
+    # -- the end of a run ---------------------------------------------------------------------------------------
+
+    def _set_aside(self, run: _Run) -> None:
+        """Start nothing more, and suspend what runs, to go on in the next run."""
+        run.enough = True
+        run.changed.set()
+        for live in self.running.values():
+            live.keep_open = True
+            live.request_stop(CARRIED)
+        for task in run.scoring:
+            task.cancel()
+
+    async def _carry_over(self, run: _Run, feeder: asyncio.Task[None]) -> None:
+        """End a run that has reached its target, and keep all that it has for the next one."""
+        self._set_aside(run)
+        await _fed(feeder)
+        self._keep_open_groups()
+
+    def _keep_open_groups(self) -> None:
+        for group in (*self._done, *self._open.values(), *self._waiting):
+            group.carried = True
+        for group in self._open.values():
+            group.state = GroupState.WAITING
+        self._waiting = deque([*self._open.values(), *self._waiting])
+        self._open.clear()
+        self._again.clear()
+
+    @property
+    def _cut_off(self) -> Stop:
+        """How what runs is stopped when nobody waits for it any more."""
+        return Outcome("cancelled") if self.journal is None else INTERRUPTED
+
+    def _interrupt(self, run: _Run) -> None:
+        """Say why what runs is about to be cancelled."""
+        run.closing = True
+        for live in self.running.values():
+            live.stop = self._cut_off if live.stop is None else live.stop
+
+    async def _close(self, run: _Run) -> None:
+        """Stop whatever still runs, and end what it leaves behind. What was carried or set aside is kept."""
+        self._interrupt(run)
+        if run.feeder is not None:
+            run.feeder.cancel()
+            await asyncio.gather(run.feeder, return_exceptions=True)
+        if run.enough:
+            self._keep_open_groups()
+        for group in list(self._done):
+            if group.carried or run.target is not None:
+                group.carried = True
+            else:
+                self._done.remove(group)
+                del self.groups[group.group_id]
+        for group in self._open.values():
+            del self.groups[group.group_id]
+            for live in group.active.values():
+                if not live.trajectory.ended and live.trajectory.suspended is None:
+                    live.halt(self._cut_off)
+                    await live.close()
+        self._open.clear()
+        self._again.clear()
+
     @property
     def carried(self) -> list[Group]:
         """The groups that wait for the next run: ended beyond the target, or set aside unfinished."""
-        return [one.group for one in (*self.ready, *self.waiting)]
+        return [*self._done, *self._waiting] if self._run is None else []
 
-    async def let_go(self) -> list[Group]:
+    async def drop_carried(self) -> list[Group]:
         """Give up what waits for the next run and return it, as it stands; its tools are released."""
-        left = [*self.ready, *self.waiting]
-        self.ready.clear()
-        self.waiting.clear()
-        for one in left:
-            self.under_way.discard(one.group.group_id)
-            for live in one.live.values():
+        groups = self.carried
+        for group in groups:
+            del self.groups[group.group_id]
+            for live in group.active.values():
                 await live.close()
-        return [one.group for one in left]
+        if groups:
+            self._done.clear()
+            self._waiting.clear()
+        return groups
 
-    def tell(self, trajectory: Trajectory, event: AnyEvent) -> None:
-        """Journal an event and tell the listeners; a listener that raises is the listener's problem."""
+    def record(self, trajectory: Trajectory, event: AnyEvent, payload: bytes | None = None) -> None:
+        """Journal an event and call the listeners; one that raises is logged and harms nobody."""
         if self.journal is not None:
-            self.journal.append(trajectory.trajectory_id, event)
+            self.journal.append(trajectory.trajectory_id, event, payload)
         for listener in self.listeners:
             try:
                 listener(trajectory, event)
-            except Exception:
+            except Exception:  # the user's code
                 logger.exception("an event listener failed on %s of %s", type(event).__name__, trajectory.trajectory_id)
 
-    # -- groups, stopping ---------------------------------------------------------------------------------------
+    # -- weights, stopping --------------------------------------------------------------------------------------
 
     async def update_weights(self, weights: Weights, version: int | None = None) -> int:
         """Load new policy weights and return their version; see :meth:`EngineClient.update_weights`.
 
-        Samples that are then more than ``max_staleness`` versions behind, run they or have they ended, are given up.
+        Samples that are then more than ``max_staleness`` versions behind, running or ended, are given up.
         """
         async with self.changing:
-            version = await self.dispatchers[POLICY].update_weights(weights, version)
+            version = await self.clients[POLICY].update_weights(weights, version)
             if self.staleness.most is not None:
                 await self._give_up_stale()
         return version
 
     async def _give_up_stale(self) -> None:
-        """Let nothing that is there be too far behind: what runs, what has ended, what waits for the next run."""
-        under_way = self.dispatchers[POLICY].sampling_since()
-        for trajectory_id, (live, _, run) in list(self.running.items()):
-            outcome = self.staleness.end_of(live, under_way)
+        """Let nothing be too old: what runs, what has ended, what waits for the next run."""
+        under_way = self.clients[POLICY].sampling_since()
+        for live in list(self.running.values()):
+            group, sample = self._open[live.trajectory.group_id], live.trajectory.sample
+            outcome = self.staleness.end_of(group, live.trajectory, under_way)
             if outcome is not None and live.stop is None:
-                one = run.open[live.group.group_id]
-                live.requeue = self.staleness.may_restart(one, live.trajectory.sample)
-                self.stop_one(trajectory_id, outcome)
-        for run in self._active:
-            run.renew_all()
-        for one in list(self.ready):
-            if self.staleness.give_up(one):
-                self.ready.remove(one)
-                self.waiting.append(one)
-        for one in list(self.waiting):
-            self.staleness.give_up(one)
-            for live in list(one.live.values()):
+                live.restart = self.staleness.may_restart(group, sample)
+                live.request_stop(outcome)
+        for group in [*self._open.values(), *self._done]:
+            if group.state is not GroupState.SCORING:  # then it is looked at when it is delivered
+                self._renew(group)
+        for group in list(self._waiting):
+            self.staleness.give_up(group)
+            for live in list(group.active.values()):
                 if not live.trajectory.ended:
-                    await self.staleness.end_if_stale(one, live)
+                    await self._end_if_stale(group, live)
+
+    async def _end_if_stale(self, group: Group, live: ActiveTrajectory) -> bool:
+        """End what is set aside and too old, and say whether it shall begin anew."""
+        trajectory = live.trajectory
+        outcome = self.staleness.end_of(group, trajectory)
+        if outcome is None:
+            return False
+        live.halt(outcome)
+        restarts = self.staleness.may_restart(group, trajectory.sample)
+        if restarts:
+            group.give_up(trajectory.sample)
+        group.active.pop(trajectory.trajectory_id, None)
+        await live.close()
+        return restarts
+
+    def glue_mismatch(self, mismatch: GlueMismatchError) -> None:
+        """End every running trajectory whose glue came from the cache entry that was found wrong."""
+        outcome = Outcome("failed", error=type(mismatch).__name__, detail=str(mismatch))
+        for live in list(self.running.values()):
+            if mismatch.entry in live.glue_entries:
+                live.request_stop(outcome)
 
     def cancel(self, trajectory_id: str) -> bool:
         """End one trajectory soon with stop reason ``cancelled``; False when it is not running."""
-        return self.stop_one(trajectory_id, Outcome("cancelled"))
+        return self._stop_one(trajectory_id, Outcome("cancelled"))
 
     def suspend(self, trajectory_id: str, reason: str = "asked") -> bool:
         """Set one trajectory aside unfinished, keeping all it has; False when it is not running."""
-        return self.stop_one(trajectory_id, reason)
+        return self._stop_one(trajectory_id, Suspension(reason))
+
+    def _stop_one(self, trajectory_id: str, stop: Stop) -> bool:
+        if trajectory_id not in self.running:
+            return False
+        self.running[trajectory_id].request_stop(stop)
+        return True
 
     def stop(self, suspend: str | None = None) -> None:
         """Stop everything: running and waiting trajectories end as ``cancelled``, or are suspended for a reason.
 
         Their groups still come back from :meth:`run`; with a target, it takes no further prompts.
         """
-        self.stopping = Outcome("cancelled") if suspend is None else suspend
-        for trajectory_id in list(self.running):
-            self.stop_one(trajectory_id, self.stopping)
+        self.stopping = Outcome("cancelled") if suspend is None else Suspension(suspend)
+        for live in list(self.running.values()):
+            live.request_stop(self.stopping)
 
-    def glue_mismatch(self, mismatch: GlueMismatchError) -> None:
-        """End every running trajectory whose glue came from the cache entry that was found wrong."""
-        outcome = Outcome("failed", error=type(mismatch).__name__, detail=str(mismatch))
-        for trajectory_id, (live, _, _) in list(self.running.items()):
-            if mismatch.entry in live.glue_entries:
-                self.stop_one(trajectory_id, outcome)
 
-    def stop_one(self, trajectory_id: str, stop: Outcome | str) -> bool:
-        """Stop one trajectory with an outcome, or suspend it for a reason, unless it is being stopped already."""
-        if trajectory_id not in self.running:
-            return False
-        live, task, _ = self.running[trajectory_id]
-        if live.stop is None and not live.trajectory.ended:
-            live.stop = stop
-            task.cancel()
-        return True
+async def _fed(feeder: asyncio.Task[None]) -> None:
+    """Wait until nothing that was fed runs any more; raise what has failed."""
+    try:
+        await feeder
+    except ExceptionGroup as group:
+        raise single(group) from None

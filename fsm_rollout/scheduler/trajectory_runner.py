@@ -1,8 +1,8 @@
-"""Driving one trajectory: visit after visit, until a row leads to a final state.
+"""Running one trajectory: visit after visit, until a row leads to a final state.
 
 Invariant: a visit only has an outcome, and the machine alone says which state comes next. However a trajectory is
 stopped, it either has its one stop reason afterwards or is suspended, and what it holds open is closed (unless it is
-set aside to go on in this process).
+kept open, to go on in this process).
 
 The order in which limits and timeouts are checked is that of :mod:`fsm_rollout.agent.limits`.
 """
@@ -11,94 +11,148 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Generator
+from dataclasses import dataclass
 from functools import partial
-from time import monotonic
-from types import coroutine
-from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
 from fsm_rollout.agent.limits import LimitReached, reached_on_entry, remaining
 from fsm_rollout.concurrency.deadline import PATIENCE, Deadline, being_cancelled, runs_in
+from fsm_rollout.concurrency.steps import watch_steps
 from fsm_rollout.errors import EngineError, describe, single
+from fsm_rollout.states.base import State
 from fsm_rollout.states.context import HandlerContext
+from fsm_rollout.states.program import Program
+from fsm_rollout.states.resources import Recorder, TrajectoryResources
+from fsm_rollout.tools import RunAgent
 from fsm_rollout.trajectory.events import Ended, Suspended, TimedOut
-from fsm_rollout.trajectory.trajectory import Outcome
-
-if TYPE_CHECKING:
-    from fsm_rollout.scheduler.live import ActiveTrajectory
-    from fsm_rollout.states import State
+from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
-BLOCKING_SECONDS = 2.0
-"""How long one step of a handler may keep the event loop before that is worth a word."""
+CUT_OFF = "the run was interrupted"
+"""The detail of a sub-agent's trajectory that ended with its caller's interruption, so that its call is made again."""
 
-_told: WeakSet[type[State]] = WeakSet()
-"""Handlers that the log has named."""
+_logged: WeakSet[type[State]] = WeakSet()
+"""Handlers of which a warning was logged."""
 
 
-async def drive(live: ActiveTrajectory) -> None:
+@dataclass(frozen=True, slots=True)
+class Suspension:
+    """A stop after which the trajectory can go on."""
+
+    reason: str
+
+
+Stop = Outcome | Suspension
+"""How a trajectory is stopped from outside: it ends with an outcome, or is suspended."""
+
+
+class ActiveTrajectory(TrajectoryResources):
+    """A trajectory that runs or can go on at once, with what it holds open and how it is to be stopped."""
+
+    __slots__ = ("caller", "keep_open", "restart", "stop", "task")
+
+    def __init__(
+        self,
+        trajectory: Trajectory,
+        program: Program,
+        run_agent: RunAgent,
+        recorder: Recorder,
+        caller: ActiveTrajectory | None = None,
+    ) -> None:
+        super().__init__(trajectory, program, run_agent, recorder)
+        self.caller = caller
+        """Whom it serves, if it is a sub-agent's."""
+        self.task: asyncio.Task[None] | None = None
+        """What runs it."""
+        self.stop: Stop | None = None
+        """How it is being stopped."""
+        self.keep_open = False
+        """Whether its tools and interactions stay open when it is suspended, because it goes on in this process."""
+        self.restart = False
+        """Whether a new attempt takes its place when it has been stopped."""
+
+    def request_stop(self, stop: Stop) -> None:
+        """Have it stopped soon, unless it is being stopped already or has ended."""
+        if self.stop is None and not self.trajectory.ended:
+            self.stop = stop
+            if self.task is not None:
+                self.task.cancel()
+
+    def halt(self, stop: Stop) -> None:
+        """End or suspend it now, unless it has ended; nothing of it may run."""
+        if self.trajectory.ended:
+            return
+        now = asyncio.get_running_loop().time()
+        if isinstance(stop, Suspension):
+            self.emit(Suspended(at=now, reason=stop.reason))
+        else:
+            self.program.machine.fire(self.trajectory, stop, at=now, emit=self.emit)
+            self.end_if_final()
+
+    def end_if_final(self) -> None:
+        """Give it its stop reason if it stands in a final state."""
+        trajectory = self.trajectory
+        if trajectory.exit is not None and not trajectory.ended:
+            now = asyncio.get_running_loop().time()
+            self.emit(Ended(at=now, stop_reason=trajectory.exit.stop_reason or "", detail=trajectory.exit.detail))
+
+    @property
+    def stop_when_cancelled(self) -> Stop:
+        """What a cancellation means: its own stop; else it comes from its caller, who may have been interrupted."""
+        if self.stop is not None:
+            return self.stop
+        caller = self.caller
+        while caller is not None and caller.stop is None:
+            caller = caller.caller
+        return Outcome("cancelled", detail=None if caller is None else CUT_OFF)
+
+
+async def run_trajectory(live: ActiveTrajectory) -> None:
     """Visit state after state until a row leads to a final one; cancellation ends (or suspends) the trajectory."""
     trajectory, machine = live.trajectory, live.program.machine
     loop = asyncio.get_running_loop()
     try:
-        _end_if_final(live)  # an interruption may have come between the last row and the end
+        live.end_if_final()  # an interruption may have come between the last row and the end
         while not trajectory.ended:
             outcome = await _visit(live)
-            if live.stop is not None:  # the handler let the cancellation pass unheard
-                halt(live, live.stop)
+            if live.stop is not None:  # the handler swallowed the cancellation
+                live.halt(live.stop)
                 break
             machine.fire(trajectory, outcome, at=loop.time(), emit=live.emit)
-            _end_if_final(live)
+            live.end_if_final()
     except asyncio.CancelledError:
-        halt(live, live.cancelled_as)
+        live.halt(live.stop_when_cancelled)
         raise
     finally:
-        if trajectory.ended or not live.keep:
+        if trajectory.ended or not live.keep_open:
             await live.close()
-
-
-def halt(live: ActiveTrajectory, stop: Outcome | str) -> None:
-    """End a trajectory with an outcome, or set it aside for a reason."""
-    if live.trajectory.ended:
-        return
-    now = asyncio.get_running_loop().time()
-    if isinstance(stop, str):
-        live.emit(Suspended(at=now, reason=stop))
-    else:
-        live.program.machine.fire(live.trajectory, stop, at=now, emit=live.emit)
-        _end_if_final(live)
-
-
-def _end_if_final(live: ActiveTrajectory) -> None:
-    trajectory = live.trajectory
-    if trajectory.exit is not None and not trajectory.ended:
-        now = asyncio.get_running_loop().time()
-        live.emit(Ended(at=now, stop_reason=trajectory.exit.stop_reason or "", detail=trajectory.exit.detail))
 
 
 async def _visit(live: ActiveTrajectory) -> Outcome:
     """Run the present state's handler under its limits and timeouts, and return how it came out."""
+    # 1. Limits that are reached on entry; a visit whose time was up before an interruption has passed them.
     trajectory, program = live.trajectory, live.program
     state, now, task = trajectory.state, asyncio.get_running_loop().time(), asyncio.current_task()
     limit = reached_on_entry(program.graph, trajectory, program.machine.spends[state], now)
     if limit is not None and trajectory.time_up is None:
         return Outcome("limit_reached", limit=limit)
+    # 2. The handler, until its outcome or its deadline.
     handler = program.handlers[state]
     wall = remaining(program.graph, trajectory, "wall_seconds", trajectory.elapsed(now))
     timeout = program.graph.states[state].timeout
-    deadline = Deadline(timeout, None if wall == float("inf") else wall, unheard=partial(_unheard, live))
+    ignored = partial(_warn_of_ignored_cancellation, trajectory)
+    deadline = Deadline(timeout, None if wall == float("inf") else wall, unheard=ignored)
     ctx = HandlerContext(live, deadline)
     try:
         try:
-            outcome = await _run(live, ctx, deadline) if trajectory.time_up is None else None
+            outcome = await _run_handler(live, ctx, deadline) if trajectory.time_up is None else None
             if (up := trajectory.time_up) is not None:  # just now, or before an interruption
                 handler.timed_out(trajectory, ctx)
                 return Outcome("limit_reached", limit="wall_seconds") if up.walled else Outcome("timed_out")
         finally:
             await ctx.close()
+    # 3. What it raised fails this trajectory alone; only a cancellation from outside goes on.
     except Exception as error:
         return _outcome_of(error)
     except KeyboardInterrupt:
@@ -114,14 +168,16 @@ async def _visit(live: ActiveTrajectory) -> Outcome:
     return outcome
 
 
-async def _run(live: ActiveTrajectory, ctx: HandlerContext, deadline: Deadline) -> Outcome | None:
+async def _run_handler(live: ActiveTrajectory, ctx: HandlerContext, deadline: Deadline) -> Outcome | None:
     """Run the present state's handler; its outcome is ``None`` when its time is up."""
     try:
         async with deadline:
             ctx.enter()
-            work = live.program.handlers[ctx.state].run(live.trajectory, ctx)
-            own = ":" in live.program.graph.handler_of(ctx.state)
-            return await (_in_steps(work, partial(_blocked, live)) if own else work)
+            handler = live.program.handlers[ctx.state]
+            work = handler.run(live.trajectory, ctx)
+            if ":" not in live.program.graph.handler_of(ctx.state):
+                return await work
+            return await watch_steps(work, partial(_warn_of_blocking, type(handler), live.trajectory))
     except TimeoutError:
         if not deadline.expired:
             raise  # the handler's own
@@ -129,41 +185,20 @@ async def _run(live: ActiveTrajectory, ctx: HandlerContext, deadline: Deadline) 
         return None
 
 
-@coroutine
-def _in_steps(work: Coroutine[Any, Any, T], blocked: Callable[[float], None]) -> Generator[Any, Any, T]:
-    """Await ``work``, and tell of a step in which it kept the event loop to itself for long."""
-    step: Callable[[], Any] = partial(work.send, None)
-    while True:
-        began = monotonic()
-        try:
-            waits_for = step()
-        except StopIteration as end:
-            result: T = end.value
-            return result
-        finally:
-            if (seconds := monotonic() - began) > BLOCKING_SECONDS:
-                blocked(seconds)
-        try:
-            step = partial(work.send, (yield waits_for))
-        except BaseException as error:
-            step = partial(work.throw, error)
-
-
-def _blocked(live: ActiveTrajectory, seconds: float) -> None:
-    handler = type(live.program.handlers[live.trajectory.state])
-    level = logging.INFO if handler in _told else logging.WARNING  # of a thousand alike, the first
-    _told.add(handler)
+def _warn_of_blocking(handler: type[State], trajectory: Trajectory, seconds: float) -> None:
+    level = logging.INFO if handler in _logged else logging.WARNING  # of a thousand alike, the first
+    _logged.add(handler)
     logger.log(
         level,
         "the handler of '%s' kept the event loop for %.1f s (trajectory %s), and all else waited; use a thread",
-        live.trajectory.state, seconds, live.trajectory.trajectory_id,
+        trajectory.state, seconds, trajectory.trajectory_id,
     )  # fmt: skip
 
 
-def _unheard(live: ActiveTrajectory) -> None:
+def _warn_of_ignored_cancellation(trajectory: Trajectory) -> None:
     logger.warning(
         "the handler of '%s' ignores its cancellation (trajectory %s, %g s so far), so it cannot be ended",
-        live.trajectory.state, live.trajectory.trajectory_id, PATIENCE,
+        trajectory.state, trajectory.trajectory_id, PATIENCE,
     )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
-"""A visit of one state by one trajectory: what a handler may do, and the price of it.
+"""What a handler may do during a visit of its state, and what each of it costs.
 
 Invariant: all that happens in a visit happens through here, so it is recorded as events and charged against the limits
 before it is done; and whatever the engine has sampled for the trajectory is recorded, also when the visit is cut off.
-A visit that was interrupted begins again, and what it had done is not done twice (:mod:`fsm_rollout.states.effect_log`).
+A visit that was interrupted begins again, and nothing is done twice (:mod:`fsm_rollout.states.effect_log`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import random
 from collections.abc import Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fsm_rollout.agent.graph import MAIN, Context
 from fsm_rollout.agent.limits import LimitReached, remaining
@@ -20,13 +20,14 @@ from fsm_rollout.chat.messages import check_written
 from fsm_rollout.concurrency.deadline import Deadline, being_cancelled
 from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.engines.client import ABORT_GRACE
-from fsm_rollout.engines.protocol import Request, SamplingParams
+from fsm_rollout.engines.protocol import Request
 from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.errors import ConfigError, PromptTooLong, StreamError, ToolError, did_you_mean
-from fsm_rollout.scheduler.program import BoundContext, Program, shared_chat
-from fsm_rollout.states.effect_log import Done
-from fsm_rollout.states.generation import UnderWay, sample_turn
-from fsm_rollout.tools import tool_messages
+from fsm_rollout.states.effect_log import EffectLog
+from fsm_rollout.states.generation import OngoingGeneration, generate, sampling_params
+from fsm_rollout.states.program import BoundContext, Program, shared_chat
+from fsm_rollout.states.resources import TrajectoryResources
+from fsm_rollout.tools import CallResult, tool_messages
 from fsm_rollout.trajectory.events import (
     AnyEvent,
     CallBegun,
@@ -47,30 +48,28 @@ from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.tokens import as_ids
 from fsm_rollout.trajectory.trajectory import DONE_IN_A_VISIT, Stream, Trajectory
 
-if TYPE_CHECKING:
-    from fsm_rollout.scheduler.live import ActiveTrajectory
-
-DEFAULTS = Sampling(temperature=1.0, top_p=1.0, top_k=0, ignore_eos=False)
-
 
 class HandlerContext:
     """What a state handler works with. Methods that act raise ``LimitReached`` instead of exceeding a limit."""
 
-    def __init__(self, live: ActiveTrajectory, deadline: Deadline) -> None:
-        self.live = live
+    def __init__(self, resources: TrajectoryResources, deadline: Deadline) -> None:
+        self.resources = resources
         self.deadline = deadline
-        self.trajectory: Trajectory = live.trajectory
-        self.program: Program = live.program
-        self.state = live.trajectory.state
-        self._prepaid = 1 if live.program.machine.spends[self.state] == "assistant_turns" else 0
+        self.trajectory: Trajectory = resources.trajectory
+        self.program: Program = resources.program
+        self.state = self.trajectory.state
+        self._prepaid = 1 if self.program.machine.spends[self.state] == "assistant_turns" else 0
         self._visit = self.trajectory.visits[self.state]
-        self._entry = next(iter(self.trajectory.here), None)  # entering comes first: if anything was done, that was
-        self._done = Done(self.trajectory.here)
-        self._asked = dict(self.trajectory.asked)
-        for event in self.trajectory.here:
+        recorded = self.trajectory.here  # by this visit, before it was interrupted
+        self._entry = next(iter(recorded), None)  # entering comes first: if anything was done, that was
+        self._effects = EffectLog(recorded)
+        self._queries = dict(self.trajectory.asked)
+        """How often the environment has asked each engine, up to where the visit stands."""
+        for event in recorded:
             if isinstance(event, ModelQueried):
-                self._asked[event.engine] = min(self._asked[event.engine], event.index)
-        self._sampling_in: dict[str, UnderWay] = {}
+                self._queries[event.engine] = min(self._queries[event.engine], event.index)
+        self._generations: dict[str, OngoingGeneration] = {}
+        """Those under way, by context."""
         self._over = False
         self._rng: random.Random | None = None
 
@@ -105,21 +104,21 @@ class HandlerContext:
             raise StreamError(f"the visit of '{self.state}' is over; a handler must wait for the tasks it starts")
         if isinstance(event, Scored) and not math.isfinite(event.value):
             raise StreamError(f"a score must be a finite number, got {event.value}")
-        self.live.emit(event)
+        self.resources.emit(event)
 
     async def close(self) -> None:
-        """End the visit: a generation that the handler left running is aborted and recorded, and is its mistake.
+        """End the visit. A generation that the handler left running is aborted and recorded; leaving it is a mistake.
 
         Raises:
-            StreamError: there was one.
+            StreamError: a generation was left running.
         """
-        left = [one.task for one in self._sampling_in.values() if not one.task.done()]
-        for task in left:
+        running = [generation.task for generation in self._generations.values() if not generation.task.done()]
+        for task in running:
             task.cancel()
-        if left:
-            await asyncio.wait(left, timeout=2 * ABORT_GRACE)
+        if running:
+            await asyncio.wait(running, timeout=2 * ABORT_GRACE)
         self._over = True
-        if left and not being_cancelled():
+        if running and not being_cancelled():
             raise StreamError(f"the handler of '{self.state}' returned while a generation of its own was running")
 
     def remaining(self, limit: str) -> float:
@@ -135,7 +134,7 @@ class HandlerContext:
 
     def charge(self, limit: str) -> None:
         """Spend one of a counted limit, or raise ``LimitReached``."""
-        if self._done.take(LimitCharged, limit) is None:
+        if self._effects.take(LimitCharged, limit) is None:
             self.emit(LimitCharged(at=self.clock(), limit=limit))
         self.check(limit)
 
@@ -166,7 +165,7 @@ class HandlerContext:
         if spec.prompt is None and not spec.reset:
             return
         if self._entry is not None:
-            self._done.take(type(self._entry), spec.context)
+            self._effects.take(type(self._entry), spec.context)
             return
         text = self.program.prompts[self.state].render(self.facts()) if spec.prompt is not None else None
         prompt: list[Message] | None = None if text is None else [{"role": "user", "content": text}]
@@ -209,14 +208,14 @@ class HandlerContext:
         Raises:
             PromptTooLong: they leave no room for a single token.
         """
-        if not instead_of_glue and self._done.take(ContextOpened, bound.name) is not None:
+        if not instead_of_glue and self._effects.take(ContextOpened, bound.name) is not None:
             return self.open_context(bound.name)
         encoded = bound.chat.prompt_detailed(messages, bound.tools, now=self.date)
-        room = min(self.room_in_context(len(encoded.ids)), bound.dispatcher.engine.max_context - len(encoded.ids))
+        room = min(self.room_in_context(len(encoded.ids)), bound.client.engine.max_context - len(encoded.ids))
         if room < 1:
             raise PromptTooLong(
                 f"context '{bound.name}': a prompt of {len(encoded.ids)} tokens leaves no room to answer; "
-                f"the engine's window is {bound.dispatcher.engine.max_context}, "
+                f"the engine's window is {bound.client.engine.max_context}, "
                 f"context_tokens is {self.trajectory.limits.get('context_tokens')}"
             )
         self.emit(
@@ -242,7 +241,7 @@ class HandlerContext:
             ChatTemplateError: they are not OpenAI-style messages with text.
         """
         check_written(messages)
-        if messages and self._done.take(MessagesAppended, context) is None:
+        if messages and self._effects.take(MessagesAppended, context) is None:
             self.open_context(context)
             self.emit(MessagesAppended(at=self.clock(), context=context, state=self.state, messages=list(messages)))
 
@@ -275,24 +274,24 @@ class HandlerContext:
             self._prepaid -= 1
         else:
             self.charge("assistant_turns")
-        done = self._done.take(Generated, context)
-        while done is not None and done.finish_reason == "abort":  # the sampling below goes on from there
-            done = self._done.take(Generated, context)
-        if done is not None:
-            if done.cut_by is not None:
-                raise LimitReached(done.cut_by)
-            return done
-        if context in self._sampling_in:
+        recorded = self._effects.take(Generated, context)
+        while recorded is not None and recorded.finish_reason == "abort":  # the sampling below goes on from there
+            recorded = self._effects.take(Generated, context)
+        if recorded is not None:
+            if recorded.cut_by is not None:
+                raise LimitReached(recorded.cut_by)
+            return recorded
+        if context in self._generations:
             raise StreamError(f"two generations at once in context '{context}'; give each a context of its own")
         task = asyncio.current_task()
         assert task is not None
-        one = UnderWay(task, earlier=list(self._sampling_in.values()))
-        self._sampling_in[context] = one
+        generation = OngoingGeneration(task, earlier=list(self._generations.values()))
+        self._generations[context] = generation
         try:
-            return await sample_turn(self, context, sampling, one)
+            return await generate(self, context, sampling, generation)
         finally:
-            one.over.set()
-            del self._sampling_in[context]
+            generation.recorded.set()
+            del self._generations[context]
 
     # -- tools, interactions, scores ----------------------------------------------------------------------------
 
@@ -306,10 +305,10 @@ class HandlerContext:
         """
         if not prepaid:
             self.charge("tool_calls")
-        called = self._done.take(Called, attempt.id)
+        called = self._effects.take(Called, attempt.id)
         if called is None:
             called = self._interrupted_call(attempt) or await self._make_call(attempt)
-        if called.failure is not None and called.tries and self.live.scheduler.on_tool_failure == "end":
+        if called.failure is not None and called.tries and self.program.end_on_tool_failure:
             raise ToolError(f"tool '{called.name}' failed for good: {called.failure}")
         return called
 
@@ -319,24 +318,9 @@ class HandlerContext:
         tool = self.program.graph.tools.get(attempt.name) if isinstance(attempt, ToolCall) else None
         if tool is not None and not tool.repeatable:  # so that it is known to have had its chance
             self.emit(CallBegun(at=self.clock(), state=self.state, id=attempt.id))
-        result = await self.live.tools.call(attempt, context=bound.name, tokenizer=bound.dispatcher.engine.tokenizer)
-        called = Called(
-            at=self.clock(),
-            state=self.state,
-            id=attempt.id,
-            name=attempt.name if isinstance(attempt, ToolCall) else "",
-            arguments=attempt.arguments if isinstance(attempt, ToolCall) else {},
-            result=result.text,
-            failure=result.failure,
-            bad=result.bad,
-            reward=result.reward,
-            seconds=result.seconds,
-            tries=result.tries,
-            truncated_tokens=result.truncated_tokens,
-            child_id=result.child_id,
-        )
-        self.emit(called)
-        return called
+        tokenizer = bound.client.engine.tokenizer
+        result = await self.resources.tools.call(attempt, context=bound.name, tokenizer=tokenizer)
+        return self._record_call(attempt, result)
 
     def _interrupted_call(self, attempt: ToolCall | MalformedCall) -> Called | None:
         """Answer a call that may have been made before the visit was interrupted, if it must not be made twice."""
@@ -350,16 +334,24 @@ class HandlerContext:
 
     def record_unfinished_call(self, attempt: ToolCall | MalformedCall, failure: str, text: str) -> Called:
         """Record a call that was cut off, with what the model is told about it, and return the event."""
-        name = attempt.name if isinstance(attempt, ToolCall) else ""
-        arguments = attempt.arguments if isinstance(attempt, ToolCall) else {}
+        return self._record_call(attempt, CallResult(text, failure=failure))
+
+    def _record_call(self, attempt: ToolCall | MalformedCall, result: CallResult) -> Called:
+        readable = isinstance(attempt, ToolCall)
         called = Called(
             at=self.clock(),
             state=self.state,
             id=attempt.id,
-            name=name,
-            arguments=arguments,
-            result=text,
-            failure=failure,
+            name=attempt.name if readable else "",
+            arguments=attempt.arguments if readable else {},
+            result=result.text,
+            failure=result.failure,
+            bad=result.bad,
+            reward=result.reward,
+            seconds=result.seconds,
+            tries=result.tries,
+            truncated_tokens=result.truncated_tokens,
+            child_id=result.child_id,
         )
         self.emit(called)
         return called
@@ -367,9 +359,9 @@ class HandlerContext:
     async def interact(self, context: str) -> Reply:
         """Let the state's interaction answer a context, and return its reply."""
         stream = self.open_context(context)
-        done = self._done.take(UserReplied, context)
-        if done is not None:
-            return Reply(done.content, done.score, done.done)
+        recorded = self._effects.take(UserReplied, context)
+        if recorded is not None:
+            return Reply(recorded.content, recorded.score, recorded.done)
         conversation = Conversation(
             messages=list(stream.messages),
             trajectory=self.trajectory,
@@ -378,7 +370,7 @@ class HandlerContext:
             ask=self.ask,
         )
         started = self.clock()
-        reply = await self.live.interaction(self.state).reply(conversation)
+        reply = await self.resources.interaction(self.state).reply(conversation)
         self.emit(
             UserReplied(
                 at=self.clock(),
@@ -397,30 +389,31 @@ class HandlerContext:
 
         Nothing of this enters a stream or is charged: it is the environment's own business. What was said is recorded.
         """
-        index = self._asked.get(engine, 0)
-        self._asked[engine] = index + 1
-        done = self._done.take(ModelQueried, (engine, index))
-        if done is not None:
-            return done.text
-        dispatchers = self.live.scheduler.dispatchers
-        if engine not in dispatchers:
-            raise ConfigError(f"engine '{engine}' is not one of the run's{did_you_mean(engine, dispatchers)}")
-        dispatcher = dispatchers[engine]
-        chat = shared_chat(dispatcher, Context(engine=engine))
+        # 1. Is it recorded already, from before an interruption?
+        index = self._queries.get(engine, 0)
+        self._queries[engine] = index + 1
+        recorded = self._effects.take(ModelQueried, (engine, index))
+        if recorded is not None:
+            return recorded.text
+        # 2. The request: the messages in the engine's own template, with as much room as its window leaves.
+        clients = self.program.clients
+        if engine not in clients:
+            raise ConfigError(f"engine '{engine}' is not one of the run's{did_you_mean(engine, clients)}")
+        client = clients[engine]
+        chat = shared_chat(client, Context(engine=engine))
         ids = as_ids(chat.prompt(messages, None, now=self.date))
-        said = (sampling or Sampling()).over(DEFAULTS)
-        room = dispatcher.engine.max_context - len(ids)
+        room = client.engine.max_context - len(ids)
         if room < 1:
             raise PromptTooLong(f"engine '{engine}': a prompt of {len(ids)} tokens leaves no room to answer")
+        wanted = sampling or Sampling()
+        stop_ids = chat.stop_ids | client.engine.eos_ids
         request = Request(
             request_id=f"{self.trajectory.trajectory_id}/ask:{engine}/{index}",
             ids=ids,
-            sampling=SamplingParams(
-                max_tokens=min(room, said.max_tokens or room),
-                temperature=said.temperature if said.temperature is not None else 1.0,
-                top_p=said.top_p or 1.0,
-                top_k=said.top_k or 0,
-                stop_ids=chat.stop_ids | dispatcher.engine.eos_ids,
+            sampling=sampling_params(
+                wanted,
+                max_tokens=min(room, wanted.max_tokens or room),
+                stop_ids=stop_ids,
                 seed=derive_seed(self.trajectory.seed, "ask", engine, index),
             ),
             trajectory_id=self.trajectory.trajectory_id,
@@ -429,15 +422,15 @@ class HandlerContext:
             context=engine,
             turn=index,
         )
-        ticket = dispatcher.submit(request, self.deadline)
+        pending = client.submit(request, self.deadline)
         try:
-            await ticket.done.wait()
+            await pending.done.wait()
         finally:
-            await dispatcher.abort(ticket)
-        if ticket.error is not None:
-            raise ticket.error
-        stop_ids = request.sampling.stop_ids
-        text = chat.decode(ticket.ids[:-1] if len(ticket.ids) and ticket.ids[-1] in stop_ids else ticket.ids)
+            await client.abort(pending)
+        if pending.error is not None:
+            raise pending.error
+        # 3. The text, recorded so that it is not asked for again.
+        text = chat.decode(pending.ids[:-1] if len(pending.ids) and pending.ids[-1] in stop_ids else pending.ids)
         now = self.clock()
         self.emit(
             ModelQueried(
@@ -446,8 +439,8 @@ class HandlerContext:
                 index=index,
                 state=self.state,
                 text=text,
-                tokens=len(ticket.ids),
-                seconds=now - ticket.submitted_at,
+                tokens=len(pending.ids),
+                seconds=now - pending.submitted_at,
             )
         )
         return text
@@ -459,10 +452,10 @@ class HandlerContext:
             StreamError: there is no such turn, or the score is not a finite number.
         """
         latest = self.trajectory.turn - 1
-        turn = latest - self._done.turns_ahead() if turn is None else turn
+        turn = latest - self._effects.turns_ahead() if turn is None else turn
         if not isinstance(turn, int) or not 0 <= turn <= latest:
-            there = "none has been generated yet" if latest < 0 else f"the first is 0, the latest {latest}"
-            raise StreamError(f"there is no turn {turn} to score; {there}")
-        if self._done.take(Scored, turn) is not None:
+            known = "none has been generated yet" if latest < 0 else f"the first is 0, the latest {latest}"
+            raise StreamError(f"there is no turn {turn} to score; {known}")
+        if self._effects.take(Scored, turn) is not None:
             return
         self.emit(Scored(at=self.clock(), value=float(value), turn=turn, source=self.state))

@@ -38,23 +38,23 @@ _KEYS: Mapping[type[Event], Callable[[Any], object]] = {
 }
 
 
-class Done:
+class EffectLog:
     """The events of one visit, from before it was interrupted. Empty for a visit that was not."""
 
-    __slots__ = ("_left",)
+    __slots__ = ("_not_taken",)
 
     def __init__(self, events: Iterable[AnyEvent]) -> None:
-        self._left: dict[tuple[type, Any], deque[Any]] = defaultdict(deque)
+        self._not_taken: dict[tuple[type, Any], deque[Any]] = defaultdict(deque)
         for event in events:
             if type(event) in _KEYS and not getattr(event, "instead_of_glue", False):
-                self._left[type(event), _KEYS[type(event)](event)].append(event)
+                self._not_taken[type(event), _KEYS[type(event)](event)].append(event)
 
     def take(self, kind: type[E], key: object) -> E | None:
-        """Return the next event of that kind about ``key`` (context, call, engine, limit or turn), if one is left."""
-        left = self._left.get((kind, key)) if self._left else None
-        return left.popleft() if left else None
+        """Return the next event of that kind about ``key`` (context, call, engine, limit or turn), if there is one."""
+        events = self._not_taken.get((kind, key)) if self._not_taken else None
+        return events.popleft() if events else None
 
     def turns_ahead(self) -> int:
-        """Return how many turns are recorded that the handler has not asked for yet."""
-        ahead = (event for (kind, _), events in self._left.items() if kind is Generated for event in events)
+        """Return how many turns are recorded that the handler, beginning again, has not asked for yet."""
+        ahead = (event for (kind, _), events in self._not_taken.items() if kind is Generated for event in events)
         return sum(not event.resumed for event in ahead)

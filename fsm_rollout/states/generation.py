@@ -1,7 +1,7 @@
 """Sampling one assistant turn: the glue before it, the request, and what is recorded of its answer.
 
 Invariants: a generation's input is the stream as it stands, so it extends the one before it and nothing sampled is ever
-decoded and encoded again; whatever a ticket brought is recorded, also when the visit is cut off; nothing is written
+decoded and encoded again; whatever the engine answered is recorded, also when the visit is cut off; nothing is written
 that would leave no room for a token.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fsm_rollout.agent.graph import POLICY
@@ -18,7 +19,7 @@ from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.engines.client import PendingRequest
 from fsm_rollout.engines.protocol import Request, SamplingParams
 from fsm_rollout.errors import EngineError
-from fsm_rollout.scheduler.program import BoundContext
+from fsm_rollout.states.program import BoundContext
 from fsm_rollout.trajectory.events import Generated, MalformedCall, Message, PromptExtended, ToolCall, unwritable
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.tokens import Ids, as_ids
@@ -29,46 +30,52 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class UnderWay:
+class OngoingGeneration:
     """One generation of a visit, and those of the same visit that were asked for before it."""
 
     task: asyncio.Task[Any]
-    earlier: list[UnderWay]
-    over: asyncio.Event = field(default_factory=asyncio.Event)
+    earlier: list[OngoingGeneration]
+    recorded: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def in_turn(self, *, cut: bool = False) -> None:
+    async def wait_for_earlier(self, *, cut: bool = False) -> None:
         """Wait until those before it are recorded; if it was ``cut`` off, only for those that were too."""
-        for one in self.earlier:
-            if not cut or one.task.cancelling():
-                await one.over.wait()
+        for generation in self.earlier:
+            if not cut or generation.task.cancelling():
+                await generation.recorded.wait()
 
 
-async def sample_turn(ctx: HandlerContext, context: str, sampling: Sampling | None, one: UnderWay) -> Generated:
+async def generate(
+    ctx: HandlerContext, context: str, sampling: Sampling | None, generation: OngoingGeneration
+) -> Generated:
     """Do what :meth:`fsm_rollout.states.context.HandlerContext.generate` promises, once it is paid for."""
     bound = ctx.program.contexts[context]
     stream = ctx.open_context(context)
-    going_on = not stream.awaiting and not stream.pending and stream.finish_reason in ("length", "abort")
-    resumed = going_on and stream.finish_reason == "abort"
+    # 1. Where the stream stands: a turn that was cut goes on; else what is new is written before the next turn.
+    continued = not stream.awaiting and not stream.pending and stream.finish_reason in ("length", "abort")
+    resumed = continued and stream.finish_reason == "abort"
     if stream.awaiting and stream.pending:
         # Nothing was sampled where a turn was to begin.
         stream = ctx.open_with(bound, list(stream.messages), instead_of_glue=True)
-    elif not stream.awaiting and not going_on:
+    elif not stream.awaiting and not continued:
         stream = _glue(ctx, bound, stream)
+    # 2. The request. Whatever comes of it is recorded, also when the visit is cut off.
     request, cut_by = _request(ctx, bound, stream, sampling, resumed=resumed)
-    ticket = bound.dispatcher.submit(request, ctx.deadline)
+    pending = bound.client.submit(request, ctx.deadline)
+    record = partial(_record, ctx, pending, bound, stream, cut_by, continued=continued, resumed=resumed)
     try:
-        await ticket.done.wait()
-        await one.in_turn()
+        await pending.done.wait()
+        await generation.wait_for_earlier()
     except asyncio.CancelledError:
         try:
-            await bound.dispatcher.abort(ticket)
-            await one.in_turn(cut=True)
+            await bound.client.abort(pending)
+            await generation.wait_for_earlier(cut=True)
         finally:
-            _record(ctx, ticket, bound, stream, cut_by, continued=going_on, resumed=resumed)
+            record()
         raise
-    generated = _record(ctx, ticket, bound, stream, cut_by, continued=going_on, resumed=resumed)
-    if ticket.error is not None:
-        raise ticket.error
+    generated = record()
+    # 3. What did not end as a turn raises.
+    if pending.error is not None:
+        raise pending.error
     if generated is None or generated.finish_reason == "abort":
         raise EngineError(f"request {request.request_id} was aborted by the engine")
     if generated.cut_by is not None:
@@ -88,7 +95,7 @@ def _glue(ctx: HandlerContext, bound: BoundContext, stream: Stream) -> Stream:
         history, new, bound.tools, sampled_ids=sampled, finish_reason=finish_reason, now=ctx.date
     )
     if encoded.entry is not None:
-        ctx.live.glue_entries.add(encoded.entry)
+        ctx.resources.glue_entries.add(encoded.entry)
         if bound.chat.audit_due(encoded.entry):
 
             def audit() -> None:
@@ -96,7 +103,7 @@ def _glue(ctx: HandlerContext, bound: BoundContext, stream: Stream) -> Stream:
                     history, new, bound.tools, encoded, sampled_ids=sampled, finish_reason=finish_reason, now=ctx.date
                 )
                 if mismatch is not None:
-                    ctx.live.scheduler.glue_mismatch(mismatch)
+                    ctx.resources.recorder.glue_mismatch(mismatch)
 
             asyncio.get_running_loop().call_soon(audit)  # after this turn's request is on its way
     _check_room(ctx, bound, len(stream.tokens) + len(encoded.ids), len(encoded.ids))
@@ -117,7 +124,7 @@ def _check_room(ctx: HandlerContext, bound: BoundContext, length: int, added: in
     """Raise LimitReached unless a stream of ``length``, ``added`` of it new, has room for one more token."""
     if ctx.remaining("response_tokens") - added < 1:
         raise LimitReached("response_tokens")
-    if min(ctx.room_in_context(length), bound.dispatcher.engine.max_context - length) < 1:
+    if min(ctx.room_in_context(length), bound.client.engine.max_context - length) < 1:
         raise LimitReached("context_tokens")
 
 
@@ -127,14 +134,12 @@ def _request(
     """Return the request for the next turn, and the limit that bounds its length (None: its own max_tokens)."""
     length = len(stream.tokens)
     _check_room(ctx, bound, length, 0)
-    said = _sampling(ctx, bound, sampling)
-    own = float("inf") if said.max_tokens is None else said.max_tokens
+    wanted = _sampling(ctx, bound, sampling)
     sampled = sum(len(span) for span in stream.tokens.sampled() if span.turn == stream.turn) if resumed else 0
-    own -= sampled
     bounds: dict[str | None, float] = {
-        None: own,
+        None: float("inf") if wanted.max_tokens is None else wanted.max_tokens - sampled,
         "response_tokens": ctx.remaining("response_tokens"),
-        "context_tokens": min(ctx.room_in_context(length), bound.dispatcher.engine.max_context - length),
+        "context_tokens": min(ctx.room_in_context(length), bound.client.engine.max_context - length),
     }
     cut_by = min(bounds, key=lambda name: bounds[name])  # the first of equals: the turn's own bound
     trajectory = ctx.trajectory
@@ -142,13 +147,10 @@ def _request(
     request = Request(
         request_id=f"{trajectory.trajectory_id}/{bound.name}/{index}/{length}",
         ids=stream.tokens.ids,
-        sampling=SamplingParams(
+        sampling=sampling_params(
+            wanted,
             max_tokens=max(1, int(bounds[cut_by])),
-            temperature=said.temperature if said.temperature is not None else 1.0,
-            top_p=said.top_p or 1.0,
-            top_k=said.top_k or 0,
             stop_ids=bound.stop_ids,
-            ignore_eos=bool(said.ignore_eos),
             seed=derive_seed(trajectory.seed, bound.name, index),
         ),
         trajectory_id=trajectory.trajectory_id,
@@ -161,20 +163,34 @@ def _request(
     return request, cut_by
 
 
+def sampling_params(wanted: Sampling, *, max_tokens: int, stop_ids: frozenset[int], seed: int) -> SamplingParams:
+    """Return complete sampling parameters: what is not said is temperature 1 over all tokens."""
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=1.0 if wanted.temperature is None else wanted.temperature,
+        top_p=wanted.top_p or 1.0,
+        top_k=wanted.top_k or 0,
+        stop_ids=stop_ids,
+        ignore_eos=bool(wanted.ignore_eos),
+        seed=seed,
+    )
+
+
 def _sampling(ctx: HandlerContext, bound: BoundContext, sampling: Sampling | None) -> Sampling:
-    said = ctx.program.sampling_of(ctx.state, bound.name)
+    """Return what the agent, the run, the handler and (in the policy's contexts) the prompt say about sampling."""
+    wanted = ctx.program.sampling_of(ctx.state, bound.name)
     if sampling is not None:
-        said = sampling.over(said)
-    lowered = ctx.live.prompt.sampling
+        wanted = sampling.over(wanted)
+    lowered = ctx.resources.sampling
     if lowered is None or bound.spec.engine != POLICY:
-        return said
-    most = [n for n in (said.max_tokens, lowered.max_tokens) if n is not None]
-    return lowered.over(said).model_copy(update={"max_tokens": min(most, default=None)})
+        return wanted
+    most = [n for n in (wanted.max_tokens, lowered.max_tokens) if n is not None]
+    return lowered.over(wanted).model_copy(update={"max_tokens": min(most, default=None)})
 
 
 def _record(
     ctx: HandlerContext,
-    ticket: PendingRequest,
+    pending: PendingRequest,
     bound: BoundContext,
     stream: Stream,
     cut_by: str | None,
@@ -182,13 +198,13 @@ def _record(
     continued: bool,
     resumed: bool,
 ) -> Generated | None:
-    """Record what a ticket brought. Nothing sampled and nothing said (an early abort) is no turn: None."""
-    finish_reason = ticket.finish_reason or "abort"
-    if finish_reason == "abort" and len(ticket.ids) == ticket.request.sampling.max_tokens:
+    """Record what a request brought. Nothing sampled and no finish reason (an early abort) is no turn: None."""
+    finish_reason = pending.finish_reason or "abort"
+    if finish_reason == "abort" and len(pending.ids) == pending.request.sampling.max_tokens:
         finish_reason = "length"  # all that was asked for had come; only the last word was lost
-    if finish_reason == "abort" and not len(ticket.ids):
+    if finish_reason == "abort" and not len(pending.ids):
         return None
-    ids = stream.turn_ids + ticket.ids if continued else ticket.ids
+    ids = stream.turn_ids + pending.ids if continued else pending.ids
     unread: Exception | None = None
     try:
         number = stream.turn if resumed and stream.turn is not None else ctx.trajectory.turn
@@ -196,24 +212,24 @@ def _record(
     except Exception as error:  # a tokenizer or tool format that fails loses no token: the turn stands, unread
         message, attempts, unread = {"role": "assistant", "content": ""}, [], error
     now = ctx.clock()
-    admitted = ticket.admitted_at if ticket.admitted_at is not None else now
+    admitted = pending.admitted_at if pending.admitted_at is not None else now
     event = Generated(
         at=now,
         context=bound.name,
         state=ctx.state,
-        ids=ticket.ids[:],
-        logprobs=ticket.logprobs[:],
-        versions=list(ticket.versions),
+        ids=pending.ids[:],
+        logprobs=pending.logprobs[:],
+        versions=list(pending.versions),
         finish_reason=finish_reason,
         message=message,
         attempts=attempts,
         continued=continued,
         resumed=resumed,
         cut_by=cut_by if finish_reason == "length" else None,
-        queue_seconds=admitted - ticket.submitted_at,
+        queue_seconds=admitted - pending.submitted_at,
         seconds=now - admitted,
-        cached_tokens=ticket.cached_tokens,
-        replica=ticket.replica,
+        cached_tokens=pending.cached_tokens,
+        replica=pending.replica,
     )
     ctx.emit(event)
     if unread is not None:

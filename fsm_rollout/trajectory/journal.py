@@ -131,8 +131,10 @@ class Journal:
         for key, value in metadata.items():
             self._queue.put([(key, json.dumps(value))])
 
-    def append(self, trajectory_id: str, event: AnyEvent) -> None:
+    def append(self, trajectory_id: str, event: AnyEvent, payload: bytes | None = None) -> None:
         """Take in the next event of a trajectory; microseconds, from any one thread. It is on disk after a flush.
+
+        ``payload`` is the event as :func:`~fsm_rollout.trajectory.events.encode` gives it, where that is known already.
 
         Raises:
             JournalError: the journal is closed or cannot be written to any more, or a trajectory's first event is not
@@ -141,7 +143,7 @@ class Journal:
         """
         if self._closed or self._failure is not None:
             raise self._broken()
-        payload = encode(event)
+        payload = encode(event) if payload is None else payload
         seq = self._next.get(trajectory_id, 0)
         if isinstance(event, Prompted) != (seq == 0):
             raise JournalError(

@@ -59,8 +59,8 @@ MUTANTS = (
         ("tests/unit/trajectory/test_tokens.py", *LAWS),
     ),
     Mutant(
-        "drop a token", "states/generation.py", "        ids=ticket.ids[:],\n        logprobs=ticket.logprobs[:],",
-        "        ids=ticket.ids[:1] + ticket.ids[2:],\n        logprobs=ticket.logprobs[:1] + ticket.logprobs[2:],",
+        "drop a token", "states/generation.py", "        ids=pending.ids[:],\n        logprobs=pending.logprobs[:],",
+        "        ids=pending.ids[:1] + pending.ids[2:],\n        logprobs=pending.logprobs[:1] + pending.logprobs[2:],",
         "7: every sampled token is in the stream",
     ),
     Mutant(
@@ -69,8 +69,8 @@ MUTANTS = (
         "7: every sampled token once, as it was sampled",
     ),
     Mutant(
-        "shift logprobs by one", "states/generation.py", "        logprobs=ticket.logprobs[:],",
-        "        logprobs=ticket.logprobs[1:] + ticket.logprobs[:1],",
+        "shift logprobs by one", "states/generation.py", "        logprobs=pending.logprobs[:],",
+        "        logprobs=pending.logprobs[1:] + pending.logprobs[:1],",
         "3: each logprob belongs to its token",
     ),
     Mutant(
@@ -94,7 +94,7 @@ MUTANTS = (
     # -- input extends input (law 5)
     Mutant(
         "re-encode a turn", "states/generation.py", "        ids=stream.tokens.ids,\n        sampling=",
-        "        ids=as_ids(bound.dispatcher.engine.tokenizer.encode(bound.chat.decode(stream.tokens.ids) + \" \")),\n"
+        "        ids=as_ids(bound.client.engine.tokenizer.encode(bound.chat.decode(stream.tokens.ids) + \" \")),\n"
         "        sampling=",
         "5: sampled ids are never decoded and encoded again",
     ),
@@ -119,8 +119,8 @@ MUTANTS = (
         SCHEDULE,
     ),
     Mutant(
-        "a seed for the run alone", "scheduler/live.py", "derive_seed(scheduler.seed, trajectory_id,",
-        "derive_seed(scheduler.seed, sample,",
+        "a seed for the run alone", "scheduler/scheduler.py", "derive_seed(self.seed, trajectory_id,",
+        "derive_seed(self.seed, sample,",
         "6: no two trajectories share their randomness",
         SCHEDULE,
     ),
@@ -150,8 +150,8 @@ MUTANTS = (
     ),
     Mutant(
         "ignore context_tokens", "states/generation.py",
-        '"context_tokens": min(ctx.room_in_context(length), bound.dispatcher.engine.max_context - length),\n    }',
-        '"context_tokens": bound.dispatcher.engine.max_context - length,\n    }',
+        '"context_tokens": min(ctx.room_in_context(length), bound.client.engine.max_context - length),\n    }',
+        '"context_tokens": bound.client.engine.max_context - length,\n    }',
         "2: no stream is longer than allowed",
         TOOLS,
     ),
@@ -167,7 +167,7 @@ MUTANTS = (
         ("tests/unit/concurrency/test_deadline.py",),
     ),
     Mutant(
-        "record generations side by side as they end", "states/generation.py", "        await one.in_turn()\n", "",
+        "record generations side by side as they end", "states/generation.py", "        await generation.wait_for_earlier()\n", "",
         "6: results do not depend on the schedule",
         SCHEDULER,
     ),
@@ -190,22 +190,20 @@ MUTANTS = (
     ),
     # -- every prompt comes back (law 8)
     Mutant(
-        "lose an aborted trajectory", "scheduler/run.py", "            slots.release()\n            one.left -= 1\n",
-        "            slots.release()\n            one.left -= live.trajectory.stop_reason != \"cancelled\"\n",
+        "lose an aborted trajectory", "scheduler/scheduler.py", "            run.slots.release()\n            group.unfinished -= 1\n",
+        "            run.slots.release()\n            group.unfinished -= live.trajectory.stop_reason != \"cancelled\"\n",
         "8: a cancelled trajectory comes back as well",
         MACHINE,
     ),
     Mutant(
         "lose what an aborted generation had sampled", "states/generation.py",
-        "            _record(ctx, ticket, bound, stream, cut_by, continued=going_on, resumed=resumed)\n        raise",
-        "            pass\n        raise",
+        "            record()\n        raise", "            pass\n        raise",
         "7: tokens sampled before an abort are kept",
         (*SCHEDULER, *MACHINE),
     ),
     Mutant(
         "swallow a cancellation", "states/generation.py",
-        "continued=going_on, resumed=resumed)\n        raise\n    generated",
-        "continued=going_on, resumed=resumed)\n    generated",
+        "            record()\n        raise\n    generated", "            record()\n    generated",
         "8: what is stopped stops",
         (*MACHINE, *SCHEDULER),
     ),
@@ -218,21 +216,21 @@ MUTANTS = (
     ),
     Mutant(
         "what has ended does not grow old", "scheduler/staleness.py",
-        "if (done or live.trajectory.ended) and self.end_of(live)]", "if False]",
+        "if (done or trajectory.ended) and self.end_of(group, trajectory)]", "if False]",
         "nothing older than `max_staleness` is handed over",
         LOOP,
     ),
     Mutant(
         "forget what was being trained on", "scheduler/scheduler.py",
-        "                    yield one.group\n",
-        "                    self._settle(run.given)\n                    yield one.group\n",
+        "                    yield group\n",
+        "                    self._mark_delivered(run.delivered)\n                    yield group\n",
         "8: after a crash, each group comes at least once",
         LOOP,
     ),
     Mutant(
         "swap group ids", "scheduler/group.py",
-        '        return f"{self.group.group_id}/{sample}" + ',
-        '        return f"{self.group.group_id[::-1]}/{sample}" + ',
+        '        return f"{self.group_id}/{sample}" + ',
+        '        return f"{self.group_id[::-1]}/{sample}" + ',
         "8: a group has the samples of its prompt",
     ),
     Mutant(
@@ -261,14 +259,14 @@ MUTANTS = (
         AGAIN,
     ),
     Mutant(
-        "a resumed visit does again what it had done", "states/effect_log.py", "return left.popleft() if left else None",
+        "a resumed visit does again what it had done", "states/effect_log.py", "return events.popleft() if events else None",
         "return None",
         "6: where a run was interrupted does not matter",
         RESUME,
     ),
     Mutant(
         "a resumed generation is another one", "states/generation.py",
-        'resumed = going_on and stream.finish_reason == "abort"', "resumed = False",
+        'resumed = continued and stream.finish_reason == "abort"', "resumed = False",
         "6: an aborted generation goes on as the same one",
         RESUME,
     ),
@@ -301,9 +299,8 @@ MUTANTS = (
     ),
     # -- rows and batches (laws 7, 9)
     Mutant(
-        "a sub-agent's tokens in its parent's row", "scheduler/live.py",
-        "            self.group,\n            child_id,\n",
-        "            self.group,\n            parent.trajectory_id,\n",
+        "a sub-agent's tokens in its parent's row", "scheduler/scheduler.py",
+        "prompt, child_id, sample, seed=seed", "prompt, parent_id, sample, seed=seed",
         "7: a sub-agent's tokens are rows of its own trajectory",
         SCHEDULER,
     ),

@@ -23,7 +23,7 @@ from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.errors import ConfigError, RolloutError
-from fsm_rollout.scheduler.live import Group
+from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.states import State
 from fsm_rollout.testing.conformance.promises import (

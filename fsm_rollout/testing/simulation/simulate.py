@@ -28,7 +28,7 @@ from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.engines.scripted.engine import Logged, ScriptedEngine
 from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.model.folders import EMBEDDED, load_tokenizer, model_folder
-from fsm_rollout.scheduler.live import Group
+from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.resume import History
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.testing.simulation.mortal_replicas import MortalReplicas
@@ -337,7 +337,7 @@ class _World:
         await asyncio.sleep(fault.at)
         prompt, sample = divmod(fault.target % (self.plan.prompts * self.plan.n), self.plan.n)
         trajectory_id = f"p{prompt}/{sample}"
-        policy = scheduler.dispatchers[POLICY]
+        policy = scheduler.clients[POLICY]
         match fault.kind:
             case "cancel":
                 scheduler.cancel(trajectory_id)

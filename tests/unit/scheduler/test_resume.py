@@ -22,7 +22,7 @@ from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.environment.rewards import GroupFilter, Reward, scores_differ
 from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.errors import ConfigError, EngineError, JournalError
-from fsm_rollout.scheduler.live import Group
+from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.states import State
 from fsm_rollout.states.context import HandlerContext
@@ -429,12 +429,12 @@ def test_a_target_is_enough_and_the_rest_goes_on_in_the_next_run_on_new_weights(
         assert request.sampling.max_tokens == 64 - request.sampled
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_what_ends_beyond_the_target_comes_first_in_the_next_run(together: bool) -> None:
+@pytest.mark.parametrize("deliver_at_end", [False, True])
+def test_what_ends_beyond_the_target_comes_first_in_the_next_run(deliver_at_end: bool) -> None:
     bench = Bench(single(), slow({}))  # all groups end at the same moment
 
     async def main() -> list[list[str]]:
-        options: dict[str, Any] = {"target_groups": 2, "together": together}
+        options: dict[str, Any] = {"target_groups": 2, "deliver_at_end": deliver_at_end}
         runs = [await bench.run(prompts=5, over_sample=3, **options)]
         runs += [[group async for group in bench.scheduler.run([], **options)] for _ in range(3)]
         return [[group.group_id for group in run] for run in runs]
@@ -457,7 +457,7 @@ def test_a_target_takes_no_more_prompts_than_it_needs_and_begins_what_is_missing
         source = endless()
         first = [group async for group in bench.scheduler.run(source, 2, target_groups=2)]
         second = [group async for group in bench.scheduler.run(source, 2, target_groups=3)]
-        await bench.scheduler.let_go()
+        await bench.scheduler.drop_carried()
         return first, second
 
     first, second = run_virtual(main())
@@ -478,7 +478,7 @@ def test_a_group_filter_drops_and_a_target_refills() -> None:
 
     async def main() -> list[Group]:
         groups = await bench.run(prompts=6, target_groups=2)
-        await bench.scheduler.let_go()
+        await bench.scheduler.drop_carried()
         return groups
 
     groups = run_virtual(main())
@@ -546,7 +546,7 @@ def test_what_is_carried_keeps_its_tools_open() -> None:
     async def given_up() -> list[Group]:
         OPENED.clear()
         await bench.run(n=1, prompts=2, target_groups=1)
-        return await bench.scheduler.let_go()
+        return await bench.scheduler.drop_carried()
 
     (group,) = run_virtual(given_up())
     assert group.trajectories[0].suspended == "carried"
@@ -631,7 +631,7 @@ def test_visit_timeouts_stand_still_during_an_update() -> None:
 
     bench = Bench(single(), slow({"p0": 1.0}))
     bench.engine = Slow(slow({"p0": 1.0}), tokenizer=tokenizer(), log=True)
-    for dispatcher in bench.scheduler.dispatchers.values():
+    for dispatcher in bench.scheduler.clients.values():
         dispatcher.engine = bench.engine
 
     async def main() -> list[Group]:
@@ -906,7 +906,7 @@ def test_no_more_groups_begin_than_a_target_is_worth(over_sample: float, most: i
 
     async def main() -> list[Group]:
         groups = await bench.run(n=1, prompts=20, target_groups=2, over_sample=over_sample)
-        await bench.scheduler.let_go()
+        await bench.scheduler.drop_carried()
         return groups
 
     assert [group.group_id for group in run_virtual(main()) if not group.dropped] == ["p2", "p3"]
@@ -1039,7 +1039,7 @@ def test_stale_ones_that_wait_release_their_tools_and_are_not_handed_out() -> No
 
 def test_a_pause_of_the_callers_own_outlives_an_update() -> None:
     bench = Bench(single(), slow({}))
-    dispatcher = bench.scheduler.dispatchers["policy"]
+    dispatcher = bench.scheduler.clients["policy"]
 
     async def main() -> list[Group]:
         running = asyncio.ensure_future(bench.run(n=1, prompts=1))

@@ -18,14 +18,14 @@ from pydantic import BaseModel
 
 from fsm_rollout.agent.graph import AgentGraph, Context
 from fsm_rollout.agent.handlers import TEMPLATE_FACTS
+from fsm_rollout.concurrency import steps
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.environment.rewards import Reward
 from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.scheduler import trajectory_runner as driving
-from fsm_rollout.scheduler.live import Group
+from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.states import State
 from fsm_rollout.states.context import HandlerContext
@@ -159,6 +159,24 @@ def test_closing_the_iterator_cancels_the_rest_and_leaves_nothing_running() -> N
     assert engine.load().running == 0
 
 
+def test_a_second_run_at_once_is_refused_but_one_that_is_left_behind_is_closed_first() -> None:
+    """Nobody can close a generator that nobody holds any more, so the next run waits until it is closed."""
+    engine = ScriptedEngine(lambda r: Turn(text="x", delay=1.0), tokenizer=tokenizer())
+
+    async def main() -> tuple[list[str], list[str]]:
+        scheduler = Scheduler({"a": agent(SINGLE)}, {"policy": EngineClient(engine)})
+        first = scheduler.run(prompts(2), 2)
+        await anext(first)
+        with pytest.raises(ConfigError, match=r"a run is under way already, and there is one at a time; iterate it"):
+            await anext(scheduler.run(prompts(1)))
+        rest = [group.group_id async for group in first]
+        async for _ in scheduler.run(prompts(3), 1):
+            break
+        return rest, [group.group_id async for group in scheduler.run(prompts(1), 1)]
+
+    assert run_virtual(main()) == (["p1"], ["p0"])
+
+
 def test_a_sub_agent_is_a_trajectory_of_the_same_group() -> None:
     child = agent(SINGLE, agent="child", description="Knows.")
     graph = agent(TOOLS, tools={"ask": {"agent": child, "timeout": 100.0}})
@@ -197,7 +215,7 @@ def test_cancelling_the_parent_ends_the_child_too() -> None:
 def test_timeouts_stand_still_while_the_engine_is_paused_and_tokens_carry_their_weights() -> None:
     async def during(scheduler: Scheduler, engine: ScriptedEngine) -> None:
         await asyncio.sleep(15.0)
-        dispatcher = scheduler.dispatchers["policy"]
+        dispatcher = scheduler.clients["policy"]
         await dispatcher.pause()
         await asyncio.sleep(1e5)
         await engine.update_weights("new", 7)
@@ -713,7 +731,7 @@ CLOCK = [0.0]
 def test_a_handler_that_keeps_the_event_loop_is_named_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driving, "monotonic", lambda: CLOCK[0])
+    monkeypatch.setattr(steps, "monotonic", lambda: CLOCK[0])
     groups, _ = run(custom("Sleeps"), ["hm"], prompts(3))
     assert {t.stop_reason for g in groups for t in g.trajectories} == {"said"}
     (said,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]

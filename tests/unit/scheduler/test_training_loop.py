@@ -19,7 +19,7 @@ from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.environment.rewards import GroupFilter, Reward
 from fsm_rollout.errors import ConfigError, JournalError
-from fsm_rollout.scheduler.live import Group
+from fsm_rollout.scheduler.group import Group
 from fsm_rollout.testing import run_virtual
 from fsm_rollout.trajectory import journal
 from fsm_rollout.trajectory.events import AnyEvent
@@ -63,13 +63,13 @@ class Watched:
     target=st.integers(1, 3),
     over_sample=st.sampled_from([1.0, 2.0]),
     concurrency=st.sampled_from([2, 64]),
-    together=st.booleans(),
+    deliver_at_end=st.booleans(),
     training=st.sampled_from([0.0, 1.5]),
     thinking=st.sampled_from([0.0, 0.7]),
 )
 def test_nothing_older_than_the_bound_is_handed_over_and_every_prompt_comes_once(
     speeds: list[float], updates: list[float], most: int, restarts: int, target: int, over_sample: float,
-    concurrency: int, together: bool, training: float, thinking: float,
+    concurrency: int, deliver_at_end: bool, training: float, thinking: float,
 ) -> None:  # fmt: skip
     """Whenever weights change: while samples run, wait, are scored, are done, are carried, or the trainer trains."""
 
@@ -106,12 +106,14 @@ def test_nothing_older_than_the_bound_is_handed_over_and_every_prompt_comes_once
     async def main() -> None:
         trainer, source = asyncio.ensure_future(train()), iter(prompts)
         for _ in range(3):
-            step = bench.scheduler.run(source, 2, target_groups=target, over_sample=over_sample, together=together)
+            step = bench.scheduler.run(
+                source, 2, target_groups=target, over_sample=over_sample, deliver_at_end=deliver_at_end
+            )
             counted = 0
             async for group in step:
                 taken(group)
                 counted += not group.dropped
-                if not together:
+                if not deliver_at_end:
                     await asyncio.sleep(training)
             assert counted == target
             await asyncio.sleep(training)
@@ -123,7 +125,7 @@ def test_nothing_older_than_the_bound_is_handed_over_and_every_prompt_comes_once
     note(f"{len(came)} groups, {sum(group.dropped for group in came)} dropped")
     assert sorted(group.group_id for group in came) == sorted(prompts.taken)
     assert bench.scheduler.carried == []
-    assert not bench.scheduler.under_way
+    assert not bench.scheduler.groups
 
 
 def test_a_sample_that_has_ended_begins_anew_at_once_when_it_falls_behind() -> None:
@@ -154,7 +156,7 @@ def test_weights_that_somebody_else_changes_make_old_too() -> None:
     bench = Bench(single(), slow({"p0": 0.5}), max_staleness=0)
 
     async def main() -> list[Group]:
-        running = asyncio.ensure_future(bench.run(n=1, prompts=2, together=True))
+        running = asyncio.ensure_future(bench.run(n=1, prompts=2, deliver_at_end=True))
         await asyncio.sleep(2.0)
         await bench.engine.update_weights({})
         return await running
@@ -177,8 +179,8 @@ async def linger(text: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_weights_do_not_change_between_the_last_look_and_the_hand_over(together: bool) -> None:
+@pytest.mark.parametrize("deliver_at_end", [False, True])
+def test_weights_do_not_change_between_the_last_look_and_the_hand_over(deliver_at_end: bool) -> None:
     """A step is being ended, which takes a while; what completes it has been looked at by then."""
     bench = Bench(
         with_tool("tests.unit.scheduler.test_training_loop:linger"),
@@ -188,7 +190,7 @@ def test_weights_do_not_change_between_the_last_look_and_the_hand_over(together:
 
     async def take() -> list[str]:
         came: list[str] = []
-        async for group in bench.scheduler.run(listed(2), target_groups=1, together=together):
+        async for group in bench.scheduler.run(listed(2), target_groups=1, deliver_at_end=deliver_at_end):
             assert set(ages(bench, group)) == {0}
             came.append(group.trajectories[0].trajectory_id)
         return came
@@ -320,7 +322,7 @@ def test_a_groups_reward_judges_the_group_that_is_handed_over() -> None:
     bench = Bench(single(), choose, max_staleness=0, reward=Reward(ranks))
 
     async def main() -> list[Group]:
-        running = asyncio.ensure_future(bench.run(n=2, prompts=2, together=True))  # p1 is the slower one
+        running = asyncio.ensure_future(bench.run(n=2, prompts=2, deliver_at_end=True))  # p1 is the slower one
         await asyncio.sleep(0.3)
         await bench.scheduler.update_weights({})
         return await running
@@ -338,12 +340,12 @@ def test_a_groups_reward_judges_the_group_that_is_handed_over() -> None:
 @given(
     cut=st.integers(0, 120),
     target=st.integers(1, 3),
-    together=st.booleans(),
+    deliver_at_end=st.booleans(),
     speeds=st.lists(st.sampled_from([0.0, 0.1, 0.5]), min_size=1, max_size=4),
     append=st.booleans(),
 )
 def test_a_loop_that_is_killed_at_any_event_gets_what_it_has_not_had_and_only_that(
-    cut: int, target: int, together: bool, speeds: list[float], append: bool,
+    cut: int, target: int, deliver_at_end: bool, speeds: list[float], append: bool,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:  # fmt: skip
     """What it was at work on comes again; the rest goes on in the same journal, or in a new one."""
@@ -375,9 +377,9 @@ def test_a_loop_that_is_killed_at_any_event_gets_what_it_has_not_had_and_only_th
             source = iter(listed(12))
             for _ in range(3):
                 come_back()
-                async for group in bench.scheduler.run(source, 2, target_groups=target, together=together):
+                async for group in bench.scheduler.run(source, 2, target_groups=target, deliver_at_end=deliver_at_end):
                     in_hand.add(group.group_id)
-                    if not together:
+                    if not deliver_at_end:
                         await asyncio.sleep(0.2)
                         come_back()
                 await asyncio.sleep(0.2)
@@ -417,7 +419,7 @@ def test_groups_that_are_set_aside_and_go_on_are_unfinished_again(tmp_path: Path
             groups = await bench.run(n=1, prompts=2)
             assert unfinished() == {"p0"}
             left = [t for group in groups for t in group.trajectories if t.suspended]
-            (group,) = await bench.run(n=1, prompts=0, resume=left, together=True)
+            (group,) = await bench.run(n=1, prompts=0, resume=left, deliver_at_end=True)
             assert group.ended
             assert unfinished() == {"p0"}, "the caller is at work on it"
             with pytest.raises(StopAsyncIteration):
@@ -495,28 +497,30 @@ def test_a_step_that_is_cut_off_keeps_what_it_has_done() -> None:
     bench = Bench(single(), slow({"p0": 1.0}))
 
     async def main() -> None:
-        step = asyncio.ensure_future(bench.run(n=1, prompts=2, target_groups=2, together=True))
+        step = asyncio.ensure_future(bench.run(n=1, prompts=2, target_groups=2, deliver_at_end=True))
         await asyncio.sleep(2.5)
         step.cancel()
         with suppress(asyncio.CancelledError):
             await step
         assert [group.group_id for group in bench.scheduler.carried] == ["p1"]
-        groups = [group async for group in bench.scheduler.run(listed(1, start=5), 1, target_groups=2, together=True)]
+        groups = [
+            group async for group in bench.scheduler.run(listed(1, start=5), 1, target_groups=2, deliver_at_end=True)
+        ]
         assert [group.group_id for group in groups] == ["p1", "p5"]
 
     run_virtual(main())
 
 
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("deliver_at_end", [False, True])
 @pytest.mark.parametrize("reason", [None, "asked"])
-def test_stopping_a_step_takes_no_further_prompts(reason: str | None, together: bool) -> None:
+def test_stopping_a_step_takes_no_further_prompts(reason: str | None, deliver_at_end: bool) -> None:
     """What is suspended does not count towards a target: there is no end to the prompts that are begun in vain."""
     bench = Bench(single(), slow({}))
     prompts = Watched()
 
     async def main() -> list[Group]:
         asyncio.get_running_loop().call_later(0.5, bench.scheduler.stop, reason)
-        step = bench.scheduler.run(iter(prompts), 2, target_groups=4, together=together)
+        step = bench.scheduler.run(iter(prompts), 2, target_groups=4, deliver_at_end=deliver_at_end)
         return [group async for group in step]
 
     groups = run_virtual(main())
@@ -537,7 +541,7 @@ def test_a_data_set_that_breaks_costs_no_group_that_is_done() -> None:
 
     async def main() -> list[str]:
         with pytest.raises(OSError, match="the disk is gone"):
-            async for _ in bench.scheduler.run(source(), 1, target_groups=2, together=True):
+            async for _ in bench.scheduler.run(source(), 1, target_groups=2, deliver_at_end=True):
                 pass
         return [group.group_id async for group in bench.scheduler.run([])]
 

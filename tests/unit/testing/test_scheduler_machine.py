@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -24,7 +25,8 @@ from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.engines.scripted.engine import Logged, ScriptedEngine
 from fsm_rollout.engines.scripted.script import Script, Turn
 from fsm_rollout.engines.supervisor import PoolTimes
-from fsm_rollout.scheduler.live import Group
+from fsm_rollout.errors import ConfigError
+from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.testing.simulation.mortal_replicas import MortalReplica, MortalReplicas
 from fsm_rollout.testing.simulation.virtual_time import VirtualTimeLoop
@@ -293,12 +295,18 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # -- rules ----------------------------------------------------------------------------------------------------
 
+    @property
+    def free(self) -> bool:
+        """Whether no run is under way: there is one at a time."""
+        return all(task.done() for task in self.tasks)
+
+    @precondition(lambda self: self.free)
     @rule(
         n=st.integers(1, 3),
         scripts=st.lists(
             st.lists(st.sampled_from(CALM) | st.sampled_from(list(BROKEN.values())), min_size=1, max_size=3),
             min_size=1,
-            max_size=2,
+            max_size=4,
         ),
     )
     def submit(self, n: int, scripts: list[list[Turn]]) -> None:
@@ -309,6 +317,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             prompts.append(Prompt(prompt_id=name, messages=({"role": "user", "content": "What is 2 + 2?"},)))
         self.tasks.append(self.loop.create_task(self.collect(prompts, n, [])))
         self.settle()
+
+    @precondition(lambda self: not self.free)
+    @rule()
+    def run_beside_another(self) -> None:
+        with pytest.raises(ConfigError, match="a run is under way already, and there is one at a time"):
+            self.instantly(self.collect([], 1, []))
 
     @rule(seconds=st.sampled_from([0.1, 0.5, 1.0, 7.0]))
     def let_time_pass(self, seconds: float) -> None:
@@ -379,7 +393,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if not self.prompts[name].due and any(t.suspended is not None for t in group.trajectories)
         ]
 
-    @precondition(lambda self: self.set_aside)
+    @precondition(lambda self: self.free and self.set_aside)
     @rule(data=st.data())
     def resume(self, data: st.DataObject) -> None:
         """Let a group go on that came back with something set aside; it comes back once more."""

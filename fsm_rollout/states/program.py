@@ -1,11 +1,11 @@
-"""A graph bound to engines: all that the trajectories of one agent share.
+"""An agent bound to a run's engines: what all its trajectories share.
 
-Invariant: nothing here changes while trajectories run, apart from caches; a program is built once per agent and run.
+Invariant: nothing here changes while trajectories run, apart from caches; a program is built once per agent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,11 +18,9 @@ from fsm_rollout.agent.machine import AgentMachine
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.chat.formats import ToolFormat, detect_format, get_format
 from fsm_rollout.engines.client import EngineClient
-from fsm_rollout.environment.users import build_interaction
-from fsm_rollout.errors import ChatTemplateError, ConfigError, Problem, ToolError, did_you_mean
-from fsm_rollout.states import State
+from fsm_rollout.errors import ChatTemplateError, ConfigError, Problem, did_you_mean
+from fsm_rollout.states.base import State
 from fsm_rollout.tools import Toolbox
-from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.settings import Sampling
 
 _templates = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=False, trim_blocks=True)
@@ -36,7 +34,7 @@ class BoundContext:
     spec: Context
     chat: ChatTemplate
     tool_format: ToolFormat | None
-    dispatcher: EngineClient
+    client: EngineClient
     tools: tuple[dict[str, Any], ...]
     """The schemas shown in the prompt; one object, so that the chat template can cache by identity."""
     stop_ids: frozenset[int]
@@ -51,8 +49,19 @@ class Program:
             not work; all such problems at once.
     """
 
-    def __init__(self, graph: AgentGraph, engines: Mapping[str, EngineClient], *, sampling: Sampling) -> None:
+    def __init__(
+        self,
+        graph: AgentGraph,
+        clients: Mapping[str, EngineClient],
+        *,
+        sampling: Sampling,
+        end_on_tool_failure: bool = False,
+    ) -> None:
         self.graph = graph
+        self.clients = clients
+        """All engines of the run, by name."""
+        self.end_on_tool_failure = end_on_tool_failure
+        """Whether a tool that has failed for good fails its trajectory."""
         self.machine = AgentMachine(graph)
         self.toolbox = Toolbox(graph)
         self.sampling = sampling
@@ -68,7 +77,7 @@ class Program:
         self.contexts: dict[str, BoundContext] = {}
         for name in names:
             try:
-                self.contexts[name] = self._bind(name, engines)
+                self.contexts[name] = self._bind(name)
             except (ConfigError, ChatTemplateError) as error:
                 problems.append(Problem(f"agent '{graph.agent}', context '{name}': {error}"))
         if problems:
@@ -89,20 +98,20 @@ class Program:
                 f"{type(error).__name__}: {error}"
             ) from error
 
-    def _bind(self, name: str, engines: Mapping[str, EngineClient]) -> BoundContext:
+    def _bind(self, name: str) -> BoundContext:
         spec = self.graph.context(name)
-        if spec.engine not in engines:
-            raise ConfigError(f"engine '{spec.engine}' is not one of the run's{did_you_mean(spec.engine, engines)}")
-        dispatcher = engines[spec.engine]
-        chat = shared_chat(dispatcher, spec)
+        if spec.engine not in self.clients:
+            raise ConfigError(
+                f"engine '{spec.engine}' is not one of the run's{did_you_mean(spec.engine, self.clients)}"
+            )
+        client = self.clients[spec.engine]
+        chat = shared_chat(client, spec)
         tools = self.toolbox.schemas(name)
         tool_format: ToolFormat | None = None
         if tools:
-            auto = spec.tool_format == "auto"
-            format_name = detect_format(chat.source) if auto else spec.tool_format
-            tool_format = get_format(format_name, dispatcher.engine.tokenizer)
-        stop_ids = chat.stop_ids | dispatcher.engine.eos_ids
-        return BoundContext(name, spec, chat, tool_format, dispatcher, tools, stop_ids)
+            format_name = detect_format(chat.source) if spec.tool_format == "auto" else spec.tool_format
+            tool_format = get_format(format_name, client.engine.tokenizer)
+        return BoundContext(name, spec, chat, tool_format, client, tools, chat.stop_ids | client.engine.eos_ids)
 
     @property
     def interactions(self) -> list[Interaction]:
@@ -119,36 +128,14 @@ class Program:
         return self.sampling.over(mine) if self.graph.context(context).engine == POLICY else mine
 
 
-def shared_chat(dispatcher: EngineClient, spec: Context) -> ChatTemplate:
+def shared_chat(client: EngineClient, spec: Context) -> ChatTemplate:
     """Return the chat template of an engine with a context's settings, one object for all that share them."""
     key = (repr(sorted(spec.template_kwargs.items())), spec.injection, spec.history)
-    if key not in dispatcher.chats:
-        dispatcher.chats[key] = ChatTemplate(
-            dispatcher.engine.tokenizer,
+    if key not in client.chats:
+        client.chats[key] = ChatTemplate(
+            client.engine.tokenizer,
             template_kwargs=dict(spec.template_kwargs),
             injection=spec.injection,
             history=spec.history,
         )
-    return dispatcher.chats[key]
-
-
-def problems_of(prompts: Iterable[Prompt], program_of: Callable[[Prompt], Program]) -> list[Problem]:
-    """Return what is wrong with what prompts ask of their agents, each problem with its prompt."""
-    problems: list[Problem] = []
-    seen: set[str] = set()
-    for index, given in enumerate(prompts):
-        group_id = given.prompt_id or str(index)
-        prompt = given.model_copy(update={"prompt_id": group_id})  # the name that it will have
-        if group_id in seen:
-            problems.append(Problem(f"prompt id '{group_id}' is used twice; it names the group"))
-        seen.add(group_id)
-        try:
-            program = program_of(prompt)
-            program.toolbox.check(prompt.extra.get("tools_kwargs") or {})
-            for spec in program.interactions:
-                build_interaction(spec, prompt.extra.get("interaction_kwargs"))
-        except ConfigError as error:
-            problems += error.problems
-        except ToolError as error:
-            problems.append(Problem(f"prompt '{group_id}': {error}"))
-    return problems
+    return client.chats[key]
