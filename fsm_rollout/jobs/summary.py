@@ -163,7 +163,7 @@ def failure_lines(summary: Mapping[str, Any]) -> Iterator[str]:
 def every_trajectory_failed(summary: Mapping[str, Any]) -> bool:
     """Return whether no trajectory of a run came to an end of its own."""
     failed = sum(summary["stop_reasons"][reason] for reason in summary.get("failures", {}))
-    return 0 < failed == summary["trajectories"]
+    return bool(0 < failed == summary["trajectories"])
 
 
 def _counted(counts: Mapping[str, int]) -> str:

@@ -111,6 +111,4 @@ def fresh(value: T) -> T:
         return cast(T, {key: fresh(item) for key, item in value.items()})
     if isinstance(value, list):
         return cast(T, [fresh(item) for item in value])
-    if type(value) is tuple:
-        return cast(T, tuple(fresh(item) for item in value))
-    return value
+    return cast(T, tuple(map(fresh, cast(tuple[object, ...], value)))) if type(value) is tuple else value

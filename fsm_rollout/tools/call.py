@@ -30,6 +30,10 @@ class Expired(Exception):
     """The code did not end within the time it was given. Not a TimeoutError: code may raise those of its own."""
 
 
+class ToolDied(Exception):
+    """The process that ran a tool ended without an answer, or the call could not be sent to it."""
+
+
 class Leftovers:
     """What still runs of some code: threads, and async code that refused to stop. Truthy while there is any."""
 

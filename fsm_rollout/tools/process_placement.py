@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -29,7 +29,7 @@ from typing import TypeAlias, cast
 from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.tools import tool_messages
 from fsm_rollout.tools.base import ToolResult
-from fsm_rollout.tools.call import invoke, is_async
+from fsm_rollout.tools.call import ToolDied, invoke, is_async
 from fsm_rollout.tools.schema import Function
 
 WATCH_SECONDS = 1.0
@@ -37,10 +37,6 @@ WATCH_SECONDS = 1.0
 
 Answer: TypeAlias = tuple[str | ToolResult | None, Exception | None]
 """What a tool returned, as text, or the error that it raised."""
-
-
-class ToolDied(Exception):
-    """A tool's process ended without an answer, or the call could not be sent to it. Not the model's fault."""
 
 
 async def call_in_process(use: str, arguments: Mapping[str, object]) -> object:
@@ -179,7 +175,9 @@ def run_here(use: str, arguments: dict[str, object]) -> Answer:
     try:
         function = cast(Function, load_object(use))
         value = function(**arguments)
-        return sendable(asyncio.run(value) if is_async(function) else value), None
+        return sendable(
+            asyncio.run(cast("Coroutine[object, object, object]", value)) if is_async(function) else value
+        ), None
     except (KeyboardInterrupt, SystemExit) as error:
         return None, RuntimeError(f"{type(error).__name__}: {error}")
     except Exception as error:  # whatever the tool raises

@@ -17,8 +17,8 @@ from typing import Any, cast
 
 from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.concurrency.ray_session import answer_to, connect, import_ray
-from fsm_rollout.tools.call import invoke
-from fsm_rollout.tools.process_placement import Answer, ToolDied, portable, run_here, sendable
+from fsm_rollout.tools.call import ToolDied, invoke
+from fsm_rollout.tools.process_placement import Answer, portable, run_here, sendable
 from fsm_rollout.tools.schema import Function
 
 logger = logging.getLogger(__name__)

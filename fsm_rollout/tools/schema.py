@@ -284,7 +284,7 @@ def _documented(function: Function) -> object:
     if inspect.isroutine(function):
         return function
     own_call = inspect.getdoc(type(function).__call__) != object.__call__.__doc__
-    return function.__call__ if own_call else type(function)
+    return type(function).__call__ if own_call else type(function)
 
 
 # A model's wrong arguments, in words.

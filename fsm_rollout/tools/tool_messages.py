@@ -1,4 +1,4 @@
-"""Every sentence that a model is told about its tool calls.
+"""Every sentence that a model reads about its tool calls.
 
 Invariant: an error reads ``error: <what was wrong>; <what to do>`` and is short, whatever an exception may hold; all
 text is valid Unicode, so that any tokenizer can encode it.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Any
 
 from pydantic_core import to_jsonable_python
 
@@ -16,6 +15,9 @@ from fsm_rollout.errors import did_you_mean
 
 LONGEST_MESSAGE = 500
 """Characters of an exception's message that a model is shown."""
+CORRECT = "correct the call and try again"
+GO_ON = "try again or go on without it"
+GO_ON_LATER = "try again later or go on without it"
 
 
 def result(value: object) -> str:
@@ -31,16 +33,16 @@ def result(value: object) -> str:
         return clean(str.__str__(value))
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
-    return clean(json.dumps(to_jsonable_python(value, fallback=_plain), ensure_ascii=False))
+    return clean(json.dumps(to_jsonable_python(value, fallback=_plain_data), ensure_ascii=False))
 
 
 def broken_call(message: str) -> str:
-    """Return what is told about a call that cannot be read; ``message`` is the tool format's."""
+    """Answer a call that cannot be read; ``message`` is the tool format's."""
     return _error(f"the tool call cannot be read: {message}", "write it again, in the format of the tools")
 
 
 def unknown_tool(name: str, tools: Iterable[str]) -> str:
-    """Return what is told about a call of a tool that is not there."""
+    """Answer a call of a tool that does not exist."""
     known = list(tools)
     hint = did_you_mean(name, known).removeprefix("; ")
     hint = f"{hint} " if hint.startswith("did") else ""
@@ -49,58 +51,49 @@ def unknown_tool(name: str, tools: Iterable[str]) -> str:
 
 
 def bad_arguments(name: str, explanation: str) -> str:
-    """Return what is told about a call whose arguments do not fit."""
+    """Answer a call whose arguments do not fit."""
     return _error(f"{name}: {explanation}", "correct the arguments and try again")
 
 
 def died(name: str) -> str:
-    """Return what is told about a call of which what ran it broke down."""
+    """Answer a call whose process ended without an answer."""
     return _error(f"{name}: the tool broke down", "try again, or go on without it")
 
 
 def interrupted(name: str) -> str:
-    """Return what is told about a call that was cut off, and may have had its effect, when the run was interrupted."""
+    """Answer a call that was cut off, and may have had its effect, when the run was interrupted."""
     return _error(f"{name}: the call was interrupted and may have had its effect", "check before you call it again")
 
 
 def raised(error: BaseException) -> str:
-    """Return what is told about a tool that raised, which a better call may help."""
-    return _error(_said(error), "correct the call and try again")
+    """Answer a call on which the tool raised, which a better call may avoid."""
+    return _error(_described(error), CORRECT)
 
 
 def failed(name: str, error: BaseException) -> str:
-    """Return what is told about a tool that raised for a reason outside of the call."""
-    return _error(f"{name} failed: {_said(error)}", "try again, or go on without it")
-
-
-def _said(error: BaseException) -> str:
-    try:
-        message = str(error)
-    except Exception:  # an exception that cannot even be printed
-        message = ""
-    name = type(error).__name__
-    return f"{name}: {_short(message, LONGEST_MESSAGE)}" if message else name
+    """Answer a call on which the tool raised for a reason outside of the call."""
+    return _error(f"{name} failed: {_described(error)}", "try again, or go on without it")
 
 
 def not_ready(name: str, error: BaseException) -> str:
-    """Return what is told when a tool could not be set up for this trajectory."""
-    return _error(f"{name} is not available ({type(error).__name__})", "try again later or go on without it")
+    """Answer a call of a tool that could not be set up for this trajectory."""
+    return _error(f"{name} is not available ({type(error).__name__})", GO_ON_LATER)
 
 
 def timed_out(name: str, seconds: float | None) -> str:
-    """Return what is told about a call that took too long."""
+    """Answer a call that took too long."""
     after = f" after {seconds:g} s" if seconds is not None else ""
-    return _error(f"{name} did not answer and was stopped{after}", "try again or go on without it")
+    return _error(f"{name} did not answer and was stopped{after}", GO_ON)
 
 
 def no_slot(name: str) -> str:
-    """Return what is told about a call that found no free slot: calls that were stopped run on and hold them."""
-    return _error(f"{name} is still busy with calls that did not end", "try again later or go on without it")
+    """Answer a call that found no free slot: calls that were stopped run on and hold them."""
+    return _error(f"{name} is still busy with calls that did not end", GO_ON_LATER)
 
 
 def agent_failed(name: str, failure: str) -> str:
-    """Return what is told about an agent that ended without an answer."""
-    return _error(f"{name} ended without an answer ({failure})", "try again or go on without it")
+    """Answer a call of an agent that ended without an answer."""
+    return _error(f"{name} ended without an answer ({failure})", GO_ON)
 
 
 def clean(text: str) -> str:
@@ -118,11 +111,20 @@ def _error(problem: str, advice: str) -> str:
     return clean(f"error: {problem}; {advice}")
 
 
+def _described(error: BaseException) -> str:
+    try:
+        message = str(error)
+    except Exception:  # an exception that cannot even be printed
+        message = ""
+    name = type(error).__name__
+    return f"{name}: {_short(message, LONGEST_MESSAGE)}" if message else name
+
+
 def _short(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length // 2]} … {text[-length // 2 :]}"
 
 
-def _plain(value: Any) -> Any:
-    if hasattr(value, "tolist"):
-        return value.tolist()
+def _plain_data(value: object) -> object:
+    if (tolist := getattr(value, "tolist", None)) is not None:
+        return tolist()
     raise TypeError(f"a {type(value).__name__} cannot be told to a model; return text, numbers or plain data")

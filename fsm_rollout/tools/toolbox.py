@@ -30,8 +30,7 @@ from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.errors import BadArguments, ConfigError, ToolError, did_you_mean
 from fsm_rollout.tools import tool_messages
 from fsm_rollout.tools.base import AgentAnswer, CallResult, ToolContext, ToolResult, fresh
-from fsm_rollout.tools.call import STOP_SECONDS, Expired, bounded, invoke, is_async
-from fsm_rollout.tools.process_placement import ToolDied, call_in_process
+from fsm_rollout.tools.call import STOP_SECONDS, Expired, ToolDied, bounded, invoke, is_async
 from fsm_rollout.tools.schema import Function, Parameters, Schema, context_parameters, parameters_of
 from fsm_rollout.tools.slots import NoSlot, Slots
 from fsm_rollout.tools.truncation import Tokenizer, truncate
@@ -135,6 +134,8 @@ class FunctionTool(BoundTool):
             case "local":
                 return await invoke(self.function, arguments)
             case "process":
+                from fsm_rollout.tools.process_placement import call_in_process  # multiprocessing: as Ray
+
                 return await call_in_process(str(self.spec.use), arguments)
             case "ray":
                 from fsm_rollout.tools.ray_placement import call_on_ray  # Ray: only for those who ask for it
