@@ -196,7 +196,7 @@ class ModelUser:
         system: str | None = None,
         opening: str = "Hello! What can I do for you?",
         stop: str = "<done>",
-        sampling: Mapping[str, Any] | None = None,
+        sampling: Mapping[str, object] | None = None,
     ) -> None:
         if not stop:
             raise ValueError("`stop` must not be empty: every reply would hold it")

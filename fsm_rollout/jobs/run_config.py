@@ -91,7 +91,7 @@ class RunConfig(StrictModel):
 
     @field_validator("engines")
     @classmethod
-    def _policy_stands_alone(cls, value: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _policy_stands_alone(cls, value: Mapping[str, object]) -> Mapping[str, object]:
         if POLICY in value:
             raise ValueError(f"'{POLICY}' is the engine that is trained; describe it under `engine`")
         return value

@@ -120,7 +120,7 @@ def _slowest(trajectories: Sequence[Trajectory]) -> Summary | None:
     }
 
 
-def summary_table(summary: Mapping[str, Any]) -> Table:
+def summary_table(summary: Summary) -> Table:
     """Return a run's summary as a table for people."""
     table = Table(show_header=False, box=None, padding=(0, 2))
     trajectories, tokens, trained = summary["trajectories"], summary["tokens"], summary["trained_tokens"]
@@ -150,7 +150,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     return table
 
 
-def failure_lines(summary: Mapping[str, Any]) -> Iterator[str]:
+def failure_lines(summary: Summary) -> Iterator[str]:
     """Yield a line for each of the first rewards that failed, and of the first kinds of failures."""
     for error in summary.get("reward_errors", [])[:MOST_FAILURES]:
         yield f"no score: {error}"
@@ -160,7 +160,7 @@ def failure_lines(summary: Mapping[str, Any]) -> Iterator[str]:
             yield f"{reason} ({count}): {shortened(detail)}"
 
 
-def every_trajectory_failed(summary: Mapping[str, Any]) -> bool:
+def every_trajectory_failed(summary: Summary) -> bool:
     """Return whether no trajectory of a run came to an end of its own."""
     failed = sum(summary["stop_reasons"][reason] for reason in summary.get("failures", {}))
     return bool(0 < failed == summary["trajectories"])

@@ -123,7 +123,7 @@ async def _awaited(work: Awaitable[T]) -> T:
 
 
 async def bounded(
-    work: Coroutine[Any, Any, T], seconds: float | None, *, name: str, stop_seconds: float | None = STOP_SECONDS
+    work: Coroutine[object, object, T], seconds: float | None, *, name: str, stop_seconds: float | None = STOP_SECONDS
 ) -> T:
     """Await ``work`` for at most ``seconds``.
 

@@ -28,6 +28,8 @@ from fsm_rollout.tools.base import Hidden, ToolContext, fresh
 
 Schema: TypeAlias = dict[str, Any]
 Function: TypeAlias = Callable[..., object]
+Arguments: TypeAlias = dict[str, Any]
+"""A call's arguments, by name."""
 
 MOST_PROBLEMS = 5
 """Wrong arguments named in one answer."""
@@ -61,7 +63,7 @@ def tool_schema(
     return parameters.tool(name or str(getattr(function, "__name__", type(function).__name__)), description)
 
 
-def validate_arguments(function: Function, arguments: Mapping[str, object]) -> dict[str, Any]:
+def validate_arguments(function: Function, arguments: Mapping[str, object]) -> Arguments:
     """Return a model's ``arguments`` as ``function`` takes them (dicts become dataclasses and so on).
 
     Raises:
@@ -156,7 +158,7 @@ class Parameters:
         function = {"name": name, "description": description, "parameters": deepcopy(self.schema)}
         return {"type": "function", "function": function}
 
-    def read(self, arguments: Mapping[str, object]) -> dict[str, Any]:
+    def read(self, arguments: Mapping[str, object]) -> Arguments:
         """Return the arguments as the function takes them; defaults are left to the function.
 
         Raises:
@@ -181,7 +183,7 @@ class Parameters:
                 f"({type(error).__name__}: {error}); import the type at the top of the module, not under TYPE_CHECKING"
             ) from error
 
-    def _build(self, shown: Mapping[str, object]) -> tuple[TypeAdapter[dict[str, Any]], Schema]:
+    def _build(self, shown: Mapping[str, object]) -> tuple[TypeAdapter[Arguments], Schema]:
         try:
             validator = _adapter(shown)
             schema = tidy(validator.json_schema(schema_generator=_Generate))
@@ -214,15 +216,15 @@ class _Generate(GenerateJsonSchema):
     ignored_warning_kinds = {"skipped-choice", "non-serializable-default"}  # noqa: RUF012  # pydantic's own form
 
 
-def _adapter(fields: Mapping[str, object]) -> TypeAdapter[dict[str, Any]]:
+def _adapter(fields: Mapping[str, object]) -> TypeAdapter[Arguments]:
     """Compile a validator of these fields. A TypedDict takes any name and returns only what was given."""
-    build = cast("Callable[[str, Mapping[str, object]], type[dict[str, Any]]]", typing_extensions.TypedDict)
+    build = cast("Callable[[str, Mapping[str, object]], type[Arguments]]", typing_extensions.TypedDict)
     return TypeAdapter(with_config(ConfigDict(extra="forbid"))(build("Arguments", fields)))
 
 
 def _field(hint: object, default: object, description: str | None) -> object:
     """Return the type of one argument; its default is shown, and filled in by the function itself."""
-    notes: dict[str, Any] = {"description": description} if description else {}
+    notes: Schema = {"description": description} if description else {}
     if default is _EMPTY:
         return Annotated[hint, Field(**notes)]
     with suppress(PydanticSerializationError):  # a default without a JSON form is not shown

@@ -18,7 +18,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from msgspec.structs import replace
@@ -31,7 +31,7 @@ from fsm_rollout.errors import BadArguments, ConfigError, ToolError, did_you_mea
 from fsm_rollout.tools import tool_messages
 from fsm_rollout.tools.base import AgentAnswer, CallResult, ToolContext, ToolResult, fresh
 from fsm_rollout.tools.call import STOP_SECONDS, Expired, ToolDied, bounded, invoke, is_async
-from fsm_rollout.tools.schema import Function, Parameters, Schema, context_parameters, parameters_of
+from fsm_rollout.tools.schema import Arguments, Function, Parameters, Schema, context_parameters, parameters_of
 from fsm_rollout.tools.slots import NoSlot, Slots
 from fsm_rollout.tools.truncation import Tokenizer, truncate
 from fsm_rollout.trajectory.events import MalformedCall, ToolCall
@@ -83,10 +83,10 @@ class BoundTool(ABC):
         """Raise ToolError unless a prompt's ``tools_kwargs`` for this tool fit."""
 
     @abstractmethod
-    async def call(self, session: ToolSession, arguments: dict[str, Any], context: MakeContext) -> object:
+    async def call(self, session: ToolSession, arguments: Arguments, context: MakeContext) -> object:
         """Carry out one call and return what the tool returns, or raise what it raises."""
 
-    def read(self, arguments: Mapping[str, object]) -> dict[str, Any]:
+    def read(self, arguments: Mapping[str, object]) -> Arguments:
         """Return a model's arguments as the tool takes them, or raise BadArguments."""
         return self.parameters.read(arguments)
 
@@ -126,7 +126,7 @@ class FunctionTool(BoundTool):
                     "give it in the tool's kwargs or in the prompt's tools_kwargs"
                 )
 
-    async def call(self, session: ToolSession, arguments: dict[str, Any], context: MakeContext) -> object:
+    async def call(self, session: ToolSession, arguments: Arguments, context: MakeContext) -> object:
         """Call it where it is placed, with the hidden values laid under the model's arguments."""
         hidden = fresh({**self.spec.kwargs, **session.tools_kwargs.get(self.name, {})})
         arguments = hidden | arguments | {name: context("call") for name in self.parameters.contexts}
@@ -143,16 +143,18 @@ class FunctionTool(BoundTool):
                 return await call_on_ray(str(self.spec.use), arguments)
 
 
-class _Instance(Protocol):
-    def create(self, **kwargs: Any) -> object: ...
-    def execute(self, **kwargs: Any) -> object: ...
-    def release(self) -> object: ...
+class Instance(Protocol):
+    """An instance of a tool's class; ``create`` and ``release`` are there if the class has them."""
+
+    create: Function
+    execute: Function
+    release: Function
 
 
 class ClassTool(BoundTool):
     """A class with `execute`: one instance per trajectory that calls it (see :class:`fsm_rollout.tools.Tool`)."""
 
-    def __init__(self, name: str, spec: graph.Tool, cls: type[_Instance]) -> None:
+    def __init__(self, name: str, spec: graph.Tool, cls: type[Instance]) -> None:
         super().__init__(name, spec)
         self.cls = cls
         execute = getattr(cls, "execute", None)
@@ -198,7 +200,7 @@ class ClassTool(BoundTool):
             name = getattr(function, "__qualname__", repr(function))
             raise ToolError(f"{self.where}: {source} do not fit {name}{signature}: {error}") from error
 
-    async def call(self, session: ToolSession, arguments: dict[str, Any], context: MakeContext) -> object:
+    async def call(self, session: ToolSession, arguments: Arguments, context: MakeContext) -> object:
         """Call the trajectory's instance, which the first call creates.
 
         It is created once, for all calls that come meanwhile, and a call that gives up waiting does not stop it: a
@@ -211,25 +213,25 @@ class ClassTool(BoundTool):
             )
             session.instances[self] = creating
         try:
-            instance: _Instance = await asyncio.shield(creating)
+            instance = await asyncio.shield(creating)
         except Exception as error:  # whatever the class raises
             raise NotReady from error
         contexts = {name: context("call") for name in self.parameters.contexts}
         return await invoke(instance.execute, arguments | contexts)
 
-    async def _create(self, tools_kwargs: Mapping[str, object], context: MakeContext) -> object:
+    async def _create(self, tools_kwargs: Mapping[str, object], context: MakeContext) -> Instance:
         make: Function = self.cls
         if self.spec.placement == "ray":
             from fsm_rollout.tools.ray_placement import RayInstance  # Ray: only for those who ask for it
 
             make = partial(RayInstance.make, str(self.spec.use))
-        instance = await invoke(make, fresh(self.spec.kwargs))
+        instance: Instance = await invoke(make, fresh(self.spec.kwargs))
         if self.create is not None:
             contexts = {name: context("create") for name in self.create_contexts}
             await invoke(instance.create, {**fresh(tools_kwargs), **contexts})
         return instance
 
-    async def release(self, creating: asyncio.Task[Any]) -> None:
+    async def release(self, creating: asyncio.Task[Instance]) -> None:
         """Release a trajectory's instance; a `create` that still runs is stopped if it can be."""
         if self.create is not None and is_async(self.create):
             creating.cancel()  # no effect when it is done
@@ -241,7 +243,7 @@ class ClassTool(BoundTool):
             await invoke(creating.result().release, {})
 
 
-def _succeeded(task: asyncio.Task[Any]) -> bool:
+def _succeeded(task: asyncio.Task[Instance]) -> bool:
     return task.done() and not task.cancelled() and task.exception() is None
 
 
@@ -266,7 +268,7 @@ class AgentTool(BoundTool):
         if tools_kwargs:
             raise ToolError(f"{self.where}: an agent takes no tools_kwargs, only a task; got {', '.join(tools_kwargs)}")
 
-    async def call(self, session: ToolSession, arguments: dict[str, Any], context: MakeContext) -> object:
+    async def call(self, session: ToolSession, arguments: Arguments, context: MakeContext) -> object:
         """Run it on its task."""
         assert session.run_agent is not None
         seed = context("agent").rng.getrandbits(63)  # the call's own, however often it was interrupted and made again
@@ -413,7 +415,7 @@ class ToolSession:
     """The prompt's other fields, for tools that ask."""
     run_agent: RunAgent | None
     """Runs an agent used as a tool. ``None`` once released, so that this session and who runs agents come apart."""
-    instances: dict[ClassTool, asyncio.Task[Any]] = field(default_factory=dict)
+    instances: dict[ClassTool, asyncio.Task[Instance]] = field(default_factory=dict)
     """The tasks that make, or have made, this trajectory's instances."""
 
     async def call(
@@ -494,7 +496,7 @@ class ToolSession:
             await asyncio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (number - 1)) * jitter)
 
     async def _try(
-        self, tool: BoundTool, call_id: str, arguments: dict[str, Any], number: int
+        self, tool: BoundTool, call_id: str, arguments: Arguments, number: int
     ) -> tuple[CallResult, frozenset[str]]:
         """Run the tool once; return the result, and the names of the errors that a retry may be for."""
 
@@ -525,7 +527,7 @@ class ToolSession:
             return CallResult(tool_messages.raised(error), failure=type(error).__name__, bad=True), names
 
 
-async def _release(tool: ClassTool, creating: asyncio.Task[Any]) -> str | None:
+async def _release(tool: ClassTool, creating: asyncio.Task[Instance]) -> str | None:
     """Release one instance; return what went wrong."""
     timeout = tool.spec.timeout or RELEASE_SECONDS
     try:
