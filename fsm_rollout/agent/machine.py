@@ -152,14 +152,16 @@ class AgentMachine:
         spends = self.spends[state]
         return _nothing if spends is None else partial(_spend, spends)
 
-    def fire(self, trajectory: Trajectory, outcome: Outcome, *, at: float, emit: Emit) -> None:
+    def fire(
+        self, trajectory: Trajectory, outcome: Outcome, *, at: float, emit: Emit, routed: bool = True
+    ) -> None:
         """Fire the first row that takes ``outcome.trigger`` in the present state: emits one ``Transitioned``.
 
         A trigger without any row that holds, and a predicate that raises, become ``failed`` in the same state; if that
-        cannot be routed either, the trajectory ends.
+        cannot be routed either, the trajectory ends. With ``routed=False`` no row of the user's is tried.
         """
         try:
-            if self._fire(trajectory, outcome, at, emit, routed=True):
+            if self._fire(trajectory, outcome, at, emit, routed=routed):
                 return
             failed = Outcome(
                 Trigger.FAILED, error="NoRow", detail=f"no row takes '{outcome.trigger}' in state '{trajectory.state}'"

@@ -212,8 +212,9 @@ def _write(folder: Path, rollout: Rollout, groups: list[Group], seconds: float) 
     summary = summarize(trajectories, wall_seconds=seconds, engine=rollout.engine_stats())
     if errors := [error for group in groups for error in group.reward_errors]:
         summary["reward_errors"] = errors
-    if rollout.scheduler.group_filter is not None:
-        summary["groups_dropped"] = sum(group.dropped for group in groups)
+    dropped = sum(group.dropped for group in groups)
+    if dropped or rollout.scheduler.group_filter is not None:
+        summary["groups_dropped"] = dropped
     rollout.batch(groups).save(folder / "batch")
     partial = folder / "summary.json.partial"
     partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")

@@ -34,7 +34,7 @@ class GroupState(StrEnum):
     """The caller has it."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Group:
     """The trajectories of one prompt. ``trajectories`` has one per sample; ``children`` are those of sub-agents."""
 
@@ -136,11 +136,14 @@ class Group:
         prefix = f"{trajectory.trajectory_id}/"
         return [child for child in self.children if child.trajectory_id.startswith(prefix)]
 
+    def with_glue_of(self, entry: object) -> list[Trajectory]:
+        """Return the trajectories, discarded ones apart, some of whose glue came from a cache entry."""
+        return [t for t in self.all if entry in self.glue_entries.get(t.trajectory_id, ())]
+
     def deliver(self) -> None:
-        """Let go of all but what the caller reads."""
+        """Hold nothing open any more."""
         self.state = GroupState.DELIVERED
         self.active.clear()
-        self.glue_entries.clear()
 
 
 async def score_group(group: Group, reward: Reward | None, record: Callable[[Trajectory, AnyEvent], None]) -> None:

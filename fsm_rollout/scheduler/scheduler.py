@@ -21,6 +21,7 @@ from datetime import datetime
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Literal
+from weakref import WeakSet
 
 from fsm_rollout.agent.graph import POLICY, AgentGraph
 from fsm_rollout.concurrency.seeds import derive_seed
@@ -171,6 +172,8 @@ class Scheduler:
         self._again: deque[Group] = deque()
         """Open groups of which a sample that had ended is to begin anew."""
         self._done: deque[Group] = deque()
+        self._had: WeakSet[Group] = WeakSet()
+        """Groups that were delivered and that the caller still holds."""
         self._run: _Run | None = None
         self._runs = self._prompts = 0
         self._delivered: list[str] = []
@@ -373,6 +376,7 @@ class Scheduler:
                         self._done.remove(group)
                         del self.groups[group.group_id]
                         group.deliver()
+                        self._had.add(group)
                     run.counted = counted
                     run.changed.set()
                     return groups
@@ -645,10 +649,13 @@ class Scheduler:
         run.scoring.add(task)
         group.state = GroupState.SCORING
         try:
+            for live in [live for live in group.active.values() if live.trajectory.ended]:
+                await live.close()  # it ended while it was set aside
             if not group.dropped:
                 await score_group(group, self.reward, self.record)
                 if self.group_filter is not None and group.ended:
-                    group.dropped = not await self.group_filter.keeps(group.trajectories)
+                    keeps = await self.group_filter.keeps(group.trajectories)
+                    group.dropped = group.dropped or not keeps
         except asyncio.CancelledError:
             if not run.enough or run.closing:
                 raise
@@ -796,11 +803,26 @@ class Scheduler:
         return restarts
 
     def glue_mismatch(self, mismatch: GlueMismatchError) -> None:
-        """End every running trajectory whose glue came from the cache entry that was found wrong."""
+        """End every trajectory that has tokens from a wrong cache entry as failed, and drop its group.
+
+        One that has ended already is ended once more, and no row may route the failure. Groups that were delivered
+        are dropped too: it is not too late if their batch has not been made.
+        """
         outcome = Outcome("failed", error=type(mismatch).__name__, detail=str(mismatch))
-        for live in list(self.running.values()):
-            if mismatch.entry in live.glue_entries:
-                live.request_stop(outcome)
+        number = delivered = 0
+        for group in [*self.groups.values(), *self._had]:
+            for trajectory in group.with_glue_of(mismatch.entry):
+                group.dropped = True
+                number += 1
+                delivered += group.state is GroupState.DELIVERED
+                live = group.active.get(trajectory.trajectory_id) or self._activate(group, trajectory)
+                live.fail(outcome)
+        logger.error(
+            "%d trajectories hold tokens of a wrong glue; they end as %s, and their groups are in no batch%s: %s",
+            number, outcome.stop_reason,
+            f" (but those of {delivered} were delivered before: leave out of your batch what is `dropped` now)"
+            if delivered else "", mismatch,
+        )  # fmt: skip
 
     def cancel(self, trajectory_id: str) -> bool:
         """End one trajectory soon with stop reason ``cancelled``; False when it is not running."""

@@ -87,8 +87,24 @@ class ActiveTrajectory(TrajectoryResources):
         if isinstance(stop, Suspension):
             self.emit(Suspended(at=now, reason=stop.reason))
         else:
-            self.program.machine.fire(self.trajectory, stop, at=now, emit=self.emit)
+            self.program.machine.fire(self.trajectory, stop, at=now, emit=self.emit, routed=False)
             self.end_if_final()
+
+    def fail(self, outcome: Outcome) -> None:
+        """End it as failed, however else it is being stopped, and also if it has ended."""
+        if self.trajectory.ended:
+            now = asyncio.get_running_loop().time()
+            self.emit(Ended(at=now, stop_reason=outcome.stop_reason, detail=outcome.detail))
+            return
+        root = self
+        while root.caller is not None:
+            root.stop = outcome
+            root = root.caller
+        root.stop = outcome
+        if root.task is None:
+            root.halt(outcome)
+        else:
+            root.task.cancel()
 
     def end_if_final(self) -> None:
         """Give it its stop reason if it stands in a final state."""

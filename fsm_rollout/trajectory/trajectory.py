@@ -314,9 +314,11 @@ class Trajectory:
 
         Raises:
             StreamError: the event does not fit: it names a context with no open stream, its logprobs or versions are
-                not as many as its ids, or the trajectory has ended (or is prompted again).
+                not as many as its ids, or the trajectory has ended (or is prompted again). One that has ended takes
+                scores, and a failure that was found later.
         """
-        if self.ended and not isinstance(event, Scored):
+        found_later = isinstance(event, Ended) and StopReason.is_failure(event.stop_reason)
+        if self.ended and not (found_later or isinstance(event, Scored)):
             raise StreamError(f"trajectory {self.trajectory_id} has ended; it cannot take {type(event).__name__}")
         _APPLY[type(event)](self, event)
         self.latest_at = event.at
@@ -450,7 +452,7 @@ class Trajectory:
         self.stop_reason = event.stop_reason
         self.detail = event.detail
         self.suspended = None
-        self.ended_at = event.at
+        self.ended_at = event.at if self.ended_at is None else self.ended_at
 
     def __eq__(self, other: object) -> bool:
         """Compare everything a trajectory holds."""

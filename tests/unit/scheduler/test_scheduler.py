@@ -9,6 +9,7 @@ import re
 import textwrap
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,6 +19,8 @@ from pydantic import BaseModel
 
 from fsm_rollout.agent.graph import AgentGraph, Context
 from fsm_rollout.agent.handlers import TEMPLATE_FACTS
+from fsm_rollout.chat import ChatTemplate
+from fsm_rollout.chat.markers import Encoded
 from fsm_rollout.concurrency import steps
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Chunk, Request
@@ -157,6 +160,47 @@ def test_closing_the_iterator_cancels_the_rest_and_leaves_nothing_running() -> N
         "p0/0": "answered", "p1/0": "cancelled", "p2/0": "cancelled",
     }  # fmt: skip
     assert engine.load().running == 0
+
+
+@pytest.mark.parametrize("deliver_at_end", [False, True])
+@pytest.mark.parametrize("routed", [False, True])
+def test_wrong_glue_from_the_cache_fails_all_that_it_touched_and_drops_their_groups(
+    deliver_at_end: bool, routed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One cache entry gives wrong ids, and its fifth use is audited: five trajectories fail, and later ones do not."""
+    entries: list[object] = []
+    honest = ChatTemplate.glue_detailed
+
+    def wrong(chat: ChatTemplate, *args: Any, **kwargs: Any) -> Encoded:
+        encoded = honest(chat, *args, **kwargs)
+        if encoded.entry is None or encoded.entry not in (*entries, encoded.entry)[:1]:
+            return encoded
+        entries.append(encoded.entry)
+        return replace(encoded, ids=[*encoded.ids, 7])
+
+    monkeypatch.setattr(ChatTemplate, "glue_detailed", wrong)
+    monkeypatch.setattr(ChatTemplate, "audit_due", lambda chat, entry: len(entries) == 5)
+    rows = [{"trigger": "failed", "source": "GENERATING", "dest": "TERMINATED", "stop_reason": "mine"}]
+    graph = agent(
+        TOOLS | {"transitions": [*TOOLS["transitions"], *(rows if routed else [])]},
+        tools={"calculate": {"use": "fsm_rollout.tools.calculator:calculate", "timeout": 5}},
+    )
+    asks = '<tool_call>\n{"name": "calculate", "arguments": {"left": 1, "operator": "+", "right": 1}}\n</tool_call>'
+    engine = ScriptedEngine(lambda r: Turn(text="2." if r.turn else asks), tokenizer=tokenizer())
+
+    async def main() -> list[Group]:
+        scheduler = Scheduler({"a": graph}, {"policy": EngineClient(engine)}, concurrency=1)
+        run = scheduler.run(prompts(5), 2, deliver_at_end=deliver_at_end)
+        return [group async for group in run]
+
+    groups = run_virtual(main())
+    reasons = [trajectory.stop_reason for group in groups for trajectory in group.trajectories]
+    first, later = "answered", ["answered"] * 4  # from the first one's glue the cache has learned
+    assert reasons == [first, *["failed:GlueMismatchError"] * 5, *later]
+    assert [group.dropped for group in groups] == [True, True, True, False, False]
+    said = [record.getMessage() for record in caplog.records if "5 trajectories hold tokens" in record.getMessage()]
+    assert len(said) == 1
+    assert ("of 3 were delivered before" in said[0]) == (not deliver_at_end)
 
 
 def test_a_second_run_at_once_is_refused_but_one_that_is_left_behind_is_closed_first() -> None:
