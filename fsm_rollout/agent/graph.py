@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from fsm_rollout.agent.handlers import BUILT_IN_STATES
 from fsm_rollout.trajectory.reasons import Trigger
 from fsm_rollout.trajectory.settings import (
     AtLeastOne,
@@ -32,6 +31,8 @@ GENERATING = "GENERATING"
 PROCESSING_TOOLS = "PROCESSING_TOOLS"
 INTERACTING = "INTERACTING"
 TERMINATED = "TERMINATED"
+BUILT_IN_STATES = {PENDING: "prompt", GENERATING: "generate", PROCESSING_TOOLS: "call_tools", INTERACTING: "interact"}
+"""The state names that know their handler."""
 
 MAIN = "main"
 """The context that exists without being named."""

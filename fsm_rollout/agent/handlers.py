@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from fsm_rollout.agent.limits import COUNTED_LIMITS
 from fsm_rollout.errors import ConfigError, did_you_mean
-
-COUNTED_LIMITS = ("assistant_turns", "tool_calls", "user_turns")
-"""The limits that a state is charged for on entry, hence those a termination proof may build on."""
+from fsm_rollout.trajectory.reasons import SCHEDULERS_TRIGGERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +60,6 @@ TEMPLATE_FACTS = {
     "turn_scores": "(turn, score) of each turn that was scored",
 }
 """The names that a state's ``prompt`` template may use, with what they are."""
-
-BUILT_IN_STATES = {
-    "PENDING": "prompt",
-    "GENERATING": "generate",
-    "PROCESSING_TOOLS": "call_tools",
-    "INTERACTING": "interact",
-}
-"""The state names that know their handler."""
-
 
 _folders: list[str] = []
 
@@ -140,7 +130,7 @@ def _spec_of(handler: str, found: type) -> HandlerSpec:
     triggers = getattr(found, "triggers", None)
     if not isinstance(triggers, tuple) or not triggers or not all(isinstance(t, str) for t in triggers):
         raise ConfigError(f"handler '{handler}': the class must declare `triggers`, a tuple of names; got {triggers!r}")
-    raised = sorted({"failed", "timed_out", "limit_reached", "cancelled"} & set(triggers))
+    raised = sorted(SCHEDULERS_TRIGGERS & set(triggers))
     if raised:
         raise ConfigError(f"handler '{handler}': the scheduler alone raises {', '.join(raised)}; give it another name")
     spends = getattr(found, "spends", None)

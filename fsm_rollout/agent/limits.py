@@ -1,8 +1,10 @@
-"""When a trajectory has had enough, in one order.
+"""The limits of a trajectory: one table of what each counts, and when a trajectory has had enough.
 
-Order of the checks (each documented limit N allows N and is reached at N + 1):
+Invariant: a limit N allows N and is reached at N + 1. :data:`LIMITS` is all that the machine, the proof, the handlers'
+context, simulations, pictures and pages know of a limit.
 
-On entering a working state, after the entry has been charged and before its handler runs:
+The checks, in the table's order. On entering a working state, after the entry has been charged and before its handler
+runs:
 
 1. ``max_visits`` of the state
 2. the limit that its handler spends: ``assistant_turns``, ``tool_calls``, ``user_turns``
@@ -22,9 +24,68 @@ have a ``max_visits`` of their own (they live on that alone), and ends the traje
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.trajectory.reasons import LimitName
+from fsm_rollout.trajectory.settings import Limits
 from fsm_rollout.trajectory.trajectory import Trajectory, routing_key
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """One row of the table."""
+
+    name: LimitName
+    unit: str
+    """What one of it is."""
+    handler: str | None = None
+    """The built-in handler whose work is charged for it, where it is one handler's."""
+    counted: bool = False
+    """Whether entering a state is charged at least one of it, so that a termination proof may build on it."""
+    implied: bool = False
+    """Whether it may be reached although the agent does not set it."""
+    price: Callable[[Trajectory], int] = lambda trajectory: 1
+    """What entering a state that spends it is charged."""
+    spent: Callable[[Trajectory, float], float] | None = None
+    """How much of it a trajectory has spent at a time; ``None``: what was charged for it."""
+
+
+def _attempts(trajectory: Trajectory) -> int:
+    return max(1, len(trajectory.attempts))
+
+
+LIMITS = {
+    limit.name: limit
+    for limit in (
+        Limit(LimitName.MAX_VISITS, "visit", implied=True, spent=lambda t, at: t.visits[t.state]),
+        Limit(LimitName.ASSISTANT_TURNS, "generation", "generate", counted=True),
+        Limit(LimitName.TOOL_CALLS, "attempted call", "call_tools", counted=True, price=_attempts),
+        Limit(LimitName.USER_TURNS, "reply", "interact", counted=True),
+        Limit(LimitName.WALL_SECONDS, "second", spent=lambda t, at: t.elapsed(at)),
+        Limit(LimitName.RESPONSE_TOKENS, "token", spent=lambda t, at: t.response_tokens),
+        Limit(
+            LimitName.CONTEXT_TOKENS,
+            "token",
+            implied=True,  # by the engine's window
+            spent=lambda t, at: max((len(stream.tokens) for stream in t.streams), default=0),
+        ),
+        Limit(LimitName.BAD_CALLS, "call the model is to blame for", "call_tools"),
+    )
+}
+"""Every limit, in the order in which they are checked."""
+COUNTED_LIMITS = tuple(name for name, limit in LIMITS.items() if limit.counted)
+
+
+def reachable_while_running(limits: Limits, *, custom: bool) -> tuple[LimitName, ...]:
+    """Return the limits that may be reached at any time while a handler runs; a ``custom`` one may spend any."""
+    bounded = limits.model_dump(exclude_none=True)
+    return tuple(
+        name
+        for name, limit in LIMITS.items()
+        if (name in bounded or name == LimitName.CONTEXT_TOKENS) and (custom or not limit.counted)
+    )
 
 
 class LimitReached(Exception):  # control flow between a visit and the scheduler, not an error
@@ -35,17 +96,22 @@ class LimitReached(Exception):  # control flow between a visit and the scheduler
         super().__init__(limit)
 
 
-def applies(graph: AgentGraph, trajectory: Trajectory, limit: str) -> bool:
-    """Whether ``limit`` holds in the present state: it does until routed, and after that where no max_visits does."""
-    return routing_key(limit, trajectory.state) not in trajectory.routed or (
-        graph.states[trajectory.state].max_visits is None
-    )
+def spent(trajectory: Trajectory, limit: str, at: float) -> float:
+    """Return how much of ``limit`` a trajectory has spent at the time ``at``."""
+    count = LIMITS[LimitName(limit)].spent
+    return trajectory.spent.get(limit, 0) if count is None else count(trajectory, at)
 
 
 def remaining(graph: AgentGraph, trajectory: Trajectory, limit: str, used: float) -> float:
-    """Return how much of ``limit`` is left (negative when exceeded), infinity when it does not hold."""
+    """Return how much of ``limit`` is left (negative when exceeded), infinity when it does not hold.
+
+    A limit holds until it was routed, and after that in the states that have no ``max_visits``.
+    """
     bound = trajectory.limits.get(limit)
-    if bound is None or not applies(graph, trajectory, limit):
+    if bound is None:
+        return float("inf")
+    routed = routing_key(limit, trajectory.state) in trajectory.routed
+    if routed and graph.states[trajectory.state].max_visits is not None:
         return float("inf")
     return bound - used
 
@@ -54,9 +120,9 @@ def reached_on_entry(graph: AgentGraph, trajectory: Trajectory, spends: str | No
     """Return the first limit that keeps the present state's handler from running, or ``None``."""
     max_visits = graph.states[trajectory.state].max_visits
     if max_visits is not None and trajectory.visits[trajectory.state] > max_visits:
-        return "max_visits"
+        return LimitName.MAX_VISITS
     if spends is not None and remaining(graph, trajectory, spends, trajectory.spent.get(spends, 0)) < 0:
         return spends
     if remaining(graph, trajectory, LimitName.WALL_SECONDS, trajectory.elapsed(now)) <= 0:
-        return "wall_seconds"
+        return LimitName.WALL_SECONDS
     return None

@@ -16,6 +16,7 @@ import transitions
 
 from fsm_rollout.agent.graph import TERMINATED, AgentGraph, TransitionRow
 from fsm_rollout.agent.handlers import handler_spec
+from fsm_rollout.agent.limits import LIMITS
 from fsm_rollout.agent.predicates import compile_predicate
 from fsm_rollout.errors import RolloutError, describe
 from fsm_rollout.trajectory.events import AnyEvent, Transitioned
@@ -91,8 +92,7 @@ class AgentMachine:
         }
         """The limit that each working state's handler is charged for on entry."""
         self._places = {id(row): place for place, row in enumerate(graph.transitions)}
-        own = {name for name, bound in graph.limits.model_dump().items() if bound is not None}
-        self._limits = own | {"max_visits", "context_tokens"}  # the engine's window bounds every context
+        self._limits = {n for n, limit in LIMITS.items() if limit.implied or getattr(graph.limits, n) is not None}
         for state in graph.working_states:
             self._add_rows(state)
 
@@ -186,4 +186,4 @@ def _nothing(trajectory: Trajectory) -> dict[str, int]:
 
 
 def _spend(limit: str, trajectory: Trajectory) -> dict[str, int]:
-    return {limit: max(1, len(trajectory.attempts)) if limit == LimitName.TOOL_CALLS else 1}
+    return {limit: LIMITS[LimitName(limit)].price(trajectory)}

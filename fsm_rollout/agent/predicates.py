@@ -15,16 +15,13 @@ from dataclasses import dataclass
 
 from fsm_rollout.agent.graph import AgentGraph, Predicate
 from fsm_rollout.agent.handlers import load_object
+from fsm_rollout.agent.limits import LIMITS
 from fsm_rollout.errors import ConfigError, did_you_mean
 from fsm_rollout.trajectory.events import ToolCall
-from fsm_rollout.trajectory.settings import Limits
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 Condition = Callable[[Trajectory, Outcome], bool]
 """A compiled predicate."""
-
-LIMIT_NAMES = (*Limits.model_fields, "max_visits")
-"""What ``limit_reached`` can be about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +182,8 @@ def _score_at_least(argument: object, graph: AgentGraph) -> Condition:
 def _limit(argument: object, graph: AgentGraph) -> Condition:
     if not isinstance(argument, str):
         raise _wrong("limit", argument)
-    if argument not in LIMIT_NAMES:
-        raise ConfigError(f"predicate 'limit': there is no limit '{argument}'{did_you_mean(argument, LIMIT_NAMES)}")
+    if argument not in LIMITS:
+        raise ConfigError(f"predicate 'limit': there is no limit '{argument}'{did_you_mean(argument, LIMITS)}")
     return lambda trajectory, outcome: outcome.limit == argument
 
 

@@ -13,15 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from fsm_rollout.agent.graph import Predicate, TransitionRow
-from fsm_rollout.agent.handlers import COUNTED_LIMITS
+from fsm_rollout.agent.limits import LIMITS, reachable_while_running
 from fsm_rollout.agent.predicates import PREDICATES, visits_argument
 from fsm_rollout.agent.rules.structure import Structure
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.trajectory.reasons import Trigger
+from fsm_rollout.trajectory.reasons import LimitName, Trigger
 from fsm_rollout.trajectory.trajectory import routing_key
-
-UNCOUNTED_LIMITS = ("response_tokens", "context_tokens", "wall_seconds", "bad_calls")
-"""Limits that may be reached in any state at any time, once they are set (the engine's window sets one itself)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +139,14 @@ class _Search:
             node.spent, node.allowed = self.slots[f"spent:{limit}"], getattr(limits, limit)
             node.over_limit = self._raise(state, Trigger.LIMIT_REACHED, limit)
         if node.max_visits is not None:
-            node.over_visits = self._raise(state, Trigger.LIMIT_REACHED, "max_visits")
+            node.over_visits = self._raise(state, Trigger.LIMIT_REACHED, LimitName.MAX_VISITS)
         custom = structure.is_custom(state)
-        for trigger in dict.fromkeys((*spec.triggers, "failed", "timed_out", *(("truncated",) if custom else ()))):
+        for trigger in dict.fromkeys(
+            (*spec.triggers, Trigger.FAILED, Trigger.TIMED_OUT, *((Trigger.TRUNCATED,) if custom else ()))
+        ):
             node.raises.append(self._raise(state, trigger, None))
-        within = [name for name in UNCOUNTED_LIMITS if name == "context_tokens" or getattr(limits, name) is not None]
-        within += [name for name in COUNTED_LIMITS if custom and getattr(limits, name) is not None]
-        node.raises += [self._raise(state, Trigger.LIMIT_REACHED, name) for name in within]
+        reachable = reachable_while_running(limits, custom=custom)
+        node.raises += [self._raise(state, Trigger.LIMIT_REACHED, name) for name in reachable]
         node.raises = [raised for raised in node.raises if raised.ways]
         return node
 
@@ -300,7 +298,7 @@ def ranking(structure: Structure) -> Counts:
     entries = sum(bounded.values())
     longest = _longest_path(structure, free)
     transitions = entries + (entries + len(compiled.bits) + 1) * longest
-    routable = {limit for limit in (*COUNTED_LIMITS, *UNCOUNTED_LIMITS) if limit in compiled.bits}
+    routable = LIMITS.keys() & compiled.bits.keys()
     exempt = {(limit, s) for s in compiled.states if graph.states[s].max_visits is not None for limit in routable}
     return Counts(
         transitions,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fsm_rollout.agent.graph import MAIN, POLICY, TERMINATED, AgentGraph, Predicate, TransitionRow
+from fsm_rollout.agent.limits import LIMITS
 from fsm_rollout.agent.proof import prove
 from fsm_rollout.agent.rules.structure import Structure
 from fsm_rollout.diagrams.palette import PALE, Colour, colour_of
@@ -133,10 +134,10 @@ def _facts(graph: AgentGraph, name: str, handler: str, spends: str | None) -> It
         yield ", ".join(f"{name} (agent {agents[name]})" if name in agents else name for name in tools)
     if handler == "interact" and (interaction := state.interaction or graph.interaction):
         yield interaction.use.rpartition(":")[2]
-    for limit in (spends, "bad_calls" if handler == "call_tools" else None):
-        if limit is not None and limits.get(limit) is not None:
+    for limit in (name for name, row in LIMITS.items() if name == spends or row.handler == handler):
+        if limits.get(limit) is not None:
             yield f"{limit} ≤ {limits[limit]}"
-        elif limit is not None and limit == spends:
+        elif limit == spends:
             yield f"{limit}, no limit"
     if state.max_visits is not None:
         yield f"max_visits ≤ {state.max_visits}"

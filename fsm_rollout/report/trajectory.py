@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from fsm_rollout.agent.graph import AgentGraph
+from fsm_rollout.agent.limits import spent
 from fsm_rollout.diagrams.picture import shown
 from fsm_rollout.report.cards import Card, cards
 from fsm_rollout.report.figures import versions_of
@@ -248,14 +249,9 @@ def _totals(found: Sequence[Stretch]) -> list[tuple[str, float]]:
 
 def _limits(trajectory: Trajectory) -> list[dict[str, Any]]:
     until = trajectory.latest_at if trajectory.ended_at is None else trajectory.ended_at
-    spent = {
-        **trajectory.spent,
-        "response_tokens": trajectory.response_tokens,
-        "context_tokens": max((len(stream.tokens) for stream in trajectory.streams), default=0),
-        "wall_seconds": trajectory.elapsed(until),
-    }
+    used = {name: spent(trajectory, name, until) for name, most in trajectory.limits.items() if most}
     return [
-        {"name": name, "spent": spent.get(name) or 0, "most": most, "share": min(1.0, (spent.get(name) or 0) / most)}
+        {"name": name, "spent": used[name], "most": most, "share": min(1.0, used[name] / most)}
         for name, most in trajectory.limits.items()
         if most
     ]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from fsm_rollout.agent.graph import MAIN, TERMINATED, AgentGraph, State
-from fsm_rollout.agent.handlers import BUILT_IN_STATES, handler_spec
+from fsm_rollout.agent.graph import BUILT_IN_STATES, MAIN, TERMINATED, AgentGraph, State
+from fsm_rollout.agent.handlers import handler_spec
 from fsm_rollout.agent.predicates import PREDICATES
 from fsm_rollout.agent.rules.finding import Finding, in_tools, predicates_of
 from fsm_rollout.agent.rules.structure import Structure

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
-from fsm_rollout.agent.graph import TERMINATED, AgentGraph, TransitionRow
-from fsm_rollout.agent.handlers import BUILT_IN_STATES, COUNTED_LIMITS, HandlerSpec, handler_spec
+from fsm_rollout.agent.graph import BUILT_IN_STATES, TERMINATED, AgentGraph, TransitionRow
+from fsm_rollout.agent.handlers import HandlerSpec, handler_spec
+from fsm_rollout.agent.limits import COUNTED_LIMITS
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.trajectory.reasons import IMPLICIT_TRIGGERS, Trigger
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from fsm_rollout.agent.graph import AgentGraph, TransitionRow
-from fsm_rollout.agent.handlers import COUNTED_LIMITS
+from fsm_rollout.agent.limits import COUNTED_LIMITS, reachable_while_running
 from fsm_rollout.agent.predicates import visits_argument
 from fsm_rollout.agent.rules.structure import Structure
-from fsm_rollout.trajectory.reasons import LimitName
+from fsm_rollout.trajectory.reasons import LimitName, Trigger
 
 SITUATIONS = 60_000
 """Situations looked at before the search gives up."""
@@ -78,23 +78,21 @@ class _Rules:
         state, limits = now.state, self.graph.limits
         most = self.graph.states[state].max_visits
         if most is not None and now.visits[self.states.index(state)] > most:
-            yield _Event("limit_reached", "max_visits")
+            yield _Event(Trigger.LIMIT_REACHED, LimitName.MAX_VISITS)
             return
         limit = self.structure.spends(state)
         allowed = None if limit is None else self.allowed[limit]
         if limit is not None and allowed is not None and not (limit in now.routed and most is not None):
-            yield _Event("limit_reached", limit)
+            yield _Event(Trigger.LIMIT_REACHED, limit)
             if limit in now.routed or now.spent[COUNTED_LIMITS.index(limit)] > allowed:
                 return
         custom = self.structure.is_custom(state)
-        for trigger in (*self.structure.specs[state].triggers, "failed", "timed_out"):
+        for trigger in (*self.structure.specs[state].triggers, Trigger.FAILED, Trigger.TIMED_OUT):
             yield _Event(trigger)
         if custom:
-            yield _Event("truncated")
-        yield _Event("limit_reached", "context_tokens")
-        for name in ("response_tokens", "wall_seconds", "bad_calls", *(COUNTED_LIMITS if custom else ())):
-            if getattr(limits, name) is not None:
-                yield _Event("limit_reached", name)
+            yield _Event(Trigger.TRUNCATED)
+        for name in reachable_while_running(limits, custom=custom):
+            yield _Event(Trigger.LIMIT_REACHED, name)
 
     def rows(self, now: _Situation, event: _Event) -> Iterator[TransitionRow]:
         """Yield the rows that may take an event."""

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from fsm_rollout.agent.graph import AgentGraph, Predicate, TransitionRow
-from fsm_rollout.agent.handlers import COUNTED_LIMITS
-from fsm_rollout.agent.limits import reached_on_entry
+from fsm_rollout.agent.limits import reachable_while_running, reached_on_entry
 from fsm_rollout.agent.machine import AgentMachine
 from fsm_rollout.agent.predicates import PREDICATES
 from fsm_rollout.agent.rules.structure import Structure
@@ -72,15 +71,11 @@ class Walker:
         """Return what a handler that runs may come to, but for ``cancelled``."""
         spec, limits = structure.specs[state], self.graph.limits
         custom = structure.is_custom(state)
-        triggers = dict.fromkeys((*spec.triggers, "timed_out", *(("truncated",) if custom else ())))
-        reached = [
-            name for name in ("response_tokens", "wall_seconds", "bad_calls") if getattr(limits, name) is not None
-        ]
-        reached += [name for name in COUNTED_LIMITS if custom and getattr(limits, name) is not None]
+        triggers = dict.fromkeys((*spec.triggers, Trigger.TIMED_OUT, *((Trigger.TRUNCATED,) if custom else ())))
         return [
             *(Outcome(trigger) for trigger in triggers),
             Outcome(Trigger.FAILED, error="RuntimeError"),
-            *(Outcome(Trigger.LIMIT_REACHED, limit=name) for name in ("context_tokens", *reached)),
+            *(Outcome(Trigger.LIMIT_REACHED, limit=name) for name in reachable_while_running(limits, custom=custom)),
         ]
 
     def walk(self, rng: Random, most: int, eager: float = 0.8) -> Walk:

@@ -16,8 +16,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from fsm_rollout.agent.graph import TERMINATED, AgentGraph
-from fsm_rollout.agent.handlers import BUILT_IN_STATES, handler_spec
+from fsm_rollout.agent.graph import BUILT_IN_STATES, TERMINATED, AgentGraph
+from fsm_rollout.agent.handlers import handler_spec
 from fsm_rollout.agent.rules.paths import nothing_new
 from fsm_rollout.agent.rules.structure import Structure
 from fsm_rollout.trajectory.reasons import Trigger
