@@ -15,7 +15,7 @@ from datetime import datetime
 from typing import Any
 
 from fsm_rollout.agent.graph import MAIN, Context
-from fsm_rollout.agent.limits import LimitReached, remaining
+from fsm_rollout.agent.limits import LimitReached, remaining, spent
 from fsm_rollout.chat.messages import check_written
 from fsm_rollout.concurrency.deadline import Deadline, being_cancelled
 from fsm_rollout.concurrency.seeds import derive_seed
@@ -124,8 +124,7 @@ class HandlerContext:
     def remaining(self, limit: str) -> float:
         """Return how much of a limit is left; infinity where it does not hold."""
         trajectory = self.trajectory
-        used = trajectory.response_tokens if limit == "response_tokens" else trajectory.spent.get(limit, 0)
-        return remaining(self.program.graph, trajectory, limit, used)
+        return remaining(self.program.graph, trajectory, limit, spent(trajectory, limit, self.clock()))
 
     def check(self, limit: str) -> None:
         """Raise ``LimitReached`` when more than the limit allows has been spent."""
