@@ -1,6 +1,7 @@
 """Tools for testing agents, engines and tools, used by this package's own tests and shipped for yours.
 
-* ``pytest --fsm-agents 'agents/*.yaml'`` tests agents without a line of code: :mod:`fsm_rollout.testing.plugin.pytest_plugin`.
+* ``pytest --fsm-agents 'agents/*.yaml'`` tests agents without a line of code, ``pytest --fsm-engine module:factory`` an
+  engine: :mod:`fsm_rollout.testing.plugin.pytest_plugin`.
 * ``check_…`` hold an implementation of yours to what its protocol promises.
 * :func:`run_virtual` and :func:`simulate` run things in virtual time: nothing ever sleeps.
 * :mod:`fsm_rollout.testing.strategies` draws agents, conversations, tool calls, scripts and faults with Hypothesis.
@@ -14,8 +15,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 _HOMES = {
-    "Checked": "conformance.promises",
-    "ConformanceError": "conformance.promises",
+    "Checked": "conformance.runner",
+    "ConformanceError": "conformance.runner",
     "Deadlock": "simulation.virtual_time",
     "LawBroken": "simulation.laws",
     "LeakedTasks": "simulation.virtual_time",
@@ -54,7 +55,7 @@ __all__ = [  # as in the table above; the type checker wants the literals
 if TYPE_CHECKING:
     from fsm_rollout.testing.conformance.engine import Report, check_engine
     from fsm_rollout.testing.conformance.interaction import check_interaction
-    from fsm_rollout.testing.conformance.promises import Checked, ConformanceError
+    from fsm_rollout.testing.conformance.runner import Checked, ConformanceError
     from fsm_rollout.testing.conformance.state import check_state
     from fsm_rollout.testing.conformance.tool import check_tool
     from fsm_rollout.testing.conformance.tool_format import check_tool_format

@@ -1,7 +1,7 @@
 """The laws of DESIGN, held on drawn agents, engines that misbehave, and schedules, with the kit that ships.
 
-The oracles are :mod:`fsm_rollout.testing.simulation.laws`; those that need this folder's own tools are here. Each reads the other
-side's log (the engine's, the tools'); none calls the code under test.
+The oracles are :mod:`fsm_rollout.testing.simulation.laws`; those that need this folder's own tools are here. Each reads
+the other side's log (the engine's, the tools'); none calls the code under test.
 """
 
 from __future__ import annotations

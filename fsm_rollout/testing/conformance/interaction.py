@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any, cast
 
@@ -21,29 +22,42 @@ from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.chat.messages import check_written
 from fsm_rollout.environment.users import BoundInteraction, Conversation, Reply, build_interaction
 from fsm_rollout.errors import ToolError
-from fsm_rollout.testing.conformance.promises import (
-    BlockedLoop,
+from fsm_rollout.testing.conformance.runner import (
+    HOW_TIME_PASSES,
+    Check,
     Checked,
     ConformanceError,
+    Promise,
     Stepped,
+    Subject,
     called,
-    cancelled_at,
+    demand,
+    documented,
     importable,
+    run_checks,
     search,
 )
-from fsm_rollout.testing.simulation.blocking import HOW_TIME_PASSES, busy, in_virtual_time
-from fsm_rollout.tools.call import STOP_SECONDS, is_async
-from fsm_rollout.trajectory.events import Message, Prompted, Transitioned
-from fsm_rollout.trajectory.reasons import Trigger
+from fsm_rollout.testing.simulation.blocked_loop import CallRefused
+from fsm_rollout.tools.call import is_async
+from fsm_rollout.trajectory.events import AnyEvent, Message, Prompted, Transitioned
+from fsm_rollout.trajectory.reasons import LimitName, Trigger
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
 
-MOST_WAITS = 40
-"""A reply is cancelled at each of its awaits, up to this many."""
 LATER_SECONDS = 1024.0
 """How much later the same conversation is held again: it must not depend on the clock."""
 
-_said = st.sampled_from(["", "Yes.", "The answer is 4.", "Which one?", "é 漢字 🙂", "I cannot do that."])
+PROMISES: Mapping[int, Promise] = {
+    1: Promise("built", "It can be built from its `kwargs` and the prompt's `interaction_kwargs`."),
+    2: Promise("replies", "`reply` returns a `Reply` whose content is text, whatever the model has said."),
+    3: Promise("ends", "Within `most_replies` replies one is `done`, and each comes within `patience` seconds."),
+    4: Promise("reads only", "Messages, trajectory and the prompt's other fields stay as they are."),
+    5: Promise("same rng", "The same conversation with the same `rng` gets the same replies: alone, beside, later."),
+    6: Promise("resumed", "Built anew in the middle, as for a resumed trajectory, it goes on as before."),
+    7: Promise("cancellation", "Cancellation passes, at every await (where `reply` is async)."),
+    8: Promise("event loop", "No task outlives a reply; where `reply` is async, the event loop is never blocked."),
+    9: Promise("close", "`close`, if there is one, works after any number of replies, and after none."),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +69,16 @@ class Script:
     seed: int = 0
 
 
+_texts = st.sampled_from(["", "Yes.", "The answer is 4.", "Which one?", "é 漢字 🙂", "I cannot do that."])
 _scripts = st.builds(
     Script,
-    st.lists(_said, min_size=1, max_size=4).map(tuple),
+    st.lists(_texts, min_size=1, max_size=4).map(tuple),
     st.lists(st.sampled_from(["Go on.", "", "And 3 + 3?", "<done>"]), min_size=1, max_size=3).map(tuple),
     st.integers(0, 3),
 )
 
 
+@documented(PROMISES)
 def check_interaction(
     interaction: type[Any] | str | Spec,
     *,
@@ -77,17 +93,7 @@ def check_interaction(
 ) -> Checked:
     """Hold an interaction to its promises, in generated conversations.
 
-    1. It can be built for a trajectory, from its ``kwargs`` and the prompt's ``interaction_kwargs``.
-    2. `reply` returns a :class:`~fsm_rollout.environment.users.Reply`, whatever the model has said; its content is text.
-    3. It ends: within ``most_replies`` replies one is ``done``, and each comes within ``patience`` seconds.
-    4. It reads only: messages, trajectory and the prompt's other fields stay as they are.
-    5. The same conversation with the same ``rng`` gets the same replies (``deterministic``), also beside others, and
-       however often it was held before.
-    6. What it says depends on the conversation: one that is built anew in the middle, as for a resumed trajectory, goes
-       on as the old one would have (``resumable``).
-    7. Cancellation passes, at every await (where `reply` is async).
-    8. The event loop is never blocked (where `reply` is async), and no task outlives a reply.
-    9. `close`, if there is one, works after any number of replies, and after none.
+    (promises)
 
     Example::
 
@@ -107,24 +113,13 @@ def check_interaction(
     Raises:
         ConformanceError: a promise does not hold; with the shortest conversation that shows it.
     """
-    name = called(interaction.use if isinstance(interaction, Spec) else interaction)
-    with importable(interaction.use if isinstance(interaction, Spec) else interaction) as path:
-        given = interaction.kwargs if isinstance(interaction, Spec) else kwargs or {}
-        checker = _Checker(Spec(use=path, kwargs=given), name, interaction_kwargs or {}, extra or {}, patience)
-        checker.build()
-        in_thread = not is_async(cast(Any, load_object(path)).reply)
-        ran = search(_scripts, checker.replies, examples)
-        checker.ends(Script(("Yes.",)), most_replies)
-        if deterministic:
-            ran += search(_scripts, checker.same, examples)
-        if deterministic and resumable:
-            ran += search(_scripts, checker.resumed, examples)
-        if not in_thread:
-            ran += search(_scripts, checker.cancelled, max(1, examples // 5))
-    promises = ["built", "replies", "ends", "reads only", "tasks", "close"]
-    promises += [] if in_thread else ["cancellation", "event loop"]
-    promises += ["same rng"] if deterministic else []
-    return Checked((*promises, *(["resumed"] if deterministic and resumable else [])), ran)
+    code = interaction.use if isinstance(interaction, Spec) else interaction
+    with importable(code) as path:
+        spec = Spec(use=path, kwargs=interaction.kwargs if isinstance(interaction, Spec) else kwargs or {})
+        make = partial(_Interaction, spec, called(code), examples, interaction_kwargs or {}, extra or {}, patience,
+                       most_replies)  # fmt: skip
+        unmade = (set() if deterministic else {5, 6}) | (set() if resumable else {6})
+        return run_checks(make, PROMISES, [check for check in CHECKS if not unmade.intersection(check.numbers)])
 
 
 @dataclass(slots=True)
@@ -133,9 +128,9 @@ class _World:
 
     script: Script
     extra: Mapping[str, Any]
-    events: list[Any] = field(default_factory=list)
+    events: list[AnyEvent] = field(default_factory=list)
     messages: list[Message] = field(default_factory=lambda: [{"role": "user", "content": "What is 2 + 2?"}])
-    asked: int = 0
+    questions: int = 0
 
     def __post_init__(self) -> None:
         self.events.append(
@@ -151,7 +146,11 @@ class _World:
         self.messages.append({"role": "assistant", "content": self.script.turns[turn % len(self.script.turns)]})
         self.events.append(
             Transitioned(
-                at=0.0, trigger=Trigger.GENERATED, source="GENERATING", dest="INTERACTING", spent={"user_turns": 1}
+                at=0.0,
+                trigger=Trigger.GENERATED,
+                source="GENERATING",
+                dest="INTERACTING",
+                spent={LimitName.USER_TURNS: 1},
             )
         )
         trajectory = Trajectory.fold(self.events)
@@ -169,159 +168,163 @@ class _World:
         )
 
     async def ask(self, engine: str, messages: Sequence[Message], sampling: Sampling | None = None) -> str:
-        """Answer for any model, after a while; what is said depends on how often models have been asked."""
+        """Answer for any model, after a while; the answer depends on how often models have been asked."""
         check_written(messages)
-        number, self.asked = self.asked, self.asked + 1
+        number, self.questions = self.questions, self.questions + 1
         await asyncio.sleep(0.5)
         return self.script.answers[number % len(self.script.answers)]
 
 
-class _Checker:
+class _Interaction(Subject):
+    BLOCKING, ENDLESS, LEAKY, CANCELLED = 8, 3, 8, 7
+
     def __init__(
-        self, spec: Spec, name: str, given: Mapping[str, Any], extra: Mapping[str, Any], patience: float
-    ) -> None:
-        self.spec, self.name, self.given, self.extra, self.patience = spec, name, given, extra, patience
-        self.first: dict[Script, list[Reply]] = {}
-        """What was said in each conversation when it was held for the first time."""
+        self, spec: Spec, name: str, examples: int, interaction_kwargs: Mapping[str, Any], extra: Mapping[str, Any],
+        patience: float, most_replies: int,
+    ) -> None:  # fmt: skip
+        super().__init__(name, f"{name}.reply", examples)
+        self.spec, self.interaction_kwargs, self.extra = spec, interaction_kwargs, extra
+        self.patience, self.most_replies = patience, most_replies
+        self.first_replies: dict[Script, list[Reply]] = {}
+        """The replies in each conversation when it was held for the first time."""
+        self.build()
+        self.is_async = is_async(cast(Any, load_object(spec.use)).reply)
 
     def build(self) -> BoundInteraction:
         """Make one for a trajectory."""
         try:
-            return build_interaction(self.spec, self.given)
+            return build_interaction(self.spec, self.interaction_kwargs)
         except ToolError as error:
             raise ConformanceError(1, f"{self.name} cannot be built: {error}") from error
 
-    def run(self, work: Any) -> Any:
-        """Run in virtual time."""
-        return in_virtual_time(
-            work,
-            blocking=(8, self.name),
-            endless=(3, f"{self.name}.reply never ends"),
-            leaky=(8, f"tasks that {self.name} started outlived it"),
-        )
-
-    async def reply(self, made: BoundInteraction, world: _World, turn: int) -> Reply:
+    async def reply(self, interaction: BoundInteraction, world: _World, turn: int) -> Reply:
         """Get one reply and look at it."""
+        # 1. The reply, in time.
         conversation = world.enter(turn)
         before = copy.deepcopy((conversation.messages, conversation.trajectory, conversation.extra))
-        stepped = Stepped(made.reply(conversation))
-        said = world.messages[-1]["content"]
+        stepped = Stepped(interaction.reply(conversation))
+        to = f"{self.name}.reply to {world.messages[-1]['content']!r}"
         try:
             async with asyncio.timeout(self.patience):
                 reply = await stepped
         except TimeoutError:
-            raise ConformanceError(
-                3, f"{self.name}.reply to {said!r} did not come within {self.patience:g} s; {HOW_TIME_PASSES}"
-            ) from None
-        except BlockedLoop:
+            raise ConformanceError(3, f"{to} did not come within {self.patience:g} s; {HOW_TIME_PASSES}") from None
+        except CallRefused:
             raise
         except Exception as error:
-            raise ConformanceError(
-                2, f"{self.name}.reply to {said!r} (reply {turn + 1}) raised {type(error).__name__}: {error}"
-            ) from error
-        if reply.content is not None and not isinstance(reply.content, str):
-            raise ConformanceError(2, f"{self.name}.reply to {said!r} has the content {reply.content!r}, no text")
-        busy(8, self.name, stepped)
-        for what, one, other in zip(
-            ("messages", "trajectory", "extra"),
-            before,
-            (conversation.messages, conversation.trajectory, conversation.extra),
-            strict=True,
-        ):
-            if one != other:
-                raise ConformanceError(4, f"{self.name}.reply to {said!r} changed the conversation's {what}")
+            raised = f"{type(error).__name__}: {error}"
+            raise ConformanceError(2, f"{to} (reply {turn + 1}) raised {raised}") from error
+        # 2. It is text, and changed nothing.
+        is_text = reply.content is None or isinstance(reply.content, str)
+        demand(is_text, 2, f"{to} has the content {reply.content!r}, no text")
+        self.check_busy(stepped)
+        after = (conversation.messages, conversation.trajectory, conversation.extra)
+        for what, old, new in zip(("messages", "trajectory", "extra"), before, after, strict=True):
+            demand(old == new, 4, f"{to} changed the conversation's {what}")
         world.take(reply)
         return reply
 
-    async def close(self, made: BoundInteraction) -> None:
+    async def close(self, interaction: BoundInteraction) -> None:
+        """Close one."""
         try:
             async with asyncio.timeout(self.patience):
-                await made.close()
+                await interaction.close()
         except Exception as error:
             raise ConformanceError(9, f"{self.name}.close raised {type(error).__name__}: {error}") from error
 
     async def talk(self, script: Script, rebuilt_at: int | None = None, most: int | None = None) -> list[Reply]:
         """Hold one conversation; ``rebuilt_at`` is the turn before which the interaction is made anew."""
-        world, made, replies = _World(script, self.extra), self.build(), []
+        world, interaction, replies = _World(script, self.extra), self.build(), list[Reply]()
         for turn in range(len(script.turns) if most is None else most):
             if turn == rebuilt_at:
-                await self.close(made)
-                made = self.build()
-            replies.append(await self.reply(made, world, turn))
+                await self.close(interaction)
+                interaction = self.build()
+            replies.append(await self.reply(interaction, world, turn))
             if replies[-1].done:
                 break
-        await self.close(made)
+        await self.close(interaction)
         return replies
 
-    def replies(self, script: Script) -> None:
-        """Hold a conversation, and close one that never began."""
+    # -- the checks -----------------------------------------------------------------------------------------------
 
-        async def main() -> None:
-            await self.close(self.build())
-            self.first.setdefault(script, await self.talk(script))
+    def converses(self) -> int:
+        """Hold conversations, and close an interaction that never began."""
 
-        self.run(main())
+        def hold(script: Script) -> None:
+            async def main() -> None:
+                await self.close(self.build())
+                self.first_replies.setdefault(script, await self.talk(script))
 
-    def ends(self, script: Script, most: int) -> None:
+            self.run(main())
+
+        return search(_scripts, hold, self.examples)
+
+    def ends(self) -> None:
         """Go on until it is done."""
-        replies = self.run(self.talk(script, most=most))
-        if not replies or not replies[-1].done:
-            raise ConformanceError(3, f"{self.name} was not done after {most} replies, the last: {replies[-1:]}")
+        replies = self.run(self.talk(Script(("Yes.",)), most=self.most_replies))
+        done = bool(replies) and replies[-1].done
+        demand(done, 3, f"{self.name} was not done after {self.most_replies} replies, the last: {replies[-1:]}")
 
-    def same(self, script: Script) -> None:
+    def repeats_itself(self) -> int:
         """Hold a conversation twice, and a third time beside another one."""
-        other = Script(("Something else.", *script.turns), ("No.",), script.seed + 1)
 
-        async def later() -> list[Reply]:
-            await asyncio.sleep(LATER_SECONDS)
-            return await self.talk(script)
+        def hold(script: Script) -> None:
+            other = Script(("Something else.", *script.turns), ("No.",), script.seed + 1)
 
-        async def beside() -> list[Reply]:
-            return (await asyncio.gather(self.talk(script), self.talk(other)))[0]
+            async def later() -> list[Reply]:
+                await asyncio.sleep(LATER_SECONDS)
+                return await self.talk(script)
 
-        latest = self.run(self.talk(script))
-        first = self.first.setdefault(script, latest)
-        again = ("the second time", latest), ("the second time", self.run(later()))
-        for when, second in (*again, ("beside another", self.run(beside()))):
-            if first != second:
-                raise ConformanceError(
-                    5, f"{self.name} answered {script} with {first}, and {when} with {second}; "
+            async def beside() -> list[Reply]:
+                return (await asyncio.gather(self.talk(script), self.talk(other)))[0]
+
+            latest = self.run(self.talk(script))
+            first = self.first_replies.setdefault(script, latest)
+            again = ("the second time", latest), ("the second time", self.run(later()))
+            for when, second in (*again, ("beside another", self.run(beside()))):
+                demand(
+                    first == second, 5, f"{self.name} answered {script} with {first}, and {when} with {second}; "
                     "take randomness from conversation.rng, read no clock, and keep nothing on the class"
                 )  # fmt: skip
 
-    def resumed(self, script: Script) -> None:
+        return search(_scripts, hold, self.examples)
+
+    def resumes(self) -> int:
         """Build it anew before each turn but the first."""
-        whole = self.run(self.talk(script))
-        for turn in range(1, len(whole)):
-            rest = self.run(self.talk(script, rebuilt_at=turn))
-            if rest != whole:
-                raise ConformanceError(
-                    6, f"{self.name} answered {script.turns} with {whole}, but built anew before reply {turn + 1} "
-                    f"with {rest}; count by conversation.replies, not on the instance"
+
+        def hold(script: Script) -> None:
+            whole = self.run(self.talk(script))
+            for turn in range(1, len(whole)):
+                replies = self.run(self.talk(script, rebuilt_at=turn))
+                demand(
+                    replies == whole, 6, f"{self.name} answered {script.turns} with {whole}, but built anew before "
+                    f"reply {turn + 1} with {replies}; count by conversation.replies, not on the instance"
                 )  # fmt: skip
 
-    def cancelled(self, script: Script) -> None:
-        """Cancel the first reply, at each of its awaits in turn."""
-        for number in range(1, MOST_WAITS):
+        return search(_scripts, hold, self.examples)
 
-            async def one(number: int = number) -> Stepped[Reply] | None:
-                made = self.build()
+    def is_cancelled(self) -> int:
+        """Cancel the first reply, at each of its awaits in turn."""
+
+        def hold(script: Script) -> None:
+            @asynccontextmanager
+            async def begin(where: str) -> AsyncIterator[Coroutine[Any, Any, object]]:
+                interaction = self.build()
                 try:
-                    return await cancelled_at(number, made.reply(_World(script, self.extra).enter(0)), STOP_SECONDS)
-                except TimeoutError:
-                    return None
+                    yield interaction.reply(_World(script, self.extra).enter(0))
                 finally:
                     with suppress(Exception):
-                        await made.close()
+                        await interaction.close()
 
-            stepped = self.run(one())
-            if stepped is None:
-                raise ConformanceError(
-                    7, f"{self.name}.reply, cancelled at its await number {number}, did not stop in {STOP_SECONDS:g} s"
-                )
-            if stepped.cancelled_at is None:
-                return
-            if not stepped.heard:
-                raise ConformanceError(
-                    7, f"{self.name}.reply, cancelled at its await number {number}, swallowed it; let it pass"
-                )
+            self.cancel_everywhere(begin)
+
+        return search(_scripts, hold, self.share(5))
+
+
+CHECKS: Sequence[Check[_Interaction]] = (
+    Check((1, 2, 4, 8, 9), _Interaction.converses),
+    Check((3,), _Interaction.ends),
+    Check((5,), _Interaction.repeats_itself),
+    Check((6,), _Interaction.resumes),
+    Check((7,), _Interaction.is_cancelled, lambda subject: subject.is_async),
+)

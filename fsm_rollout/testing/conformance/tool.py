@@ -9,43 +9,62 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from random import Random
 from typing import Any
 
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from fsm_rollout.agent.graph import POLICY, AgentGraph, Retry, Tool
-from fsm_rollout.engines.client import EngineClient
+from fsm_rollout.agent.graph import AgentGraph, Retry, Tool
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.errors import BadArguments, ToolError
 from fsm_rollout.scheduler.scheduler import Scheduler
-from fsm_rollout.testing.conformance.promises import (
+from fsm_rollout.testing.conformance.runner import (
+    HOW_TIME_PASSES,
+    Check,
     Checked,
     ConformanceError,
+    Promise,
     Stepped,
+    Subject,
     called,
-    cancelled_at,
+    demand,
+    documented,
     importable,
+    run_checks,
     search,
 )
-from fsm_rollout.testing.simulation.blocking import HOW_TIME_PASSES, busy, in_virtual_time
+from fsm_rollout.testing.simulation.one_engine import OneEngine
 from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from fsm_rollout.testing.strategies import schema_values
 from fsm_rollout.tools import AgentAnswer, ToolContext
 from fsm_rollout.tools.base import CallResult
-from fsm_rollout.tools.call import STOP_SECONDS
 from fsm_rollout.tools.toolbox import BoundTool, Toolbox, ToolSession
 from fsm_rollout.trajectory.events import Called, ToolCall, encode
 from fsm_rollout.trajectory.prompt import Prompt
 
-MOST_WAITS = 40
-"""A call is cancelled at each of its awaits, up to this many."""
 LATER_SECONDS = 1024.0
 """How much later the same calls are made again: they must not depend on the clock."""
+Arguments = dict[str, Any]
+
+PROMISES: Mapping[int, Promise] = {
+    1: Promise("schema", "Its schema can be built: a description, and parameters that are JSON."),
+    2: Promise("arguments taken", "Arguments that follow the schema are taken, and not all of them make it raise."),
+    3: Promise("arguments refused", "Others are refused, naming what is wrong, before the tool runs."),
+    4: Promise("results", "A call ends in `patience` seconds; its result can be told to a model and journalled."),
+    5: Promise("cancellation", "Cancellation passes, at every await (async tools)."),
+    6: Promise("event loop", "The event loop is never blocked (async tools)."),
+    7: Promise("tasks", "No task outlives its call."),
+    8: Promise("same seed", "Equal calls of equal seeds give equal results: alone, beside others, and later."),
+    9: Promise("inputs", "What it is given stays as it is: the prompt's other fields, the recorded arguments."),
+    10: Promise("release", "`release` works after every use, and after none."),
+}
 
 
+@documented(PROMISES)
 def check_tool(
     tool: Callable[..., Any] | str | Tool,
     *,
@@ -59,17 +78,7 @@ def check_tool(
 ) -> Checked:
     """Hold a tool to its promises, on generated calls.
 
-    1. Its schema can be built: a description, and parameters that are JSON.
-    2. Arguments that follow the schema are taken, and not every one of them makes it raise.
-    3. Arguments that do not follow it are refused with a message that names what is wrong, before the tool runs.
-    4. A call ends within ``patience`` seconds, and what it returns can be told to a model and written to a journal.
-    5. Cancellation passes, at every await (async tools).
-    6. The event loop is never blocked (async tools).
-    7. No task outlives its call.
-    8. Equal calls of equal seeds give equal results, alone or beside other calls and trajectories, and however often
-       they were made before (``deterministic``).
-    9. What it is given stays as it is: the prompt's other fields, the arguments as they were recorded.
-    10. `release` works after every use, and after none.
+    (promises)
 
     Example::
 
@@ -88,56 +97,32 @@ def check_tool(
     Raises:
         ConformanceError: a promise does not hold; with the simplest call that shows it.
     """
-    if isinstance(tool, Tool):
-        if tool.agent is not None:
-            embedded_tokenizer()  # loading it takes seconds, which are not the tool's
-        return _check(tool, called(tool.use or "agent"), tools_kwargs, extra, arguments, deterministic, patience,
-                      examples)  # fmt: skip
-    with importable(tool) as path:
-        spec = Tool(use=path, kwargs=kwargs or {})
-        return _check(spec, called(tool), tools_kwargs, extra, arguments, deterministic, patience, examples)
+    if isinstance(tool, Tool) and tool.agent is not None:
+        embedded_tokenizer()  # loading it takes seconds, which are not the tool's
+    with importable("" if isinstance(tool, Tool) else tool) as path:
+        spec = tool if isinstance(tool, Tool) else Tool(use=path, kwargs=kwargs or {})
+        name = called(tool.use or "agent") if isinstance(tool, Tool) else called(tool)
+        make = partial(_Tool, spec, name, examples, tools_kwargs, extra, arguments, deterministic, patience)
+        return run_checks(make, PROMISES, CHECKS)
 
 
-def _check(
-    spec: Tool,
-    name: str,
-    tools_kwargs: Mapping[str, Any] | None,
-    extra: Mapping[str, Any] | None,
-    drawn: st.SearchStrategy[dict[str, Any]] | None,
-    deterministic: bool,
-    patience: float,
-    examples: int,
-) -> Checked:
-    given = {"tool": tools_kwargs} if tools_kwargs else {}
-    checker = _Checker(spec, name, given, extra or {}, patience, deterministic)
-    parameters = checker.schema()
-    calls = schema_values.arguments(parameters) if drawn is None else drawn
-    ran = search(calls, checker.answers, examples)
-    if ran and checker.raised == ran:
-        raise ConformanceError(2, f"{name} raised on all {ran} calls that follow its schema, at last: {checker.last}")
-    ran += search(schema_values.spoiled(parameters), checker.refuses, examples)
-    ran += search(calls, checker.unused, 1)
-    if not checker.tool.in_thread:
-        ran += search(calls, checker.cancelled, max(1, examples // 5))
-    if deterministic:
-        ran += search(st.lists(calls, min_size=2, max_size=4), checker.same, max(1, examples // 5))
-    promises = ["schema", "arguments taken", "arguments refused", "results", "tasks", "inputs", "release"]
-    promises += [] if checker.tool.in_thread else ["cancellation", "event loop"]
-    return Checked((*promises, *(["same seed"] if deterministic else [])), ran)
+class _Tool(Subject):
+    BLOCKING, ENDLESS, LEAKY, CANCELLED = 6, 4, 7, 5
 
-
-class _Checker:
     def __init__(
         self,
         spec: Tool,
         name: str,
-        tools_kwargs: Mapping[str, Any],
-        extra: Mapping[str, Any],
-        patience: float,
+        examples: int,
+        tools_kwargs: Mapping[str, Any] | None,
+        extra: Mapping[str, Any] | None,
+        arguments: st.SearchStrategy[Arguments] | None,
         deterministic: bool,
+        patience: float,
     ) -> None:
-        self.name, self.tools_kwargs, self.extra, self.patience = name, tools_kwargs, extra, patience
-        self.deterministic = deterministic
+        super().__init__(name, f"a call of {name}", examples)
+        self.tools_kwargs = {"tool": tools_kwargs} if tools_kwargs else {}
+        self.extra, self.patience, self.deterministic = extra or {}, patience, deterministic
         # Each call by itself and in full: tries and truncation are the toolbox's.
         spec = spec.model_copy(update={"retry": Retry(), "response_tokens": None})
         graph = AgentGraph(
@@ -151,56 +136,59 @@ class _Checker:
         )
         try:
             self.box = Toolbox(graph)
-            self.box.check(tools_kwargs)
+            self.box.check(self.tools_kwargs)
         except ToolError as error:
             raise ConformanceError(1, f"{name} cannot be built: {error}") from error
         self.tool: BoundTool = self.box.known("main")["tool"]
-        self.told: Mapping[str, Any] = {}
+        self.parameters: Mapping[str, Any] = self.tool.schema.get("function", {}).get("parameters", {})
+        self.drawn = arguments
+        self.prompt_fields: Mapping[str, Any] = {}
         """The prompt's fields as the latest session was given them."""
-        self.raised = 0
-        self.last = ""
-        self.first: dict[str, CallResult] = {}
+        self.failed_calls = 0
+        self.last_failure = ""
+        self.first_results: dict[str, CallResult] = {}
         """What each call came to when a session began with it for the first time."""
 
-    def schema(self) -> Mapping[str, Any]:
-        """Return the schema of the parameters, looked at."""
-        function = self.tool.schema.get("function", {})
+    @property
+    def calls(self) -> st.SearchStrategy[Arguments]:
+        """What the model may pass."""
+        return schema_values.arguments(self.parameters) if self.drawn is None else self.drawn
+
+    def open(self) -> ToolSession:
+        """Begin a trajectory's use of the tool; each is given the same."""
+        self.prompt_fields = copy.deepcopy(self.extra)
+        return self.box.open(
+            trajectory_id="check/0", group_id="check", seed=0, tools_kwargs=self.tools_kwargs,
+            extra=self.prompt_fields, run_agent=_run_agent,
+        )  # fmt: skip
+
+    # -- the checks -----------------------------------------------------------------------------------------------
+
+    def schema_is_whole(self) -> None:
+        """Look at the schema of the parameters."""
         try:
             json.dumps(self.tool.schema, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise ConformanceError(1, f"the schema of {self.name} is no JSON: {error}") from None
-        parameters: Mapping[str, Any] = function.get("parameters", {})
-        missing = set(parameters.get("required", ())) - set(parameters.get("properties", {}))
-        if not function.get("description") or parameters.get("type") != "object" or missing:
-            raise ConformanceError(1, f"the schema of {self.name} is incomplete: {self.tool.schema}")
-        return parameters
+        described = self.tool.schema.get("function", {}).get("description")
+        missing = set(self.parameters.get("required", ())) - set(self.parameters.get("properties", {}))
+        whole = described and self.parameters.get("type") == "object" and not missing
+        demand(whole, 1, f"the schema of {self.name} is incomplete: {self.tool.schema}")
 
-    def open(self) -> ToolSession:
-        """Begin a trajectory's use of the tool; each is told the same."""
-        self.told = copy.deepcopy(self.extra)
-        return self.box.open(
-            trajectory_id="check/0",
-            group_id="check",
-            seed=0,
-            tools_kwargs=self.tools_kwargs,
-            extra=self.told,
-            run_agent=_run_agent,
-        )
+    def calls_are_answered(self) -> int:
+        """Make calls, and look at what each came to."""
+        ran = search(self.calls, self._answers, self.examples)
+        demand(
+            not ran or self.failed_calls < ran, 2,
+            f"{self.name} raised on all {ran} calls that follow its schema, at last: {self.last_failure}",
+        )  # fmt: skip
+        return ran
 
-    def run(self, work: Any) -> Any:
-        """Run in virtual time."""
-        return in_virtual_time(
-            work,
-            blocking=(6, self.name),
-            endless=(4, f"a call of {self.name} never ends"),
-            leaky=(7, f"tasks that {self.name} started outlived it"),
-        )
-
-    def answers(self, arguments: dict[str, Any]) -> None:
-        """Make one call and look at what it came to."""
+    def _answers(self, arguments: Arguments) -> None:
+        # 1. The call, in a session of its own.
         kept = copy.deepcopy(arguments)
 
-        async def one() -> Any:
+        async def call() -> CallResult:
             session = self.open()
             stepped = Stepped(session.call(ToolCall(id="c1", name="tool", arguments=arguments)))
             try:
@@ -211,142 +199,152 @@ class _Checker:
                     4, f"{self.name} did not return within {self.patience:g} s; the arguments: {arguments}; "
                     f"{HOW_TIME_PASSES}"
                 ) from None  # fmt: skip
-            failures = await session.release()
-            if failures:
+            if failures := await session.release():
                 raise ConformanceError(10, failures[0])
-            busy(6, self.name, stepped)
+            self.check_busy(stepped)
             return result
 
-        result = self.run(one())
-        if result.failure == "bad_arguments":
-            raise ConformanceError(2, f"{self.name} refused what its schema allows: {result.text}")
-        if "cannot be told to a model" in result.text or "not JSON serializable" in result.text:
-            raise ConformanceError(4, f"what {self.name} returned for {kept} cannot be told to a model: {result.text}")
+        result = self.run(call())
+        # 2. What it came to can be told and kept.
+        text = result.text
+        demand(result.failure != "bad_arguments", 2, f"{self.name} refused what its schema allows: {text}")
+        untellable = "cannot be told to a model" in text or "not JSON serializable" in text
+        demand(not untellable, 4, f"what {self.name} returned for {kept} cannot be told to a model: {text}")
         event = Called(
-            at=0.0, state="CHECK", id="c1", name="tool", arguments=arguments, result=result.text,
+            at=0.0, state="CHECK", id="c1", name="tool", arguments=arguments, result=text,
             failure=result.failure, bad=result.bad, reward=result.reward, seconds=0.0, tries=result.tries,
         )  # fmt: skip
         try:
             encode(event)
         except (TypeError, ValueError, OverflowError) as error:
             raise ConformanceError(4, f"what {self.name} made of {kept} cannot be journalled: {error}") from None
-        if arguments != kept:
-            raise ConformanceError(9, f"{self.name} changed the recorded arguments {kept} to {arguments}")
-        if self.told != self.extra:
-            raise ConformanceError(9, f"{self.name} changed the prompt's fields {dict(self.extra)} to {self.told}")
+        # 3. It changed nothing, and did what it always does.
+        demand(arguments == kept, 9, f"{self.name} changed the recorded arguments {kept} to {arguments}")
+        fields = f"{dict(self.extra)} to {self.prompt_fields}"
+        demand(self.prompt_fields == self.extra, 9, f"{self.name} changed the prompt's fields {fields}")
         if self.deterministic:
-            self.as_ever(kept, result)
+            self._as_ever(kept, result)
         if result.failure is not None:
-            self.raised += 1
-            self.last = f"{result.text} (arguments {arguments})"
+            self.failed_calls += 1
+            self.last_failure = f"{text} (arguments {arguments})"
 
-    def as_ever(self, arguments: dict[str, Any], result: CallResult) -> None:
+    def _as_ever(self, arguments: Arguments, result: CallResult) -> None:
         """Compare what a session's first call came to with what it came to when it was made for the first time."""
-        result = _outcome(result)
-        first = self.first.setdefault(repr(arguments), result)
-        if result != first:
-            raise self.differs(arguments, first, result, "later")
+        first = self.first_results.setdefault(repr(arguments), _outcome(result))
+        self._same(arguments, first, _outcome(result), "later")
 
-    def differs(self, arguments: dict[str, Any], one: CallResult, two: CallResult, when: str) -> ConformanceError:
-        """Return what to raise for two calls that should have come to the same."""
-        return ConformanceError(
-            8,
-            f"{self.name}({arguments}) gave {one.text!r}, and {when} {two.text!r} (reward {one.reward}, {two.reward}); "
-            "take randomness from ToolContext.rng, read no clock, and keep nothing between calls",
-        )
+    def _same(self, arguments: Arguments, first: CallResult, second: CallResult, when: str) -> None:
+        if first != second:
+            raise ConformanceError(
+                8, f"{self.name}({arguments}) gave {first.text!r}, and {when} {second.text!r} (reward {first.reward}, "
+                f"{second.reward}); take randomness from ToolContext.rng, read no clock, and keep nothing between calls"
+            )  # fmt: skip
 
-    def refuses(self, drawn: tuple[str, dict[str, Any]]) -> None:
+    def others_are_refused(self) -> int:
         """Pass what the schema forbids: a message comes back, and the tool does not run."""
-        what, arguments = drawn
 
-        async def one() -> Any:
-            session = self.open()
-            result = await session.call(ToolCall(id="c1", name="tool", arguments=arguments))
-            await session.release()
-            return result
+        def refuses(drawn: tuple[str, Arguments]) -> None:
+            mistake, arguments = drawn
 
-        result = self.run(one())
-        if result.failure is None or result.tries:
-            raise ConformanceError(3, f"{self.name} took {arguments}, though {what}")
-        wrong = what.split("'")[1]
-        if not (result.bad and result.text.startswith("error: ") and wrong in result.text):
-            raise ConformanceError(3, f"{self.name} refused {arguments} without naming '{wrong}': {result.text}")
+            async def call() -> CallResult:
+                session = self.open()
+                result = await session.call(ToolCall(id="c1", name="tool", arguments=arguments))
+                await session.release()
+                return result
 
-    def unused(self, arguments: dict[str, Any]) -> None:
+            result = self.run(call())
+            refused = result.failure is not None and not result.tries
+            demand(refused, 3, f"{self.name} took {arguments}, though {mistake}")
+            wrong = mistake.split("'")[1]
+            named = result.bad and result.text.startswith("error: ") and wrong in result.text
+            demand(named, 3, f"{self.name} refused {arguments} without naming '{wrong}': {result.text}")
+
+        return search(schema_values.spoiled(self.parameters), refuses, self.examples)
+
+    def unused_sessions_are_released(self) -> int:
         """Release a session that made no call, and one whose call was cancelled before it could begin."""
 
-        async def main() -> list[str]:
-            failures = await self.open().release()
-            session = self.open()
-            call = session.call(ToolCall(id="c1", name="tool", arguments=arguments))
-            task = asyncio.get_running_loop().create_task(call)
-            task.cancel()
-            await asyncio.wait({task})
-            return failures + await session.release()
+        def unused(arguments: Arguments) -> None:
+            async def main() -> list[str]:
+                failures = await self.open().release()
+                session = self.open()
+                call = session.call(ToolCall(id="c1", name="tool", arguments=arguments))
+                task = asyncio.get_running_loop().create_task(call)
+                task.cancel()
+                await asyncio.wait({task})
+                return failures + await session.release()
 
-        failures = self.run(main())
-        if failures:
-            raise ConformanceError(10, failures[0])
+            if failures := self.run(main()):
+                raise ConformanceError(10, failures[0])
 
-    def cancelled(self, arguments: dict[str, Any]) -> None:
+        return search(self.calls, unused, 1)
+
+    def calls_are_cancelled(self) -> int:
         """Cancel the tool's own coroutine, at each of its awaits in turn."""
-        try:
-            read = self.tool.read(arguments)
-        except BadArguments:
-            return
-        for number in range(1, MOST_WAITS):
 
-            async def one(number: int = number) -> Stepped[Any] | None:
+        def cancelled(arguments: Arguments) -> None:
+            try:
+                read = self.tool.read(arguments)
+            except BadArguments:
+                return
+
+            @asynccontextmanager
+            async def begin(where: str) -> AsyncIterator[Coroutine[Any, Any, object]]:
                 session = self.open()
                 try:
-                    work = self.tool.call(session, dict(read), lambda purpose: _context(self.extra, purpose))
-                    return await cancelled_at(number, work, STOP_SECONDS)
-                except TimeoutError:
-                    return None
+                    yield self.tool.call(session, dict(read), partial(_context, self.extra))
                 finally:
                     if failures := await session.release():
-                        raise ConformanceError(
-                            10, f"{failures[0]}, after a call that was cancelled at its await number {number}"
-                        )
+                        at = where.partition(" (")[0]
+                        raise ConformanceError(10, f"{failures[0]}, after a call that was {at}")
 
-            stepped = self.run(one())
-            where = f"cancelled at its await number {number} (arguments {arguments})"
-            if stepped is None:
-                raise ConformanceError(5, f"{self.name}, {where}, did not stop within {STOP_SECONDS:g} s")
-            if stepped.cancelled_at is None:
-                return
-            if not stepped.heard:
-                raise ConformanceError(5, f"{self.name}, {where}, swallowed it; let CancelledError pass")
+            self.cancel_everywhere(begin, f" (arguments {arguments})")
 
-    def same(self, listed: Sequence[dict[str, Any]]) -> None:
+        return search(self.calls, cancelled, self.share(5))
+
+    def equal_calls_are_equal(self) -> int:
         """Make the same calls one after the other, and all at once in two trajectories."""
+        return search(st.lists(self.calls, min_size=2, max_size=4), self._equal, self.share(5))
 
-        async def calls(together: bool) -> list[Any]:
+    def _equal(self, listed: Sequence[Arguments]) -> None:
+        async def calls(together: bool) -> list[CallResult]:
             session = self.open()
             made = [
-                session.call(ToolCall(id=f"c{number}", name="tool", arguments=copy.deepcopy(one)))
-                for number, one in enumerate(listed, 1)
+                session.call(ToolCall(id=f"c{number}", name="tool", arguments=copy.deepcopy(arguments)))
+                for number, arguments in enumerate(listed, 1)
             ]
             results = await asyncio.gather(*made) if together else [await call for call in made]
             await session.release()
             return [_outcome(result) for result in results]
 
-        async def main(seconds: float) -> tuple[list[Any], list[list[Any]]]:
+        async def main(seconds: float) -> tuple[list[CallResult], list[list[CallResult]]]:
             await asyncio.sleep(seconds)
             alone = await calls(False)
             return alone, await asyncio.gather(*(calls(True) for _ in range(2)))
 
-        alone, beside = self.run(main(0.0))
-        self.as_ever(listed[0], alone[0])
-        again, (first, second) = self.run(main(LATER_SECONDS))
-        for other, when in (
-            (again, "the second time"), (first, "made at once"), (second, "made by another trajectory of the same seed")
+        alone, together = self.run(main(0.0))
+        self._as_ever(listed[0], alone[0])
+        later, (first, second) = self.run(main(LATER_SECONDS))
+        for others, when in (
+            (later, "the second time"), (first, "made at once"), (second, "made by another trajectory of the same seed")
         ):  # fmt: skip
-            for arguments, one, two in zip(listed, alone, other, strict=True):
-                if one != two:
-                    raise self.differs(arguments, one, two, when)
-        if beside[0] != first:
-            raise ConformanceError(8, f"{self.name} gave {beside[0]}, and the second time {first}")
+            for arguments, result, other in zip(listed, alone, others, strict=True):
+                self._same(arguments, result, other, when)
+        demand(together[0] == first, 8, f"{self.name} gave {together[0]}, and the second time {first}")
+
+
+def _is_async(subject: _Tool) -> bool:
+    return not subject.tool.in_thread
+
+
+CHECKS: Sequence[Check[_Tool]] = (
+    Check((1,), _Tool.schema_is_whole),
+    Check((2, 4, 7, 9), _Tool.calls_are_answered),
+    Check((3,), _Tool.others_are_refused),
+    Check((10,), _Tool.unused_sessions_are_released),
+    Check((5, 6), _Tool.calls_are_cancelled, _is_async),
+    Check((8,), _Tool.equal_calls_are_equal, lambda subject: subject.deterministic),
+)
 
 
 def _outcome(result: CallResult) -> CallResult:
@@ -361,8 +359,7 @@ def _context(extra: Mapping[str, Any], purpose: str) -> ToolContext:
 async def _run_agent(tool: str, graph: AgentGraph, task: str, seed: int) -> AgentAnswer:
     """Run an agent that is the tool: on its own scheduler, with an engine that always gives the same answer."""
     engine = ScriptedEngine(lambda request: "The answer is 4.", tokenizer=embedded_tokenizer())
-    names = {spec.engine for spec in graph.contexts.values()} | {POLICY}
-    scheduler = Scheduler({graph.agent: graph}, {name: EngineClient(engine) for name in names})
+    scheduler = Scheduler({graph.agent: graph}, OneEngine(engine))
     prompt = Prompt(prompt_id="check", messages=({"role": "user", "content": task},))
     (group,) = [group async for group in scheduler.run([prompt])]
     texts = list(group.trajectories[0].assistant_texts())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +17,16 @@ from hypothesis import strategies as st
 
 from fsm_rollout.chat.formats import Parsed, ToolFormat, get_format
 from fsm_rollout.errors import ChatTemplateError
-from fsm_rollout.testing.conformance.promises import Checked, ConformanceError, search
+from fsm_rollout.testing.conformance.runner import (
+    Check,
+    Checked,
+    ConformanceError,
+    Promise,
+    demand,
+    documented,
+    run_checks,
+    search,
+)
 
 Written = tuple[str, dict[str, Any]]
 """A call as it is to be written: the tool's name and its arguments."""
@@ -64,6 +74,19 @@ _calls = st.lists(st.tuples(st.sampled_from(["lookup", "write_note"]), _argument
 _prose = st.sampled_from(["", "I will look.", "It is 5 < 6, so.", "déjà vu 🙂", "one\n\ntwo"])
 
 
+PROMISES: Mapping[int, Promise] = {
+    1: Promise("never raises", "`parse` never raises for what a model wrote: any text, calls cut off anywhere."),
+    2: Promise("places", "Spans lie within the text, in order, and do not overlap; a problem has a message."),
+    3: Promise("round trip", "Calls come back as they were written, once, in order, with their JSON types."),
+    4: Promise("content", "Text around calls is the content, text without calls is nothing but content."),
+    5: Promise("cut calls", "A call that was cut off after its name is an attempt, never dropped, never another."),
+    6: Promise("no memory", "Reading a turn depends on that turn alone: each further reading gives the same."),
+    7: Promise("stop token", "The stop token at a turn's end, there or not, changes no attempt."),
+    8: Promise("plain JSON", "Arguments are plain JSON (no NaN), ready to be recorded."),
+}
+
+
+@documented(PROMISES)
 def check_tool_format(
     tool_format: ToolFormat | str,
     render: Render | None = None,
@@ -75,15 +98,7 @@ def check_tool_format(
 ) -> Checked:
     r"""Hold a tool format to its promises, on generated calls.
 
-    1. ``parse`` never raises for what a model wrote: any text, calls cut off anywhere, text within calls.
-    2. Every attempt has its place: spans lie within the text, in order, and do not overlap; a problem has a message.
-    3. Calls come back as they were written, each once, in order, with the JSON types of their arguments, and no
-       problem beside them.
-    4. Text around calls is the content, text without calls is nothing but content.
-    5. A call that was cut off after its name is an attempt, never dropped, and never a call other than the one written.
-    6. Reading a turn depends on that turn alone: each further reading, after others, gives the same.
-    7. The stop token at a turn's end, there or not, changes no attempt.
-    8. Arguments are plain JSON (no NaN), ready to be recorded.
+    (promises)
 
     Example::
 
@@ -105,18 +120,10 @@ def check_tool_format(
         ConformanceError: a promise does not hold; with the simplest text that shows it.
         ChatTemplateError: the name is no format's, or there is neither ``render`` nor a template that writes calls.
     """
-    read = tool_format if not isinstance(tool_format, str) else get_format(tool_format, tokenizer)
-    checker = _Checker(read, render or _rendered_by(tokenizer), tokenizer)
+    parser = tool_format if not isinstance(tool_format, str) else get_format(tool_format, tokenizer)
     written = _calls if calls is None else calls
-    pieces = st.lists(st.one_of(_words, written.map(checker.render).flatmap(_pieces_of)), max_size=4).map("".join)
-    ran = search(pieces, checker.survives, examples)
-    ran += search(_words, checker.plain, examples)
-    ran += search(st.tuples(_prose if surrounded else st.just(""), written), checker.round_trip, examples)
-    ran += search(written.map(lambda drawn: drawn[:1]), checker.cut, max(1, examples // 10))
-    checker.no_json()
-    checker.no_json()
-    promises = ["never raises", "places", "round trip", "content", "cut calls", "no memory", "plain JSON"]
-    return Checked((*promises, *(["stop token"] if tokenizer is not None else [])), ran)
+    make = partial(_Format, parser, render or _rendered_by(tokenizer), tokenizer, written, surrounded, examples)
+    return run_checks(make, PROMISES, CHECKS)
 
 
 def _pieces_of(text: str) -> st.SearchStrategy[str]:
@@ -144,9 +151,18 @@ def _rendered_by(tokenizer: Any) -> Render:
     return render
 
 
-class _Checker:
-    def __init__(self, read: ToolFormat, render: Render, tokenizer: Any) -> None:
-        self.format, self.render, self.tokenizer = read, render, tokenizer
+class _Format:
+    def __init__(
+        self,
+        parser: ToolFormat,
+        render: Render,
+        tokenizer: Any,
+        calls: st.SearchStrategy[list[Written]],
+        surrounded: bool,
+        examples: int,
+    ) -> None:
+        self.format, self.render, self.tokenizer, self.calls = parser, render, tokenizer, calls
+        self.surrounded, self.examples = surrounded, examples
         self.tools = copy.deepcopy(TOOLS)
         self.first: dict[str, Parsed] = {}
         """Each text as it was read for the first time."""
@@ -161,12 +177,12 @@ class _Checker:
         if not isinstance(parsed, Parsed) or not isinstance(parsed.content, str):
             raise ConformanceError(1, f"parse returned {parsed!r}; it must be Parsed, with text; the text: {text!r}")
         spans = [attempt.span for attempt in parsed.attempts]
-        if not all(0 <= start <= end <= len(text) for start, end in spans):
-            raise ConformanceError(2, f"the places {spans} are not within the {len(text)} characters of {text!r}")
-        if any(first[1] > second[0] for first, second in pairwise(spans)):
-            raise ConformanceError(2, f"the places {spans} overlap; the text: {text!r}")
-        if not all(problem.message for problem in parsed.problems):
-            raise ConformanceError(2, f"a problem without a message for the model; the text: {text!r}")
+        inside = all(0 <= start <= end <= len(text) for start, end in spans)
+        demand(inside, 2, f"the places {spans} are not within the {len(text)} characters of {text!r}")
+        apart = all(first[1] <= second[0] for first, second in pairwise(spans))
+        demand(apart, 2, f"the places {spans} overlap; the text: {text!r}")
+        explained = all(problem.message for problem in parsed.problems)
+        demand(explained, 2, f"a problem without a message for the model; the text: {text!r}")
         for call in parsed.calls:
             try:
                 json.dumps(call.arguments, allow_nan=False)
@@ -174,30 +190,42 @@ class _Checker:
                 raise ConformanceError(
                     8, f"the arguments of {call.name} are no JSON ({error}): {call.arguments!r}; the text: {text!r}"
                 ) from None
-        if self.tools != TOOLS:
-            raise ConformanceError(6, f"parse changed the tools that it was given; the text: {text!r}")
+        demand(self.tools == TOOLS, 6, f"parse changed the tools that it was given; the text: {text!r}")
         first = self.first.setdefault(text, copy.deepcopy(parsed))
-        if first != parsed:
-            raise ConformanceError(6, f"{text!r} was read as {first}, and the second time as {parsed}")
+        demand(first == parsed, 6, f"{text!r} was read as {first}, and the second time as {parsed}")
         return parsed
 
-    def survives(self, text: str) -> None:
+    # -- the checks -----------------------------------------------------------------------------------------------
+
+    def survives_any_text(self) -> int:
         """Read any text, twice, with another one between."""
-        self.parse(text)
-        self.parse(self.render([("lookup", {"text": "between"})]))
-        self.parse(text)
 
-    def plain(self, text: str) -> None:
+        def hold(text: str) -> None:
+            self.parse(text)
+            self.parse(self.render([("lookup", {"text": "between"})]))
+            self.parse(text)
+
+        pieces = st.one_of(_words, self.calls.map(self.render).flatmap(_pieces_of))
+        return search(st.lists(pieces, max_size=4).map("".join), hold, self.examples)
+
+    def leaves_plain_text(self) -> int:
         """Read text in which no call is begun (braces and brackets begin some)."""
-        text = "".join(character for character in text if character not in "{}[]<>")
-        parsed = self.parse(text)
-        if parsed.attempts:
-            raise ConformanceError(4, f"plain text was read as {parsed.attempts}; the text: {text!r}")
-        if parsed.content.split() != text.split():
-            raise ConformanceError(4, f"plain text {text!r} became the content {parsed.content!r}")
 
-    def round_trip(self, drawn: tuple[str, list[Written]]) -> None:
-        """Read what was written."""
+        def hold(text: str) -> None:
+            text = "".join(character for character in text if character not in "{}[]<>")
+            parsed = self.parse(text)
+            demand(not parsed.attempts, 4, f"plain text was read as {parsed.attempts}; the text: {text!r}")
+            same = parsed.content.split() == text.split()
+            demand(same, 4, f"plain text {text!r} became the content {parsed.content!r}")
+
+        return search(_words, hold, self.examples)
+
+    def reads_what_was_written(self) -> int:
+        """Read calls, alone and after prose, with and without a stop token."""
+        before = _prose if self.surrounded else st.just("")
+        return search(st.tuples(before, self.calls), self._round_trip, self.examples)
+
+    def _round_trip(self, drawn: tuple[str, list[Written]]) -> None:
         before, calls = drawn
         text = f"{before}\n{self.render(calls)}" if before else self.render(calls)
         parsed = self.parse(text)
@@ -207,7 +235,7 @@ class _Checker:
         stop = self.tokenizer.eos_token if self.tokenizer is not None else None
         if stop:
             stopped = self.parse(text + stop)
-            if [*map(_said, stopped.attempts)] != [*map(_said, parsed.attempts)]:
+            if [*map(_facts, stopped.attempts)] != [*map(_facts, parsed.attempts)]:
                 raise ConformanceError(
                     7, f"with the stop token the attempts are {stopped.attempts}; without {parsed.attempts}"
                 )
@@ -220,8 +248,11 @@ class _Checker:
         if [(name, _json(args)) for name, args in got] != [(name, _json(args)) for name, args in calls]:
             raise ConformanceError(3, f"{list(calls)} was written, {got} was read; the text: {text!r}")
 
-    def cut(self, calls: list[Written]) -> None:
+    def keeps_cut_calls(self) -> int:
         """Cut a call everywhere: from its name on it is an attempt."""
+        return search(self.calls.map(lambda drawn: drawn[:1]), self._cut, max(1, self.examples // 10))
+
+    def _cut(self, calls: list[Written]) -> None:
         ((name, arguments),) = calls
         text = self.render(calls)
         named = text.index(name) + len(name)
@@ -239,16 +270,26 @@ class _Checker:
             if not parsed.attempts and (begun is not None or end > named):
                 raise ConformanceError(5, f"a call that was cut off was dropped in silence: {part!r}")
 
-    def no_json(self) -> None:
-        """Read what Python takes for JSON and nobody else."""
+    def refuses_other_json(self) -> None:
+        """Read what Python takes for JSON and nobody else, twice."""
         text = self.render([("lookup", {"count": 7})])
-        for number in ("NaN", "-Infinity"):
+        for number in ("NaN", "-Infinity") * 2:
             self.parse(text.replace("7", number))
+
+
+CHECKS: Sequence[Check[_Format]] = (
+    Check((1, 2, 6), _Format.survives_any_text),
+    Check((4,), _Format.leaves_plain_text),
+    Check((3,), _Format.reads_what_was_written),
+    Check((5,), _Format.keeps_cut_calls),
+    Check((8,), _Format.refuses_other_json),
+    Check((7,), lambda subject: None, lambda subject: subject.tokenizer is not None),  # read with the round trips
+)
 
 
 def _json(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def _said(attempt: Any) -> tuple[str, str | None, str]:
+def _facts(attempt: Any) -> tuple[str, str | None, str]:
     return type(attempt).__name__, attempt.name, _json(getattr(attempt, "arguments", None))

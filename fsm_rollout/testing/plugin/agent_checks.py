@@ -29,12 +29,11 @@ from fsm_rollout.testing.plugin import handler_laws
 from fsm_rollout.testing.plugin.reachable import reachable_rows
 from fsm_rollout.testing.plugin.walks import Walker, row_name, taken
 from fsm_rollout.testing.simulation import laws
-from fsm_rollout.testing.simulation.blocking import unblocked
+from fsm_rollout.testing.simulation.blocked_loop import LoopInterrupted
 from fsm_rollout.testing.simulation.laws import Law, LawBroken
 from fsm_rollout.testing.simulation.plan import Plan, Schedule
 from fsm_rollout.testing.simulation.simulate import Simulation, embedded_tokenizer, quietly, simulate, without_clocks
 from fsm_rollout.testing.simulation.virtual_time import Endless
-from fsm_rollout.testing.simulation.watching import BLOCKING_SECONDS, HandlerBlocked
 from fsm_rollout.testing.strategies.plans import engine_scripts, plans
 from fsm_rollout.trajectory import journal
 from fsm_rollout.trajectory.events import AnyEvent, Transitioned
@@ -69,7 +68,7 @@ class Subject:
     real_tools: bool = False
     prompts: tuple[Prompt, ...] = ()
     tokenizer: Any = None
-    blocking_seconds: float = BLOCKING_SECONDS
+    blocking_seconds: float | None = None
     notes: dict[str, str] = field(default_factory=dict, compare=False)
 
     @cached_property
@@ -95,20 +94,11 @@ class Subject:
         return settings().max_examples if self.examples is None else self.examples
 
     def simulate(self, plan: Plan, graph: AgentGraph | None = None, **more: Any) -> Simulation:
-        """Run a plan; what would block the event loop is refused where it is called, and the run is blocked there."""
-        with unblocked(0, "a handler") as refused:
-            run = simulate(
-                graph or self.graph,
-                plan,
-                tokenizer=self.tokenizer,
-                real_tools=self.real_tools,
-                prompts=self.prompts,
-                blocking_seconds=self.blocking_seconds,
-                **more,
-            )
-        if refused:
-            run.watch.blocked, run.watch.waits_in = refused[0].where, refused[0].what
-        return run
+        """Run a plan."""
+        return simulate(
+            graph or self.graph, plan, tokenizer=self.tokenizer, real_tools=self.real_tools, prompts=self.prompts,
+            blocking_seconds=self.blocking_seconds, **more,
+        )  # fmt: skip
 
     def plans(self, *, failures: bool = True, **what: bool) -> st.SearchStrategy[Plan]:
         """Return a strategy for runs of the agent."""
@@ -179,7 +169,7 @@ def _size(broken: LawBroken) -> int:
 
 
 def _is_slow(run: Simulation) -> bool:
-    return isinstance(run.crash, Endless | HandlerBlocked)
+    return isinstance(run.crash, Endless | LoopInterrupted)
 
 
 def judge(run: Simulation, held: Sequence[Law]) -> Simulation:

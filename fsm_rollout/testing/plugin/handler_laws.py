@@ -13,7 +13,7 @@ from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.errors import PromptTooLong, RolloutError
 from fsm_rollout.testing.simulation.laws import LawBroken
 from fsm_rollout.testing.simulation.simulate import Simulation
-from fsm_rollout.testing.simulation.watching import Visited
+from fsm_rollout.testing.simulation.visits import Visit
 from fsm_rollout.trajectory.events import Transitioned
 from fsm_rollout.trajectory.reasons import Trigger
 
@@ -23,14 +23,14 @@ DRAWN_FAILURES = frozenset({"Overload", "EngineError", "RuntimeError"})
 
 def handlers_stay(run: Simulation) -> None:
     """Hold handlers to this: they do not try to end the program."""
-    for visit in run.watch.visits:
+    for visit in run.visits:
         if isinstance(visit.outcome, SystemExit):
             raise _blame(visit, f"raised SystemExit, which fails its trajectory alone\n  at {visit.where}")
 
 
 def handlers_behave(run: Simulation) -> None:
     """Hold handlers to this: they return what they declare, let cancellation pass, and fail only where a row is."""
-    for visit in run.watch.visits:
+    for visit in run.visits:
         if visit.cancelled and not isinstance(visit.outcome, BaseException):
             raise _blame(
                 visit,
@@ -53,12 +53,12 @@ def handlers_behave(run: Simulation) -> None:
 
 def may_be_the_worlds(run: Simulation) -> bool:
     """Say whether a handler was stopped, or raised what a failing world would make it raise."""
-    return any(visit.stopped for visit in run.watch.visits) or any(_raised(run))
+    return any(visit.stopped for visit in run.visits) or any(_raised(run))
 
 
 def handlers_manage(calm: Simulation) -> None:
     """Hold handlers to this in a world where nothing fails and all is at once: they return, by themselves."""
-    for visit in calm.watch.visits:
+    for visit in calm.visits:
         if visit.stopped:
             raise _blame(
                 visit,
@@ -71,7 +71,7 @@ def handlers_manage(calm: Simulation) -> None:
 
 def fails_as_drawn(run: Simulation) -> None:
     """Hold agents to this: a trajectory fails only by what the plan, or a handler that may, has raised."""
-    raised = {type(visit.outcome).__name__ for visit in run.watch.visits}
+    raised = {type(visit.outcome).__name__ for visit in run.visits}
     for trajectory in run.trajectories:
         failed, _, kind = str(trajectory.stop_reason).partition(":")
         if failed == "failed" and kind not in DRAWN_FAILURES | raised:
@@ -82,9 +82,9 @@ def fails_as_drawn(run: Simulation) -> None:
             )
 
 
-def _raised(run: Simulation) -> Iterator[Visited]:
+def _raised(run: Simulation) -> Iterator[Visit]:
     """Yield the visits that raised something of their own where no row takes ``failed``."""
-    for visit in run.watch.visits:
+    for visit in run.visits:
         error = visit.outcome
         own = isinstance(error, asyncio.CancelledError) and not visit.cancelled
         its_own = own or (isinstance(error, Exception) and not isinstance(error, PromptTooLong))
@@ -96,7 +96,7 @@ def _routes_failures(graph: AgentGraph, state: str) -> bool:
     return state in graph.states and any(graph.rows_of(state, Trigger.FAILED))
 
 
-def _failed(visit: Visited) -> LawBroken:
+def _failed(visit: Visit) -> LawBroken:
     error = visit.outcome
     said = f": {error}" if str(error) else ""
     return _blame(
@@ -106,9 +106,9 @@ def _failed(visit: Visited) -> LawBroken:
     )
 
 
-def _trigger(visit: Visited) -> object:
+def _trigger(visit: Visit) -> object:
     return getattr(visit.outcome, "trigger", visit.outcome)
 
 
-def _blame(visit: Visited, what: str) -> LawBroken:
+def _blame(visit: Visit, what: str) -> LawBroken:
     return LawBroken(0, f"the handler of '{visit.state}' ({visit.handler}) {what}", trajectory_id=visit.trajectory_id)

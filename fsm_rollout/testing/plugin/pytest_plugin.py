@@ -1,10 +1,11 @@
-"""``pytest --fsm-agents 'agents/*.yaml'``: tests for agents that nobody had to write; and fixtures for those you do.
+"""Tests that nobody had to write, for agents (``--fsm-agents``) and engines (``--fsm-engine``); fixtures for your own.
 
-Invariant: without ``--fsm-agents`` the plugin costs nothing and changes nothing: it is loaded in every pytest run of
+Invariant: without these options the plugin costs nothing and changes nothing: it is loaded in every pytest run of
 everybody who has this package, so everything heavy is imported where it is used.
 
 Each agent is a file with items: ``rules``, ``bound``, ``coverage``, ``ends``, ``streams``, ``schedule``, ``journal``,
-``resume`` (:mod:`fsm_rollout.testing.plugin.agent_checks` says what each holds). Node ids, ``-k`` and xdist work as usual.
+``resume`` (:mod:`fsm_rollout.testing.plugin.agent_checks` says what each holds). Node ids, ``-k`` and xdist work as
+usual.
 Named on the command line without test paths, agents are all that runs; set in ``addopts``, or with paths, they run
 together with the other tests.
 
@@ -22,6 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from fsm_rollout.testing.plugin.engine_items import ENGINES, EngineFile, find_engines
+from fsm_rollout.testing.plugin.failures import failure
 
 if TYPE_CHECKING:
     from fsm_rollout.testing.plugin.agent_checks import Subject
@@ -49,6 +53,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--fsm-real-tools", action="store_true", help="call the agent's own tools and interactions for real"
     )
+    group.addoption(
+        "--fsm-engine", action="append", default=[], metavar="MODULE:FACTORY",
+        help="hold the engine that this function or class makes to the engine protocol, one test per promise",
+    )  # fmt: skip
     group.addoption("--fsm-replay", metavar="PLAN", help="run this one plan, as a failure printed it")
 
 
@@ -59,36 +67,45 @@ def _count(text: str) -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Find the agents, and choose what to collect."""
-    patterns: list[str] = config.getoption("fsm_agents")
-    config.stash[AGENTS] = {}
-    if not patterns:
+    """Find the agents and engines, and choose what to collect."""
+    config.stash[ENGINES] = engines = find_engines(config)
+    config.stash[AGENTS] = agents = _find_agents(config)
+    if not engines and not agents:
         return
     base = config.invocation_params.dir
+    if str(base) not in sys.path:  # agents name their code as `python -m` would find it
+        sys.path.insert(0, str(base))
+    spread = {arg for arg in config.args if arg.endswith((".yaml", ".yml"))}  # a glob that the shell has expanded
+    own = [*agents, *engines]
+    named = {(base / arg.split("::")[0]).resolve() for arg in config.args} - {(base / arg).resolve() for arg in spread}
+    if named & set(own):
+        return  # node ids: these items and no others
+    asked = any(arg.startswith(("--fsm-agents", "--fsm-engine")) for arg in config.invocation_params.args)
+    paths_given = config.args_source is pytest.Config.ArgsSource.ARGS and set(config.args) - spread
+    paths = [str(path) for path in own]
+    config.args = paths if asked and not paths_given else [arg for arg in config.args if arg not in spread] + paths
+
+
+def _find_agents(config: pytest.Config) -> dict[Path, str]:
+    base = config.invocation_params.dir
     found: dict[Path, str] = {}
-    for pattern in patterns:
+    for pattern in config.getoption("fsm_agents"):
         names = sorted(glob.glob(pattern, root_dir=base, recursive=True))
         if not names:
             raise pytest.UsageError(f"--fsm-agents {pattern!r} matches no file in {base}")
         found |= {(base / name).resolve(): name for name in names}
-    spread = {arg for arg in config.args if arg.endswith((".yaml", ".yml"))}  # a glob that the shell has expanded
-    found |= {(base / arg).resolve(): arg for arg in spread}
-    config.stash[AGENTS] = found
-    if str(base) not in sys.path:  # agents name their code as `python -m` would find it
-        sys.path.insert(0, str(base))
-    named = {(base / arg.split("::")[0]).resolve() for arg in config.args} - {(base / arg).resolve() for arg in spread}
-    if named & found.keys():
-        return  # node ids of agents: these items and no others
-    asked = any(arg.startswith("--fsm-agents") for arg in config.invocation_params.args)
-    paths_given = config.args_source is pytest.Config.ArgsSource.ARGS and set(config.args) - spread
-    own = [str(path) for path in found]
-    config.args = own if asked and not paths_given else [arg for arg in config.args if arg not in spread] + own
+    if found:
+        found |= {(base / arg).resolve(): arg for arg in config.args if arg.endswith((".yaml", ".yml"))}
+    return found
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    """Take the agents' files."""
-    if file_path.resolve() in parent.config.stash.get(AGENTS, {}):
+    """Take the agents' files, and those of engines' factories."""
+    path = file_path.resolve()
+    if path in parent.config.stash.get(AGENTS, {}):
         return AgentFile.from_parent(parent, path=file_path)
+    if path in parent.config.stash.get(ENGINES, {}):
+        return EngineFile.from_parent(parent, path=file_path)
     return None
 
 
@@ -177,23 +194,10 @@ class AgentItem(pytest.Item):
 
         error = excinfo.value
         if isinstance(error, LawBroken):
-            return self._told(explain(error, self.nodeid, self._replay(error)))
+            return failure(self, explain(error, self.nodeid, self._replay(error)))
         if isinstance(error, ConfigError):
-            return self._told(f"{self.nodeid}: the agent does not load\n" + "\n".join(map(str, error.problems)))
+            return failure(self, f"{self.nodeid}: the agent does not load\n" + "\n".join(map(str, error.problems)))
         return super().repr_failure(excinfo, style)
-
-    def _told(self, text: str) -> Any:
-        """Return ``text`` as pytest holds a failure, so that its summary repeats the first line alone.
-
-        Of a plain string the summary would repeat everything where pytest thinks it is on a CI machine.
-        """
-        from _pytest._code.code import ReprEntryNative, ReprExceptionInfo, ReprFileLocation, ReprTraceback
-
-        first = text.partition("\n")[0].removeprefix(f"{self.nodeid}: ")
-        return ReprExceptionInfo(
-            reprtraceback=ReprTraceback([ReprEntryNative([text, "\n"])], None, "native"),
-            reprcrash=ReprFileLocation(str(self.path), 0, first),
-        )
 
     def _replay(self, broken: Any) -> str:
         """Return the line to paste."""
@@ -220,7 +224,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     told = [(key, text) for report in passed for key, text in report.user_properties]
     seen, covered = ([text for key, text in told if key == name] for name in (SEEN, COVERAGE))
     if seen and terminalreporter.config.get_verbosity() > 0:
-        terminalreporter.section("agents")
+        terminalreporter.section("what was seen")
         for line in seen:
             terminalreporter.write_line(line)
     if covered:

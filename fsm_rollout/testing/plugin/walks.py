@@ -1,8 +1,8 @@
 """Walks through an agent's machine without engines: thousands a second, every outcome of every visit possible.
 
-Invariant: a walk is what the contract of :mod:`fsm_rollout.agent.proof` allows, run on the real machine: predicates other
-than counters answer as a coin falls, a visit comes to anything its handler declares or the scheduler raises, limits
-hold as they do in a run.
+Invariant: a walk is what the contract of :mod:`fsm_rollout.agent.proof` allows, run on the real machine:
+predicates other than counters answer as a coin falls, a visit comes to anything its handler declares or the scheduler
+raises, limits hold as they do in a run.
 """
 
 from __future__ import annotations

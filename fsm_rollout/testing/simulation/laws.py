@@ -60,10 +60,10 @@ class LawBroken(RolloutError):
 
 def keeps_running(run: Simulation) -> None:
     """Law 8: the run came to its end by itself, and nothing failed beside it."""
-    if run.watch.blocked is not None:
-        waits = run.watch.waits_in
-        what = "does not return and does not await" if waits is None else f"waits in '{waits}' instead of awaiting"
-        raise LawBroken(8, f"the event loop is blocked: {run.watch.blocked} {what}")
+    for blockage in run.blockages:
+        call = blockage.call
+        what = "does not return and does not await" if call is None else f"waits in '{call}' instead of awaiting"
+        raise LawBroken(8, f"the event loop is blocked: {blockage.where} {what}")
     if run.crash is not None:
         raise LawBroken(8, f"the run did not end: {type(run.crash).__name__}: {run.crash}")
     if run.complaints:

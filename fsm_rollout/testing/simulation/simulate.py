@@ -31,12 +31,13 @@ from fsm_rollout.model.folders import EMBEDDED, load_tokenizer, model_folder
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.resume import History
 from fsm_rollout.scheduler.scheduler import Scheduler
+from fsm_rollout.testing.simulation.blocked_loop import Blockage, LoopInterrupted, blocking_detected
 from fsm_rollout.testing.simulation.mortal_replicas import MortalReplicas
 from fsm_rollout.testing.simulation.one_engine import OneEngine
 from fsm_rollout.testing.simulation.plan import Fault, Plan
 from fsm_rollout.testing.simulation.simulated import simulated_tool, with_simulated_users
 from fsm_rollout.testing.simulation.virtual_time import VirtualTimeLoop, run_virtual
-from fsm_rollout.testing.simulation.watching import BLOCKING_SECONDS, HandlerBlocked, Watch, WatchedState, watchdog
+from fsm_rollout.testing.simulation.visits import Visit, WatchedState
 from fsm_rollout.trajectory.events import AnyEvent
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.prompt import Prompt
@@ -90,7 +91,7 @@ class Sampled:
 
 @dataclass(slots=True)
 class Simulation:
-    """One finished run: what came back, and what the other side (the engine, the watch) knows of it."""
+    """One finished run: what came back, and what the other side (engines, handlers, the loop) knows of it."""
 
     graph: AgentGraph
     plan: Plan
@@ -105,7 +106,10 @@ class Simulation:
     """The same events in the order in which they happened, as a journal has them."""
     live: dict[str, Trajectory] = field(default_factory=dict)
     """Every trajectory that was ever begun, whether or not it came back."""
-    watch: Watch = field(default_factory=Watch)
+    visits: list[Visit] = field(default_factory=list)
+    """All visits of users' handlers."""
+    blockages: Sequence[Blockage] = ()
+    """Where the event loop was blocked."""
     crash: BaseException | None = None
     """What ended the run, or kept it from ending."""
     complaints: list[str] = field(default_factory=list)
@@ -133,7 +137,7 @@ class Simulation:
     def sampled(self) -> dict[tuple[str, str], list[Sampled]]:
         """Return, by trajectory and context, each request and what the engines' own log says was sampled for it.
 
-        What a handler or an interaction asked a model (:meth:`fsm_rollout.states.context.HandlerContext.ask`) is in no context.
+        What handlers and interactions asked a model (:meth:`HandlerContext.ask`) is in no context.
         """
         requests: dict[str, Sampled] = {}
         for line in self.log:
@@ -167,7 +171,7 @@ def simulate(
     max_context: int = WINDOW,
     journal: str | Path | None = None,
     resume: Sequence[History] = (),
-    blocking_seconds: float = BLOCKING_SECONDS,
+    blocking_seconds: float | None = None,
 ) -> Simulation:
     """Run an agent as a plan says, in virtual time.
 
@@ -189,9 +193,10 @@ def simulate(
     loop = VirtualTimeLoop(horizon=max(HORIZON, 2 * (graph.limits.wall_seconds or 0)))
     result = world.result
     try:
-        with quietly(), _rarely_collected(), watchdog(result.watch, lambda: loop.beat, blocking_seconds):
+        with quietly(), _rarely_collected(), blocking_detected(lambda: loop.beat, blocking_seconds) as blockages:
+            result.blockages = blockages
             run_virtual(run, loop=loop)
-    except (Exception, HandlerBlocked, SystemExit) as error:
+    except (Exception, LoopInterrupted, SystemExit) as error:
         result.crash = error
     finally:
         _close(run, loop)
@@ -329,7 +334,7 @@ class _World:
             if not self.real_tools:
                 program.toolbox.replace(partial(simulated_tool, fates=self.plan.tools))
             program.handlers = {
-                state: WatchedState(handler, self.result.watch) if ":" in program.graph.handler_of(state) else handler
+                state: WatchedState(handler, self.result.visits) if ":" in program.graph.handler_of(state) else handler
                 for state, handler in program.handlers.items()
             }
 

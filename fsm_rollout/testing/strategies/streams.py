@@ -1,6 +1,6 @@
 """Token streams, built the way trajectories build them.
 
-Invariant: every stream is one that :class:`~fsm_rollout.trajectory.tokens.TokenStream` itself has put together, from pieces that
+Invariant: :class:`~fsm_rollout.trajectory.tokens.TokenStream` itself has put together every stream, from pieces that
 are kept beside it, so that a test knows what went in.
 """
 

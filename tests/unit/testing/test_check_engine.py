@@ -28,7 +28,7 @@ def test_the_scripted_engine_conforms(tokenizer: Any, max_running: int | None):
     report = run_virtual(check_engine(ScriptedEngine(script, tokenizer=tokenizer, max_running=max_running)))
     assert report.requests > 50
     assert report.tokens > 100
-    assert len(report.checks) == 16
+    assert len(report.checks) == 17
     assert not report.seeds_matter
 
 

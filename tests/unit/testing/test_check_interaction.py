@@ -13,7 +13,7 @@ import pytest
 from fsm_rollout import load_agent
 from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.testing import ConformanceError, check_interaction
-from fsm_rollout.testing.simulation import blocking
+from fsm_rollout.testing.simulation import blocked_loop
 from tests.kit import ROOT
 
 SCRIPTED, MODEL = "fsm_rollout.interactions:ScriptedUser", "fsm_rollout.interactions:ModelUser"
@@ -241,7 +241,7 @@ class WaitsForItself(Base):
 
 
 def test_one_that_hangs_the_loop_is_ended_and_its_line_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocking, "BLOCKING_SECONDS", 0.5)
-    with pytest.raises(ConformanceError, match=r"at .*test_check_interaction\.py:\d+, in reply; await") as found:
+    monkeypatch.setattr(blocked_loop, "BLOCKING_SECONDS", 0.5)
+    with pytest.raises(ConformanceError, match=r"at .*_interaction\.py:\d+, in (\w+\.)?reply; await") as found:
         check_interaction(WaitsForItself, examples=5)
     assert found.value.invariant == 8

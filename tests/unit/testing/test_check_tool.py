@@ -20,7 +20,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from fsm_rollout import load_agent
 from fsm_rollout.testing import ConformanceError, check_tool
-from fsm_rollout.testing.simulation import blocking
+from fsm_rollout.testing.simulation import blocked_loop
 from fsm_rollout.tools import Hidden, Tool, ToolContext, ToolResult
 from tests.kit import ROOT
 
@@ -464,7 +464,7 @@ async def computes_for_ever(a: int) -> int:
 def test_a_tool_that_hangs_the_loop_is_ended_and_its_line_named(
     tool: Any, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocking, "BLOCKING_SECONDS", 0.5)
+    monkeypatch.setattr(blocked_loop, "BLOCKING_SECONDS", 0.5)
     with pytest.raises(ConformanceError, match=rf"{what}, at .*{__name__}\.py:\d+, in {tool.__name__}") as found:
         check_tool(tool, examples=5)
     assert found.value.invariant == 6

@@ -1,0 +1,81 @@
+"""What the visits of users' handlers came to in a simulated run, seen from outside.
+
+Invariant: a watched handler does exactly what it does unwatched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fsm_rollout.agent.limits import LimitReached
+from fsm_rollout.concurrency.deadline import being_cancelled
+from fsm_rollout.states import State
+from fsm_rollout.testing.simulation import source_lines
+from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
+
+if TYPE_CHECKING:
+    from fsm_rollout.states.context import HandlerContext
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """One visit of a user's handler: how it came out."""
+
+    trajectory_id: str
+    state: str
+    handler: str
+    outcome: object
+    """What it returned, or the exception that it raised."""
+    where: str
+    """Where it was when it was stopped, or where it raised: ``file:line, in function``."""
+    declared: tuple[str, ...]
+    cancelled: bool
+    """Whether it had been told to stop: by a timeout, or because its trajectory was."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it was told to stop, and did."""
+        return self.cancelled and isinstance(self.outcome, asyncio.CancelledError)
+
+    @property
+    def undeclared(self) -> bool:
+        """Whether it returned something that is not one of its outcomes."""
+        if isinstance(self.outcome, BaseException):
+            return False
+        return not isinstance(self.outcome, Outcome) or self.outcome.trigger not in self.declared
+
+
+class WatchedState(State):
+    """A user's handler, whose visits are noted in a list."""
+
+    def __init__(self, real: State, visits: list[Visit]) -> None:
+        super().__init__(real.name, real.spec)
+        self.real, self.visits = real, visits
+        self.triggers = real.triggers  # type: ignore[misc]  # those of this handler, not of the class
+        self.spends = real.spends  # type: ignore[misc]
+
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
+        """Run the handler."""
+        try:
+            outcome = await self.real.run(trajectory, ctx)
+        except LimitReached:
+            raise
+        except (Exception, asyncio.CancelledError, SystemExit) as error:
+            inner = error.__traceback__.tb_next if error.__traceback__ is not None else None  # this frame left out
+            self._note(trajectory, error, source_lines.raised(inner))
+            raise
+        self._note(trajectory, outcome, "")
+        return outcome
+
+    def timed_out(self, trajectory: Trajectory, ctx: HandlerContext) -> None:
+        """Let the handler close what it left open."""
+        self.real.timed_out(trajectory, ctx)
+
+    def _note(self, trajectory: Trajectory, outcome: object, where: str) -> None:
+        handler = f"{type(self.real).__module__}:{type(self.real).__qualname__}"
+        self.visits.append(
+            Visit(trajectory.trajectory_id, self.name, handler, outcome, where, tuple(self.real.triggers),
+                  being_cancelled())
+        )  # fmt: skip

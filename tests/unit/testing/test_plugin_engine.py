@@ -1,0 +1,113 @@
+"""``pytest --fsm-engine module:factory``, as somebody meets it who has written an engine."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+GOOD = """
+from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
+from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
+
+
+def script(request):
+    return Turn(text=f"{request.ids[0]} hello, wonderful world", chunks=4, delay=0.001)
+
+
+def make():
+    return ScriptedEngine(script, tokenizer=embedded_tokenizer())
+
+
+async def make_later():
+    return make()
+
+
+def embedded():
+    from fsm_rollout.engines.transformers.engine import TransformersEngine
+    from fsm_rollout.model.folders import EMBEDDED, model_folder
+
+    return TransformersEngine(model_folder(EMBEDDED), max_context=384)
+
+
+class DropsStopTokens(ScriptedEngine):
+    def __init__(self):
+        super().__init__(script, tokenizer=embedded_tokenizer())
+
+    async def generate(self, requests):
+        from dataclasses import replace
+
+        async for chunk in super().generate(requests):
+            stops = chunk.finish_reason == "stop"
+            yield replace(chunk, ids=chunk.ids[:-1], logprobs=chunk.logprobs[:-1]) if stops else chunk
+
+
+def no_engine():
+    return "an engine"
+"""
+QUIET = ("-p", "no:cacheprovider")
+
+
+@pytest.fixture
+def folder(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    """A folder with the engines above as ``my_engine.py``, which is forgotten again."""
+    monkeypatch.delitem(sys.modules, "my_engine", raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (pytester.path / "my_engine.py").write_text(GOOD, "utf-8")
+    return pytester
+
+
+def test_a_good_engine_keeps_nine_promises(folder: pytest.Pytester) -> None:
+    result = folder.runpytest_inprocess("-v", "--fsm-engine", "my_engine:make", *QUIET)
+    result.assert_outcomes(passed=9)
+    result.stdout.fnmatch_lines(["my_engine.py::4-abort PASSED*"])
+    result.stdout.fnmatch_lines(["my_engine.py::4-abort: abort: abort() ends a request and keeps all that was*"])
+
+
+def test_the_embedded_model_keeps_nine_promises(folder: pytest.Pytester) -> None:
+    folder.runpytest_inprocess("--fsm-engine", "my_engine:embedded", *QUIET).assert_outcomes(passed=9)
+
+
+def test_a_broken_promise_is_named_with_number_and_sentence(folder: pytest.Pytester) -> None:
+    result = folder.runpytest_inprocess("--fsm-engine", "my_engine:DropsStopTokens", *QUIET)
+    counts = result.parseoutcomes()
+    assert counts["failed"] >= 1
+    assert counts["failed"] + counts.get("passed", 0) == 9
+    result.stdout.fnmatch_lines(
+        [
+            "my_engine.py::3-stop-tokens: invariant 3: *the stop token was dropped (check 'stop tokens')",
+            "  promise 3: A sampled stop token is part of the ids*",
+        ]
+    )
+
+
+def test_one_promise_is_run_by_its_name(folder: pytest.Pytester) -> None:
+    result = folder.runpytest_inprocess("--fsm-engine", "my_engine:make_later", "my_engine.py::3-stop-tokens", *QUIET)
+    result.assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [("my_engine", "*'my_engine': write module:factory*"), ("nowhere:make", "*there is no module 'nowhere'*")],
+)
+def test_what_names_no_factory_is_a_usage_error(folder: pytest.Pytester, factory: str, message: str) -> None:
+    result = folder.runpytest_inprocess("--fsm-engine", factory, *QUIET)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([message])
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("no_engine", "*my_engine:no_engine made 'an engine', which is no engine: it lacks abort, *"),
+        ("made", "*'my_engine:made'*"),
+    ],
+)
+def test_what_makes_no_engine_is_said(folder: pytest.Pytester, factory: str, message: str) -> None:
+    result = folder.runpytest_inprocess("--fsm-engine", f"my_engine:{factory}", "-k", "stop-tokens", *QUIET)
+    result.assert_outcomes(failed=1, deselected=8)
+    result.stdout.fnmatch_lines([message])
+
+
+def test_the_help_says_what_it_does(folder: pytest.Pytester) -> None:
+    folder.runpytest_inprocess("--help").stdout.fnmatch_lines(["*--fsm-engine=MODULE:FACTORY*", "*engine protocol*"])
