@@ -30,18 +30,25 @@ Placed = tuple[int, int, int]
 """An id, and the characters ``[start, end)`` of the joined text that it stands for."""
 
 
+@dataclass(slots=True, eq=False)
+class CacheEntry:
+    """What the cache learned, known by its identity."""
+
+    uses: int = 0
+
+
 @dataclass(slots=True)
 class Encoded:
     """Token ids, and how many control tokens written in messages were encoded as plain text.
 
     ``guarded_at`` are the places, in order, of the ids that spell one of those. ``entry`` is the cache entry that gave
-    the ids, known by its identity; None if they come from a full render.
+    the ids; None if they come from a full render.
     """
 
     ids: list[int]
     guarded: int = 0
     guarded_at: tuple[int, ...] = ()
-    entry: object | None = field(default=None, compare=False)
+    entry: CacheEntry | None = field(default=None, compare=False)
 
     def after(self, dropped: int) -> Encoded:
         """Return what is left without the first ``dropped`` ids, which spell no guarded marker."""

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsm_rollout.errors import ChatTemplateError, did_you_mean
+from fsm_rollout.trajectory.events import Message
 from fsm_rollout.trajectory.prompt import ROLES
 
-Message = dict[str, Any]
+Messages = Sequence[Mapping[str, Any]]
+"""Messages as callers give them: only read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +27,8 @@ class Dialect:
     empty_as_none: bool = False
 
 
-def conform(messages: Sequence[Mapping[str, Any]], dialect: Dialect, first: int = 0) -> list[Message]:
-    """Return templates' view of ``messages``; ``first`` is the position of the first of them in the history.
+def conform(messages: Messages, dialect: Dialect) -> list[Message]:
+    """Return templates' view of ``messages``.
 
     Tool messages without a ``tool_call_id`` answer the calls of the preceding assistant turn in order.
 
@@ -34,14 +36,9 @@ def conform(messages: Sequence[Mapping[str, Any]], dialect: Dialect, first: int 
         ChatTemplateError: ``multimodal-content`` or ``malformed-message``.
 
     """
-    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
-        raise malformed(first, f"messages must be a list, got {type(messages).__name__}")
-    out: list[Message] = []
+    view: list[Message] = []
     open_ids: list[str] = []
-    for index, message in enumerate(messages, first):
-        if not isinstance(message, Mapping):
-            raise malformed(index, f"must be a dict, got {type(message).__name__}")
-        role = message.get("role")
+    for index, (role, message) in enumerate(zip(roles_of(messages), messages, strict=True)):
         if not isinstance(role, str) or not role:
             raise malformed(index, f"needs a role, got {role!r}")
         # Exact strings: a str that is an Enum prints as Role.USER.
@@ -56,15 +53,15 @@ def conform(messages: Sequence[Mapping[str, Any]], dialect: Dialect, first: int 
         elif role == "assistant":
             open_ids = []
         elif role == "tool":
-            given = copy.get("tool_call_id")
-            if given is None:
+            id_ = copy.get("tool_call_id")
+            if id_ is None:
                 copy["tool_call_id"] = open_ids.pop(0) if open_ids else made_id(index, 0)
-            elif not isinstance(given, str):
-                raise malformed(index, f"tool_call_id must be a string, got {type(given).__name__}")
-            elif given in open_ids:
-                open_ids.remove(given)
-        out.append(copy)
-    return out
+            elif not isinstance(id_, str):
+                raise malformed(index, f"tool_call_id must be a string, got {type(id_).__name__}")
+            elif id_ in open_ids:
+                open_ids.remove(id_)
+        view.append(copy)
+    return view
 
 
 def text_of(content: object, index: int) -> str:
@@ -92,7 +89,7 @@ def conform_calls(calls: object, dialect: Dialect, index: int) -> list[Message]:
     """Return OpenAI-style tool calls with ids, their arguments in the template's dialect."""
     if not isinstance(calls, (list, tuple)):
         raise malformed(index, f"tool_calls must be a list, got {type(calls).__name__}")
-    out: list[Message] = []
+    view: list[Message] = []
     for number, call in enumerate(calls):
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -100,25 +97,22 @@ def conform_calls(calls: object, dialect: Dialect, index: int) -> list[Message]:
         arguments = function.get("arguments")
         if not isinstance(arguments, (str, Mapping, type(None))):
             raise malformed(index, f"arguments of tool call {number} must be a dict or JSON text")
-        given = call.get("id")
-        if given is not None and not isinstance(given, str):
+        id_ = call.get("id")
+        if id_ is not None and not isinstance(id_, str):
             raise malformed(index, f"id of tool call {number} must be a string")
-        view = {**function, "name": str.__str__(function["name"]), "arguments": in_dialect(arguments, dialect)}
-        out.append(
-            {"id": str.__str__(given) if given else made_id(index, number), "type": "function", "function": view}
-        )
-    return out
+        shown = {**function, "name": str.__str__(function["name"]), "arguments": in_dialect(arguments, dialect)}
+        id_ = str.__str__(id_) if id_ else made_id(index, number)
+        view.append({"id": id_, "type": "function", "function": shown})
+    return view
 
 
-def in_dialect(arguments: str | Mapping[str, Any] | None, dialect: Dialect) -> Any:
+def in_dialect(arguments: str | Mapping[str, object] | None, dialect: Dialect) -> object:
     """Return call arguments as the template takes them; text that is not a JSON object stays text."""
-    if isinstance(arguments, Mapping):
-        arguments = dict(arguments)
     if dialect.arguments_as_text:
         if isinstance(arguments, str):
             return arguments
         try:
-            return json.dumps(arguments or {}, ensure_ascii=False)
+            return json.dumps(dict(arguments or {}), ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise ChatTemplateError("malformed-message", f"arguments are not JSON: {error}") from None
     if isinstance(arguments, str):
@@ -127,7 +121,7 @@ def in_dialect(arguments: str | Mapping[str, Any] | None, dialect: Dialect) -> A
         except (ValueError, RecursionError):
             return arguments
         return parsed if isinstance(parsed, dict) else arguments
-    return arguments if arguments is not None else {}
+    return dict(arguments or {})
 
 
 def made_id(message: int, call: int) -> str:
@@ -140,7 +134,7 @@ def malformed(index: int, what: str) -> ChatTemplateError:
     return ChatTemplateError("malformed-message", f"message {index}: {what}")
 
 
-def roles_of(messages: Sequence[Mapping[str, Any]]) -> list[object]:
+def roles_of(messages: Messages) -> list[object]:
     """Return the role of each message.
 
     Raises:
@@ -149,13 +143,13 @@ def roles_of(messages: Sequence[Mapping[str, Any]]) -> list[object]:
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise malformed(0, f"messages must be a list, got {type(messages).__name__}")
-    try:
-        return [message.get("role") for message in messages]
-    except AttributeError:
-        raise malformed(0, "messages must be a list of dicts") from None
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise malformed(index, f"must be a dict, got {type(message).__name__}")
+    return [message.get("role") for message in messages]
 
 
-def check_written(messages: Sequence[Mapping[str, Any]]) -> None:
+def check_written(messages: Messages) -> None:
     """Refuse messages that no template can be given, where they are written instead of where they are rendered.
 
     Raises:
@@ -169,7 +163,7 @@ def check_written(messages: Sequence[Mapping[str, Any]]) -> None:
             raise malformed(index, "has no content")
 
 
-def check_turns(history: Sequence[Mapping[str, Any]], new_messages: Sequence[Mapping[str, Any]]) -> None:
+def check_turns(history: Messages, new_messages: Messages) -> None:
     """Refuse a history that does not end in an assistant turn, and new messages that hold one."""
     past, roles = roles_of(history), roles_of(new_messages)
     if not past or past[-1] != "assistant":

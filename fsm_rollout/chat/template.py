@@ -1,7 +1,7 @@
 """ChatTemplate: prompts and glue as token ids, through a cache held equal to the reference.
 
 Invariant: ``glue`` and ``prompt`` give what ``glue_reference`` and ``prompt_reference`` give, refusals included;
-the cache is a matter of time only.
+the cache is a matter of time only. It is audited by sample, and what an audit finds wrong is named by its entry.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from operator import index
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, NotRequired, TypedDict, Unpack, get_args
 
-from fsm_rollout.chat.cache import Cache
-from fsm_rollout.chat.closing import generation_config_stops, learn_closes, learn_dialect
-from fsm_rollout.chat.derivation import Deriver, Glue
-from fsm_rollout.chat.learning import Case, Learner
-from fsm_rollout.chat.markers import Encoded, Injection, Part, encoder_for
-from fsm_rollout.chat.messages import Dialect, Message, check_turns, conform, roles_of
-from fsm_rollout.chat.rendering import Renderer, TemplateSource, Tools, shown_tools
+from fsm_rollout.chat.closes import generation_config_stops, learn_closes, learn_dialect
+from fsm_rollout.chat.derive import Deriver, Glue, Step
+from fsm_rollout.chat.glue_cache import GlueCache
+from fsm_rollout.chat.markers import CacheEntry, Encoded, Injection, encoder_for
+from fsm_rollout.chat.messages import Dialect, Message, Messages, check_turns, conform, roles_of
+from fsm_rollout.chat.render import Renderer, TemplateSource, Tools, shown_tools
 from fsm_rollout.errors import ChatTemplateError, GlueMismatchError
 from fsm_rollout.trajectory.reasons import FinishReason
 
@@ -33,13 +32,20 @@ log = logging.getLogger(__name__)
 
 AUTHORED = frozenset({"system", "developer", "assistant"})
 """Roles whose text in a prompt is not the environment's."""
-
 AUDIT_FIRST = 2
 AUDIT_EVERY = 64
 """Which uses of a cache entry are checked against a full render: the first ones, then one in so many."""
-
+FINISH_REASONS = frozenset(FinishReason)
 RETRIED = frozenset({"template-raised", "turn-dropped", "no-close-token"})
 """Refusals that another form of a tool call may avoid."""
+
+
+class SampledTurn(TypedDict):
+    """How the last turn of a history was sampled; see :meth:`ChatTemplate.glue`."""
+
+    sampled_ids: Sequence[int]
+    finish_reason: str
+    now: NotRequired[datetime | None]
 
 
 class ChatTemplate:
@@ -50,7 +56,8 @@ class ChatTemplate:
         chat_template: used instead of the tokenizer's own: text, texts by name, or the name of one of its own.
         template_kwargs: further variables of the template, e.g. ``enable_thinking``.
         close_tokens: tokens (text or ids) that end an assistant turn, beside those found out.
-        injection: what to do with control tokens in message text, see :mod:`fsm_rollout.chat`.
+        injection: what to do with control tokens in message text: ``guard`` (encode them as plain text), ``allow``
+            or ``raise``.
         history: ``keep`` or ``split``, see :meth:`must_split`.
         now: what the template's clock says unless a call says otherwise; by default the time of construction.
 
@@ -61,7 +68,7 @@ class ChatTemplate:
         tokenizer: PreTrainedTokenizerFast,
         *,
         chat_template: TemplateSource | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
+        template_kwargs: Mapping[str, object] | None = None,
         close_tokens: Sequence[str | int] = (),
         injection: Injection = "guard",
         history: History = "keep",
@@ -77,28 +84,25 @@ class ChatTemplate:
         self.now = now or datetime.now()
         self._encoder = encoder_for(tokenizer)
         self._renderer = Renderer(tokenizer, chat_template, template_kwargs)
-        self._known = self._known_stops(close_tokens)
+        known = self._known_stops(close_tokens)
         self._dialect = learn_dialect(self._renderer, self.now)
-        closes = learn_closes(self._renderer, self._encoder, self._dialect, self._known, self.now)
-        self._deriver = Deriver(self._renderer, self._encoder, self._known, closes)
-        learner = Learner(self._deriver, self._renderer, self._encoder, self._dialect)
-        self._cache = Cache(learner, self._renderer, self._encoder, injection)
+        closes = learn_closes(self._renderer, self._encoder, self._dialect, known, self.now)
+        self._deriver = Deriver(self._renderer, self._encoder, known, closes)
+        self._cache = GlueCache(self._deriver, self._dialect, injection)
         self.audit_failures: deque[str] = deque(maxlen=16)
-        self._uses: dict[object, int] = {}
         self.close_ids: frozenset[int] = closes.ids
-        self.stop_ids: frozenset[int] = self._known | closes.ids
+        self.stop_ids: frozenset[int] = known | closes.ids
 
     def _known_stops(self, close_tokens: Sequence[str | int]) -> frozenset[int]:
         """Return the ids of the tokenizer's eos, of a generation config lying beside it, and of the caller."""
-        known = {self.tokenizer.eos_token_id} | set(generation_config_stops(self.tokenizer))
-        by_text = self._encoder.by_text
+        known = {self.tokenizer.eos_token_id, *generation_config_stops(self.tokenizer)} - {None}
         for token in close_tokens:
-            text = isinstance(token, str) and token in by_text
-            id_ = by_text[str(token)].id if text else token if isinstance(token, int) else None
-            if id_ not in self._encoder.by_id:
+            marker = self._encoder.by_text.get(token) if isinstance(token, str) else None
+            id_ = marker.id if marker else token
+            if not isinstance(id_, int) or id_ not in self._encoder.by_id:
                 raise ChatTemplateError("unknown-close-token", f"{token!r} is not a control token of this tokenizer")
             known.add(id_)
-        return frozenset(known - {None})
+        return frozenset(known)
 
     @property
     def source(self) -> str:
@@ -109,9 +113,9 @@ class ChatTemplate:
         """Return the text of ``ids``, control tokens included; incomplete UTF-8 becomes U+FFFD."""
         return self._encoder.decode(ids)
 
-    def prompt(
-        self, messages: Sequence[Mapping[str, Any]], tools: Tools | None, *, now: datetime | None = None
-    ) -> list[int]:
+    # --- prompts
+
+    def prompt(self, messages: Messages, tools: Tools | None, *, now: datetime | None = None) -> list[int]:
         """Return the ids of a conversation that the model continues.
 
         Raises:
@@ -120,23 +124,19 @@ class ChatTemplate:
         """
         return self.prompt_detailed(messages, tools, now=now).ids
 
-    def prompt_detailed(
-        self, messages: Sequence[Mapping[str, Any]], tools: Tools | None, *, now: datetime | None = None
-    ) -> Encoded:
+    def prompt_detailed(self, messages: Messages, tools: Tools | None, *, now: datetime | None = None) -> Encoded:
         """Return what :meth:`prompt` does, with the guarded control tokens: how many, and where."""
         now, tools = now or self.now, shown_tools(tools)
         key = self._cache.prompt_key(messages, tools, now)
-        known = None if key is None else self._cache.prompt(key, messages[-1]["content"])
-        if known is not None:
-            return known
-        result = self.prompt_reference(messages, tools, now=now)
-        if key is not None:
-            self._cache.learn_prompt(key, conform(messages, self._dialect), tools, now, result)
-        return result
+        if key is None:
+            return self.prompt_reference(messages, tools, now=now)
+        encoded = self._cache.prompt(key, messages[-1]["content"])
+        if encoded is None:
+            encoded = self.prompt_reference(messages, tools, now=now)
+            self._cache.learn_prompt(key, conform(messages, self._dialect), tools, now, encoded)
+        return encoded
 
-    def prompt_reference(
-        self, messages: Sequence[Mapping[str, Any]], tools: Tools | None, *, now: datetime | None = None
-    ) -> Encoded:
+    def prompt_reference(self, messages: Messages, tools: Tools | None, *, now: datetime | None = None) -> Encoded:
         """Return the prompt from one full render, without any cache.
 
         Text of user and tool messages is the environment's; that of system and assistant messages is the
@@ -147,14 +147,16 @@ class ChatTemplate:
         if not view:
             raise ChatTemplateError("malformed-message", "a prompt needs at least one message")
         text = self._renderer.render(view, tools, now)
-        foreign = [index for index, message in enumerate(view) if message["role"] not in AUTHORED]
+        foreign = [number for number, message in enumerate(view) if message["role"] not in AUTHORED]
         parts = self._deriver.prompt_parts(view, foreign, tools, now, text)
         return self._encoder.encode_parts(parts, self.injection)
 
+    # --- glue
+
     def glue(
         self,
-        history: Sequence[Mapping[str, Any]],
-        new_messages: Sequence[Mapping[str, Any]],
+        history: Messages,
+        new_messages: Messages,
         tools: Tools | None,
         *,
         sampled_ids: Sequence[int],
@@ -175,56 +177,44 @@ class ChatTemplate:
             ChatTemplateError: see the rules in :mod:`fsm_rollout.chat`.
 
         """
-        return self.glue_detailed(
-            history, new_messages, tools, sampled_ids=sampled_ids, finish_reason=finish_reason, now=now
-        ).ids
+        turn = SampledTurn(sampled_ids=sampled_ids, finish_reason=finish_reason, now=now)
+        return self.glue_detailed(history, new_messages, tools, **turn).ids
 
     def glue_detailed(
-        self,
-        history: Sequence[Mapping[str, Any]],
-        new_messages: Sequence[Mapping[str, Any]],
-        tools: Tools | None,
-        *,
-        sampled_ids: Sequence[int],
-        finish_reason: str,
-        now: datetime | None = None,
+        self, history: Messages, new_messages: Messages, tools: Tools | None, **turn: Unpack[SampledTurn]
     ) -> Encoded:
-        """Return what :meth:`glue` does, with the guarded control tokens: how many, and where."""
-        sampled, tools = self._stop_of(sampled_ids, finish_reason), shown_tools(tools)
-        step = self._cache.step(history, new_messages, tools, sampled)
-        known = None if step is None else self._cache.glue(step)
-        if known is not None:
-            return known
-        case = self._derive_checked(history, new_messages, tools, sampled, now or self.now)
-        result = self._encode(case.glue, sampled)
-        if step is not None:
-            self._cache.learn(step, case, result, dropped=int(self._was_sampled(case.glue, sampled)))
-        return result
+        """Return what :meth:`glue` does, with the guarded control tokens, and the cache entry that was used."""
+        sampled, tools = self._stop_of(turn), shown_tools(tools)
+        shape = self._cache.shape(history, new_messages, tools, sampled)
+        encoded = None if shape is None else self._cache.glue(shape)
+        if encoded is not None:
+            return encoded
+        step, glue = self._derive(history, new_messages, tools, sampled, turn.get("now"))
+        close_sampled = self._close_was_sampled(glue, sampled)
+        encoded = glue.encode(self._encoder, self.injection, close_sampled=close_sampled)
+        if shape is not None:
+            self._cache.learn(shape, step, glue, encoded, close_sampled=close_sampled)
+        return encoded
 
     def glue_reference(
-        self,
-        history: Sequence[Mapping[str, Any]],
-        new_messages: Sequence[Mapping[str, Any]],
-        tools: Tools | None,
-        *,
-        sampled_ids: Sequence[int],
-        finish_reason: str,
-        now: datetime | None = None,
+        self, history: Messages, new_messages: Messages, tools: Tools | None, **turn: Unpack[SampledTurn]
     ) -> Encoded:
         """Return the glue from full renders of the whole history, without any cache."""
-        sampled = self._stop_of(sampled_ids, finish_reason)
-        return self._encode(self._derive_checked(history, new_messages, tools, sampled, now or self.now).glue, sampled)
+        sampled = self._stop_of(turn)
+        _, glue = self._derive(history, new_messages, shown_tools(tools), sampled, turn.get("now"))
+        return glue.encode(self._encoder, self.injection, close_sampled=self._close_was_sampled(glue, sampled))
 
-    def _derive_checked(
-        self,
-        history: Sequence[Mapping[str, Any]],
-        new_messages: Sequence[Mapping[str, Any]],
-        tools: Tools | None,
-        sampled: int | None,
-        now: datetime,
-    ) -> Case:
+    def cached(
+        self, history: Messages, new_messages: Messages, tools: Tools | None, **turn: Unpack[SampledTurn]
+    ) -> bool:
+        """Return whether :meth:`glue` would answer this from the cache, without a render."""
+        shape = self._cache.shape(history, new_messages, shown_tools(tools), self._stop_of(turn))
+        return shape is not None and self._cache.serves(shape)
+
+    def _derive(
+        self, history: Messages, new_messages: Messages, tools: Tools | None, sampled: int | None, now: datetime | None
+    ) -> tuple[Step, Glue]:
         """Derive in the template's own dialect; if there is no answer in that, in the other forms of a call."""
-        tools = shown_tools(tools)
         check_turns(history, new_messages)
         last = len(history) - 1
         own = self._dialect
@@ -237,94 +227,20 @@ class ChatTemplate:
         ):
             view = conform([*history, *new_messages], dialect)
             self._refuse_marked_names(view[last:])
-            base, turn, new = view[:last], view[last], view[last + 1 :]
+            step = Step(view[:last], view[last], view[last + 1 :], tools, sampled, now or self.now)
             try:
-                glue = self._deriver.derive(base, turn, new, tools, sampled, now)
+                return step, self._deriver.derive(step)
             except ChatTemplateError as error:
                 failure = failure or error
                 if error.rule not in RETRIED or not any(message.get("tool_calls") for message in view):
                     break
-            else:
-                return Case(base, turn, new, tools, sampled, now, glue)
         assert failure is not None
         raise failure
 
-    def cached(
-        self,
-        history: Sequence[Mapping[str, Any]],
-        new_messages: Sequence[Mapping[str, Any]],
-        tools: Tools | None,
-        *,
-        sampled_ids: Sequence[int],
-        finish_reason: str,
-    ) -> bool:
-        """Return whether :meth:`glue` would answer this from a scaffold, without a render."""
-        sampled = self._stop_of(sampled_ids, finish_reason)
-        step = self._cache.step(history, new_messages, shown_tools(tools), sampled)
-        return step is not None and self._cache.serves(step)
-
-    def must_split(
-        self, history: Sequence[Mapping[str, Any]], new_messages: Sequence[Mapping[str, Any]], tools: Tools | None
-    ) -> bool:
-        """Return whether the caller must close the stream and open the next with ``prompt(history + new)``.
-
-        With ``history="split"`` that is so wherever a user speaks: templates drop reasoning and rewrite old
-        turns there. The closed stream keeps every sampled token with mask 1; in the new one everything,
-        old turns included, is prompt (mask 0), so each sampled token is trained exactly once.
-        """
-        return self.history == "split" and "user" in roles_of(new_messages)
-
-    def audit_due(self, entry: object) -> bool:
-        """Say whether this use of a cache entry shall be audited: the first ones are, then one in so many."""
-        uses = self._uses[entry] = self._uses.get(entry, 0) + 1
-        return uses <= AUDIT_FIRST or uses % AUDIT_EVERY == 0
-
-    def audit(
-        self,
-        history: Sequence[Mapping[str, Any]],
-        new_messages: Sequence[Mapping[str, Any]],
-        tools: Tools | None,
-        encoded: Encoded,
-        *,
-        sampled_ids: Sequence[int],
-        finish_reason: str,
-        now: datetime | None = None,
-    ) -> GlueMismatchError | None:
-        """Compare what :meth:`glue_detailed` gave for these arguments with the reference; return how they differ.
-
-        It takes full renders, milliseconds that no turn should wait for. After a difference this template is served by
-        the reference alone; the caller has to end every trajectory that used ``encoded.entry``, and those only.
-        """
-        got = f"the cache gave {self.decode(encoded.ids)!r}"
-        try:
-            expected = self.glue_reference(
-                history, new_messages, tools, sampled_ids=sampled_ids, finish_reason=finish_reason, now=now
-            ).ids
-        except ChatTemplateError as error:
-            mismatch = GlueMismatchError(f"{got}, the full render is refused: {error}", encoded.entry)
-        else:
-            if encoded.ids == expected:
-                return None
-            mismatch = GlueMismatchError(f"{got}, the full render {self.decode(expected)!r}", encoded.entry)
-        self._cache.distrust()
-        self.audit_failures.append(str(mismatch))
-        log.warning("chat template audit failed, its cache is off from here: %s", mismatch)
-        return mismatch
-
-    def _refuse_marked_names(self, messages: Sequence[Message]) -> None:
-        """Names and ids of calls are written by templates as they are: one with a control token is refused."""
-        if self.injection == "allow":
-            return
-        for message in messages:
-            calls = message.get("tool_calls", ())
-            words = [message.get("name"), message.get("tool_call_id"), message["role"]]
-            words += [word for call in calls for word in (call["id"], call["function"]["name"])]
-            if any(isinstance(word, str) and not word.isalnum() and self._encoder.find(word) for word in words):
-                raise ChatTemplateError("injected-marker", f"a name or id holds a control token: {words!r}")
-
-    def _stop_of(self, sampled_ids: Sequence[int], finish_reason: str) -> int | None:
+    def _stop_of(self, turn: SampledTurn) -> int | None:
         """Return the stop token a turn ended in, or None if it was cut."""
-        if not isinstance(finish_reason, str) or finish_reason not in tuple(FinishReason):
+        sampled_ids, finish_reason = turn["sampled_ids"], turn["finish_reason"]
+        if not isinstance(finish_reason, str) or finish_reason not in FINISH_REASONS:
             raise ChatTemplateError(
                 "unknown-option", f"finish_reason must be stop, length or abort, got {finish_reason!r}"
             )
@@ -342,19 +258,66 @@ class ChatTemplate:
             )
         return last
 
-    def _encode(self, glue: Glue, sampled: int | None) -> Encoded:
-        """Encode the glue as it stands after the close token, and drop that token where it was sampled.
+    def _close_was_sampled(self, glue: Glue, sampled: int | None) -> bool:
+        """Return whether the sampled stop token stands for the close.
 
-        Encoded together, since white space beside a token may belong to it (``rstrip``). A turn that stopped
-        on another stop token needs no close, unless the close is also the next message's header.
+        A turn that stopped on another stop token needs no close, unless that is also the next message's header.
         """
-        whole = self._encoder.encode_parts([Part(glue.close.text), *glue.parts], self.injection)
-        if whole.ids[:1] != [glue.close.id]:
-            raise ChatTemplateError("no-close-token", f"{glue.close.text!r} is not encoded as one token")
-        return whole.after(1) if self._was_sampled(glue, sampled) else whole
-
-    def _was_sampled(self, glue: Glue, sampled: int | None) -> bool:
-        """Return whether the sampled stop token stands for the close."""
         if sampled is None or sampled == glue.close.id:
             return sampled is not None
         return not glue.opener and (sampled in self.stop_ids or self._encoder.by_id[sampled].special)
+
+    def _refuse_marked_names(self, messages: Sequence[Message]) -> None:
+        """Names and ids of calls are written by templates as they are: one with a control token is refused."""
+        if self.injection == "allow":
+            return
+        for message in messages:
+            calls = message.get("tool_calls", ())
+            words = [message.get("name"), message.get("tool_call_id"), message["role"]]
+            words += [word for call in calls for word in (call["id"], call["function"]["name"])]
+            if any(isinstance(word, str) and not word.isalnum() and self._encoder.find(word) for word in words):
+                raise ChatTemplateError("injected-marker", f"a name or id holds a control token: {words!r}")
+
+    # --- policy, audit
+
+    def must_split(self, history: Messages, new_messages: Messages, tools: Tools | None) -> bool:
+        """Return whether the caller must close the stream and open the next with ``prompt(history + new)``.
+
+        With ``history="split"`` that is so wherever a user speaks: templates drop reasoning and rewrite old
+        turns there. The closed stream keeps every sampled token with mask 1; in the new one everything,
+        old turns included, is prompt (mask 0), so each sampled token is trained exactly once.
+        """
+        return self.history == "split" and "user" in roles_of(new_messages)
+
+    def audit_due(self, entry: CacheEntry) -> bool:
+        """Say whether this use of a cache entry shall be audited: the first ones are, then one in so many."""
+        entry.uses += 1
+        return entry.uses <= AUDIT_FIRST or entry.uses % AUDIT_EVERY == 0
+
+    def audit(
+        self,
+        history: Messages,
+        new_messages: Messages,
+        tools: Tools | None,
+        encoded: Encoded,
+        **turn: Unpack[SampledTurn],
+    ) -> GlueMismatchError | None:
+        """Compare what :meth:`glue_detailed` gave for these arguments with the reference; return how they differ.
+
+        It takes full renders, milliseconds that no turn should wait for. After a difference this template is served by
+        the reference alone; the caller has to end every trajectory that used ``encoded.entry``, and those only.
+        """
+        try:
+            reference = self.glue_reference(history, new_messages, tools, **turn).ids
+            if encoded.ids == reference:
+                return None
+            expected = f"gives {self.decode(reference)!r}"
+        except ChatTemplateError as error:
+            expected = f"is refused: {error}"
+        mismatch = GlueMismatchError(
+            f"the cache gave {self.decode(encoded.ids)!r}, the full render {expected}", encoded.entry
+        )
+        self._cache.distrust()
+        self.audit_failures.append(str(mismatch))
+        log.warning("chat template audit failed, its cache is off from here: %s", mismatch)
+        return mismatch

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsm_rollout.chat import ChatTemplate
-from fsm_rollout.chat.adjacency import MOST_CHARACTERS, Adjacency
+from fsm_rollout.chat import ChatTemplate, glue_cache
+from fsm_rollout.chat.glue_cache import MOST_CHARACTERS, Histories
 from fsm_rollout.errors import ChatTemplateError
 from tests.unit.chat import chat_zoo as zoo
 
@@ -222,11 +222,11 @@ roles = st.sampled_from(["user", "tool", "assistant", "system", "call", "calls"]
 def test_adjacency_of_a_growing_history_is_that_of_a_scan(kinds: list[str], stops: list[int]) -> None:
     made = {"call": zoo.called("k"), "calls": zoo.called("a", "b")}
     history = [dict(made.get(kind) or {"role": kind, "content": "x"}) for kind in [*kinds, "assistant"]]
-    growing = Adjacency()
+    growing = Histories()
     for stop in [*sorted(stops), len(history)]:
-        assert growing.pairs(history[:stop]) == Adjacency().pairs(history[:stop])
+        assert growing.pairs(history[:stop]) == Histories().pairs(history[:stop])
         if len(history[:stop]) > 1:  # the same turn at another place, as in a stream opened afresh
-            assert growing.pairs(history[1:stop]) == Adjacency().pairs(history[1:stop])
+            assert growing.pairs(history[1:stop]) == Histories().pairs(history[1:stop])
 
 
 def test_turns_are_kept_alive_by_their_size_not_by_their_number() -> None:
@@ -240,21 +240,23 @@ def test_turns_are_kept_alive_by_their_size_not_by_their_number() -> None:
         call = {"id": "c", "type": "function", "function": {"name": "write", "arguments": {"lines": [text]}}}
         return Message(role="assistant", content=text) if index % 2 else Message(role="assistant", tool_calls=[call])
 
-    adjacency = Adjacency()
+    histories = Histories()
     made: list[weakref.ref[Message]] = []
     for index in range(500):
         last = turn(index)
         made.append(weakref.ref(last))
-        assert adjacency.pairs([zoo.user(), last]) == Adjacency().pairs([zoo.user(), last])
+        assert histories.pairs([zoo.user(), last]) == Histories().pairs([zoo.user(), last])
     kept = [message for ref in made if (message := ref()) is not None]
     assert 1 < len(kept) < 1.01 * MOST_CHARACTERS / 100_000
 
 
-def test_caches_are_bounded() -> None:
+def test_caches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     chat = ChatTemplate(zoo.tokenizer_for(TRICKY["trims"]))
-    for index in range(300):
+    monkeypatch.setattr(glue_cache, "MOST_ENTRIES", 16)
+    for index in range(40):
         chat.prompt([{"role": "system", "content": str(index)}, zoo.user()], None)
-    assert len(chat._cache._prompts) <= 256
+        chat.glue([zoo.user(), zoo.said()], [zoo.user()], [{"n": index}], sampled_ids=[1], finish_reason="length")
+        assert all(len(kept) <= 16 for kept in vars(chat._cache).values() if isinstance(kept, dict))
 
 
 def test_a_call_nobody_answered_does_not_lend_its_id_to_a_later_turn() -> None:

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from fsm_rollout.chat import ChatTemplate
+from fsm_rollout.chat.markers import CacheEntry
 from fsm_rollout.errors import ChatTemplateError
 from tests.kit import ROOT
 from tests.unit.chat import chat_zoo as zoo
@@ -541,7 +542,7 @@ def test_an_audit_that_fails_turns_the_cache_off_and_is_kept(caplog: pytest.LogC
 
 def test_the_first_uses_of_each_entry_are_audited_and_then_one_in_so_many() -> None:
     chat = ChatTemplate(TOKENIZER)
-    for entry in (object(), object()):
+    for entry in (CacheEntry(), CacheEntry()):
         due = [use for use in range(1, 200) if chat.audit_due(entry)]
         assert due == [1, 2, 64, 128, 192]
 

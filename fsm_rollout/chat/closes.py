@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from fsm_rollout.chat.markers import Marker, MarkerEncoder
 from fsm_rollout.chat.messages import Dialect, Message
-from fsm_rollout.chat.rendering import Renderer
+from fsm_rollout.chat.render import Renderer
 from fsm_rollout.errors import ChatTemplateError
 
 if TYPE_CHECKING:

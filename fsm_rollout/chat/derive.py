@@ -1,0 +1,377 @@
+"""The reference: glue by sentinels over the full history, verified or refused.
+
+Invariant: what :meth:`Deriver.derive` returns is a suffix of the template's own render of the real messages,
+cut at the token that ends the last assistant turn; nothing in it depends on what that turn said.
+
+The last assistant turn is rendered twice, each time with another sentinel in its content and in every call
+argument. What the two renders end with in common cannot depend on the turn's text, so it is what follows the
+sampled tokens, up to the rest of the turn (``}</tool_call>``) that was sampled too: the glue starts after
+the close token. A third render, with sentinels for the new messages as well, shows where their text goes:
+that tells the template's own text from environment text, and a dropped message from a kept one.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from fsm_rollout.chat.closes import Closes, first_close
+from fsm_rollout.chat.markers import Encoded, Injection, Marker, MarkerEncoder, Part
+from fsm_rollout.chat.messages import Message
+from fsm_rollout.chat.render import Renderer, Tools
+from fsm_rollout.errors import ChatTemplateError
+
+Transform = Callable[[str], str]
+
+
+def _as_is(text: str) -> str:
+    return text
+
+
+def _as_json(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+TRANSFORMS: tuple[Transform, ...] = (
+    _as_is,
+    str.strip,
+    str.rstrip,
+    str.lstrip,
+    lambda text: text.strip("\n"),
+    lambda text: text.rstrip("\n"),
+    lambda text: text.lstrip("\n"),
+    _as_json,
+    lambda text: _as_json(text.strip()),
+    lambda text: json.dumps(text)[1:-1],
+    lambda text: repr(text)[1:-1],
+)
+"""How templates write a message's text. The order matters only where two give the same result."""
+ORDERS = frozenset({"system", "developer"})
+"""Roles of the author's instructions: no slots, but not to be lost either."""
+UNMISTAKABLE = 32
+"""Text this long that is found in a render does not stand there by chance."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where text number ``index`` goes, and how the template writes it."""
+
+    index: int
+    transform: Transform = _as_is
+
+    def fill(self, texts: Sequence[str]) -> str:
+        """Return what stands in this slot."""
+        return self.transform(texts[self.index])
+
+
+Pieces = Sequence[str | Slot]
+"""Text of the template, and slots for text of messages."""
+
+
+def filled(pieces: Pieces, texts: Sequence[str]) -> list[Part]:
+    """Return the pieces with text in the slots, marked as the environment's."""
+    return [Part(piece) if isinstance(piece, str) else Part(piece.fill(texts), environment=True) for piece in pieces]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An assistant turn between what was before it and what follows, as the template sees them.
+
+    ``sampled`` is the stop token that the turn ended in; None if it was cut.
+    """
+
+    base: list[Message]
+    turn: Message
+    new: list[Message]
+    tools: Tools | None
+    sampled: int | None
+    now: datetime
+
+    @property
+    def contents(self) -> list[str]:
+        """The text of each new message."""
+        return [str(message["content"] or "") for message in self.new]
+
+
+@dataclass(frozen=True, slots=True)
+class Glue:
+    """What stands between two generations: the close token, then the template's text and the messages' (``parts``).
+
+    ``opener`` says that the close token is the header of the next message too.
+    """
+
+    close: Marker
+    opener: bool
+    parts: tuple[Part, ...] = field(compare=False)
+    text: str
+    """What follows the close token."""
+
+    def encode(self, encoder: MarkerEncoder, injection: Injection, *, close_sampled: bool) -> Encoded:
+        """Encode the glue as it stands after the close token, and drop that token where it was sampled.
+
+        Encoded together, since white space beside a token may belong to it (``rstrip``).
+        """
+        whole = encoder.encode_parts([Part(self.close.text), *self.parts], injection)
+        if whole.ids[:1] != [self.close.id]:
+            raise ChatTemplateError("no-close-token", f"{self.close.text!r} is not encoded as one token")
+        return whole.after(1) if close_sampled else whole
+
+
+@dataclass(frozen=True, slots=True)
+class Sentinels:
+    """Unguessable words, one pair for the last turn and one per new message."""
+
+    first: str
+    second: str
+    word: str
+
+    @classmethod
+    def draw(cls) -> Sentinels:
+        """Draw fresh ones. They end in different letters, so no common suffix reaches into them."""
+        return cls(f"zq{secrets.token_hex(12)}x", f"zq{secrets.token_hex(12)}y", f"zq{secrets.token_hex(12)}n")
+
+    def new(self, index: int) -> str:
+        """Return the sentinel of new message ``index``."""
+        return f"{self.word}{index}m"
+
+
+def marked_turns(message: Message, sentinel: str) -> Iterator[Message]:
+    """Yield copies of an assistant turn with the sentinel in it, the most faithful first.
+
+    Appending keeps a template's own look at the text (``</think>``) as it is. Content that is empty beside
+    tool calls stays empty at first: filling it can change which branch of the template is taken.
+    """
+    calls = message.get("tool_calls")
+    copy = dict(message)
+    if calls:
+        copy["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _marked(call["function"]["arguments"], sentinel)}}
+            for call in calls
+        ]
+    content = message.get("content") or ""
+    if content or not calls:
+        yield {**copy, "content": content + sentinel}
+    else:
+        yield copy
+    if content or calls:
+        yield {**copy, "content": sentinel}
+
+
+def _marked(arguments: object, sentinel: str) -> object:
+    if isinstance(arguments, dict):
+        return dict.fromkeys(arguments, sentinel) or {sentinel: sentinel}
+    try:
+        parsed = json.loads(str(arguments))
+    except (ValueError, RecursionError):
+        return sentinel
+    return json.dumps(_marked(parsed, sentinel)) if isinstance(parsed, dict) else sentinel
+
+
+class Deriver:
+    """Derives glue for one template. ``known`` are the stop tokens given by tokenizer, config and caller."""
+
+    def __init__(self, renderer: Renderer, encoder: MarkerEncoder, known: frozenset[int], closes: Closes) -> None:
+        self.renderer = renderer
+        self.encoder = encoder
+        self.closes = closes
+        self.known = known
+
+    def derive(self, step: Step) -> Glue:
+        """Return the glue between the step's turn and the next generation.
+
+        Raises:
+            ChatTemplateError: any rule of :mod:`fsm_rollout.chat` about a turn or a message.
+
+        """
+        # 1. What follows the turn, whatever it says; and where the new messages stand in it.
+        sentinels = Sentinels.draw()
+        marked_turn, after = self._common_suffix(step, sentinels)
+        pattern = self._pattern(step, marked_turn, sentinels)
+        # 2. The close: what ends the turn before the first new message.
+        region = str(pattern[0])
+        close_at, close = self._close(region, step.sampled)
+        cut = close_at + len(close.text)
+        if not after.startswith(region[:cut]):
+            raise ChatTemplateError(
+                "text-moved", "what stands between the turn and its close token depends on the next message's text"
+            )
+        # 3. The same must stand after the turn's own text.
+        text = after[cut:]
+        if not self.renderer.render([*step.base, step.turn, *step.new], step.tools, step.now).endswith(
+            close.text + text
+        ):
+            raise ChatTemplateError(
+                "text-moved", "the text after the turn is not the same once the turn's own text stands in it"
+            )
+        # 4. The template's text told from the messages'.
+        pieces = fit([region[cut:], *pattern[1:]], step.contents, text)
+        parts = filled(pieces, step.contents) if pieces else locate(step.contents, text)
+        return Glue(close, close.id in self.closes.openers, tuple(parts), text)
+
+    def _close(self, region: str, sampled: int | None) -> tuple[int, Marker]:
+        """Return the close token in what stands before the next message, and its place."""
+        closes = self.closes
+        text = frozenset({closes.text.id}) if closes.text else frozenset()
+        usual = text if sampled is not None else text | closes.ids
+        sampled_first = frozenset() if sampled is None else frozenset({sampled})
+        preference = (sampled_first, self.known, usual - closes.openers, closes.openers)
+        lead = closes.lead if sampled is None else frozenset()
+        chosen = first_close(self.encoder.find(region), preference, lead)
+        if chosen is None:
+            raise ChatTemplateError(
+                "no-close-token",
+                f"the template writes no known stop token after an assistant turn, only {region[:80]!r}; "
+                "without one the end of the turn and the next message cannot be told apart",
+            )
+        return chosen
+
+    def _common_suffix(self, step: Step, sentinels: Sentinels) -> tuple[Message, str]:
+        """Return the marked turn that worked, and what both renders have in common after the sentinel."""
+        failure: ChatTemplateError | None = None
+        words = (sentinels.first, sentinels.second)
+        for turns in zip(*(marked_turns(step.turn, word) for word in words), strict=True):
+            try:
+                first, second = (
+                    self.renderer.render([*step.base, turn, *step.new], step.tools, step.now) for turn in turns
+                )
+            except ChatTemplateError as error:
+                failure = failure or error
+                continue
+            if sentinels.first in first and sentinels.second in second:
+                tails = first.rpartition(sentinels.first)[2], second.rpartition(sentinels.second)[2]
+                return turns[0], common_suffix(*tails)
+        if failure is not None:
+            raise failure
+        raise ChatTemplateError("turn-dropped", "the template writes neither the text nor the calls of the last turn")
+
+    def _pattern(self, step: Step, marked_turn: Message, sentinels: Sentinels) -> list[str | int]:
+        """Return what follows the turn when the new messages are sentinels: text, and indices of messages."""
+        marked = [{**message, "content": sentinels.new(index)} for index, message in enumerate(step.new)]
+        whole = self.renderer.render([*step.base, marked_turn, *marked], step.tools, step.now)
+        pattern = _cut(whole.rpartition(sentinels.first)[2], sentinels.word)
+        for index, message in enumerate(step.new):
+            if index not in pattern:
+                if sentinels.new(index) in whole:
+                    raise ChatTemplateError(
+                        "text-moved",
+                        f"the template writes new message {index} before the text of the turn it follows",
+                    )
+                raise ChatTemplateError(
+                    "message-dropped", f"the template silently drops the new {message['role']!r} message {index}"
+                )
+        return pattern
+
+    def prompt_parts(
+        self, messages: list[Message], foreign: Sequence[int], tools: Tools | None, now: datetime, text: str
+    ) -> list[Part]:
+        """Return ``text``, the render of ``messages``, with the text of the ``foreign`` ones told apart.
+
+        Raises:
+            ChatTemplateError: ``message-dropped`` or ``message-altered``.
+
+        """
+        self._refuse_dropped_orders(messages, tools, now, text)
+        word = Sentinels.draw().word
+        marked = list(messages)
+        for index in foreign:
+            marked[index] = {**messages[index], "content": f"{word}{index}m"}
+        contents = [str(message["content"] or "") for message in messages]
+        try:
+            pattern = _cut(self.renderer.render(marked, tools, now), word)
+        except ChatTemplateError:
+            return locate([contents[index] for index in foreign], text)
+        for index in foreign:
+            if index not in pattern and contents[index]:
+                raise ChatTemplateError(
+                    "message-dropped", f"the template silently drops the {messages[index]['role']!r} message {index}"
+                )
+        pieces = fit(pattern, contents, text)
+        return filled(pieces, contents) if pieces else locate([contents[index] for index in foreign], text)
+
+    def _refuse_dropped_orders(self, messages: list[Message], tools: Tools | None, now: datetime, text: str) -> None:
+        """Refuse a prompt whose system or developer message is nowhere in it.
+
+        A template may move its text (into the first user message) or take flags out of it, so what is looked
+        for is a sentinel behind the text, anywhere.
+        """
+        for index, message in enumerate(messages):
+            order = str(message["content"] or "").strip()
+            if message["role"] not in ORDERS or not order or (len(order) >= UNMISTAKABLE and order in text):
+                continue
+            word = Sentinels.draw().word
+            marked = [*messages[:index], {**message, "content": f"{order} {word}"}, *messages[index + 1 :]]
+            try:
+                kept = word in self.renderer.render(marked, tools, now)
+            except ChatTemplateError:  # it insists on what is said there
+                kept = order in text
+            if not kept:
+                raise ChatTemplateError(
+                    "message-dropped", f"the template silently drops the {message['role']!r} message {index}"
+                )
+
+
+def _cut(text: str, word: str) -> list[str | int]:
+    """Split ``text`` at the sentinels ``{word}{index}m``; each stands there as its index."""
+    first, *rest = text.split(word)
+    pattern: list[str | int] = [first]
+    for piece in rest:
+        index, _, after = piece.partition("m")
+        pattern += [int(index), after]
+    return pattern
+
+
+def common_suffix(one: str, two: str) -> str:
+    """Return the longest text both end with."""
+    low, high = 0, min(len(one), len(two))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[-middle:] == two[-middle:]:
+            low = middle
+        else:
+            high = middle - 1
+    return one[len(one) - low :]
+
+
+def fit(pattern: Sequence[str | int], texts: Sequence[str], whole: str) -> Pieces | None:
+    """Find how each slot of ``pattern`` writes its text such that all of it is ``whole``; None if no way fits."""
+
+    def walk(index: int, position: int) -> list[str | Slot] | None:
+        if index == len(pattern):
+            return [] if position == len(whole) else None
+        item = pattern[index]
+        options: Pieces = [item] if isinstance(item, str) else [Slot(item, transform) for transform in TRANSFORMS]
+        tried: set[str] = set()
+        for option in options:
+            form = option if isinstance(option, str) else option.fill(texts)
+            if form in tried or not whole.startswith(form, position):
+                continue
+            tried.add(form)
+            rest = walk(index + 1, position + len(form))
+            if rest is not None:
+                return [option, *rest]
+        return None
+
+    return walk(0, 0)
+
+
+def locate(contents: Sequence[str], text: str) -> list[Part]:
+    """Find the contents in ``text`` in order, whatever stands between them.
+
+    Raises:
+        ChatTemplateError: ``message-altered`` when one is not there in any known form.
+
+    """
+    parts: list[Part] = []
+    start = 0
+    for index, content in enumerate(contents):
+        forms = [transform(content) for transform in TRANSFORMS]
+        form = next((form for form in forms if text.find(form, start) >= 0), None)
+        if form is None:
+            raise ChatTemplateError("message-altered", f"the template rewrites the text of new message {index}")
+        at = text.find(form, start)
+        parts += [Part(text[start:at]), Part(form, environment=True)]
+        start = at + len(form)
+    return [*parts, Part(text[start:])]

@@ -1,0 +1,110 @@
+"""A chat template as a function from messages to text: exactly what ``tokenizer.apply_chat_template`` renders.
+
+Invariant: the environment is the one transformers compiles (a test pins the equality); the only thing changed
+is that the clock is given. Whatever a template raises leaves here as a ChatTemplateError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from fsm_rollout.chat.messages import Messages
+from fsm_rollout.errors import ChatTemplateError
+
+if TYPE_CHECKING:
+    from jinja2 import Template, nodes
+    from transformers import PreTrainedTokenizerFast
+
+Tools = Messages
+"""OpenAI schemas of tools."""
+TemplateSource = str | Mapping[str, str] | Sequence[Mapping[str, str]]
+"""One template, several by name, or the list of ``{"name", "template"}`` that tokenizer configs hold."""
+
+
+def shown_tools(tools: Tools | None) -> Tools | None:
+    """Return the tools a template is to see: none at all for an empty list.
+
+    Raises:
+        ChatTemplateError: ``malformed-tools`` for anything but a sequence of schemas.
+
+    """
+    if tools is None or type(tools) is list or type(tools) is tuple:
+        return tools or None
+    if isinstance(tools, (str, bytes)) or not isinstance(tools, Sequence):
+        raise ChatTemplateError("malformed-tools", f"tools must be a list of schemas, got {type(tools).__name__}")
+    return list(tools) or None
+
+
+class Renderer:
+    """Renders one model's template(s); a tokenizer may carry a second one for conversations with tools."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        chat_template: TemplateSource | None,
+        template_kwargs: Mapping[str, object] | None,
+    ) -> None:
+        own = getattr(tokenizer, "chat_template", None)
+        if isinstance(own, Mapping) and isinstance(chat_template, str) and chat_template in own:
+            chat_template = own[chat_template]  # by name, as transformers has it
+        named = _by_name(own if chat_template is None else chat_template)
+        if not isinstance(template_kwargs, (Mapping, type(None))):
+            raise ChatTemplateError("unknown-option", f"template_kwargs must be a dict, got {template_kwargs!r}")
+        plain = named.get("default", next(iter(named.values())))
+        self.source = named.get("tool_use", plain)
+        """The template used when there are tools."""
+        self._templates = {source: _compiled(source) for source in (plain, self.source)}
+        self._plain = self._templates[plain]
+        self._variables = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
+        self.uses_clock = any("strftime_now" in text for text in named.values())
+
+    def trees(self) -> list[nodes.Template]:
+        """Return the syntax trees of the templates that may be rendered."""
+        return [template.environment.parse(source) for source, template in self._templates.items()]
+
+    def render(self, messages: Messages, tools: Tools | None, now: datetime, *, generation: bool = True) -> str:
+        """Render ``messages``, with the header of the next assistant turn if ``generation``.
+
+        Raises:
+            ChatTemplateError: ``template-raised``, for anything the template raises.
+
+        """
+        template = self._templates[self.source] if tools else self._plain
+        variables = {
+            "strftime_now": now.strftime,
+            **self._variables,
+            "messages": messages,
+            "tools": list(tools) if tools else None,
+            "documents": None,
+            "add_generation_prompt": generation,
+        }
+        try:
+            return template.render(**variables)
+        except Exception as error:  # the template is the user's code
+            raise ChatTemplateError("template-raised", f"{type(error).__name__}: {error}") from None
+
+
+def _compiled(source: str) -> Template:
+    # The one private name of transformers we lean on: its environment (sandbox, filters, tags).
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        return _compile_jinja_template(source)  # type: ignore[no-any-return]
+    except Exception as error:  # the template is the user's code
+        raise ChatTemplateError("template-syntax", f"{type(error).__name__}: {error}") from None
+
+
+def _by_name(source: TemplateSource | None) -> dict[str, str]:
+    if not source:
+        raise ChatTemplateError("no-template", "the tokenizer has no chat template; give chat_template=")
+    try:
+        if isinstance(source, str):
+            return {"default": source}
+        named = dict(source) if isinstance(source, Mapping) else {item["name"]: item["template"] for item in source}
+    except (KeyError, TypeError, ValueError):
+        named = {}
+    if not named or not all(isinstance(text, str) for text in named.values()):
+        raise ChatTemplateError("no-template", "chat_template must be text, or texts by name")
+    return named
