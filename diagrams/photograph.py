@@ -18,9 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fsm_rollout.report.links import Links
-from fsm_rollout.report.pages import write_page
-from fsm_rollout.report.recorded import open_run
+from fsm_rollout.report.pages import Links, write_page
+from fsm_rollout.report.recording import open_run
 from fsm_rollout.report.trajectory import page_of_run
 
 HERE = Path(__file__).parent

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from rich.table import Table
 
 from fsm_rollout.batch.rows import turns_of
-from fsm_rollout.report.token_texts import shortened
+from fsm_rollout.report.texts import shortened
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 Summary: TypeAlias = dict[str, Any]

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any
 
-from fsm_rollout.report.pages import duration
-from fsm_rollout.report.recorded import Recorded
+from fsm_rollout.report.recording import Recording
+from fsm_rollout.report.texts import duration
 from fsm_rollout.trajectory.events import (
     Called,
     ContextOpened,
     Generated,
-    MalformedCall,
     Message,
     MessagesAppended,
     ModelQueried,
@@ -38,8 +36,8 @@ class CallCard:
     """One attempted tool call and what became of it (``called`` is ``None`` when it was never carried out)."""
 
     name: str
-    arguments: Any
-    broken: str | None
+    arguments: object
+    broken: str | None = None
     called: Called | None = None
 
 
@@ -69,9 +67,10 @@ class Card:
     """What the environment asked other models after it."""
 
     @property
-    def roles(self) -> list[str]:
-        """The roles of its messages, in order, repeats once."""
-        return list(dict.fromkeys(str(message.get("role", "?")) for message in self.messages))
+    def who(self) -> str:
+        """Who its tokens are from, in a word or two."""
+        roles = dict.fromkeys(str(message.get("role", "?")) for message in self.messages)
+        return "assistant" if self.kind == "model" else " + ".join(roles) or self.kind
 
     @property
     def cut(self) -> str | None:
@@ -83,131 +82,125 @@ class Card:
         return "aborted"
 
 
-def cards(recorded: Recorded) -> list[Card]:
+def cards(recording: Recording) -> list[Card]:
     """Return the cards of a trajectory; without its events those that its token streams alone tell."""
-    return _Dealer(recorded).found if recorded.events else _from_spans(recorded)
+    return _Dealer(recording).cards if recording.events else _from_spans(recording)
 
 
 class _Dealer:
     """Follows the events, keeping only how long each stream is and what is pending in it."""
 
-    def __init__(self, recorded: Recorded) -> None:
-        self.found: list[Card] = []
-        self.open: dict[str, int] = {}
+    def __init__(self, recording: Recording) -> None:
+        self.cards: list[Card] = []
+        self.stream_of: dict[str, int] = {}
         self.lengths: list[int] = []
         self.pending: defaultdict[str, list[Message]] = defaultdict(list)
         self.writers: dict[str, str] = {}
-        self.turns: dict[str, Card] = {}
-        self.by_turn: dict[int, Card] = {}
+        """The state that wrote the first of a context's pending messages."""
+        self.generation_of: dict[str, Card] = {}
+        """The latest generation of each context."""
+        self.generations: dict[int, Card] = {}
         self.turn = 0
         self.state = "?"
         self.latest: Card | None = None
-        for event in recorded.events:
+        """The latest generation of any context."""
+        for event in recording.events:
             self._take(event)
         for context, messages in self.pending.items():
             if messages:
-                self._pending_card(context, messages)
+                state, stream = self.writers.get(context, "?"), self.stream_of.get(context, -1)
+                self.cards.append(Card("pending", state, stream, messages=messages))
 
     def _take(self, event: object) -> None:
         match event:
             case ContextOpened():
                 # A first turn's prompt that had grown is rendered afresh: its pending messages are in the new prompt.
                 self.pending.pop(event.context, None)
-                self.turns.pop(event.context, None)
-                self.open[event.context] = len(self.lengths)
+                self.generation_of.pop(event.context, None)
+                self.stream_of[event.context] = len(self.lengths)
                 self.lengths.append(0)
                 self._card("prompt", event, event.messages)
             case MessagesAppended():
                 self.writers.setdefault(event.context, event.state)
                 self.pending[event.context] += event.messages
             case PromptExtended():
-                messages = self.pending.pop(event.context, [])
                 self.writers.pop(event.context, None)
-                self._card("environment", event, messages)
+                self._card("environment", event, self.pending.pop(event.context, []))
             case Generated():
                 self._generated(event)
             case Called():
                 self._called(event)
             case UserReplied() if self.latest is not None:
                 self.latest.interacted = (self.latest.interacted or 0.0) + event.seconds
-            case Scored() if event.turn is not None and event.turn in self.by_turn:
-                self.by_turn[event.turn].scores.append((event.value, event.source))
+            case Scored() if event.turn is not None and event.turn in self.generations:
+                self.generations[event.turn].scores.append((event.value, event.source))
             case ModelQueried() if self.latest is not None:
                 self.latest.asked.append(event)
             case Suspended():
-                self.found.append(Card("pause", self.state, pause=f"set aside: {event.reason}"))
+                self.cards.append(Card("pause", self.state, pause=f"set aside: {event.reason}"))
             case Resumed():
                 away = f" after {duration(event.away)}" if event.away > 0 else ""
-                said = f"went on{away}, on weights {event.weight_version}"
-                self.found.append(Card("pause", self.state, pause=said))
+                pause = f"went on{away}, on weights {event.weight_version}"
+                self.cards.append(Card("pause", self.state, pause=pause))
             case Prompted():
                 self.state = event.initial
             case Transitioned():
                 self.state = event.dest
-                self.found.append(Card("step", event.source, step=event))
+                self.cards.append(Card("step", event.source, step=event))
             case _:
                 pass
 
     def _card(self, kind: str, event: ContextOpened | PromptExtended | Generated, messages: list[Message]) -> Card:
-        number = self.open[event.context]
-        start = self.lengths[number]
-        self.lengths[number] = end = start + len(event.ids)
-        card = Card(kind, event.state, number, start, end, self.turn, messages)
+        stream = self.stream_of[event.context]
+        start = self.lengths[stream]
+        self.lengths[stream] = end = start + len(event.ids)
+        self.cards.append(card := Card(kind, event.state, stream, start, end, self.turn, messages))
         if not isinstance(event, Generated):
             card.guarded, card.unplaced = event.guarded, event.guarded > 0 and not event.guarded_at
-        self.found.append(card)
         return card
 
     def _generated(self, event: Generated) -> None:
-        before = self.turns.get(event.context)
-        card = self._card("model", event, [event.message])
-        card.turn = before.turn if event.resumed and before is not None else self.turn
-        card.generated = event
+        card, before = self._card("model", event, [event.message]), self.generation_of.get(event.context)
+        turn = self.turn
+        if event.resumed and before is not None and before.turn is not None:
+            turn = before.turn
+        card.turn, card.generated = turn, event
         card.calls = [
-            CallCard(call.name, call.arguments, None) if isinstance(call, ToolCall) else _broken(call)
-            for call in event.attempts
+            CallCard(attempt.name, attempt.arguments)
+            if isinstance(attempt, ToolCall)
+            else CallCard("broken call", attempt.message, attempt.kind)
+            for attempt in event.attempts
         ]
         self.turn += not event.resumed
-        self.turns[event.context] = self.latest = card
-        self.by_turn[card.turn if card.turn is not None else self.turn] = card
+        self.generation_of[event.context] = self.generations[turn] = self.latest = card
 
     def _called(self, event: Called) -> None:
+        """Give a call to its attempt; a call that nobody announced gets a card after those of the attempts."""
         if self.latest is None or self.latest.generated is None:
             return
-        ids = [attempt.id for attempt in self.latest.generated.attempts]
-        # Cards of calls that nobody announced come after those of the attempts.
-        slots = [call for id_, call in zip(ids, self.latest.calls, strict=False) if id_ == event.id]
-        free = next((call for call in slots if call.called is None), None)
-        if free is None:
-            free = CallCard(event.name or "broken call", event.arguments, None)
-            self.latest.calls.append(free)
-        free.called = event
-
-    def _pending_card(self, context: str, messages: list[Message]) -> None:
-        card = Card("pending", self.writers.get(context, "?"), self.open.get(context, -1), messages=messages)
-        self.found.append(card)
+        for attempt, card in zip(self.latest.generated.attempts, self.latest.calls, strict=False):
+            if attempt.id == event.id and card.called is None:
+                card.called = event
+                return
+        self.latest.calls.append(CallCard(event.name or "broken call", event.arguments, called=event))
 
 
-def _broken(attempt: MalformedCall) -> CallCard:
-    return CallCard("broken call", attempt.message, attempt.kind)
-
-
-def _from_spans(recorded: Recorded) -> list[Card]:
-    found = []
-    for number, stream in enumerate(recorded.trajectory.streams):
-        said = iter([message for message in stream.messages[stream.opening :] if message.get("role") == "assistant"])
+def _from_spans(recording: Recording) -> list[Card]:
+    cards: list[Card] = []
+    for number, stream in enumerate(recording.trajectory.streams):
+        answers = iter([m for m in stream.messages[stream.opening :] if m.get("role") == "assistant"])
         latest: Card | None = None
         for span in stream.tokens.spans:
-            kind = {Owner.PROMPT: "prompt", Owner.ENVIRONMENT: "environment", Owner.MODEL: "model"}[span.owner]
-            if latest is not None and latest.kind == kind == "model" and latest.turn == span.turn:
+            if latest is not None and latest.kind == span.owner.value == "model" and latest.turn == span.turn:
                 latest.end = span.end  # the weights changed within the turn
                 continue
-            messages = stream.messages[: stream.opening] if kind == "prompt" else []
-            if kind == "model":
-                message = next(said, None)
-                messages = [message] if message is not None else []
-            latest = Card(kind, span.state, number, span.start, span.end, span.turn, messages)
-            found.append(latest)
+            messages: list[Message] = []
+            if span.owner is Owner.PROMPT:
+                messages = stream.messages[: stream.opening]
+            elif span.owner is Owner.MODEL and (answer := next(answers, None)) is not None:
+                messages = [answer]
+            latest = Card(span.owner.value, span.state, number, span.start, span.end, span.turn, messages)
+            cards.append(latest)
         if stream.pending:
-            found.append(Card("pending", stream.pending_state or "?", number, messages=stream.pending))
-    return found
+            cards.append(Card("pending", stream.pending_state or "?", number, messages=stream.pending))
+    return cards

@@ -10,59 +10,59 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import cached_property
+
+import numpy as np
 
 from fsm_rollout.batch.rows import turns_of
-from fsm_rollout.report.endings import kind_of_end
-from fsm_rollout.report.moments import BUSY, KINDS, Clock, Kind, Stretch, covered, stretches
-from fsm_rollout.report.pages import number
-from fsm_rollout.report.recorded import Recorded
-from fsm_rollout.trajectory.events import Resumed
-from fsm_rollout.trajectory.trajectory import Trajectory
+from fsm_rollout.report.recording import Recording, kind_of_end
+from fsm_rollout.report.texts import number
+from fsm_rollout.report.times import BUSY, Clock, Kind, Stretch, covered
 
 BINS = 120
 """Points of a course over time."""
 BARS = 24
+_DOING: dict[Kind, str] = {
+    "queue": "waiting for the engine",
+    "generate": "generating",
+    "tool": "in tools",
+    "interact": "in interactions",
+}
 
 
-@dataclass(frozen=True, slots=True)
 class Line:
     """What a report keeps of one trajectory."""
 
-    trajectory_id: str
-    group_id: str
-    agent: str
-    parent_id: str | None
-    ending: str
-    detail: str | None
-    score: float | None
-    turns: int
-    generations: int
-    tokens: int
-    trained: int
-    calls: int
-    failures: int
-    start: float
-    end: float
-    seconds: dict[Kind, float]
-    """Of its time, how much at least one such thing was under way."""
-    longest: Stretch | None
-    lives: tuple[tuple[float, float], ...]
-    """When it was under way: from its start to its end without the times for which it was set aside."""
-    resumed: int
-    """How often it was set aside, or cut off, and went on."""
-    versions: tuple[int, ...]
-    """The weight versions that its trained tokens were sampled with, oldest first."""
-
-    @property
-    def wall(self) -> float:
-        """Seconds from its first event to its end (or the latest event), without those for which it was set aside."""
-        return sum(end - start for start, end in self.lives)
-
-    @property
-    def kind(self) -> Literal["fine", "cut", "open"]:
-        """What kind of an end it came to."""
-        return kind_of_end(self.ending)
+    def __init__(self, recording: Recording) -> None:
+        trajectory, times = recording.trajectory, recording.times
+        self.trajectory_id = trajectory.trajectory_id
+        self.group_id = trajectory.group_id
+        self.agent = trajectory.agent
+        self.parent_id = trajectory.parent_id
+        self.ending = recording.ending
+        self.kind = kind_of_end(recording.ending)
+        self.detail = trajectory.detail
+        self.score = trajectory.score
+        self.messages = sum(map(turns_of, trajectory.streams))
+        self.generations = trajectory.turn
+        self.tokens = trajectory.response_tokens
+        self.trained = trajectory.trained_tokens
+        self.calls = trajectory.calls_seen
+        self.failures = trajectory.calls_failed
+        self.resumed = trajectory.resumptions
+        """How often it was set aside, or cut off, and went on."""
+        self.versions = recording.versions
+        self.start = trajectory.started_at
+        self.end = recording.events[-1].at if trajectory.ended_at is None else trajectory.ended_at
+        """Its end, or the latest event."""
+        self.seconds = times.totals()
+        """Of its time, how much at least one such thing was under way."""
+        self.longest = max(times.of(*BUSY), key=lambda stretch: stretch.seconds, default=None)
+        away = Clock((stretch.start, stretch.end) for stretch in times.of("away"))
+        self.lives = tuple(away.runs(self.start, self.end))
+        """When it was under way: from its start to its end without the times for which it was set aside."""
+        self.wall = sum(end - start for start, end in self.lives)
+        """Seconds for which it was under way."""
 
     @property
     def away(self) -> float:
@@ -70,17 +70,19 @@ class Line:
         return self.seconds["away"]
 
     @property
-    def other(self) -> float:
-        """Seconds in which none of the kinds was under way, at least."""
-        return max(0.0, self.wall - sum(self.seconds[kind] for kind in BUSY))
+    def parts(self) -> dict[str, float]:
+        """What its time went into; ``other``: the seconds in which none of the kinds was under way, at least."""
+        busy: dict[str, float] = {kind: self.seconds[kind] for kind in BUSY}
+        return busy | {"other": max(0.0, self.wall - sum(busy.values()))}
 
     def why(self) -> str:
         """Return what its time went into, for the tail."""
         kind = max(BUSY, key=lambda name: self.seconds[name])
+        other = self.parts["other"]
         if not self.wall:
             return "nothing took any time"
-        if self.other > self.seconds[kind]:
-            return f"{self.other / self.wall:.0%} outside of engine, tools and interactions"
+        if other > self.seconds[kind]:
+            return f"{other / self.wall:.0%} outside of engine, tools and interactions"
         share = f"{self.seconds[kind] / self.wall:.0%} {_DOING[kind]}"
         if kind == "generate":
             return f"{share}: {_counted(self.generations, 'generation')}, {self.trained:,} trained tokens"
@@ -90,22 +92,8 @@ class Line:
         return share
 
 
-_DOING: dict[Kind, str] = {
-    "queue": "waiting for the engine",
-    "generate": "generating",
-    "tool": "in tools",
-    "interact": "in interactions",
-}
-
-
 def _counted(count: int, word: str) -> str:
     return f"{count:,} {word}{'' if count == 1 else 's'}"
-
-
-def versions_of(trajectory: Trajectory) -> tuple[int, ...]:
-    """Return the weight versions that its trained tokens were sampled with, oldest first."""
-    trained = [stream.tokens for stream in trajectory.streams if stream.tokens.trained]
-    return tuple(sorted({span.version for tokens in trained for span in tokens.spans if span.version >= 0}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,95 +120,64 @@ class ToolUse:
     failures: Counter[str] = field(default_factory=Counter)
 
 
-@dataclass(slots=True)
 class Figures:
-    """Everything a report is about: :meth:`add` each trajectory, of which little is kept."""
+    """Everything a report is about: :meth:`add` all trajectories, of which little is kept, then read."""
 
-    lines: list[Line] = field(default_factory=list)
-    tools: dict[str, ToolUse] = field(default_factory=dict)
-    generations: list[Stretch] = field(default_factory=list)
-    queued: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    _known: tuple[int, Clock] = field(default_factory=lambda: (0, Clock()))
-    """The clock, and of how many lines it is."""
+    def __init__(self, recordings: Iterable[Recording] = ()) -> None:
+        self.lines: list[Line] = []
+        self.tools: dict[str, ToolUse] = {}
+        self.generations: list[Stretch] = []
+        self.queued: defaultdict[str, float] = defaultdict(float)
+        """Seconds that generations waited, by replica."""
+        for recording in recordings:
+            self.add(recording)
 
-    def add(self, recorded: Recorded) -> None:
+    def add(self, recording: Recording) -> None:
         """Take one trajectory in."""
-        trajectory, events = recorded.trajectory, recorded.events
-        found = stretches(events)
-        for stretch in found:
-            if stretch.kind == "generate":
-                self.generations.append(stretch)
-            elif stretch.kind == "queue":
-                self.queued[stretch.replica] += stretch.seconds
-            elif stretch.kind == "tool":
-                use = self.tools.setdefault(stretch.label, ToolUse(stretch.label))
-                use.seconds.append(stretch.seconds)
-                if stretch.failure is not None:
-                    use.failures[stretch.failure] += 1
-        end = trajectory.ended_at if trajectory.ended_at is not None else events[-1].at
-        clock = Clock((stretch.start, stretch.end) for stretch in found if stretch.kind == "away")
-        self.lines.append(
-            Line(
-                trajectory_id=trajectory.trajectory_id,
-                group_id=trajectory.group_id,
-                agent=trajectory.agent,
-                parent_id=trajectory.parent_id,
-                ending=trajectory.stop_reason or ("suspended" if trajectory.suspended is not None else "unfinished"),
-                detail=trajectory.detail,
-                score=trajectory.score,
-                turns=sum(map(turns_of, trajectory.streams)),
-                generations=trajectory.turn,
-                tokens=trajectory.response_tokens,
-                trained=trajectory.trained_tokens,
-                calls=trajectory.calls_seen,
-                failures=trajectory.calls_failed,
-                start=trajectory.started_at,
-                end=end,
-                seconds={kind: covered([s for s in found if s.kind == kind]) for kind in KINDS},
-                longest=max((s for s in found if s.kind != "away"), key=lambda s: s.seconds, default=None),
-                lives=tuple(clock.runs(trajectory.started_at, end)),
-                resumed=sum(isinstance(event, Resumed) for event in events),
-                versions=versions_of(trajectory),
-            )
-        )
+        self.lines.append(Line(recording))
+        self.generations += recording.times.of("generate")
+        for stretch in recording.times.of("queue"):
+            self.queued[stretch.replica] += stretch.seconds
+        for stretch in recording.times.of("tool"):
+            use = self.tools.setdefault(stretch.label, ToolUse(stretch.label))
+            use.seconds.append(stretch.seconds)
+            if stretch.failure is not None:
+                use.failures[stretch.failure] += 1
 
-    @property
+    @cached_property
     def own(self) -> list[Line]:
         """Those of the prompts; sub-agents are called by them, and have their scores."""
         return [line for line in self.lines if line.parent_id is None]
 
-    @property
+    @cached_property
     def called(self) -> list[Line]:
         """Those of sub-agents."""
         return [line for line in self.lines if line.parent_id is not None]
 
-    @property
+    @cached_property
     def begin(self) -> float:
         """When the first trajectory began."""
         return min((line.start for line in self.lines), default=0.0)
 
-    @property
+    @cached_property
     def end(self) -> float:
         """When the last thing happened."""
         return max((line.end for line in self.lines), default=0.0)
 
-    @property
-    def seconds(self) -> float:
-        """How long at least one trajectory was under way; what courses over time are over."""
-        clock = self._clock()
-        return clock(self.end) - clock(self.begin)
-
-    def _clock(self) -> Clock:
-        """Return the clock that stands while nothing is under way: between a crash and the run that goes on, say."""
-        if self._known[0] == len(self.lines):
-            return self._known[1]
+    @cached_property
+    def clock(self) -> Clock:
+        """The clock that stands while nothing is under way: between a crash and the run that goes on, say."""
         gaps, reached = list[tuple[float, float]](), self.begin
         for start, end in sorted(life for line in self.lines for life in line.lives):
             if start > reached:
                 gaps.append((reached, start))
             reached = max(reached, end)
-        self._known = (len(self.lines), Clock([*gaps, (reached, self.end)]))
-        return self._known[1]
+        return Clock([*gaps, (reached, self.end)])
+
+    @cached_property
+    def seconds(self) -> float:
+        """How long at least one trajectory was under way; what courses over time are over."""
+        return self.clock(self.end) - self.clock(self.begin)
 
     def throughput(self) -> list[float]:
         """Return sampled tokens per second in each of ``BINS`` equal parts of the run."""
@@ -253,40 +210,37 @@ class Figures:
         ]
 
     def _rate(self, generations: Sequence[Stretch]) -> list[float]:
-        width = self.seconds / BINS
-        bins = self._course([(s.start, s.end, float(s.tokens)) for s in generations])
-        return [tokens / width if width else 0.0 for tokens in bins]
+        return self._course([(s.start, s.end) for s in generations], [s.tokens for s in generations])
 
     def _busy(self, times: Sequence[tuple[float, float]]) -> list[float]:
-        width, clock = self.seconds / BINS, self._clock()
-        bins = self._course([(start, end, clock(end) - clock(start)) for start, end in times])
-        return [amount / width if width else 0.0 for amount in bins]
+        return self._course(times, [self.clock(end) - self.clock(start) for start, end in times])
 
-    def _course(self, amounts: Iterable[tuple[float, float, float]]) -> list[float]:
-        """Spread each amount evenly over its time and return the sums by part: they add up to the amounts' sum.
+    def _course(self, times: Sequence[tuple[float, float]], amounts: Sequence[float]) -> list[float]:
+        """Spread each amount evenly over its time and return the sums per second, by part.
 
-        An amount's whole parts are entered as two differences, so that the cost does not grow with its length.
+        They add up to the amounts' sum. An amount's whole parts are entered as two differences, so that the cost does
+        not grow with its length.
         """
-        clock = self._clock()
-        begin, width = clock(self.begin), self.seconds / BINS
-        sums, differences = [0.0] * BINS, [0.0] * (BINS + 1)
-        for start, end, amount in amounts if width > 0 else ():
-            low = min(max((clock(start) - begin) / width, 0.0), BINS - 1e-9)
-            high = min(max((clock(end) - begin) / width, low), float(BINS))
-            first, last = int(low), min(int(high), BINS - 1)
-            if first == last or high - low < 1e-9:
-                sums[first] += amount
-                continue
-            rate = amount / (high - low)
-            sums[first] += rate * (first + 1 - low)
-            sums[last] += rate * (high - last)
-            differences[first + 1] += rate
-            differences[last] -= rate
-        level = 0.0
-        for place in range(BINS):
-            level += differences[place]
-            sums[place] += level
-        return sums
+        width = self.seconds / BINS
+        if not width > 0 or not times:
+            return [0.0] * BINS
+        # 1. Where each amount begins and ends, counted in parts.
+        places = np.array([(self.clock(start), self.clock(end)) for start, end in times])
+        low, high = ((places - self.clock(self.begin)) / width).T
+        low = low.clip(0.0, BINS - 1e-9)
+        high = np.maximum(high, low).clip(max=BINS)
+        first, last = low.astype(int), np.minimum(high.astype(int), BINS - 1)
+        # 2. What lies within one part, then the first and the last part of what is longer, then the parts between.
+        amount = np.array(amounts, dtype=float)
+        within = (first == last) | (high - low < 1e-9)
+        rate = np.divide(amount, high - low, out=np.zeros_like(amount), where=~within)
+        sums, differences = np.zeros(BINS), np.zeros(BINS + 1)
+        np.add.at(sums, first, np.where(within, amount, rate * (first + 1 - low)))
+        np.add.at(sums, last, rate * (high - last))
+        np.add.at(differences, first + 1, rate)
+        np.add.at(differences, last, -rate)
+        course: list[float] = ((sums + differences[:BINS].cumsum()) / width).tolist()
+        return course
 
 
 @dataclass(frozen=True, slots=True)

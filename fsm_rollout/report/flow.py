@@ -10,25 +10,20 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from html import escape
 
 from markupsafe import Markup
 
-from fsm_rollout.agent.graph import AgentGraph
+from fsm_rollout.agent.graph import AgentGraph, TransitionRow
 from fsm_rollout.diagrams.draw import DrawingError, render
-from fsm_rollout.diagrams.picture import ANY, FEW, conditions_of, shown
-from fsm_rollout.report.pages import state_class
-from fsm_rollout.report.recorded import Recorded
-from fsm_rollout.report.token_texts import visible
-from fsm_rollout.trajectory.events import Transitioned
+from fsm_rollout.diagrams.picture import ANY, FEW, conditions_of
+from fsm_rollout.report.pages import render_template
+from fsm_rollout.report.recording import Recording
 
 SCORE_STEPS = 5
 """Colours on the scale of scores, 0 the lowest."""
 ORDERS_SHOWN = 6
-CONDITIONS_SHOWN = 40
-"""Characters of an edge's conditions in the picture."""
 WIDEST = 5.0
 """Points of an edge that is always taken."""
 
@@ -84,44 +79,41 @@ class Flow:
     def _declare(self, graph: AgentGraph) -> None:
         places = {id(row): place for place, row in enumerate(graph.transitions)}
         triggers = dict.fromkeys((*(row.trigger for row in graph.transitions), "failed"))
-        found = [
-            ((state, trigger, row.dest, places.get(id(row))), row)  # `on_error` is written at its state
+        rows: dict[_Key, TransitionRow] = {
+            (state, trigger, row.dest, places.get(id(row))): row  # `on_error` is written at its state
             for state in graph.working_states
             for trigger in triggers
             for row in graph.rows_of(state, trigger)
-        ]
-        for key, _ in found:
+        }
+        for key in rows:
             self._rows[key[:3]].append(key)
         many = len(graph.working_states) > FEW
-        for key, row in found:
-            self._edge(key).shared = many and ANY in row.source
-            self._edge(key).asked = " and ".join(conditions_of(row)) if len(self._rows[key[:3]]) > 1 else ""
+        for key, row in rows.items():
+            edge = self._edge(key)
+            edge.shared = many and ANY in row.source
+            edge.asked = " and ".join(conditions_of(row)) if len(self._rows[key[:3]]) > 1 else ""
 
-    def add(self, recorded: Recorded) -> None:
+    def add(self, recording: Recording) -> None:
         """Count one trajectory in."""
         self.trajectories += 1
-        self.visits.update(recorded.trajectory.visits)
-        self._states |= dict.fromkeys(recorded.state_names)
-        steps = [event for event in recorded.events if isinstance(event, Transitioned)]
-        told = any(step.row is not None for step in steps)
+        self.visits.update(recording.trajectory.visits)
+        self._states |= dict.fromkeys(recording.state_names)
+        rows_known = any(step.row is not None for step in recording.steps)
         taken: set[_Key] = set()
-        for place, step in enumerate(steps, 1):
-            key = self._key(step, told)
+        for place, step in enumerate(recording.steps, 1):
+            triple = (step.source, step.trigger, step.dest)
+            candidates = self._rows.get(triple, [])
+            key = candidates[0] if not rows_known and len(candidates) == 1 else (*triple, step.row)
             edge = self._edge(key)
             edge.count += 1
             self._left[step.source] += 1
             if self.trajectories == 1:
                 edge.order.append(place)
             taken.add(key)
-        score = recorded.trajectory.score
-        for key in taken if score is not None else ():
-            self._edges[key].scored += 1
-            self._edges[key].score_sum += score or 0.0
-
-    def _key(self, step: Transitioned, told: bool) -> _Key:
-        triple = (step.source, step.trigger, step.dest)
-        rows = self._rows.get(triple, [])
-        return rows[0] if not told and len(rows) == 1 else (*triple, step.row)
+        if recording.trajectory.score is not None:
+            for key in taken:
+                self._edges[key].scored += 1
+                self._edges[key].score_sum += recording.trajectory.score
 
     @property
     def states(self) -> list[str]:
@@ -142,82 +134,51 @@ class Flow:
         return self._edges.setdefault(key, Edge(*key[:3]))
 
 
-def path_picture(traffic: Flow) -> Markup | None:
+def path_picture(flow: Flow) -> Markup | None:
     """Return the SVG of one trajectory's path: visit counts in the states, the order of steps on the edges."""
-    return _picture(
-        traffic, {id(edge): (_orders(edge.order), 1.2 + 0.5 * min(edge.count, 4), "") for edge in traffic.edges}
-    )
+
+    def look(edge: Edge) -> tuple[str, float, str]:
+        steps = ", ".join(map(str, edge.order[:ORDERS_SHOWN]))
+        more = f", … ({len(edge.order)} ×)" if len(edge.order) > ORDERS_SHOWN else ""
+        return steps + more, 1.2 + 0.5 * min(edge.count, 4), ""
+
+    return _picture(flow, look)
 
 
-def traffic_picture(traffic: Flow) -> Markup | None:
+def traffic_picture(flow: Flow) -> Markup | None:
     """Return the SVG of many trajectories: an edge's width is its probability, its colour the mean score."""
-    means = [edge.score for edge in traffic.edges if edge.score is not None]
+    means = [edge.score for edge in flow.edges if edge.score is not None]
     low, high = min(means, default=0.0), max(means, default=0.0)
-    looks = {}
-    for edge in traffic.edges:
-        text = f"{traffic.share(edge):.0%}" if edge.count else ""
-        step = ""
+
+    def look(edge: Edge) -> tuple[str, float, str]:
+        colour = ""
         if edge.score is not None and high > low:
-            step = f" score{round((edge.score - low) / (high - low) * (SCORE_STEPS - 1))}"
-        looks[id(edge)] = (text, 0.8 + (WIDEST - 0.8) * traffic.share(edge), step)
-    return _picture(traffic, looks)
+            colour = f" score{round((edge.score - low) / (high - low) * (SCORE_STEPS - 1))}"
+        return f"{flow.share(edge):.0%}" if edge.count else "", 0.8 + (WIDEST - 0.8) * flow.share(edge), colour
+
+    return _picture(flow, look)
 
 
-def _picture(traffic: Flow, looks: Mapping[int, tuple[str, float, str]]) -> Markup | None:
-    drawn = [edge for edge in traffic.edges if edge.count or not edge.shared]
+def _picture(flow: Flow, look: Callable[[Edge], tuple[str, float, str]]) -> Markup | None:
+    """Lay out with Graphviz, from left to right where there is room; ``look`` gives an edge's text, width and colour.
+
+    ``None`` where there is no Graphviz, or it fails: the page then has a table alone.
+    """
+    drawn = [edge for edge in flow.edges if edge.count or not edge.shared]
+    edges = [(edge, *look(edge)) for edge in drawn]
+    # What leads on is drawn straight, and what only leads there and back is beside it.
     back = {(edge.dest, edge.source) for edge in drawn}
     onward = {edge.source for edge in drawn if (edge.source, edge.dest) not in back}
-    lines = [
-        'bgcolor="transparent"; nodesep=0.35; ranksep=0.45; pad=0.1;',
-        'node [shape=box, style="rounded,filled", fontname="Helvetica", fontsize=12, margin="0.16,0.08"];',
-        'edge [fontname="Helvetica", fontsize=10, arrowsize=0.7];',
-    ]
-    numbers = {state: f"n{place}" for place, state in enumerate(traffic.states)}
-    for state, name in numbers.items():
-        visits = traffic.visits[state]
-        used = "used" if visits else "unused"
-        label = f"{visible(state)}\n{visits:,} ×" if visits else visible(state)
-        lines.append(f'{name} [label={_quoted(label)}, class="state {used} {state_class(state)}"];')
-    for edge in drawn:
-        text, width, step = looks[id(edge)]
-        asked = f"[{shown(edge.asked, CONDITIONS_SHOWN)}]" if edge.asked else ""
-        label = _beside([visible(edge.trigger), *filter(None, (asked, text))], width)
-        used = "used" if edge.count else "unused"
-        lines.append(
-            f"{numbers[edge.source]} -> {numbers[edge.dest]} [label={label}, penwidth={width:.2f}, "
-            # What leads on is straight, and what only leads there and back is beside it.
-            f'class="row {used}{step}", weight={8 if edge.dest in onward else 1}];'
-        )
-    try:
-        return _svg("\n".join(lines))
-    except DrawingError:  # there is no Graphviz, or it fails: the page has a table alone
-        return None
-
-
-def _svg(body: str) -> Markup:
-    """Lay out with Graphviz, from left to right where there is room for that."""
     for direction in ("LR", "TB"):
-        drawn = render(f"digraph {{ rankdir={direction};\n{body}\n}}", "svg").decode("utf-8")
-        drawn = drawn[drawn.index("<svg") :]
-        found = re.search(r'<svg width="(\d+)pt"', drawn)
+        values = {"flow": flow, "edges": edges, "onward": onward, "direction": direction}
+        try:
+            svg = render(render_template("flow.dot.jinja", values), "svg").decode("utf-8")
+        except DrawingError:
+            return None
+        svg = svg[svg.index("<svg") :]
+        found = re.search(r'<svg width="(\d+)pt"', svg)
         width = int(found[1]) * _POINT if found else 0.0
         if width <= WIDE:
             break
     # What is wider than the page when it has been shrunk as far as can be read is scrolled.
-    return Markup(f'<svg style="min-width:{width * SMALLEST:.0f}px"{drawn.removeprefix("<svg")}')
-
-
-def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
-
-
-def _beside(lines: Sequence[str], width: float) -> str:
-    """Return a label that keeps clear of its edge: Graphviz places labels as if every line were hair-thin."""
-    text = "<BR/>".join(map(escape, lines))
-    clear = f'BORDER="0" CELLBORDER="0" CELLSPACING="0" CELLPADDING="{round(1 + width / 2)}"'
-    return f"<<TABLE {clear}><TR><TD>{text}</TD></TR></TABLE>>"
-
-
-def _orders(order: Sequence[int]) -> str:
-    shown = ", ".join(map(str, order[:ORDERS_SHOWN]))
-    return f"{shown}, … ({len(order)} ×)" if len(order) > ORDERS_SHOWN else shown
+    return Markup(f'<svg style="min-width:{width * SMALLEST:.0f}px"{svg.removeprefix("<svg")}')

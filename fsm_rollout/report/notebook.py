@@ -22,7 +22,7 @@ from fsm_rollout.errors import ConfigError, JournalError, did_you_mean
 if TYPE_CHECKING:
     from fsm_rollout.agent.graph import AgentGraph
     from fsm_rollout.engines.protocol import Engine
-    from fsm_rollout.report.recorded import Recorded
+    from fsm_rollout.report.recording import Recording
     from fsm_rollout.trajectory.journal import Journal
     from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -50,10 +50,10 @@ def agent_picture(graph: AgentGraph) -> str | None:
 
 def trajectory_frame(trajectory: Trajectory) -> str:
     """Return the page of a trajectory of which nothing else is known, in a frame: its tokens are shown as ids."""
-    from fsm_rollout.report.recorded import Recorded
+    from fsm_rollout.report.recording import Recording
     from fsm_rollout.report.trajectory import trajectory_page
 
-    return framed(trajectory_page(Recorded(trajectory)))
+    return framed(trajectory_page(Recording(trajectory)))
 
 
 def framed(page: str) -> str:
@@ -103,19 +103,19 @@ def page(
         ConfigError: an id, and there is no journal or no such trajectory in it; names the closest.
         JournalError: the journal cannot be read.
     """
-    from fsm_rollout.report.recorded import with_sub_agents
-    from fsm_rollout.report.token_texts import TokenTexts
+    from fsm_rollout.report.recording import with_sub_agents
+    from fsm_rollout.report.texts import TokenTexts
     from fsm_rollout.report.trajectory import trajectory_page
 
-    recorded = _recorded(trajectory, journal)
+    recording = _recording_of(trajectory, journal)
     texts = {name: TokenTexts(engine.tokenizer) for name, engine in engines.items()}
     sub_agents = {name: graph for agent in agents.values() for name, graph in with_sub_agents(agent).items()}
-    graph = agents.get(recorded.trajectory.agent) or sub_agents.get(recorded.trajectory.agent)
-    return Page(trajectory_page(recorded, graph=graph, texts=texts.get))
+    graph = agents.get(recording.trajectory.agent) or sub_agents.get(recording.trajectory.agent)
+    return Page(trajectory_page(recording, graph=graph, texts=texts.get))
 
 
-def _recorded(trajectory: Trajectory | str, journal: Journal | None) -> Recorded:
-    from fsm_rollout.report.recorded import Recorded
+def _recording_of(trajectory: Trajectory | str, journal: Journal | None) -> Recording:
+    from fsm_rollout.report.recording import Recording
     from fsm_rollout.trajectory.journal import events, trajectory_ids
 
     wanted = trajectory if isinstance(trajectory, str) else trajectory.trajectory_id
@@ -125,12 +125,12 @@ def _recorded(trajectory: Trajectory | str, journal: Journal | None) -> Recorded
                 f"this rollout keeps no journal to find trajectory '{wanted}' in; "
                 "give the trajectory itself, or Rollout(…, journal=Journal('journal.sqlite'))"
             )
-        return Recorded(trajectory)
+        return Recording(trajectory)
     with suppress(JournalError):  # a closed journal has all of it on disk already
         journal.flush()
     known = trajectory_ids(journal.path)
     if wanted in known:
-        return Recorded.of(events(journal.path, wanted))
+        return Recording.of(events(journal.path, wanted))
     if isinstance(trajectory, str):
         raise ConfigError(f"the journal has no trajectory '{wanted}'{did_you_mean(wanted, known)}")
-    return Recorded(trajectory)
+    return Recording(trajectory)

@@ -1,8 +1,11 @@
-"""One self-contained HTML file out of a template and data.
+"""One self-contained HTML file out of a template and data, and the links from one page of a run to the others.
 
 Invariants: a page asks the network for nothing; nothing that a model, a tool or a prompt wrote is ever markup or code.
 Jinja escapes every value, data for the script is JSON that cannot close its element, and the page's own
 Content-Security-Policy lets only this package's script run (by its hash), so that holds even if the first two fail.
+
+A link leads only to a page that exists when the linking page is written, or that is written along with it; where there
+is none, :meth:`Links.command` makes one. Links are relative, so a run's folder can be moved and served.
 """
 
 from __future__ import annotations
@@ -10,45 +13,49 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
+import os
 import re
-from collections.abc import Sequence
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from fsm_rollout.diagrams.palette import css_variables
-from fsm_rollout.report.endings import kind_of_end
-from fsm_rollout.report.token_texts import folded, visible
+from fsm_rollout.diagrams.picture import shown
+from fsm_rollout.report.recording import kind_of_end
+from fsm_rollout.report.texts import as_json, duration, folded, number, replica_name, visible
 
-PAGE = Path(__file__).parent / "page"
+TEMPLATES = Path(__file__).parent / "page"
+PAGES = "trajectories"
+"""The folder, in a run's folder, of trajectory pages that a report links to."""
+REPORT = "report.html"
+LONGEST_NAME = 150
+"""Characters of a page's name; file systems take 255 in all."""
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_ONE_LINE = 100
-SMALLEST = 1e-6
-"""Numbers closer to 0 are written with an exponent."""
-_PARTS = ("line", "fill", "ink")
 
 
-def render_page(template: str, *, title: str, states: Sequence[str], data: Any, **values: Any) -> str:
+def render_page(template: str, *, title: str, states: Sequence[str], data: object, **values: object) -> str:
     """Return the page that ``template`` (a file in ``page/``) makes of ``values``, with ``data`` for its script."""
     script, style = _source("page.js"), state_styles(states) + _source("page.css")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; base-uri 'none'"
-    return (
-        _environment()
-        .get_template(template)
-        .render(
-            title=title,
-            policy=policy,
-            style=Markup(style),
-            script=Markup(script),
-            data=_embedded(data),
-            **values,
-        )
-    )
+    page = {
+        "title": title,
+        "policy": f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; base-uri 'none'",
+        "style": Markup(style),
+        "script": Markup(script),
+        "data": _embedded(data),
+    }
+    return render_template(template, page | values)
+
+
+def render_template(template: str, values: Mapping[str, object]) -> str:
+    """Return what a file in ``page/`` makes of ``values``; all of them are escaped."""
+    return _environment().get_template(template).render(values)
 
 
 def state_class(state: str) -> str:
@@ -59,11 +66,11 @@ def state_class(state: str) -> str:
 def state_styles(states: Sequence[str]) -> str:
     """Return the CSS of :func:`state_class` for these states; names that no graph allows have no colour of theirs."""
     known = [state for state in states if _IDENTIFIER.fullmatch(state)]
-    rules = "".join(
-        f".{state_class(state)}{{" + "".join(f"--{part}:var(--state-{state}-{part});" for part in _PARTS) + "}\n"
+    rules = (
+        f".n-{state}{{--line:var(--state-{state}-line);--fill:var(--state-{state}-fill);--ink:var(--state-{state}-ink);}}\n"
         for state in known
     )
-    return css_variables(known) + rules
+    return css_variables(known) + "".join(rules)
 
 
 def write_page(path: Path, text: str) -> None:
@@ -78,56 +85,60 @@ def write_page(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def duration(seconds: float | None) -> str:
-    """Return seconds in the unit that suits them: ``340 µs``, ``12 ms``, ``3.4 s``, ``2 min 5 s``."""
-    if seconds is None:
-        return "–"
-    if seconds < 0.001:
-        return f"{seconds * 1e6:.0f} µs" if seconds > 0 else "0 s"
-    if seconds < 0.1:
-        return f"{seconds * 1e3:.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.1f} ms"
-    if seconds < 120:
-        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
-    return f"{seconds // 60:,.0f} min {seconds % 60:.0f} s"
+@dataclass(frozen=True, slots=True)
+class Links:
+    """What the page at ``page`` can link to in the run's folder ``folder``."""
+
+    folder: Path
+    page: Path
+    planned: Collection[Path] = ()
+    """Pages that are being written along with this one."""
+
+    def to(self, trajectory_id: str) -> str | None:
+        """Return the relative URL of a trajectory's page; ``None`` where it has none."""
+        return self._relative(page_path(self.folder, trajectory_id))
+
+    def report(self) -> str | None:
+        """Return the relative URL of the run's report; ``None`` where there is none."""
+        return self._relative(self.folder / REPORT)
+
+    def command(self, trajectory_id: str) -> str:
+        """Return the shell command that makes a trajectory's page."""
+        return f"fsm-rollout show {shlex.quote(str(self.folder))} --trajectory {shlex.quote(trajectory_id)} -o F.html"
+
+    def _relative(self, path: Path) -> str | None:
+        if path not in self.planned and not path.is_file():
+            return None
+        return quote(os.path.relpath(path.absolute(), self.page.absolute().parent).replace(os.sep, "/"))
 
 
-def replica_name(name: str) -> str:
-    """Return how a replica is called in a sentence: pools name theirs ``replica-0``, engines of others as they like."""
-    return name if "replica" in name.lower() else f"replica {name}"
-
-
-def _unbroken_duration(seconds: float | None) -> str:
-    return duration(seconds).replace(" ", "\u00a0")
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    """Return a number without noise: ``1``, ``0.333``, ``2.5``, ``548.8``, ``12,345``, ``0.00042``, ``–`` for none."""
-    if value is None:
-        return "–"
-    if float(value).is_integer() and abs(value) < 1e15:
-        return f"{int(value):,}"
-    if not math.isfinite(value) or abs(value) < SMALLEST:
-        return f"{value:.1e}"
-    if abs(value) < 10 ** (-digits):
-        return f"{value:.{1 - math.floor(math.log10(abs(value)))}f}".rstrip("0")  # the first two of its digits
-    before = len(str(int(abs(value))))  # the more digits before the point, the fewer are worth reading behind it
-    text = f"{value:,.{max(0, min(digits, 4 - before))}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
+def page_path(folder: Path, trajectory_id: str) -> Path:
+    """Return where the page of a trajectory belongs; no two ids share a name, whatever characters they have."""
+    name = quote(trajectory_id, safe="", errors="backslashreplace").replace("~", "%7E").replace("%", "~")
+    if len(name) > LONGEST_NAME:
+        name = f"{name[:LONGEST_NAME]}~~{hashlib.sha256(trajectory_id.encode(errors='backslashreplace')).hexdigest()}"
+    return folder / PAGES / f"{name}.html"
 
 
 @cache
 def _environment() -> Environment:
     environment = Environment(
-        loader=FileSystemLoader(PAGE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters |= {
         "visible": visible,
         "folded": folded,
         "kind_of_end": kind_of_end,
-        "duration": _unbroken_duration,
+        "duration": lambda seconds: duration(seconds).replace(" ", "\u00a0"),  # never broken over two lines
         "number": number,
-        "as_json": _as_json,
+        "as_json": as_json,
         "state_class": state_class,
+        "shown": shown,
+        "dot_string": _dot_string,
         "replica": replica_name,
     }
     return environment
@@ -135,20 +146,15 @@ def _environment() -> Environment:
 
 @cache
 def _source(name: str) -> str:
-    return (PAGE / name).read_text("utf-8")
+    return (TEMPLATES / name).read_text("utf-8")
 
 
-def _as_json(value: Any) -> str:
-    """Return text as it is, and data as JSON: on one line where it fits."""
-    if isinstance(value, str):
-        return visible(value)
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    if len(text) > _ONE_LINE:
-        text = json.dumps(value, ensure_ascii=False, indent=2, default=str)
-    return "\n".join(map(visible, text.split("\n")))
+def _dot_string(text: str) -> Markup:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return Markup(f'"{escaped}"')
 
 
-def _embedded(data: Any) -> Markup:
+def _embedded(data: object) -> Markup:
     text = json.dumps(data, separators=(",", ":"), default=str)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")

@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import base64
 import json
-from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TypedDict, TypeVar
+
+import numpy as np
 
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.limits import spent
 from fsm_rollout.diagrams.picture import shown
-from fsm_rollout.report.cards import Card, cards
-from fsm_rollout.report.figures import versions_of
+from fsm_rollout.report.cards import cards
 from fsm_rollout.report.flow import Flow, path_picture
-from fsm_rollout.report.links import Links
-from fsm_rollout.report.moments import BUSY, Clock, Stretch, covered, packed, stays, stretches
-from fsm_rollout.report.pages import render_page
-from fsm_rollout.report.recorded import Recorded, RecordedRun
-from fsm_rollout.report.token_texts import TokenTexts, visible
-from fsm_rollout.trajectory.events import Message, Transitioned
-from fsm_rollout.trajectory.tokens import Ids, Logprobs
+from fsm_rollout.report.pages import Links, render_page
+from fsm_rollout.report.recording import Recording, RunFolder
+from fsm_rollout.report.texts import TokenTexts, visible
+from fsm_rollout.report.times import BUSY, Clock, Stretch, Times, Visit, covered, packed
+from fsm_rollout.trajectory.events import Message
 from fsm_rollout.trajectory.trajectory import Trajectory
 
+Item = TypeVar("Item", Stretch, Visit)
 Texts = Callable[[str], TokenTexts | None]
 """Gives the token texts of an engine, by its name."""
 STEPS_SHOWN = 200
@@ -35,24 +34,28 @@ STEPS_SHOWN = 200
 TICKS = 5
 GIST = 240
 """Characters of what was asked and answered that stand at the top."""
+NO_EVENTS = (
+    "made from the trajectory alone: its path, its tool calls and its times are in the journal only "
+    "(rollout.page(trajectory) finds them there, and the tokens' texts)"
+)
 
 
-def page_of_run(run: RecordedRun, trajectory_id: str, links: Links) -> str:
+def page_of_run(run: RunFolder, trajectory_id: str, links: Links) -> str:
     """Return the page of one of a run's trajectories, with what ``links`` leads to.
 
     Raises:
         ConfigError: the run has no such trajectory.
         JournalError: the journal cannot be read.
     """
-    recorded = run.trajectory(trajectory_id)
-    for stream in recorded.trajectory.streams:
+    recording = run.recording(trajectory_id)
+    for stream in recording.trajectory.streams:
         run.texts(stream.engine)  # asked now, so that what is missing is among the notes
-    graph = run.agents.get(recorded.trajectory.agent)
-    return trajectory_page(recorded, graph=graph, texts=run.texts, notes=run.notes, run=run.folder.name, links=links)
+    graph = run.agents.get(recording.trajectory.agent)
+    return trajectory_page(recording, graph=graph, texts=run.texts, notes=run.notes, run=run.folder.name, links=links)
 
 
 def trajectory_page(
-    recorded: Recorded,
+    recording: Recording,
     *,
     graph: AgentGraph | None = None,
     texts: Texts = lambda engine: None,
@@ -65,11 +68,11 @@ def trajectory_page(
     Without its events there are no steps and no times, only visits; without its graph, no rows that were not taken;
     without token texts, ids in their place.
     """
-    trajectory, events = recorded.trajectory, recorded.events
-    names = list(dict.fromkeys([*(graph.states if graph else ()), *recorded.state_names]))
-    traffic = Flow(trajectory.agent, graph)
-    traffic.add(recorded)
-    steps = [event for event in events if isinstance(event, Transitioned)]
+    trajectory = recording.trajectory
+    names = list(dict.fromkeys([*(graph.states if graph else ()), *recording.state_names]))
+    flow = Flow(trajectory.agent, graph)
+    flow.add(recording)
+    until = trajectory.latest_at if trajectory.ended_at is None else trajectory.ended_at
     return render_page(
         "trajectory.html.jinja",
         title=f"trajectory {trajectory.trajectory_id} of {trajectory.agent}",
@@ -78,84 +81,91 @@ def trajectory_page(
         t=trajectory,
         run=run,
         links=links,
-        notes=list(notes) if events else [*notes, _NO_EVENTS],
-        ending=ending_of(recorded),
+        notes=list(notes) if recording.events else [*notes, NO_EVENTS],
+        reason_of_end=recording.ending,
+        ending=ending_of(recording),
         gist=_gist(trajectory),
-        versions=versions_of(trajectory),
-        picture=path_picture(traffic) if events or graph else None,
-        flow=traffic,
-        steps=steps[:STEPS_SHOWN],
-        more_steps=len(steps) - STEPS_SHOWN,
-        lanes=time_lanes(recorded, names),
-        cards=cards(recorded),
-        limits=_limits(trajectory),
-        described=describe,
+        versions=recording.versions,
+        picture=path_picture(flow) if recording.events or graph else None,
+        flow=flow,
+        steps=recording.steps[:STEPS_SHOWN],
+        more_steps=len(recording.steps) - STEPS_SHOWN,
+        lanes=time_lanes(recording, names),
+        cards=cards(recording),
+        limits=[(name, spent(trajectory, name, until), most) for name, most in trajectory.limits.items() if most],
     )
 
 
-_NO_EVENTS = (
-    "made from the trajectory alone: its path, its tool calls and its times are in the journal only "
-    "(rollout.page(trajectory) finds them there, and the tokens' texts)"
-)
+class StreamData(TypedDict):
+    """One token stream, as the page's script reads it."""
+
+    context: str
+    engine: str
+    trained: bool
+    ids: str
+    """int32 as base64 of little-endian bytes."""
+    logprobs: str
+    """float32 in the same way; 0.0 in the prompt."""
+    spans: list[tuple[int, int, str, str, int, int]]
+    """``(start, end, owner, state, turn, version)``"""
+    spread: dict[int, str]
+    """Texts, by position, of tokens that hold only part of a character."""
+    guarded: list[int]
 
 
-def token_data(trajectory: Trajectory, texts: Texts) -> dict[str, Any]:
-    """Return what the page's script draws tokens from.
+class TokenData(TypedDict):
+    """What the page's script draws tokens from."""
 
-    ``streams``: ids (int32) and logprobs (float32) as base64 of little-endian bytes, ``spans`` as
-    ``[start, end, owner, state, turn, version]``, ``spread`` and ``guarded`` by position; ``vocabularies``: visible
-    text by engine and id; ``markers``: the ids that are control markers.
-    """
-    vocabularies: dict[str, dict[int, str]] = {}
-    markers: dict[str, list[int]] = {}
-    streams: list[dict[str, Any]] = []
+    kind: str
+    streams: list[StreamData]
+    vocabularies: dict[str, dict[int, str]]
+    """Visible text by engine and id."""
+    markers: dict[str, list[int]]
+    """The ids that are control markers, by engine."""
+
+
+def token_data(trajectory: Trajectory, texts: Texts) -> TokenData:
+    """Return what the page's script draws tokens from."""
+    data: TokenData = {"kind": "trajectory", "streams": [], "vocabularies": {}, "markers": {}}
     used: dict[str, set[int]] = {}
     for stream in trajectory.streams:
-        used.setdefault(stream.engine, set()).update(stream.tokens.ids)
-        known = texts(stream.engine)
-        streams.append(
+        tokens, known = stream.tokens, texts(stream.engine)
+        used.setdefault(stream.engine, set()).update(tokens.ids)
+        logprobs = np.concatenate([np.zeros(tokens.prompt_length), tokens.response_logprobs()])
+        data["streams"].append(
             {
                 "context": stream.context,
                 "engine": stream.engine,
-                "trained": stream.tokens.trained,
-                "ids": _packed(stream.tokens.ids),
-                "logprobs": _packed(logprobs_of(trajectory, len(streams))),
-                "spans": [[s.start, s.end, s.owner.value, s.state, s.turn, s.version] for s in stream.tokens.spans],
-                "spread": {at: visible(text) for at, text in known.spread(stream.tokens).items()} if known else {},
+                "trained": tokens.trained,
+                "ids": base64.b64encode(np.asarray(tokens.ids, "<i4").tobytes()).decode(),
+                "logprobs": base64.b64encode(logprobs.astype("<f4").tobytes()).decode(),
+                "spans": [(s.start, s.end, s.owner.value, s.state, s.turn, s.version) for s in tokens.spans],
+                "spread": {at: visible(text) for at, text in known.spread(tokens).items()} if known else {},
                 "guarded": stream.guarded_at,
             }
         )
     for engine, ids in used.items():
         known = texts(engine)
         if known is not None:
-            vocabularies[engine] = {id_: visible(text) for id_, text in known.vocabulary(ids).items()}
-            markers[engine] = sorted(ids & set(known.markers))
-    return {"kind": "trajectory", "streams": streams, "vocabularies": vocabularies, "markers": markers}
+            data["vocabularies"][engine] = {id_: visible(text) for id_, text in known.vocabulary(ids).items()}
+            data["markers"][engine] = sorted(ids & set(known.markers))
+    return data
 
 
-def logprobs_of(trajectory: Trajectory, number: int) -> Logprobs:
-    """Return the logprobs of a whole stream, prompt included (0.0 there)."""
-    tokens = trajectory.streams[number].tokens
-    return array("f", [0.0] * tokens.prompt_length + tokens.response_logprobs().tolist())
-
-
-def ending_of(recorded: Recorded) -> str:
+def ending_of(recording: Recording) -> str:
     """Return in one sentence why the trajectory is over, or that it is not."""
-    trajectory = recorded.trajectory
+    trajectory, row = recording.trajectory, recording.trajectory.exit
     if trajectory.stop_reason is None:
         if trajectory.suspended is not None:
             return f"It was set aside in {trajectory.state} ({trajectory.suspended}) and may be resumed."
         return f"It has not ended: it is in {trajectory.state}."
-    row = trajectory.exit
     if row is None:
         return f"It ended in {trajectory.state} without a row: {trajectory.detail or trajectory.stop_reason}."
-    parts = [f"In {row.source}, {row.trigger}"]
+    limit, detail = "", row.detail or trajectory.detail
     if row.limit:
         spent, most = trajectory.spent.get(row.limit), trajectory.limits.get(row.limit)
-        parts.append(f" of {row.limit}" + (f" ({spent:,} of {most:,.0f} spent)" if spent and most else ""))
-    parts.append(f" led to {row.dest}")
-    detail = row.detail or trajectory.detail
-    return "".join(parts) + (f": {detail}" if detail else ".")
+        limit = f" of {row.limit}" + (f" ({spent:,} of {most:,.0f} spent)" if spent and most else "")
+    return f"In {row.source}, {row.trigger}{limit} led to {row.dest}" + (f": {detail}" if detail else ".")
 
 
 def _gist(trajectory: Trajectory) -> list[tuple[str, str]]:
@@ -166,18 +176,17 @@ def _gist(trajectory: Trajectory) -> list[tuple[str, str]]:
     spoken = [stream for stream in trajectory.streams if stream.turn is not None]
     spoken = [stream for stream in spoken if stream.tokens.trained] or spoken
     latest = max(spoken, key=lambda stream: stream.turn or 0).messages if spoken else []
-    asked, again = _said("user", trajectory.messages), _said("user", latest)
-    told = [
+    asked, asked_last = _last_of("user", trajectory.messages), _last_of("user", latest)
+    gist = [
         ("asked", asked),
         ("answer", _text(trajectory.extra.get("answer"))),
-        ("asked last", again if again != asked else ""),
-        ("said last", _said("assistant", latest)),
+        ("asked last", asked_last if asked_last != asked else ""),
+        ("said last", _last_of("assistant", latest)),
     ]
-    return [(name, shown(" ".join(text.split()), GIST)) for name, text in told if text.strip()]
+    return [(name, shown(" ".join(text.split()), GIST)) for name, text in gist if text.strip()]
 
 
-def _said(role: str, messages: Sequence[Message]) -> str:
-    """Return what somebody said last."""
+def _last_of(role: str, messages: Sequence[Message]) -> str:
     return next((_text(message.get("content")) for message in reversed(messages) if message.get("role") == role), "")
 
 
@@ -188,86 +197,72 @@ def _text(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def time_lanes(recorded: Recorded, names: Sequence[str]) -> dict[str, Any] | None:
-    """Return the lanes, one per state that took time, with places in percent; ``None`` when nothing took any.
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """What happened in one state: its visits, and the stretches in them, each in a row of its own."""
 
-    Time for which it was set aside is left out: where that was stands a mark.
-    """
-    events = recorded.events
-    if not events:
+    state: str
+    visits: list[Visit]
+    stretches: list[tuple[Stretch, int]]
+    """Those that overlap are in different rows."""
+    marks: list[tuple[Stretch, float]]
+    """For how long it was set aside, and where that stands in the lane."""
+
+    @property
+    def rows(self) -> int:
+        """How many rows its stretches take."""
+        return max((row for _, row in self.stretches), default=0) + 1
+
+    @property
+    def seconds(self) -> float:
+        """How long it was in the state."""
+        return sum(visit.end - visit.start for visit in self.visits)
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """A trajectory's time from 0 to ``seconds``, without that for which it was set aside: there stands a mark."""
+
+    seconds: float
+    lanes: list[Lane]
+    """One per state that took time."""
+    totals: dict[str, float]
+    """Seconds by kind of stretch, where there are any."""
+    ticks: int = TICKS
+
+    @property
+    def idle(self) -> float:
+        """Seconds in which nothing of these was under way."""
+        return max(0.0, self.seconds - covered(stretch for lane in self.lanes for stretch, _ in lane.stretches))
+
+    @property
+    def largest(self) -> list[tuple[str, float]]:
+        """The two kinds (``other`` among them) that took most of the time."""
+        totals = sorted((self.totals | {"other": self.idle}).items(), key=lambda total: -total[1])
+        return [total for total in totals[:2] if total[1] >= 0.005 * self.seconds]
+
+
+def time_lanes(recording: Recording, names: Sequence[str]) -> Lanes | None:
+    """Return the lanes of the states called ``names``; ``None`` when nothing took any time."""
+    times = recording.times
+    if not times.visits:
         return None
-    real = stretches(events)
-    clock = Clock((stretch.start, stretch.end) for stretch in real if stretch.kind == "away")
-    start, away = clock(events[0].at), [(stretch, clock(stretch.start)) for stretch in real if stretch.kind == "away"]
-    found = [replace(s, start=clock(s.start), end=clock(s.end)) for s in real if s.kind != "away"]
-    visits = [replace(visit, start=clock(visit.start), end=clock(visit.end)) for visit in stays(events)]
-    end = max([visit.end for visit in visits] + [stretch.end for stretch in found], default=start)
-    if end <= start:
+    away = times.of("away")
+    clock = Clock((stretch.start, stretch.end) for stretch in away)
+    start = clock(times.visits[0].start)
+
+    def moved(item: Item) -> Item:
+        return replace(item, start=clock(item.start) - start, end=clock(item.end) - start)
+
+    present = Times(tuple(map(moved, times.of(*BUSY))), tuple(map(moved, times.visits)))
+    if present.end <= 0:
         return None
-
-    def place(since: float, until: float) -> str:
-        return f"left:{(since - start) / (end - start):.4%};width:{max(0.0, until - since) / (end - start):.4%}"
-
-    totals, idle = _totals(found), max(0.0, end - start - covered(found))
-    largest = sorted([*totals, ("other", idle)], key=lambda total: -total[1])
     lanes = []
     for state in names:
-        own = [stretch for stretch in found if stretch.state == state]
-        inside = [visit for visit in visits if visit.state == state]
-        if not own and not any(visit.end > visit.start for visit in inside):
-            continue
-        rows = packed(own)
-        depth = max(rows, default=0) + 1
-        lanes.append(
-            {
-                "state": state,
-                "visits": [{"place": place(v.start, v.end), "label": f"visit, ended by {v.trigger}"} for v in inside],
-                "bars": [
-                    {"place": f"{place(s.start, s.end)};top:{row / depth:.2%};height:{1 / depth:.2%}", "of": s}
-                    for s, row in zip(own, rows, strict=True)
-                ]
-                + [{"place": place(at, at) + ";top:0;height:100%", "of": s} for s, at in away if s.state == state],
-                "totals": _totals(own),
-                "share": sum(v.end - v.start for v in inside) / (end - start),
-                "seconds": sum(v.end - v.start for v in inside),
-            }
-        )
-    return {
-        "seconds": end - start,
-        "lanes": lanes,
-        "totals": totals,
-        "idle": idle,
-        "largest": [total for total in largest[:2] if total[1] >= 0.005 * (end - start)],
-        "ticks": [{"at": f"{tick / TICKS:.0%}", "seconds": (end - start) * tick / TICKS} for tick in range(TICKS + 1)],
-    }
-
-
-def _totals(found: Sequence[Stretch]) -> list[tuple[str, float]]:
-    totals = [(kind, covered([item for item in found if item.kind == kind])) for kind in BUSY]
-    return [(kind, seconds) for kind, seconds in totals if seconds > 0]
-
-
-def _limits(trajectory: Trajectory) -> list[dict[str, Any]]:
-    until = trajectory.latest_at if trajectory.ended_at is None else trajectory.ended_at
-    used = {name: spent(trajectory, name, until) for name, most in trajectory.limits.items() if most}
-    return [
-        {"name": name, "spent": used[name], "most": most, "share": min(1.0, used[name] / most)}
-        for name, most in trajectory.limits.items()
-        if most
-    ]
-
-
-def describe(card: Card) -> str:
-    """Return what a card's tokens are, in a word or two."""
-    if card.kind == "model":
-        return "assistant"
-    if card.kind == "prompt":
-        return " + ".join(card.roles) or "prompt"
-    return " + ".join(card.roles) or "environment"
-
-
-def _packed(values: Ids | Logprobs) -> str:
-    import numpy as np
-
-    kind = "<i4" if values.typecode == "i" else "<f4"
-    return base64.b64encode(np.frombuffer(values, dtype=values.typecode).astype(kind).tobytes()).decode()
+        own = [stretch for stretch in present.stretches if stretch.state == state]
+        inside = [visit for visit in present.visits if visit.state == state]
+        if own or any(visit.end > visit.start for visit in inside):
+            rows = list(zip(own, packed(own), strict=True))
+            marks = [(stretch, clock(stretch.start) - start) for stretch in away if stretch.state == state]
+            lanes.append(Lane(state, inside, rows, marks))
+    return Lanes(present.end, lanes, {kind: total for kind, total in present.totals().items() if total > 0})

@@ -13,10 +13,9 @@ from msgspec.structs import replace
 
 from fsm_rollout.agent.loader import dump, load_agent
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
-from fsm_rollout.report.links import Links, page_path
 from fsm_rollout.report.notebook import trajectory_frame
-from fsm_rollout.report.pages import write_page
-from fsm_rollout.report.recorded import open_run
+from fsm_rollout.report.pages import Links, page_path, write_page
+from fsm_rollout.report.recording import open_run
 from fsm_rollout.report.report import write_report
 from fsm_rollout.report.show import show
 from fsm_rollout.report.trajectory import page_of_run

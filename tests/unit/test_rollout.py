@@ -12,7 +12,7 @@ import pytest
 import fsm_rollout as fr
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.errors import EngineError
-from fsm_rollout.report.recorded import open_run
+from fsm_rollout.report.recording import open_run
 from fsm_rollout.trajectory.journal import Journal, metadata
 from tests.embedded import tokenizer
 from tests.kit import ROOT
@@ -156,8 +156,8 @@ def test_a_journal_knows_enough_to_be_looked_at_later(tmp_path: Path, built: boo
     assert run.agents == {}, "what the journal was told before stays"
     texts = run.texts("policy")
     assert texts is not None, run.notes
-    (recorded,) = run.histories()
-    (stream,) = recorded.trajectory.streams
+    (recording,) = run.histories()
+    (stream,) = recording.trajectory.streams
     assert "Four." in "".join(texts.vocabulary(stream.tokens.ids)[id_] for id_ in stream.tokens.ids)
 
 

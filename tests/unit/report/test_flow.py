@@ -11,7 +11,7 @@ from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.loader import loads
 from fsm_rollout.diagrams.draw import to_mermaid, to_svg
 from fsm_rollout.report.flow import Edge, Flow, path_picture, traffic_picture
-from fsm_rollout.report.recorded import Recorded, open_run
+from fsm_rollout.report.recording import Recording, open_run
 from fsm_rollout.report.report import write_report
 from fsm_rollout.report.trajectory import trajectory_page
 from fsm_rollout.trajectory.events import AnyEvent, Transitioned
@@ -52,7 +52,7 @@ def edge_of(traffic: Flow, asked: str) -> Edge:
 def test_rows_that_differ_in_their_conditions_are_edges_of_their_own() -> None:
     traffic = Flow("tool_user", two_ways())
     for row in (3, 3, 2):
-        traffic.add(Recorded.of(numbered(row)))
+        traffic.add(Recording.of(numbered(row)))
     assert edge_of(traffic, 'text_contains "3"').count == 1
     assert edge_of(traffic, "").count == 2
     assert sum(traffic.share(e) for e in traffic.edges if e.source == "GENERATING") == 1.0
@@ -66,14 +66,14 @@ def test_what_took_no_row_is_on_no_rows_edge() -> None:
     last = next(at for at, e in enumerate(events) if isinstance(e, Transitioned) and e.trigger == "interaction_done")
     events[last] = replace(events[last], trigger="failed", dest="GENERATING", stop_reason=None, row=None)
     traffic = Flow("tool_user", two_ways())
-    traffic.add(Recorded.of(events[: last + 1]))
+    traffic.add(Recording.of(events[: last + 1]))
     failed = [e for e in traffic.edges if e.trigger == "failed"]
     assert [e.count for e in failed] == [0, 1]
 
 
 def test_journals_without_rows_go_by_source_trigger_and_dest() -> None:
     traffic = Flow("tool_user", two_ways())
-    traffic.add(Recorded.of(history()))
+    traffic.add(Recording.of(history()))
     taken = [(e.source, e.trigger, e.dest, e.asked) for e in traffic.edges if e.count]
     assert taken == [
         ("PENDING", "prompted", "GENERATING", ""),
@@ -101,9 +101,9 @@ def test_sixty_states_are_drawn_in_every_view(tmp_path: Path) -> None:
         step(1, "generated", "STEP_0", "STEP_1", 2),
         step(9, "timed_out", "STEP_1", "TERMINATED", len(graph.transitions) - 1, stop_reason="too_slow"),
     ]
-    recorded = Recorded.of([prompted, *walked])
+    recording = Recording.of([prompted, *walked])
     traffic = Flow("sixty", graph)
-    traffic.add(recorded)
+    traffic.add(recording)
     drawn = str(path_picture(traffic))
     assert drawn.count('class="edge row used"') == len(walked)
     assert drawn.count("timed_out") == 1, "what may happen in any state is drawn where it did"
@@ -111,7 +111,7 @@ def test_sixty_states_are_drawn_in_every_view(tmp_path: Path) -> None:
     least = re.search(r'^<svg style="min-width:(\d+)px"', drawn)
     assert least is not None
     assert int(least[1]) < 600, "what is long goes down the page"
-    page = trajectory_page(recorded, graph=graph)
+    page = trajectory_page(recording, graph=graph)
     assert page.count('class="lane ') == 2 + 1, "only states that took time have a lane (and the axis)"
     write_report(write_run(tmp_path, {"0/0": [prompted, *walked]}, graph))
     assert (tmp_path / "report.html").read_text("utf-8").count('class="node state') == len(graph.states)

@@ -17,12 +17,12 @@ from fsm_rollout import AgentGraph, State
 from fsm_rollout.cli import app
 from fsm_rollout.diagrams.draw import to_dot
 from fsm_rollout.diagrams.picture import picture
-from fsm_rollout.report.endings import kind_of_end
 from fsm_rollout.report.figures import histogram
 from fsm_rollout.report.pages import duration
+from fsm_rollout.report.recording import kind_of_end
 from fsm_rollout.report.report import write_report
 from fsm_rollout.report.show import show
-from fsm_rollout.report.token_texts import folded, shortened
+from fsm_rollout.report.texts import folded, shortened
 from fsm_rollout.trajectory.events import AnyEvent, Ended, Generated, Prompted
 from fsm_rollout.trajectory.reasons import IMPLICIT_TRIGGERS
 from fsm_rollout.trajectory.trajectory import Outcome

@@ -11,8 +11,8 @@ import pytest
 from msgspec.structs import replace
 
 from fsm_rollout.agent.loader import load_agent
-from fsm_rollout.report.links import Links, page_path
-from fsm_rollout.report.recorded import open_run
+from fsm_rollout.report.pages import Links, page_path
+from fsm_rollout.report.recording import open_run
 from fsm_rollout.report.report import write_report
 from fsm_rollout.report.show import show
 from fsm_rollout.trajectory.events import AnyEvent, Called, Prompted

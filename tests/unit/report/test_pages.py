@@ -22,10 +22,10 @@ from fsm_rollout.agent.loader import load_agent
 from fsm_rollout.cli import app
 from fsm_rollout.report.cards import cards
 from fsm_rollout.report.flow import Flow
-from fsm_rollout.report.links import page_path
 from fsm_rollout.report.pages import number as said_number
-from fsm_rollout.report.recorded import Recorded
-from fsm_rollout.report.token_texts import GOES_ON, TokenTexts, visible
+from fsm_rollout.report.pages import page_path
+from fsm_rollout.report.recording import Recording
+from fsm_rollout.report.texts import GOES_ON, TokenTexts, visible
 from fsm_rollout.report.trajectory import token_data, trajectory_page
 from fsm_rollout.testing.strategies.histories import event_sequences
 from fsm_rollout.trajectory.events import AnyEvent, Called, ContextOpened, Generated, PromptExtended, Transitioned
@@ -59,10 +59,10 @@ def refused(*args: str) -> str:
 @given(event_sequences)
 @settings(max_examples=40)
 def test_the_page_holds_the_tokens_bit_for_bit(events: list[AnyEvent]) -> None:
-    recorded = Recorded.of(events)
-    found = data_of(trajectory_page(recorded))["streams"]
-    assert len(found) == len(recorded.trajectory.streams)
-    for written, stream in zip(found, recorded.trajectory.streams, strict=True):
+    recording = Recording.of(events)
+    found = data_of(trajectory_page(recording))["streams"]
+    assert len(found) == len(recording.trajectory.streams)
+    for written, stream in zip(found, recording.trajectory.streams, strict=True):
         ids = np.frombuffer(base64.b64decode(written["ids"]), "<i4")
         logprobs = np.frombuffer(base64.b64decode(written["logprobs"]), "<f4")
         mask = np.zeros(len(ids), np.int8)
@@ -80,7 +80,7 @@ def test_the_page_holds_the_tokens_bit_for_bit(events: list[AnyEvent]) -> None:
 @settings(max_examples=60)
 def test_cards_cover_every_stream_once(events: list[AnyEvent], with_events: bool) -> None:
     trajectory = Trajectory.fold(events)
-    found = [card for card in cards(Recorded(trajectory, events if with_events else ())) if card.stream >= 0]
+    found = [card for card in cards(Recording(trajectory, events if with_events else ())) if card.stream >= 0]
     for number, stream in enumerate(trajectory.streams):
         at = 0
         for card in (card for card in found if card.stream == number and card.kind != "pending"):
@@ -96,7 +96,7 @@ def test_cards_cover_every_stream_once(events: list[AnyEvent], with_events: bool
 @settings(max_examples=40)
 def test_every_transition_is_on_one_edge(events: list[AnyEvent]) -> None:
     traffic = Flow("solver", None)
-    traffic.add(Recorded.of(events))
+    traffic.add(Recording.of(events))
     moved = [(e.source, e.trigger, e.dest) for e in events if isinstance(e, Transitioned)]
     assert {(e.source, e.trigger, e.dest): e.count for e in traffic.edges} == {m: moved.count(m) for m in moved}
     assert sorted(place for edge in traffic.edges for place in edge.order) == list(range(1, len(moved) + 1))
@@ -162,16 +162,16 @@ def test_what_was_guarded_is_known_by_place_and_not_by_what_it_spells() -> None:
     assert isinstance(glue, PromptExtended)
     assert len(glue.guarded_at) > 1
     for places in (glue.guarded_at, glue.guarded_at[:1], []):
-        recorded = Recorded.of([*told[:at], replace(glue, guarded_at=places), *told[at + 1 :]])
-        (stream,) = token_data(recorded.trajectory, lambda engine: TokenTexts(tokenizer()))["streams"]
-        start = next(card.start for card in cards(recorded) if card.kind == "environment")
+        recording = Recording.of([*told[:at], replace(glue, guarded_at=places), *told[at + 1 :]])
+        (stream,) = token_data(recording.trajectory, lambda engine: TokenTexts(tokenizer()))["streams"]
+        start = next(card.start for card in cards(recording) if card.kind == "environment")
         assert stream["guarded"] == [start + place for place in places]
-        assert ("where, was not recorded" in trajectory_page(recorded)) == (not places)
+        assert ("where, was not recorded" in trajectory_page(recording)) == (not places)
 
 
 def test_what_was_asked_and_answered_stands_at_the_top() -> None:
     def gist(**facts: Any) -> list[str]:
-        page = trajectory_page(Recorded.of(history(**facts)))
+        page = trajectory_page(Recording.of(history(**facts)))
         _, found, rest = page.partition('<dl class="gist">')
         rows = re.findall(r"<dt>(.*?)</dt><dd[^>]*>(.*?)</dd>", rest.partition("</dl>")[0] if found else "")
         return [f"{name}: {html.unescape(text)}" for name, text in rows]
@@ -192,7 +192,7 @@ def test_what_a_critic_said_is_not_what_a_trajectory_came_to() -> None:
         replace(opened, at=said.at, context="critic", trained=False, messages=[{"role": "user", "content": "Is it?"}]),
         replace(said, context="critic", message={"role": "assistant", "content": "ACCEPT"}),
     ]
-    page = trajectory_page(Recorded.of([*events[:at], *verdict, *events[at:]]))
+    page = trajectory_page(Recording.of([*events[:at], *verdict, *events[at:]]))
     top = page.partition('<dl class="gist">')[2].partition("</dl>")[0]
     assert "The answer is 3." in top
     assert "ACCEPT" not in top
@@ -310,7 +310,7 @@ def test_a_run_ends_with_its_report_and_pages_that_it_links_to(tmp_path: Path) -
 def test_a_report_that_fails_does_not_fail_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("fsm_rollout.report.links.PAGES", "\0")  # a name that no file system takes
+    monkeypatch.setattr("fsm_rollout.report.pages.PAGES", "\0")  # a name that no file system takes
     done = CliRunner().invoke(app, ["run", str(CONFIGS / "runs/reflect.yaml"), f"out={tmp_path / 'out'}"])
     assert done.exit_code == 0, done.output
     assert "report.html was not written" in caplog.text
@@ -335,16 +335,16 @@ def test_calls_find_their_attempts_and_none_is_lost() -> None:
     *start, generated, moved, called, _, _, _ = history()[:9]
     assert isinstance(called, Called)
     others = [replace(called, id="c2", result="other"), replace(called, id="c2", result="again"), called]
-    found = [card for card in cards(Recorded.of([*start, generated, moved, *others])) if card.kind == "model"]
+    found = [card for card in cards(Recording.of([*start, generated, moved, *others])) if card.kind == "model"]
     assert [call.called for call in found[0].calls] == [called, *others[:2]]
 
 
 def test_a_huge_trajectory_is_a_page_of_reasonable_size() -> None:
     events = history(text="word " * 50_000)
-    recorded = Recorded.of(events)
+    recording = Recording.of(events)
     texts = TokenTexts(tokenizer())
-    page = trajectory_page(recorded, texts=lambda engine: texts)
-    assert sum(len(stream.tokens) for stream in recorded.trajectory.streams) > 100_000
+    page = trajectory_page(recording, texts=lambda engine: texts)
+    assert sum(len(stream.tokens) for stream in recording.trajectory.streams) > 100_000
     assert len(page) < 6_000_000
     assert len(Elements(page).tags) < 500, "tokens are drawn when they are looked at"
-    assert token_data(recorded.trajectory, lambda engine: texts)["streams"]
+    assert token_data(recording.trajectory, lambda engine: texts)["streams"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace as replace_field
 from pathlib import Path
 from unittest.mock import ANY
 
@@ -11,10 +12,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from fsm_rollout.report.figures import BINS, Figures
-from fsm_rollout.report.moments import Clock, covered, stretches
-from fsm_rollout.report.recorded import Recorded
+from fsm_rollout.report.recording import Recording
 from fsm_rollout.report.report import write_report
 from fsm_rollout.report.show import show
+from fsm_rollout.report.times import Clock, covered, times_of
 from fsm_rollout.report.trajectory import time_lanes
 from fsm_rollout.testing.strategies.histories import several_event_sequences
 from fsm_rollout.trajectory.events import AnyEvent, Called, Generated, Resumed, Suspended
@@ -32,11 +33,10 @@ def interrupted(trajectory_id: str = "0/0", *, away: float = 7.0, clock: float |
 
 
 def test_time_away_is_neither_tools_nor_generation() -> None:
-    recorded = Recorded.of(interrupted(away=7.0))
-    away = [s for s in stretches(recorded.events) if s.kind == "away"]
+    recording = Recording.of(interrupted(away=7.0))
+    away = recording.times.of("away")
     assert [(s.state, s.start, s.end) for s in away] == [("PROCESSING_TOOLS", 105.0, 112.0)]
-    figures = Figures()
-    figures.add(recorded)
+    figures = Figures([recording])
     (line,) = figures.lines
     assert (line.resumed, line.away, line.wall, figures.seconds) == (1, 7.0, 10.0, 10.0)
     assert line.seconds["tool"] == 2.0
@@ -46,23 +46,21 @@ def test_time_away_is_neither_tools_nor_generation() -> None:
 def test_a_run_that_went_on_after_a_night_is_looked_at_without_the_night(tmp_path: Path) -> None:
     """What took seconds fills the lanes and the courses, as it does where nothing was set aside."""
     night = 50_000.0
-    lanes = [time_lanes(Recorded.of(events), ["PENDING", "GENERATING", "PROCESSING_TOOLS", "INTERACTING"])
+    lanes = [time_lanes(Recording.of(events), ["PENDING", "GENERATING", "PROCESSING_TOOLS", "INTERACTING"])
              for events in (history(), interrupted(away=night))]  # fmt: skip
     assert lanes[0] is not None
     assert lanes[1] is not None
-    assert (lanes[1]["seconds"], lanes[1]["largest"]) == (lanes[0]["seconds"], lanes[0]["largest"]) == (10.0, ANY)
-    for calm, torn in zip(lanes[0]["lanes"], lanes[1]["lanes"], strict=True):
-        assert (torn["share"], torn["seconds"], torn["visits"]) == (calm["share"], calm["seconds"], calm["visits"])
-        marks = [bar["place"] for bar in torn["bars"] if bar["of"].kind == "away"]
-        assert [bar for bar in torn["bars"] if bar["place"] not in marks] == [
-            {**bar, "of": ANY} for bar in calm["bars"]
-        ]
-        assert marks == ["left:50.0000%;width:0.0000%;top:0;height:100%"] * (torn["state"] == "PROCESSING_TOOLS")
+    assert (lanes[1].seconds, lanes[1].largest) == (lanes[0].seconds, lanes[0].largest) == (10.0, ANY)
+    for calm_lane, torn_lane in zip(lanes[0].lanes, lanes[1].lanes, strict=True):
+        assert torn_lane == replace_field(calm_lane, marks=torn_lane.marks), "apart from the mark nothing is different"
+        assert [at for _, at in torn_lane.marks] == [5.0] * (torn_lane.state == "PROCESSING_TOOLS")
+    show(write_run(tmp_path / "run", {"0/0": interrupted(away=night)}), "0/0", tmp_path / "t.html")
+    assert "left:50.0000%;width:0.0000%;top:0;height:100%" in (tmp_path / "t.html").read_text("utf-8")
 
-    figures = Figures()
-    for events, seconds in ((interrupted(away=night), 10.0), (history("1/0"), 15.0)):  # the other went on meanwhile
-        figures.add(Recorded.of(events))
-        assert figures.seconds == seconds
+    torn, calm = Recording.of(interrupted(away=night)), Recording.of(history("1/0"))
+    assert Figures([torn]).seconds == 10.0
+    figures = Figures([torn, calm])  # the other went on meanwhile
+    assert figures.seconds == 15.0
     assert sum(figures.throughput()) * 15.0 / BINS == pytest.approx(sum(s.tokens for s in figures.generations))
     write_report(write_run(tmp_path, {"0/0": interrupted(away=night)}))
     report = (tmp_path / "report.html").read_text("utf-8")
@@ -82,12 +80,12 @@ def test_a_clock_stands_in_its_gaps_and_runs_elsewhere(gaps: list[list[int]], st
 
 def test_a_clock_that_lies_behind_is_taken_to_have_stood_still() -> None:
     """A run that goes on in a freshly booted machine has times from before those that it began with."""
-    recorded = Recorded.of(interrupted(clock=-90.0))
-    times = [event.at for event in recorded.events]
+    recording = Recording.of(interrupted(clock=-90.0))
+    times = [event.at for event in recording.events]
     assert times == sorted(times)
-    assert covered(stretches(recorded.events)) == covered(stretches(history()))
-    assert recorded.trajectory.ended_at == 110.0
-    assert recorded.trajectory.away == 0.0
+    assert covered(recording.times.stretches) == covered(times_of(history()).stretches)
+    assert recording.trajectory.ended_at == 110.0
+    assert recording.trajectory.away == 0.0
 
 
 def test_pages_say_how_long_it_was_away_and_which_weights_it_crossed(tmp_path: Path) -> None:
@@ -112,9 +110,7 @@ def test_pages_say_how_long_it_was_away_and_which_weights_it_crossed(tmp_path: P
 @given(several_event_sequences)
 @settings(max_examples=40)
 def test_what_replicas_did_adds_up_to_what_was_done(histories: list[list[AnyEvent]]) -> None:
-    figures = Figures()
-    for events in histories:
-        figures.add(Recorded.of(events))
+    figures = Figures(map(Recording.of, histories))
     sampled = [event for events in histories for event in events if isinstance(event, Generated)]
     replicas = figures.replicas()
     assert [one.name for one in replicas] == sorted({event.replica for event in sampled})

@@ -13,10 +13,10 @@ from hypothesis import given
 from msgspec.structs import replace
 
 from fsm_rollout.report.figures import BINS, Figures, histogram
-from fsm_rollout.report.moments import Stretch, covered, packed, stays, stretches
-from fsm_rollout.report.recorded import Recorded
+from fsm_rollout.report.recording import Recording
 from fsm_rollout.report.show import show
-from fsm_rollout.report.timeline import trace
+from fsm_rollout.report.times import Stretch, covered, packed, times_of
+from fsm_rollout.report.trace import trace
 from fsm_rollout.testing.strategies.histories import several_event_sequences
 from fsm_rollout.trajectory.events import AnyEvent, Called, Generated, Prompted, Transitioned, UserReplied
 from tests.unit.report.recorded_runs import history, write_run
@@ -52,7 +52,7 @@ def test_a_written_trace_is_what_happened(tmp_path: Path) -> None:
 
 @given(several_event_sequences)
 def test_a_trace_holds_every_event_once_and_is_well_formed(histories: list[list[AnyEvent]]) -> None:
-    found = trace(Recorded.of(events) for events in histories)["traceEvents"]
+    found = trace(Recording.of(events) for events in histories)["traceEvents"]
     json.loads(json.dumps(found, allow_nan=False))
     everything = [event for events in histories for event in events]
     begun: Counter[str] = Counter(e["name"].split(" ")[0] for e in found if e["ph"] == "b")
@@ -90,14 +90,14 @@ def test_tools_side_by_side_have_tracks_of_their_own() -> None:
     events = history()
     at = next(place for place, event in enumerate(events) if isinstance(event, Called))
     slow = replace(events[at], at=events[at].at - 0.5, name="slow", id="c2")  # begins and ends before the other
-    found = trace([Recorded.of([*events[:at], slow, *events[at:]])])["traceEvents"]
+    found = trace([Recording.of([*events[:at], slow, *events[at:]])])["traceEvents"]
     tools = {e["name"]: e["cat"] for e in found if e["ph"] == "b" and e["name"].startswith("tool ")}
     assert tools == {"tool slow": "trajectory +1", "tool calculate": "trajectory"}
 
 
 @given(several_event_sequences)
 def test_lanes_never_overlap_and_none_is_wasted(histories: list[list[AnyEvent]]) -> None:
-    found = [stretch for events in histories for stretch in stretches(events)]
+    found = [stretch for events in histories for stretch in times_of(events).stretches]
     rows = packed(found)
     by_row: defaultdict[int, list[Any]] = defaultdict(list)
     for stretch, row in zip(found, rows, strict=True):
@@ -112,9 +112,7 @@ def test_lanes_never_overlap_and_none_is_wasted(histories: list[list[AnyEvent]])
 
 @given(several_event_sequences)
 def test_figures_add_up(histories: list[list[AnyEvent]]) -> None:
-    figures = Figures()
-    for events in histories:
-        figures.add(Recorded.of(events))
+    figures = Figures(map(Recording.of, histories))
     width = figures.seconds / BINS
     sampled = sum(len(e.ids) for events in histories for e in events if isinstance(e, Generated))
     if width > 0:
@@ -137,7 +135,7 @@ def test_a_histogram_of_whole_numbers_gives_each_bar_as_many_of_them() -> None:
 
 def test_time_is_read_off_the_events() -> None:
     events = history()
-    assert [(s.state, s.end - s.start, s.trigger) for s in stays(events)] == [
+    assert [(s.state, s.end - s.start, s.trigger) for s in times_of(events).visits] == [
         ("PENDING", 0.0, "prompted"),
         ("GENERATING", 3.0, "generated"),
         ("PROCESSING_TOOLS", 2.0, "tools_done"),
@@ -146,10 +144,10 @@ def test_time_is_read_off_the_events() -> None:
         ("TERMINATED", 0.0, None),
     ]
     seconds: Counter[str] = Counter()
-    for stretch in stretches(events):
+    for stretch in times_of(events).stretches:
         seconds[stretch.kind] += stretch.seconds
     assert seconds == {"queue": 0.5 + 0.5, "generate": 4.5, "tool": 2.0, "interact": 1.0}
-    assert covered(stretches(events)) == 8.5
+    assert covered(times_of(events).stretches) == 8.5
 
 
 def test_lanes_are_shared_by_what_follows_and_not_by_what_overlaps() -> None:

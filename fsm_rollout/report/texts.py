@@ -1,4 +1,4 @@
-"""Text that can be looked at: of tokens, and of anything a model or a tool wrote.
+"""Text that can be looked at: of tokens, of numbers and times, and of anything a model or a tool wrote.
 
 Invariants: every character that would be invisible, would move the cursor or would turn the direction of its
 neighbours is shown as a symbol, and newlines are both shown and kept; there is exactly one text per token, also where a
@@ -7,6 +7,8 @@ character is spread over several tokens (the first of them shows it, the others 
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -18,8 +20,14 @@ if TYPE_CHECKING:
 
 GOES_ON = "⋯"
 """Shown for a token that only finishes the character of the token before it."""
+LONG = 240
+"""Characters of a message that stand where there is more to be seen than it."""
+SMALLEST = 1e-6
+"""Numbers closer to 0 are written with an exponent."""
 _LONGEST_CHARACTER = 4
 """Bytes of the longest character in UTF-8, hence the most tokens that one can be spread over."""
+_ONE_LINE = 100
+"""Characters of JSON that stand on one line."""
 
 _HIDDEN = re.compile(
     "[\x00-\x1f\x7f-\x9f\u00ad\u034f\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
@@ -34,10 +42,6 @@ def visible(text: str) -> str:
     return _HIDDEN.sub(lambda found: _LOOK.get(found.group()) or f"⟨{ord(found.group()):04X}⟩", text)
 
 
-LONG = 240
-"""Characters of a message that stand where there is more to be seen than it."""
-
-
 def folded(text: str) -> tuple[str, str]:
     """Return the beginning of a text, and the rest of it where it is long."""
     return (text, "") if len(text) <= LONG else (text[: LONG - 40], text[LONG - 40 :])  # never for a word or two
@@ -47,6 +51,49 @@ def shortened(text: str) -> str:
     """Return a text, and of a long one its beginning and how much more there is."""
     begins, rest = folded(text)
     return f"{begins} … {len(rest):,} more characters" if rest else text
+
+
+def duration(seconds: float | None) -> str:
+    """Return seconds in the unit that suits them: ``340 µs``, ``12 ms``, ``3.4 s``, ``2 min 5 s``."""
+    if seconds is None:
+        return "–"
+    if seconds < 0.001:
+        return f"{seconds * 1e6:.0f} µs" if seconds > 0 else "0 s"
+    if seconds < 0.1:
+        return f"{seconds * 1e3:.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.1f} ms"
+    if seconds < 120:
+        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
+    return f"{seconds // 60:,.0f} min {seconds % 60:.0f} s"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Return a number without noise: ``1``, ``0.333``, ``2.5``, ``548.8``, ``12,345``, ``0.00042``, ``–`` for none."""
+    if value is None:
+        return "–"
+    if float(value).is_integer() and abs(value) < 1e15:
+        return f"{int(value):,}"
+    if not math.isfinite(value) or abs(value) < SMALLEST:
+        return f"{value:.1e}"
+    if abs(value) < 10 ** (-digits):
+        return f"{value:.{1 - math.floor(math.log10(abs(value)))}f}".rstrip("0")  # the first two of its digits
+    before = len(str(int(abs(value))))  # the more digits before the point, the fewer are worth reading behind it
+    text = f"{value:,.{max(0, min(digits, 4 - before))}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def replica_name(name: str) -> str:
+    """Return how a replica is called in a sentence: pools name theirs ``replica-0``, engines of others as they like."""
+    return name if "replica" in name.lower() else f"replica {name}"
+
+
+def as_json(value: object) -> str:
+    """Return text as it is, and data as JSON: on one line where it fits."""
+    if isinstance(value, str):
+        return visible(value)
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    if len(text) > _ONE_LINE:
+        text = json.dumps(value, ensure_ascii=False, indent=2, default=str)
+    return "\n".join(map(visible, text.split("\n")))
 
 
 class TokenTexts:

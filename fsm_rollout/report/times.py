@@ -1,16 +1,17 @@
-"""When what happened: a trajectory's events as stretches of time.
+"""When what happened: a trajectory's events as stretches of time and as visits.
 
-Invariant: every stretch is read off exactly one event (or, for a visit, off two transitions) and lies within the
+Invariant: every stretch is read off exactly one event (every visit off two transitions) and lies within the
 trajectory's life; nothing is estimated. Times are seconds on the scheduler's clock.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from fsm_rollout.trajectory.events import (
     AnyEvent,
@@ -27,7 +28,7 @@ from fsm_rollout.trajectory.reasons import FinishReason
 Kind = Literal["queue", "generate", "tool", "interact", "away"]
 KINDS: tuple[Kind, ...] = ("queue", "generate", "tool", "interact", "away")
 """``away``: set aside, from the last thing before to going on."""
-BUSY: tuple[Kind, ...] = ("queue", "generate", "tool", "interact")
+BUSY = KINDS[:-1]
 """What a trajectory's time goes into while it is under way."""
 
 
@@ -52,7 +53,7 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True)
-class Stay:
+class Visit:
     """One visit of a state; ``trigger`` is what ended it (``None`` for the last)."""
 
     state: str
@@ -61,38 +62,62 @@ class Stay:
     trigger: str | None = None
 
 
-def stretches(events: Sequence[AnyEvent]) -> list[Stretch]:
-    """Return all waiting, sampling, tool calling, interacting and being away, in the order in which it ended."""
-    found: list[Stretch] = []
-    origin = events[0].at if events else 0.0
-    turn, latest, state = 0, dict[str, int](), ""
+@dataclass(frozen=True, slots=True)
+class Times:
+    """What took how long."""
 
-    def add(kind: Kind, state: str, start: float, end: float, label: str, **facts: Any) -> None:
-        found.append(Stretch(kind, state, max(start, origin), max(end, origin), label, **facts))
+    stretches: tuple[Stretch, ...] = ()
+    """All waiting, sampling, tool calling, interacting and being away, in the order in which it ended."""
+    visits: tuple[Visit, ...] = ()
+    """The visits, in order; a final state's lasts no time."""
+
+    def of(self, *kinds: Kind) -> list[Stretch]:
+        """Return the stretches of some kinds."""
+        return [stretch for stretch in self.stretches if stretch.kind in kinds]
+
+    @property
+    def end(self) -> float:
+        """When the last of it was over."""
+        ends = [visit.end for visit in self.visits] + [stretch.end for stretch in self.stretches]
+        return max(ends, default=-math.inf)
+
+    def totals(self) -> dict[str, float]:
+        """Return, for each kind, the seconds in which at least one such thing was under way."""
+        return {kind: covered(self.of(kind)) for kind in KINDS}
+
+
+def times_of(events: Sequence[AnyEvent]) -> Times:
+    """Return when what happened."""
+    stretches: list[Stretch] = []
+    visits: list[Visit] = []
+    origin = since = events[0].at if events else 0.0
+    turn, turn_of, state, final = 0, dict[str, int](), "", False
+
+    def add(kind: Kind, state: str, start: float, end: float, label: str, replica: str = "", tokens: int = 0,
+            failure: str | None = None, turn: int | None = None) -> None:  # fmt: skip
+        start, end = max(start, origin), max(end, origin)
+        stretches.append(Stretch(kind, state, start, end, label, replica, tokens, failure, turn))
 
     for event in events:
         match event:
             case Prompted():
                 state = event.initial
             case Transitioned():
-                state = event.dest
-            case Resumed():
-                if event.away > 0:
-                    add("away", state, event.at - event.away, event.at, "set aside")
+                visits.append(Visit(state, since, event.at, event.trigger))
+                state, since, final = event.dest, event.at, event.stop_reason is not None
+            case Resumed() if event.away > 0:
+                add("away", state, event.at - event.away, event.at, "set aside")
             case ContextOpened():
-                latest.pop(event.context, None)
+                turn_of.pop(event.context, None)
             case Generated():
-                own = latest.get(event.context, turn) if event.resumed else turn
-                latest[event.context] = own
+                own = turn_of.get(event.context, turn) if event.resumed else turn
+                turn_of[event.context] = own
                 turn += not event.resumed
-                begun = event.at - event.seconds
+                begun, replica, tokens = event.at - event.seconds, event.replica, len(event.ids)
                 if event.queue_seconds > 0:
-                    start = begun - event.queue_seconds
-                    add("queue", event.state, start, begun, "queue", replica=event.replica, turn=own)
+                    add("queue", event.state, begun - event.queue_seconds, begun, "queue", replica, turn=own)
                 cut = None if event.finish_reason == FinishReason.STOP else event.finish_reason
-                label, count = f"generate {len(event.ids)} tokens", len(event.ids)
-                add("generate", event.state, begun, event.at, label, replica=event.replica, tokens=count, failure=cut,
-                    turn=own)  # fmt: skip
+                add("generate", event.state, begun, event.at, f"generate {tokens} tokens", replica, tokens, cut, own)
             case Called():
                 name = event.name or "broken call"
                 add("tool", event.state, event.at - event.seconds, event.at, name, failure=event.failure)
@@ -100,27 +125,15 @@ def stretches(events: Sequence[AnyEvent]) -> list[Stretch]:
                 add("interact", event.state, event.at - event.seconds, event.at, "interaction")
             case _:
                 pass
-    return found
-
-
-def stays(events: Sequence[AnyEvent]) -> list[Stay]:
-    """Return the visits, in order; a final state's lasts no time."""
-    if not events or not isinstance(events[0], Prompted):
-        return []
-    state, since, found = events[0].initial, events[0].at, []
-    final = False
-    for event in events:
-        if isinstance(event, Transitioned):
-            found.append(Stay(state, since, event.at, event.trigger))
-            state, since, final = event.dest, event.at, event.stop_reason is not None
-    found.append(Stay(state, since, since if final else max(since, events[-1].at)))
-    return found
+    if events:
+        visits.append(Visit(state, since, since if final else max(since, events[-1].at)))
+    return Times(tuple(stretches), tuple(visits))
 
 
 def covered(stretches: Iterable[Stretch]) -> float:
     """Return the seconds in which at least one of the stretches was under way."""
     total, reached = 0.0, float("-inf")
-    for stretch in sorted(stretches, key=lambda item: item.start):
+    for stretch in sorted(stretches, key=lambda stretch: stretch.start):
         total += max(0.0, stretch.end - max(stretch.start, reached))
         reached = max(reached, stretch.end)
     return total

@@ -1,4 +1,4 @@
-"""A run's folder as something to look at: its journal, its agents, its summary.
+"""What there is to look at: one trajectory as recorded, and a run's folder with its journal, agents and summary.
 
 Invariant: reading never writes, and a run that is still going on (or was cut off) reads as what it has come to so far.
 What the folder cannot give (an agent whose code is not importable here, a model that is not on this machine) is left
@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
@@ -20,21 +21,42 @@ from fsm_rollout.agent.handlers import look_in
 from fsm_rollout.agent.loader import loads
 from fsm_rollout.errors import ConfigError, EngineError, JournalError, StreamError, did_you_mean
 from fsm_rollout.model.folders import load_tokenizer, recorded_engine, tokenizer_folder
-from fsm_rollout.report.token_texts import TokenTexts
+from fsm_rollout.report.texts import TokenTexts
+from fsm_rollout.report.times import Times, times_of
 from fsm_rollout.trajectory.events import AnyEvent, Prompted, Resumed, Transitioned
 from fsm_rollout.trajectory.journal import events, histories, metadata, trajectory_ids
-from fsm_rollout.trajectory.trajectory import Trajectory
+from fsm_rollout.trajectory.reasons import IMPLICIT_TRIGGERS, Trigger
+from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
+
+OPEN = ("suspended", "unfinished")
+"""What is said of a trajectory that has no stop reason."""
+_OUTCOMES = [*map(Outcome, IMPLICIT_TRIGGERS), Outcome(Trigger.FAILED, error="PromptTooLong")]
+_CUT = {outcome.stop_reason.partition(":")[0] for outcome in _OUTCOMES}
+
+EndKind = Literal["fine", "cut", "open"]
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
+def kind_of_end(reason: str) -> EndKind:
+    """Return whether that is an end that the agent came to, one that it was brought to, or none yet.
+
+    Only what the scheduler ends by itself is ``cut``: a word that an author's own row has for an end says nothing
+    against it.
+    """
+    if reason in OPEN:
+        return "open"
+    return "cut" if reason.partition(":")[0] in _CUT else "fine"
+
+
+class Recording:
     """One trajectory and the events that it is the fold of (none where only the trajectory is at hand)."""
 
-    trajectory: Trajectory
-    events: Sequence[AnyEvent] = ()
+    def __init__(self, trajectory: Trajectory, events: Sequence[AnyEvent] = ()) -> None:
+        self.trajectory = trajectory
+        self.events = events
+        self.steps = [event for event in events if isinstance(event, Transitioned)]
 
     @classmethod
-    def of(cls, history: Sequence[AnyEvent]) -> Recorded:
+    def of(cls, history: Sequence[AnyEvent]) -> Recording:
         """Fold a history, its times on one clock (see :func:`on_one_clock`).
 
         Raises:
@@ -46,14 +68,29 @@ class Recorded:
         except StreamError as error:
             raise JournalError(f"a trajectory cannot be rebuilt from its events: {error}") from error
 
+    @cached_property
+    def times(self) -> Times:
+        """When what happened."""
+        return times_of(self.events)
+
     @property
     def state_names(self) -> list[str]:
         """Every state that occurs, in order of appearance."""
-        moved = [e for e in self.events if isinstance(e, Transitioned)]
-        said = [e.initial for e in self.events if isinstance(e, Prompted)]
-        names = said + [name for e in moved for name in (e.source, e.dest)] + list(self.trajectory.visits)
+        names = [event.initial for event in self.events if isinstance(event, Prompted)]
+        names += [name for step in self.steps for name in (step.source, step.dest)] + list(self.trajectory.visits)
         names += [span.state for stream in self.trajectory.streams for span in stream.tokens.spans]
         return list(dict.fromkeys(names))
+
+    @property
+    def ending(self) -> str:
+        """Its stop reason, or a word of :data:`OPEN`."""
+        return self.trajectory.stop_reason or OPEN[self.trajectory.suspended is None]
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The weight versions that its trained tokens were sampled with, oldest first."""
+        trained = [stream.tokens for stream in self.trajectory.streams if stream.tokens.trained]
+        return tuple(sorted({span.version for tokens in trained for span in tokens.spans if span.version >= 0}))
 
 
 def on_one_clock(history: Sequence[AnyEvent]) -> Sequence[AnyEvent]:
@@ -63,38 +100,37 @@ def on_one_clock(history: Sequence[AnyEvent]) -> Sequence[AnyEvent]:
     """
     if not any(isinstance(event, Resumed) and event.away < 0 for event in history):
         return history
-    shift, found = 0.0, list[AnyEvent]()
+    shift, shifted = 0.0, list[AnyEvent]()
     for event in history:
         if isinstance(event, Resumed) and event.away < 0:
             shift -= event.away
             event = replace(event, away=0.0)
-        found.append(replace(event, at=event.at + shift))
-    return found
+        shifted.append(replace(event, at=event.at + shift))
+    return shifted
 
 
 @dataclass(slots=True)
-class RecordedRun:
+class RunFolder:
     """A run's folder, opened by :func:`open_run`."""
 
     folder: Path
     journal: Path
     agents: Mapping[str, AgentGraph]
     config: Mapping[str, Any]
-    told: Mapping[str, Any]
-    """What the journal was told about the run."""
+    metadata: Mapping[str, Any]
+    """What the journal holds about the run."""
     summary: Mapping[str, Any] | None
     """``None`` while the run is going on, or when it was cut off."""
     notes: list[str] = field(default_factory=list)
     """What could not be read, in words for the reader of a page."""
     _texts: dict[str, TokenTexts | None] = field(default_factory=dict)
 
-    def histories(self) -> Iterator[Recorded]:
+    def recordings(self) -> Iterator[Recording]:
         """Yield every trajectory with its events, in the order in which they began, one at a time."""
-        for history in histories(self.journal):
-            yield Recorded.of(history)
+        return map(Recording.of, histories(self.journal))
 
-    def trajectory(self, trajectory_id: str) -> Recorded:
-        """Return one trajectory.
+    def recording(self, trajectory_id: str) -> Recording:
+        """Return one trajectory with its events.
 
         Raises:
             ConfigError: there is none of that id; names the closest.
@@ -103,20 +139,21 @@ class RecordedRun:
         if trajectory_id not in known:
             hint = did_you_mean(trajectory_id, known) or (f"; the first is '{known[0]}'" if known else "; it has none")
             raise ConfigError(f"{self.folder} has no trajectory '{trajectory_id}'{hint}")
-        return Recorded.of(events(self.journal, trajectory_id))
+        return Recording.of(events(self.journal, trajectory_id))
 
     def texts(self, engine: str) -> TokenTexts | None:
         """Return the texts of an engine's tokens, or ``None`` (and a note) when its tokenizer is not at hand."""
         if engine not in self._texts:
             try:
-                self._texts[engine] = TokenTexts(load_tokenizer(tokenizer_folder(*recorded_engine(self.told, engine))))
+                folder = tokenizer_folder(*recorded_engine(self.metadata, engine))
+                self._texts[engine] = TokenTexts(load_tokenizer(folder))
             except (EngineError, JournalError) as error:
                 self._texts[engine] = None
                 self.notes.append(f"tokens of engine '{engine}' are shown as ids, without their text: {error}")
         return self._texts[engine]
 
 
-def open_run(path: str | Path) -> RecordedRun:
+def open_run(path: str | Path) -> RunFolder:
     """Open a run's folder (or the ``journal.sqlite`` in it).
 
     Raises:
@@ -127,54 +164,40 @@ def open_run(path: str | Path) -> RecordedRun:
     if not journal.is_file():
         raise ConfigError(f"{path} is not a run's folder: {_what_is_there(path)}; give the `out` of a run")
     try:
-        told = metadata(journal)
+        facts = metadata(journal)
     except JournalError as error:
         raise ConfigError(str(error)) from error
     notes: list[str] = []
     agents: dict[str, AgentGraph] = {}
-    for folder in told.get("modules") or ():
+    for folder in facts.get("modules") or ():
         look_in(folder)
-    for name, text in (told.get("agents") or {}).items():
+    for name, text in (facts.get("agents") or {}).items():
         try:
             agents = with_sub_agents(loads(str(text), name=f"{name}.yaml")) | agents
         except ConfigError as error:
             first = str(error.problems[0].message) if error.problems else str(error)
             notes.append(f"agent '{name}' is drawn from what happened, not from its YAML, which fails here: {first}")
-    config = told.get("run") or {}
+    config = facts.get("run") or {}
     if isinstance(config, str):
         config = json.loads(config)
-    return RecordedRun(
-        folder=journal.parent,
-        journal=journal,
-        agents=agents,
-        config=config,
-        told=told,
-        summary=_summary(journal.parent / "summary.json", notes, expected="run" in told),
-        notes=notes,
-    )
+    summary: Mapping[str, Any] | None = None
+    try:
+        summary = json.loads((journal.parent / "summary.json").read_text("utf-8"))
+    except FileNotFoundError:
+        if "run" in facts:  # a journal that a program of the user's keeps never has a summary
+            notes.append("the run has not ended (or was cut off): this is what its journal held at the time of reading")
+    except (OSError, ValueError) as error:
+        notes.append(f"summary.json cannot be read: {error}")
+    return RunFolder(journal.parent, journal, agents, config, facts, summary, notes)
 
 
 def with_sub_agents(graph: AgentGraph) -> dict[str, AgentGraph]:
     """Return an agent and all that it calls as tools, by name; the caller's first where names are shared."""
-    found = {graph.agent: graph}
+    agents = {graph.agent: graph}
     for tool in graph.tools.values():
         if tool.agent is not None:
-            found = with_sub_agents(tool.agent) | found
-    return found
-
-
-def _summary(path: Path, notes: list[str], *, expected: bool) -> Mapping[str, Any] | None:
-    """Read the summary of a run; a journal that a program of the user's keeps has none to be ``expected``."""
-    if not path.is_file():
-        if expected:
-            notes.append("the run has not ended (or was cut off): this is what its journal held at the time of reading")
-        return None
-    try:
-        summary: Mapping[str, Any] = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        notes.append(f"summary.json cannot be read: {error}")
-        return None
-    return summary
+            agents = with_sub_agents(tool.agent) | agents
+    return agents
 
 
 def _what_is_there(path: Path) -> str:
