@@ -1,7 +1,7 @@
 """Running code that is not ours, so that it can neither block the loop nor outlive its time.
 
 Invariants: sync code runs in a thread of its own, a daemon, so one that never returns keeps neither the event loop nor
-the interpreter's exit waiting; what is given up and runs on is counted (:func:`leftovers`). Whatever code raises comes
+the interpreter's exit waiting; what is given up and runs on is counted (:class:`Leftovers`). Whatever code raises comes
 back as an exception of the call, never as a cancellation of ours or an end of the process; only a KeyboardInterrupt
 raised on the loop's own thread goes through.
 """
@@ -12,8 +12,8 @@ import asyncio
 import contextvars
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from fsm_rollout.concurrency.threads import DaemonThreads
@@ -58,18 +58,8 @@ class Leftovers:
 
 
 _threads = DaemonThreads("fsm-rollout-tool")
-_leftovers: contextvars.ContextVar[Leftovers | None] = contextvars.ContextVar("leftovers", default=None)
-
-
-@contextmanager
-def leftovers() -> Iterator[Leftovers]:
-    """Count what the code within begins and does not end; after the block that is what it has left behind."""
-    left = Leftovers()
-    token = _leftovers.set(left)
-    try:
-        yield left
-    finally:
-        _leftovers.reset(token)
+LEFTOVERS: contextvars.ContextVar[Leftovers | None] = contextvars.ContextVar("leftovers", default=None)
+"""Who counts what the present code begins and does not end."""
 
 
 def is_async(function: Callable[..., object]) -> bool:
@@ -86,7 +76,7 @@ async def invoke(function: Callable[..., Any], arguments: Mapping[str, object]) 
     """
     if is_async(function):
         return await _awaited(function(**arguments))
-    loop, left = asyncio.get_running_loop(), _leftovers.get()
+    loop, left = asyncio.get_running_loop(), LEFTOVERS.get()
     context = contextvars.copy_context()
 
     def work() -> tuple[object, BaseException | None]:
@@ -154,6 +144,6 @@ async def _stop(task: asyncio.Task[T], seconds: float | None) -> None:
     await asyncio.wait({task}, timeout=seconds)
     if not task.done():
         _logger.warning("%s did not stop within %s s of being cancelled; it is left running", task.get_name(), seconds)
-        if (left := _leftovers.get()) is not None:
+        if (left := LEFTOVERS.get()) is not None:
             left.begin()
             task.add_done_callback(left.end)

@@ -13,7 +13,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from fsm_rollout.tools.call import leftovers
+from fsm_rollout.tools.call import LEFTOVERS, Leftovers
 
 _logger = logging.getLogger(__name__)
 
@@ -52,15 +52,17 @@ class Slots:
                     self._waiting.pop(timeout, None)
         except TimeoutError:
             raise NoSlot from None
-        with leftovers() as left:
-            try:
-                yield
-            finally:
-                if left:
-                    self._lose(1)
-                    left.then = self._come_back
-                else:
-                    self._free.release()
+        left = Leftovers()
+        token = LEFTOVERS.set(left)
+        try:
+            yield
+        finally:
+            LEFTOVERS.reset(token)
+            if left:
+                self._lose(1)
+                left.then = self._come_back
+            else:
+                self._free.release()
 
     def _lose(self, more: int) -> None:
         self._lost += more

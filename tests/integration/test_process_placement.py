@@ -19,6 +19,10 @@ from fsm_rollout.tools import AgentAnswer, CallResult, Toolbox, ToolContext, Too
 from fsm_rollout.trajectory.events import ToolCall
 from tests.kit import ROOT
 
+pytestmark = pytest.mark.process
+
+HERE = "tests.integration.test_process_placement"
+
 
 def whoami(text: str, context: ToolContext) -> ToolResult:
     """Say who runs.
@@ -143,10 +147,8 @@ PLACES = [
 
 @pytest.mark.parametrize("placement", PLACES)
 def test_a_function_elsewhere_gives_what_it_gives_here(placement: str) -> None:
-    (here,) = call_all({"use": "tests.integration.test_process_placement:whoami"}, {"text": "hi"})
-    there, again = call_all(
-        {"use": "tests.integration.test_process_placement:whoami", "placement": placement}, *[{"text": "hi"}] * 2
-    )
+    (here,) = call_all({"use": f"{HERE}:whoami"}, {"text": "hi"})
+    there, again = call_all({"use": f"{HERE}:whoami", "placement": placement}, *[{"text": "hi"}] * 2)
     said, pid, number = here.text.rsplit(" ", 2)
     assert pid == str(os.getpid())
     for result in (there, again):
@@ -154,9 +156,7 @@ def test_a_function_elsewhere_gives_what_it_gives_here(placement: str) -> None:
         assert result.text.rsplit(" ", 2)[0] == said == "hi t"
         assert result.text.rsplit(" ", 2)[1] != pid
     assert there.text.rsplit(" ", 1)[1] == number, "its randomness is that of the call, wherever it runs"
-    (shouted,) = call_all(
-        {"use": "tests.integration.test_process_placement:shout", "placement": placement}, {"text": "hé"}
-    )
+    (shouted,) = call_all({"use": f"{HERE}:shout", "placement": placement}, {"text": "hé"})
     assert shouted.text == '{"text": "HÉ"}'
 
 
@@ -171,7 +171,7 @@ def test_a_function_elsewhere_gives_what_it_gives_here(placement: str) -> None:
     ],
 )
 def test_what_goes_wrong_elsewhere_is_told(placement: str, kind: str, failure: str, says: str) -> None:
-    tool = {"use": "tests.integration.test_process_placement:fails", "placement": placement}
+    tool = {"use": f"{HERE}:fails", "placement": placement}
     failed, good = call_all(tool, {"kind": kind}, {"kind": "connection"})
     assert failed.failure == failure
     assert says in failed.text
@@ -183,17 +183,26 @@ def test_what_goes_wrong_elsewhere_is_told(placement: str, kind: str, failure: s
 
 @pytest.mark.parametrize("placement", PLACES)
 def test_a_call_whose_time_is_up_is_killed(placement: str, tmp_path: Path) -> None:
-    tool = {"use": "tests.integration.test_process_placement:hangs", "placement": placement, "timeout": 8.0}
-    (result,) = call_all(tool, {"path": str(tmp_path / "pid")})
-    assert result.failure == "timed_out"
-    pid, child = map(int, (tmp_path / "pid").read_text("utf-8").split())
+    tool = {"use": f"{HERE}:hangs", "placement": placement}
+    path = tmp_path / "pid"
+    for seconds in (
+        2.0,
+        8.0,
+        32.0,
+        128.0,
+    ):  # until a worker has begun with it in that time, however busy the machine is
+        (result,) = call_all(tool | {"timeout": seconds}, {"path": str(path)})
+        assert result.failure == "timed_out"
+        if path.exists() and len(path.read_text("utf-8").split()) == 2:
+            break
+    pid, child = map(int, path.read_text("utf-8").split())
     gone(pid)
     if placement == "process":
         gone(child)  # Ray ends its worker only
 
 
 def gone(pid: int) -> None:
-    for _ in range(200):
+    for _ in range(1200):
         try:
             if Path(f"/proc/{pid}/stat").read_text("utf-8").split()[2] == "Z":
                 return
@@ -213,7 +222,7 @@ def threading_wait(seconds: float) -> None:
 
 @pytest.mark.ray
 def test_a_class_on_ray_has_an_actor_for_each_trajectory() -> None:
-    tool = {"use": "tests.integration.test_process_placement:Counter", "placement": "ray"}
+    tool = {"use": f"{HERE}:Counter", "placement": "ray"}
     one, two = call_all(tool, {"by": 2}, {"by": 3}, tool={"start": 10})
     assert [result.text.split()[0] for result in (one, two)] == ["12", "15"]
     assert one.text.split()[1] == two.text.split()[1] != str(os.getpid())
@@ -223,11 +232,11 @@ def test_a_class_on_ray_has_an_actor_for_each_trajectory() -> None:
     ("tool", "says"),
     [
         (
-            {"use": "tests.integration.test_process_placement:Counter", "placement": "process"},
+            {"use": f"{HERE}:Counter", "placement": "process"},
             "runs functions only.*use 'ray'",
         ),
         (
-            {"use": "tests.integration.test_process_placement:shout", "repeatable": False, "retry": {"attempts": 2}},
+            {"use": f"{HERE}:shout", "repeatable": False, "retry": {"attempts": 2}},
             "cannot be retried",
         ),
     ],
@@ -239,14 +248,11 @@ def test_what_cannot_be_placed_or_repeated_says_so(tool: dict[str, Any], says: s
 
 @pytest.mark.parametrize("placement", PLACES)
 def test_what_a_tool_prints_does_not_matter(placement: str) -> None:
-    assert [
-        r.text
-        for r in call_all({"use": "tests.integration.test_process_placement:talks", "placement": placement}, {}, {})
-    ] == ["done"] * 2
+    assert [r.text for r in call_all({"use": f"{HERE}:talks", "placement": placement}, {}, {})] == ["done"] * 2
 
 
 def test_arguments_that_cannot_be_sent_are_not_the_models_fault() -> None:
-    tool = {"use": "tests.integration.test_process_placement:whoami", "placement": "process"}
+    tool = {"use": f"{HERE}:whoami", "placement": "process"}
     (result,) = call_all(tool | {"kwargs": {}}, {"text": "x"}, extra={"lock": __import__("threading").Lock()})
     assert (result.failure, result.bad) == ("ToolDied", False)
 
@@ -259,12 +265,26 @@ def test_the_callers_script_is_not_run_again(tmp_path: Path) -> None:
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "print('training')\n"
         "from tests.integration.test_process_placement import call_all\n"
-        "print(call_all({'use': 'tests.integration.test_process_placement:shout', 'placement': 'process'}, {'text': 'a'})[0].text)\n",
+        f"print(call_all({{'use': '{HERE}:shout', 'placement': 'process'}}, {{'text': 'a'}})[0].text)\n",
         "utf-8",
     )
     said = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=120).stdout
     assert said.split("\n")[:2] == ["training", '{"text": "A"}']
     assert said.count("training") == 1
+
+
+def test_a_hanging_tool_does_not_keep_the_interpreter_from_exiting():
+    program = f"""
+import asyncio, sys
+sys.path[:0] = {[str(ROOT), *sys.path]!r}
+from tests.unit.tools.test_toolbox import box, opened, a_call
+async def main():
+    result = await opened(box(hang={{"use": "hang", "timeout": 0.01}})).call(a_call("hang"))
+    print(result.failure)
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "timed_out\n"
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
@@ -281,7 +301,7 @@ def test_workers_end_with_a_caller_that_is_killed_during_a_call(how: signal.Sign
         "        threading.Event().wait(0.05)\n"
         f"    os.kill(os.getpid(), {int(how)})\n"
         "threading.Thread(target=die).start()\n"
-        f"call_all({{'use': 'tests.integration.test_process_placement:hangs', 'placement': 'process'}}, {{'path': {str(pids)!r}}})\n",
+        f"call_all({{'use': '{HERE}:hangs', 'placement': 'process'}}, {{'path': {str(pids)!r}}})\n",
         "utf-8",
     )
     assert subprocess.run([sys.executable, str(script)], timeout=120).returncode == -how
