@@ -21,14 +21,13 @@ from fsm_rollout.concurrency.deadline import being_cancelled
 from fsm_rollout.concurrency.interruptible import wait_for
 from fsm_rollout.engines.chunk_stream import NO_IDS, NO_LOGPROBS, ChunkStream, check_unique
 from fsm_rollout.engines.protocol import Chunk, Load, Request
-from fsm_rollout.engines.router import Router, StickyRouter, choose
+from fsm_rollout.engines.router import Router, StickyRouter, allowance, choose
 from fsm_rollout.engines.specs import BuildReplica, EngineSpec, RaySpec
 from fsm_rollout.engines.supervisor import (
     LocalPlacement,
     Placement,
     PoolTimes,
     Replica,
-    ReplicaStats,
     ReplicaSupervisor,
     describe,
     failure_of,
@@ -133,9 +132,9 @@ class PoolEngine:
         return self._supervisor.version
 
     @property
-    def replicas(self) -> list[ReplicaStats]:
-        """What became of each replica so far."""
-        return [replica.stats() for replica in self._supervisor.replicas]
+    def replicas(self) -> list[Replica]:
+        """The replicas, with what became of each so far."""
+        return self._supervisor.replicas
 
     def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
         """Send the requests to their replicas at once, as far as those have room; see the protocol."""
@@ -261,7 +260,7 @@ class PoolEngine:
             if (failure := failure_of(replica.live)) is not None:
                 self._supervisor.lose(replica, replica.engine, str(failure))
             else:
-                replica.look_at_load()
+                replica.view.allowed = allowance(replica.live.load())
         if self._supervisor.in_doubt:
             return
         up = {replica.name: replica for replica in self._supervisor.up}
@@ -322,7 +321,7 @@ class PoolEngine:
         if chunk.finish_reason is not None:
             self._forget(routed)
             if chunk.error is None:
-                replica.finished()
+                replica.strikes = replica.losses = 0  # whatever went wrong before is forgiven
         routed.stream.put(chunk)
         self._assign_soon()
 

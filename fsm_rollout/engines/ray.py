@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fsm_rollout.concurrency.interruptible import pause
@@ -21,6 +20,7 @@ from fsm_rollout.concurrency.ray_session import answer_to, connect
 from fsm_rollout.engines.chunk_stream import ChunkStream
 from fsm_rollout.engines.packing import Contexts, Flush, pack_flush, pack_requests, unpack_flush, unpack_requests
 from fsm_rollout.engines.protocol import Chunk, Engine, Load, ReplicaLost, Request
+from fsm_rollout.engines.specs import RaySpec
 from fsm_rollout.engines.supervisor import LocalPlacement, describe, failure_of, ping
 from fsm_rollout.errors import EngineError
 
@@ -43,21 +43,12 @@ FAREWELL = 5.0
 """Seconds that an actor has to close its engine before it is killed."""
 
 
-@dataclass(frozen=True, slots=True)
-class RayOptions:
+class RayOptions(RaySpec):
     """Where the actors run and what each of them gets."""
 
-    address: str | None = None
-    """Of a cluster, see :mod:`fsm_rollout.concurrency.ray_session`; default: ``RAY_ADDRESS``, else a Ray of our own."""
     cpus: float = 1.0
     gpus: float = 0.0
     """More than one: the replicas get a placement group, so that either all of them find their place or none."""
-    resources: Mapping[str, float] = field(default_factory=dict)
-    strategy: str = "DEFAULT"
-    """Ray's scheduling strategy, ``DEFAULT`` or ``SPREAD``; of a placement group ``PACK`` or ``SPREAD``."""
-    nodes: Sequence[str] = ()
-    """Ids or addresses of the nodes that the replicas go to in turn, as long as those are there."""
-    runtime_env: Mapping[str, Any] = field(default_factory=dict)
     patience: float = 15.0
     """Seconds that nodes may take to join a cluster that lacks resources."""
 

@@ -14,15 +14,15 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, runtime_checkable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from anyio import CancelScope
 
 from fsm_rollout.concurrency.threads import DaemonThreads
 from fsm_rollout.engines.finite import check_finite
 from fsm_rollout.engines.protocol import Engine, ReplicaLost
-from fsm_rollout.engines.router import ReplicaView, allowance
+from fsm_rollout.engines.router import ReplicaView
 from fsm_rollout.errors import EngineError
 
 if TYPE_CHECKING:
@@ -48,40 +48,20 @@ _threads = DaemonThreads("fsm-rollout-replica")
 # -- where replicas live --------------------------------------------------------------------------------------------
 
 
-@runtime_checkable
-class Mortal(Protocol):
-    """An engine that may be gone for good while the process that uses it lives on."""
-
-    @property
-    def failure(self) -> EngineError | None:
-        """Why it is gone, once it is."""
-
-
-@runtime_checkable
-class Remote(Protocol):
-    """An engine in another process, which may have stopped answering."""
-
-    async def ping(self) -> None:
-        """Return if the engine answers.
-
-        Raises:
-            ReplicaLost: it is gone.
-        """
-
-
 def failure_of(engine: Engine) -> EngineError | None:
-    """Return why an engine is gone, or ``None`` as far as anybody knows."""
-    return engine.failure if isinstance(engine, Mortal) else None
+    """Return why an engine is gone: its ``failure``, where its work is done by what may be gone while it is not."""
+    failure: EngineError | None = getattr(engine, "failure", None)
+    return failure
 
 
 async def ping(engine: Engine) -> None:
-    """Return if an engine is there at all.
+    """Return if an engine is there; one in another process has a ``ping`` that returns if that answers.
 
     Raises:
         ReplicaLost: it is gone.
     """
-    if isinstance(engine, Remote):
-        await engine.ping()
+    if (answer := getattr(engine, "ping", None)) is not None:
+        await answer()
     if (failure := failure_of(engine)) is not None:
         raise ReplicaLost(str(failure))
 
@@ -168,40 +148,36 @@ class PoolTimes:
     """Before one is started again for the first time; twice as long each time after."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaStats:
-    """What became of a replica so far."""
-
-    name: str
-    state: State
-    requests: int
-    """Sent to it."""
-    tokens: int
-    """Got from it."""
-    restarts: int
-    moved: int
-    """Requests that it failed and that went on elsewhere."""
-    cause: str
-    """Why it was last lost."""
-
-
+@dataclass(eq=False, slots=True)
 class Replica:
     """One place in a pool: an engine, and when that is lost, the next one."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.view = ReplicaView(name)
-        self.engine: Engine | None = None
-        self.state: State = "starting"
-        self.heard = 0.0
-        """When it last sent something, was given something to do, or was let go on."""
-        self.strikes = 0
-        """Dispatches it failed since it last finished a request."""
-        self.losses = 0
-        """Lives it lost since it last finished a request."""
-        self.requests = self.tokens = self.restarts = self.moved = 0
-        self.cause = ""
-        self._worked = self._sampled = self._measured = 0.0
+    name: str
+    state: State = "starting"
+    engine: Engine | None = None
+    requests: int = 0
+    """Sent to it."""
+    tokens: int = 0
+    """Got from it."""
+    restarts: int = 0
+    moved: int = 0
+    """Requests that it failed and that went on elsewhere."""
+    cause: str = ""
+    """Why it was last lost."""
+    strikes: int = 0
+    """Dispatches it failed since it last finished a request."""
+    losses: int = 0
+    """Lives it lost since it last finished a request."""
+    heard: float = 0.0
+    """When it last sent something, was given something to do, or was let go on."""
+    view: ReplicaView = field(init=False)
+    worked: float = 0.0
+    """Seconds of work in which it sampled :attr:`sampled` tokens, the older ones counted less."""
+    sampled: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Begin with clean books."""
+        self.view = ReplicaView(self.name)
 
     @property
     def live(self) -> Engine:
@@ -217,40 +193,26 @@ class Replica:
     def sent(self, count: int, now: float) -> None:
         """Note that it was given ``count`` requests, which the view has counted."""
         if self.view.in_flight == count:
-            self.heard = self._measured = now
+            self.heard = now
         self.requests += count
 
     def measure(self, tokens: int, now: float) -> None:
         """Note that it sent ``tokens``, and learn how fast it works."""
         self.tokens += tokens
-        self._sampled += tokens
-        self._worked += max(1, self.view.in_flight) * (now - self._measured)
-        self.heard = self._measured = now
-        if self._worked > 1.0:
-            self.view.pace = self._sampled / self._worked
-        if self._worked > PACE_MEMORY:
-            self._worked, self._sampled = self._worked / 2, self._sampled / 2
-
-    def finished(self) -> None:
-        """Note that it finished a request: whatever went wrong before is forgiven."""
-        self.strikes = self.losses = 0
-
-    def look_at_load(self) -> None:
-        """Learn how many requests it may have."""
-        self.view.allowed = allowance(self.live.load())
+        self.sampled += tokens
+        self.worked += max(1, self.view.in_flight) * (now - self.heard)
+        self.heard = now
+        if self.worked > 1.0:
+            self.view.pace = self.sampled / self.worked
+        if self.worked > PACE_MEMORY:
+            self.worked, self.sampled = self.worked / 2, self.sampled / 2
 
     def begin(self, now: float) -> None:
         """Begin with clean books."""
         self.view = ReplicaView(self.name)
         self.strikes = 0
-        self.heard = self._measured = now
-        self._worked = self._sampled = 0.0
-
-    def stats(self) -> ReplicaStats:
-        """Return what became of it."""
-        return ReplicaStats(
-            self.name, self.state, self.requests, self.tokens, self.restarts, self.moved, self.cause
-        )  # fmt: skip
+        self.heard = now
+        self.worked = self.sampled = 0.0
 
 
 # -- all of them ----------------------------------------------------------------------------------------------------
