@@ -195,7 +195,7 @@ class PoolEngine:
     def load(self) -> Load:
         """Return how busy all replicas are, with ``NAME.running`` and ``NAME.in_flight`` of each in the details."""
         loads = {replica.name: replica.live.load() for replica in self._supervisor.up}
-        in_flight = {replica.name: replica.view.in_flight for replica in self._supervisor.replicas}
+        in_flight = {replica.name: replica.in_flight for replica in self._supervisor.replicas}
         running = {name: min(loads[name].running if name in loads else 0, count) for name, count in in_flight.items()}
         total = sum(running.values())
         return Load(
@@ -260,26 +260,23 @@ class PoolEngine:
             if (failure := failure_of(replica.live)) is not None:
                 self._supervisor.lose(replica, replica.engine, str(failure))
             else:
-                replica.view.allowed = allowance(replica.live.load())
+                replica.allowed, replica.waiting = allowance(replica.live.load()), 0
         if self._supervisor.in_doubt:
             return
-        up = {replica.name: replica for replica in self._supervisor.up}
-        views = [replica.view for replica in up.values()]
-        for view in views:
-            view.waiting = 0
-        # 2. Let the router choose, as long as anybody has.
-        batches: dict[str, list[_Routed]] = {}
+        # 2. Let the router choose, as long as anybody has room.
+        up = self._supervisor.up
+        batches: dict[Replica, list[_Routed]] = {}
         refused: list[tuple[_Routed, str]] = []
         for routed in self._waiting.values():
-            if not any(view.has_room for view in views):
+            if not any(replica.has_room for replica in up):
                 break
             try:
-                chosen = choose(self._router, routed.request, views)
+                chosen = choose(self._router, routed.request, up)
             except EngineError as error:
                 refused.append((routed, f"{error.kind}: {error}"))
                 continue
             if chosen.has_room:
-                batches.setdefault(chosen.name, []).append(routed)
+                batches.setdefault(chosen, []).append(routed)
                 chosen.in_flight += 1
             else:
                 chosen.waiting += 1
@@ -287,8 +284,7 @@ class PoolEngine:
         for routed, why in refused:
             self._end(routed, why)
         now = asyncio.get_running_loop().time()
-        for name, batch in batches.items():
-            replica = up[name]
+        for replica, batch in batches.items():
             for routed in batch:
                 del self._waiting[routed.request.request_id]
                 routed.replica, routed.queued = replica, now - routed.since
@@ -371,7 +367,7 @@ class PoolEngine:
         """Take a request off the books."""
         request_id = routed.request.request_id
         if routed.replica is not None:
-            routed.replica.view.in_flight -= 1
+            routed.replica.in_flight -= 1
             routed.replica = None
         self._waiting.pop(request_id, None)
         self._under_way.pop(request_id, None)

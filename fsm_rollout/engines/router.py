@@ -14,7 +14,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from fsm_rollout.engines.protocol import Load, Request
 from fsm_rollout.errors import EngineError
@@ -23,7 +23,7 @@ FIRST = 32
 """Requests sent to a replica that has not yet said how many it runs at once; also the least step of its growth."""
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class ReplicaView:
     """What a router may know of a replica that is up."""
 
@@ -48,6 +48,9 @@ class ReplicaView:
         return self.in_flight < self.allowed
 
 
+V = TypeVar("V", bound=ReplicaView)
+
+
 @runtime_checkable
 class Router(Protocol):
     """Chooses replicas. It may remember what it chose; equal calls in equal order must give equal choices."""
@@ -59,7 +62,7 @@ class Router(Protocol):
         """
 
 
-def choose(router: Router, request: Request, replicas: Sequence[ReplicaView]) -> ReplicaView:
+def choose(router: Router, request: Request, replicas: Sequence[V]) -> V:
     """Return the one of ``replicas`` that the router chooses.
 
     Raises:

@@ -14,7 +14,7 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from anyio import CancelScope
@@ -22,7 +22,7 @@ from anyio import CancelScope
 from fsm_rollout.concurrency.threads import DaemonThreads
 from fsm_rollout.engines.finite import check_finite
 from fsm_rollout.engines.protocol import Engine, ReplicaLost
-from fsm_rollout.engines.router import ReplicaView
+from fsm_rollout.engines.router import FIRST, ReplicaView
 from fsm_rollout.errors import EngineError
 
 if TYPE_CHECKING:
@@ -149,10 +149,9 @@ class PoolTimes:
 
 
 @dataclass(eq=False, slots=True)
-class Replica:
+class Replica(ReplicaView):
     """One place in a pool: an engine, and when that is lost, the next one."""
 
-    name: str
     state: State = "starting"
     engine: Engine | None = None
     requests: int = 0
@@ -170,14 +169,9 @@ class Replica:
     """Lives it lost since it last finished a request."""
     heard: float = 0.0
     """When it last sent something, was given something to do, or was let go on."""
-    view: ReplicaView = field(init=False)
     worked: float = 0.0
     """Seconds of work in which it sampled :attr:`sampled` tokens, the older ones counted less."""
     sampled: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Begin with clean books."""
-        self.view = ReplicaView(self.name)
 
     @property
     def live(self) -> Engine:
@@ -191,8 +185,8 @@ class Replica:
         return self.engine
 
     def sent(self, count: int, now: float) -> None:
-        """Note that it was given ``count`` requests, which the view has counted."""
-        if self.view.in_flight == count:
+        """Note that it was given ``count`` requests, which are counted already."""
+        if self.in_flight == count:
             self.heard = now
         self.requests += count
 
@@ -200,19 +194,19 @@ class Replica:
         """Note that it sent ``tokens``, and learn how fast it works."""
         self.tokens += tokens
         self.sampled += tokens
-        self.worked += max(1, self.view.in_flight) * (now - self.heard)
+        self.worked += max(1, self.in_flight) * (now - self.heard)
         self.heard = now
         if self.worked > 1.0:
-            self.view.pace = self.sampled / self.worked
+            self.pace = self.sampled / self.worked
         if self.worked > PACE_MEMORY:
             self.worked, self.sampled = self.worked / 2, self.sampled / 2
 
     def begin(self, now: float) -> None:
         """Begin with clean books."""
-        self.view = ReplicaView(self.name)
-        self.strikes = 0
+        self.in_flight = self.waiting = self.strikes = 0
+        self.allowed = FIRST
+        self.pace = self.worked = self.sampled = 0.0
         self.heard = now
-        self.worked = self.sampled = 0.0
 
 
 # -- all of them ----------------------------------------------------------------------------------------------------
@@ -490,7 +484,7 @@ class ReplicaSupervisor:
         """Give one life of a replica up, if it has not been yet, and start another."""
         if replica.engine is not engine or replica.state != "up" or self._closed:
             return
-        logger.warning("%s is lost: %s; %d request(s) go on elsewhere", replica.name, why, replica.view.in_flight)
+        logger.warning("%s is lost: %s; %d request(s) go on elsewhere", replica.name, why, replica.in_flight)
         replica.state, replica.cause = "starting", why
         replica.losses += 1
         replica.restarts += 1
@@ -580,7 +574,7 @@ class ReplicaSupervisor:
             for replica, error in failed.items():
                 self.lose(replica, replica.engine, f"it does not answer: {describe(error)}")
             for replica in self.up:
-                silent, has = loop.time() - replica.heard, replica.view.in_flight
+                silent, has = loop.time() - replica.heard, replica.in_flight
                 if has and not self.paused and not self.asleep and silent > self.times.silence:
                     why = f"it has {has} request(s) and said nothing for {silent:.0f} s"
                     self.lose(replica, replica.engine, why)
