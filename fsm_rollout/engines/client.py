@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, SupportsIndex
 from fsm_rollout.concurrency.deadline import Deadline, being_cancelled
 from fsm_rollout.engines.protocol import FOR_GOOD, Chunk, Engine, ReplicaLost, Replicated, Request
 from fsm_rollout.errors import EngineError, PromptTooLong
+from fsm_rollout.trajectory.reasons import FinishReason
 from fsm_rollout.trajectory.tokens import LAST_VERSION, Ids, Logprobs
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class PendingRequest:
     logprobs: Logprobs = field(default_factory=lambda: array("f"))
     versions: list[tuple[int, int]] = field(default_factory=list)
     """Run lengths ``(tokens, weight version)`` over ``ids``."""
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     error: EngineError | None = None
     admitted_at: float | None = None
     attempt: int = 1
@@ -99,7 +100,7 @@ class PendingRequest:
                 would exceed what was asked for.
         """
         self.stop_watch()
-        if chunk.finish_reason not in (None, "stop", "length", "abort"):
+        if chunk.finish_reason not in (None, *FinishReason):
             raise EngineError(f"the engine ended request {chunk.request_id} with {chunk.finish_reason!r}")
         if not math.isfinite(sum(chunk.logprobs)):
             raise EngineError(f"the engine returned a logprob that is no finite number (request {chunk.request_id})")
@@ -133,16 +134,16 @@ class PendingRequest:
         self.replica = chunk.replica or self.replica
 
     @property
-    def ended_as(self) -> str | None:
+    def ended_as(self) -> FinishReason | None:
         """How the request has ended, if only its last chunk did not come."""
         sampling = self.request.sampling
         if self.aborted:
-            return "abort"
+            return FinishReason.ABORT
         if self.ids and not sampling.ignore_eos and self.ids[-1] in sampling.stop_ids:
-            return "stop"
-        return "length" if len(self.ids) >= sampling.max_tokens else None
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.ids) >= sampling.max_tokens else None
 
-    def end(self, finish_reason: str, error: EngineError | None = None) -> None:
+    def end(self, finish_reason: FinishReason, error: EngineError | None = None) -> None:
         """End the request; only the first call counts."""
         if not self.done.is_set():
             self.finish_reason = finish_reason
@@ -327,7 +328,7 @@ class EngineClient:
         loop = asyncio.get_running_loop()
         for pending in batch:
             if pending.aborted:  # since the flush: the engine has been told, and knew nothing of it
-                self._end(pending, "abort")
+                self._end(pending, FinishReason.ABORT)
         batch = [pending for pending in batch if not pending.done.is_set()]
         if not batch:
             return
@@ -368,27 +369,27 @@ class EngineClient:
             pending.take(chunk, now)
         except EngineError as error:
             self._abort_soon(pending.request_id)
-            self._end(pending, "abort", error)  # not tried again: an engine that miscounts would do so again
+            self._end(pending, FinishReason.ABORT, error)  # not tried again: an engine that miscounts would do so again
             return True
         if chunk.error is not None:
             self._take_error(pending, chunk.error)
-        elif chunk.finish_reason == "abort" and not pending.aborted:
+        elif chunk.finish_reason == FinishReason.ABORT and not pending.aborted:
             self._failed(pending, EngineError(f"the engine aborted request {pending.request_id} by itself"))
         elif chunk.finish_reason is not None:
-            self._end(pending, chunk.finish_reason)
+            self._end(pending, FinishReason(chunk.finish_reason))
         return chunk.finish_reason is not None or chunk.error is not None
 
     def _take_error(self, pending: PendingRequest, error: str) -> None:
         """End or try again a request that the engine failed; ``error`` is ``Class: message``."""
         kind, colon, message = error.partition(": ")
         if kind == "PromptTooLong":
-            self._end(pending, "abort", PromptTooLong(error))  # it would not fit the next time either
+            self._end(pending, FinishReason.ABORT, PromptTooLong(error))  # it would not fit the next time either
         elif kind == ReplicaLost.__name__:
             self._failed(pending, ReplicaLost(message))
         else:
             failure = EngineError(error, kind=kind if colon and kind.isidentifier() else None)
             if kind in FOR_GOOD:
-                self._end(pending, "abort", failure)
+                self._end(pending, FinishReason.ABORT, failure)
             else:
                 self._failed(pending, failure)
 
@@ -405,10 +406,10 @@ class EngineClient:
             self._end(pending, ended)
         # 2. It has been tried often enough.
         elif pending.failures >= self.attempts:
-            self._end(pending, "abort", error)
+            self._end(pending, FinishReason.ABORT, error)
         elif pending.attempt >= self._tries:
             message = f"EngineError: {pending.attempt} tries failed, the last one: {error}"
-            self._end(pending, "abort", EngineError(message, kind="EngineError"))
+            self._end(pending, FinishReason.ABORT, EngineError(message, kind="EngineError"))
         # 3. Try again: at once where another replica may have it, else later each time.
         else:
             name = pending.request_id
@@ -428,7 +429,7 @@ class EngineClient:
         if not pending.done.is_set():
             self._enqueue(pending)
 
-    def _end(self, pending: PendingRequest, finish_reason: str, error: EngineError | None = None) -> None:
+    def _end(self, pending: PendingRequest, finish_reason: FinishReason, error: EngineError | None = None) -> None:
         self._sent.pop(pending.request_id, None)
         self._open.pop(pending, None)
         pending.end(finish_reason, error)
@@ -440,7 +441,7 @@ class EngineClient:
         pending.aborted = True
         if pending in self._waiting or pending.request_id not in self._sent:  # not sent yet, or between tries
             self._waiting = [other for other in self._waiting if other is not pending]
-            self._end(pending, "abort")
+            self._end(pending, FinishReason.ABORT)
             return
         try:
             self._abort_soon(pending.request_id)
@@ -448,7 +449,7 @@ class EngineClient:
                 async with asyncio.timeout(ABORT_GRACE):
                     await pending.done.wait()
         finally:
-            self._end(pending, "abort")
+            self._end(pending, FinishReason.ABORT)
 
     def _abort_soon(self, request_id: str) -> None:
         """Have the engine end a request: all that are ended in one turn of the loop in one call."""
@@ -472,7 +473,7 @@ class EngineClient:
         if self._asked:
             await self._abort_quietly(sorted(self._asked))
         for pending in list(self._open):
-            self._end(pending, "abort")
+            self._end(pending, FinishReason.ABORT)
         for task in list(self._tasks):
             task.cancel()
         if self._tasks:

@@ -21,11 +21,13 @@ import numpy as np
 
 from fsm_rollout.engines.protocol import Chunk, Load, Request, SamplingParams
 from fsm_rollout.errors import EngineError
+from fsm_rollout.trajectory.reasons import FinishReason
 from fsm_rollout.trajectory.tokens import Ids
 
 assert sys.byteorder == "little", "blocks are little-endian"
 REMEMBERED = 16 * 2**20
 """Tokens of past inputs that each end keeps per replica: 64 MiB."""
+_REASONS: dict[str | None, FinishReason | None] = {None: None, **{reason.value: reason for reason in FinishReason}}
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode
 
@@ -131,7 +133,18 @@ def unpack_flush(block: bytes, replica: str = "") -> Flush:
     """Return the flush of a block, its chunks from ``replica``."""
     rows, failures, load = _decode(block)
     chunks = [
-        Chunk(name, array("i", ids), array("f", logprobs), version, reason, error, cached, queued, replica, waits)
+        Chunk(
+            name,
+            array("i", ids),
+            array("f", logprobs),
+            version,
+            _REASONS[reason],
+            error,
+            cached,
+            queued,
+            replica,
+            waits,
+        )  # fmt: skip
         for ids, logprobs, name, version, reason, error, cached, queued, waits in rows
     ]
     return Flush(chunks, [(request_ids, why) for request_ids, why in failures], Load(*load))

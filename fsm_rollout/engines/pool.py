@@ -33,6 +33,7 @@ from fsm_rollout.engines.supervisor import (
     failure_of,
 )
 from fsm_rollout.errors import EngineError
+from fsm_rollout.trajectory.reasons import FinishReason
 
 if TYPE_CHECKING:
     from fsm_rollout.engines.protocol import Engine, Weights
@@ -361,7 +362,7 @@ class PoolEngine:
         replica = "" if routed.replica is None else routed.replica.name
         self._forget(routed)
         request_id, version = routed.request.request_id, routed.version
-        routed.stream.put(Chunk(request_id, NO_IDS, NO_LOGPROBS, version, "abort", error, replica=replica))
+        routed.stream.put(Chunk(request_id, NO_IDS, NO_LOGPROBS, version, FinishReason.ABORT, error, replica=replica))
 
     def _forget(self, routed: _Routed) -> None:
         """Take a request off the books."""

@@ -12,6 +12,7 @@ from fsm_rollout.engines import packing
 from fsm_rollout.engines.packing import Contexts, Flush, pack_flush, pack_requests, unpack_flush, unpack_requests
 from fsm_rollout.engines.protocol import Chunk, Load, Request, SamplingParams
 from fsm_rollout.errors import EngineError
+from fsm_rollout.trajectory.reasons import FinishReason
 from fsm_rollout.trajectory.tokens import TokenStream, as_ids, as_logprobs
 
 token = st.integers(0, 2**31 - 1)
@@ -64,7 +65,7 @@ chunks = st.integers(0, 6).flatmap(
         ids=st.lists(token, min_size=count, max_size=count).map(as_ids),
         logprobs=st.lists(st.floats(-100, 0, width=32), min_size=count, max_size=count).map(as_logprobs),
         weight_version=st.integers(0, 2**40),
-        finish_reason=st.sampled_from([None, "stop", "length", "abort"]),
+        finish_reason=st.sampled_from([None, *FinishReason]),
         error=st.none() | names,
         cached_tokens=st.integers(0, 2**31),
         queue_seconds=seconds,

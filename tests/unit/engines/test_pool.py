@@ -20,7 +20,7 @@ from fsm_rollout.engines.supervisor import LocalPlacement, PoolTimes
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import EngineError
 from fsm_rollout.testing import check_engine, run_virtual
-from fsm_rollout.testing.conformance.engine_answers import Answer, take
+from fsm_rollout.testing.conformance.engine_subject import Answer, take
 from fsm_rollout.trajectory.tokens import as_ids
 
 TEXT = "hello, wonderful world"
@@ -137,7 +137,7 @@ async def chunks_of(pool: Engine, requests: Sequence[Request]) -> dict[str, Answ
     async for chunk in pool.generate(requests):
         take(chunk, found)
     for answer in found.values():
-        answer.whole(pool.max_context)
+        answer.check_whole(pool.max_context)
     return found
 
 

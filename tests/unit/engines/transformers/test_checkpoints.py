@@ -21,7 +21,7 @@ from fsm_rollout.engines.transformers.checkpoints import load_checkpoint, read_w
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model import embedded_model
-from fsm_rollout.testing.conformance.engine_answers import Answer, take
+from fsm_rollout.testing.conformance.engine_subject import Answer, take
 from fsm_rollout.trajectory.tokens import as_ids
 
 
