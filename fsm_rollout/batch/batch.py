@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from fsm_rollout.batch.padding import RAGGED_OF, pack, pad, unpack, unpad
-from fsm_rollout.batch.rows import RowId, TrainingRow, numbered_states, row_of
+from fsm_rollout.batch.rows import RowId, TrainingRow, row_of, rows
 from fsm_rollout.errors import BatchError
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -99,36 +100,35 @@ class TrajectoryBatch:
         """
         if overflow not in ("error", "drop", "truncate"):
             raise BatchError(f"overflow must be 'error', 'drop' or 'truncate', got {overflow!r}")
-        given = list(trajectories)
-        _check_distinct(given)
-        names = numbered_states(given, state_names)
+        trajectories = list(trajectories)
+        for trajectory_id, times in Counter(trajectory.trajectory_id for trajectory in trajectories).items():
+            if times > 1:
+                raise BatchError(f"trajectory {trajectory_id} was given twice; each token has one row at most")
+        by_id = {trajectory.trajectory_id: trajectory for trajectory in trajectories}
+        whole = rows(trajectories, state_names=state_names)
         kept: list[TrainingRow] = []
         dropped: list[RowId] = []
         truncated: list[RowId] = []
-        unrowed: dict[str, str | None] = {}
-        for trajectory in given:
-            whole = [row_of(trajectory, number, names) for number in range(len(trajectory.streams))]
-            if not any(whole):
-                unrowed[trajectory.trajectory_id] = trajectory.stop_reason
-            for row in filter(None, whole):
-                if overflow == "error" or _fits(row, prompt_width, response_width):
-                    kept.append(row)  # from_rows raises for all that do not fit together
-                    continue
-                cut = (
-                    row_of(trajectory, row.stream, names, prompt_width=prompt_width, response_width=response_width)
-                    if overflow == "truncate"
-                    else None
-                )
-                if cut is None:
-                    dropped.append(row.row_id)
-                else:
-                    kept.append(cut)
-                    truncated.append(row.row_id)
+        for row in whole:
+            if overflow == "error" or _fits(row, prompt_width, response_width):
+                kept.append(row)  # from_rows raises for all that do not fit together
+                continue
+            cut: TrainingRow | None = None
+            if overflow == "truncate":
+                widths = {"prompt_width": prompt_width, "response_width": response_width}
+                cut = row_of(by_id[row.trajectory_id], row.stream, row.state_names, **widths)
+            if cut is None:
+                dropped.append(row.row_id)
+            else:
+                kept.append(cut)
+                truncated.append(row.row_id)
         batch = cls.from_rows(
             kept, pad_id=pad_id, prompt_width=prompt_width, response_width=response_width, packed=packed
         )
-        batch.state_names = names
-        batch.dropped, batch.truncated, batch.unrowed = tuple(dropped), tuple(truncated), unrowed
+        rowed = {row.trajectory_id for row in whole}
+        batch.unrowed = {id_: trajectory.stop_reason for id_, trajectory in by_id.items() if id_ not in rowed}
+        batch.dropped, batch.truncated = tuple(dropped), tuple(truncated)
+        batch.state_names = whole[0].state_names if whole else tuple(dict.fromkeys(state_names))
         return batch
 
     @classmethod
@@ -271,14 +271,6 @@ class TrajectoryBatch:
         return f"<TrajectoryBatch of {len(self)} rows, {shape}; {left_out}>"
 
 
-def _check_distinct(trajectories: Sequence[Trajectory]) -> None:
-    seen: set[str] = set()
-    for trajectory in trajectories:
-        if trajectory.trajectory_id in seen:
-            raise BatchError(f"trajectory {trajectory.trajectory_id} was given twice; each token has one row at most")
-        seen.add(trajectory.trajectory_id)
-
-
 def _fits(row: TrainingRow, prompt_width: int | None, response_width: int | None) -> bool:
     return (prompt_width is None or len(row.prompt_ids) <= prompt_width) and (
         response_width is None or len(row.response_ids) <= response_width
@@ -300,11 +292,11 @@ def _misfit_text(misfits: Sequence[TrainingRow], prompt_width: int | None, respo
     )
 
 
-def _column(values: Sequence[Any]) -> NonTensorStack | NonTensorData:
+def _column(values: Sequence[object]) -> NonTensorStack | NonTensorData:
     return NonTensorStack(*values) if values else NonTensorData([], batch_size=[0])  # an empty stack cannot be loaded
 
 
-def _jagged(values: Mapping[str, Any], offsets: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _jagged(values: Mapping[str, torch.Tensor], offsets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return each key as a nested tensor; keys of one ragged dimension share its offsets, so torch can combine them."""
     return {key: torch.nested.nested_tensor_from_jagged(flat, offsets[RAGGED_OF[key]]) for key, flat in values.items()}
 

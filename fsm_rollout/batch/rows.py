@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from fsm_rollout.errors import BatchError
-from fsm_rollout.trajectory.tokens import Span, TokenStream
+from fsm_rollout.trajectory.tokens import TokenStream
 from fsm_rollout.trajectory.trajectory import Stream, Trajectory
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -69,11 +70,11 @@ class TrainingRow:
     """``None`` when the trajectory is suspended or still under way."""
     num_turns: int
     """Messages in the stream, system messages apart."""
-    metrics: dict[str, Any]
-    turn_scores: list[list[Any]]
+    metrics: dict[str, float | None]
+    turn_scores: list[list[float]]
     """``[turn, value]`` pairs as they were given; the turn is the index of a generation of the trajectory."""
     tool_rewards: list[float]
-    extra: dict[str, Any]
+    extra: dict[str, object]
 
     @property
     def row_id(self) -> RowId:
@@ -84,15 +85,12 @@ class TrainingRow:
         """Compare everything, arrays by type and content."""
         if not isinstance(other, TrainingRow):
             return NotImplemented
-        return all(_same(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        pairs = ((getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
+        return all(
+            a.dtype == b.dtype and np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b for a, b in pairs
+        )
 
     __hash__ = None  # type: ignore[assignment]  # arrays are mutable
-
-
-def _same(a: object, b: object) -> bool:
-    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-        return a.dtype == b.dtype and np.array_equal(a, b)
-    return a == b
 
 
 def rows(trajectories: Iterable[Trajectory], *, state_names: Sequence[str] = ()) -> list[TrainingRow]:
@@ -104,14 +102,7 @@ def rows(trajectories: Iterable[Trajectory], *, state_names: Sequence[str] = ())
     Raises:
         BatchError: a score is not a finite float32.
     """
-    given = list(trajectories)
-    names = numbered_states(given, state_names)
-    found = (row_of(trajectory, number, names) for trajectory in given for number in range(len(trajectory.streams)))
-    return [row for row in found if row is not None]
-
-
-def numbered_states(trajectories: Iterable[Trajectory], first: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return ``first``, then every other state that some response token comes from, in alphabetical order."""
+    trajectories = list(trajectories)
     seen = {
         span.state
         for trajectory in trajectories
@@ -119,7 +110,9 @@ def numbered_states(trajectories: Iterable[Trajectory], first: Sequence[str] = (
         if stream.tokens.trained_length
         for span in stream.tokens.spans[1:]
     }
-    return (*dict.fromkeys(first), *sorted(seen.difference(first)))
+    names = (*dict.fromkeys(state_names), *sorted(seen.difference(state_names)))
+    found = (row_of(t, number, names) for t in trajectories for number in range(len(t.streams)))
+    return [row for row in found if row is not None]
 
 
 def row_of(
@@ -173,24 +166,22 @@ def row_of(
 def _token_scores(
     trajectory: Trajectory, tokens: TokenStream, length: int, last_trained: int
 ) -> npt.NDArray[np.float32]:
-    ends = {span.turn: end - 1 for span, end in _sampled_within(tokens, length)}
-    sums: dict[int, float] = {}  # added up in double precision, rounded once
+    """Return the scores of the first ``length`` response tokens, added up in double precision and rounded once."""
+    last_of_turn = {
+        span.turn: min(span.end - tokens.prompt_length, length) - 1
+        for span in tokens.sampled()
+        if span.start - tokens.prompt_length < length
+    }
+    sums: defaultdict[int, float] = defaultdict(float)
     for turn, value in trajectory.turn_scores:
-        if turn in ends:
-            sums[ends[turn]] = sums.get(ends[turn], 0.0) + _finite(value, trajectory)
+        if turn in last_of_turn:
+            sums[last_of_turn[turn]] += _finite(value, trajectory)
     if trajectory.score is not None:
-        sums[last_trained] = sums.get(last_trained, 0.0) + trajectory.score
+        sums[last_trained] += trajectory.score
     scores = np.zeros(length, dtype=np.float32)
     for position, value in sums.items():
         scores[position] = _finite(value, trajectory)
     return scores
-
-
-def _sampled_within(tokens: TokenStream, length: int) -> Iterator[tuple[Span, int]]:
-    """Yield each sampled span that begins within the first ``length`` response tokens, with its end there."""
-    for span in tokens.sampled():
-        if span.start - tokens.prompt_length < length:
-            yield span, min(span.end - tokens.prompt_length, length)
 
 
 def _finite(value: float, trajectory: Trajectory) -> float:
@@ -207,7 +198,7 @@ def turns_of(stream: Stream) -> int:
     return sum(message["role"] != "system" for message in stream.messages)
 
 
-def metrics_of(trajectory: Trajectory) -> dict[str, Any]:
+def metrics_of(trajectory: Trajectory) -> dict[str, float | None]:
     """Return a trajectory's figures: seconds, calls, tokens. ``wall_seconds`` is ``None`` until it has ended."""
     return {
         "generate_seconds": trajectory.generate_seconds,
@@ -221,10 +212,10 @@ def metrics_of(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def plain(extra: Mapping[str, object]) -> dict[str, Any]:
+def plain(extra: Mapping[str, object]) -> dict[str, object]:
     """Return a copy of a prompt's extra fields as JSON holds it, so that a saved batch equals the one in memory.
 
     Tuples become lists, keys text, and what JSON does not know its ``repr``.
     """
-    copy: dict[str, Any] = json.loads(json.dumps(dict(extra), default=repr))
+    copy: dict[str, object] = json.loads(json.dumps(dict(extra), default=repr))
     return copy
