@@ -26,8 +26,8 @@ def stated_answers(text: str) -> tuple[str, ...]:
     if not sentences:
         return ()
     sentence = sentences[0] if phrases else sentences[-1]
-    found = _NUMBER.findall(sentence) or _WORD.findall(sentence)
-    return (*(_normal(item) for item in found[-1:]), _normal(sentence))
+    matches = _NUMBER.findall(sentence) or _WORD.findall(sentence)
+    return (*(_normal(item) for item in matches[-1:]), _normal(sentence))
 
 
 def gives_answer(text: str, expected: object) -> bool:

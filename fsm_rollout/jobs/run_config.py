@@ -21,13 +21,12 @@ from fsm_rollout.agent.yaml.source_map import SourceMap, in_file_order
 from fsm_rollout.agent.yaml.yaml_source import read_text, read_yaml
 from fsm_rollout.errors import ConfigError, Problem
 from fsm_rollout.trajectory.model_errors import ConfigPath, explanations
-from fsm_rollout.trajectory.settings import FreeForm, ImportPath, Named, Sampling, Seconds, StrictModel
+from fsm_rollout.trajectory.settings import AtLeastOne, FreeForm, ImportPath, Named, Sampling, Seconds, StrictModel
 
 ENGINE_PATHS = ("model", "tokenizer", "script", "run")
 """What of an engine's mapping may be a path."""
 AGENT = "agent."
 """How an override begins that changes the agents."""
-AtLeastOne = Annotated[int, Field(ge=1)]
 
 
 class EngineFailures(StrictModel):

@@ -185,12 +185,12 @@ def make_folder(path: Path, *, replace: bool = False) -> None:
         ConfigError: there is a file in its place, it holds files of those names that no run wrote, or (unless
             ``replace``) a run that could be resumed; or it cannot be written to.
     """
-    found = [name for name in OWN_FILES if (path / name).exists()]
-    if found and not is_journal(path / JOURNAL):
+    existing = [name for name in OWN_FILES if (path / name).exists()]
+    if existing and not is_journal(path / JOURNAL):
         raise ConfigError(
-            f"out: '{path}' holds '{found[0]}', and no journal of a run that wrote it; choose another, or remove it"
+            f"out: '{path}' holds '{existing[0]}', and no journal of a run that wrote it; choose another, or remove it"
         )
-    if found and not replace and not (path / "summary.json").exists() and any(read(path / JOURNAL)):
+    if existing and not replace and not (path / "summary.json").exists() and any(read(path / JOURNAL)):
         raise ConfigError(
             f"out: '{path}' holds a run that has not come to its end; resume it (fsm-rollout resume {path}), "
             "choose another folder, or give --replace"

@@ -76,7 +76,7 @@ async def invoke(function: Callable[..., Any], arguments: Mapping[str, object]) 
     """
     if is_async(function):
         return await _awaited(function(**arguments))
-    loop, left = asyncio.get_running_loop(), LEFTOVERS.get()
+    loop, leftovers = asyncio.get_running_loop(), LEFTOVERS.get()
     context = contextvars.copy_context()
 
     def work() -> tuple[object, BaseException | None]:
@@ -85,13 +85,13 @@ async def invoke(function: Callable[..., Any], arguments: Mapping[str, object]) 
         except BaseException as error:  # raised again in the caller's task
             return None, error
         finally:
-            if left is not None:
+            if leftovers is not None:
                 with suppress(RuntimeError):  # the loop was closed meanwhile
-                    loop.call_soon_threadsafe(left.end)
+                    loop.call_soon_threadsafe(leftovers.end)
 
     job = loop.run_in_executor(_threads, work)
-    if left is not None:
-        left.begin()
+    if leftovers is not None:
+        leftovers.begin()
     result, error = await job
     if error is not None:
         try:
@@ -144,6 +144,6 @@ async def _stop(task: asyncio.Task[T], seconds: float | None) -> None:
     await asyncio.wait({task}, timeout=seconds)
     if not task.done():
         _logger.warning("%s did not stop within %s s of being cancelled; it is left running", task.get_name(), seconds)
-        if (left := LEFTOVERS.get()) is not None:
-            left.begin()
-            task.add_done_callback(left.end)
+        if (leftovers := LEFTOVERS.get()) is not None:
+            leftovers.begin()
+            task.add_done_callback(leftovers.end)

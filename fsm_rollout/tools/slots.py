@@ -52,21 +52,21 @@ class Slots:
                     self._waiting.pop(timeout, None)
         except TimeoutError:
             raise NoSlot from None
-        left = Leftovers()
-        token = LEFTOVERS.set(left)
+        leftovers = Leftovers()
+        token = LEFTOVERS.set(leftovers)
         try:
             yield
         finally:
             LEFTOVERS.reset(token)
-            if left:
+            if leftovers:
                 self._lose(1)
-                left.then = self._come_back
+                leftovers.then = self._come_back
             else:
                 self._free.release()
 
-    def _lose(self, more: int) -> None:
-        self._lost += more
-        if more > 0 and self._lost == self._limit:
+    def _lose(self, change: int) -> None:
+        self._lost += change
+        if change > 0 and self._lost == self._limit:
             _logger.warning(
                 "all %d slots of tool '%s' are held by calls that were given up and still run", self._limit, self._name
             )

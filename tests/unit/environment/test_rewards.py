@@ -292,11 +292,11 @@ def test_the_first_answer_counts_whatever_comes_later():
 
 
 def having(*values: float | None) -> list[Trajectory]:
-    found = [trajectory(said("4")) for _ in values]
-    for one, value in zip(found, values, strict=True):
+    group = [trajectory(said("4")) for _ in values]
+    for sample, value in zip(group, values, strict=True):
         if value is not None:
-            one.apply(Scored(at=9.0, value=value))
-    return found
+            sample.apply(Scored(at=9.0, value=value))
+    return group
 
 
 def test_scores_differ_where_there_are_two():
@@ -306,7 +306,7 @@ def test_scores_differ_where_there_are_two():
 
 
 def test_a_failing_reward_is_told_of_once(caplog: pytest.LogCaptureFixture):
-    def boom(one: Trajectory) -> float:
+    def boom(trajectory: Trajectory) -> float:
         raise ValueError("the judge is down")
 
     reward = Reward(boom)

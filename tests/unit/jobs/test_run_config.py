@@ -113,10 +113,10 @@ def test_overrides_and_interpolation(folder: Path) -> None:
 
 def test_to_json_reads_back(folder: Path) -> None:
     run = load(folder, EVERY_KEY, "agent.limits.tool_calls=3")
-    said = json.loads(run.to_json())
-    assert said.pop("agent_overrides") == ["limits.tool_calls=3"]
-    assert said["validate"] is True
-    again = load(folder, json.dumps(said))
+    data = json.loads(run.to_json())
+    assert data.pop("agent_overrides") == ["limits.tool_calls=3"]
+    assert data["validate"] is True
+    again = load(folder, json.dumps(data))
     assert again.model_dump() == run.model_dump()
 
 
@@ -159,12 +159,12 @@ out: runs/x
 
 @pytest.mark.parametrize("agent", ["[a.yaml]", "{}", "{a: }", "3", '""', "{a: [b.yaml]}"])
 def test_what_is_no_agent(agent: str, folder: Path) -> None:
-    said = "agent: give the path of an agent's YAML, or a mapping from names to such paths"
-    assert problems(folder, SMALLEST.replace("a.yaml", agent)) == [f":1: {said}"]
+    message = "agent: give the path of an agent's YAML, or a mapping from names to such paths"
+    assert problems(folder, SMALLEST.replace("a.yaml", agent)) == [f":1: {message}"]
 
 
 @pytest.mark.parametrize(
-    ("text", "overrides", "said"),
+    ("text", "overrides", "message"),
     [
         ("", (), ": is empty; a run needs `agent`, `prompts`, `engine` and `out`"),
         ("- a", (), ":1: a run is a mapping with `agent`, `prompts`, `engine` and `out`, got a list"),
@@ -177,8 +177,8 @@ def test_what_is_no_agent(agent: str, folder: Path) -> None:
         (SMALLEST + "limit: ${nothing}\n", (), ":5: interpolation failed: "),
     ],
 )
-def test_mistakes(text: str, overrides: tuple[str, ...], said: str, folder: Path) -> None:
-    assert problems(folder, text, *overrides)[0].startswith(said)
+def test_mistakes(text: str, overrides: tuple[str, ...], message: str, folder: Path) -> None:
+    assert problems(folder, text, *overrides)[0].startswith(message)
 
 
 def test_a_missing_file(folder: Path) -> None:

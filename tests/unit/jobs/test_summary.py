@@ -79,7 +79,9 @@ def test_the_summary_counts_the_events(drawn: list[list[AnyEvent]], sub_agents: 
         return [sum(getattr(event, field) for event in every(kind, [events])) for events in several]
 
     trained = {(i, e.context): e.trained for i, events in enumerate(everything) for e in every(ContextOpened, [events])}
-    said = [m for e in every(ContextOpened | MessagesAppended, several) for m in e.messages if m["role"] != "system"]
+    messages = [
+        m for e in every(ContextOpened | MessagesAppended, several) for m in e.messages if m["role"] != "system"
+    ]
     last_scores = [[s.value for s in every(Scored, [events]) if s.turn is None] for events in several]
     scores = [values[-1] for values in last_scores if values]
     assert (summary["trajectories"], summary["groups"]) == (len(several), 1 if several else 0)
@@ -91,7 +93,7 @@ def test_the_summary_counts_the_events(drawn: list[list[AnyEvent]], sub_agents: 
     assert summary["stop_reasons"] == endings(several)
     called = summary["sub_agents"]
     assert (called["trajectories"], called["stop_reasons"]) == (len(children), endings(children))
-    turns = len(said) + sum(not event.continued for event in every(Generated, several))
+    turns = len(messages) + sum(not event.continued for event in every(Generated, several))
     assert summary["turns_mean"] == (turns / len(several) if several else None)
     assert summary["tokens"] == sum(len(event.ids) for event in every(PromptExtended | Generated, everything))
     assert summary["trained_tokens"] == sum(
@@ -121,7 +123,7 @@ def parent_and_child(**child: Any) -> list[Trajectory]:
         at=0.0, trajectory_id="0/0", group_id="0", sample=0, agent="solver", initial="PENDING", messages=[], extra={},
         limits={}, seed=0, date="",
     )  # fmt: skip
-    said = Generated(
+    turn = Generated(
         at=3.0, context="main", state="PENDING", ids=array("i", [1]), logprobs=array("f", [0.0]), versions=[(1, 0)],
         finish_reason="stop", message={"role": "assistant", "content": ""}, queue_seconds=2.5, seconds=0.5,
     )  # fmt: skip
@@ -129,7 +131,7 @@ def parent_and_child(**child: Any) -> list[Trajectory]:
         at=0.0, context="main", state="PENDING", messages=[], ids=array("i", [1]), trained=True, engine="policy"
     )
     end, score = Ended(at=4.0, stop_reason="answered"), Scored(at=4.0, value=0.5)
-    own = [begun, opened, said, end, score]
+    own = [begun, opened, turn, end, score]
     called = [replace(begun, trajectory_id="0/0/solve", parent_id="0/0"), replace(end, **child), score]
     return [Trajectory.fold(own), Trajectory.fold(called)]
 
@@ -167,7 +169,7 @@ def test_a_run_is_shown_by_the_prompts_own_trajectories() -> None:
     for trajectory, event in ((parent, begun), (child, begun), (parent, left), (child, left)):
         progress(trajectory, event)
     console.print(progress._render())
-    progress(child, Ended(at=2.0, stop_reason="answered"))
+    progress(child, Ended(at=4.0, stop_reason="answered"))
     console.print(progress._render())
     assert isinstance(console.file, StringIO)
     during, _, after = console.file.getvalue().rpartition("0/1")

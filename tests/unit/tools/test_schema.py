@@ -236,11 +236,11 @@ def test_any_parameter_name_will_do():
     def odd(_x: int, schema: str, copy: int, model_config: list[int], p1: int, json: str = "") -> None:
         """Be odd."""
 
-    given = {"_x": 1, "schema": "s", "copy": 2, "model_config": [1], "p1": 7}
+    values = {"_x": 1, "schema": "s", "copy": 2, "model_config": [1], "p1": 7}
     assert list(properties(tool_schema(odd))) == ["_x", "schema", "copy", "model_config", "p1", "json"]
-    assert validate_arguments(odd, given) == given
+    assert validate_arguments(odd, values) == values
     with pytest.raises(BadArguments, match="'p0' is not a parameter"):
-        validate_arguments(odd, given | {"p0": 1})
+        validate_arguments(odd, values | {"p0": 1})
 
 
 def test_what_is_not_for_the_model_is_not_shown():
@@ -391,7 +391,7 @@ HERE = {"city": "Rome"}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ({}, "argument 'place' is missing"),
         ({"place": "Rome"}, "argument 'place' should be an object (got \"Rome\")"),
@@ -416,10 +416,10 @@ HERE = {"city": "Rome"}
         ({"place": {"city": ["long"] * 100}}, 'argument \'place.city\' should be a valid string (got ["long", "long"'),
     ],
 )
-def test_a_model_is_told_which_argument_what_was_got_and_what_is_expected(arguments: dict[str, Any], told: str):
+def test_a_model_is_told_which_argument_what_was_got_and_what_is_expected(arguments: dict[str, Any], message: str):
     with pytest.raises(BadArguments) as caught:
         validate_arguments(forecast, arguments)
-    assert str(caught.value).startswith(told)
+    assert str(caught.value).startswith(message)
     assert len(str(caught.value)) < 250
 
 
@@ -429,8 +429,8 @@ def test_many_wrong_arguments_are_not_all_listed():
 
 
 def test_arguments_arrive_as_the_function_takes_them():
-    given = {"place": {"city": "Rome"}, "unit": "fahrenheit", "days": "3", "on": "2026-01-02", "around": [1, "km"]}
-    assert validate_arguments(forecast, given) == {
+    values = {"place": {"city": "Rome"}, "unit": "fahrenheit", "days": "3", "on": "2026-01-02", "around": [1, "km"]}
+    assert validate_arguments(forecast, values) == {
         "place": Place("Rome"),
         "unit": Unit.FAHRENHEIT,
         "days": 3,
@@ -468,11 +468,11 @@ def test_arguments_are_a_copy():
     def note(lines: list[Any], options: dict) -> None:
         """Note it."""
 
-    given = {"lines": [["a"]], "options": {"deep": ["b"]}}
-    read = validate_arguments(note, given)
+    values = {"lines": [["a"]], "options": {"deep": ["b"]}}
+    read = validate_arguments(note, values)
     read["lines"][0].append("changed")
     read["options"]["deep"].append("changed")
-    assert given == {"lines": [["a"]], "options": {"deep": ["b"]}}
+    assert values == {"lines": [["a"]], "options": {"deep": ["b"]}}
 
 
 def test_optional_in_its_old_spelling():

@@ -290,7 +290,7 @@ def box(**tools: Any) -> Toolbox:
 
 
 def opened(toolbox: Toolbox, **options: Any) -> ToolSession:
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "trajectory_id": "t",
         "group_id": "g",
         "seed": 7,
@@ -298,7 +298,7 @@ def opened(toolbox: Toolbox, **options: Any) -> ToolSession:
         "extra": {"answer": "42"},
         "run_agent": no_agent,
     }
-    return toolbox.open(**(given | options))
+    return toolbox.open(**(defaults | options))
 
 
 def a_call(name: str, call_id: str = "c1", /, **arguments: Any) -> ToolCall:
@@ -526,18 +526,18 @@ def test_cancelling_a_call_leaves_its_thread_behind():
 
 
 @pytest.mark.parametrize(
-    ("retry", "more", "failures", "tries", "failure"),
+    ("retry", "failures", "tries", "failure"),
     [
-        ({"attempts": 3, "errors": ["ConnectionError"]}, {}, 2, 3, None),
-        ({"attempts": 3, "errors": ["ConnectionError"]}, {}, 3, 3, "ConnectionResetError"),
-        ({"attempts": 3, "errors": ["OSError"]}, {}, 1, 2, None),
-        ({"attempts": 3}, {}, 2, 3, None),
-        ({"attempts": 3, "errors": ["ValueError"]}, {}, 1, 1, "ConnectionResetError"),
-        ({}, {}, 1, 1, "ConnectionResetError"),
+        ({"attempts": 3, "errors": ["ConnectionError"]}, 2, 3, None),
+        ({"attempts": 3, "errors": ["ConnectionError"]}, 3, 3, "ConnectionResetError"),
+        ({"attempts": 3, "errors": ["OSError"]}, 1, 2, None),
+        ({"attempts": 3}, 2, 3, None),
+        ({"attempts": 3, "errors": ["ValueError"]}, 1, 1, "ConnectionResetError"),
+        ({}, 1, 1, "ConnectionResetError"),
     ],
 )
-def test_retries(retry: dict[str, Any], more: dict[str, Any], failures: int, tries: int, failure: str | None):
-    result = made(box(flaky={"use": "flaky", "retry": retry, **more}), a_call("flaky", failures=failures))
+def test_retries(retry: dict[str, Any], failures: int, tries: int, failure: str | None):
+    result = made(box(flaky={"use": "flaky", "retry": retry}), a_call("flaky", failures=failures))
     assert (result.tries, result.failure, len(LOG)) == (tries, failure, tries)
     assert not result.bad
     pauses = [later - earlier for earlier, later in pairwise(LOG)]
@@ -693,11 +693,11 @@ def test_a_tool_may_ask_who_calls():
 def test_hidden_values_come_from_the_agent_and_the_prompt_and_are_nobody_elses():
     tools = box(search={"use": "search", "kwargs": {"limit": 5, "table": ["agent"]}})
     assert list(tools.schemas("main")[0]["function"]["parameters"]["properties"]) == ["query"]
-    given = {"search": {"table": ["prompt"]}}
+    tools_kwargs = {"search": {"table": ["prompt"]}}
     assert made(tools, a_call("search", query="q")).text == "['agent', 'q'] 5"
-    assert made(tools, a_call("search", query="q"), tools_kwargs=given).text == "['prompt', 'q'] 5"
-    assert made(tools, a_call("search", query="q"), tools_kwargs=given).text == "['prompt', 'q'] 5"
-    assert given == {"search": {"table": ["prompt"]}}
+    assert made(tools, a_call("search", query="q"), tools_kwargs=tools_kwargs).text == "['prompt', 'q'] 5"
+    assert made(tools, a_call("search", query="q"), tools_kwargs=tools_kwargs).text == "['prompt', 'q'] 5"
+    assert tools_kwargs == {"search": {"table": ["prompt"]}}
     assert made(tools, a_call("search", query="q", limit=1)).failure == "bad_arguments"
 
 
