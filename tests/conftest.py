@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.internal.conjecture import engine as shrinking
 
 from fsm_rollout.testing.plugin.profiles import register
 
@@ -13,5 +14,11 @@ pytest_plugins = ["pytester", "tests.model_fixtures"]
 register()  # by itself where the package is installed; a stale build folder in the working directory can hide that
 # Hypothesis has a `ci` of its own, which does not keep as quiet.
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-settings.register_profile("ci", max_examples=100, deadline=None, suppress_health_check=QUIET, derandomize=True)
+settings.register_profile(
+    "ci", max_examples=100, deadline=None, suppress_health_check=QUIET, derandomize=True,
+    phases=[phase for phase in Phase if phase is not Phase.explain], report_multiple_bugs=False,
+)  # fmt: skip
+# A failing property is reported within seconds. Hypothesis has no setting for how long it shrinks (300 s by default).
+assert shrinking.MAX_SHRINKING_SECONDS == 300, "Hypothesis has changed how it limits shrinking"
+shrinking.MAX_SHRINKING_SECONDS = 8
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

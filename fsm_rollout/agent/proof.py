@@ -94,6 +94,12 @@ def prove(graph: AgentGraph, *, situations: int = 40_000) -> Bound:
     )
 
 
+def reachable_rows(graph: AgentGraph, *, situations: int = 40_000) -> frozenset[int] | None:
+    """Return the places of the rows that some run takes; ``None``: more than ``situations`` would have to be seen."""
+    counts = search(Structure(graph), situations)
+    return None if counts is None else counts.rows
+
+
 def _plus(own: int | None, calls: int, each: Sequence[int | None]) -> int | None:
     known = [number for number in each if number is not None]
     return None if own is None or len(known) < len(each) else own + calls * max(known)

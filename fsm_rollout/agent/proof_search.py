@@ -33,6 +33,8 @@ class Counts:
     exempt: frozenset[tuple[str, str]]
     """(limit, state): the state's handler can run after the limit was routed, bounded by ``max_visits`` alone."""
     exact: bool
+    rows: frozenset[int] | None = None
+    """The places of the rows that some run takes; ``None`` where not every situation was looked at."""
 
 
 Situation = tuple[int, tuple[int, ...], int]
@@ -52,6 +54,8 @@ class _Way:
     """A row as the search sees it; ``dest`` is an index, or -1 for a final state."""
 
     dest: int
+    row: int
+    """The row's place in ``transitions``."""
     tests: tuple[_Test, ...]
     free: bool
     """Whether it may also not fire although all its tests hold."""
@@ -96,11 +100,13 @@ class _Search:
         self.caps: list[int] = []
         self.slots: dict[str, int] = {}
         self.bits: dict[str, int] = {}
+        self.places = {id(row): place for place, row in enumerate(self.graph.transitions)}
         self._count_visits()
         self._count_spending()
         self.nodes = [self._node(state) for state in self.states]
         for node in self.nodes:  # now that all bits are given out
             node.routed_bit = self.bits.get(str(structure.spends(node.name)), 0)
+        self.rows: set[int] = set()
         self.ran: set[str] = set()
         self.exempt: set[tuple[str, str]] = set()
 
@@ -181,7 +187,8 @@ class _Search:
                     tests.append(_Test(slot, count, wanted))
                 elif wanted:  # a state that is never entered
                     return None
-        return _Way(-1 if self.graph.is_final(row.dest) else self.index[row.dest], tuple(tests), free)
+        dest = -1 if self.graph.is_final(row.dest) else self.index[row.dest]
+        return _Way(dest, self.places[id(row)], tuple(tests), free)
 
     def enter(self, index: int, counts: tuple[int, ...], routed: int) -> Situation:
         """Charge the entry of a working state."""
@@ -220,6 +227,7 @@ class _Search:
             return  # each limit once: the run ends
         for way in raised.ways:
             if all((counts[test.slot] > test.over) is test.wanted for test in way.tests):
+                self.rows.add(way.row)
                 if way.dest >= 0:
                     there = self.enter(way.dest, counts, routed | raised.bit)
                     after[there] = ran  # the ways of a handler that runs are followed last
@@ -273,7 +281,7 @@ def search(structure: Structure, budget: int) -> Counts | None:
             best[situation] = (transitions, generations, turns)
     found = best[start]
     assert found is not None
-    return Counts(*found, frozenset(compiled.ran), frozenset(compiled.exempt), exact=True)
+    return Counts(*found, frozenset(compiled.ran), frozenset(compiled.exempt), True, frozenset(compiled.rows))
 
 
 def ranking(structure: Structure) -> Counts:

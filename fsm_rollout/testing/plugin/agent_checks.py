@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from random import Random
@@ -23,15 +23,14 @@ from hypothesis.errors import Flaky
 
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.loader import dump, loads, read_agent
-from fsm_rollout.agent.proof import Bound, prove
+from fsm_rollout.agent.proof import Bound, prove, reachable_rows
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.testing.plugin import handler_laws
-from fsm_rollout.testing.plugin.reachable import reachable_rows
 from fsm_rollout.testing.plugin.walks import Walker, row_name, taken
 from fsm_rollout.testing.simulation import laws
 from fsm_rollout.testing.simulation.blocked_loop import LoopInterrupted
 from fsm_rollout.testing.simulation.laws import Law, LawBroken
-from fsm_rollout.testing.simulation.plan import Plan, Schedule
+from fsm_rollout.testing.simulation.plan import Plan
 from fsm_rollout.testing.simulation.simulate import Simulation, embedded_tokenizer, quietly, simulate, without_clocks
 from fsm_rollout.testing.simulation.virtual_time import Endless
 from fsm_rollout.testing.strategies.plans import engine_scripts, plans
@@ -232,6 +231,10 @@ def coverage(subject: Subject) -> str:
             raise LawBroken(2, f"{len(dead)} row(s) can never fire, whatever happens:{listed}")
     walker, rng = Walker(graph), Random(subject.seed or 0)
     walked = taken([walker.walk(rng, 10_000, rng.choice(EAGERNESS)) for _ in range(subject.count * WALKS_PER_EXAMPLE)])
+    impossible = set() if possible is None else walked.keys() - possible - {None}
+    if impossible:
+        listed = ", ".join(row_name(graph.transitions[number]) for number in impossible if number is not None)
+        raise LawBroken(2, f"a walk took what the proof holds for impossible: {listed}")
     fired: Counter[int | None] = Counter()
     reasons: Counter[str] = Counter()
 
@@ -376,13 +379,3 @@ CHECKS: dict[str, Callable[[Subject], str]] = {
     "resume": resume,
 }
 """The items of an agent, in order."""
-UNDRAWN = ("rules", "bound")
-"""Those that draw no runs, so there is nothing to replay."""
-
-
-def with_replay(subject: Subject, plan: Plan) -> Subject:
-    """Return the subject with one plan to run."""
-    return replace(subject, replay=plan)
-
-
-__all__ = ["CHECKS", "UNDRAWN", "Schedule", "Subject", "with_replay"]

@@ -107,7 +107,8 @@ def blocking_detected(beats: Callable[[], int | None], seconds: float | None = N
 
 # -- calls that are refused ---------------------------------------------------------------------------------------
 
-_real_sleep, _real_wait, _real_communicate = time.sleep, subprocess.Popen.wait, subprocess.Popen.communicate
+_real_sleep: Callable[[float], None] = time.sleep
+_real_wait, _real_communicate = subprocess.Popen.wait, subprocess.Popen.communicate
 _audited = False
 
 
@@ -117,7 +118,7 @@ def _patch(on: bool) -> None:
     if not _audited:  # a hook cannot be taken away again, so there is one for good
         sys.addaudithook(_audit)
         _audited = True
-    time.sleep = _sleep if on else _real_sleep
+    time.sleep = _sleep if on else _real_sleep  # type: ignore[assignment]
     subprocess.Popen.wait = _wait if on else _real_wait  # type: ignore[method-assign]
     subprocess.Popen.communicate = _communicate if on else _real_communicate  # type: ignore[method-assign]
 

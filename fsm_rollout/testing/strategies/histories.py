@@ -48,6 +48,8 @@ logprob = st.floats(-100, 0, width=32)
 score = st.floats(-1e6, 1e6, width=32)
 seconds = st.floats(0, 1e6)
 texts = st.text(max_size=4)
+words = st.sampled_from(["", "a", "two words", "é 漢字 🙂", "line\nbreak"])
+"""What is said and called; few, so that a failure soon shrinks to what matters."""
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts,
@@ -65,7 +67,7 @@ extras = st.dictionaries(st.sampled_from(["answer", "tools_kwargs", "data_source
 
 def messages(*roles: str) -> st.SearchStrategy[list[dict[str, Any]]]:
     """One or two messages with roles among ``roles``."""
-    message = st.fixed_dictionaries({"role": st.sampled_from(roles), "content": texts})
+    message = st.fixed_dictionaries({"role": st.sampled_from(roles), "content": words})
     return st.lists(message, min_size=1, max_size=2)
 
 
@@ -87,11 +89,11 @@ def _step(kind: str, **facts: st.SearchStrategy[Any]) -> st.SearchStrategy[Step]
 
 
 _attempts = st.lists(
-    st.builds(ToolCall, id=texts, name=texts, arguments=st.dictionaries(texts, msgpack_values, max_size=1))
-    | st.builds(MalformedCall, id=texts, kind=texts, message=texts),
+    st.builds(ToolCall, id=words, name=words, arguments=st.dictionaries(words, msgpack_values, max_size=1))
+    | st.builds(MalformedCall, id=words, kind=words, message=words),
     max_size=2,
 )
-_generate = _step("generate", context=contexts, state=states, pieces=pieces, text=texts, attempts=_attempts)
+_generate = _step("generate", context=contexts, state=states, pieces=pieces, text=words, attempts=_attempts)
 guarded = st.sets(st.integers(0, 2), max_size=2).map(sorted)
 """Places of guarded tokens, as far as there are so many tokens."""
 _write = _step(
@@ -109,7 +111,7 @@ _rest = st.one_of(
     _open,
     _step("transition", dest=states, limit=st.none() | st.just("tool_calls"), spent=st.integers(0, 2)),
     _step("call", state=states, failure=st.none() | st.just("unknown_tool"), reward=st.none() | score, seconds=seconds),
-    _step("continue", context=contexts, pieces=pieces, text=texts, resumed=st.booleans()),
+    _step("continue", context=contexts, pieces=pieces, text=words, resumed=st.booleans()),
     _step("charge", amount=st.integers(1, 2)),
     _step("interact", state=states, seconds=seconds),
     _step("pause"),
@@ -130,7 +132,7 @@ class Plan:
 
 plans = st.builds(
     Plan,
-    st.builds(add, st.lists(steps, max_size=10), st.lists(steps, max_size=10)),  # twice the usual length
+    st.builds(add, st.lists(steps, max_size=7), st.lists(steps, max_size=7)),  # twice the usual length
     extras,
     st.none() | st.sampled_from(["answered", "limit:tool_calls", "failed:ToolError"]),
     st.lists(score, max_size=2),
@@ -138,10 +140,10 @@ plans = st.builds(
 event_sequences = plans.map(lambda plan: events_of(plan))
 """Events of one trajectory, ``Prompted`` first; most have not ended, some have scores after their end."""
 trajectories = event_sequences.map(Trajectory.fold)
-several_event_sequences = st.lists(plans, max_size=4).map(
+several_event_sequences = st.lists(plans, max_size=3).map(
     lambda several: [events_of(plan, f"t{number}") for number, plan in enumerate(several)]
 )
-"""Events of up to four trajectories with ids of their own."""
+"""Events of up to three trajectories with ids of their own."""
 several_trajectories = several_event_sequences.map(lambda several: [Trajectory.fold(events) for events in several])
 
 
