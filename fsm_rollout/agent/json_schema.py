@@ -11,7 +11,7 @@ from typing import Any
 
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.predicates import PREDICATES
-from fsm_rollout.agent.yaml.form import STATE_KEYS
+from fsm_rollout.agent.yaml.normal_form import STATE_KEYS
 
 Schema = dict[str, Any]
 

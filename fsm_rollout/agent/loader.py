@@ -22,15 +22,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fsm_rollout.agent.graph import AgentGraph
+from fsm_rollout.agent.graph import TERMINATED, AgentGraph
 from fsm_rollout.agent.handlers import look_in
 from fsm_rollout.agent.verify import names, verify
-from fsm_rollout.agent.yaml.dumping import dump
-from fsm_rollout.agent.yaml.form import repaired
+from fsm_rollout.agent.yaml.dump import dump
 from fsm_rollout.agent.yaml.normal_form import Normaliser
 from fsm_rollout.agent.yaml.overrides import apply_overrides, interpolate
-from fsm_rollout.agent.yaml.source_map import SourceMap, in_file_order
-from fsm_rollout.agent.yaml.yaml_source import read_text, read_yaml
+from fsm_rollout.agent.yaml.source import SourceMap, in_file_order, read_text, read_yaml
 from fsm_rollout.errors import ConfigError, Problem
 from fsm_rollout.trajectory.model_errors import ConfigPath, explanations
 
@@ -117,7 +115,7 @@ def _names_all_the_same(data: Any, source: SourceMap) -> list[Problem]:
         try:
             graph = _validated(data)
         except ValidationError as error:
-            cut = [repaired(data, tuple(item["loc"]), dropped) for item in error.errors(include_url=False)]
+            cut = [_repaired(data, tuple(item["loc"]), dropped) for item in error.errors(include_url=False)]
             if not all(cut):
                 return []
             continue
@@ -127,6 +125,43 @@ def _names_all_the_same(data: Any, source: SourceMap) -> list[Problem]:
             if not any(found.path[: len(path)] == path for path in dropped)
         ]
     return []
+
+
+def _repaired(data: Any, path: ConfigPath, dropped: set[ConfigPath]) -> bool:
+    """Cut the wrong piece at ``path`` out of ``data`` and note it in ``dropped``; False when nothing would be left.
+
+    Rows keep their place: a row's own required keys get values about which there is nothing to say.
+    """
+    if path and path[-1] == "[key]":
+        path = path[:-1]
+    holder, key, at = data, path[0] if path else "", 0
+    for index, part in enumerate(path):  # the deepest mapping key on the way
+        if isinstance(part, str):
+            at, key = index, part
+    for part in path[:at]:
+        if isinstance(holder, dict) and part not in holder:
+            return True  # cut out already, by an error further up
+        holder = holder[part]
+    dropped.add(path[: at + 1])
+    below = path[:at]
+    if below[-2:-1] == ("transitions",) and key in ("trigger", "source", "dest"):
+        holder[key] = {"trigger": "failed", "source": [], "dest": TERMINATED}[key]
+    elif key == "transitions" and len(path) > at + 1 and isinstance(path[at + 1], int):
+        holder[key][path[at + 1]] = {"trigger": "failed", "source": [], "dest": TERMINATED}
+        dropped.discard(path[: at + 1])
+        dropped.add(path[: at + 2])
+    elif below[-1:] and below[-1] in ("states", "contexts") and holder.get(key) is not None and _key_is_name(str(key)):
+        holder[key] = {}
+    elif key in holder:
+        del holder[key]
+    else:
+        return False  # something required is missing, and there is nothing to put there
+    return True
+
+
+def _key_is_name(key: str) -> bool:
+    """Whether ``key`` may name a state or context."""
+    return key.isidentifier() and key.isascii()
 
 
 def _not_an_agent(data: object) -> str:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.proof_search import Counts, ranking, search
@@ -74,6 +75,11 @@ def prove(graph: AgentGraph, *, situations: int = 40_000) -> Bound:
     Raises:
         ConfigError: the agent may run for ever (:func:`fsm_rollout.agent.verify.verify` says why).
     """
+    return _proven(graph, situations)
+
+
+@lru_cache(maxsize=64)
+def _proven(graph: AgentGraph, situations: int) -> Bound:
     structure = Structure(graph)
     bound = _bound(structure, search(structure, situations) or ranking(structure))
     tools = [tool for tool in graph.tools.values() if tool.agent is not None]

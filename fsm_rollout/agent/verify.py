@@ -32,26 +32,38 @@ paths are left out while names are wrong, because what follows from a misspelt n
 from __future__ import annotations
 
 from collections.abc import Iterator
+from weakref import WeakSet
 
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.rules import paths, rows, states
 from fsm_rollout.agent.rules.finding import Finding, in_tools
 from fsm_rollout.agent.rules.names import names
 from fsm_rollout.agent.rules.structure import Structure
-from fsm_rollout.agent.yaml.source_map import SourceMap, in_file_order
+from fsm_rollout.agent.yaml.source import SourceMap, in_file_order
 from fsm_rollout.errors import Problem
 
 __all__ = ["Finding", "findings", "names", "verify"]
 
 
+_sound: WeakSet[AgentGraph] = WeakSet()
+"""Agents in which nothing was found: whoever is given one of them need not look again."""
+
+
 def verify(graph: AgentGraph, source: SourceMap | None = None) -> list[Problem]:
-    """Return every breach of the rules, in file order where ``source`` tells places; none means that it makes sense."""
+    """Return every breach of the rules, in file order where ``source`` tells places; none means that it makes sense.
+
+    An agent in which nothing was found is not looked at again.
+    """
+    if graph in _sound:
+        return []
     source = source or SourceMap()
     problems = []
     for found in findings(graph):
         text = found.text_line is not None
         file, line = source.locate_text(found.path, found.text_line or 1) if text else source.locate(found.path)
         problems.append(Problem(found.message, file, line, found.rule))
+    if not problems:
+        _sound.add(graph)
     return in_file_order(problems)
 
 

@@ -29,8 +29,7 @@ from pydantic import (
 
 from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.agent.handlers import load_object, look_in, looked_in
-from fsm_rollout.agent.yaml.source_map import SourceMap
-from fsm_rollout.agent.yaml.yaml_source import read_text, read_yaml
+from fsm_rollout.agent.yaml.source import SourceMap, read_text, read_yaml
 from fsm_rollout.engines.protocol import Engine
 from fsm_rollout.engines.router import LeastLoadedRouter, Router, StickyRouter
 from fsm_rollout.engines.scripted.script import Script, Turn

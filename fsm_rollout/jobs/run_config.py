@@ -17,8 +17,7 @@ from pydantic import ConfigDict, Field, PrivateAttr, ValidationError, field_vali
 from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.agent.handlers import look_in
 from fsm_rollout.agent.yaml.overrides import apply_overrides, interpolate
-from fsm_rollout.agent.yaml.source_map import SourceMap, in_file_order
-from fsm_rollout.agent.yaml.yaml_source import read_text, read_yaml
+from fsm_rollout.agent.yaml.source import SourceMap, in_file_order, read_text, read_yaml
 from fsm_rollout.errors import ConfigError, Problem
 from fsm_rollout.trajectory.model_errors import ConfigPath, explanations
 from fsm_rollout.trajectory.settings import AtLeastOne, FreeForm, ImportPath, Named, Sampling, Seconds, StrictModel

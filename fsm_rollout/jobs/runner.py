@@ -18,7 +18,7 @@ from pathlib import Path
 
 from fsm_rollout.agent.graph import POLICY, AgentGraph
 from fsm_rollout.agent.loader import dump, load_agent
-from fsm_rollout.agent.yaml.source_map import in_file_order
+from fsm_rollout.agent.yaml.source import in_file_order
 from fsm_rollout.engines.specs import faults
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.jobs.run_config import RunConfig, recorded_run

@@ -21,6 +21,8 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
@@ -55,6 +57,7 @@ _INSERT_EVENT = "INSERT INTO events (trajectory_id, seq, at, kind, payload) VALU
 _INSERT_TRAJECTORY = "INSERT INTO trajectories VALUES (?, ?, ?, ?, ?)"
 
 _INSERT_FACT = "INSERT OR REPLACE INTO run VALUES (?, ?)"
+_INSERT_NEW_FACT = "INSERT OR IGNORE INTO run VALUES (?, ?)"
 _INSERT_HANDED_OVER = "INSERT OR REPLACE INTO handed_over VALUES (?, ?)"
 _LENGTHS = "SELECT trajectory_id, MAX(seq) + 1 FROM events GROUP BY trajectory_id"
 _GROUPS = "SELECT DISTINCT group_id FROM trajectories"
@@ -67,12 +70,8 @@ WHERE group_id NOT IN (SELECT group_id FROM handed_over WHERE yes) OR group_id I
 )
 """
 
-_EventRow = tuple[str, int, float, str, bytes]
-_TrajectoryRow = tuple[str, str, int, str, str | None]
-_Fact = tuple[str, str]
-_HandedOver = tuple[str, bool]
-_Rows = list[_EventRow | _TrajectoryRow | _Fact | _HandedOver]
-"""What is committed together: a trajectory is never there without its first event."""
+_Insertion = tuple[str, tuple[object, ...]]
+"""A statement and its values."""
 
 
 class _Flush:
@@ -108,7 +107,7 @@ class Journal:
     ) -> None:
         self.path = Path(path)
         self._interval = interval
-        self._queue: SimpleQueue[_Rows | _Flush] = SimpleQueue()
+        self._queue: SimpleQueue[list[_Insertion] | _Flush] = SimpleQueue()
         self._hurry = threading.Event()
         self._failure: Exception | None = None
         self._closed = False
@@ -126,10 +125,8 @@ class Journal:
         Raises:
             JournalError: the journal is closed or cannot be written to any more.
         """
-        if self._closed or self._failure is not None:
-            raise self._broken()
         for key, value in metadata.items():
-            self._queue.put([(key, json.dumps(value))])
+            self._put([(_INSERT_NEW_FACT, (key, json.dumps(value)))])
 
     def append(self, trajectory_id: str, event: AnyEvent, payload: bytes | None = None) -> None:
         """Take in the next event of a trajectory; microseconds, from any one thread. It is on disk after a flush.
@@ -141,20 +138,20 @@ class Journal:
                 ``prompted``.
             TypeError: the event holds something that is not plain data.
         """
-        if self._closed or self._failure is not None:
-            raise self._broken()
         payload = encode(event) if payload is None else payload
         seq = self._next.get(trajectory_id, 0)
         if isinstance(event, Prompted) != (seq == 0):
             raise JournalError(
                 f"event {seq} of trajectory {trajectory_id} is {_kind(event)}; 'prompted' comes first and only there"
             )
-        rows: _Rows = [(trajectory_id, seq, event.at, _kind(event), payload)]
-        if isinstance(event, Prompted):
-            rows.insert(0, (trajectory_id, event.group_id, event.sample, event.agent, event.parent_id))
-            self.groups.add(event.group_id)
+        rows: list[_Insertion] = [(_INSERT_EVENT, (trajectory_id, seq, event.at, _kind(event), payload))]
+        if isinstance(event, Prompted):  # committed together: no trajectory is there without its first event
+            trajectory = (trajectory_id, event.group_id, event.sample, event.agent, event.parent_id)
+            rows.insert(0, (_INSERT_TRAJECTORY, trajectory))
+        self._put(rows)
         self._next[trajectory_id] = seq + 1
-        self._queue.put(rows)
+        if isinstance(event, Prompted):
+            self.groups.add(event.group_id)
 
     def __contains__(self, trajectory_id: str) -> bool:
         """Say whether it has a trajectory of that id."""
@@ -166,9 +163,7 @@ class Journal:
         Raises:
             JournalError: the journal is closed or cannot be written to any more.
         """
-        if self._closed or self._failure is not None:
-            raise self._broken()
-        self._queue.put([(group_id, yes)])
+        self._put([(_INSERT_HANDED_OVER, (group_id, yes))])
 
     def flush(self) -> None:
         """Return once everything appended so far is committed. Blocks: in async code, call it in a thread.
@@ -190,6 +185,11 @@ class Journal:
             self._closed = True
             self._finish(_Flush(last=True))
             self._thread.join()
+
+    def _put(self, rows: list[_Insertion]) -> None:
+        if self._closed or self._failure is not None:
+            raise self._broken()
+        self._queue.put(rows)
 
     def _finish(self, flush: _Flush) -> None:
         self._queue.put(flush)
@@ -246,16 +246,11 @@ class Journal:
             for flush in flushes:
                 flush.done.set()
 
-    def _commit(self, batch: _Rows) -> None:
+    def _commit(self, batch: list[_Insertion]) -> None:
         with self._connection:  # one transaction, in the order of appending
             self._connection.execute("BEGIN")
-            pairs = [r for r in batch if len(r) == 2]
-            self._connection.executemany(_INSERT_HANDED_OVER, (r for r in pairs if isinstance(r[1], bool)))
-            facts = (r for r in pairs if not isinstance(r[1], bool))
-            self._connection.executemany("INSERT OR IGNORE INTO run VALUES (?, ?)", facts)
-            rows = [r for r in batch if len(r) == 5]
-            self._connection.executemany(_INSERT_TRAJECTORY, (r for r in rows if not isinstance(r[4], bytes)))
-            self._connection.executemany(_INSERT_EVENT, (r for r in rows if isinstance(r[4], bytes)))
+            for statement, rows in groupby(batch, key=itemgetter(0)):
+                self._connection.executemany(statement, (values for _, values in rows))
 
 
 def _kind(event: AnyEvent) -> str:
@@ -303,7 +298,7 @@ def _reopen(path: Path, metadata: Mapping[str, Any]) -> sqlite3.Connection:
     return connection
 
 
-def _facts(metadata: Mapping[str, Any]) -> Iterator[_Fact]:
+def _facts(metadata: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     return ((key, json.dumps(value)) for key, value in metadata.items())
 
 

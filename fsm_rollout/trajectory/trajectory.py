@@ -8,7 +8,7 @@ decided here; a :class:`~fsm_rollout.trajectory.events.Transitioned` event says 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -69,47 +69,46 @@ class Outcome(msgspec.Struct, frozen=True):
                 return StopReason.ANSWERED
 
 
-class Stream:
+class Stream(msgspec.Struct):
     """One token stream of a context, with the chat history it stands for.
 
     ``messages[:glued]`` are in ``tokens``; the rest is pending until the next generation, because the glue between two
     turns depends on all messages between them.
     """
 
-    __slots__ = (
-        "awaiting",
-        "context",
-        "engine",
-        "finish_reason",
-        "glued",
-        "guarded_at",
-        "messages",
-        "open",
-        "opening",
-        "pending_state",
-        "tokens",
-        "turn",
-        "turn_at",
-    )
+    context: str
+    engine: str
+    messages: list[Message]
+    glued: int
+    opening: int
+    """How many of the messages the stream was opened with; no assistant message among them is this stream's."""
+    tokens: TokenStream
+    turn_at: int
+    """Where the tokens of the latest assistant turn begin."""
+    guarded_at: list[int]
+    """Positions of the tokens that spell a control marker which was kept from becoming one."""
+    pending_state: str | None = None
+    """The state that wrote the first pending message."""
+    awaiting: bool = True
+    """Whether the tokens end in an assistant's header, so that the next thing is to sample."""
+    turn: int | None = None
+    """Index of the latest generation in this stream."""
+    finish_reason: FinishReason | None = None
+    open: bool = True
 
-    def __init__(self, event: ContextOpened, turn: int) -> None:
-        self.context = event.context
-        self.engine = event.engine
-        self.messages: list[Message] = list(event.messages)
-        self.glued = len(self.messages)
-        self.opening = len(self.messages)
-        """How many of the messages the stream was opened with; no assistant message among them is this stream's."""
-        self.pending_state: str | None = None
-        self.tokens = TokenStream(event.ids, state=event.state, turn=turn, trained=event.trained)
-        self.guarded_at = list(event.guarded_at)
-        """Positions of the tokens that spell a control marker which was kept from becoming one."""
-        self.awaiting = True
-        """Whether the tokens end in an assistant's header, so that the next thing is to sample."""
-        self.turn_at = len(self.tokens)
-        self.turn: int | None = None
-        """Index of the latest generation in this stream."""
-        self.finish_reason: FinishReason | None = None
-        self.open = True
+    @classmethod
+    def begin(cls, event: ContextOpened, turn: int) -> Stream:
+        """Return the stream that an event opens; ``turn`` is the index of its first generation."""
+        return cls(
+            context=event.context,
+            engine=event.engine,
+            messages=list(event.messages),
+            glued=len(event.messages),
+            opening=len(event.messages),
+            tokens=TokenStream(event.ids, state=event.state, turn=turn, trained=event.trained),
+            turn_at=len(event.ids),
+            guarded_at=list(event.guarded_at),
+        )
 
     @property
     def pending(self) -> list[Message]:
@@ -121,126 +120,105 @@ class Stream:
         """What was sampled for the latest assistant turn (several generations when it was cut and went on)."""
         return self.tokens.tail(self.turn_at)
 
-    def __eq__(self, other: object) -> bool:
-        """Compare everything."""
-        return isinstance(other, Stream) and all(getattr(self, n) == getattr(other, n) for n in self.__slots__)
 
-    __hash__ = None  # type: ignore[assignment]  # mutable
-
-
-class Trajectory:
+class Trajectory(msgspec.Struct):
     """One attempt of an agent at one prompt. Read it freely; only events change it."""
 
-    __slots__ = (
-        "_contexts",
-        "agent",
-        "asked",
-        "away",
-        "called",
-        "calls_failed",
-        "calls_seen",
-        "context_turns",
-        "date",
-        "detail",
-        "ended_at",
-        "exit",
-        "extra",
-        "generate_seconds",
-        "group_id",
-        "guarded",
-        "here",
-        "interact_seconds",
-        "interrupted",
-        "last",
-        "latest_at",
-        "limits",
-        "messages",
-        "parent_id",
-        "queue_seconds",
-        "resumptions",
-        "rewarded",
-        "routed",
-        "sample",
-        "sampling",
-        "score",
-        "seed",
-        "spent",
-        "started_at",
-        "state",
-        "stop_reason",
-        "streams",
-        "suspended",
-        "time_up",
-        "tool_rewards",
-        "tool_seconds",
-        "trajectory_id",
-        "transitions",
-        "turn",
-        "turn_scores",
-        "validate",
-        "visits",
-    )
+    # What it was given
+    trajectory_id: str
+    group_id: str
+    sample: int
+    agent: str
+    parent_id: str | None
+    messages: Sequence[Message]
+    """The prompt's messages, as they came (no system prompt of the agent's)."""
+    extra: Mapping[str, object]
+    """The prompt's other fields: the answer and whatever the user put there."""
+    limits: Mapping[str, float | None]
+    seed: int
+    date: str
+    """When it started, as ISO 8601: what the chat template's clock shows, for good."""
+    validate: bool
+    sampling: Mapping[str, object]
 
-    def __init__(self, event: Prompted) -> None:
-        self.trajectory_id = event.trajectory_id
-        self.group_id = event.group_id
-        self.sample = event.sample
-        self.agent = event.agent
-        self.parent_id = event.parent_id
-        self.messages: Sequence[Message] = event.messages
-        """The prompt's messages, as they came (no system prompt of the agent's)."""
-        self.extra: Mapping[str, object] = event.extra
-        """The prompt's other fields: the answer and whatever the user put there."""
-        self.limits: Mapping[str, float | None] = event.limits
-        self.seed = event.seed
-        self.date = event.date
-        """When it started, as ISO 8601: what the chat template's clock shows, for good."""
-        self.validate = event.validate
-        self.sampling: Mapping[str, object] = event.sampling
-        self.state = event.initial
-        self.visits: dict[str, int] = {event.initial: 1}
-        self.spent: dict[str, int] = dict(event.spent)
-        self.routed: frozenset[str] = frozenset()
-        """Limits that a ``limit_reached`` row has routed; each may be routed once."""
-        self.streams: list[Stream] = []
-        self._contexts: dict[str, Stream] = {}
-        self.turn = 0
-        """Number of generations so far; the index of the next one."""
-        self.context_turns: dict[str, int] = {}
-        """The same, by context."""
-        self.last: Generated | None = None
-        """The latest generation, of any context."""
-        self.here: list[AnyEvent] = []
-        """What the present visit has done so far; when it is begun again, this is not done again."""
-        self.interrupted = False
-        """Whether the present visit was broken off once and begun again."""
-        self.time_up: TimedOut | None = None
-        """Set when the time of the present visit is up and only its end is left to be done."""
-        self.asked: dict[str, int] = {}
-        """How often the environment has asked each engine."""
-        self.called: list[Called] = []
-        """The tool calls since the latest generation."""
-        self.calls_seen = 0
-        self.calls_failed = 0
-        self.tool_rewards: list[float] = []
-        self.turn_scores: list[tuple[int, float]] = []
-        self.score: float | None = None
-        self.stop_reason: str | None = None
-        self.detail: str | None = None
-        self.suspended: str | None = None
-        self.exit: Transitioned | None = None
-        """The row that led to a final state."""
-        self.transitions = 0
-        self.guarded = 0
-        self.queue_seconds = self.generate_seconds = self.tool_seconds = self.interact_seconds = 0.0
-        self.started_at = event.at
-        self.latest_at = event.at
-        self.away = 0.0
-        """Seconds between its suspensions and its resumptions."""
-        self.resumptions = 0
-        self.rewarded = False
-        """Whether the run's reward has scored it."""
-        self.ended_at: float | None = None
+    # Where it is
+    state: str
+    visits: dict[str, int]
+    spent: dict[str, int]
+    started_at: float
+    latest_at: float
+    routed: frozenset[str] = frozenset()
+    """Limits that a ``limit_reached`` row has routed; each may be routed once."""
+    transitions: int = 0
+    exit: Transitioned | None = None
+    """The row that led to a final state."""
+    stop_reason: str | None = None
+    detail: str | None = None
+    suspended: str | None = None
+    ended_at: float | None = None
+    away: float = 0.0
+    """Seconds between its suspensions and its resumptions."""
+    resumptions: int = 0
+
+    # The present visit
+    here: list[AnyEvent] = []
+    """What the present visit has done so far; when it is begun again, this is not done again."""
+    interrupted: bool = False
+    """Whether the present visit was broken off once and begun again."""
+    time_up: TimedOut | None = None
+    """Set when the time of the present visit is up and only its end is left to be done."""
+
+    # What the model and the environment have done
+    streams: list[Stream] = []
+    open_streams: dict[str, Stream] = {}
+    """The open stream of each context that has been used."""
+    turn: int = 0
+    """Number of generations so far; the index of the next one."""
+    context_turns: dict[str, int] = {}
+    """The same, by context."""
+    last: Generated | None = None
+    """The latest generation, of any context."""
+    asked: dict[str, int] = {}
+    """How often the environment has asked each engine."""
+    called: list[Called] = []
+    """The tool calls since the latest generation."""
+    calls_seen: int = 0
+    calls_failed: int = 0
+    guarded: int = 0
+    queue_seconds: float = 0.0
+    generate_seconds: float = 0.0
+    tool_seconds: float = 0.0
+    interact_seconds: float = 0.0
+
+    # How good it is
+    score: float | None = None
+    turn_scores: list[tuple[int, float]] = []
+    tool_rewards: list[float] = []
+    rewarded: bool = False
+    """Whether the run's reward has scored it."""
+
+    @classmethod
+    def begin(cls, event: Prompted) -> Trajectory:
+        """Return the trajectory that ``event`` begins."""
+        return cls(
+            trajectory_id=event.trajectory_id,
+            group_id=event.group_id,
+            sample=event.sample,
+            agent=event.agent,
+            parent_id=event.parent_id,
+            messages=event.messages,
+            extra=event.extra,
+            limits=event.limits,
+            seed=event.seed,
+            date=event.date,
+            validate=event.validate,
+            sampling=event.sampling,
+            state=event.initial,
+            visits={event.initial: 1},
+            spent=dict(event.spent),
+            started_at=event.at,
+            latest_at=event.at,
+        )
 
     @classmethod
     def fold(cls, events: Iterable[AnyEvent]) -> Trajectory:
@@ -253,7 +231,7 @@ class Trajectory:
         first = next(iterator, None)
         if not isinstance(first, Prompted):
             raise StreamError(f"a trajectory's events begin with 'prompted', got {type(first).__name__}")
-        trajectory = cls(first)
+        trajectory = cls.begin(first)
         for event in iterator:
             trajectory.apply(event)
         return trajectory
@@ -274,7 +252,7 @@ class Trajectory:
 
     def stream(self, context: str) -> Stream | None:
         """Return the open stream of ``context``, or ``None`` when the context has not been used yet."""
-        return self._contexts.get(context)
+        return self.open_streams.get(context)
 
     @property
     def attempts(self) -> Sequence[ToolCall | MalformedCall]:
@@ -288,7 +266,7 @@ class Trajectory:
 
     def last_turn(self, context: str) -> int | None:
         """Return the index of the latest generation in a context's open stream, if there has been one."""
-        stream = self._contexts.get(context)
+        stream = self.open_streams.get(context)
         return stream.turn if stream is not None else None
 
     def assistant_texts(self, context: str = "main") -> Iterator[str]:
@@ -327,20 +305,20 @@ class Trajectory:
 
     def _open_stream(self, context: str) -> Stream:
         try:
-            return self._contexts[context]
+            return self.open_streams[context]
         except KeyError:
             raise StreamError(f"context '{context}' of trajectory {self.trajectory_id} has no open stream") from None
 
-    def _prompted_again(self, event: Prompted) -> None:
+    def _prompted(self, event: Prompted) -> None:
         raise StreamError(f"trajectory {self.trajectory_id} has begun; it cannot take a second 'prompted'")
 
     def _context_opened(self, event: ContextOpened) -> None:
-        before = self._contexts.get(event.context)
+        before = self.open_streams.get(event.context)
         if before is not None:
             before.open = False
-        stream = Stream(event, self.turn)
+        stream = Stream.begin(event, self.turn)
         self.streams.append(stream)
-        self._contexts[event.context] = stream
+        self.open_streams[event.context] = stream
         self.guarded += event.guarded
 
     def _wrote(self, event: MessagesAppended) -> None:
@@ -454,12 +432,6 @@ class Trajectory:
         self.suspended = None
         self.ended_at = event.at if self.ended_at is None else self.ended_at
 
-    def __eq__(self, other: object) -> bool:
-        """Compare everything a trajectory holds."""
-        return isinstance(other, Trajectory) and all(getattr(self, n) == getattr(other, n) for n in self.__slots__)
-
-    __hash__ = None  # type: ignore[assignment]  # mutable
-
     def __repr__(self) -> str:
         """Say which, where and how far."""
         where = self.stop_reason or (f"suspended: {self.suspended}" if self.suspended else self.state)
@@ -472,23 +444,9 @@ def routing_key(limit: str, state: str) -> str:
 
 
 _APPLY: Mapping[type[Event], Callable[[Trajectory, Any], None]] = {
-    Prompted: Trajectory._prompted_again,
-    ContextOpened: Trajectory._context_opened,
-    MessagesAppended: Trajectory._wrote,
-    PromptExtended: Trajectory._extended,
-    Generated: Trajectory._generated,
-    CallBegun: Trajectory._call_begun,
-    Called: Trajectory._called,
-    ModelQueried: Trajectory._asked,
-    UserReplied: Trajectory._interacted,
-    LimitCharged: Trajectory._charged,
-    TimedOut: Trajectory._timed_out,
-    Transitioned: Trajectory._transitioned,
-    Scored: Trajectory._scored,
-    Suspended: Trajectory._suspended,
-    Resumed: Trajectory._resumed,
-    Ended: Trajectory._ended,
+    event: getattr(Trajectory, f"_{event.__struct_config__.tag}") for event in get_args(AnyEvent)
 }
+"""How a trajectory takes in each event: its method of the event's own name."""
 
 DONE_IN_A_VISIT = frozenset(
     {ContextOpened, MessagesAppended, Generated, CallBegun, Called, ModelQueried, UserReplied, LimitCharged, Scored}

@@ -15,14 +15,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from fsm_rollout.agent.graph import State
 from fsm_rollout.agent.handlers import load_object, look_in
-from fsm_rollout.agent.yaml.form import STATE_KEYS
 from fsm_rollout.agent.yaml.overrides import interpolate
-from fsm_rollout.agent.yaml.source_map import SourceMap
-from fsm_rollout.agent.yaml.yaml_source import read_text, read_yaml
+from fsm_rollout.agent.yaml.source import SourceMap, read_text, read_yaml
 from fsm_rollout.errors import ConfigError, Problem, did_you_mean
 from fsm_rollout.trajectory.model_errors import ConfigPath, describe_path, explanations
 
+STATE_KEYS = frozenset(State.model_fields) - {"options"}
+"""The YAML keys of every state; a custom handler's options are written beside them."""
 TEXT_FILE = re.compile(r"\S+\.(md|txt|jinja|j2)")
 """A text that is one such word names a file."""
 

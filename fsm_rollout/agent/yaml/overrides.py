@@ -11,8 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fsm_rollout.agent.yaml.source_map import SourceMap
-from fsm_rollout.agent.yaml.yaml_source import read_yaml
+from fsm_rollout.agent.yaml.source import SourceMap, read_yaml
 from fsm_rollout.errors import Problem, did_you_mean
 from fsm_rollout.trajectory.model_errors import ConfigPath
 

@@ -20,10 +20,9 @@ from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.json_schema import agent_schema
 from fsm_rollout.agent.loader import load_agent, loads, read_agent
 from fsm_rollout.agent.new_agent import new_agent
-from fsm_rollout.agent.yaml.dumping import dump
+from fsm_rollout.agent.yaml.dump import dump
 from fsm_rollout.agent.yaml.overrides import escape_interpolation, interpolate
-from fsm_rollout.agent.yaml.source_map import SourceMap
-from fsm_rollout.agent.yaml.yaml_source import read_yaml
+from fsm_rollout.agent.yaml.source import SourceMap, read_yaml
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.testing.strategies.graphs import graphs, texts, values
 from tests.kit import ROOT

@@ -29,7 +29,7 @@ def agent(rows: list[dict[str, Any]], states: dict[str, Any] | None = None, **mo
 
 
 def trajectory(state: str = "GENERATING") -> Trajectory:
-    return Trajectory(
+    return Trajectory.begin(
         Prompted(
             at=0.0, trajectory_id="t", group_id="g", sample=0, agent="a", initial=state, seed=0, date="2026-01-01",
             messages=[{"role": "user", "content": "?"}], extra={}, limits={},

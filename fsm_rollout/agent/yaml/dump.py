@@ -13,7 +13,7 @@ import yaml
 from fsm_rollout.agent.graph import AgentGraph, Predicate, State, TransitionRow
 from fsm_rollout.agent.yaml.normal_form import TEXT_FILE
 from fsm_rollout.agent.yaml.overrides import escape_interpolation
-from fsm_rollout.agent.yaml.yaml_source import STRICTER
+from fsm_rollout.agent.yaml.source import STRICTER
 
 
 class _Dumper(yaml.SafeDumper):
