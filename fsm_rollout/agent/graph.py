@@ -150,7 +150,7 @@ class AgentGraph(StrictModel):
 
     def __hash__(self) -> int:
         """Hash a few names: enough to tell graphs apart, and defined whatever free-form data they hold."""
-        return hash((self.agent, self.initial, self.states, len(self.transitions)))
+        return hash((self.agent, self.initial, frozenset(self.states), len(self.transitions)))
 
     def context(self, name: str) -> Context:
         """Return the context called ``name``; ``main`` exists without being named."""
