@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsm_rollout.chat.markers import Marker, MarkerEncoder
-from fsm_rollout.chat.messages import Dialect, Message
+from fsm_rollout.chat.messages import Dialect
 from fsm_rollout.chat.render import Renderer
 from fsm_rollout.errors import ChatTemplateError
+from fsm_rollout.trajectory.events import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -20,9 +20,9 @@ from datetime import datetime
 
 from fsm_rollout.chat.closes import Closes, first_close
 from fsm_rollout.chat.markers import Encoded, Injection, Marker, MarkerEncoder, Part
-from fsm_rollout.chat.messages import Message
 from fsm_rollout.chat.render import Renderer, Tools
 from fsm_rollout.errors import ChatTemplateError
+from fsm_rollout.trajectory.events import Message
 
 Transform = Callable[[str], str]
 

@@ -17,14 +17,15 @@ import string
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fsm_rollout.chat.closes import probe_call, probe_result
 from fsm_rollout.chat.derive import Deriver, Glue, Pieces, Sentinels, Slot, Step, filled, fit
 from fsm_rollout.chat.markers import CacheEntry, Encoded, Injection, MarkerEncoder
-from fsm_rollout.chat.messages import Dialect, Message, Messages, made_id
+from fsm_rollout.chat.messages import Dialect, Messages, made_id
 from fsm_rollout.chat.render import Tools
 from fsm_rollout.errors import ChatTemplateError
+from fsm_rollout.trajectory.events import Message
 
 if TYPE_CHECKING:
     from jinja2 import nodes
@@ -176,7 +177,7 @@ class GlueCache:
 
     def _make_room(self) -> None:
         """Begin anew when there is too much; all at once, since shapes hold numbers of tools."""
-        if max(map(len, (self.glues, self.prompts, self._by_shape, self._tools))) >= MOST_ENTRIES:
+        if max(len(self.glues), len(self.prompts), len(self._by_shape), len(self._tools)) >= MOST_ENTRIES:
             self._forget()
 
     # --- glue
@@ -440,11 +441,11 @@ class Histories:
         return pairs
 
 
-def _kind(message: Mapping[str, object]) -> str:
-    content, calls, role = message.get("content"), message.get("tool_calls"), message["role"]
+def _kind(message: Mapping[str, Any]) -> str:
+    content, role = message.get("content"), message["role"]
     if content is not None and type(content) is not str:
         raise TypeError("content that is not text is for the reference to refuse")
-    names = [call["function"]["name"] for call in calls or ()]
+    names = [call["function"]["name"] for call in message.get("tool_calls") or ()]
     if type(role) is not str or not all(type(name) is str for name in names):
         raise TypeError("so is this")
     return f"{role}{min(len(names), 2)}" if names else role
@@ -474,9 +475,11 @@ class TestedText:
                         inside.update(_literals(compare.expr, assigned))
                     else:
                         whole.update(_literals(operand.expr, assigned), _literals(compare.expr, assigned))
-            for applied in tree.find_all((nodes.Call, nodes.Filter)):
-                name = applied.node.attr if isinstance(applied.node, nodes.Getattr) else getattr(applied, "name", "")
-                if name in _TEXT_METHODS:
+            for call in tree.find_all(nodes.Call):
+                if isinstance(call.node, nodes.Getattr) and call.node.attr in _TEXT_METHODS:
+                    inside.update(text for argument in call.args for text in _literals(argument, assigned))
+            for applied in tree.find_all(nodes.Filter):
+                if applied.name in _TEXT_METHODS:
                     inside.update(text for argument in applied.args for text in _literals(argument, assigned))
         self._whole = frozenset(whole)
         self._inside = tuple(sorted(text for text in inside if text.strip()))

@@ -18,9 +18,10 @@ from fsm_rollout.chat.closes import generation_config_stops, learn_closes, learn
 from fsm_rollout.chat.derive import Deriver, Glue, Step
 from fsm_rollout.chat.glue_cache import GlueCache
 from fsm_rollout.chat.markers import CacheEntry, Encoded, Injection, encoder_for
-from fsm_rollout.chat.messages import Dialect, Message, Messages, check_turns, conform, roles_of
+from fsm_rollout.chat.messages import Dialect, Messages, check_turns, conform, roles_of
 from fsm_rollout.chat.render import Renderer, TemplateSource, Tools, shown_tools
 from fsm_rollout.errors import ChatTemplateError, GlueMismatchError
+from fsm_rollout.trajectory.events import Message
 from fsm_rollout.trajectory.reasons import FinishReason
 
 if TYPE_CHECKING:

@@ -246,8 +246,9 @@ MUTANTS = (
         (*LIMITS, *TOOLS),
     ),
     Mutant(
-        "drop an unfinished call", "chat/formats/hermes.py", "                collector.problem(error, (start, end))",
-        "                if error.kind != \"unclosed\":\n                    collector.problem(error, (start, end))",
+        "drop an unfinished call", "chat/formats/base.py",
+        "                collector.problem(broken, (opening.start(), at))",
+        "                if broken.kind != \"unclosed\":\n                    collector.problem(broken, (opening.start(), at))",
         "no broken call is dropped",
         ("tests/unit/testing/test_check_tool_format.py",),
     ),

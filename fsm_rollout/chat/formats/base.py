@@ -2,15 +2,19 @@
 
 Invariant: parsing reads text and never raises for what a model wrote; every call that was begun is either in
 ``calls`` or in ``problems``, with its place. Nothing here knows a token stream, so nothing here can change one.
+All built-in formats are read by :meth:`TextFormat.parse`: a family says how its calls open and how one is read.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, NoReturn, Protocol, runtime_checkable
+
+from fsm_rollout.chat.render import Tools
 
 Span = tuple[int, int]
 ProblemKind = Literal["unclosed", "invalid_json", "not_an_object", "no_name", "unknown_tool", "malformed"]
@@ -59,7 +63,7 @@ class ToolFormat(Protocol):
 
     name: str
 
-    def parse(self, text: str, ids: Sequence[int] = (), tools: Sequence[Any] | None = None) -> Parsed:
+    def parse(self, text: str, ids: Sequence[int] = (), tools: Tools | None = None) -> Parsed:
         """Parse one assistant turn.
 
         Args:
@@ -102,6 +106,13 @@ class Collector:
         self._kept.append(self.text[self._position : span[0]])
         self._position = max(self._position, span[1])
 
+    def attempt(self, value: object, span: Span, id_: str | None = None) -> None:
+        """Take the call in a JSON value out of the text, or note what is wrong with it."""
+        try:
+            self.call(call_of(value, span, id_))
+        except BadCallError as error:
+            self.problem(error, span)
+
     def problem(self, error: BadCallError, span: Span) -> None:
         """Note a broken call; its text stays where it is."""
         self.problems.append(CallProblem(error.kind, error.message, span, error.name))
@@ -113,28 +124,105 @@ class Collector:
 
 
 _THINKING = re.compile(r"<think>.*?(?:</think>|\Z)|\A(?:(?!<think>).)*?</think>", re.DOTALL)
+"""Reasoning. One without its opening tag was opened by the prompt; one left open runs on."""
 
 
-def thinking_spans(text: str) -> list[Span]:
-    """Return the spans of reasoning. One without its opening tag was opened by the prompt; one left open runs on."""
-    if "think>" not in text:
-        return []
-    return [match.span() for match in _THINKING.finditer(text)]
+class TextFormat(ABC):
+    """A format that is read from the text: calls open in a way of their own, and each is read from there."""
+
+    name: str
+    opening: ClassVar[re.Pattern[str]]
+    """Where a call may begin."""
+
+    def parse(self, text: str, ids: Sequence[int] = (), tools: Tools | None = None) -> Parsed:
+        """Parse one assistant turn; see :meth:`ToolFormat.parse`."""
+        collector = Collector(text)
+        thinks = "think>" in text
+        at = 0
+        while opening := self.opening.search(text, at):
+            # A call in a thought is a thought, and a tag in a call's arguments begins none.
+            thought = _THINKING.search(text, at) if thinks else None
+            if thought and thought.start() <= opening.start() and not self._in_call(text, thought, opening, tools):
+                at = thought.end()
+                continue
+            try:
+                at = self.read(collector, opening, tools)
+            except BadCallError as error:
+                broken, at = self.broken(text, opening, error)
+                collector.problem(broken, (opening.start(), at))
+        return collector.done()
+
+    def _in_call(self, text: str, thought: re.Match[str], opening: re.Match[str], tools: Tools | None) -> bool:
+        """Return whether a thought that was never opened in the text ends within a call: then there is no thought."""
+        if text.startswith("<think>", thought.start()):
+            return False
+        begin: re.Match[str] | None = opening
+        while begin and begin.start() < thought.end():
+            try:
+                at = self.read(Collector(text), begin, tools)
+            except BadCallError:
+                at = begin.end()
+            if at > thought.end():
+                return True
+            begin = self.opening.search(text, at)
+        return False
+
+    @abstractmethod
+    def read(self, collector: Collector, opening: re.Match[str], tools: Tools | None) -> int:
+        """Collect what was opened, and return where it ends.
+
+        Raises:
+            BadCallError: it cannot be read to its end.
+
+        """
+
+    @abstractmethod
+    def broken(self, text: str, opening: re.Match[str], error: BadCallError) -> tuple[BadCallError, int]:
+        """Return what is wrong with a call that could not be read, and where the next may begin."""
 
 
-def answer_starts(text: str) -> int:
-    """Return where the text after the reasoning starts."""
-    spans = thinking_spans(text)
-    return spans[-1][1] if spans else 0
+class TagFormat(TextFormat):
+    """Calls between ``<tool_call>`` and ``</tool_call>``."""
+
+    opening = re.compile("<tool_call>")
+    closings: ClassVar[dict[str, str]] = {"<tool_call>": "</tool_call>"}
+
+    def broken(self, text: str, opening: re.Match[str], error: BadCallError) -> tuple[BadCallError, int]:
+        """End a broken call at its closing tag, or where the next call opens."""
+        closing = self.closings[opening.group()]
+        closed, following = text.find(closing, opening.end()), text.find("<tool_call>", opening.end())
+        if closed >= 0 and (following < 0 or closed < following):
+            return error, closed + len(closing)
+        unclosed = BadCallError("unclosed", f"{opening.group()} is never closed", error.name)
+        return unclosed, following if following >= 0 else len(text)
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for index, key in enumerate(keys) if key in keys[:index])
-        raise BadCallError("invalid_json", f"key {twice!r} is given twice")
-    return out
+class JsonFormat(TextFormat):
+    """Calls in JSON without a tag at their end; ``following`` is where the next one begins."""
+
+    following: ClassVar[re.Pattern[str]]
+    stops: ClassVar[tuple[str, ...]]
+    """Stop tokens that may stand behind the last call."""
+
+    def broken(self, text: str, opening: re.Match[str], error: BadCallError) -> tuple[BadCallError, int]:
+        """Nothing tells where broken JSON ends: it is given all up to the next call."""
+        following = self.following.search(text, opening.end())
+        end = following.end() if following else len(text)
+        whole = text[:end].rstrip()
+        for stop in self.stops:
+            whole = whole.removesuffix(stop).rstrip()
+        if error.at is not None and error.at >= len(whole):
+            error = BadCallError("unclosed", "the JSON of the call is never closed", error.name)
+        return error, end if following else len(whole)
+
+
+def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    read: dict[str, object] = {}
+    for key, value in pairs:
+        if key in read:
+            raise BadCallError("invalid_json", f"key {key!r} is given twice")
+        read[key] = value
+    return read
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -144,7 +232,7 @@ def _no_constant(name: str) -> NoReturn:
 _decoder = json.JSONDecoder(object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
 
 
-def read_json(text: str, start: int = 0) -> tuple[Any, int]:
+def read_json(text: str, start: int = 0) -> tuple[object, int]:
     """Read one JSON value at ``start``; return it and where it ends.
 
     Raises:
@@ -172,8 +260,8 @@ def too_deep(text: str, start: int, end: int) -> bool:
     return text.count("{", start, end) + text.count("[", start, end) > MAX_DEPTH
 
 
-def _depth_over(value: Any) -> bool:
-    level = [value]
+def _depth_over(value: object) -> bool:
+    level: list[object] = [value]
     for _ in range(MAX_DEPTH + 1):
         level = [
             child
@@ -186,7 +274,7 @@ def _depth_over(value: Any) -> bool:
     return True
 
 
-def read_whole_json(text: str) -> Any:
+def read_whole_json(text: str) -> object:
     """Read ``text`` as one JSON value with nothing around it but white space."""
     stripped = text.strip()
     value, end = read_json(stripped)
@@ -195,7 +283,14 @@ def read_whole_json(text: str) -> Any:
     return value
 
 
-def call_of(value: Any, span: Span, arguments_key: str = "arguments") -> Call:
+def skip_space(text: str, at: int) -> int:
+    """Return the place of the first character from ``at`` on that is not white space."""
+    while at < len(text) and text[at].isspace():
+        at += 1
+    return at
+
+
+def call_of(value: object, span: Span, id_: str | None = None) -> Call:
     """Return the call in a JSON object ``{"name": …, "arguments": {…}}``.
 
     Raises:
@@ -207,10 +302,10 @@ def call_of(value: Any, span: Span, arguments_key: str = "arguments") -> Call:
     name = value.get("name")
     if not isinstance(name, str) or not name:
         raise BadCallError("no_name", f'a call needs a "name" that is a string, got {name!r}')
-    return Call(name, arguments_of(value.get(arguments_key, {}), name), span)
+    return Call(name, arguments_of(value.get("arguments", {}), name), span, id_)
 
 
-def arguments_of(value: Any, name: str) -> dict[str, Any]:
+def arguments_of(value: object, name: str) -> dict[str, Any]:
     """Return call arguments: an object, or a string that holds one (some models quote them)."""
     if isinstance(value, str):
         try:

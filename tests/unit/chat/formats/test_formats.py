@@ -189,6 +189,18 @@ def test_calls_in_thoughts_are_thoughts(name: str) -> None:
     assert len(parse(name, f"plain {call}").calls) == 1
 
 
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_thought_that_a_call_mentions_hides_no_call(name: str) -> None:
+    other = write(name, {"text": "c"})
+    between = "; " if name == "llama3_json" else "\n"
+    for text in ("a <think> b", "a </think> b"):
+        mentions = write(name, {"text": text})
+        for calls in ([mentions], [mentions, other], [other, mentions]):
+            assert len(parse(name, between.join(calls)).calls) == len(calls)
+        assert parse(name, mentions).calls[0].arguments == {"text": text}
+    assert len(parse(name, f"{other}<think>{other}</think>{other}").calls) == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "kind"),
     [
