@@ -56,8 +56,7 @@ async def call_in_process(use: str, arguments: Mapping[str, object]) -> object:
     except BaseException:  # the call is given up; the thread that waits for it sees the pipe close
         await asyncio.shield(invoke(worker.kill, {}))
         raise
-    with _lock:
-        _idle.append(worker)
+    _idle.append(worker)
     if raised is not None:
         raise raised
     return value
@@ -101,20 +100,17 @@ class _Worker:
         return self._process.poll() is None
 
 
-_lock = threading.Lock()
 _idle: list[_Worker] = []
+"""Shared by all threads; `pop` and `append` are atomic."""
 
 
 def _free_worker() -> _Worker:
     """Return a worker that is free, a new one if need be: modules are imported once in each."""
-    while True:
-        with _lock:
-            worker = _idle.pop() if _idle else None
-        if worker is None:
-            return _Worker()
-        if worker.alive:
-            return worker
-        worker.kill()
+    with suppress(IndexError):
+        while not (worker := _idle.pop()).alive:
+            worker.kill()
+        return worker
+    return _Worker()
 
 
 @atexit.register

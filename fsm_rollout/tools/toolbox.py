@@ -487,8 +487,7 @@ class ToolSession:
                 async with self.toolbox.slot(tool):
                     result, errors = await self._try(tool, call.id, arguments, number)
             except NoSlot:
-                result = CallResult(tool_messages.no_slot(tool.name), failure="timed_out")
-                errors = _class_names(TimeoutError())
+                result, errors = _failure(tool_messages.no_slot(tool.name), TimeoutError(), "timed_out")
             # 3. Done, unless it failed in a way that is to be tried again.
             if not errors or number >= retry.attempts or (retry.errors and errors.isdisjoint(retry.errors)):
                 return replace(result, tries=number)
@@ -509,22 +508,26 @@ class ToolSession:
             value = await bounded(work, tool.spec.timeout, name=f"tool '{tool.name}'", stop_seconds=tool.stop_seconds)
             return _read(tool, value)
         except Expired:
-            text = tool_messages.timed_out(tool.name, tool.spec.timeout)
-            return CallResult(text, failure="timed_out"), _class_names(TimeoutError())
+            return _failure(tool_messages.timed_out(tool.name, tool.spec.timeout), TimeoutError(), "timed_out")
         except NotReady as error:
             cause = error.__cause__ or error
-            text = tool_messages.not_ready(tool.name, cause)
-            return CallResult(text, failure=type(cause).__name__), _class_names(cause)
+            return _failure(tool_messages.not_ready(tool.name, cause), cause)
         except ToolDied as error:
-            return CallResult(tool_messages.died(tool.name), failure="ToolDied"), _class_names(error)
+            return _failure(tool_messages.died(tool.name), error)
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
         except BaseException as error:  # tools may raise anything, pytest's and trio's own kinds included
-            names = _class_names(error)
             of_the_world = isinstance(error, OF_THE_WORLD) and not isinstance(error, OF_THE_CALL)
-            if of_the_world or not names.isdisjoint(tool.spec.retry.errors):
-                return CallResult(tool_messages.failed(tool.name, error), failure=type(error).__name__), names
-            return CallResult(tool_messages.raised(error), failure=type(error).__name__, bad=True), names
+            if of_the_world or not _class_names(error).isdisjoint(tool.spec.retry.errors):
+                return _failure(tool_messages.failed(tool.name, error), error)
+            return _failure(tool_messages.raised(error), error, bad=True)
+
+
+def _failure(
+    text: str, error: BaseException, slug: str | None = None, *, bad: bool = False
+) -> tuple[CallResult, frozenset[str]]:
+    """Return the result of a failed try, and the names that a retry may know its error by."""
+    return CallResult(text, failure=slug or type(error).__name__, bad=bad), _class_names(error)
 
 
 async def _release(tool: ClassTool, creating: asyncio.Task[Instance]) -> str | None:
