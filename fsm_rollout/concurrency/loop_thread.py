@@ -20,14 +20,11 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError
 from typing import Any, Protocol, TypeVar
 
+from fsm_rollout.concurrency.cancellation import wait_until_released
 from fsm_rollout.errors import EngineError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-HEARING = 0.5
-"""Seconds after which a waiting caller looks up: a Ctrl-C that another thread was given, or that came just before the
-wait began, does not end the wait."""
 
 
 class LoopThread:
@@ -60,7 +57,7 @@ class LoopThread:
         if not threading.current_thread().daemon:
             _callers.add(threading.current_thread())
         begun: list[asyncio.Task[T]] = []
-        ended = threading.Lock()  # a bare one: what is written in Python may be interrupted while it holds its own
+        ended = threading.Lock()
         ended.acquire()
 
         def begin() -> None:
@@ -83,19 +80,14 @@ class LoopThread:
 
         try:
             self._loop.call_soon_threadsafe(begin)
-            self._wait(ended)
+            wait_until_released(ended, worth_it=self._thread.is_alive)
         except BaseException:
             if not (begun and begun[0].done()) and _tell(self._loop, give_up):
-                self._wait(ended)  # for what is cleaned up
+                wait_until_released(ended, worth_it=self._thread.is_alive, look_up=False)  # for what is cleaned up
             raise
         if not begun or begun[0].cancelled():
             raise CancelledError
         return begun[0].result()
-
-    def _wait(self, ended: threading.Lock) -> None:
-        """Wait until something has ended, or the loop has, and hear a Ctrl-C meanwhile."""
-        while not ended.acquire(timeout=HEARING) and self.alive:
-            pass
 
     def close(self) -> None:
         """Wait for the calls under way, and end the loop and its thread."""

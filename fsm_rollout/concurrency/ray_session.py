@@ -17,7 +17,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any
 
-from fsm_rollout.concurrency.interruptible import wait_for
+from fsm_rollout.concurrency.cancellation import wait_for
 from fsm_rollout.errors import EngineError
 
 logger = logging.getLogger(__name__)

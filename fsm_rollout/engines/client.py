@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING, SupportsIndex
 
-from fsm_rollout.concurrency.deadline import Deadline, being_cancelled
+from fsm_rollout.concurrency.cancellation import being_cancelled
+from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.engines.protocol import FOR_GOOD, Chunk, Engine, ReplicaLost, Replicated, Request
 from fsm_rollout.errors import EngineError, PromptTooLong
 from fsm_rollout.trajectory.reasons import FinishReason

@@ -134,17 +134,9 @@ def unpack_flush(block: bytes, replica: str = "") -> Flush:
     rows, failures, load = _decode(block)
     chunks = [
         Chunk(
-            name,
-            array("i", ids),
-            array("f", logprobs),
-            version,
-            _REASONS[reason],
-            error,
-            cached,
-            queued,
-            replica,
+            name, array("i", ids), array("f", logprobs), version, _REASONS[reason], error, cached, queued, replica,
             waits,
-        )  # fmt: skip
+        )
         for ids, logprobs, name, version, reason, error, cached, queued, waits in rows
-    ]
+    ]  # fmt: skip
     return Flush(chunks, [(request_ids, why) for request_ids, why in failures], Load(*load))

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from anyio.from_thread import start_blocking_portal
 
-from fsm_rollout.concurrency.deadline import being_cancelled
-from fsm_rollout.concurrency.interruptible import wait_for
+from fsm_rollout.concurrency.cancellation import being_cancelled, wait_for
 from fsm_rollout.engines.chunk_stream import NO_IDS, NO_LOGPROBS, ChunkStream, check_unique
 from fsm_rollout.engines.protocol import Chunk, Load, Request
 from fsm_rollout.engines.router import Router, StickyRouter, allowance, choose

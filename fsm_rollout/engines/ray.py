@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from fsm_rollout.concurrency.interruptible import pause
+from fsm_rollout.concurrency.cancellation import pause
 from fsm_rollout.concurrency.ray_session import answer_to, connect
 from fsm_rollout.engines.chunk_stream import ChunkStream
 from fsm_rollout.engines.packing import Contexts, Flush, pack_flush, pack_requests, unpack_flush, unpack_requests

@@ -17,7 +17,7 @@ from typing import Any, cast, get_origin, get_type_hints
 
 from fsm_rollout.agent.graph import MAIN
 from fsm_rollout.agent.handlers import load_object
-from fsm_rollout.concurrency.deadline import being_cancelled
+from fsm_rollout.concurrency.cancellation import being_cancelled
 from fsm_rollout.environment.answer_matching import gives_answer
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.tools.call import invoke

@@ -16,7 +16,8 @@ from functools import partial
 from weakref import WeakSet
 
 from fsm_rollout.agent.limits import LimitReached, reached_on_entry, remaining
-from fsm_rollout.concurrency.deadline import PATIENCE, Deadline, being_cancelled, runs_in
+from fsm_rollout.concurrency.cancellation import being_cancelled, runs_in
+from fsm_rollout.concurrency.deadline import PATIENCE, Deadline
 from fsm_rollout.concurrency.steps import watch_steps
 from fsm_rollout.errors import EngineError, describe, single
 from fsm_rollout.states.base import State

@@ -17,7 +17,8 @@ from typing import Any
 from fsm_rollout.agent.graph import MAIN, Context
 from fsm_rollout.agent.limits import LimitReached, remaining, spent
 from fsm_rollout.chat.messages import check_written
-from fsm_rollout.concurrency.deadline import Deadline, being_cancelled
+from fsm_rollout.concurrency.cancellation import being_cancelled
+from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.engines.client import ABORT_GRACE
 from fsm_rollout.engines.protocol import Request

@@ -38,7 +38,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from fsm_rollout.concurrency.interruptible import wait_for
+from fsm_rollout.concurrency.cancellation import wait_for
 from fsm_rollout.engines.chunk_stream import ChunkStream
 from fsm_rollout.engines.finite import check_finite, check_folder
 from fsm_rollout.engines.protocol import Chunk, Load, Request

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fsm_rollout.agent.limits import LimitReached
-from fsm_rollout.concurrency.deadline import being_cancelled
+from fsm_rollout.concurrency.cancellation import being_cancelled
 from fsm_rollout.states import State
 from fsm_rollout.testing.simulation import source_lines
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory

@@ -10,8 +10,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from fsm_rollout.concurrency import interruptible as waiting
-from fsm_rollout.concurrency.interruptible import pause, wait_for
+from fsm_rollout.concurrency import cancellation
+from fsm_rollout.concurrency.cancellation import pause, wait_for
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def ctrl_c() -> Iterator[None]:
 
 
 def test_what_the_other_thread_does_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "LOOK_UP", 0.001)
+    monkeypatch.setattr(cancellation, "LOOK_UP", 0.001)
     done: Future[str] = Future()
     timer = threading.Timer(0.05, done.set_result, ["it"])  # many looks later
     timer.start()

@@ -1,0 +1,84 @@
+"""Who is being cancelled, and waiting for another thread while a Ctrl-C is heard.
+
+Invariant: whoever waits here looks up every :data:`LOOK_UP` seconds. A signal that came just before the wait, or was
+given to another thread, does not end a wait by itself; and within ``asyncio.run`` a Ctrl-C does nothing but cancel the
+task, which code that waits without ``await`` has to look at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import TypeVar
+
+T = TypeVar("T")
+
+LOOK_UP = 0.25
+"""Seconds between two looks whether the caller has been interrupted."""
+
+
+def being_cancelled() -> bool:
+    """Return whether somebody cancels the present task; if not, a CancelledError is the failure of who raised it."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def runs_in(task: asyncio.Task[object] | None) -> bool:
+    """Return whether ``task`` is running; a GeneratorExit in a task that is not comes from its being thrown away."""
+    try:
+        return asyncio.current_task() is task
+    except RuntimeError:  # there is no loop any more
+        return False
+
+
+def wait_for(done: Future[T], seconds: float = float("inf")) -> T:
+    """Return the result of what another thread does.
+
+    Raises:
+        TimeoutError: it takes longer than ``seconds``.
+        CancelledError: the task that waits here was cancelled.
+        Exception: whatever the other thread has raised.
+    """
+    ended = threading.Lock()
+    ended.acquire()
+    done.add_done_callback(lambda _: ended.release())
+    wait_until_released(ended, seconds)
+    return done.result()
+
+
+def pause(seconds: float) -> None:
+    """Sleep for about so long.
+
+    Raises:
+        CancelledError: the task that waits here was cancelled.
+    """
+    with suppress(TimeoutError):
+        wait_for(Future(), seconds)
+
+
+def wait_until_released(
+    lock: threading.Lock,
+    seconds: float = float("inf"),
+    *,
+    worth_it: Callable[[], bool] = lambda: True,
+    look_up: bool = True,
+) -> None:
+    """Wait until another thread releases ``lock``, or the wait is not ``worth_it`` any more.
+
+    A bare lock, because what is written in Python (a Condition, say) may be interrupted while it holds its own.
+
+    Raises:
+        TimeoutError: it takes longer than ``seconds``.
+        CancelledError: the task that waits here was cancelled, unless it is not to ``look_up``.
+    """
+    until = time.monotonic() + seconds
+    while not lock.acquire(timeout=max(0.0, min(LOOK_UP, until - time.monotonic()))) and worth_it():
+        if time.monotonic() >= until:
+            raise TimeoutError
+        with suppress(RuntimeError):  # no event loop runs in this thread
+            if look_up and being_cancelled():
+                raise asyncio.CancelledError
