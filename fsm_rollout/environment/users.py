@@ -114,7 +114,7 @@ class BoundInteraction:
             await invoke(close, {})
 
 
-def build_interaction(spec: InteractionSpec, kwargs: Mapping[str, object] | None = None) -> BoundInteraction:
+def build_interaction(spec: InteractionSpec, kwargs: object = None) -> BoundInteraction:
     """Make an interaction for one trajectory; ``kwargs`` are the prompt's ``interaction_kwargs``.
 
     Raises:

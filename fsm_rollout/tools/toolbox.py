@@ -18,7 +18,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
-from typing import Protocol
+from typing import Protocol, cast
 from weakref import WeakKeyDictionary
 
 from msgspec.structs import replace
@@ -344,19 +344,23 @@ class Toolbox:
         """Return the tools that may be called in a context."""
         return {name: self._tools[name] for name in self._agent.tools_of(context)}
 
-    def check(self, tools_kwargs: ToolsKwargs) -> None:
-        """Check a prompt's ``tools_kwargs``.
+    def check(self, tools_kwargs: object) -> ToolsKwargs:
+        """Check a prompt's ``tools_kwargs`` (``None``: it has none), and return them.
 
         Raises:
-            ToolError: an unknown tool, or values that the tool does not take, or lacks.
+            ToolError: no mapping, an unknown tool, or values that the tool does not take, or lacks.
         """
-        for name, kwargs in tools_kwargs.items():
+        checked: ToolsKwargs = cast(ToolsKwargs, {} if tools_kwargs is None else tools_kwargs)
+        if not isinstance(checked, Mapping):
+            raise ToolError(f"tools_kwargs must be a mapping from tools to values, got {type(checked).__name__}")
+        for name, kwargs in checked.items():
             if name not in self._tools:
                 raise ToolError(f"tools_kwargs name '{name}', which is no tool{did_you_mean(name, self._tools)}")
             if not isinstance(kwargs, Mapping):
                 raise ToolError(f"tools_kwargs of '{name}' must be a mapping, got {type(kwargs).__name__}")
         for name, tool in self._tools.items():
-            tool.check(tools_kwargs.get(name, {}))
+            tool.check(checked.get(name, {}))
+        return checked
 
     async def prepare(self) -> None:
         """Connect to what tools run on. Await it before the first call, whose timeout does not include it.
@@ -375,7 +379,7 @@ class Toolbox:
         trajectory_id: str,
         group_id: str,
         seed: int,
-        tools_kwargs: ToolsKwargs | None,
+        tools_kwargs: object,
         extra: Mapping[str, object],
         run_agent: RunAgent,
     ) -> ToolSession:
@@ -384,8 +388,8 @@ class Toolbox:
         Raises:
             ToolError: as :meth:`check`.
         """
-        self.check(tools_kwargs or {})
-        return ToolSession(self, trajectory_id, group_id, seed, tools_kwargs or {}, extra, run_agent)
+        checked = self.check(tools_kwargs)
+        return ToolSession(self, trajectory_id, group_id, seed, checked, extra, run_agent)
 
     def slot(self, tool: BoundTool) -> AbstractAsyncContextManager[None]:
         """Return what to hold while a tool runs: one of its ``concurrency`` slots, over all trajectories.

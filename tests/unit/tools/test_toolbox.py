@@ -706,6 +706,7 @@ def test_hidden_values_come_from_the_agent_and_the_prompt_and_are_nobody_elses()
     [
         ({"serach": {}}, "'serach', which is no tool; did you mean 'search'"),
         ({"search": ["x"]}, "must be a mapping, got list"),
+        (["search"], "must be a mapping from tools to values, got list"),
         ({"search": {"query": "x"}}, "'query', which the model fills in; hide it"),
         ({"search": {"table": [], "tabel": []}}, "'tabel', which is not a hidden parameter; did you mean 'table'"),
         ({}, "nothing gives the hidden parameter 'table'"),
