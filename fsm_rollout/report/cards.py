@@ -1,7 +1,7 @@
 """A trajectory as a sequence of cards: who put which tokens where, and what it led to.
 
-Invariant: the cards' token ranges cover every stream once, in order, without gap or overlap; what was written and never
-entered any tokens has a card of its own that says so.
+Invariant: the cards' token ranges cover every stream once, in order, without gap or overlap. Messages that never became
+tokens have a card of their own, which says so.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class Card:
     messages: list[Message] = field(default_factory=list)
     guarded: int = 0
     unplaced: bool = False
-    """Whether its guarded markers are counted, and where they stand is not known (journals from before that was)."""
+    """Whether it is unknown where its guarded markers stand: older journals hold their number only."""
     generated: Generated | None = None
     calls: list[CallCard] = field(default_factory=list)
     scores: list[tuple[float, str]] = field(default_factory=list)
     interacted: float | None = None
     step: Transitioned | None = None
     pause: str | None = None
-    """That it was set aside, or went on."""
+    """Why it was set aside, or when it resumed."""
     asked: list[ModelQueried] = field(default_factory=list)
     """What the environment asked other models after it."""
 

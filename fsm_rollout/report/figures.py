@@ -1,4 +1,4 @@
-"""The figures of a report: counts, spreads and courses over time, all of them sums over the trajectories' events.
+"""The figures of a report: counts, histograms and courses over time, all of them sums over the trajectories' events.
 
 Invariant: what is gathered of a trajectory is small (no tokens, no texts), so a run of any size is read in one pass;
 and everything adds up: bars of a histogram to the number of values, the course of throughput to the tokens sampled.
@@ -50,13 +50,13 @@ class Line:
         self.calls = trajectory.calls_seen
         self.failures = trajectory.calls_failed
         self.resumed = trajectory.resumptions
-        """How often it was set aside, or cut off, and went on."""
+        """How often it was set aside, or cut off, and resumed."""
         self.versions = recording.versions
         self.start = trajectory.started_at
         self.end = recording.events[-1].at if trajectory.ended_at is None else trajectory.ended_at
         """Its end, or the latest event."""
         self.seconds = times.totals()
-        """Of its time, how much at least one such thing was under way."""
+        """By kind: for how long at least one such thing was under way."""
         self.longest = max(times.of(*BUSY), key=lambda stretch: stretch.seconds, default=None)
         away = Clock((stretch.start, stretch.end) for stretch in times.of("away"))
         self.lives = tuple(away.runs(self.start, self.end))
@@ -71,7 +71,7 @@ class Line:
 
     @property
     def parts(self) -> dict[str, float]:
-        """What its time went into; ``other``: the seconds in which none of the kinds was under way, at least."""
+        """Seconds by what they went into; ``other``: at least so long nothing of the kinds was under way."""
         busy: dict[str, float] = {kind: self.seconds[kind] for kind in BUSY}
         return busy | {"other": max(0.0, self.wall - sum(busy.values()))}
 
@@ -146,12 +146,12 @@ class Figures:
 
     @cached_property
     def own(self) -> list[Line]:
-        """Those of the prompts; sub-agents are called by them, and have their scores."""
+        """The prompts' own trajectories. A sub-agent has its caller's score, so it would count twice in a headline."""
         return [line for line in self.lines if line.parent_id is None]
 
     @cached_property
     def called(self) -> list[Line]:
-        """Those of sub-agents."""
+        """The trajectories of sub-agents."""
         return [line for line in self.lines if line.parent_id is not None]
 
     @cached_property
@@ -166,7 +166,7 @@ class Figures:
 
     @cached_property
     def clock(self) -> Clock:
-        """The clock that stands while nothing is under way: between a crash and the run that goes on, say."""
+        """A clock that stands still while nothing is under way, say between a crash and the resumed run."""
         gaps, reached = list[tuple[float, float]](), self.begin
         for start, end in sorted(life for line in self.lines for life in line.lives):
             if start > reached:
@@ -176,7 +176,7 @@ class Figures:
 
     @cached_property
     def seconds(self) -> float:
-        """How long at least one trajectory was under way; what courses over time are over."""
+        """How long at least one trajectory was under way: the time axis of every course."""
         return self.clock(self.end) - self.clock(self.begin)
 
     def throughput(self) -> list[float]:
@@ -192,7 +192,7 @@ class Figures:
         return self._busy([(stretch.start, stretch.end) for stretch in self.generations])
 
     def replicas(self) -> list[Replica]:
-        """Return what each replica did, by name; chunks that name none are of one without a name."""
+        """Return what each replica did, by name; generations that name no replica are those of one without a name."""
         by_name: defaultdict[str, list[Stretch]] = defaultdict(list)
         for stretch in self.generations:
             by_name[stretch.replica].append(stretch)

@@ -1,9 +1,9 @@
-"""What was walked of a graph: how often, in which order, how likely, and what came of it.
+"""Which rows of a graph trajectories took: how often, in which order, how likely, and with which score.
 
-Invariants: an edge is one row of the graph from one of its sources, taken or not, or ``(source, trigger, dest)`` where
-no row says which; every transition that happened is on exactly one edge. Journals from before transitions told their
-row (none of a trajectory's does) go by the triple: to its row where only one has it, else to an edge of their own.
-The picture's colours are the page's (CSS classes), so it follows light and dark.
+Invariants: an edge is one row of the graph from one of its sources, taken or not; every transition that happened is on
+exactly one edge, and one that no row explains has an edge of its own. Older journals do not say which row fired: their
+transitions count for the row with the same source, trigger and dest where there is only one, else for an edge of their
+own. The picture's colours are the page's (CSS classes), so it follows light and dark.
 """
 
 from __future__ import annotations

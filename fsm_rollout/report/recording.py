@@ -1,4 +1,4 @@
-"""What there is to look at: one trajectory as recorded, and a run's folder with its journal, agents and summary.
+"""What pages are made of: the recording of one trajectory, and a run's folder with its journal, agents and summary.
 
 Invariant: reading never writes, and a run that is still going on (or was cut off) reads as what it has come to so far.
 What the folder cannot give (an agent whose code is not importable here, a model that is not on this machine) is left
@@ -29,7 +29,7 @@ from fsm_rollout.trajectory.reasons import IMPLICIT_TRIGGERS, Trigger
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 OPEN = ("suspended", "unfinished")
-"""What is said of a trajectory that has no stop reason."""
+"""What a page calls a trajectory that has no stop reason."""
 _OUTCOMES = [*map(Outcome, IMPLICIT_TRIGGERS), Outcome(Trigger.FAILED, error="PromptTooLong")]
 _CUT = {outcome.stop_reason.partition(":")[0] for outcome in _OUTCOMES}
 
@@ -37,10 +37,9 @@ EndKind = Literal["fine", "cut", "open"]
 
 
 def kind_of_end(reason: str) -> EndKind:
-    """Return whether that is an end that the agent came to, one that it was brought to, or none yet.
+    """Return whether the agent ended by itself (``fine``), the scheduler ended it (``cut``), or it is still ``open``.
 
-    Only what the scheduler ends by itself is ``cut``: a word that an author's own row has for an end says nothing
-    against it.
+    A stop reason of an agent's own row is always ``fine``, whatever word its author chose.
     """
     if reason in OPEN:
         return "open"
@@ -48,7 +47,7 @@ def kind_of_end(reason: str) -> EndKind:
 
 
 class Recording:
-    """One trajectory and the events that it is the fold of (none where only the trajectory is at hand)."""
+    """One trajectory with its events; without them where only the trajectory is at hand."""
 
     def __init__(self, trajectory: Trajectory, events: Sequence[AnyEvent] = ()) -> None:
         self.trajectory = trajectory
@@ -57,7 +56,7 @@ class Recording:
 
     @classmethod
     def of(cls, history: Sequence[AnyEvent]) -> Recording:
-        """Fold a history, its times on one clock (see :func:`on_one_clock`).
+        """Rebuild a trajectory from its events, with all times on one clock (see :func:`on_one_clock`).
 
         Raises:
             JournalError: its events do not fit one another.
@@ -83,7 +82,7 @@ class Recording:
 
     @property
     def ending(self) -> str:
-        """Its stop reason, or a word of :data:`OPEN`."""
+        """Its stop reason; one of :data:`OPEN` where it has none."""
         return self.trajectory.stop_reason or OPEN[self.trajectory.suspended is None]
 
     @property
@@ -96,7 +95,7 @@ class Recording:
 def on_one_clock(history: Sequence[AnyEvent]) -> Sequence[AnyEvent]:
     """Return events whose times never run backwards.
 
-    A trajectory may go on in another process, whose clock may lie behind; it is then taken to have gone on at once.
+    A trajectory may be resumed by a process whose clock lies behind; it then counts as resumed at once.
     """
     if not any(isinstance(event, Resumed) and event.away < 0 for event in history):
         return history

@@ -36,7 +36,7 @@ def write_report(folder: str | Path, out: str | Path | None = None, *, pages: bo
     """Write a run's report (``report.html`` in its folder, unless ``out`` says where) and return its path.
 
     ``pages`` also makes the pages of the trajectories that are most worth a look: the slowest, best and worst scored,
-    the first of every stop reason and those whose failures are told, with those that they called and were called by.
+    the first of every stop reason and those whose failures the report quotes, with their callers and sub-agents.
 
     Raises:
         ConfigError: ``folder`` is not a run's.
@@ -89,7 +89,6 @@ def _page(run: RunFolder, figures: Figures, flows: Sequence[Flow], links: Links)
     columns = _columns(lines)
     names = [column.name for column in columns]
     scores = [line.score for line in own if line.score is not None]
-    seconds, replicas = figures.seconds, figures.replicas()
     means = [edge.score for flow in flows for edge in flow.edges if edge.score is not None]
     spent = {part: sum(line.parts[part] for line in own) for part in (*BUSY, "other")}
     return render_page(
@@ -114,12 +113,8 @@ def _page(run: RunFolder, figures: Figures, flows: Sequence[Flow], links: Links)
         run=run,
         setting=_setting(run, [flow.agent for flow in flows] or list(run.agents)),
         notes=run.notes,
-        lines=lines,
-        own=own,
-        called=figures.called,
+        figures=figures,
         columns=columns,
-        seconds=seconds,
-        still=figures.end - figures.begin - seconds,
         score_mean=sum(scores) / len(scores) if scores else None,
         groups=_groups(own),
         dropped=(run.summary or {}).get("groups_dropped", 0),
@@ -128,20 +123,12 @@ def _page(run: RunFolder, figures: Figures, flows: Sequence[Flow], links: Links)
         called_ends=_ends(figures.called),
         endings=sorted({line.ending for line in lines}),
         agents=sorted({line.agent for line in lines}),
-        rate=sum(stretch.tokens for stretch in figures.generations) / seconds if seconds else None,
         histograms=[
             ("messages per trajectory", histogram([line.messages for line in own]), number),
             ("tokens after the prompt", histogram([line.tokens for line in own]), number),
             ("score", histogram(scores), number),
             ("time", histogram([line.wall for line in own]), duration),
         ],
-        courses=[
-            ("sampled tokens/s", figures.throughput()),
-            ("trajectories under way", figures.under_way()),
-            ("generations under way", figures.load()),
-        ],
-        replicas=replicas if len(replicas) > 1 else [],
-        resumed=[line for line in own if line.resumed],
         crossed=sum(len(line.versions) > 1 for line in own),
         versions=sorted({version for line in lines for version in line.versions}),
         spent=spent if any(spent.values()) else {},
@@ -149,7 +136,6 @@ def _page(run: RunFolder, figures: Figures, flows: Sequence[Flow], links: Links)
         tools=sorted(figures.tools.values(), key=lambda use: -sum(use.seconds)),
         flows=[(flow, traffic_picture(flow)) for flow in flows],
         scale=(min(means), max(means)) if means and min(means) < max(means) else None,
-        kinds=[kind for kind in BUSY if any(line.seconds[kind] > 0 for line in lines)],
         link=links.to,
         no_page=NO_PAGE,
         row_of={line.trajectory_id: place for place, line in enumerate(lines)},

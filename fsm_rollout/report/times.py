@@ -27,7 +27,7 @@ from fsm_rollout.trajectory.reasons import FinishReason
 
 Kind = Literal["queue", "generate", "tool", "interact", "away"]
 KINDS: tuple[Kind, ...] = ("queue", "generate", "tool", "interact", "away")
-"""``away``: set aside, from the last thing before to going on."""
+"""``away``: from the last event before the trajectory was set aside until it resumed."""
 BUSY = KINDS[:-1]
 """What a trajectory's time goes into while it is under way."""
 
@@ -77,7 +77,7 @@ class Times:
 
     @property
     def end(self) -> float:
-        """When the last of it was over."""
+        """When the last of it ended."""
         ends = [visit.end for visit in self.visits] + [stretch.end for stretch in self.stretches]
         return max(ends, default=-math.inf)
 
@@ -140,7 +140,7 @@ def covered(stretches: Iterable[Stretch]) -> float:
 
 
 class Clock:
-    """Runs on except in the gaps it is given: a run that went on after a night is looked at without the night."""
+    """A clock that stands still in some gaps: a run that resumed after a night is shown without the night."""
 
     def __init__(self, gaps: Iterable[tuple[float, float]] = ()) -> None:
         self._starts, self._ends, self._before = list[float](), list[float](), [0.0]

@@ -10,7 +10,7 @@ import base64
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypedDict, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -96,43 +96,22 @@ def trajectory_page(
     )
 
 
-class StreamData(TypedDict):
-    """One token stream, as the page's script reads it."""
+def token_data(trajectory: Trajectory, texts: Texts) -> dict[str, object]:
+    """Return what the page's script draws tokens from.
 
-    context: str
-    engine: str
-    trained: bool
-    ids: str
-    """int32 as base64 of little-endian bytes."""
-    logprobs: str
-    """float32 in the same way; 0.0 in the prompt."""
-    spans: list[tuple[int, int, str, str, int, int]]
-    """``(start, end, owner, state, turn, version)``"""
-    spread: dict[int, str]
-    """Texts, by position, of tokens that hold only part of a character."""
-    guarded: list[int]
-
-
-class TokenData(TypedDict):
-    """What the page's script draws tokens from."""
-
-    kind: str
-    streams: list[StreamData]
-    vocabularies: dict[str, dict[int, str]]
-    """Visible text by engine and id."""
-    markers: dict[str, list[int]]
-    """The ids that are control markers, by engine."""
-
-
-def token_data(trajectory: Trajectory, texts: Texts) -> TokenData:
-    """Return what the page's script draws tokens from."""
-    data: TokenData = {"kind": "trajectory", "streams": [], "vocabularies": {}, "markers": {}}
+    ``streams``: ids (int32) and logprobs (float32, 0.0 in the prompt) as base64 of little-endian bytes, ``spans`` as
+    ``[start, end, owner, state, turn, version]``, ``spread`` and ``guarded`` by position; ``vocabularies``: visible
+    text by engine and id; ``markers``: the ids that are control markers, by engine.
+    """
+    streams: list[dict[str, object]] = []
+    vocabularies: dict[str, dict[int, str]] = {}
+    markers: dict[str, list[int]] = {}
     used: dict[str, set[int]] = {}
     for stream in trajectory.streams:
         tokens, known = stream.tokens, texts(stream.engine)
         used.setdefault(stream.engine, set()).update(tokens.ids)
         logprobs = np.concatenate([np.zeros(tokens.prompt_length), tokens.response_logprobs()])
-        data["streams"].append(
+        streams.append(
             {
                 "context": stream.context,
                 "engine": stream.engine,
@@ -147,9 +126,9 @@ def token_data(trajectory: Trajectory, texts: Texts) -> TokenData:
     for engine, ids in used.items():
         known = texts(engine)
         if known is not None:
-            data["vocabularies"][engine] = {id_: visible(text) for id_, text in known.vocabulary(ids).items()}
-            data["markers"][engine] = sorted(ids & set(known.markers))
-    return data
+            vocabularies[engine] = {id_: visible(text) for id_, text in known.vocabulary(ids).items()}
+            markers[engine] = sorted(ids & set(known.markers))
+    return {"kind": "trajectory", "streams": streams, "vocabularies": vocabularies, "markers": markers}
 
 
 def ending_of(recording: Recording) -> str:
