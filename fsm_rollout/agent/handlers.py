@@ -13,7 +13,6 @@ import os
 import sys
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from fsm_rollout.agent.limits import COUNTED_LIMITS
 from fsm_rollout.errors import ConfigError, did_you_mean
@@ -150,7 +149,7 @@ def _can_run(handler: str, found: type) -> None:
     if missing:
         raise ConfigError(f"handler '{handler}': the class lacks {', '.join(missing)}")
     wanted = "write it as `async def run(self, trajectory, ctx)`"
-    run: Any = found.run
+    run = getattr(found, "run", None)
     if not inspect.iscoroutinefunction(inspect.unwrap(run)):
         raise ConfigError(f"handler '{handler}': its `run` is not async; {wanted}")
     try:

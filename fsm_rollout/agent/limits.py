@@ -24,7 +24,7 @@ have a ``max_visits`` of their own (they live on that alone), and ends the traje
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from fsm_rollout.agent.graph import AgentGraph
@@ -56,7 +56,7 @@ def _attempts(trajectory: Trajectory) -> int:
     return max(1, len(trajectory.attempts))
 
 
-LIMITS = {
+LIMITS: Mapping[str, Limit] = {
     limit.name: limit
     for limit in (
         Limit(LimitName.MAX_VISITS, "visit", implied=True, spent=lambda t, at: t.visits[t.state]),
@@ -76,9 +76,10 @@ LIMITS = {
 }
 """Every limit, in the order in which they are checked."""
 COUNTED_LIMITS = tuple(name for name, limit in LIMITS.items() if limit.counted)
+"""The limits that a state may be charged for when it is entered."""
 
 
-def reachable_while_running(limits: Limits, *, custom: bool) -> tuple[LimitName, ...]:
+def reachable_while_running(limits: Limits, *, custom: bool) -> tuple[str, ...]:
     """Return the limits that may be reached at any time while a handler runs; a ``custom`` one may spend any."""
     bounded = limits.model_dump(exclude_none=True)
     return tuple(
@@ -98,7 +99,7 @@ class LimitReached(Exception):  # control flow between a visit and the scheduler
 
 def spent(trajectory: Trajectory, limit: str, at: float) -> float:
     """Return how much of ``limit`` a trajectory has spent at the time ``at``."""
-    count = LIMITS[LimitName(limit)].spent
+    count = LIMITS[limit].spent
     return trajectory.spent.get(limit, 0) if count is None else count(trajectory, at)
 
 

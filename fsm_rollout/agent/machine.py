@@ -20,7 +20,7 @@ from fsm_rollout.agent.limits import LIMITS
 from fsm_rollout.agent.predicates import compile_predicate
 from fsm_rollout.errors import RolloutError, describe
 from fsm_rollout.trajectory.events import AnyEvent, Transitioned
-from fsm_rollout.trajectory.reasons import IMPLICIT_TRIGGERS, LimitName, Trigger
+from fsm_rollout.trajectory.reasons import IMPLICIT_TRIGGERS, Trigger
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory, routing_key
 
 Emit = Callable[[AnyEvent], None]
@@ -152,9 +152,7 @@ class AgentMachine:
         spends = self.spends[state]
         return _nothing if spends is None else partial(_spend, spends)
 
-    def fire(
-        self, trajectory: Trajectory, outcome: Outcome, *, at: float, emit: Emit, routed: bool = True
-    ) -> None:
+    def fire(self, trajectory: Trajectory, outcome: Outcome, *, at: float, emit: Emit, routed: bool = True) -> None:
         """Fire the first row that takes ``outcome.trigger`` in the present state: emits one ``Transitioned``.
 
         A trigger without any row that holds, and a predicate that raises, become ``failed`` in the same state; if that
@@ -186,4 +184,4 @@ def _nothing(trajectory: Trajectory) -> dict[str, int]:
 
 
 def _spend(limit: str, trajectory: Trajectory) -> dict[str, int]:
-    return {limit: LIMITS[LimitName(limit)].price(trajectory)}
+    return {limit: LIMITS[limit].price(trajectory)}

@@ -38,7 +38,7 @@ from fsm_rollout.tools import AgentAnswer
 from fsm_rollout.trajectory.events import AnyEvent, Ended, Prompted, Resumed
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.prompt import Prompt
-from fsm_rollout.trajectory.reasons import IMPLICIT_TRIGGERS
+from fsm_rollout.trajectory.reasons import IMPLICIT_TRIGGERS, StopReason, Trigger
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
@@ -348,7 +348,7 @@ class Scheduler:
             for child in group.children:
                 if not child.ended:
                     resumed = Resumed(at=now, away=now - child.latest_at)
-                    for event in (resumed, Ended(at=now, stop_reason="cancelled", detail=CUT_OFF)):
+                    for event in (resumed, Ended(at=now, stop_reason=StopReason.CANCELLED, detail=CUT_OFF)):
                         child.apply(event)
                         self.record(child, event)
             self.groups[group.group_id] = run.resumed[group.group_id] = group
@@ -510,7 +510,7 @@ class Scheduler:
                 await self._run_active(run, live)
                 if live.trajectory.ended or not live.keep_open:
                     group.active.pop(live.trajectory.trajectory_id, None)
-                if not live.restart or live.trajectory.stop_reason != "cancelled":
+                if not live.restart or live.trajectory.stop_reason != StopReason.CANCELLED:
                     break
                 group.give_up(sample)
         finally:
@@ -699,7 +699,7 @@ class Scheduler:
     @property
     def _cut_off(self) -> Stop:
         """How what runs is stopped when nobody waits for it any more."""
-        return Outcome("cancelled") if self.journal is None else INTERRUPTED
+        return Outcome(Trigger.CANCELLED) if self.journal is None else INTERRUPTED
 
     def _interrupt(self, run: _Run) -> None:
         """Say why what runs is about to be cancelled."""
@@ -808,7 +808,7 @@ class Scheduler:
         One that has ended already is ended once more, and no row may route the failure. Groups that were delivered
         are dropped too: it is not too late if their batch has not been made.
         """
-        outcome = Outcome("failed", error=type(mismatch).__name__, detail=str(mismatch))
+        outcome = Outcome(Trigger.FAILED, error=type(mismatch).__name__, detail=str(mismatch))
         number = delivered = 0
         for group in [*self.groups.values(), *self._had]:
             for trajectory in group.with_glue_of(mismatch.entry):
@@ -826,7 +826,7 @@ class Scheduler:
 
     def cancel(self, trajectory_id: str) -> bool:
         """End one trajectory soon with stop reason ``cancelled``; False when it is not running."""
-        return self._stop_one(trajectory_id, Outcome("cancelled"))
+        return self._stop_one(trajectory_id, Outcome(Trigger.CANCELLED))
 
     def suspend(self, trajectory_id: str, reason: str = "asked") -> bool:
         """Set one trajectory aside unfinished, keeping all it has; False when it is not running."""
@@ -843,7 +843,7 @@ class Scheduler:
 
         Their groups still come back from :meth:`run`; with a target, it takes no further prompts.
         """
-        self.stopping = Outcome("cancelled") if suspend is None else Suspension(suspend)
+        self.stopping = Outcome(Trigger.CANCELLED) if suspend is None else Suspension(suspend)
         for live in list(self.running.values()):
             live.request_stop(self.stopping)
 

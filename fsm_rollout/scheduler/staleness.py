@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.scheduler.group import Group, GroupState
+from fsm_rollout.trajectory.reasons import Trigger
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 UnderWay = Mapping[tuple[str, str], int]
@@ -58,7 +59,9 @@ class Staleness:
         since, version = sampled_since(group, trajectory, under_way or {}), self.version()
         if since is None or version - since <= self.most:
             return None
-        return Outcome("cancelled", detail=f"stale: it has tokens of version {since}, and the weights are {version}")
+        return Outcome(
+            Trigger.CANCELLED, detail=f"stale: it has tokens of version {since}, and the weights are {version}"
+        )
 
     def may_restart(self, group: Group, sample: int) -> bool:
         """Whether a sample may be begun anew; not in a group that is dropped anyway."""

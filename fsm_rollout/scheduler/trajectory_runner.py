@@ -26,6 +26,7 @@ from fsm_rollout.states.program import Program
 from fsm_rollout.states.resources import Recorder, TrajectoryResources
 from fsm_rollout.tools import RunAgent
 from fsm_rollout.trajectory.events import Ended, Suspended, TimedOut
+from fsm_rollout.trajectory.reasons import LimitName, Trigger
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -122,7 +123,7 @@ class ActiveTrajectory(TrajectoryResources):
         caller = self.caller
         while caller is not None and caller.stop is None:
             caller = caller.caller
-        return Outcome("cancelled", detail=None if caller is None else CUT_OFF)
+        return Outcome(Trigger.CANCELLED, detail=None if caller is None else CUT_OFF)
 
 
 async def run_trajectory(live: ActiveTrajectory) -> None:
@@ -153,10 +154,10 @@ async def _visit(live: ActiveTrajectory) -> Outcome:
     state, now, task = trajectory.state, asyncio.get_running_loop().time(), asyncio.current_task()
     limit = reached_on_entry(program.graph, trajectory, program.machine.spends[state], now)
     if limit is not None and trajectory.time_up is None:
-        return Outcome("limit_reached", limit=limit)
+        return Outcome(Trigger.LIMIT_REACHED, limit=limit)
     # 2. The handler, until its outcome or its deadline.
     handler = program.handlers[state]
-    wall = remaining(program.graph, trajectory, "wall_seconds", trajectory.elapsed(now))
+    wall = remaining(program.graph, trajectory, LimitName.WALL_SECONDS, trajectory.elapsed(now))
     timeout = program.graph.states[state].timeout
     ignored = partial(_warn_of_ignored_cancellation, trajectory)
     deadline = Deadline(timeout, None if wall == float("inf") else wall, unheard=ignored)
@@ -166,7 +167,11 @@ async def _visit(live: ActiveTrajectory) -> Outcome:
             outcome = await _run_handler(live, ctx, deadline) if trajectory.time_up is None else None
             if (up := trajectory.time_up) is not None:  # just now, or before an interruption
                 handler.timed_out(trajectory, ctx)
-                return Outcome("limit_reached", limit="wall_seconds") if up.walled else Outcome("timed_out")
+                return (
+                    Outcome(Trigger.LIMIT_REACHED, limit=LimitName.WALL_SECONDS)
+                    if up.walled
+                    else Outcome(Trigger.TIMED_OUT)
+                )
         finally:
             await ctx.close()
     # 3. What it raised fails this trajectory alone; only a cancellation from outside goes on.
@@ -181,7 +186,7 @@ async def _visit(live: ActiveTrajectory) -> Outcome:
         return _outcome_of(error)
     if not isinstance(outcome, Outcome) or outcome.trigger not in handler.triggers:
         declared = ", ".join(handler.triggers)
-        return Outcome("failed", error="UndeclaredOutcome", detail=f"{outcome!r} is not one of: {declared}")
+        return Outcome(Trigger.FAILED, error="UndeclaredOutcome", detail=f"{outcome!r} is not one of: {declared}")
     return outcome
 
 
@@ -223,8 +228,8 @@ def _outcome_of(error: BaseException) -> Outcome:
     """Return the outcome of a visit that raised."""
     error = single(error)
     if isinstance(error, LimitReached):
-        return Outcome("limit_reached", limit=error.limit)
+        return Outcome(Trigger.LIMIT_REACHED, limit=error.limit)
     if type(error) is RuntimeError and isinstance(error.__cause__, SystemExit | GeneratorExit | KeyboardInterrupt):
         error = error.__cause__  # what an interaction raised, as `invoke` hands it on
     kind = error.kind if isinstance(error, EngineError) else None
-    return Outcome("failed", error=kind or type(error).__name__, detail=describe(error))
+    return Outcome(Trigger.FAILED, error=kind or type(error).__name__, detail=describe(error))

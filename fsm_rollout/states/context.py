@@ -45,6 +45,7 @@ from fsm_rollout.trajectory.events import (
     ToolCall,
     UserReplied,
 )
+from fsm_rollout.trajectory.reasons import FinishReason, LimitName
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.tokens import as_ids
 from fsm_rollout.trajectory.trajectory import DONE_IN_A_VISIT, Stream, Trajectory
@@ -216,7 +217,7 @@ class HandlerContext:
             raise PromptTooLong(
                 f"context '{bound.name}': a prompt of {len(encoded.ids)} tokens leaves no room to answer; "
                 f"the engine's window is {bound.client.engine.max_context}, "
-                f"context_tokens is {self.trajectory.limits.get('context_tokens')}"
+                f"context_tokens is {self.trajectory.limits.get(LimitName.CONTEXT_TOKENS)}"
             )
         self.emit(
             ContextOpened(
@@ -252,7 +253,7 @@ class HandlerContext:
 
     def room_in_context(self, length: int) -> float:
         """Return how many tokens ``context_tokens`` leaves a stream of that length."""
-        return remaining(self.program.graph, self.trajectory, "context_tokens", length)
+        return remaining(self.program.graph, self.trajectory, LimitName.CONTEXT_TOKENS, length)
 
     # -- generation ---------------------------------------------------------------------------------------------
 
@@ -273,9 +274,11 @@ class HandlerContext:
         if self._prepaid:
             self._prepaid -= 1
         else:
-            self.charge("assistant_turns")
+            self.charge(LimitName.ASSISTANT_TURNS)
         recorded = self._effects.take(Generated, context)
-        while recorded is not None and recorded.finish_reason == "abort":  # the sampling below goes on from there
+        while (
+            recorded is not None and recorded.finish_reason == FinishReason.ABORT
+        ):  # the sampling below goes on from there
             recorded = self._effects.take(Generated, context)
         if recorded is not None:
             if recorded.cut_by is not None:
@@ -304,7 +307,7 @@ class HandlerContext:
             ToolError: the tool itself failed, in a run that ends trajectories then (``failures: {tool: end}``).
         """
         if not prepaid:
-            self.charge("tool_calls")
+            self.charge(LimitName.TOOL_CALLS)
         called = self._effects.take(Called, attempt.id)
         if called is None:
             called = self._interrupted_call(attempt) or await self._make_call(attempt)

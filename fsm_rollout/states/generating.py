@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fsm_rollout.states.base import State
+from fsm_rollout.trajectory.reasons import FinishReason, LimitName, Trigger
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 if TYPE_CHECKING:
@@ -14,11 +15,11 @@ if TYPE_CHECKING:
 class Generate(State):
     """Samples one turn of the state's context. A turn cut at its own ``max_tokens`` raises ``truncated``."""
 
-    triggers = ("generated", "truncated")
-    spends = "assistant_turns"
+    triggers = (Trigger.GENERATED, Trigger.TRUNCATED)
+    spends = LimitName.ASSISTANT_TURNS
     keys = ("sampling",)
 
     async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         """Ask the engine and wait for the turn's end."""
         generated = await ctx.generate(self.spec.context)
-        return Outcome("truncated" if generated.finish_reason == "length" else "generated")
+        return Outcome(Trigger.TRUNCATED if generated.finish_reason == FinishReason.LENGTH else Trigger.GENERATED)

@@ -21,6 +21,7 @@ from fsm_rollout.engines.protocol import Request, SamplingParams
 from fsm_rollout.errors import EngineError
 from fsm_rollout.states.program import BoundContext
 from fsm_rollout.trajectory.events import Generated, MalformedCall, Message, PromptExtended, ToolCall, unwritable
+from fsm_rollout.trajectory.reasons import FinishReason, LimitName
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.tokens import Ids, as_ids
 from fsm_rollout.trajectory.trajectory import Stream
@@ -51,8 +52,10 @@ async def generate(
     bound = ctx.program.contexts[context]
     stream = ctx.open_context(context)
     # 1. Where the stream stands: a turn that was cut goes on; else what is new is written before the next turn.
-    continued = not stream.awaiting and not stream.pending and stream.finish_reason in ("length", "abort")
-    resumed = continued and stream.finish_reason == "abort"
+    continued = (
+        not stream.awaiting and not stream.pending and stream.finish_reason in (FinishReason.LENGTH, FinishReason.ABORT)
+    )
+    resumed = continued and stream.finish_reason == FinishReason.ABORT
     if stream.awaiting and stream.pending:
         # Nothing was sampled where a turn was to begin.
         stream = ctx.open_with(bound, list(stream.messages), instead_of_glue=True)
@@ -76,7 +79,7 @@ async def generate(
     # 3. What did not end as a turn raises.
     if pending.error is not None:
         raise pending.error
-    if generated is None or generated.finish_reason == "abort":
+    if generated is None or generated.finish_reason == FinishReason.ABORT:
         raise EngineError(f"request {request.request_id} was aborted by the engine")
     if generated.cut_by is not None:
         raise LimitReached(generated.cut_by)
@@ -89,8 +92,8 @@ def _glue(ctx: HandlerContext, bound: BoundContext, stream: Stream) -> Stream:
     if bound.chat.must_split(history, new, bound.tools):
         return ctx.open_with(bound, list(stream.messages), instead_of_glue=True)
     sampled = stream.turn_ids
-    stopped = stream.finish_reason == "stop" and len(sampled) > 0 and sampled[-1] in bound.stop_ids
-    finish_reason = "stop" if stopped else "length"
+    stopped = stream.finish_reason == FinishReason.STOP and len(sampled) > 0 and sampled[-1] in bound.stop_ids
+    finish_reason = FinishReason.STOP if stopped else FinishReason.LENGTH
     encoded = bound.chat.glue_detailed(
         history, new, bound.tools, sampled_ids=sampled, finish_reason=finish_reason, now=ctx.date
     )
@@ -122,10 +125,10 @@ def _glue(ctx: HandlerContext, bound: BoundContext, stream: Stream) -> Stream:
 
 def _check_room(ctx: HandlerContext, bound: BoundContext, length: int, added: int) -> None:
     """Raise LimitReached unless a stream of ``length``, ``added`` of it new, has room for one more token."""
-    if ctx.remaining("response_tokens") - added < 1:
-        raise LimitReached("response_tokens")
+    if ctx.remaining(LimitName.RESPONSE_TOKENS) - added < 1:
+        raise LimitReached(LimitName.RESPONSE_TOKENS)
     if min(ctx.room_in_context(length), bound.client.engine.max_context - length) < 1:
-        raise LimitReached("context_tokens")
+        raise LimitReached(LimitName.CONTEXT_TOKENS)
 
 
 def _request(
@@ -138,7 +141,7 @@ def _request(
     sampled = sum(len(span) for span in stream.tokens.sampled() if span.turn == stream.turn) if resumed else 0
     bounds: dict[str | None, float] = {
         None: float("inf") if wanted.max_tokens is None else wanted.max_tokens - sampled,
-        "response_tokens": ctx.remaining("response_tokens"),
+        "response_tokens": ctx.remaining(LimitName.RESPONSE_TOKENS),
         "context_tokens": min(ctx.room_in_context(length), bound.client.engine.max_context - length),
     }
     cut_by = min(bounds, key=lambda name: bounds[name])  # the first of equals: the turn's own bound
@@ -199,10 +202,10 @@ def _record(
     resumed: bool,
 ) -> Generated | None:
     """Record what a request brought. Nothing sampled and no finish reason (an early abort) is no turn: None."""
-    finish_reason = pending.finish_reason or "abort"
-    if finish_reason == "abort" and len(pending.ids) == pending.request.sampling.max_tokens:
-        finish_reason = "length"  # all that was asked for had come; only the last word was lost
-    if finish_reason == "abort" and not len(pending.ids):
+    finish_reason = pending.finish_reason or FinishReason.ABORT
+    if finish_reason == FinishReason.ABORT and len(pending.ids) == pending.request.sampling.max_tokens:
+        finish_reason = FinishReason.LENGTH  # all that was asked for had come; only the last word was lost
+    if finish_reason == FinishReason.ABORT and not len(pending.ids):
         return None
     ids = stream.turn_ids + pending.ids if continued else pending.ids
     unread: Exception | None = None
@@ -225,7 +228,7 @@ def _record(
         attempts=attempts,
         continued=continued,
         resumed=resumed,
-        cut_by=cut_by if finish_reason == "length" else None,
+        cut_by=cut_by if finish_reason == FinishReason.LENGTH else None,
         queue_seconds=admitted - pending.submitted_at,
         seconds=now - admitted,
         cached_tokens=pending.cached_tokens,
@@ -244,7 +247,7 @@ def _read_turn(
 
     ``number`` is the turn's among the trajectory's generations; calls' ids, and so their randomness, follow from it.
     """
-    stopped = finish_reason == "stop" and len(ids) > 0 and ids[-1] in bound.stop_ids
+    stopped = finish_reason == FinishReason.STOP and len(ids) > 0 and ids[-1] in bound.stop_ids
     text = bound.chat.decode(ids[:-1] if stopped else ids)
     if bound.tool_format is None:
         return {"role": "assistant", "content": text}, []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fsm_rollout.states.base import State
+from fsm_rollout.trajectory.reasons import LimitName, Trigger
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 if TYPE_CHECKING:
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
 class Interact(State):
     """Asks the interaction for a reply to the state's context."""
 
-    triggers = ("replied", "interaction_done")
-    spends = "user_turns"
+    triggers = (Trigger.REPLIED, Trigger.INTERACTION_DONE)
+    spends = LimitName.USER_TURNS
     keys = ("interaction",)
 
     async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
@@ -26,4 +27,4 @@ class Interact(State):
             ctx.score_turn(reply.score, judged)
         if reply.content is not None:
             ctx.write([{"role": "user", "content": reply.content}], context=self.spec.context)
-        return Outcome("interaction_done" if reply.done else "replied")
+        return Outcome(Trigger.INTERACTION_DONE if reply.done else Trigger.REPLIED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fsm_rollout.states.base import State
+from fsm_rollout.trajectory.reasons import Trigger
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 if TYPE_CHECKING:
@@ -14,10 +15,10 @@ if TYPE_CHECKING:
 class OpenPrompt(State):
     """Opens the state's context with the prompt's messages (or the state's own template)."""
 
-    triggers = ("prompted",)
+    triggers = (Trigger.PROMPTED,)
     keys = ()
 
     async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         """Open the stream, unless entering the state has done so."""
         ctx.open_context(self.spec.context)
-        return Outcome("prompted")
+        return Outcome(Trigger.PROMPTED)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from fsm_rollout.states.base import State
 from fsm_rollout.tools import tool_messages
 from fsm_rollout.trajectory.events import Called, MalformedCall, Message, ToolCall
+from fsm_rollout.trajectory.reasons import LimitName, Trigger
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ class CallTools(State):
     has finished are not made again.
     """
 
-    triggers = ("tools_done",)
-    spends = "tool_calls"
+    triggers = (Trigger.TOOLS_DONE,)
+    spends = LimitName.TOOL_CALLS
     keys = ("parallel",)
 
     async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
@@ -37,8 +38,8 @@ class CallTools(State):
             for attempt in self._due(trajectory):
                 calls.create_task(call(attempt))
         self._tell(trajectory, ctx)
-        ctx.check("bad_calls")
-        return Outcome("tools_done")
+        ctx.check(LimitName.BAD_CALLS)
+        return Outcome(Trigger.TOOLS_DONE)
 
     def timed_out(self, trajectory: Trajectory, ctx: HandlerContext) -> None:
         """Answer the calls still open, so that the history stays one that any template can render."""

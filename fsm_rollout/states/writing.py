@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fsm_rollout.states.base import State
+from fsm_rollout.trajectory.reasons import Trigger
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 if TYPE_CHECKING:
@@ -14,9 +15,9 @@ if TYPE_CHECKING:
 class Write(State):
     """Says that its prompt has been written (every working state writes its prompt on entry)."""
 
-    triggers = ("written",)
+    triggers = (Trigger.WRITTEN,)
     keys = ()
 
     async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         """Nothing is left to do."""
-        return Outcome("written")
+        return Outcome(Trigger.WRITTEN)

@@ -143,7 +143,7 @@ MUTANTS = (
         LIMITS,
     ),
     Mutant(
-        "ignore response_tokens", "states/generation.py", '"response_tokens": ctx.remaining("response_tokens"),',
+        "ignore response_tokens", "states/generation.py", '"response_tokens": ctx.remaining(LimitName.RESPONSE_TOKENS),',
         '"response_tokens": float("inf"),',
         "2: no more response tokens than allowed",
         TOOLS,
@@ -172,7 +172,7 @@ MUTANTS = (
         SCHEDULER,
     ),
     Mutant(
-        "ignore bad_calls", "states/processing_tools.py", '        ctx.check("bad_calls")\n', "",
+        "ignore bad_calls", "states/processing_tools.py", '        ctx.check(LimitName.BAD_CALLS)\n', "",
         "2: no more bad calls than allowed",
         LIMITS,
     ),
@@ -267,7 +267,7 @@ MUTANTS = (
     ),
     Mutant(
         "a resumed generation is another one", "states/generation.py",
-        'resumed = continued and stream.finish_reason == "abort"', "resumed = False",
+        'resumed = continued and stream.finish_reason == FinishReason.ABORT', "resumed = False",
         "6: an aborted generation goes on as the same one",
         RESUME,
     ),

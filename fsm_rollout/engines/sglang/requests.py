@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from fsm_rollout.engines.sglang.wire import Ask, Piece
 from fsm_rollout.errors import EngineError
+from fsm_rollout.trajectory.reasons import FinishReason
 from fsm_rollout.trajectory.tokens import Ids
 
 GIVE_UP = 30.0
@@ -103,7 +104,7 @@ class Requests:
         await self._recall(states)
         for state in states:
             if state.ask.handle in self._states:
-                self._end(state, "abort")
+                self._end(state, FinishReason.ABORT)
         self.flush()
 
     async def hold(self, why: str) -> None:
@@ -140,7 +141,7 @@ class Requests:
     def _launch(self, state: _State) -> None:
         stopped = state.sampled and not state.ask.ignore_eos and state.ids[-1] in state.ask.stop_ids
         if stopped or not state.left:  # the end came just as it was taken back
-            self._end(state, "stop" if stopped else "length")
+            self._end(state, FinishReason.STOP if stopped else FinishReason.LENGTH)
             return
         self._sent += 1
         self.heard = asyncio.get_running_loop().time()
@@ -185,19 +186,25 @@ class Requests:
         state.task = None
         match finish and finish["type"]:
             case "stop" | "length" as reason if state.sampled == before:  # else an empty answer would be one
-                self._end(state, "abort", f"EngineError: SGLang ended the request with '{reason}' and without a token")
+                self._end(
+                    state,
+                    FinishReason.ABORT,
+                    f"EngineError: SGLang ended the request with '{reason}' and without a token",
+                )
             case "stop" | "length" as reason:
                 self._end(state, reason)
             case "abort" if state.aborted:
-                self._end(state, "abort")
+                self._end(state, FinishReason.ABORT)
             case "abort" if self.held:
                 pass  # taken back
             case "abort":
                 self._end(
-                    state, "abort", f"EngineError: SGLang gave the request up: {finish and finish.get('message')}"
+                    state,
+                    FinishReason.ABORT,
+                    f"EngineError: SGLang gave the request up: {finish and finish.get('message')}",
                 )
             case _:
-                self._end(state, "abort", error)
+                self._end(state, FinishReason.ABORT, error)
 
     def _arguments(self, state: _State) -> dict[str, Any]:
         """Write a request in SGLang's words.

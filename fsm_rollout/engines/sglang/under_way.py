@@ -68,7 +68,7 @@ class UnderWay:
             for request in requests:
                 error = refusal(request, self.max_context, self._vocabulary)
                 if error is not None:
-                    answers.put(_last(request.request_id, "abort", error, version, self._replica))
+                    answers.put(_last(request.request_id, FinishReason.ABORT, error, version, self._replica))
                     continue
                 self._next += 1
                 self._handles[request.request_id] = self._next
@@ -109,7 +109,7 @@ class UnderWay:
         """End everything under way with "abort", and refuse all that comes from now on with ``error``."""
         with self._lock:
             handles = list(self._entries)
-        self.deliver([Piece(handle, version=version, finish_reason="abort") for handle in handles])
+        self.deliver([Piece(handle, version=version, finish_reason=FinishReason.ABORT) for handle in handles])
         self.fail(error)
 
     def handles(self, request_ids: Iterable[str] | None = None) -> list[int]:
