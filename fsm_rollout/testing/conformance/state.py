@@ -477,7 +477,9 @@ class _Handler(Subject):
                 8, f"{self.title} left events that do not fit one another: {error}; {story}"
             ) from None
         if folded != trajectory:
-            slots = [slot for slot in Trajectory.__slots__ if getattr(folded, slot) != getattr(trajectory, slot)]
+            slots = [
+                slot for slot in Trajectory.__struct_fields__ if getattr(folded, slot) != getattr(trajectory, slot)
+            ]
             what = f"the trajectory's {', '.join(slots)} without an event"
             raise ConformanceError(8, f"{self.title} changed {what}; use ctx; {story}")
         generations = sum(isinstance(event, Generated) and not event.resumed for event in events)
