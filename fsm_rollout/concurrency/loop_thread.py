@@ -126,9 +126,9 @@ _callers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 """Threads that the interpreter waits for at its end, and that may still make calls."""
 
 
-def close_at_exit(one: Closeable) -> None:
+def close_at_exit(closeable: Closeable) -> None:
     """See to it that something is closed before the interpreter ends; it is not kept from being collected."""
-    _open.add(one)
+    _open.add(closeable)
 
 
 def _close_all() -> None:
@@ -137,9 +137,9 @@ def _close_all() -> None:
     for thread in list(_callers):
         if thread is not threading.main_thread() and thread not in waiting:
             thread.join()
-    for one in list(_open):
+    for closeable in list(_open):
         try:
-            one.close()
+            closeable.close()
         except Exception:
             logger.exception("what was still open at the interpreter's end could not be closed")
 

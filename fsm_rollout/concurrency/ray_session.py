@@ -101,9 +101,9 @@ def _check_same(ray: Any, address: str | None) -> None:
     """
     if address is None or address == "auto":
         return
-    there = ray.get_runtime_context().gcs_address
+    connected = ray.get_runtime_context().gcs_address
     try:
-        host, port = _host_and_port(there)
+        host, port = _host_and_port(connected)
         if address == "local":  # one on this machine
             same = bool(_addresses(ray, host) & _addresses(ray, "localhost"))
         else:
@@ -114,8 +114,8 @@ def _check_same(ray: Any, address: str | None) -> None:
         raise EngineError(f"Ray's address '{address}' is wrong: {error}; correct it, or leave it out") from None
     if not same:
         raise EngineError(
-            f"asked for the Ray at '{address}', but this process is connected to the one at '{there}', and can be to "
-            f"one only; call ray.shutdown() first, or leave the address out to use what is connected"
+            f"asked for the Ray at '{address}', but this process is connected to the one at '{connected}', and can "
+            f"be to one only; call ray.shutdown() first, or leave the address out to use what is connected"
         )
 
 
@@ -151,8 +151,9 @@ def _init(ray: Any, address: str) -> None:
                 _knock(address)
             ray.init(address=address, **quiet)
     except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-        said = str(error).strip()
-        why = said.splitlines()[-1] if "Traceback" in said else said  # Ray's client shows what the server printed
+        message = str(error).strip()
+        # Ray's client shows what the server printed.
+        why = message.splitlines()[-1] if "Traceback" in message else message
         raise EngineError(
             f"no Ray could be reached at '{address}': {why}; start one there (ray start --head), correct the "
             f"address (engine: {{ray: {{address: …}}}}, or RAY_ADDRESS), or leave it out for a Ray of this run's own"
@@ -174,8 +175,8 @@ def _knock(address: str) -> None:
         except TimeoutError:
             raise OSError(f"what listens there says nothing for {CONNECT:g} s") from None
         if len(frame) < _FRAME_HEAD or frame[3] != _SETTINGS:
-            said = f"answers {frame!r}" if frame else "hangs up"
-            raise OSError(f"what listens there is no Ray: asked in Ray's protocol (gRPC) it {said}")
+            reaction = f"answers {frame!r}" if frame else "hangs up"
+            raise OSError(f"what listens there is no Ray: asked in Ray's protocol (gRPC) it {reaction}")
 
 
 async def answer_to(reference: Any) -> Any:

@@ -253,7 +253,8 @@ def spec_class(kind: str) -> type[EngineSpec]:
     own: Any = (
         options if isinstance(options, type) and issubclass(options, BaseModel) else _signature_model(engine_class)
     )
-    made: type[OwnSpec] = create_model("OwnSpec", __base__=(own, OwnSpec))
+    make: Any = create_model  # whose bases the type checker cannot follow here
+    made: type[EngineSpec] = make("OwnSpec", __base__=(own, OwnSpec))
     made.engine_class = kind
     return made
 
@@ -330,11 +331,11 @@ def faults(spec: Mapping[str, Any]) -> list[tuple[ConfigPath, str]]:
 
 def _without_nulls(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a spec sets; the keys of its own parts count, those of ``args`` and ``turns`` are the engine's."""
-    there = {key: value for key, value in spec.items() if value is not None}
-    return there | {
-        part: {key: value for key, value in there[part].items() if value is not None}
+    present = {key: value for key, value in spec.items() if value is not None}
+    return present | {
+        part: {key: value for key, value in present[part].items() if value is not None}
         for part in ("pool", "ray")
-        if isinstance(there.get(part), Mapping)
+        if isinstance(present.get(part), Mapping)
     }
 
 

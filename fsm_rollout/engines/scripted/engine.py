@@ -2,7 +2,8 @@
 
 Invariant: what a request is answered depends on the script, the request and the weight version only, so a run on a
 scripted engine is the same every time. It waits with the event loop's timers alone, hence runs in virtual time
-(:mod:`fsm_rollout.testing.simulation.virtual_time`). Use it to try an agent without a model, to rehearse failures, and in tests.
+(:mod:`fsm_rollout.testing.simulation.virtual_time`). Use it to try an agent without a model, to rehearse failures, and
+in tests.
 """
 
 from __future__ import annotations
@@ -50,10 +51,11 @@ class _Answer:
     answers: ChunkStream
     since: float
     plan: Plan = NO_PLAN
-    given: int = 0
+    emitted: int = 0
+    """How many of its pieces have been sent."""
     tokens: int = 0
     timer: asyncio.TimerHandle | None = None
-    left: float | None = None
+    remaining: float | None = None
     """Seconds to the next piece, while the engine is held; ``None`` when none will come."""
 
 
@@ -182,7 +184,7 @@ class ScriptedEngine:
         self._paused = True
         for answer in self._running.values():
             if answer.timer is not None:
-                answer.left = max(0.0, answer.timer.when() - answer.answers.loop.time())
+                answer.remaining = max(0.0, answer.timer.when() - answer.answers.loop.time())
                 answer.timer.cancel()
                 answer.timer = None
 
@@ -262,17 +264,17 @@ class ScriptedEngine:
         if self._held:
             return
         for answer in self._running.values():
-            if answer.timer is None and answer.left is not None:
-                self._schedule(answer, answer.left)
-                answer.left = None
+            if answer.timer is None and answer.remaining is not None:
+                self._schedule(answer, answer.remaining)
+                answer.remaining = None
         self._admit()
 
     def _next_piece(self, answer: _Answer) -> None:
         todo, answer.timer = answer.plan, None
-        ids, logprobs = todo.pieces[answer.given] if todo.pieces else (NO_IDS, NO_LOGPROBS)
-        version = todo.versions[answer.given] if todo.versions else None
-        answer.given += 1
-        if answer.given < len(todo.pieces):
+        ids, logprobs = todo.pieces[answer.emitted] if todo.pieces else (NO_IDS, NO_LOGPROBS)
+        version = todo.versions[answer.emitted] if todo.versions else None
+        answer.emitted += 1
+        if answer.emitted < len(todo.pieces):
             self._emit(answer, ids, logprobs, version=version)
             self._schedule(answer, todo.delay)
         elif todo.hang:

@@ -137,22 +137,23 @@ class ReplayEngine(ScriptedEngine):
             return Plan(pieces, versions=versions, finish_reason=FinishReason.LENGTH)
         if found.finish_reason != FinishReason.ABORT:
             return Plan(pieces, versions=versions, finish_reason=found.finish_reason)
-        said = f"ReplayCutOff: {self._where(request)} was cut off in {self._journal}, after {len(found.ids)} tokens"
-        return Plan(pieces, versions=versions, error=said)
+        cut_off = f"ReplayCutOff: {self._where(request)} was cut off in {self._journal}, after {len(found.ids)} tokens"
+        return Plan(pieces, versions=versions, error=cut_off)
 
     def _where(self, request: Request) -> str:
         return f"generation {request.turn} (from 0) of trajectory '{request.trajectory_id}' in '{request.context}'"
 
     def _difference(self, request: Request, found: Recorded) -> str | None:
         """Return where a request is not what the run has asked there, or ``None`` where it is."""
-        had = found.stream.tokens.ids[: found.start] + found.ids[: request.sampled]
-        if request.ids == had:
+        recorded_input = found.stream.tokens.ids[: found.start] + found.ids[: request.sampled]
+        if request.ids == recorded_input:
             return None
-        at = next((i for i, (one, other) in enumerate(zip(had, request.ids, strict=False)) if one != other), None)
-        at = min(len(had), len(request.ids)) if at is None else at
+        pairs = enumerate(zip(recorded_input, request.ids, strict=False))
+        at = next((place for place, (before, now) in pairs if before != now), None)
+        at = min(len(recorded_input), len(request.ids)) if at is None else at
         return (
             f"ReplayDiverged: {self._where(request)} has another input than in {self._journal}, from token {at} on: "
-            f"there {self._text(had, at)}, here {self._text(request.ids, at)}"
+            f"there {self._text(recorded_input, at)}, here {self._text(request.ids, at)}"
         )
 
     def _text(self, ids: Ids, at: int) -> str:

@@ -108,7 +108,7 @@ class Mortal(ScriptedEngine):
         self.losses = losses
 
     def _next_piece(self, answer: Any) -> None:
-        if answer.plan.error is not None and answer.given + 1 >= len(answer.plan.pieces):
+        if answer.plan.error is not None and answer.emitted + 1 >= len(answer.plan.pieces):
             self.losses.add(answer.request)
         super()._next_piece(answer)
 
