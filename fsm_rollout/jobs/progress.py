@@ -64,7 +64,7 @@ class RunProgress:
                 self._tokens += len(event.ids)
             case Prompted() | Resumed() if trajectory.parent_id is not None:
                 self._sub_agents += 1
-            case Ended() if trajectory.ended_at != event.at:
+            case Ended() if trajectory.ended_at not in (None, event.at):
                 pass  # it had ended; this says why it is in no batch
             case Ended() | Suspended() if trajectory.parent_id is not None:
                 self._sub_agents -= 1
