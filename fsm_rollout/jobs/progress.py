@@ -35,7 +35,7 @@ class RunProgress:
         self._total = total
         self._console = console
         self._states: Counter[str] = Counter()
-        self._sub_agents = 0
+        self._sub_agents: set[str] = set()
         """Sub-agents that are running; the states are those of the prompts' own trajectories."""
         self._open: dict[str, Trajectory] = {}
         self._done = done
@@ -63,11 +63,9 @@ class RunProgress:
             case Generated():
                 self._tokens += len(event.ids)
             case Prompted() | Resumed() if trajectory.parent_id is not None:
-                self._sub_agents += 1
-            case Ended() if trajectory.ended_at not in (None, event.at):
-                pass  # it had ended; this says why it is in no batch
+                self._sub_agents.add(trajectory.trajectory_id)
             case Ended() | Suspended() if trajectory.parent_id is not None:
-                self._sub_agents -= 1
+                self._sub_agents.discard(trajectory.trajectory_id)
             case Transitioned() if trajectory.parent_id is None:
                 self._states[event.source] -= 1
                 self._states[event.dest] += 1
@@ -76,8 +74,7 @@ class RunProgress:
                 self._states[trajectory.state] += 1
             case Ended() | Suspended():
                 self._states[trajectory.state] -= isinstance(event, Suspended)
-                self._open.pop(trajectory.trajectory_id, None)
-                self._done += 1
+                self._done += self._open.pop(trajectory.trajectory_id, None) is not None  # an end may be said twice
                 self._bar.update(self._task, completed=self._done)
             case _:
                 pass
@@ -97,7 +94,9 @@ class RunProgress:
             if count:
                 states.add_row(Text(state), Text(f"{count:,}", justify="right"))
         if self._sub_agents:
-            states.add_row(Text("sub-agents", style="dim"), Text(f"{self._sub_agents:,}", justify="right", style="dim"))
+            states.add_row(
+                Text("sub-agents", style="dim"), Text(f"{len(self._sub_agents):,}", justify="right", style="dim")
+            )
         lines: list[RenderableType] = [self._bar, states, Text(self._speed(), style="dim")]
         if self._open and self._total - self._done <= max(4, self._total // 20):
             oldest = list(self._open.values())[:4]

@@ -59,9 +59,8 @@ class Staleness:
         since, version = sampled_since(group, trajectory, under_way or {}), self.version()
         if since is None or version - since <= self.most:
             return None
-        return Outcome(
-            Trigger.CANCELLED, detail=f"stale: it has tokens of version {since}, and the weights are {version}"
-        )
+        detail = f"stale: it has tokens of version {since}, and the weights are {version}"
+        return Outcome(Trigger.CANCELLED, detail=detail)
 
     def may_restart(self, group: Group, sample: int) -> bool:
         """Whether a sample may be begun anew; not in a group that is dropped anyway."""

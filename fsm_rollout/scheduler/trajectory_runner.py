@@ -52,6 +52,8 @@ Stop = Outcome | Suspension
 class ActiveTrajectory(TrajectoryResources):
     """A trajectory that runs or can go on at once, with what it holds open and how it is to be stopped."""
 
+    program: Program
+
     __slots__ = ("caller", "keep_open", "restart", "stop", "task")
 
     def __init__(
@@ -167,11 +169,9 @@ async def _visit(live: ActiveTrajectory) -> Outcome:
             outcome = await _run_handler(live, ctx, deadline) if trajectory.time_up is None else None
             if (up := trajectory.time_up) is not None:  # just now, or before an interruption
                 handler.timed_out(trajectory, ctx)
-                return (
-                    Outcome(Trigger.LIMIT_REACHED, limit=LimitName.WALL_SECONDS)
-                    if up.walled
-                    else Outcome(Trigger.TIMED_OUT)
-                )
+                if up.walled:
+                    return Outcome(Trigger.LIMIT_REACHED, limit=LimitName.WALL_SECONDS)
+                return Outcome(Trigger.TIMED_OUT)
         finally:
             await ctx.close()
     # 3. What it raised fails this trajectory alone; only a cancellation from outside goes on.

@@ -8,15 +8,10 @@ A visit that was interrupted begins again, and nothing is done twice (:mod:`fsm_
 from __future__ import annotations
 
 import asyncio
-import math
-import random
 from collections.abc import Sequence
-from datetime import datetime
-from typing import Any
 
 from fsm_rollout.agent.graph import MAIN, Context
-from fsm_rollout.agent.limits import LimitReached, remaining, spent
-from fsm_rollout.chat.messages import check_written
+from fsm_rollout.agent.limits import LimitReached
 from fsm_rollout.concurrency.cancellation import being_cancelled
 from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.concurrency.seeds import derive_seed
@@ -24,23 +19,18 @@ from fsm_rollout.engines.client import ABORT_GRACE
 from fsm_rollout.engines.protocol import Request
 from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.errors import ConfigError, PromptTooLong, StreamError, ToolError, did_you_mean
-from fsm_rollout.states.effect_log import EffectLog
+from fsm_rollout.states.bound_agent import shared_chat
 from fsm_rollout.states.generation import OngoingGeneration, generate, sampling_params
-from fsm_rollout.states.program import BoundContext, Program, shared_chat
 from fsm_rollout.states.resources import TrajectoryResources
+from fsm_rollout.states.visit import Visit
 from fsm_rollout.tools import CallResult, tool_messages
 from fsm_rollout.trajectory.events import (
-    AnyEvent,
     CallBegun,
     Called,
-    ContextOpened,
     Generated,
-    LimitCharged,
     MalformedCall,
     Message,
-    MessagesAppended,
     ModelQueried,
-    PromptExtended,
     Scored,
     ToolCall,
     UserReplied,
@@ -48,65 +38,21 @@ from fsm_rollout.trajectory.events import (
 from fsm_rollout.trajectory.reasons import FinishReason, LimitName
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.tokens import as_ids
-from fsm_rollout.trajectory.trajectory import DONE_IN_A_VISIT, Stream, Trajectory
 
 
-class HandlerContext:
+class HandlerContext(Visit):
     """What a state handler works with. Methods that act raise ``LimitReached`` instead of exceeding a limit."""
 
     def __init__(self, resources: TrajectoryResources, deadline: Deadline) -> None:
-        self.resources = resources
-        self.deadline = deadline
-        self.trajectory: Trajectory = resources.trajectory
-        self.program: Program = resources.program
-        self.state = self.trajectory.state
-        self._prepaid = 1 if self.program.machine.spends[self.state] == "assistant_turns" else 0
-        self._visit = self.trajectory.visits[self.state]
-        recorded = self.trajectory.here  # by this visit, before it was interrupted
-        self._entry = next(iter(recorded), None)  # entering comes first: if anything was done, that was
-        self._effects = EffectLog(recorded)
+        super().__init__(resources, deadline)
+        self._prepaid = 1 if self.program.machine.spends[self.state] == LimitName.ASSISTANT_TURNS else 0
         self._queries = dict(self.trajectory.asked)
         """How often the environment has asked each engine, up to where the visit stands."""
-        for event in recorded:
+        for event in self.trajectory.here:
             if isinstance(event, ModelQueried):
                 self._queries[event.engine] = min(self._queries[event.engine], event.index)
         self._generations: dict[str, OngoingGeneration] = {}
         """Those under way, by context."""
-        self._over = False
-        self._rng: random.Random | None = None
-
-    # -- time, facts and limits ---------------------------------------------------------------------------------
-
-    def clock(self) -> float:
-        """Return the scheduler's time in seconds (virtual in simulation)."""
-        return asyncio.get_running_loop().time()
-
-    @property
-    def resumed(self) -> bool:
-        """Whether this visit was interrupted and has begun again; what it had recorded is not done twice."""
-        return self.trajectory.interrupted
-
-    @property
-    def rng(self) -> random.Random:
-        """Random numbers that depend on the trajectory and the visit only (made when asked for: they are large)."""
-        if self._rng is None:
-            self._rng = random.Random(derive_seed(self.trajectory.seed, self.state, self._visit))
-        return self._rng
-
-    def emit(self, event: AnyEvent) -> None:
-        """Apply an event to the trajectory and tell the journal and the listeners.
-
-        Raises:
-            StreamError: the visit is over (whoever calls was left behind by its handler), or the event is not for a
-                handler to emit: it would begin, move or end the trajectory; or a score is not a finite number.
-        """
-        if type(event) not in DONE_IN_A_VISIT and not isinstance(event, PromptExtended):
-            raise StreamError(f"a handler cannot emit {type(event).__name__}; return an Outcome, rows do the rest")
-        if self._over:
-            raise StreamError(f"the visit of '{self.state}' is over; a handler must wait for the tasks it starts")
-        if isinstance(event, Scored) and not math.isfinite(event.value):
-            raise StreamError(f"a score must be a finite number, got {event.value}")
-        self.resources.emit(event)
 
     async def close(self) -> None:
         """End the visit. A generation that the handler left running is aborted and recorded; leaving it is a mistake.
@@ -123,144 +69,12 @@ class HandlerContext:
         if running and not being_cancelled():
             raise StreamError(f"the handler of '{self.state}' returned while a generation of its own was running")
 
-    def remaining(self, limit: str) -> float:
-        """Return how much of a limit is left; infinity where it does not hold."""
-        trajectory = self.trajectory
-        return remaining(self.program.graph, trajectory, limit, spent(trajectory, limit, self.clock()))
-
-    def check(self, limit: str) -> None:
-        """Raise ``LimitReached`` when more than the limit allows has been spent."""
-        if self.remaining(limit) < 0:
-            raise LimitReached(limit)
-
-    def charge(self, limit: str) -> None:
-        """Spend one of a counted limit, or raise ``LimitReached``."""
-        if self._effects.take(LimitCharged, limit) is None:
-            self.emit(LimitCharged(at=self.clock(), limit=limit))
-        self.check(limit)
-
-    def facts(self) -> dict[str, Any]:
-        """Return what a state's prompt template may use: :data:`fsm_rollout.agent.handlers.TEMPLATE_FACTS`."""
-        trajectory = self.trajectory
-        return {
-            "agent": trajectory.agent,
-            "state": self.state,
-            "messages": trajectory.messages,
-            "task": str(trajectory.messages[-1].get("content") or ""),
-            "text": trajectory.text,
-            "texts": {name: list(trajectory.assistant_texts(name)) for name in self.program.contexts},
-            "history": {name: s.messages for name in self.program.contexts if (s := trajectory.stream(name))},
-            "extra": trajectory.extra,
-            "visits": trajectory.visits,
-            "spent": trajectory.spent,
-            "turn": trajectory.turn,
-            "score": trajectory.score,
-            "turn_scores": trajectory.turn_scores,
-        }
-
-    # -- contexts and messages ----------------------------------------------------------------------------------
-
-    def enter(self) -> None:
-        """Do what every working state does on entry: reset its context, write its prompt."""
-        spec = self.program.graph.states[self.state]
-        if spec.prompt is None and not spec.reset:
-            return
-        if self._entry is not None:
-            self._effects.take(type(self._entry), spec.context)
-            return
-        text = self.program.prompts[self.state].render(self.facts()) if spec.prompt is not None else None
-        prompt: list[Message] | None = None if text is None else [{"role": "user", "content": text}]
-        if spec.reset:
-            self._open(spec.context, prompt)
-        elif prompt is not None:
-            if self.trajectory.stream(spec.context) is None:
-                self._open(spec.context, prompt)
-            else:
-                self.write(prompt, context=spec.context)
-
-    def context(self, name: str) -> BoundContext:
-        """Return a context of the agent.
-
-        Raises:
-            StreamError: it has none of that name.
-        """
-        if name not in self.program.contexts:
-            raise StreamError(f"there is no context '{name}'{did_you_mean(name, self.program.contexts)}")
-        return self.program.contexts[name]
-
-    def open_context(self, context: str) -> Stream:
-        """Return the open stream of ``context``; a first use opens it with the trajectory's prompt.
-
-        Raises:
-            PromptTooLong: the prompt leaves no room for a single token.
-        """
-        return self.trajectory.stream(context) or self._open(context, None)
-
-    def _open(self, context: str, messages: Sequence[Message] | None) -> Stream:
-        bound = self.context(context)
-        opening = list(self.trajectory.messages if messages is None else messages)
-        if bound.spec.system is not None and opening[0]["role"] != "system":
-            opening.insert(0, {"role": "system", "content": bound.spec.system})
-        return self.open_with(bound, opening)
-
-    def open_with(self, bound: BoundContext, messages: list[Message], *, instead_of_glue: bool = False) -> Stream:
-        """Open a context's next stream with exactly these messages (``instead_of_glue``: as a part of a generation).
-
-        Raises:
-            PromptTooLong: they leave no room for a single token.
-        """
-        if not instead_of_glue and self._effects.take(ContextOpened, bound.name) is not None:
-            return self.open_context(bound.name)
-        encoded = bound.chat.prompt_detailed(messages, bound.tools, now=self.date)
-        room = min(self.room_in_context(len(encoded.ids)), bound.client.engine.max_context - len(encoded.ids))
-        if room < 1:
-            raise PromptTooLong(
-                f"context '{bound.name}': a prompt of {len(encoded.ids)} tokens leaves no room to answer; "
-                f"the engine's window is {bound.client.engine.max_context}, "
-                f"context_tokens is {self.trajectory.limits.get(LimitName.CONTEXT_TOKENS)}"
-            )
-        self.emit(
-            ContextOpened(
-                at=self.clock(),
-                context=bound.name,
-                state=self.state,
-                messages=messages,
-                ids=as_ids(encoded.ids),
-                trained=bound.spec.trained,
-                engine=bound.spec.engine,
-                guarded=encoded.guarded,
-                guarded_at=list(encoded.guarded_at),
-                instead_of_glue=instead_of_glue,
-            )
-        )
-        return self.trajectory.streams[-1]
-
-    def write(self, messages: Sequence[Message], *, context: str) -> None:
-        """Append the environment's messages to a context; they enter its tokens with the next generation.
-
-        Raises:
-            ChatTemplateError: they are not OpenAI-style messages with text.
-        """
-        check_written(messages)
-        if messages and self._effects.take(MessagesAppended, context) is None:
-            self.open_context(context)
-            self.emit(MessagesAppended(at=self.clock(), context=context, state=self.state, messages=list(messages)))
-
-    @property
-    def date(self) -> datetime:
-        """What the chat template's clock shows: when the trajectory started."""
-        return datetime.fromisoformat(self.trajectory.date)
-
-    def room_in_context(self, length: int) -> float:
-        """Return how many tokens ``context_tokens`` leaves a stream of that length."""
-        return remaining(self.program.graph, self.trajectory, LimitName.CONTEXT_TOKENS, length)
-
     # -- generation ---------------------------------------------------------------------------------------------
 
     async def generate(self, context: str, sampling: Sampling | None = None) -> Generated:
         """Sample one assistant turn in a context (or go on with one that was cut) and return the event.
 
-        Costs one of ``assistant_turns`` unless entering the state has paid for it. ``finish_reason`` is "length" only
+        Costs one of ``assistant_turns`` unless entering the state has paid for it. ``finish_reason`` is ``length`` only
         when the turn's own ``max_tokens`` cut it. Generations side by side, each in a context of its own, are recorded
         in the order in which they were asked for, so that nothing depends on which of them is quicker.
 
@@ -276,9 +90,8 @@ class HandlerContext:
         else:
             self.charge(LimitName.ASSISTANT_TURNS)
         recorded = self._effects.take(Generated, context)
-        while (
-            recorded is not None and recorded.finish_reason == FinishReason.ABORT
-        ):  # the sampling below goes on from there
+        while recorded is not None and recorded.finish_reason == FinishReason.ABORT:
+            # The sampling below goes on from there.
             recorded = self._effects.take(Generated, context)
         if recorded is not None:
             if recorded.cut_by is not None:

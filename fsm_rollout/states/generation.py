@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.agent.limits import LimitReached
@@ -19,15 +19,13 @@ from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.engines.client import PendingRequest
 from fsm_rollout.engines.protocol import Request, SamplingParams
 from fsm_rollout.errors import EngineError
-from fsm_rollout.states.program import BoundContext
+from fsm_rollout.states.bound_agent import BoundContext
+from fsm_rollout.states.visit import Visit
 from fsm_rollout.trajectory.events import Generated, MalformedCall, Message, PromptExtended, ToolCall, unwritable
 from fsm_rollout.trajectory.reasons import FinishReason, LimitName
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.tokens import Ids, as_ids
 from fsm_rollout.trajectory.trajectory import Stream
-
-if TYPE_CHECKING:
-    from fsm_rollout.states.context import HandlerContext
 
 
 @dataclass(slots=True)
@@ -45,26 +43,23 @@ class OngoingGeneration:
                 await generation.recorded.wait()
 
 
-async def generate(
-    ctx: HandlerContext, context: str, sampling: Sampling | None, generation: OngoingGeneration
-) -> Generated:
+async def generate(visit: Visit, context: str, sampling: Sampling | None, generation: OngoingGeneration) -> Generated:
     """Do what :meth:`fsm_rollout.states.context.HandlerContext.generate` promises, once it is paid for."""
-    bound = ctx.program.contexts[context]
-    stream = ctx.open_context(context)
+    bound = visit.program.contexts[context]
+    stream = visit.open_context(context)
     # 1. Where the stream stands: a turn that was cut goes on; else what is new is written before the next turn.
-    continued = (
-        not stream.awaiting and not stream.pending and stream.finish_reason in (FinishReason.LENGTH, FinishReason.ABORT)
-    )
+    was_cut = stream.finish_reason in (FinishReason.LENGTH, FinishReason.ABORT)
+    continued = was_cut and not stream.awaiting and not stream.pending
     resumed = continued and stream.finish_reason == FinishReason.ABORT
     if stream.awaiting and stream.pending:
         # Nothing was sampled where a turn was to begin.
-        stream = ctx.open_with(bound, list(stream.messages), instead_of_glue=True)
+        stream = visit.open_with(bound, list(stream.messages), instead_of_glue=True)
     elif not stream.awaiting and not continued:
-        stream = _glue(ctx, bound, stream)
+        stream = _glue(visit, bound, stream)
     # 2. The request. Whatever comes of it is recorded, also when the visit is cut off.
-    request, cut_by = _request(ctx, bound, stream, sampling, resumed=resumed)
-    pending = bound.client.submit(request, ctx.deadline)
-    record = partial(_record, ctx, pending, bound, stream, cut_by, continued=continued, resumed=resumed)
+    request, cut_by = _request(visit, bound, stream, sampling, resumed=resumed)
+    pending = bound.client.submit(request, visit.deadline)
+    record = partial(_record, visit, pending, bound, stream, cut_by, continued=continued, resumed=resumed)
     try:
         await pending.done.wait()
         await generation.wait_for_earlier()
@@ -86,35 +81,35 @@ async def generate(
     return generated
 
 
-def _glue(ctx: HandlerContext, bound: BoundContext, stream: Stream) -> Stream:
+def _glue(visit: Visit, bound: BoundContext, stream: Stream) -> Stream:
     """Write what stands between the latest turn and the next, or open the next stream; return where to go on."""
     history, new = stream.messages[: stream.glued], stream.pending
     if bound.chat.must_split(history, new, bound.tools):
-        return ctx.open_with(bound, list(stream.messages), instead_of_glue=True)
+        return visit.open_with(bound, list(stream.messages), instead_of_glue=True)
     sampled = stream.turn_ids
     stopped = stream.finish_reason == FinishReason.STOP and len(sampled) > 0 and sampled[-1] in bound.stop_ids
     finish_reason = FinishReason.STOP if stopped else FinishReason.LENGTH
     encoded = bound.chat.glue_detailed(
-        history, new, bound.tools, sampled_ids=sampled, finish_reason=finish_reason, now=ctx.date
+        history, new, bound.tools, sampled_ids=sampled, finish_reason=finish_reason, now=visit.date
     )
     if encoded.entry is not None:
-        ctx.resources.glue_entries.add(encoded.entry)
+        visit.resources.glue_entries.add(encoded.entry)
         if bound.chat.audit_due(encoded.entry):
 
             def audit() -> None:
                 mismatch = bound.chat.audit(
-                    history, new, bound.tools, encoded, sampled_ids=sampled, finish_reason=finish_reason, now=ctx.date
+                    history, new, bound.tools, encoded, sampled_ids=sampled, finish_reason=finish_reason, now=visit.date
                 )
                 if mismatch is not None:
-                    ctx.resources.recorder.glue_mismatch(mismatch)
+                    visit.resources.recorder.glue_mismatch(mismatch)
 
             asyncio.get_running_loop().call_soon(audit)  # after this turn's request is on its way
-    _check_room(ctx, bound, len(stream.tokens) + len(encoded.ids), len(encoded.ids))
-    ctx.emit(
+    _check_room(visit, bound, len(stream.tokens) + len(encoded.ids), len(encoded.ids))
+    visit.emit(
         PromptExtended(
-            at=ctx.clock(),
+            at=visit.clock(),
             context=bound.name,
-            state=stream.pending_state or ctx.state,
+            state=stream.pending_state or visit.state,
             ids=as_ids(encoded.ids),
             guarded=encoded.guarded,
             guarded_at=list(encoded.guarded_at),
@@ -123,29 +118,29 @@ def _glue(ctx: HandlerContext, bound: BoundContext, stream: Stream) -> Stream:
     return stream
 
 
-def _check_room(ctx: HandlerContext, bound: BoundContext, length: int, added: int) -> None:
+def _check_room(visit: Visit, bound: BoundContext, length: int, added: int) -> None:
     """Raise LimitReached unless a stream of ``length``, ``added`` of it new, has room for one more token."""
-    if ctx.remaining(LimitName.RESPONSE_TOKENS) - added < 1:
+    if visit.remaining(LimitName.RESPONSE_TOKENS) - added < 1:
         raise LimitReached(LimitName.RESPONSE_TOKENS)
-    if min(ctx.room_in_context(length), bound.client.engine.max_context - length) < 1:
+    if min(visit.room_in_context(length), bound.client.engine.max_context - length) < 1:
         raise LimitReached(LimitName.CONTEXT_TOKENS)
 
 
 def _request(
-    ctx: HandlerContext, bound: BoundContext, stream: Stream, sampling: Sampling | None, *, resumed: bool
+    visit: Visit, bound: BoundContext, stream: Stream, sampling: Sampling | None, *, resumed: bool
 ) -> tuple[Request, str | None]:
     """Return the request for the next turn, and the limit that bounds its length (None: its own max_tokens)."""
     length = len(stream.tokens)
-    _check_room(ctx, bound, length, 0)
-    wanted = _sampling(ctx, bound, sampling)
+    _check_room(visit, bound, length, 0)
+    wanted = _sampling(visit, bound, sampling)
     sampled = sum(len(span) for span in stream.tokens.sampled() if span.turn == stream.turn) if resumed else 0
     bounds: dict[str | None, float] = {
         None: float("inf") if wanted.max_tokens is None else wanted.max_tokens - sampled,
-        "response_tokens": ctx.remaining(LimitName.RESPONSE_TOKENS),
-        "context_tokens": min(ctx.room_in_context(length), bound.client.engine.max_context - length),
+        LimitName.RESPONSE_TOKENS: visit.remaining(LimitName.RESPONSE_TOKENS),
+        LimitName.CONTEXT_TOKENS: min(visit.room_in_context(length), bound.client.engine.max_context - length),
     }
     cut_by = min(bounds, key=lambda name: bounds[name])  # the first of equals: the turn's own bound
-    trajectory = ctx.trajectory
+    trajectory = visit.trajectory
     index = trajectory.context_turns.get(bound.name, 0) - resumed
     request = Request(
         request_id=f"{trajectory.trajectory_id}/{bound.name}/{index}/{length}",
@@ -179,12 +174,12 @@ def sampling_params(wanted: Sampling, *, max_tokens: int, stop_ids: frozenset[in
     )
 
 
-def _sampling(ctx: HandlerContext, bound: BoundContext, sampling: Sampling | None) -> Sampling:
+def _sampling(visit: Visit, bound: BoundContext, sampling: Sampling | None) -> Sampling:
     """Return what the agent, the run, the handler and (in the policy's contexts) the prompt say about sampling."""
-    wanted = ctx.program.sampling_of(ctx.state, bound.name)
+    wanted = visit.program.sampling_of(visit.state, bound.name)
     if sampling is not None:
         wanted = sampling.over(wanted)
-    lowered = ctx.resources.sampling
+    lowered = visit.resources.sampling
     if lowered is None or bound.spec.engine != POLICY:
         return wanted
     most = [n for n in (wanted.max_tokens, lowered.max_tokens) if n is not None]
@@ -192,7 +187,7 @@ def _sampling(ctx: HandlerContext, bound: BoundContext, sampling: Sampling | Non
 
 
 def _record(
-    ctx: HandlerContext,
+    visit: Visit,
     pending: PendingRequest,
     bound: BoundContext,
     stream: Stream,
@@ -210,16 +205,16 @@ def _record(
     ids = stream.turn_ids + pending.ids if continued else pending.ids
     unread: Exception | None = None
     try:
-        number = stream.turn if resumed and stream.turn is not None else ctx.trajectory.turn
+        number = stream.turn if resumed and stream.turn is not None else visit.trajectory.turn
         message, attempts = _read_turn(ids, finish_reason, bound, number)
     except Exception as error:  # a tokenizer or tool format that fails loses no token: the turn stands, unread
         message, attempts, unread = {"role": "assistant", "content": ""}, [], error
-    now = ctx.clock()
+    now = visit.clock()
     admitted = pending.admitted_at if pending.admitted_at is not None else now
     event = Generated(
         at=now,
         context=bound.name,
-        state=ctx.state,
+        state=visit.state,
         ids=pending.ids[:],
         logprobs=pending.logprobs[:],
         versions=list(pending.versions),
@@ -234,7 +229,7 @@ def _record(
         cached_tokens=pending.cached_tokens,
         replica=pending.replica,
     )
-    ctx.emit(event)
+    visit.emit(event)
     if unread is not None:
         raise unread
     return event

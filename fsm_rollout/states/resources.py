@@ -12,7 +12,7 @@ from typing import Protocol
 
 from fsm_rollout.environment.users import BoundInteraction, build_interaction
 from fsm_rollout.errors import GlueMismatchError
-from fsm_rollout.states.program import Program
+from fsm_rollout.states.bound_agent import BoundAgent
 from fsm_rollout.tools import RunAgent
 from fsm_rollout.trajectory.events import AnyEvent, encode
 from fsm_rollout.trajectory.settings import Sampling
@@ -46,7 +46,7 @@ class TrajectoryResources:
 
     __slots__ = ("_interactions", "glue_entries", "program", "recorder", "sampling", "tools", "trajectory")
 
-    def __init__(self, trajectory: Trajectory, program: Program, run_agent: RunAgent, recorder: Recorder) -> None:
+    def __init__(self, trajectory: Trajectory, program: BoundAgent, run_agent: RunAgent, recorder: Recorder) -> None:
         self.trajectory = trajectory
         self.program = program
         self.recorder = recorder

@@ -143,15 +143,15 @@ MUTANTS = (
         LIMITS,
     ),
     Mutant(
-        "ignore response_tokens", "states/generation.py", '"response_tokens": ctx.remaining(LimitName.RESPONSE_TOKENS),',
-        '"response_tokens": float("inf"),',
+        "ignore response_tokens", "states/generation.py", "LimitName.RESPONSE_TOKENS: visit.remaining(LimitName.RESPONSE_TOKENS),",
+        'LimitName.RESPONSE_TOKENS: float("inf"),',
         "2: no more response tokens than allowed",
         TOOLS,
     ),
     Mutant(
         "ignore context_tokens", "states/generation.py",
-        '"context_tokens": min(ctx.room_in_context(length), bound.client.engine.max_context - length),\n    }',
-        '"context_tokens": bound.client.engine.max_context - length,\n    }',
+        'LimitName.CONTEXT_TOKENS: min(visit.room_in_context(length), bound.client.engine.max_context - length),\n    }',
+        'LimitName.CONTEXT_TOKENS: bound.client.engine.max_context - length,\n    }',
         "2: no stream is longer than allowed",
         TOOLS,
     ),
@@ -172,7 +172,7 @@ MUTANTS = (
         SCHEDULER,
     ),
     Mutant(
-        "ignore bad_calls", "states/processing_tools.py", '        ctx.check(LimitName.BAD_CALLS)\n', "",
+        "ignore bad_calls", "states/processing_tools.py", "        ctx.check(LimitName.BAD_CALLS)\n", "",
         "2: no more bad calls than allowed",
         LIMITS,
     ),
@@ -184,7 +184,7 @@ MUTANTS = (
     ),
     Mutant(
         "glue that leaves no room", "states/generation.py",
-        "    _check_room(ctx, bound, len(stream.tokens) + len(encoded.ids), len(encoded.ids))\n", "",
+        "    _check_room(visit, bound, len(stream.tokens) + len(encoded.ids), len(encoded.ids))\n", "",
         "2: nothing is written that leaves no room for a token",
         LIMITS,
     ),
@@ -254,7 +254,7 @@ MUTANTS = (
     ),
     # -- resume (law 6)
     Mutant(
-        "a resumed visit writes its prompt again", "states/context.py",
+        "a resumed visit writes its prompt again", "states/visit.py",
         "        if self._entry is not None:\n", "        if False:\n",
         "6: where a run was interrupted does not matter",
         AGAIN,
@@ -267,7 +267,7 @@ MUTANTS = (
     ),
     Mutant(
         "a resumed generation is another one", "states/generation.py",
-        'resumed = continued and stream.finish_reason == FinishReason.ABORT', "resumed = False",
+        "resumed = continued and stream.finish_reason == FinishReason.ABORT", "resumed = False",
         "6: an aborted generation goes on as the same one",
         RESUME,
     ),

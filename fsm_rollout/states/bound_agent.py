@@ -1,0 +1,126 @@
+"""An agent bound to a run's engines: what the visits of all its trajectories share.
+
+Invariant: nothing here changes while trajectories run, apart from caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import StrictUndefined, Template
+from jinja2.sandbox import SandboxedEnvironment
+
+from fsm_rollout.agent.graph import MAIN, POLICY, AgentGraph, Context, Interaction
+from fsm_rollout.agent.machine import AgentMachine
+from fsm_rollout.chat import ChatTemplate
+from fsm_rollout.chat.formats import ToolFormat, detect_format, get_format
+from fsm_rollout.engines.client import EngineClient
+from fsm_rollout.errors import ChatTemplateError, ConfigError, Problem, did_you_mean
+from fsm_rollout.tools import Toolbox
+from fsm_rollout.trajectory.settings import Sampling
+
+_templates = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=False, trim_blocks=True)
+
+
+@dataclass(frozen=True, slots=True)
+class BoundContext:
+    """A context with its engine: how it renders, reads and samples."""
+
+    name: str
+    spec: Context
+    chat: ChatTemplate
+    tool_format: ToolFormat | None
+    client: EngineClient
+    tools: tuple[dict[str, Any], ...]
+    """The schemas shown in the prompt; one object, so that the chat template can cache by identity."""
+    stop_ids: frozenset[int]
+    """The tokens that end a turn."""
+
+
+class BoundAgent:
+    """One agent, compiled: its machine, its tools, and its contexts on their engines.
+
+    Raises:
+        ConfigError: a context names an engine that the run does not have, or a chat template or tool format that does
+            not work; all such problems at once.
+    """
+
+    def __init__(
+        self,
+        graph: AgentGraph,
+        clients: Mapping[str, EngineClient],
+        *,
+        sampling: Sampling,
+        end_on_tool_failure: bool = False,
+    ) -> None:
+        self.graph = graph
+        self.clients = clients
+        """All engines of the run, by name."""
+        self.end_on_tool_failure = end_on_tool_failure
+        """Whether a tool that has failed for good fails its trajectory."""
+        self.machine = AgentMachine(graph)
+        self.toolbox = Toolbox(graph)
+        self.sampling = sampling
+        """The run's sampling, laid over the agent's in the policy's contexts."""
+        self.prompts: Mapping[str, Template] = {
+            name: _templates.from_string(state.prompt)
+            for name, state in graph.states.items()
+            if state.prompt is not None
+        }
+        names = dict.fromkeys([MAIN, *graph.contexts, *(graph.states[s].context for s in graph.working_states)])
+        problems: list[Problem] = []
+        self.contexts: dict[str, BoundContext] = {}
+        for name in names:
+            try:
+                self.contexts[name] = self._bind(name)
+            except (ConfigError, ChatTemplateError) as error:
+                problems.append(Problem(f"agent '{graph.agent}', context '{name}': {error}"))
+        if problems:
+            raise ConfigError(problems)
+        self._samplings = {
+            (state, name): self._sampling(state, name) for state in graph.working_states for name in names
+        }
+
+    def _bind(self, name: str) -> BoundContext:
+        spec = self.graph.context(name)
+        if spec.engine not in self.clients:
+            raise ConfigError(
+                f"engine '{spec.engine}' is not one of the run's{did_you_mean(spec.engine, self.clients)}"
+            )
+        client = self.clients[spec.engine]
+        chat = shared_chat(client, spec)
+        tools = self.toolbox.schemas(name)
+        tool_format: ToolFormat | None = None
+        if tools:
+            format_name = detect_format(chat.source) if spec.tool_format == "auto" else spec.tool_format
+            tool_format = get_format(format_name, client.engine.tokenizer)
+        return BoundContext(name, spec, chat, tool_format, client, tools, chat.stop_ids | client.engine.eos_ids)
+
+    @property
+    def interactions(self) -> list[Interaction]:
+        """The interactions that its states may use, each once."""
+        specs = [self.graph.interaction, *(self.graph.states[state].interaction for state in self.graph.working_states)]
+        return [spec for spec in specs if spec is not None]
+
+    def sampling_of(self, state: str, context: str) -> Sampling:
+        """Return what the agent and the run say about sampling in a state; the prompt may still lower it."""
+        return self._samplings[state, context]
+
+    def _sampling(self, state: str, context: str) -> Sampling:
+        mine = self.graph.states[state].sampling
+        return self.sampling.over(mine) if self.graph.context(context).engine == POLICY else mine
+
+
+def shared_chat(client: EngineClient, spec: Context) -> ChatTemplate:
+    """Return the chat template of an engine with a context's settings, one object for all that share them."""
+    key = (repr(sorted(spec.template_kwargs.items())), spec.injection, spec.history)
+    if key not in client.chats:
+        client.chats[key] = ChatTemplate(
+            client.engine.tokenizer,
+            template_kwargs=dict(spec.template_kwargs),
+            injection=spec.injection,
+            history=spec.history,
+        )
+    return client.chats[key]
