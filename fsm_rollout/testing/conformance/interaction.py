@@ -308,7 +308,7 @@ class _Interaction(Subject):
 
         def hold(script: Script) -> None:
             @asynccontextmanager
-            async def begin(where: str) -> AsyncIterator[Coroutine[Any, Any, object]]:
+            async def begin(where: str) -> AsyncIterator[Coroutine[object, object, object]]:
                 interaction = self.build()
                 try:
                     yield interaction.reply(_World(script, self.extra).enter(0))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, S
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.errors import ConfigError
@@ -151,7 +151,7 @@ class Subject:
         """Return how many cases a slower check is tried on: one of ``part``."""
         return max(1, self.examples // part)
 
-    def run(self, work: Coroutine[Any, Any, T], *, case: str = "") -> T:
+    def run(self, work: Coroutine[object, object, T], *, case: str = "") -> T:
         """Run ``work`` in virtual time; ``case`` is said at the end of messages.
 
         Raises:
@@ -191,7 +191,7 @@ class Subject:
         what = what if call is None else f"blocks the event loop in '{call}'"
         raise SlowLoop(self.BLOCKING, f"{self.name} {what}, at {where}; {instead}")
 
-    def check_busy(self, stepped: Stepped[Any]) -> None:
+    def check_busy(self, stepped: Stepped[T]) -> None:
         """Raise for code that computed for so long in one step that all others had to wait."""
         if stepped.busiest > BUSY_SECONDS:
             raise SlowLoop(
@@ -200,7 +200,7 @@ class Subject:
             )  # fmt: skip
 
     def cancel_everywhere(
-        self, begin: Callable[[str], AbstractAsyncContextManager[Coroutine[Any, Any, object]]], what: str = ""
+        self, begin: Callable[[str], AbstractAsyncContextManager[Coroutine[object, object, object]]], what: str = ""
     ) -> None:
         """Cancel what ``begin`` gives at each of its awaits in turn; ``begin`` is told where it will be cancelled."""
         for number in range(1, MOST_WAITS):
@@ -221,7 +221,7 @@ class Subject:
             demand(stepped.heard, self.CANCELLED, f"{self.name}, {where}, swallowed it; let CancelledError pass")
 
 
-def _complaint(context: Mapping[str, Any]) -> str:
+def _complaint(context: Mapping[str, object]) -> str:
     """Return what the event loop has to say about a callback or task that failed on its own."""
     error = context.get("exception")
     return f"{context.get('message')}{'' if error is None else f': {type(error).__name__}: {error}'}"
@@ -330,7 +330,7 @@ class Stepped(Generic[T]):
 
     def __init__(
         self,
-        coroutine: Coroutine[Any, Any, T],
+        coroutine: Coroutine[object, object, T],
         cancel_at: int | None = None,
         cancel: Callable[[], object] | None = None,
     ) -> None:
@@ -341,7 +341,7 @@ class Stepped(Generic[T]):
         """The CPU seconds of the longest step."""
         self.ended_by: BaseException | None = None
 
-    def __await__(self) -> Generator[Any, Any, T]:
+    def __await__(self) -> Generator[object, object, T]:
         """Run it."""
         inner = self._coroutine.__await__()
         thrown: BaseException | None = None
@@ -375,7 +375,7 @@ class Stepped(Generic[T]):
         return self.cancelled_at is None or isinstance(self.ended_by, asyncio.CancelledError)
 
 
-async def cancelled_at(number: int, work: Coroutine[Any, Any, T], patience: float) -> Stepped[T]:
+async def cancelled_at(number: int, work: Coroutine[object, object, T], patience: float) -> Stepped[T]:
     """Cancel ``work`` at its ``number``-th wait and give it ``patience`` seconds from then on to end; see ``heard``.
 
     Raises:

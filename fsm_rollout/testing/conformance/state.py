@@ -12,12 +12,12 @@ import contextvars
 import inspect
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 from weakref import WeakSet
 
 from hypothesis import strategies as st
@@ -291,25 +291,22 @@ def _watched(cls: type[State]) -> type[State]:
 def _listen(ctx: HandlerContext, seen: _Seen) -> None:
     """Take note of the limits that the visit says are reached, and of what is emitted through it."""
 
-    def noted(method: Callable[..., Any]) -> Callable[..., Any]:
-        def plain(*args: Any, **kwargs: Any) -> Any:
+    def noted(method: Callable[..., object]) -> Callable[..., object]:
+        def plain(*args: object, **kwargs: object) -> object:
             try:
                 return method(*args, **kwargs)
             except LimitReached as error:
                 seen.limit = error.limit
                 raise
 
-        return plain
-
-    def noted_async(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:
-        async def waiting(*args: Any, **kwargs: Any) -> Any:
+        async def waiting(*args: object, **kwargs: object) -> object:
             try:
-                return await method(*args, **kwargs)
+                return await cast(Awaitable[object], method(*args, **kwargs))
             except LimitReached as error:
                 seen.limit = error.limit
                 raise
 
-        return waiting
+        return waiting if inspect.iscoroutinefunction(method) else plain
 
     emit = ctx.emit
 
@@ -319,10 +316,8 @@ def _listen(ctx: HandlerContext, seen: _Seen) -> None:
         emit(event)
 
     ctx.emit = emitting  # type: ignore[method-assign]
-    for name in ("charge", "check"):
+    for name in ("charge", "check", "generate", "call_tool"):
         setattr(ctx, name, noted(getattr(ctx, name)))
-    for name in ("generate", "call_tool"):
-        setattr(ctx, name, noted_async(getattr(ctx, name)))
 
 
 def _kept(handler: State) -> dict[str, object]:

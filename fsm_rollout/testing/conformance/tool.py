@@ -289,7 +289,7 @@ class _Tool(Subject):
                 return
 
             @asynccontextmanager
-            async def begin(where: str) -> AsyncIterator[Coroutine[Any, Any, object]]:
+            async def begin(where: str) -> AsyncIterator[Coroutine[object, object, object]]:
                 session = self.open()
                 try:
                     yield self.tool.call(session, dict(read), partial(_context, self.extra))

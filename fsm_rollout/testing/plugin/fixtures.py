@@ -54,7 +54,7 @@ class FakeClock:
         """The virtual time, in seconds."""
         return self._loop.time()
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def run(self, coroutine: Coroutine[object, object, T]) -> T:
         """Run a coroutine to its end; sleeping takes no time."""
         return self._loop.run_until_complete(coroutine)
 

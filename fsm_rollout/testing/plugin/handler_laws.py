@@ -32,16 +32,12 @@ def handlers_behave(run: Simulation) -> None:
     """Hold handlers to this: they return what they declare, let cancellation pass, and fail only where a row is."""
     for visit in run.visits:
         if visit.cancelled and not isinstance(visit.outcome, BaseException):
-            raise _blame(
-                visit,
-                f"was told to stop and went on: it returned {_trigger(visit)!r} instead of letting the cancellation "
-                "pass; catch Exception, not CancelledError, or raise it again",
-            )
+            went_on = f"was told to stop and went on: it returned {_trigger(visit)!r}"
+            advice = "instead of letting the cancellation pass; catch Exception, not CancelledError, or raise it again"
+            raise _blame(visit, f"{went_on} {advice}")
         if visit.undeclared:
-            raise _blame(
-                visit,
-                f"returned {_trigger(visit)!r}, an undeclared outcome; it declares triggers = {visit.declared!r}",
-            )
+            undeclared = f"returned {_trigger(visit)!r}, an undeclared outcome"
+            raise _blame(visit, f"{undeclared}; it declares triggers = {visit.declared!r}")
     for visit in _raised(run):
         if not isinstance(visit.outcome, RolloutError | TimeoutError):
             raise _failed(visit)

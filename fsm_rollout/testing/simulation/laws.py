@@ -48,8 +48,8 @@ class LawBroken(RolloutError):
         self,
         law: int,
         message: str,
-        *,
         trajectory_id: str | None = None,
+        *,
         tokens: tuple[str, int, int] | None = None,
         run: Simulation | None = None,
     ) -> None:
@@ -80,16 +80,13 @@ def comes_back(run: Simulation) -> None:
         names = [t.trajectory_id.partition("~")[0] for t in group.trajectories]
         if names != [f"{group.group_id}/{k}" for k in range(run.plan.n)]:
             raise LawBroken(8, f"group {group.group_id} came back with {names}; {run.plan.n} samples were asked for")
-        for each in group.all:
-            if each.group_id != group.group_id:
-                raise LawBroken(
-                    8,
-                    f"it is of group {each.group_id} and came with {group.group_id}",
-                    trajectory_id=each.trajectory_id,
-                )
+        for member in group.all:
+            if member.group_id != group.group_id:
+                of = f"it is of group {member.group_id} and came with {group.group_id}"
+                raise LawBroken(8, of, member.trajectory_id)
     back = {trajectory.trajectory_id for trajectory in run.trajectories}
     for lost in run.live.keys() - back:
-        raise LawBroken(8, "it began and never came back", trajectory_id=lost)
+        raise LawBroken(8, "it began and never came back", lost)
     for trajectory in run.trajectories:
         _ends_once(run, trajectory)
 
@@ -99,11 +96,8 @@ def _ends_once(run: Simulation, trajectory: Trajectory) -> None:
     ends = [event for event in run.events[name] if isinstance(event, Ended)]
     aside = trajectory.suspended is not None
     if len(ends) != (not aside) or trajectory.ended == aside:
-        raise LawBroken(
-            8,
-            f"it has ended {len(ends)} times and is {'' if aside else 'not '}set aside; one of the two, once",
-            trajectory_id=name,
-        )
+        both = f"it has ended {len(ends)} times and is {'' if aside else 'not '}set aside"
+        raise LawBroken(8, f"{both}; one of the two, once", name)
 
 
 def stays_within(bound: Bound) -> Law:
@@ -122,9 +116,7 @@ def stays_within(bound: Bound) -> Law:
             }
             for what, (took, most) in counted.items():
                 if most is not None and took > most:
-                    raise LawBroken(
-                        2, f"it took {took:g} {what}; the bound is {most:g}", trajectory_id=trajectory.trajectory_id
-                    )
+                    raise LawBroken(2, f"it took {took:g} {what}; the bound is {most:g}", trajectory.trajectory_id)
 
     return law
 
@@ -154,8 +146,8 @@ def keeps_limits(run: Simulation) -> None:
     for trajectory in run.trajectories:
         graph = graphs[trajectory.agent]
         routed = any(row.trigger == Trigger.LIMIT_REACHED for row in graph.transitions)
-        happened = run.events[trajectory.trajectory_id]
-        counts: dict[str, float] = {"tool_calls": sum(isinstance(e, Called) for e in happened)}
+        events = run.events[trajectory.trajectory_id]
+        counts: dict[str, float] = {"tool_calls": sum(isinstance(e, Called) for e in events)}
         if not routed:
             counts[LimitName.ASSISTANT_TURNS] = _first_generations(run, trajectory)
             counts[LimitName.RESPONSE_TOKENS] = sum(s.tokens.response_length for s in trajectory.streams)
@@ -163,9 +155,7 @@ def keeps_limits(run: Simulation) -> None:
         for limit, spent in counts.items():
             allowed = getattr(graph.limits, limit)
             if allowed is not None and spent > allowed and not (limit == LimitName.TOOL_CALLS and routed):
-                raise LawBroken(
-                    2, f"{limit} is {allowed}, and {spent:g} were spent", trajectory_id=trajectory.trajectory_id
-                )
+                raise LawBroken(2, f"{limit} is {allowed}, and {spent:g} were spent", trajectory.trajectory_id)
 
 
 def _graphs(graph: AgentGraph) -> Iterator[tuple[str, AgentGraph]]:
@@ -185,24 +175,21 @@ def keeps_streams(run: Simulation) -> None:
             by_context.setdefault(stream.context, []).append(stream)
         for context, streams in by_context.items():
             trained = graphs[trajectory.agent].context(context).trained
-            asked = list(logged.pop((trajectory.trajectory_id, context), []))
+            requests = list(logged.pop((trajectory.trajectory_id, context), []))
             for stream in streams:
-                _stream(trajectory.trajectory_id, stream, asked, trained)
-            for left in asked:
-                if len(left.ids):
-                    raise LawBroken(
-                        7,
-                        f"{len(left.ids)} tokens sampled for {left.request.request_id} are in no stream",
-                        trajectory_id=trajectory.trajectory_id,
-                    )
+                _stream(trajectory.trajectory_id, stream, requests, trained)
+            for lost in requests:
+                if len(lost.ids):
+                    what = f"{len(lost.ids)} tokens sampled for {lost.request.request_id}"
+                    raise LawBroken(7, f"{what} are in no stream", trajectory.trajectory_id)
         _in_rows(trajectory)
-    for (trajectory_id, _), asked in logged.items():
-        if any(len(each.ids) for each in asked):
-            raise LawBroken(7, "the engine sampled tokens that are in no stream", trajectory_id=trajectory_id)
+    for (trajectory_id, _), requests in logged.items():
+        if any(len(request.ids) for request in requests):
+            raise LawBroken(7, "the engine sampled tokens that are in no stream", trajectory_id)
 
 
-def _stream(trajectory_id: str, stream: Stream, asked: list[Sampled], trained: bool) -> None:
-    """Take from ``asked`` what was sampled in this stream, and compare every token."""
+def _stream(trajectory_id: str, stream: Stream, requests: list[Sampled], trained: bool) -> None:
+    """Take from ``requests`` what was sampled in this stream, and compare every token."""
     tokens = stream.tokens
     ids = tokens.ids.tolist()
     size, prompt = len(ids), tokens.prompt_length
@@ -212,30 +199,33 @@ def _stream(trajectory_id: str, stream: Stream, asked: list[Sampled], trained: b
     def broken(law: int, message: str, first: int, last: int) -> LawBroken:
         return LawBroken(law, message, trajectory_id=trajectory_id, tokens=(stream.context, first, last))
 
+    # 1. Each request extends what the stream held before it, and what was sampled for it follows there.
     end = prompt
     while (
-        asked and end <= len(asked[0].request.ids) and asked[0].request.ids.tolist() == ids[: len(asked[0].request.ids)]
+        requests and end <= (start := len(requests[0].request.ids)) and requests[0].request.ids.tolist() == ids[:start]
     ):
-        one = asked.pop(0)
-        start, end = len(one.request.ids), len(one.request.ids) + len(one.ids)
-        if ids[start:end] != one.ids.tolist():
-            at = next(i for i, token in enumerate(one.ids) if start + i >= size or ids[start + i] != token)
+        answer = requests.pop(0)
+        end = start + len(answer.ids)
+        if ids[start:end] != answer.ids.tolist():
+            at = next(i for i, token in enumerate(answer.ids) if start + i >= size or ids[start + i] != token)
             got = ids[start + at] if start + at < size else "nothing"
-            raise broken(5, f"the engine sampled {one.ids[at]}; the stream has {got}", start + at, start + at)
-        sampled[start:end], logprobs[start:end], versions[start:end] = 1, one.logprobs, one.versions
+            raise broken(5, f"the engine sampled {answer.ids[at]}; the stream has {got}", start + at, start + at)
+        sampled[start:end], logprobs[start:end], versions[start:end] = 1, answer.logprobs, answer.versions
+    # 2. Mask, logprobs and versions are those of the engine's log.
     expected: tuple[tuple[int, str, npt.NDArray[Any], npt.NDArray[Any]], ...] = (
         (4, "mask", tokens.response_mask(), sampled[prompt:] * trained),
         (4, "logprob", tokens.response_logprobs(), logprobs[prompt:]),
         (4, "weight version", tokens.response_versions(), versions[prompt:]),
     )
-    for law, what, told, right in expected:
-        if len(told) != len(right):
-            raise broken(3, f"{len(told)} {what}s for {len(right)} tokens", prompt, size - 1)
-        wrong = np.flatnonzero(told != right)
+    for law, what, found, right in expected:
+        if len(found) != len(right):
+            raise broken(3, f"{len(found)} {what}s for {len(right)} tokens", prompt, size - 1)
+        wrong = np.flatnonzero(found != right)
         if len(wrong):
             at = int(wrong[0])
             last = prompt + int(wrong[-1])
-            raise broken(law, f"the {what} is {told[at]} and must be {right[at]}", prompt + at, last)
+            raise broken(law, f"the {what} is {found[at]} and must be {right[at]}", prompt + at, last)
+    # 3. Spans cover the stream, the prompt first.
     spans = tokens.spans
     if [s.start for s in spans] != [0, *(s.end for s in spans[:-1])] or spans[-1].end != size:
         raise broken(3, "the spans do not cover the stream", 0, size - 1)
@@ -252,14 +242,11 @@ def _in_rows(trajectory: Trajectory) -> None:
         row = found.pop(number, None)
         got = [] if row is None else row.response_ids[row.mask == 1].tolist()
         if got != trained:
-            raise LawBroken(
-                7,
-                f"its row has {len(got)} trained tokens, the stream {len(trained)}",
-                trajectory_id=trajectory.trajectory_id,
-                tokens=(stream.context, tokens.prompt_length, len(tokens) - 1),
-            )
+            place = (stream.context, tokens.prompt_length, len(tokens) - 1)
+            what = f"its row has {len(got)} trained tokens, the stream {len(trained)}"
+            raise LawBroken(7, what, trajectory.trajectory_id, tokens=place)
     if found:
-        raise LawBroken(7, "there are rows of no stream", trajectory_id=trajectory.trajectory_id)
+        raise LawBroken(7, "there are rows of no stream", trajectory.trajectory_id)
 
 
 def keeps_events(run: Simulation) -> None:
@@ -267,10 +254,10 @@ def keeps_events(run: Simulation) -> None:
     for trajectory in run.trajectories:
         events = [decode(encode(event)) for event in run.events[trajectory.trajectory_id]]
         if Trajectory.fold(events) != trajectory:
-            raise LawBroken(10, "its events fold to something else", trajectory_id=trajectory.trajectory_id)
+            raise LawBroken(10, "its events fold to something else", trajectory.trajectory_id)
 
 
-def outline(run: Simulation, samples_only: bool = False) -> dict[str, Mapping[str, Any]]:
+def outline(run: Simulation, samples_only: bool = False) -> dict[str, Mapping[str, object]]:
     """Return all of each trajectory that a schedule must not change: everything but times."""
     return {
         t.trajectory_id: {
@@ -298,30 +285,32 @@ def same_results(run: Simulation, other: Simulation, what: str, *, resumed: bool
 
     Of a ``resumed`` run only samples are compared: a call of a sub-agent that was cut off is made again.
     """
-    one, two = outline(run, resumed), outline(other, resumed)
-    if one.keys() != two.keys():
-        raise LawBroken(6, f"{what}: the trajectories {sorted(one.keys() ^ two.keys())} are in one run only", run=other)
-    for name, facts in one.items():
+    outlines, others = outline(run, resumed), outline(other, resumed)
+    if outlines.keys() != others.keys():
+        raise LawBroken(
+            6, f"{what}: the trajectories {sorted(outlines.keys() ^ others.keys())} are in one run only", run=other
+        )
+    for name, facts in outlines.items():
         for fact, value in facts.items():
-            if value != two[name][fact]:
-                told = f"{what} changes its {fact}"
+            if value != others[name][fact]:
+                message = f"{what} changes its {fact}"
                 place = _parting(name, run, other) if fact == "streams" else None
                 if place is None:
-                    told += f":\n  {_at_difference(value, two[name][fact])}"
+                    message += f":\n  {_at_difference(value, others[name][fact])}"
                 else:
-                    told += f" at token {place[1]} of '{place[0]}':\n  {_words(run, name, place)}\nbecomes\n  "
-                    told += _words(other, name, place)
-                raise LawBroken(6, told, trajectory_id=name, tokens=place, run=run)
+                    message += f" at token {place[1]} of '{place[0]}':\n  {_words(run, name, place)}\nbecomes\n  "
+                    message += _words(other, name, place)
+                raise LawBroken(6, message, name, tokens=place, run=run)
 
 
 def _parting(name: str, run: Simulation, other: Simulation) -> tuple[str, int, int] | None:
     """Return where the tokens of a trajectory's streams part; ``None``: in something else than tokens."""
-    for one, two in zip(run.live[name].streams, other.live[name].streams, strict=False):
-        ids, others = one.tokens.ids, two.tokens.ids
+    for stream, twin in zip(run.live[name].streams, other.live[name].streams, strict=False):
+        ids, others = stream.tokens.ids, twin.tokens.ids
         if ids != others:
             at = next((i for i, (a, b) in enumerate(zip(ids, others, strict=False)) if a != b), None)
             at = min(len(ids), len(others)) if at is None else at
-            return one.context, at, at
+            return stream.context, at, at
     return None
 
 
@@ -333,8 +322,8 @@ def _words(run: Simulation, name: str, place: tuple[str, int, int]) -> str:
     return "(nothing: it ends there)"
 
 
-def _at_difference(one: Any, two: Any) -> str:
+def _at_difference(value: object, other: object) -> str:
     """Say in one line where two values differ, going down into lists of equal length."""
-    while isinstance(one, list | tuple) and type(one) is type(two) and len(one) == len(two):
-        one, two = next((a, b) for a, b in zip(one, two, strict=True) if a != b)
-    return f"{str(one)[:300]} becomes {str(two)[:300]}"
+    while isinstance(value, list | tuple) and isinstance(other, type(value)) and len(value) == len(other):
+        value, other = next((a, b) for a, b in zip(value, other, strict=True) if a != b)
+    return f"{str(value)[:300]} becomes {str(other)[:300]}"

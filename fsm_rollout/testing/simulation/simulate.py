@@ -203,7 +203,7 @@ def simulate(
     return result
 
 
-def _close(run: Coroutine[Any, Any, None], loop: VirtualTimeLoop) -> None:
+def _close(run: Coroutine[object, object, None], loop: VirtualTimeLoop) -> None:
     """Close what a crash has left half-way; what it does in closing may ask for the loop."""
     asyncio.set_event_loop(loop)
     try:
@@ -323,7 +323,7 @@ class _World:
         self.result.order.append((trajectory.trajectory_id, event))
         self.result.live[trajectory.trajectory_id] = trajectory
 
-    def _complain(self, loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
+    def _complain(self, loop: asyncio.AbstractEventLoop, context: Mapping[str, object]) -> None:
         error = context.get("exception")
         about = f": {type(error).__name__}: {error}" if error is not None else ""
         self.result.complaints.append(f"{context.get('message')}{about}")

@@ -32,10 +32,13 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import Context
-from typing import Any, Literal, TypeVar, TypeVarTuple, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, TypeVarTuple, Unpack, cast
 from weakref import WeakKeyDictionary
 
 from fsm_rollout.testing.simulation import source_lines as places
+
+if TYPE_CHECKING:
+    from _typeshed import FileDescriptorLike
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -88,13 +91,13 @@ class _Selector(selectors.BaseSelector):
         self._wait = wait
         self._step = step
 
-    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+    def register(self, fileobj: FileDescriptorLike, events: int, data: object = None) -> selectors.SelectorKey:
         return self._real.register(fileobj, events, data)
 
-    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
+    def unregister(self, fileobj: FileDescriptorLike) -> selectors.SelectorKey:
         return self._real.unregister(fileobj)
 
-    def modify(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+    def modify(self, fileobj: FileDescriptorLike, events: int, data: object = None) -> selectors.SelectorKey:
         return self._real.modify(fileobj, events, data)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
@@ -107,7 +110,7 @@ class _Selector(selectors.BaseSelector):
         """Wait in real time until there is something to select."""
         return bool(self._real.select(seconds))
 
-    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
+    def get_map(self) -> Mapping[FileDescriptorLike, selectors.SelectorKey]:
         return self._real.get_map()
 
     def close(self) -> None:
@@ -318,10 +321,10 @@ def _matters(process: asyncio.SubprocessTransport) -> bool:
     return _runs(process) or not process.is_closing()
 
 
-def _listens(fd: Any) -> bool:
+def _listens(fd: FileDescriptorLike) -> bool:
     """Whether a descriptor only waits for connections to come: nothing is owed to anybody there."""
     try:
-        seen = socket.socket(fileno=fd)
+        seen = socket.socket(fileno=fd if isinstance(fd, int) else fd.fileno())
     except OSError:  # a pipe
         return False
     try:
@@ -331,7 +334,7 @@ def _listens(fd: Any) -> bool:
 
 
 def run_virtual(
-    main: Coroutine[Any, Any, T],
+    main: Coroutine[object, object, T],
     *,
     patience: float = PATIENCE,
     leaks: Literal["raise", "ignore"] = "raise",
@@ -371,14 +374,14 @@ def _waiting(loop: asyncio.AbstractEventLoop) -> str:
     return " Waiting:" + "".join(f"\n  {task}" for task in tasks) if tasks else " No task is left."
 
 
-def _list(tasks: Iterable[asyncio.Task[Any]]) -> list[str]:
+def _list(tasks: Iterable[asyncio.Task[object]]) -> list[str]:
     return sorted(described(task) for task in tasks)
 
 
-_started: WeakKeyDictionary[asyncio.Task[Any], str] = WeakKeyDictionary()
+_started: WeakKeyDictionary[asyncio.Task[object], str] = WeakKeyDictionary()
 """Where each task of a virtual loop was asked for."""
 
 
-def described(task: asyncio.Task[Any]) -> str:
+def described(task: asyncio.Task[object]) -> str:
     """Return what to call a task in a message: its name, where it waits, or else where it was started."""
     return places.described(task, _started.get(task))

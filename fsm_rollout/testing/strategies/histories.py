@@ -81,10 +81,10 @@ class Step:
     """One thing that happens: a kind, and what it is made of."""
 
     kind: str
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, object] = field(default_factory=dict)
 
 
-def _step(kind: str, **facts: st.SearchStrategy[Any]) -> st.SearchStrategy[Step]:
+def _step(kind: str, **facts: st.SearchStrategy[object]) -> st.SearchStrategy[Step]:
     return st.builds(Step, st.just(kind), st.fixed_dictionaries(facts))
 
 
@@ -152,9 +152,9 @@ def events_of(plan: Plan, trajectory_id: str = "t0") -> list[AnyEvent]:
     return _Writer(plan, trajectory_id).events
 
 
-def _guarded(places: Sequence[int], ids: Sequence[int]) -> dict[str, Any]:
-    there = [place for place in places if place < len(ids)]
-    return {"guarded": min(1, len(there)), "guarded_at": there}
+def _guarded(places: Sequence[int], ids: Sequence[int]) -> dict[str, object]:
+    guarded = [place for place in places if place < len(ids)]
+    return {"guarded": min(1, len(guarded)), "guarded_at": guarded}
 
 
 class _Writer:
