@@ -76,17 +76,17 @@ def schema(index: int) -> dict[str, object]:
     return {"type": "function", "function": function | {"parameters": {"type": "object", "properties": properties}}}
 
 
-def history(messages: int) -> list[dict[str, object]]:
+def history(length: int) -> list[dict[str, object]]:
     call = {"type": "function", "function": {"name": "lookup0", "arguments": {"key": "k1", "count": 2}}}
     turn = {"role": "assistant", "content": " ".join(WORDS), "tool_calls": [call]}
-    told = {"role": "tool", "content": "value of k1 is " + " ".join(WORDS[:12])}
-    out: list[dict[str, object]] = [
+    result = {"role": "tool", "content": "value of k1 is " + " ".join(WORDS[:12])}
+    messages: list[dict[str, object]] = [
         {"role": "system", "content": "You are a helpful agent."},
         {"role": "user", "content": " ".join(WORDS)},
     ]
-    while len(out) < messages - 1:
-        out += [dict(turn), dict(told)]
-    return [*out, dict(turn)]
+    while len(messages) < length - 1:
+        messages += [dict(turn), dict(result)]
+    return [*messages, dict(turn)]
 
 
 def microseconds(run: Callable[[], object], number: int = 2000, rounds: int = 7) -> float:

@@ -10,6 +10,7 @@ A marker that opens the assistant's turns too (``<|im_start|>``) is not taken fo
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -208,9 +209,9 @@ def _text_close(
         # The last turn ends with a token of its own (gpt-oss: <|return|>), a followed one with another.
         unlike = _flagged([marker for marker in only_followed if marker.id not in header])
         return (unlike[0], False) if unlike else (None, False)
-    left = _flagged([*both, *only_followed])
+    remaining = _flagged([*both, *only_followed])
     # What is written after the last turn too ends it, even where user turns seem to open with it.
-    return (left[0], left[0] not in both) if left else (None, False)
+    return (remaining[0], remaining[0] not in both) if remaining else (None, False)
 
 
 def _tool_close(
@@ -238,26 +239,25 @@ def _written_per_call(
     renderer: Renderer, encoder: MarkerEncoder, base: list[Message], dialect: Dialect, now: datetime
 ) -> frozenset[int]:
     """Return the markers written once per call rather than once per turn."""
-    one = probe_call(dialect)
-    (call,) = one["tool_calls"]
-    two = {**one, "tool_calls": [call, {**call, "id": "c00001001"}]}
+    single = probe_call(dialect)
+    (call,) = single["tool_calls"]
+    double = {**single, "tool_calls": [call, {**call, "id": "c00001001"}]}
     try:
         fewer, more = (
             Counter(
                 marker.id
                 for _, marker in encoder.find(renderer.render([*base, turn], PROBE_TOOLS, now, generation=False))
             )
-            for turn in (one, two)
+            for turn in (single, double)
         )
     except ChatTemplateError:  # one call at a time is all this template allows
         return frozenset()
     return frozenset(more - fewer)
 
 
-def common_prefix(one: str, two: str) -> str:
+def common_prefix(first: str, second: str) -> str:
     """Return the longest text both start with."""
-    size = next((at for at, (left, right) in enumerate(zip(one, two, strict=False)) if left != right), None)
-    return one[:size] if size is not None else min(one, two, key=len)
+    return os.path.commonprefix([first, second])  # noqa: RUF071 (characters are meant)
 
 
 def first_close(

@@ -323,16 +323,16 @@ def _cut(text: str, word: str) -> list[str | int]:
     return pattern
 
 
-def common_suffix(one: str, two: str) -> str:
+def common_suffix(first: str, second: str) -> str:
     """Return the longest text both end with."""
-    low, high = 0, min(len(one), len(two))
+    low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
-        if one[-middle:] == two[-middle:]:
+        if first[-middle:] == second[-middle:]:
             low = middle
         else:
             high = middle - 1
-    return one[len(one) - low :]
+    return first[len(first) - low :]
 
 
 def fit(pattern: Sequence[str | int], texts: Sequence[str], whole: str) -> Pieces | None:

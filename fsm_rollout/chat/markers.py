@@ -1,7 +1,7 @@
 """Text to ids, such that text of the environment never becomes a control token unless that is allowed.
 
 Invariant: for parts without an injected marker the ids are those of encoding their joined text in one go;
-with one, every marker id comes from the scaffold (what the template itself wrote) and from nowhere else.
+with one, every marker id comes from what the template itself wrote and from nowhere else.
 
 A *marker* is an added token of the vocabulary that is more than white space, special or not: Qwen's
 ``<tool_call>`` and ``<think>`` are not flagged special, and ``split_special_tokens`` would leave them whole.
@@ -57,7 +57,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of rendered text and who wrote it: the template (scaffold), or a message (environment)."""
+    """A piece of rendered text and who wrote it: the template, or a message (environment)."""
 
     text: str
     environment: bool = False
@@ -155,7 +155,7 @@ class MarkerEncoder:
         return self._encode_between_markers(parts)
 
     def _injected(self, parts: Sequence[Part], found: list[int]) -> bool:
-        """Return whether markers come from the environment's text, or the tokenizer just reads the scaffold so.
+        """Return whether markers come from the environment's text, or the tokenizer just reads the template's text so.
 
         A token flagged ``normalized`` behind a normalizer that prepends a space (older Llama tokenizers) is
         found at the start of a text and nowhere else: what the template writes is then not what is encoded.
@@ -166,7 +166,7 @@ class MarkerEncoder:
         return found != [id_ for id_ in self.encode(neutral) if id_ in self.ids]
 
     def _moved(self, parts: Sequence[Part]) -> bool:
-        """Return whether a marker was found elsewhere than where the scaffold has it."""
+        """Return whether a marker was found elsewhere than where the template has it."""
         own: list[int] = []
         start = 0
         for part in parts:
@@ -176,7 +176,7 @@ class MarkerEncoder:
         return own != [at for id_, (at, _) in zip(encoding.ids, encoding.offsets, strict=True) if id_ in self.ids]
 
     def _encode_between_markers(self, parts: Sequence[Part]) -> Encoded:
-        """Take the scaffold's own markers as given and encode what lies between them, free of markers."""
+        """Take the template's own markers as they are and encode what lies between them, free of markers."""
         placed: list[Placed] = []
         spelt: list[tuple[int, int]] = []
         pending: list[str] = []
@@ -210,7 +210,7 @@ class MarkerEncoder:
                 at += len(marker.text)
             pending.append(part.text[start:])
         flush(False)
-        if not spelt:  # it overlaps one of the scaffold's own
+        if not spelt:  # it overlaps one of the template's own
             whole = "".join(part.text for part in parts)
             own = {(start, end) for id_, start, end in placed if id_ in self.ids}
             spelt = [span for span in self._written(self._placed(self._backend, whole, 0), whole, 0) if span not in own]
@@ -244,7 +244,7 @@ class MarkerEncoder:
             return placed
         # A marker may also be an ordinary entry of the model's vocabulary (Unigram). Cut it in two.
         cuts = [0, *(match.start() + 1 for match in self._pattern.finditer(text)), len(text)]
-        placed = [one for a, b in pairwise(cuts) for one in self._bare_piece(text[a:b], start + a)]
+        placed = [token for a, b in pairwise(cuts) for token in self._bare_piece(text[a:b], start + a)]
         if self.count(id_ for id_, _, _ in placed):
             raise ChatTemplateError("injected-marker", "this vocabulary cannot spell a marker as plain text")
         return placed

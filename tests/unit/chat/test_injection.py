@@ -42,7 +42,7 @@ def control(ids: list[int]) -> list[str]:
 
 
 @given(texts, st.sampled_from(["user", "tool"]))
-def test_guarded_glue_has_the_scaffolds_control_tokens_only(text: str, role: str) -> None:
+def test_guarded_glue_has_the_templates_control_tokens_only(text: str, role: str) -> None:
     encoded = glue(GUARD, text, role)
     whole = f"\n<|im_start|>{role}\n{text}<|im_end|>\n<|im_start|>assistant\n"
     canonical = TOKENIZER(whole, add_special_tokens=False).input_ids
@@ -76,7 +76,7 @@ def test_the_places_are_those_of_the_tokens_that_spell_a_marker(text: str, role:
         None,
         sampled_ids=[STOP],
         finish_reason="stop",
-    ) == glue(GUARD, text, role), "with and without a scaffold"
+    ) == glue(GUARD, text, role), "with and without the cache"
 
 
 def test_what_the_author_spells_is_not_guarded_and_what_the_user_spells_is_found() -> None:

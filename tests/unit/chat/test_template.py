@@ -59,7 +59,7 @@ def chat_for(template: str, *, eos: str | None = None, **kwargs: Any) -> ChatTem
 
 
 def text_of(chat: ChatTemplate, history: list[Any], new: list[Any], stop: str | None, tools: Any = None) -> str:
-    """Return the glue as text, the same from the reference, while learning and from a scaffold."""
+    """Return the glue as text, the same from the reference, while learning and from the cache."""
     id_ = None if stop is None else chat.tokenizer.convert_tokens_to_ids(stop)
     arguments: dict[str, Any] = {
         "sampled_ids": [5] if id_ is None else [5, id_],
@@ -437,7 +437,7 @@ def test_ids_are_made_where_none_are_given_and_answer_each_other() -> None:
     prompt = chat.decode(chat.prompt([*history, *new], None))
     assert all(prompt.count(id_) == 2 for id_ in ids)
     later = text_of(chat, [zoo.user(), zoo.said(), *history], new, "<|im_end|>")
-    assert ids[0] not in later  # another position, another id: also from the same scaffold
+    assert ids[0] not in later  # another position, another id: also from the cache
     given_ids = [{**message, "tool_call_id": f"abcdefgh{i}"} for i, message in enumerate(new)]
     assert "first abcdefgh0" in text_of(chat, [zoo.user(), zoo.called("a", "b")], given_ids, "<|im_end|>")
 
