@@ -13,8 +13,9 @@ from functools import partial
 from typing import Any
 
 import transitions
+from transitions.core import EventData
 
-from fsm_rollout.agent.graph import TERMINATED, AgentGraph, TransitionRow
+from fsm_rollout.agent.graph import TERMINATED, AgentGraph, Predicate, TransitionRow
 from fsm_rollout.agent.handlers import handler_spec
 from fsm_rollout.agent.limits import LIMITS
 from fsm_rollout.agent.predicates import compile_predicate
@@ -50,8 +51,8 @@ class _Transition(transitions.Transition):
         self.charge = charge
         self.final = final
 
-    def _change_state(self, event_data: Any) -> None:
-        trajectory: Trajectory = event_data.model
+    def _change_state(self, event_data: EventData) -> None:
+        trajectory: Trajectory = event_data.model  # type: ignore[assignment]  # what `fire` hands over
         outcome: Outcome = event_data.kwargs["outcome"]
         event_data.kwargs["emit"](
             Transitioned(
@@ -120,12 +121,12 @@ class AgentMachine:
             row=self._places.get(id(row)),  # `on_error` is written at its state, and is in no list
         )
 
-    def _condition(self, predicate: Any) -> Callable[[Any], bool]:
+    def _condition(self, predicate: Predicate) -> Callable[[EventData], bool]:
         holds = compile_predicate(predicate, self.graph)
 
-        def condition(event_data: Any) -> bool:
+        def condition(event_data: EventData) -> bool:
             try:
-                return bool(holds(event_data.model, event_data.kwargs["outcome"]))
+                return bool(holds(event_data.model, event_data.kwargs["outcome"]))  # type: ignore[arg-type]
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # one that calls sys.exit fails its trajectory, not the run
@@ -133,7 +134,7 @@ class AgentMachine:
 
         return condition
 
-    def _routable(self, event_data: Any) -> bool:
+    def _routable(self, event_data: EventData) -> bool:
         """Say whether a user row may be tried at all.
 
         A limit may be routed once, and only one that the agent itself sets (the proof knows of no other); nothing may
@@ -144,7 +145,7 @@ class AgentMachine:
         limit: str | None = event_data.kwargs["outcome"].limit
         if limit is None:
             return True
-        trajectory: Trajectory = event_data.model
+        trajectory: Trajectory = event_data.model  # type: ignore[assignment]
         return limit in self._limits and routing_key(limit, trajectory.state) not in trajectory.routed
 
     def charge_of(self, state: str) -> Charge:

@@ -8,8 +8,8 @@ connection, so no event loop ever waits for a disk; a crash of the process loses
 Tables: ``run(key, value)``, values as JSON; ``trajectories(trajectory_id, group_id, sample, agent, parent_id)``;
 ``handed_over(group_id, yes)``, of the groups that the caller has had and is done with;
 ``events(id, trajectory_id, seq, at, kind, payload)``, where ``id`` is the place in the run, ``seq`` the place in the
-trajectory, and ``payload`` what :func:`fsm_rollout.trajectory.events.encode` gives. SQLite's ``application_id`` marks the file as
-a journal and its ``user_version`` is the format.
+trajectory, and ``payload`` what :func:`fsm_rollout.trajectory.events.encode` gives. SQLite's ``application_id`` marks
+the file as a journal and its ``user_version`` is the format.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Journal:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, object] | None = None,
         *,
         interval: float = 0.1,
         append: bool = False,
@@ -119,7 +119,7 @@ class Journal:
         self._thread = threading.Thread(target=self._write, name=f"journal {self.path.name}", daemon=True)
         self._thread.start()
 
-    def describe(self, metadata: Mapping[str, Any]) -> None:
+    def describe(self, metadata: Mapping[str, object]) -> None:
         """Keep what it was not yet told about the run: plain data, by keys; what it knows already stays.
 
         Raises:
@@ -257,7 +257,7 @@ def _kind(event: AnyEvent) -> str:
     return str(event.__struct_config__.tag)
 
 
-def _create(path: Path, metadata: Mapping[str, Any]) -> sqlite3.Connection:
+def _create(path: Path, metadata: Mapping[str, object]) -> sqlite3.Connection:
     if path.exists():
         raise JournalError(f"{path} exists, and a journal holds one run; choose another folder or remove it")
     try:
@@ -278,7 +278,7 @@ def _create(path: Path, metadata: Mapping[str, Any]) -> sqlite3.Connection:
     return connection
 
 
-def _reopen(path: Path, metadata: Mapping[str, Any]) -> sqlite3.Connection:
+def _reopen(path: Path, metadata: Mapping[str, object]) -> sqlite3.Connection:
     with _reading(path):
         pass  # it is a journal
     try:
@@ -298,7 +298,7 @@ def _reopen(path: Path, metadata: Mapping[str, Any]) -> sqlite3.Connection:
     return connection
 
 
-def _facts(metadata: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _facts(metadata: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     return ((key, json.dumps(value)) for key, value in metadata.items())
 
 

@@ -13,6 +13,8 @@ from pydantic import BaseModel, ValidationError
 
 from fsm_rollout.errors import did_you_mean
 
+ConfigData = dict[str, Any]
+"""A configuration as plain data, not checked yet."""
 ConfigPath = tuple[str | int, ...]
 """Keys and list positions from the top of a configuration, say ``("transitions", 3, "dest")``."""
 

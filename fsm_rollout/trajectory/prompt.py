@@ -12,13 +12,13 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import msgspec
 from pydantic import ConfigDict, Field, ValidationError, field_validator
 
 from fsm_rollout.errors import ConfigError, Problem, did_you_mean
-from fsm_rollout.trajectory.events import unwritable
+from fsm_rollout.trajectory.events import Message, unwritable
 from fsm_rollout.trajectory.model_errors import explanations
 from fsm_rollout.trajectory.settings import Limits, Sampling, StrictModel
 
@@ -35,7 +35,7 @@ class Prompt(StrictModel):
 
     model_config = ConfigDict(extra="allow")
 
-    messages: tuple[dict[str, Any], ...]
+    messages: tuple[Message, ...]
     prompt_id: Annotated[str, Field(min_length=1)] | None = None
     """Names the prompt's group; its place among the prompts (of a file, else of all runs: 0, 1, …) when not given."""
     agent: str | None = None
@@ -47,7 +47,7 @@ class Prompt(StrictModel):
 
     @field_validator("messages")
     @classmethod
-    def _runnable(cls, messages: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+    def _runnable(cls, messages: tuple[Message, ...]) -> tuple[Message, ...]:
         wrong = [f"message {number} {what}" for number, message in enumerate(messages) for what in _wrong_with(message)]
         if not messages:
             wrong = ["there are none; a prompt needs at least one"]
@@ -63,7 +63,7 @@ class Prompt(StrictModel):
         return dict(self.model_extra or {})
 
 
-def _wrong_with(message: Mapping[str, Any]) -> Iterator[str]:
+def _wrong_with(message: Mapping[str, object]) -> Iterator[str]:
     role, content = message.get("role"), message.get("content")
     if role is None:
         yield "has no role"
@@ -113,7 +113,7 @@ def read_prompts(path: str | os.PathLike[str], limit: int | None = None) -> list
     return found
 
 
-def as_prompts(items: Iterable[Prompt | Mapping[str, Any] | str], *, named: bool = True) -> list[Prompt]:
+def as_prompts(items: Iterable[Prompt | Mapping[str, object] | str], *, named: bool = True) -> list[Prompt]:
     """Return prompts for what Python code gives: prompts, mappings with their fields, texts (one user message).
 
     Raises:
@@ -124,7 +124,7 @@ def as_prompts(items: Iterable[Prompt | Mapping[str, Any] | str], *, named: bool
     return _checked((_Item(item, None, None, f"prompts[{index}]") for index, item in enumerate(items)), named=named)
 
 
-def as_prompt(item: Prompt | Mapping[str, Any] | str, index: int) -> Prompt:
+def as_prompt(item: Prompt | Mapping[str, object] | str, index: int) -> Prompt:
     """Return the prompt that one item stands for, the ``index``-th of those that come one by one.
 
     Raises:
@@ -200,7 +200,7 @@ class _NotJsonError(ValueError):
     """JSON by Python's lights and not by anyone else's."""
 
 
-def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
     data = dict(pairs)
     if len(data) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -208,7 +208,7 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return data
 
 
-def _constant(name: str) -> Any:
+def _constant(name: str) -> NoReturn:
     raise _NotJsonError(f"{name} is not JSON; use null, or leave the field out")
 
 
@@ -293,7 +293,7 @@ def _parquet(path: Path) -> Iterator[_Item | Problem]:
         yield Problem(f"is not parquet that can be read: {error}", str(path))
 
 
-def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
+def _without_nulls(row: Mapping[str, object]) -> dict[str, Any]:
     """Return a row without the columns it has nothing in, dates and bytes as text."""
     data: dict[str, Any] = msgspec.to_builtins(
         {key: value for key, value in row.items() if value is not None}, str_keys=True

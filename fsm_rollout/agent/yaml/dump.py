@@ -6,14 +6,13 @@ is written, in the short spellings a person would use; texts and sub-agents stan
 
 from __future__ import annotations
 
-from typing import Any
-
 import yaml
 
 from fsm_rollout.agent.graph import AgentGraph, Predicate, State, TransitionRow
 from fsm_rollout.agent.yaml.normal_form import TEXT_FILE
 from fsm_rollout.agent.yaml.overrides import escape_interpolation
 from fsm_rollout.agent.yaml.source import STRICTER
+from fsm_rollout.trajectory.model_errors import ConfigData
 
 
 class _Dumper(yaml.SafeDumper):
@@ -45,7 +44,7 @@ def dump(graph: AgentGraph) -> str:
     )
 
 
-def _agent(graph: AgentGraph) -> dict[str, Any]:
+def _agent(graph: AgentGraph) -> ConfigData:
     data = graph.model_dump(exclude_defaults=True)
     for name, context in data.get("contexts", {}).items():
         if "system" in context:
@@ -58,15 +57,15 @@ def _agent(graph: AgentGraph) -> dict[str, Any]:
     return data
 
 
-def _state(state: State, data: dict[str, Any]) -> dict[str, Any]:
+def _state(state: State, data: ConfigData) -> ConfigData:
     options = data.pop("options", {})
     if "prompt" in data:
         data["prompt"] = _literal(state.prompt)
     return {**data, **options}
 
 
-def _row(row: TransitionRow) -> dict[str, Any]:
-    data: dict[str, Any] = {
+def _row(row: TransitionRow) -> ConfigData:
+    data: ConfigData = {
         "trigger": row.trigger,
         "source": row.source[0] if len(row.source) == 1 else list(row.source),
         "dest": row.dest,
@@ -87,7 +86,7 @@ def _literal(text: str | None) -> object:
     return {"text": text} if text is not None and TEXT_FILE.fullmatch(text) else text
 
 
-def _escaped(value: Any) -> Any:
+def _escaped(value: object) -> object:
     """Return ``value`` as plain data whose every ``${`` will be read as text."""
     if isinstance(value, str):
         return escape_interpolation(value)

@@ -1,8 +1,9 @@
 """The short spellings of an agent's YAML, written out.
 
-Invariant: what comes out has the shape of :class:`~fsm_rollout.agent.graph.AgentGraph` wherever what went in made sense, and
-is passed on untouched elsewhere, for pydantic to complain about. Texts are read in from their files, sub-agents are
-loaded into place, predicates become ``{name, argument}``, and a custom handler's own keys move to ``options``.
+Invariant: what comes out has the shape of :class:`~fsm_rollout.agent.graph.AgentGraph` wherever what went in made
+sense, and is passed on untouched elsewhere, for pydantic to complain about. Texts are read in from their files,
+sub-agents are loaded into place, predicates become ``{name, argument}``, and a custom handler's own keys move to
+``options``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fsm_rollout.agent.handlers import load_object, look_in
 from fsm_rollout.agent.yaml.overrides import interpolate
 from fsm_rollout.agent.yaml.source import SourceMap, read_text, read_yaml
 from fsm_rollout.errors import ConfigError, Problem, did_you_mean
-from fsm_rollout.trajectory.model_errors import ConfigPath, describe_path, explanations
+from fsm_rollout.trajectory.model_errors import ConfigData, ConfigPath, describe_path, explanations
 
 STATE_KEYS = frozenset(State.model_fields) - {"options"}
 """The YAML keys of every state; a custom handler's options are written beside them."""
@@ -35,10 +36,10 @@ class Normaliser:
         self.source = source
         self.problems = problems
 
-    def agent(self, data: dict[str, Any], path: ConfigPath, base: Path, inside: tuple[Path, ...]) -> dict[str, Any]:
+    def agent(self, data: ConfigData, path: ConfigPath, base: Path, inside: tuple[Path, ...]) -> ConfigData:
         """Return the normal form of one agent; ``inside`` are the files being read, outermost first."""
 
-        def each(key: str, change: Callable[[dict[str, Any], ConfigPath], None]) -> None:
+        def each(key: str, change: Callable[[ConfigData, ConfigPath], None]) -> None:
             entries = data.get(key)
             if isinstance(entries, dict):
                 for name, entry in entries.items():
@@ -47,14 +48,14 @@ class Normaliser:
                     if isinstance(entry, dict):
                         change(entry, (*path, key, name))
 
-        def context(entry: dict[str, Any], at: ConfigPath) -> None:
+        def context(entry: ConfigData, at: ConfigPath) -> None:
             self._text(entry, "system", at, base)
 
-        def state(entry: dict[str, Any], at: ConfigPath) -> None:
+        def state(entry: ConfigData, at: ConfigPath) -> None:
             self._text(entry, "prompt", at, base)
             self._options(entry, at)
 
-        def tool(entry: dict[str, Any], at: ConfigPath) -> None:
+        def tool(entry: ConfigData, at: ConfigPath) -> None:
             self._sub_agent(entry, at, base, inside)
 
         each("contexts", context)
@@ -74,7 +75,7 @@ class Normaliser:
         words = describe_path(path)
         self.problems.append(self.source.problem(path, f"{words}: {message}" if words else message))
 
-    def _text(self, entry: dict[str, Any], key: str, at: ConfigPath, base: Path) -> None:
+    def _text(self, entry: ConfigData, key: str, at: ConfigPath, base: Path) -> None:
         value = entry.get(key)
         if isinstance(value, dict):
             if set(value) == {"text"} and isinstance(value["text"], str):
@@ -94,7 +95,7 @@ class Normaliser:
             source.texts[inner] = (str(base / value), 1)
             entry[key] = text.removesuffix("\n")  # the one that editors end a file with says nothing
 
-    def _options(self, entry: dict[str, Any], at: ConfigPath) -> None:
+    def _options(self, entry: ConfigData, at: ConfigPath) -> None:
         handler = entry.get("handler")
         if not isinstance(handler, str) or ":" not in handler:
             return
@@ -122,7 +123,7 @@ class Normaliser:
         except ValidationError as error:
             self.problems += [self.source.problem(*explained) for explained in explanations(error, model, at)]
 
-    def _sub_agent(self, entry: dict[str, Any], at: ConfigPath, base: Path, inside: tuple[Path, ...]) -> None:
+    def _sub_agent(self, entry: ConfigData, at: ConfigPath, base: Path, inside: tuple[Path, ...]) -> None:
         value = entry.get("agent")
         at = (*at, "agent")
         if isinstance(value, str):
@@ -132,7 +133,7 @@ class Normaliser:
         elif isinstance(value, dict):
             self.agent(value, at, base, inside)
 
-    def _from_file(self, value: str, at: ConfigPath, base: Path, inside: tuple[Path, ...]) -> dict[str, Any] | None:
+    def _from_file(self, value: str, at: ConfigPath, base: Path, inside: tuple[Path, ...]) -> ConfigData | None:
         file = base / value
         if file.resolve() in inside:
             circle = [*inside[inside.index(file.resolve()) :], file]

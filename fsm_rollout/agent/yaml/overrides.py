@@ -13,13 +13,13 @@ from typing import Any
 
 from fsm_rollout.agent.yaml.source import SourceMap, read_yaml
 from fsm_rollout.errors import Problem, did_you_mean
-from fsm_rollout.trajectory.model_errors import ConfigPath
+from fsm_rollout.trajectory.model_errors import ConfigData, ConfigPath
 
 _NAMED = ("states", "contexts", "tools")
 """Mappings whose keys are names made in the file: an override changes what is there and adds nothing."""
 
 
-def apply_overrides(data: dict[str, Any], overrides: Sequence[str], source: SourceMap) -> list[Problem]:
+def apply_overrides(data: ConfigData, overrides: Sequence[str], source: SourceMap) -> list[Problem]:
     """Set each ``a.b=value`` in ``data``; values are read as YAML, list items are ``rows.0`` or ``rows[0]``."""
     problems: list[Problem] = []
     for override in overrides:
@@ -45,7 +45,7 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str], source: Sour
     return problems
 
 
-def _set(data: dict[str, Any], path: ConfigPath, value: object) -> str | None:
+def _set(data: ConfigData, path: ConfigPath, value: object) -> str | None:
     """Set one value; returns what is wrong instead when there is no such place."""
     here: Any = data
     for depth, part in enumerate(path):
@@ -69,7 +69,7 @@ def _set(data: dict[str, Any], path: ConfigPath, value: object) -> str | None:
     return None
 
 
-def interpolate(data: dict[str, Any], source: SourceMap) -> list[Problem]:
+def interpolate(data: ConfigData, source: SourceMap) -> list[Problem]:
     r"""Resolve every ``${…}`` of ``data`` in place; write ``\${`` for the two characters themselves."""
     found = list(_interpolations(data, ()))
     if not found:
