@@ -1,8 +1,8 @@
 """What makes sense: the numbered rules that an agent is held to before it runs.
 
-Invariant: an agent with no problems here ends (:func:`fsm_rollout.agent.proof.prove` gives its bound), and every trigger
-that can be raised in it has a row or ends the trajectory by the rules of the machine. All rules are tried; those about
-paths are left out while names are wrong, because what follows from a misspelt name is not worth reading.
+Invariant: an agent with no problems here ends (:func:`fsm_rollout.agent.proof.prove` gives its bound), and every
+trigger that can be raised in it has a row or ends the trajectory by the rules of the machine. All rules are tried;
+those about paths are left out while names are wrong, because what follows from a misspelt name is not worth reading.
 
 | rule | what is wrong |
 |---|---|

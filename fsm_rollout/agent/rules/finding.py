@@ -1,7 +1,7 @@
 """One breach of a rule, and the pieces that rules share.
 
-Invariant: a rule is a function of a :class:`~fsm_rollout.agent.rules.structure.Structure` that yields its breaches; it raises
-nothing, and tolerates names that are not defined.
+Invariant: a rule is a function of a :class:`~fsm_rollout.agent.rules.structure.Structure` that yields its breaches; it
+raises nothing, and tolerates names that are not defined.
 """
 
 from __future__ import annotations
