@@ -161,8 +161,8 @@ MUTANTS = (
         SCHEDULER,
     ),
     Mutant(
-        "let a wait for the engine hold up wall_seconds", "concurrency/deadline.py", "self._reschedule(self._wall)",
-        "self._reschedule(None)",
+        "let a wait for the engine hold up wall_seconds", "concurrency/deadline.py",
+        "ends if self._wall is None else [", "ends if self._wall is None or self._holds else [",
         "2: time is up when it is up",
         ("tests/unit/concurrency/test_deadline.py",),
     ),
