@@ -64,7 +64,7 @@ def _conditions() -> Schema:
         if spec.argument
     }
     plain = [spec for spec in PREDICATES.values() if not spec.argument]
-    one: list[Schema] = [
+    forms: list[Schema] = [
         *({"const": spec.name, "description": spec.doc} for spec in plain),
         _OWN_FUNCTION,
         {
@@ -76,7 +76,7 @@ def _conditions() -> Schema:
             "maxProperties": 1,
         },
     ]
-    return {"anyOf": [*one, {"type": "array", "items": {"anyOf": one}}]}
+    return {"anyOf": [*forms, {"type": "array", "items": {"anyOf": forms}}]}
 
 
 def _interpolated(schema: Any) -> None:

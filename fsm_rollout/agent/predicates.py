@@ -62,8 +62,8 @@ def _own(path: str, argument: object) -> Condition:
         raise ConfigError(f"predicate '{path}' is a {type(function).__name__}; it must be a function")
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         raise ConfigError(f"predicate '{path}' is async, so it would always hold; make it a plain `def`")
-    given = () if argument is None else (argument,)
-    return lambda trajectory, outcome: bool(function(trajectory, *given))
+    arguments = () if argument is None else (argument,)
+    return lambda trajectory, outcome: bool(function(trajectory, *arguments))
 
 
 def _wrong(name: str, argument: object) -> ConfigError:

@@ -229,8 +229,8 @@ class _Search:
             if all((counts[test.slot] > test.over) is test.wanted for test in way.tests):
                 self.rows.add(way.row)
                 if way.dest >= 0:
-                    there = self.enter(way.dest, counts, routed | raised.bit)
-                    after[there] = ran  # the ways of a handler that runs are followed last
+                    following = self.enter(way.dest, counts, routed | raised.bit)
+                    after[following] = ran  # the ways of a handler that runs are followed last
                 if not way.free:
                     return
 
@@ -256,28 +256,28 @@ def search(structure: Structure, budget: int) -> Counts | None:
     look_at(start)
     while stack:
         situation, after, runs, todo = stack[-1]
-        for there in todo:
-            if there not in best:
+        for following in todo:
+            if following not in best:
                 if len(best) >= budget:
                     return None
-                look_at(there)
+                look_at(following)
                 break
-            if best[there] is None:
-                around = [compiled.states[s[0]] for s, *_ in stack[[s for s, *_ in stack].index(there) :]]
+            if best[following] is None:
+                around = [compiled.states[s[0]] for s, *_ in stack[[s for s, *_ in stack].index(following) :]]
                 raise ConfigError(
                     f"agent '{structure.graph.agent}' may run for ever: {' -> '.join([*around, around[0]])}"
                 )
         else:
             stack.pop()
             handler = compiled.nodes[situation[0]].handler
-            one = (int(runs and handler == "generate"), int(runs and handler == "interact"))
-            transitions, generations, turns = 1, *one
-            for there, ran in after.items():
-                further = best[there]
+            own = (int(runs and handler == "generate"), int(runs and handler == "interact"))
+            transitions, generations, turns = 1, *own
+            for following, ran in after.items():
+                further = best[following]
                 assert further is not None
                 transitions = max(transitions, 1 + further[0])
-                generations = max(generations, one[0] * ran + further[1])
-                turns = max(turns, one[1] * ran + further[2])
+                generations = max(generations, own[0] * ran + further[1])
+                turns = max(turns, own[1] * ran + further[2])
             best[situation] = (transitions, generations, turns)
     found = best[start]
     assert found is not None

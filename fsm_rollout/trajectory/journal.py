@@ -111,8 +111,8 @@ class Journal:
         self._hurry = threading.Event()
         self._failure: Exception | None = None
         self._closed = False
-        said = {**(metadata or {}), "code_version": __version__}
-        self._connection = (_reopen if append else _create)(self.path, said)
+        facts = {**(metadata or {}), "code_version": __version__}
+        self._connection = (_reopen if append else _create)(self.path, facts)
         self._next: dict[str, int] = dict(self._connection.execute(_LENGTHS))
         self.groups: set[str] = {group_id for (group_id,) in self._connection.execute(_GROUPS)}
         """The ids of all groups that are in it."""
@@ -120,7 +120,7 @@ class Journal:
         self._thread.start()
 
     def describe(self, metadata: Mapping[str, object]) -> None:
-        """Keep what it was not yet told about the run: plain data, by keys; what it knows already stays.
+        """Add plain data about the run, by keys; a key that is there already keeps its value.
 
         Raises:
             JournalError: the journal is closed or cannot be written to any more.
@@ -316,7 +316,7 @@ def _fold_log_in(connection: sqlite3.Connection) -> None:
 
 
 def metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what the journal was told about its run, and ``code_version``.
+    """Return the data that the journal keeps about its run, and ``code_version``.
 
     Raises:
         JournalError: no journal at ``path``, or one that this version cannot read.

@@ -89,10 +89,10 @@ def nothing_new(structure: Structure) -> Iterator[Finding]:
     """Yield rule 21: a row that lets a model speak again in a context where it has just spoken.
 
     What follows ``generated`` is a finished turn; a chat template has no way to put another one right after it. Only
-    what is certain is told: states that might write there (the user's own, tools, interactions) are not looked behind.
+    what is certain is reported: states that might write there (the user's own, tools, interactions) end the search.
     """
     graph = structure.graph
-    told: set[ConfigPath] = set()
+    reported: set[ConfigPath] = set()
     for start, spec in structure.specs.items():
         if spec.name != "generate":
             continue
@@ -107,8 +107,8 @@ def nothing_new(structure: Structure) -> Iterator[Finding]:
                     continue
                 if structure.specs[row.dest].name == "generate" and graph.states[row.dest].context == context:
                     found = _speaks_again(structure, row, state, start)
-                    if found.path not in told:
-                        told.add(found.path)
+                    if found.path not in reported:
+                        reported.add(found.path)
                         yield found
                 elif row.dest not in silent:
                     silent.add(row.dest)

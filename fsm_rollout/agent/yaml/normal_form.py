@@ -99,27 +99,27 @@ class Normaliser:
         handler = entry.get("handler")
         if not isinstance(handler, str) or ":" not in handler:
             return
-        given = {key: entry.pop(key) for key in list(entry) if key not in STATE_KEYS}
+        options = {key: entry.pop(key) for key in list(entry) if key not in STATE_KEYS}
         try:
             found = load_object(handler)
         except ConfigError:
-            entry["options"] = given  # verification reports the import
+            entry["options"] = options  # verification reports the import
             return
         model: Any = getattr(found, "Options", None)
         if model is None:
-            for key in given:
+            for key in options:
                 hint = did_you_mean(key, STATE_KEYS)
                 message = f"{describe_path(at)}: unknown key '{key}'; '{handler}' takes no keys of its own{hint}"
                 self.problems.append(self.source.problem((*at, key), message))
             return
-        if given:
-            entry["options"] = given
+        if options:
+            entry["options"] = options
         known = {field.alias or name for name, field in model.model_fields.items()}
-        for key in set(given) - known:
+        for key in set(options) - known:
             message = f"{describe_path(at)}: unknown key '{key}'{did_you_mean(key, known | STATE_KEYS)}"
             self.problems.append(self.source.problem((*at, key), message))
         try:
-            model.model_validate_json(json.dumps({k: v for k, v in given.items() if k in known}), strict=True)
+            model.model_validate_json(json.dumps({k: v for k, v in options.items() if k in known}), strict=True)
         except ValidationError as error:
             self.problems += [self.source.problem(*explained) for explained in explanations(error, model, at)]
 
