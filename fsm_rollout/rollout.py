@@ -64,9 +64,9 @@ class Rollout:
         on_tool_failure: ``tell_model``, or ``end`` to fail the trajectory.
         group_filter: ``module:function``, or a function of a group's scored trajectories: whether they shall be in
             the batch and count towards ``target_groups`` (``fsm_rollout.rewards:scores_differ``).
-        max_staleness: how many weight versions the oldest trained token of a group may be behind when you get it; a
-            sample with an older one, running or ended, begins anew.
-        max_restarts: how often a sample may; a group with one that falls behind once more comes as ``dropped``.
+        max_staleness: every trained token was sampled at most so many weight updates ago; older samples, running or
+            ended, are restarted.
+        max_restarts: how often a sample is restarted; after that its group is ``dropped``.
         on_event: called with each trajectory and event as it happens; must not block.
         journal: where to keep all events.
         base: what paths in engine specs are relative to; by default the working directory.
@@ -105,11 +105,11 @@ class Rollout:
         for graph in self.agents.values():
             prove(graph)
         self.validate = validate
-        said = _sampling(sampling)
+        run_sampling = _sampling(sampling)
         if validate:
-            said = (Sampling(temperature=0.0) if validation_sampling is None else _sampling(validation_sampling)).over(
-                said
-            )
+            greedy = Sampling(temperature=0.0)
+            own = greedy if validation_sampling is None else _sampling(validation_sampling)
+            run_sampling = own.over(run_sampling)
         self._closed = False
         self._loop_thread: LoopThread | None = None
         self._owned: list[Engine] = []
@@ -118,15 +118,15 @@ class Rollout:
                 name: self._engine(name, spec, base) for name, spec in {POLICY: engine, **(engines or {})}.items()
             }
             self.clients = {
-                name: EngineClient(one, attempts=engine_attempts, queue_timeout=queue_timeout)
-                for name, one in self.engines.items()
+                name: EngineClient(engine, attempts=engine_attempts, queue_timeout=queue_timeout)
+                for name, engine in self.engines.items()
             }
             self.scheduler = Scheduler(
                 self.agents,
                 self.clients,
                 seed=seed,
                 concurrency=concurrency,
-                sampling=said,
+                sampling=run_sampling,
                 validate=validate,
                 reward=Reward(reward) if reward is not None else None,
                 listeners=on_event,
@@ -152,8 +152,8 @@ class Rollout:
             spec = specs[name]
             if not isinstance(spec, Mapping) or ":" in spec["kind"]:
                 spec = {"tokenizer": getattr(engine.tokenizer, "name_or_path", None)}
-            said = {key: str(spec[key]) for key in ("kind", "tokenizer", "model", "run", "engine") if spec.get(key)}
-            engines[name] = said | {"max_context": engine.max_context, "eos_ids": sorted(engine.eos_ids)}
+            known = {key: str(spec[key]) for key in ("kind", "tokenizer", "model", "run", "engine") if spec.get(key)}
+            engines[name] = known | {"max_context": engine.max_context, "eos_ids": sorted(engine.eos_ids)}
         agents = {name: dump(graph) for name, graph in self.agents.items()}
         return {"agents": agents, "engines": engines, "base": str(base or Path.cwd()), "modules": looked_in()}
 
@@ -201,13 +201,15 @@ class Rollout:
                 of then, in the next call.
             over_sample: how many groups may be under way (or kept) at a time, per group of the target.
             resume: trajectories that were set aside or cut off, to go on with: those of a journal
-                (``fsm_rollout.trajectory.journal.histories(path)``), or suspended :class:`Trajectory` objects of this rollout.
+                (``fsm_rollout.journal.histories(path)``), or suspended :class:`Trajectory` objects of this rollout.
 
-        With a journal, a group counts as handed over when you ask for the next one, or run again: so after a crash
-        ``histories(path, unfinished=True)`` gives each group that you have not had or were still at work on.
+        Delivery is at least once: with a journal, a group is marked delivered when you ask for the next one, or run
+        again. So after a crash ``histories(path, unfinished=True)`` gives each group that you have not had or were
+        still at work on. There is one run at a time: iterate one to its end, or close it, before the next.
 
         Raises:
-            ConfigError: a prompt asks for what its agent does not have; with a list, nothing has run.
+            ConfigError: a prompt asks for what its agent does not have (with a list, nothing has run); or another run
+                is under way.
             EngineError: the rollout is closed, an engine of it serves another event loop, or there is no Ray for the
                 tools that are placed there.
         """
@@ -281,11 +283,11 @@ class Rollout:
         """Return per engine: requests, dispatches, and the version of its weights."""
         return {
             name: {
-                "requests": dispatcher.requests,
-                "dispatches": dispatcher.dispatches,
-                "weight_version": dispatcher.engine.weight_version,
+                "requests": client.requests,
+                "dispatches": client.dispatches,
+                "weight_version": client.engine.weight_version,
             }
-            for name, dispatcher in self.clients.items()
+            for name, client in self.clients.items()
         }
 
     async def aupdate_weights(self, weights: Any, version: int | None = None) -> int:
@@ -301,8 +303,8 @@ class Rollout:
 
     async def asleep(self) -> None:
         """Let all engines give their memory back (say while the policy is trained on the same GPU)."""
-        for dispatcher in self.clients.values():
-            await dispatcher.pause("asleep")
+        for client in self.clients.values():
+            await client.pause("asleep")
         for engine in self.engines.values():
             await engine.sleep()
 
@@ -310,8 +312,8 @@ class Rollout:
         """Let the engines be ready again, and what waits for them go on."""
         for engine in self.engines.values():
             await engine.wake()
-        for dispatcher in self.clients.values():
-            await dispatcher.resume("asleep")
+        for client in self.clients.values():
+            await client.resume("asleep")
 
     def page(self, trajectory: Trajectory | str) -> Page:
         """Return the page of a trajectory, or (by its id) of one in the rollout's journal; notebooks show it.

@@ -43,7 +43,7 @@ from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 if TYPE_CHECKING:
-    from fsm_rollout.engines.client import Weights
+    from fsm_rollout.engines.protocol import Weights
 
 logger = logging.getLogger(__name__)
 

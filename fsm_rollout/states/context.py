@@ -153,13 +153,12 @@ class HandlerContext(Visit):
         return self._record_call(attempt, CallResult(text, failure=failure))
 
     def _record_call(self, attempt: ToolCall | MalformedCall, result: CallResult) -> Called:
-        readable = isinstance(attempt, ToolCall)
         called = Called(
             at=self.clock(),
             state=self.state,
             id=attempt.id,
-            name=attempt.name if readable else "",
-            arguments=attempt.arguments if readable else {},
+            name=attempt.name if isinstance(attempt, ToolCall) else "",
+            arguments=attempt.arguments if isinstance(attempt, ToolCall) else {},
             result=result.text,
             failure=result.failure,
             bad=result.bad,
