@@ -156,7 +156,7 @@ def test_a_journal_knows_enough_to_be_looked_at_later(tmp_path: Path, built: boo
     assert run.agents == {}, "what the journal was told before stays"
     texts = run.texts("policy")
     assert texts is not None, run.notes
-    (recording,) = run.histories()
+    (recording,) = run.recordings()
     (stream,) = recording.trajectory.streams
     assert "Four." in "".join(texts.vocabulary(stream.tokens.ids)[id_] for id_ in stream.tokens.ids)
 
