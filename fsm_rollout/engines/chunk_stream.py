@@ -8,7 +8,7 @@ sampling unheard.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Container, Iterable, Sequence
 
 import numpy as np
@@ -109,3 +109,42 @@ class ChunkStream:
             abandoned, self._open = list(self._open), {}
             if abandoned:
                 self._abandon(abandoned)
+
+
+def hand_over(
+    chunks: Iterable[tuple[ChunkStream, Chunk]], unheard: Callable[[asyncio.AbstractEventLoop], object]
+) -> None:
+    """Put chunks into their streams from another thread, in one callback for each event loop.
+
+    ``unheard`` is called with a loop that is closed: nobody will ever listen there.
+    """
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[ChunkStream, Chunk]]] = defaultdict(list)
+    for stream, chunk in chunks:
+        by_loop[stream.loop].append((stream, chunk))
+    for loop, pairs in by_loop.items():
+        _call(loop, unheard, _put_all, pairs)
+
+
+def fail_all(
+    streams: Iterable[ChunkStream], error: EngineError, unheard: Callable[[asyncio.AbstractEventLoop], object]
+) -> None:
+    """Fail streams from another thread; see :func:`hand_over`."""
+    for stream in dict.fromkeys(streams):
+        _call(stream.loop, unheard, stream.fail, error)
+
+
+def _call(
+    loop: asyncio.AbstractEventLoop,
+    unheard: Callable[[asyncio.AbstractEventLoop], object],
+    function: Callable[..., None],
+    *args: object,
+) -> None:
+    try:
+        loop.call_soon_threadsafe(function, *args)
+    except RuntimeError:  # it is closed
+        unheard(loop)
+
+
+def _put_all(pairs: Iterable[tuple[ChunkStream, Chunk]]) -> None:
+    for stream, chunk in pairs:
+        stream.put(chunk)

@@ -16,6 +16,9 @@ from fsm_rollout.trajectory.tokens import as_ids
 
 PROMPTS = ("1", "What is (37 + 58) * 4?", "Count: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10", "a b c d")
 
+PATIENCE = 300.0
+"""Seconds for what a busy machine does when it can."""
+
 
 @cache
 def model(name: str) -> Any:
@@ -81,14 +84,14 @@ class Answers(dict[str, Got]):
             self[chunk.request_id].chunks.append(chunk)
             self._changed.set()
 
-    async def until(self, holds: Callable[[], bool], patience: float = 60.0) -> None:
+    async def until(self, holds: Callable[[], bool], patience: float = PATIENCE) -> None:
         async with asyncio.timeout(patience):
             while not holds():
                 self._changed.clear()
                 await self._changed.wait()
 
 
-async def ask(engine: Engine, *requests: Request, patience: float = 60.0) -> list[Got]:
+async def ask(engine: Engine, *requests: Request, patience: float = PATIENCE) -> list[Got]:
     got = Answers(*requests)
     async with asyncio.timeout(patience):
         await got.drain(engine.generate(requests))

@@ -1,9 +1,17 @@
-"""The real SGLang, started once: tokens and logprobs as a forward pass has them, whatever happens meanwhile."""
+"""The real SGLang: tokens and logprobs as a forward pass has them, whatever happens meanwhile.
+
+It is started once for all tests here, and a second time by the pool that it belongs to, when a test kills it: so their
+order counts. The second one has a tokenizer of its own and repeats its whole answer in each output, which are SGLang's
+defaults and the harder case for exact tokens; it is also used as a server of others would be.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,16 +23,22 @@ import pytest
 import torch
 
 import fsm_rollout as fr
-from fsm_rollout.engines.protocol import Load
+from fsm_rollout.engines.client import EngineClient
+from fsm_rollout.engines.pool import PoolEngine
+from fsm_rollout.engines.protocol import Chunk, Load
 from fsm_rollout.engines.sglang import engine as sglang
-from fsm_rollout.engines.sglang import weights as sglang_weights
+from fsm_rollout.engines.sglang import server as sglang_server
 from fsm_rollout.engines.sglang.engine import SGLangEngine
+from fsm_rollout.engines.sglang.http import SGLangHTTPEngine
+from fsm_rollout.engines.sglang.process import ServerProcess
+from fsm_rollout.engines.specs import build_engine
+from fsm_rollout.engines.supervisor import LocalPlacement
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model import embedded_model
 from fsm_rollout.testing import check_engine
 from fsm_rollout.trajectory.tokens import as_ids
-from tests.integration.sglang_oracle import Answers, ask, model, request, worst
+from tests.integration.sglang_oracle import PATIENCE, Answers, Got, ask, model, request, worst
 from tests.kit import ROOT
 
 pytestmark = pytest.mark.sglang  # one worker starts it
@@ -34,11 +48,38 @@ CLOSE = 1e-4
 names = (f"test-{number}" for number in itertools.count())
 
 
+class Served:
+    """A pool of one SGLang."""
+
+    def __init__(self) -> None:
+        pool = build_engine({"kind": "sglang", "threads": 1, "send_every": 4, "max_context": 2040}, Path())
+        assert isinstance(pool, PoolEngine)
+        self.pool = pool
+
+    @property
+    def engine(self) -> SGLangEngine:
+        """The present life of its only engine."""
+        engine = self.pool._supervisor.replicas[0].live
+        assert isinstance(engine, SGLangEngine)
+        return engine
+
+    @property
+    def processes(self) -> list[psutil.Process]:
+        """The server's process, and all below it."""
+        process = psutil.Process(self.engine._process.pid)
+        return [process, *process.children(recursive=True)]
+
+
 @pytest.fixture(scope="module")
-def engine() -> Iterator[SGLangEngine]:
-    engine = SGLangEngine("embedded", threads=1, send_every=4, replica="r0")
-    yield engine
-    asyncio.run(engine.aclose())
+def served() -> Iterator[Served]:
+    served = Served()
+    yield served
+    asyncio.run(served.pool.aclose())
+
+
+@pytest.fixture
+def engine(served: Served) -> SGLangEngine:
+    return served.engine
 
 
 def test_greedy_tokens_are_those_of_transformers(engine: SGLangEngine) -> None:
@@ -51,7 +92,6 @@ def test_greedy_tokens_are_those_of_transformers(engine: SGLangEngine) -> None:
             assert (got.ids, got.reason) == (want.ids, want.reason)
             assert len(got.ids) > 3
             assert max(abs(a - b) for a, b in zip(got.logprobs, want.logprobs, strict=True)) < CLOSE
-        assert {chunk.replica for got in ours for chunk in got.chunks} == {"r0"}
 
     asyncio.run(main())
 
@@ -109,7 +149,7 @@ def test_updates_in_mid_flight_lose_no_token_and_mistake_no_version(engine: SGLa
         assert engine.weight_version == first + 3
         await got.until(lambda: all(answer.versions.count(first + 3) >= 8 for answer in got.values()))
         await engine.abort([r.request_id for r in requests])
-        await asyncio.wait_for(pending, 60)
+        await asyncio.wait_for(pending, PATIENCE)
         of_version = dict(enumerate(["final", "early", "final", "early"], first))
         for answer in got.values():
             assert answer.reason == "abort"
@@ -150,7 +190,7 @@ def test_weights_that_sglang_refuses_are_an_error(engine: SGLangEngine, tmp_path
 
     async def main() -> None:
         before = engine.weight_version
-        with pytest.raises(EngineError, match="SGLang refused the weights: "):
+        with pytest.raises(EngineError, match=r"the SGLang server .* refused the weights: "):
             await engine.update_weights(tmp_path)
         (got,) = await ask(engine, request(engine, next(names), 2, 16, temperature=0.0))
         assert worst(got, {before: "final"}) < CLOSE
@@ -170,7 +210,7 @@ def test_aborted_requests_keep_what_they_have_and_others_go_on(engine: SGLangEng
         pending = asyncio.ensure_future(got.drain(engine.generate(requests)))
         await got.until(lambda: bool(got["a"].ids))
         await engine.abort(["a", "no such request"])
-        await asyncio.wait_for(pending, 60)
+        await asyncio.wait_for(pending, PATIENCE)
         assert got["a"].reason == "abort"
         assert 0 < len(got["a"].ids) < 1900
         assert [(got[name].reason, len(got[name].ids)) for name in ("ab", "abc")] == [("length", 200)] * 2
@@ -198,7 +238,7 @@ def test_a_paused_engine_has_handed_all_over_and_takes_aborts(engine: SGLangEngi
         assert {name: len(answer.ids) for name, answer in got.items()} == counts
         await engine.wake()
         await engine.resume()
-        await asyncio.wait_for(asyncio.gather(*tasks), 60)
+        await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE)
         assert (got["stays"].reason, len(got["stays"].ids)) == ("length", 600)
         assert (got["goes"].reason, len(got["goes"].ids)) == ("abort", counts["goes"])
         assert got["late"].ids
@@ -229,7 +269,7 @@ def test_load_counts_what_is_under_way(engine: SGLangEngine) -> None:
         load = engine.load()
         assert 0 < load.running + load.waiting <= 3
         assert load.used_tokens > load.running
-        await asyncio.wait_for(pending, 60)
+        await asyncio.wait_for(pending, PATIENCE)
         assert engine.load() == Load()
 
     asyncio.run(main())
@@ -246,23 +286,25 @@ def test_a_rollout_of_an_agent_with_tools(engine: SGLangEngine) -> None:
     assert int(data["response_mask"].sum()) > 200
 
 
-def test_a_process_that_does_not_answer_is_not_waited_for_without_end(
-    engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch
+def test_a_server_that_stands_still_is_not_waited_for_without_end(
+    engine: SGLangEngine, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sglang, "ORDER_WITHIN", 0.3)
-    host = psutil.Process(engine._process.process.pid)
+    monkeypatch.setattr(sglang_server, "IDLE_WITHIN", 0.2)
+    monkeypatch.setattr(sglang_server, "ANSWER_WITHIN", 0.1)
 
     async def main() -> None:
-        host.suspend()
+        before = engine.weight_version
+        server = served.processes[0]
+        server.suspend()
         try:
-            with pytest.raises(EngineError, match=r"did not answer within 0\.3 s \(order 'pause'\); is it stuck"):
-                await engine.pause()
+            with pytest.raises(
+                EngineError, match=r"cannot be reached \(no answer to /flush_cache\?timeout=0\.2 within"
+            ):
+                await engine.update_weights(embedded_model("early"))
         finally:
-            host.resume()
-        monkeypatch.setattr(sglang, "ORDER_WITHIN", 60.0)
-        await engine.resume()
+            server.resume()
         (got,) = await ask(engine, request(engine, next(names), 1, 8))
-        assert got.ids
+        assert worst(got, {before: "final"}) < CLOSE
 
     asyncio.run(main())
 
@@ -281,14 +323,19 @@ def test_a_start_that_takes_too_long_is_given_up_and_leaves_nothing_behind() -> 
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
-def test_a_host_that_is_killed_while_it_starts_leaves_nothing_behind() -> None:
+def test_an_argument_that_sglang_does_not_have_is_named() -> None:
+    with pytest.raises(EngineError, match="SGLang has no argument 'mem_fraction_statik'; did you mean"):
+        SGLangEngine("embedded", args={"mem_fraction_statik": 0.5})
+
+
+def test_a_server_that_is_killed_while_it_starts_leaves_nothing_behind() -> None:
     """SGLang's processes see to that themselves, but only once they have imported everything."""
     me = psutil.Process()
     before = set(me.children(recursive=True))
     family: list[psutil.Process] = []
 
     def kill() -> None:
-        while len(family) < 4:  # the host, multiprocessing's tracker, and the first processes of SGLang
+        while len(family) < 4:  # the server, multiprocessing's tracker, and the first processes of SGLang
             family[:] = set(me.children(recursive=True)) - before
         next(process for process in family if process.ppid() == me.pid).kill()
 
@@ -297,90 +344,172 @@ def test_a_host_that_is_killed_while_it_starts_leaves_nothing_behind() -> None:
     with pytest.raises(EngineError, match=r"process of SGLang has ended \(exit code -9\)"):
         SGLangEngine("embedded", threads=1)
     killer.join()
-    _, left = psutil.wait_procs(family, timeout=30)
-    for process in left:
+    assert_gone(family)
+
+
+def test_no_process_stays_behind_when_whoever_started_it_is_killed() -> None:
+    """They cannot clean up any more."""
+    text = "from fsm_rollout.engines.sglang.engine import SGLangEngine; SGLangEngine('embedded', threads=1)"
+    user = subprocess.Popen([sys.executable, "-c", text], stderr=subprocess.DEVNULL, start_new_session=True)
+    family: list[psutil.Process] = []
+    while not family:
+        assert user.poll() is None
+        family = psutil.Process(user.pid).children(recursive=True)
+    user.kill()
+    user.wait()
+    assert_gone(family)
+
+
+def assert_gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=60)
+    alive = [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    for process in alive:
         process.kill()
-    assert not left
+    assert not alive
 
 
-def test_an_argument_that_sglang_does_not_have_is_named() -> None:
-    with pytest.raises(EngineError, match="SGLang has no argument 'mem_fraction_statik'; did you mean"):
-        SGLangEngine("embedded", args={"mem_fraction_statik": 0.5})
+# -- from here on the order counts
 
 
-def test_a_killed_scheduler_ends_what_is_under_way_and_no_other_engine(engine: SGLangEngine) -> None:
-    """Two engines in one process; the second one loses its scheduler."""
-    second = SGLangEngine("embedded:early", threads=1, send_every=2)
+def test_a_killed_scheduler_costs_no_token_as_another_sglang_goes_on_with_the_same_weights(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, processes = served.engine, served.processes
+    defaults = {"skip_tokenizer_init": False, "incremental_streaming_output": False}
+    monkeypatch.setattr(sglang, "ServerProcess", lambda own, threads: ServerProcess({**own, **defaults}, threads))
+    tensors = {name: tensor.clone() for name, tensor in model("early").state_dict().items()}
 
     async def main() -> None:
-        one = request(engine, next(names), 1, 20, temperature=0.0)
-        (ours,), (theirs,) = await asyncio.gather(ask(engine, one), ask(second, one))
-        assert worst(ours, {engine.weight_version: "final"}) < CLOSE
-        assert worst(theirs, {0: "early"}) < CLOSE
+        pool = served.pool
+        assert await pool.update_weights(tensors, 70) == 70
+        client = EngineClient(pool)
+        asked = [client.submit(request(pool, next(names), i, 1200, temperature=0.7, ignore_eos=True)) for i in range(3)]
+        async with asyncio.timeout(60):
+            while any(len(pending.ids) < 20 for pending in asked):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        (scheduler,) = [process for process in processes if "scheduler" in " ".join(process.cmdline())]
+        scheduler.kill()
+        async with asyncio.timeout(PATIENCE):
+            for pending in asked:
+                await pending.done.wait()
+        await client.drain()
+        (stats,) = pool.replicas
+        assert (stats.restarts, pool.weight_version) == (1, 70)
+        line = stats.cause.splitlines()[0]
+        assert "scheduler_0" in line
+        assert "exit code -9" in line
+        for pending in asked:
+            assert (pending.finish_reason, len(pending.ids), pending.versions) == ("length", 1200, [(1200, 70)])
+            got = Got(pending.request, [Chunk("", pending.ids, pending.logprobs, weight_version=70)])
+            assert worst(got, {70: "early"}) < CLOSE
+        assert "process of SGLang has ended (exit code -9)" in str(first.failure)
 
-        doomed = [request(second, next(names), i, 1500, ignore_eos=True) for i in range(2)]
-        got = Answers(*doomed)
-        pending = asyncio.ensure_future(got.drain(second.generate(doomed)))
-        await got.until(lambda: all(answer.ids for answer in got.values()))  # partial results are there
-        kill_scheduler_of(second)
-        with pytest.raises(EngineError, match="process of SGLang") as died:
-            await asyncio.wait_for(pending, 30)
-        assert "scheduler_0" in str(died.value).splitlines()[0]
-        assert "exit code -9" in str(died.value).splitlines()[0]
-        assert all(answer.reason is None for answer in got.values())
-        with pytest.raises(EngineError, match="process of SGLang"):
-            second.generate([request(second, next(names))])
-        with pytest.raises(EngineError, match="process of SGLang"):
-            await second.pause()
-        await second.aclose()
-        (still,) = await ask(engine, request(engine, next(names), 0, 8))
-        assert still.ids
+    asyncio.run(main())
+    assert served.engine is not first
+    assert_gone(processes)
+
+
+@pytest.fixture
+def elsewhere(served: Served) -> dict[str, Any]:
+    """What an engine for a server that others have started needs to reach this one."""
+    return {"url": served.engine._process.url, "api_key": served.engine._process.api_key}
+
+
+def test_a_server_of_others_with_a_tokenizer_of_its_own_gives_the_same_tokens(elsewhere: dict[str, Any]) -> None:
+    async def main() -> None:
+        engine, other = SGLangHTTPEngine(**elsewhere), TransformersEngine("embedded:early")
+        assert engine.weight_version == 70  # whoever comes later learns the version from the server
+        requests = [request(engine, next(names), i, 40, temperature=0.0) for i in range(4)]
+        requests += [request(engine, next(names), i, 40, top_p=0.8, temperature=1.3) for i in range(2)]
+        ours, theirs = await ask(engine, *requests), await ask(other, *requests[:4])
+        for got, want in zip(ours[:4], theirs, strict=True):
+            assert (got.ids, got.reason) == (want.ids, want.reason)
+        assert all(worst(got, {70: "early"}) < CLOSE for got in ours)
+        assert {chunk.replica for got in ours for chunk in got.chunks} == {elsewhere["url"]}
+        await asyncio.gather(engine.aclose(), other.aclose())
 
     asyncio.run(main())
 
 
-def test_an_engine_that_fails_half_way_through_an_update_samples_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part is in, and the next one never comes."""
-
-    def one_part(weights: Any) -> Iterator[bytes]:
-        yield sglang_weights.packed({"model.norm.weight": torch.zeros(128)})
-        raise OSError("the disk is gone")
-
-    monkeypatch.setattr(sglang_weights, "parts_of", one_part)
-    half = SGLangEngine("embedded", threads=1)
-
+def test_an_update_of_such_a_server_in_mid_flight_mistakes_no_version(elsewhere: dict[str, Any]) -> None:
     async def main() -> None:
-        got = Answers(request(half, "a", 0, 1900, ignore_eos=True))
-        pending = asyncio.ensure_future(got.drain(half.generate([got["a"].request])))
-        await got.until(lambda: bool(got["a"].ids))
-        with pytest.raises(OSError, match="the disk is gone"):
-            await half.update_weights({"model.norm.weight": torch.zeros(128)})
-        said = "an update broke off, so nobody knows the weights any more: the disk is gone"
-        with pytest.raises(EngineError, match=said):
-            await half.pause()
-        with pytest.raises(EngineError, match=said):
-            await asyncio.wait_for(pending, 60)
-        assert worst(got["a"], {0: "final"}) < CLOSE
-        with pytest.raises(EngineError, match=said):
-            half.generate([request(half, next(names))])
-        assert str(half.failure) == said
-        assert half.weight_version == 0
-        await half.aclose()
+        engine = SGLangHTTPEngine(**elsewhere, send_every=4)
+        first = await engine.update_weights(embedded_model("early"))
+        requests = [request(engine, next(names), i, 1900, ignore_eos=True) for i in range(4)]
+        got = Answers(*requests)
+        pending = asyncio.ensure_future(got.drain(engine.generate(requests)))
+        await got.until(lambda: all(len(answer.ids) > 8 for answer in got.values()))
+        await engine.update_weights(embedded_model("final"))
+        await got.until(lambda: all(answer.versions.count(first + 1) > 8 for answer in got.values()))
+        await engine.abort([r.request_id for r in requests])
+        await asyncio.wait_for(pending, PATIENCE)
+        for answer in got.values():
+            assert answer.reason == "abort"
+            assert set(answer.versions) == {first, first + 1}
+            assert worst(answer, {first: "early", first + 1: "final"}) < CLOSE
+        await engine.aclose()
+        again = SGLangHTTPEngine(**elsewhere)
+        assert again.weight_version == first + 1
+        with pytest.raises(EngineError, match="weights cannot go to a server as tensors; save_pretrained them"):
+            await again.update_weights({"x": None})  # type: ignore[dict-item]
+        await again.aclose()
 
     asyncio.run(main())
 
 
-def kill_scheduler_of(engine: SGLangEngine) -> None:
-    children = psutil.Process(engine._process.process.pid).children(recursive=True)
-    (scheduler,) = [child for child in children if "scheduler" in " ".join(child.cmdline())]
-    scheduler.kill()
-
-
-def test_it_conforms_and_leaves_no_process_behind(engine: SGLangEngine) -> None:
-    """Last, as it closes the engine. On a CPU SGLang has no per-request seeds, hence not deterministic."""
-    processes = psutil.Process(engine._process.process.pid).children(recursive=True)
-    assert len(processes) >= 2
-    report = asyncio.run(check_engine(engine, weights=embedded_model("early"), deterministic=False, patience=300))
+def test_such_a_server_conforms(elsewhere: dict[str, Any]) -> None:
+    """On a CPU SGLang has no per-request seeds, hence not deterministic."""
+    engine = SGLangHTTPEngine(**elsewhere, send_every=2)
+    report = asyncio.run(check_engine(engine, weights=embedded_model("final"), deterministic=False, patience=PATIENCE))
     assert report.tokens > 50
-    assert not any(process.is_running() for process in processes)
-    assert not psutil.pid_exists(engine._process.process.pid) or engine._process.process.returncode is not None
+
+
+def test_several_servers_are_a_pool(elsewhere: dict[str, Any]) -> None:
+    async def main() -> None:
+        pool = PoolEngine(LocalPlacement(lambda name: SGLangHTTPEngine(**elsewhere, replica=name)), 2)
+        requests = [request(pool, next(names), i, 60, ignore_eos=True) for i in range(8)]
+        answers = await ask(pool, *requests)
+        assert {len(got.ids) for got in answers} == {60}
+        assert max(worst(got, {got.versions[0]: "final"}) for got in answers) < CLOSE
+        assert len({chunk.replica for got in answers for chunk in got.chunks if chunk.ids}) == 2
+        await pool.aclose()
+
+    asyncio.run(main())
+
+
+def test_no_server_and_no_sglang_are_said_to_be_so(elsewhere: dict[str, Any]) -> None:
+    url, api_key = elsewhere["url"], elsewhere["api_key"]
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        unused = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        with pytest.raises(EngineError, match=f"the SGLang server {unused} cannot be reached .*; is it running"):
+            SGLangHTTPEngine(unused)
+    with pytest.raises(EngineError, match=r"/v1/server_info answered 404"):
+        SGLangHTTPEngine(f"{url}/v1", api_key=api_key)
+    with pytest.raises(EngineError, match=r"/server_info answered 401.*Unauthorized"):
+        SGLangHTTPEngine(url)
+    with pytest.raises(EngineError, match="write it as http://HOST:PORT"):
+        SGLangHTTPEngine("localhost:30000")
+
+
+def test_it_conforms_and_leaves_no_process_behind(served: Served, elsewhere: dict[str, Any]) -> None:
+    """Last, as it closes the engine; whoever else uses the server is told so, as we are when they update it."""
+    processes, other = served.processes, SGLangHTTPEngine(**elsewhere, send_every=2)
+    assert len(processes) >= 3
+
+    async def main() -> None:
+        version = await other.update_weights(embedded_model("final"))
+        with pytest.raises(EngineError, match=f"samples with weights of version '{version}', not '.*' as loaded here"):
+            await ask(served.engine, request(other, next(names)))
+        await served.engine.update_weights(embedded_model("final"))
+        report = await check_engine(
+            served.engine, weights=embedded_model("early"), deterministic=False, patience=PATIENCE
+        )
+        assert report.tokens > 50
+        assert_gone(processes)
+        with pytest.raises(EngineError, match=f"the SGLang server {elsewhere['url']} cannot be reached"):
+            await ask(other, request(other, next(names)))
+        assert other.load() == Load()
+        await other.aclose()
+
+    asyncio.run(main())

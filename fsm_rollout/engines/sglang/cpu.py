@@ -78,5 +78,18 @@ def launch_server(arguments: list[str]) -> None:
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 
 
+def serve(arguments: Mapping[str, object]) -> None:
+    """Run SGLang's server in this process with ``arguments`` of its ``ServerArgs``.
+
+    What ``sglang.launch_server`` does; but SGLang's processes import the present main module again, not that one.
+    """
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+    run_server(ServerArgs(**arguments))
+
+
 if __name__ == "__main__":
     launch_server(sys.argv[1:])

@@ -10,9 +10,12 @@ import json
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fsm_rollout.errors import EngineError
+from fsm_rollout.errors import EngineError, did_you_mean
+
+if TYPE_CHECKING:
+    import torch
 
 
 def _config(folder: Path, name: str) -> Mapping[str, Any]:
@@ -91,6 +94,28 @@ def check_complete(new: Path, shapes: Mapping[str, list[int]]) -> None:
             raise EngineError(f"the new weights in '{new}' lack '{name}', which the model has; save all of them")
         if given.get(name, shape) != shape:
             raise EngineError(f"new weight '{name}' in '{new}' has shape {given[name]}, the model's has {shape}")
+
+
+def check_weights_fit(weights: Mapping[str, torch.Tensor], shapes: Mapping[str, list[int]]) -> None:
+    """Check new weights against the shapes of the model's: SGLang passes over a name that it does not know.
+
+    Raises:
+        EngineError: a name or shape does not fit.
+    """
+    for name, tensor in weights.items():
+        if name not in shapes:
+            raise EngineError(f"new weights name '{name}', which the model does not have{did_you_mean(name, shapes)}")
+        if list(tensor.shape) != shapes[name]:
+            raise EngineError(f"new weight '{name}' has shape {list(tensor.shape)}, the model's has {shapes[name]}")
+
+
+def save_tensors(weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Save weights so that :func:`shapes_in` and SGLang find them in ``folder``; views and tied tensors in full."""
+    import torch
+    from safetensors.torch import save_file
+
+    whole = {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in weights.items()}
+    save_file(whole, folder / "model.safetensors")
 
 
 def shapes_in(folder: Path) -> Mapping[str, list[int]]:

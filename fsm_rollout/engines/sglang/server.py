@@ -8,13 +8,14 @@ what an SGLang server says is an error that shows it, and never a token. Only ge
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
+from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-import httpx
+import aiohttp
+import msgspec
 
 from fsm_rollout.errors import EngineError
 
@@ -24,127 +25,211 @@ IDLE_WITHIN = 30.0
 """Seconds that a server has to become idle when nothing is asked of it any more."""
 MEMORY_WITHIN, UPDATE_WITHIN = 60.0, 600.0
 """Seconds that it has to give memory back or take it again, and to load weights."""
+LINE_BYTES = 256 * 2**20
+"""The longest line of an answer; a server without incremental output repeats the whole answer in each."""
+
+
+class WeightsRefused(EngineError):
+    """A server did not begin to load weights, so it has those that it had."""
+
+
+class Finish(msgspec.Struct):
+    """Why a request has ended."""
+
+    type: str
+    message: str | None = None
+
+
+class Meta(msgspec.Struct):
+    """What SGLang says about a request beside its tokens."""
+
+    completion_tokens: int
+    finish_reason: Finish | None
+    cached_tokens: int = 0
+    weight_version: str | int | None = None
+    output_token_logprobs: list[tuple[float, int, str | None]] = []
+    output_token_sampling_logprobs: list[float] = []
+
+
+class _Refusal(msgspec.Struct):
+    message: str
+
+
+class _Line(msgspec.Struct):
+    """A piece of an answer: the whole answer so far, or with incremental output what is new in it."""
+
+    output_ids: list[int] | None = None
+    meta_info: Meta | None = None
+    error: _Refusal | str | None = None
+    """What stands in place of the others when SGLang refuses the request."""
+
+
+class Info(msgspec.Struct):
+    """What a server says about itself, as far as it matters here."""
+
+    max_req_input_len: int
+    sampling_mask_max_tokens: int = 0
+    enable_weights_cpu_backup: bool = False
+
+
+class _Label(msgspec.Struct):
+    weight_version: str | int = ""
+
+
+class _Loaded(msgspec.Struct):
+    success: bool
+    message: str = ""
+
+
+Said = TypeVar("Said")
+_encode = msgspec.json.Encoder().encode
+_decode_line = msgspec.json.Decoder(_Line).decode
 
 
 class Server:
-    """The backend of :class:`Requests`; belongs to one event loop.
+    """One SGLang server; belongs to one event loop, whose thread must close it.
 
     Args:
         url: where it is.
         send_every: tokens between two outputs.
-        doubt: called when it may be another server, or have other weights, the next time.
+        api_key: what it demands of whoever asks.
     """
 
-    def __init__(self, url: str, send_every: int, doubt: Callable[[], None]) -> None:
+    def __init__(self, url: str, send_every: int, api_key: str | None = None) -> None:
         self.url = url.rstrip("/")
         self.label = ""
         """What it calls the weights that ours should be."""
         self.ours = False
         """Whether that name is ours. Until then others may update it, and we are none the wiser."""
-        self._doubt = doubt
+        self.doubt: Callable[[], None] = lambda: None
+        """Called when it may be another server, or have other weights, the next time."""
         self._send_every = send_every
-        timeout = httpx.Timeout(ANSWER_WITHIN, read=None)  # an answer may take as long as it likes; see ``watch``
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=128, keepalive_expiry=2.0)
-        self.client = httpx.AsyncClient(base_url=self.url, timeout=timeout, limits=limits, trust_env=False)
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._client: aiohttp.ClientSession | None = None
+
+    @property
+    def client(self) -> aiohttp.ClientSession:
+        """The connections, made on the loop when they are first needed."""
+        if self._client is None:
+            self._client = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, force_close=True),  # a kept one may be closed as it is used
+                timeout=aiohttp.ClientTimeout(total=None, connect=ANSWER_WITHIN),
+                headers=self._headers,
+                read_bufsize=LINE_BYTES,
+            )
+        return self._client
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        if self._client is not None:
+            await self._client.close()
 
     async def call(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, within: float = ANSWER_WITHIN
-    ) -> Any:
-        """Ask something and return the answer's JSON (``None`` when it is none).
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, object] | None = None,
+        *,
+        within: float = ANSWER_WITHIN,
+        may_refuse: bool = False,
+    ) -> bytes:
+        """Ask something and return the answer; also (``may_refuse``) one that says why it refuses.
 
         Raises:
             EngineError: the server is not there, refuses, or has not answered in full ``within`` so many seconds.
         """
         try:
-            async with asyncio.timeout(within):
-                answer = await self.client.request(method, path, json=body, timeout=None)
+            async with (
+                asyncio.timeout(within),
+                self.client.request(method, self.url + path, data=_encode(body) if body else None) as answer,
+            ):
+                content = await answer.read()
         except TimeoutError:
             raise self.gone(TimeoutError(f"no answer to {path} within {within:g} s")) from None
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except (aiohttp.ClientError, OSError, ValueError) as error:
             raise self.gone(error) from None
-        if answer.is_error:
-            raise EngineError(f"{self.url}{path} answered {answer.status_code}: {_said(answer.text)}")
-        with suppress(ValueError):
-            return answer.json()
-        return None
+        if answer.status >= HTTPStatus.BAD_REQUEST and not (may_refuse and answer.status == HTTPStatus.BAD_REQUEST):
+            raise EngineError(f"{self.url}{path} answered {answer.status}: {_shown(content)}")
+        return content
 
     def gone(self, error: Exception) -> EngineError:
         """Say that the server cannot be reached, and have it looked at before the next request."""
-        self._doubt()
+        self.doubt()
         why = str(error) or type(error).__name__
         return EngineError(
             f"the SGLang server {self.url} cannot be reached ({why}); is it running, and is the url right?"
         )
 
-    async def stream(self, rid: str, arguments: Mapping[str, Any]) -> AsyncIterator[Mapping[str, Any]]:
-        """Generate, and yield what it says.
+    async def stream(
+        self, rid: str, arguments: Mapping[str, object], sampling: Mapping[str, object]
+    ) -> AsyncIterator[tuple[list[int], Meta]]:
+        """Generate, and yield tokens and what is said about them: the whole answer so far, or what is new in it.
 
         Raises:
             ValueError: it refuses this request. EngineError: it is gone, or no SGLang.
         """
-        sampling = {**arguments["sampling_params"], "stream_interval": self._send_every}
-        body = {**arguments, "sampling_params": sampling, "rid": rid}
+        sampling = {**sampling, "stream_interval": self._send_every}
+        body = _encode({**arguments, "sampling_params": sampling, "rid": rid, "stream": True})
+        answered = finished = False
         try:
-            async with self.client.stream("POST", "/generate", json=body) as answer:
-                if answer.is_error:
-                    text = _said((await answer.aread()).decode(errors="replace"))
-                    kind = ValueError if answer.status_code == httpx.codes.BAD_REQUEST else EngineError
-                    raise kind(f"{self.url}/generate answered {answer.status_code}: {text}")
-                said_something = False
-                async for line in answer.aiter_lines():
-                    if line.startswith("data: {"):
-                        out = self._output(line[6:])
-                        said_something = True
-                        self._check_label(out["meta_info"].get("weight_version"))
-                        yield out
-                        if out["meta_info"]["finish_reason"] is not None:
-                            return
-        except httpx.HTTPError as error:
-            raise self.gone(error) from None
-        if not said_something:
-            self._doubt()
+            async with self.client.post(f"{self.url}/generate", data=body) as answer:
+                if answer.status >= HTTPStatus.BAD_REQUEST:
+                    kind = ValueError if answer.status == HTTPStatus.BAD_REQUEST else EngineError
+                    raise kind(f"{self.url}/generate answered {answer.status}: {_shown(await answer.read())}")
+                async for line in answer.content:
+                    if line.startswith(b"data: {"):
+                        ids, meta = self._output(line[6:])
+                        answered, finished = True, meta.finish_reason is not None
+                        yield ids, meta
+        except (aiohttp.ClientError, OSError) as error:
+            if not finished:
+                raise self.gone(error) from None
+        if finished:
+            return
+        if not answered:
+            self.doubt()
             raise EngineError(
-                f"{self.url}/generate answered {answer.status_code} and not a word of what it generates; is it "
+                f"{self.url}/generate answered {answer.status} and not a word of what it generates; is it "
                 f"an SGLang server?"
             )
         raise self.gone(EOFError("the answer broke off"))
 
-    def _output(self, line: str) -> Mapping[str, Any]:
+    def _output(self, line: bytes) -> tuple[list[int], Meta]:
         """Return one of SGLang's outputs.
 
         Raises:
-            ValueError: it is SGLang's refusal of the request. EngineError: it is nothing that SGLang says.
+            ValueError: it is SGLang's refusal of the request. EngineError: it is nothing that SGLang says, or was
+                sampled by other weights than ours; connections may break while nobody looks.
         """
-        refusal = None
         try:
-            out = json.loads(line)
-            if "error" in out:
-                refusal = out["error"].get("message", out["error"])
-            else:
-                meta = out["meta_info"]
-                _ = out["output_ids"], meta["completion_tokens"] + 0
-                _ = meta["finish_reason"] and meta["finish_reason"]["type"]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise EngineError(
-                f"{self.url}/generate does not answer as an SGLang server does ({type(error).__name__}: {error}): "
-                f"{_said(line)}"
-            ) from None
-        if refusal is not None:
-            raise ValueError(refusal)
-        return out  # type: ignore[no-any-return]
-
-    def _check_label(self, label: object) -> None:
-        """Check which weights have sampled an output.
-
-        Raises:
-            EngineError: not ours; connections may break while nobody looks.
-        """
+            said = _decode_line(line)
+        except msgspec.MsgspecError as error:
+            raise self._no_sglang(line, str(error)) from None
+        if said.error is not None:
+            raise ValueError(said.error.message if isinstance(said.error, _Refusal) else said.error)
+        if said.meta_info is None or said.output_ids is None:
+            raise self._no_sglang(line, f"it lacks `{'meta_info' if said.meta_info is None else 'output_ids'}`")
+        label = said.meta_info.weight_version
         if self.ours and label is not None and str(label) != self.label:
-            self._doubt()
+            self.doubt()
             raise EngineError(
                 f"{self.url} samples with weights of version '{label}', not '{self.label}' as loaded here; it was "
                 f"restarted, or others update it"
             )
+        return said.output_ids, said.meta_info
+
+    def _no_sglang(self, line: bytes, why: str) -> EngineError:
+        return EngineError(f"{self.url}/generate does not answer as an SGLang server does ({why}): {_shown(line)}")
+
+    async def ask_info(self) -> Info:
+        """Return what the server says about itself.
+
+        Raises:
+            EngineError: it is not there, or is no SGLang.
+        """
+        return self._read("/server_info", await self.call("GET", "/server_info"), Info)
 
     async def ask_label(self) -> str:
         """Return what the server calls its weights.
@@ -152,10 +237,13 @@ class Server:
         Raises:
             EngineError: it is not there, or does not say.
         """
-        info = await self.call("GET", "/model_info")
-        if not isinstance(info, Mapping):
-            raise EngineError(f"{self.url}/model_info does not say what an SGLang server says; is the url right?")
-        return str(info.get("weight_version", ""))
+        return str(self._read("/model_info", await self.call("GET", "/model_info"), _Label).weight_version)
+
+    def _read(self, path: str, content: bytes, kind: type[Said]) -> Said:
+        try:
+            return msgspec.json.decode(content, type=kind)
+        except msgspec.MsgspecError:
+            raise EngineError(f"{self.url}{path} does not say what an SGLang server says; is the url right?") from None
 
     async def flush_cache(self) -> None:
         """Wait until it has nothing to do, and have it forget what it has computed.
@@ -170,12 +258,22 @@ class Server:
         """Have it load a folder, which it must be able to read.
 
         Raises:
+            WeightsRefused: it refuses. EngineError: it is not there, or has failed half-way.
+        """
+        body = {"model_path": str(folder), "weight_version": label}
+        path = "/update_weights_from_disk"
+        loaded = self._read(path, await self.call("POST", path, body, within=UPDATE_WITHIN, may_refuse=True), _Loaded)
+        if not loaded.success:
+            kind = EngineError if "Rolling back" in loaded.message else WeightsRefused  # it has no copy of the old ones
+            raise kind(f"the SGLang server {self.url} refused the weights: {loaded.message}")
+
+    async def rename_weights(self, label: str) -> None:
+        """Have it give the weights that it has another version.
+
+        Raises:
             EngineError: it is not there, or refuses.
         """
-        what = {"model_path": str(folder), "weight_version": label}
-        told = await self.call("POST", "/update_weights_from_disk", what, within=UPDATE_WITHIN)
-        if not (isinstance(told, Mapping) and told.get("success")):
-            raise EngineError(f"{self.url} refused the weights: {told}")
+        await self.call("POST", "/update_weight_version", {"new_version": label, "abort_all_requests": False})
 
     async def abort(self, rid: str) -> None:
         """Have it end a request soon, if it can be reached."""
@@ -183,5 +281,5 @@ class Server:
             await self.call("POST", "/abort_request", {"rid": rid})
 
 
-def _said(text: str) -> str:
-    return text[:300].strip() or "nothing"
+def _shown(content: bytes) -> str:
+    return content[:300].decode(errors="replace").strip() or "nothing"

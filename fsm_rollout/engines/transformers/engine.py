@@ -5,7 +5,8 @@ loop's objects: requests and orders go one way through a queue, chunks come back
 
 Why not transformers' own continuous batching (5.12): it samples every request with one global random state, so what a
 request gets depends on what else is in the batch, which invariant 5 of :mod:`fsm_rollout.engines.protocol` forbids. The
-decode loop here is :mod:`fsm_rollout.engines.transformers.decode_loop`; the random numbers are :mod:`fsm_rollout.engines.transformers.sampling`'s.
+decode loop here is :mod:`fsm_rollout.engines.transformers.decode_loop`; the random numbers are those of
+:mod:`fsm_rollout.engines.transformers.sampling`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import queue
 import threading
 import time
 import weakref
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -24,7 +24,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from fsm_rollout.engines.chunk_stream import NO_IDS, NO_LOGPROBS, ChunkStream, check_unique, refusal
+from fsm_rollout.engines.chunk_stream import (
+    NO_IDS,
+    NO_LOGPROBS,
+    ChunkStream,
+    check_unique,
+    fail_all,
+    hand_over,
+    refusal,
+)
 from fsm_rollout.engines.protocol import Chunk, Load, Request
 from fsm_rollout.engines.transformers.checkpoints import (
     check_supported,
@@ -57,7 +65,7 @@ class _ModelThread(threading.Thread):
         """Why nothing is sampled: "paused", "asleep", both, or (empty) not at all."""
         self.load = Load()
         self._lock = threading.Lock()
-        self._answers: dict[str, ChunkStream] = {}
+        self._streams: dict[str, ChunkStream] = {}
         """Where the chunks of each request under way go; ``_lock`` guards it."""
         self._orders: queue.SimpleQueue[tuple[Order, Future[Any]] | None] = queue.SimpleQueue()
 
@@ -67,15 +75,15 @@ class _ModelThread(threading.Thread):
         self._orders.put((what, done))
         return done
 
-    def submit(self, requests: Sequence[Request], answers: ChunkStream) -> None:
+    def submit(self, requests: Sequence[Request], stream: ChunkStream) -> None:
         """Register and queue requests; from any thread.
 
         Raises:
             EngineError: an id is under way already.
         """
         with self._lock:
-            check_unique(requests, self._answers)
-            self._answers.update((request.request_id, answers) for request in requests)
+            check_unique(requests, self._streams)
+            self._streams.update((request.request_id, stream) for request in requests)
         now = time.monotonic()
         self.order(lambda: self.decode.add(requests, now))
 
@@ -83,7 +91,7 @@ class _ModelThread(threading.Thread):
     def under_way(self) -> list[str]:
         """The ids of all requests that have not had their last chunk."""
         with self._lock:
-            return list(self._answers)
+            return list(self._streams)
 
     def stop(self) -> None:
         """End the thread after its present step and wait for that; from any thread, more than once if need be."""
@@ -124,39 +132,30 @@ class _ModelThread(threading.Thread):
     def deliver(self, chunks: Sequence[Chunk]) -> None:
         """Hand chunks to the event loops that wait for them, in one callback for each loop."""
         self._measure()  # first: who hears of an end may ask for the load
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[ChunkStream, Chunk]]] = defaultdict(list)
+        addressed = []
         with self._lock:
             for chunk in chunks:
                 last = chunk.finish_reason is not None
-                answers = self._answers.pop(chunk.request_id) if last else self._answers[chunk.request_id]
-                by_loop[answers.loop].append((answers, chunk))
-        for loop, pairs in by_loop.items():
-            self._call(loop, _put_all, pairs)
+                stream = self._streams.pop(chunk.request_id) if last else self._streams[chunk.request_id]
+                addressed.append((stream, chunk))
+        hand_over(addressed, self._unheard)
 
-    def _call(self, loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: object) -> None:
-        try:
-            loop.call_soon_threadsafe(function, *args)
-        except RuntimeError:  # the loop is closed: nobody will ever listen, so stop sampling for it
-            with self._lock:
-                unheard = [request_id for request_id, answers in self._answers.items() if answers.loop is loop]
-                for request_id in unheard:
-                    del self._answers[request_id]
-            self.decode.abort(unheard)
+    def _unheard(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Sample nothing for a loop that is closed."""
+        with self._lock:
+            unheard = [request_id for request_id, stream in self._streams.items() if stream.loop is loop]
+            for request_id in unheard:
+                del self._streams[request_id]
+        self.decode.abort(unheard)
 
     def _fail(self, error: EngineError) -> None:
         """Give all requests up but keep the thread: the next ones may do better (say after an out-of-memory)."""
         with self._lock:
-            failed, self._answers = self._answers, {}
+            failed, self._streams = self._streams, {}
         self.decode.abort(failed)
         self.decode.forget()  # its memory may be what was wanted
         self._measure()
-        for answers in dict.fromkeys(failed.values()):
-            self._call(answers.loop, answers.fail, error)
-
-
-def _put_all(pairs: list[tuple[ChunkStream, Chunk]]) -> None:
-    for answers, chunk in pairs:
-        answers.put(chunk)
+        fail_all(failed.values(), error, self._unheard)
 
 
 class TransformersEngine:
@@ -256,12 +255,12 @@ class TransformersEngine:
     def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
         """Start all requests at once (not at the first ``anext``); see the protocol."""
         self._check_open()
-        answers = ChunkStream((request.request_id for request in requests), self._abort)
+        stream = ChunkStream((request.request_id for request in requests), self._abort)
         window, vocabulary = self._max_context, self._vocabulary
         refused = {r.request_id: error for r in requests if (error := refusal(r, window, vocabulary)) is not None}
-        self._thread.submit([request for request in requests if request.request_id not in refused], answers)
+        self._thread.submit([request for request in requests if request.request_id not in refused], stream)
         for request_id, error in refused.items():
-            answers.put(
+            stream.put(
                 Chunk(
                     request_id,
                     NO_IDS,
@@ -272,7 +271,7 @@ class TransformersEngine:
                     replica=self._replica,
                 )
             )
-        return aiter(answers)
+        return aiter(stream)
 
     async def abort(self, request_ids: Iterable[str]) -> None:
         """End these requests before the next step; what was sampled stays."""

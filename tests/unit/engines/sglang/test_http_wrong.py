@@ -93,11 +93,20 @@ def said(meta: object, **more: Any) -> bytes:
         (b"HTTP/1.0 200 OK\r\n\r\ndata: [DONE]\n\n", "answered 200 and not a word"),
         (b"HTTP/1.0 200 OK\r\nContent-Length: 50\r\n\r\ndata", "cannot be reached"),
         (b"HTTP/1.0 500 Oh\r\n\r\nno memory", "/generate answered 500: no memory"),
-        (b"HTTP/1.0 200 OK\r\n\r\ndata: {oh\n\n", r"does not answer as an SGLang server does \(JSONDecodeError.*: {oh"),
-        (b'HTTP/1.0 200 OK\r\n\r\ndata: {"choices": []}\n\n', r"as an SGLang server does \(KeyError: 'meta_info'\)"),
-        (said("x", output_ids=[]), r"as an SGLang server does \(TypeError"),
-        (said({"completion_tokens": None, "finish_reason": None}, output_ids=[]), r"server does \(TypeError"),
-        (said({"completion_tokens": 1, "finish_reason": "stop"}, output_ids=[1]), r"server does \(TypeError"),
+        (
+            b"HTTP/1.0 200 OK\r\n\r\ndata: {oh\n\n",
+            r"does not answer as an SGLang server does \(JSON is malformed.*: {oh",
+        ),
+        (b'HTTP/1.0 200 OK\r\n\r\ndata: {"choices": []}\n\n', r"as an SGLang server does \(it lacks `meta_info`\)"),
+        (said("x", output_ids=[]), r"as an SGLang server does \(Expected `object.*`\$\.meta_info`"),
+        (
+            said({"completion_tokens": None, "finish_reason": None}, output_ids=[]),
+            r"\(Expected `int`.*completion_tokens",
+        ),
+        (
+            said({"completion_tokens": 1, "finish_reason": "stop"}, output_ids=[1]),
+            r"\(Expected `object.*finish_reason`",
+        ),
     ],
 )
 def test_an_answer_that_is_none_is_an_error_that_shows_it_and_the_next_one_is_tried(

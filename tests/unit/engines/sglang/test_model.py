@@ -1,4 +1,4 @@
-"""What is read from a model folder, and what is checked and packed before weights travel; no SGLang needed."""
+"""What is read from a model folder, and what is checked and saved before weights travel; no SGLang needed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from fsm_rollout.engines.sglang import weights as sglang_weights
-from fsm_rollout.engines.sglang.model import check_weights_there, shapes_in, stop_tokens_in, vocabulary_of, window_of
-from fsm_rollout.engines.sglang.weights import check_weights, parts_of, unpacked
+from fsm_rollout.engines.sglang.model import (
+    check_weights_fit,
+    check_weights_there,
+    save_tensors,
+    shapes_in,
+    stop_tokens_in,
+    vocabulary_of,
+    window_of,
+)
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model import embedded_model
 from fsm_rollout.model.folders import load_tokenizer
@@ -58,22 +65,21 @@ def test_a_checkpoint_that_is_cut_off_or_not_there_is_named(tmp_path: Path) -> N
         check_weights_there(tmp_path)
 
 
-def test_weights_travel_whole_in_parts_of_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_travel_whole_whatever_memory_they_lie_in(tmp_path: Path) -> None:
     weights = {f"w{i}": torch.arange(i * 40, dtype=torch.float32) for i in range(1, 8)}
     weights["view"] = torch.arange(10_000.0)[:5]
-    monkeypatch.setattr(sglang_weights, "PART_BYTES", 1000)
-    parts = list(parts_of(weights))
-    got = [pair for part in parts for pair in unpacked(part)]
-    assert [name for name, _ in got] == list(weights)
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in got)
-    sizes = [[tensor.nbytes for _, tensor in unpacked(part)] for part in parts]
-    assert sizes == [[160, 320, 480], [640], [800], [960], [1120], [20]]
-    assert len(parts[-1]) < 8000, "a view must not take all of its storage along"
+    weights["tied"], weights["turned"] = weights["w1"], weights["w2"].view(8, 10).T
+    weights["half"] = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    save_tensors(weights, tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in found.items())
+    assert (tmp_path / "model.safetensors").stat().st_size < 8000, "a view must not take all of its storage along"
 
 
 def test_weights_are_checked_by_name_and_shape() -> None:
-    check_weights({"a": torch.zeros(2, 3)}, {"a": [2, 3]})
+    check_weights_fit({"a": torch.zeros(2, 3)}, {"a": [2, 3]})
     with pytest.raises(EngineError, match="'ab', which the model does not have; "):
-        check_weights({"ab": torch.zeros(1)}, {"abc": [1]})
+        check_weights_fit({"ab": torch.zeros(1)}, {"abc": [1]})
     with pytest.raises(EngineError, match=r"has shape \[2\], the model's has \[3\]"):
-        check_weights({"a": torch.zeros(2)}, {"a": [3]})
+        check_weights_fit({"a": torch.zeros(2)}, {"a": [3]})

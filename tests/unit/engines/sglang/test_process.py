@@ -1,6 +1,6 @@
 """What an error says of the output of a process that has ended."""
 
-from fsm_rollout.engines.sglang.engine import OUTPUT_LINES, explained
+from fsm_rollout.engines.sglang.process import OUTPUT_LINES, explained
 
 REASON = "the process of SGLang has ended (exit code -9)"
 CRASH = (
