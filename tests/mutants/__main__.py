@@ -158,6 +158,8 @@ def run_tests(root: Path, tests: Iterable[str]) -> tuple[int, str]:
 
     os.chdir(root)
     sys.path.insert(0, str(root))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        del sys.modules[name]  # this runner's own; the copy's tests are imported
     importlib.invalidate_caches()
     package = importlib.import_module("fsm_rollout")
     assert Path(str(package.__file__)).is_relative_to(root), "the tests would run on another copy of the package"
