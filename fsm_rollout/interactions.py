@@ -1,4 +1,4 @@
-"""The users that a YAML names as ``fsm_rollout.interactions:NAME``. They live in :mod:`fsm_rollout.environment.users`."""
+"""The users that a YAML names as ``fsm_rollout.interactions:NAME``; see :mod:`fsm_rollout.environment.users`."""
 
 from fsm_rollout.environment.users import Conversation, Interaction, ModelUser, Reply, ScriptedUser
 

@@ -1,4 +1,4 @@
-"""The rewards that a YAML names as ``fsm_rollout.rewards:NAME``. They live in :mod:`fsm_rollout.environment.rewards`."""
+"""The rewards that a YAML names as ``fsm_rollout.rewards:NAME``; see :mod:`fsm_rollout.environment.rewards`."""
 
 from fsm_rollout.environment.rewards import exact_answer, first_answer, fraction_answered, scores_differ
 

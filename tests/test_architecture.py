@@ -30,7 +30,7 @@ ORDER = (
     ("cli",),
     ("__main__",),
 )
-"""A room imports itself, its neighbours in the same step, and what stands in earlier steps. The longest name decides."""
+"""A room imports its own step and earlier ones; the longest name decides."""
 DOORS = {"rewards", "interactions"}
 """Names that users type in a YAML; they hand on what lives in ``environment``."""
 HOMES: dict[str, tuple[str, ...]] = {

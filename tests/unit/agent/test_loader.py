@@ -514,8 +514,8 @@ def test_options_of_a_custom_handler() -> None:
         ("depth: 3", "depth: '3'", "a.yaml:5: state 'OWN': depth should be a valid integer, got '3'"),
         ("depth: 3, ", "", "a.yaml:5: state 'OWN': 'depth' is missing"),
         ("depth: 3", "depth: 3, options: {}", "a.yaml:5: state 'OWN': unknown key 'options'"),
-        ("Search", "Serch",
-         "a.yaml:5: state 'OWN': 'tests.custom_code' has no 'Serch' (from 'tests.custom_code:Serch'); did you mean 'Search'?"),
+        ("Search", "Serch", "a.yaml:5: state 'OWN': 'tests.custom_code' has no 'Serch' (from 'tests.custom_code:Serch'); "
+         "did you mean 'Search'?"),
         ("Search", "Undeclared", "the class must declare `triggers`, a tuple of names"),
         ("Search", "an_instance", "'tests.custom_code:an_instance' is a Undeclared; name a class, derived from State"),
         ("Search", "NotDerived", "handler 'tests.custom_code:NotDerived': derive the class from fsm_rollout.State"),
@@ -523,7 +523,8 @@ def test_options_of_a_custom_handler() -> None:
         ("Search", "NotAsync", "its `run` is not async; write it as `async def run(self, trajectory, ctx)`"),
         ("Search", "TakesOne", "its `run` cannot be called (too many positional arguments); write it as `async def"),
         ("custom_code", "custom_cod", "cannot import 'tests.custom_cod'"),
-        ("Search", "Free", "a.yaml:5: state 'OWN': unknown key 'depth'; 'tests.custom_code:Free' takes no keys of its own"),
+        ("Search", "Free",
+         "a.yaml:5: state 'OWN': unknown key 'depth'; 'tests.custom_code:Free' takes no keys of its own"),
     ],
 )  # fmt: skip
 def test_mistakes_with_custom_handlers(old: str, new: str, says: str) -> None:

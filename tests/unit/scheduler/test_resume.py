@@ -181,7 +181,8 @@ def test_a_handler_of_many_steps_goes_on_from_any_of_them(initial: str, reset: b
         states={
             "PENDING": {},
             "WORKING": {
-                "handler": "tests.unit.scheduler.test_resume:Thorough", "prompt": "Visit {{ visits.WORKING }}", "timeout": 100.0,
+                "handler": "tests.unit.scheduler.test_resume:Thorough", "prompt": "Visit {{ visits.WORKING }}",
+                "timeout": 100.0,
                 "reset": reset,
             },
             "INTERACTING": {"timeout": 50.0},
