@@ -514,7 +514,8 @@ def test_options_of_a_custom_handler() -> None:
         ("depth: 3", "depth: '3'", "a.yaml:5: state 'OWN': depth should be a valid integer, got '3'"),
         ("depth: 3, ", "", "a.yaml:5: state 'OWN': 'depth' is missing"),
         ("depth: 3", "depth: 3, options: {}", "a.yaml:5: state 'OWN': unknown key 'options'"),
-        ("Search", "Serch", "a.yaml:5: state 'OWN': 'tests.custom_code' has no 'Serch' (from 'tests.custom_code:Serch'); "
+        ("Search", "Serch",
+         "a.yaml:5: state 'OWN': 'tests.custom_code' has no 'Serch' (from 'tests.custom_code:Serch'); "
          "did you mean 'Search'?"),
         ("Search", "Undeclared", "the class must declare `triggers`, a tuple of names"),
         ("Search", "an_instance", "'tests.custom_code:an_instance' is a Undeclared; name a class, derived from State"),
