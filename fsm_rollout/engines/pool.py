@@ -55,6 +55,8 @@ class _Routed:
     queued: float | None = None
     """Seconds that it waited here, until its first chunk has told them."""
     version: int = 0
+    asked: bool = False
+    """Whether the replica's engine was asked for it: only then is losing the replica a failed try."""
 
 
 class PoolEngine:
@@ -293,6 +295,11 @@ class PoolEngine:
 
     async def _serve(self, replica: Replica, batch: list[_Routed]) -> None:
         """Hand on what a replica answers to a dispatch, to its end."""
+        batch = [routed for routed in batch if routed.replica is replica]
+        if not batch:
+            return
+        for routed in batch:
+            routed.asked = True
         engine, loop = replica.live, asyncio.get_running_loop()
         served = {routed.request.request_id: routed for routed in batch}
         why = "the engine's answer ended without a last chunk"
@@ -337,9 +344,16 @@ class PoolEngine:
         self._assign_soon()
 
     def _lose_requests(self, replica: Replica, why: str) -> None:
-        """Give back what a lost replica had."""
+        """Give back what a lost replica had; what it was not asked for yet waits for another one."""
+        not_asked: dict[str, _Routed] = {}
         for routed in self._by_replica(self._under_way.values()).get(replica, ()):
-            self._give_back(routed, why)
+            if routed.asked:
+                self._give_back(routed, why)
+            else:
+                not_asked[routed.request.request_id] = routed
+                replica.in_flight -= 1
+                routed.replica = None
+        self._waiting = {**not_asked, **self._waiting}
         self._assign_soon()
 
     def _replicas_changed(self) -> None:

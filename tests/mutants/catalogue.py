@@ -281,8 +281,8 @@ MUTANTS = (
     ),
     Mutant(
         "what a lost replica had is forgotten", "engines/pool.py",
-        "            self._give_back(routed, why)\n        self._assign_soon()\n\n    def _replicas_changed",
-        "            self._forget(routed)\n        self._assign_soon()\n\n    def _replicas_changed",
+        "                self._give_back(routed, why)\n            else:\n                not_asked",
+        "                self._forget(routed)\n            else:\n                not_asked",
         "8: a lost replica loses no request",
         REPLICAS,
     ),
