@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from fsm_rollout.testing.plugin.failures import failure
+from fsm_rollout.testing.plugin.failures import SEEN, failure
 
 if TYPE_CHECKING:
     from _pytest._code.code import TerminalRepr
@@ -81,8 +81,6 @@ class EngineItem(pytest.Item):
 
     def runtest(self) -> None:
         """Hold the engine to it; what was checked goes into the report."""
-        from fsm_rollout.testing.plugin.pytest_plugin import SEEN
-
         self.user_properties.append((SEEN, f"{self.nodeid}: {self.parent.engine.hold(self.number)}"))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: object = None) -> str | TerminalRepr:

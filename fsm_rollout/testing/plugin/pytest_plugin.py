@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from fsm_rollout.testing.plugin.engine_items import ENGINES, EngineFile, find_engines
-from fsm_rollout.testing.plugin.failures import failure
+from fsm_rollout.testing.plugin.failures import SEEN, failure
 
 if TYPE_CHECKING:
     from fsm_rollout.testing.plugin.agent_checks import Subject
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 AGENTS = pytest.StashKey[dict[Path, str]]()
 """The files to test, resolved, and how they were named."""
-SEEN, COVERAGE = "fsm_seen", "fsm_coverage"
+COVERAGE = "fsm_coverage"
 """Under these names an item's findings travel in its report, across processes too."""
 ITEMS = ("rules", "bound", "coverage", "ends", "streams", "schedule", "journal", "resume")
 
