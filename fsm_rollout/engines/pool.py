@@ -305,10 +305,10 @@ class PoolEngine:
         why = "the engine's answer ended without a last chunk"
         try:
             async for chunk in engine.generate([routed.request for routed in batch]):
-                routed = served.get(chunk.request_id)
-                if routed is not None and routed.replica is replica:
+                answered = served.get(chunk.request_id)
+                if answered is not None and answered.replica is replica:
                     replica.measure(len(chunk.ids), loop.time())
-                    self._hand_on(routed, replica, chunk)
+                    self._hand_on(answered, replica, chunk)
         except (Exception, asyncio.CancelledError) as error:  # whatever an engine raises is the engine's failure
             if isinstance(error, asyncio.CancelledError) and being_cancelled():
                 raise
