@@ -42,7 +42,7 @@ from transformers import (  # noqa: E402
     Qwen3ForCausalLM,
 )
 
-from fsm_rollout.model import arithmetic  # noqa: E402
+from benchmarks import arithmetic  # noqa: E402
 from fsm_rollout.tools.calculator import calculate  # noqa: E402
 
 MODEL_DIR = ROOT / "fsm_rollout" / "model"

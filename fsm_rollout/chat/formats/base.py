@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NoReturn, Protocol, runtime_checkable
 
@@ -75,15 +75,14 @@ class ToolFormat(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class BadCallError(ValueError):
     """What is wrong with one call; becomes a :class:`CallProblem`. ``at`` is where JSON stopped making sense."""
 
-    def __init__(self, kind: ProblemKind, message: str, name: str | None = None, at: int | None = None) -> None:
-        super().__init__(message)
-        self.kind: ProblemKind = kind
-        self.message = message
-        self.name = name
-        self.at = at
+    kind: ProblemKind
+    message: str
+    name: str | None = None
+    at: int | None = None
 
 
 @dataclass(slots=True)
@@ -93,25 +92,13 @@ class Collector:
     text: str
     calls: list[Call] = field(default_factory=list)
     problems: list[CallProblem] = field(default_factory=list)
-    _kept: list[str] = field(default_factory=list)
-    _position: int = 0
+    skipped: list[Span] = field(default_factory=list)
+    """What is left out of the content: calls, and what stands between them."""
 
     def call(self, call: Call) -> None:
         """Take a call out of the text."""
         self.calls.append(call)
-        self.skip(call.span)
-
-    def skip(self, span: Span) -> None:
-        """Leave ``span`` out of the content."""
-        self._kept.append(self.text[self._position : span[0]])
-        self._position = max(self._position, span[1])
-
-    def attempt(self, value: object, span: Span, id_: str | None = None) -> None:
-        """Take the call in a JSON value out of the text, or note what is wrong with it."""
-        try:
-            self.call(call_of(value, span, id_))
-        except BadCallError as error:
-            self.problem(error, span)
+        self.skipped.append(call.span)
 
     def problem(self, error: BadCallError, span: Span) -> None:
         """Note a broken call; its text stays where it is."""
@@ -119,8 +106,17 @@ class Collector:
 
     def done(self) -> Parsed:
         """Return the result."""
-        content = "".join(self._kept) + self.text[self._position :]
-        return Parsed(content.strip(), tuple(self.calls), tuple(self.problems))
+        return Parsed("".join(outside(self.text, self.skipped)).strip(), tuple(self.calls), tuple(self.problems))
+
+
+def outside(text: str, spans: Iterable[Span]) -> list[str]:
+    """Return the pieces of ``text`` before, between and behind the spans, in order."""
+    pieces: list[str] = []
+    at = 0
+    for start, end in sorted(spans):
+        pieces.append(text[at:start])
+        at = max(at, end)
+    return [*pieces, text[at:]]
 
 
 _THINKING = re.compile(r"<think>.*?(?:</think>|\Z)|\A(?:(?!<think>).)*?</think>", re.DOTALL)
@@ -181,39 +177,7 @@ class TextFormat(ABC):
         """Return what is wrong with a call that could not be read, and where the next may begin."""
 
 
-class TagFormat(TextFormat):
-    """Calls between ``<tool_call>`` and ``</tool_call>``."""
-
-    opening = re.compile("<tool_call>")
-    closings: ClassVar[dict[str, str]] = {"<tool_call>": "</tool_call>"}
-
-    def broken(self, text: str, opening: re.Match[str], error: BadCallError) -> tuple[BadCallError, int]:
-        """End a broken call at its closing tag, or where the next call opens."""
-        closing = self.closings[opening.group()]
-        closed, following = text.find(closing, opening.end()), text.find("<tool_call>", opening.end())
-        if closed >= 0 and (following < 0 or closed < following):
-            return error, closed + len(closing)
-        unclosed = BadCallError("unclosed", f"{opening.group()} is never closed", error.name)
-        return unclosed, following if following >= 0 else len(text)
-
-
-class JsonFormat(TextFormat):
-    """Calls in JSON without a tag at their end; ``following`` is where the next one begins."""
-
-    following: ClassVar[re.Pattern[str]]
-    stops: ClassVar[tuple[str, ...]]
-    """Stop tokens that may stand behind the last call."""
-
-    def broken(self, text: str, opening: re.Match[str], error: BadCallError) -> tuple[BadCallError, int]:
-        """Nothing tells where broken JSON ends: it is given all up to the next call."""
-        following = self.following.search(text, opening.end())
-        end = following.end() if following else len(text)
-        whole = text[:end].rstrip()
-        for stop in self.stops:
-            whole = whole.removesuffix(stop).rstrip()
-        if error.at is not None and error.at >= len(whole):
-            error = BadCallError("unclosed", "the JSON of the call is never closed", error.name)
-        return error, end if following else len(whole)
+# --- JSON as models write it
 
 
 def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -233,45 +197,36 @@ _decoder = json.JSONDecoder(object_pairs_hook=_no_duplicates, parse_constant=_no
 
 
 def read_json(text: str, start: int = 0) -> tuple[object, int]:
-    """Read one JSON value at ``start``; return it and where it ends.
+    """Read one JSON value that begins at ``start`` or after the white space there; return it and where it ends.
 
     Raises:
         BadCallError: kind ``invalid_json`` for bad syntax, duplicate keys, NaN, or nesting beyond ``MAX_DEPTH``.
 
     """
+    while text[start : start + 1].isspace():
+        start += 1
     try:
         value, end = _decoder.raw_decode(text, start)
+    except json.JSONDecodeError as error:
+        at = len(text) if error.msg.startswith("Unterminated string") else error.pos
+        message = f"invalid JSON: {error.msg} at character {error.pos - start}"
+        raise BadCallError("invalid_json", message, at=at) from None
     except BadCallError:
         raise
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, json.JSONDecodeError):
-            at = len(text) if error.msg.startswith("Unterminated string") else error.pos
-            raise BadCallError(
-                "invalid_json", f"invalid JSON: {error.msg} at character {error.pos - start}", at=at
-            ) from None
+    except (ValueError, RecursionError):
         raise BadCallError("invalid_json", "invalid JSON: nested too deeply, or a number too long") from None
-    if too_deep(text, start, end) and _depth_over(value):
+    # So few brackets cannot nest too deeply: the usual small value is not walked through.
+    if text.count("{", start, end) + text.count("[", start, end) > MAX_DEPTH and _too_deep(value):
         raise BadCallError("invalid_json", f"nested deeper than {MAX_DEPTH} levels")
     return value, end
 
 
-def too_deep(text: str, start: int, end: int) -> bool:
-    """Return whether a value *may* be too deep: a count of brackets, cheap for the usual small ones."""
-    return text.count("{", start, end) + text.count("[", start, end) > MAX_DEPTH
-
-
-def _depth_over(value: object) -> bool:
-    level: list[object] = [value]
+def _too_deep(value: object) -> bool:
+    level = [value]
     for _ in range(MAX_DEPTH + 1):
-        level = [
-            child
-            for item in level
-            if isinstance(item, (dict, list))
-            for child in (item.values() if isinstance(item, dict) else item)
-        ]
-        if not level:
-            return False
-    return True
+        lists = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))]
+        level = [child for children in lists for child in children]
+    return bool(level)
 
 
 def read_whole_json(text: str) -> object:
@@ -281,13 +236,6 @@ def read_whole_json(text: str) -> object:
     if end != len(stripped):
         raise BadCallError("invalid_json", f"invalid JSON: extra text after the value at character {end}")
     return value
-
-
-def skip_space(text: str, at: int) -> int:
-    """Return the place of the first character from ``at`` on that is not white space."""
-    while at < len(text) and text[at].isspace():
-        at += 1
-    return at
 
 
 def call_of(value: object, span: Span, id_: str | None = None) -> Call:

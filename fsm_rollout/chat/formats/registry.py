@@ -6,26 +6,17 @@ the marks of exactly one grammar are in it.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
-from fsm_rollout.chat.formats.base import ToolFormat
-from fsm_rollout.chat.formats.glm import Glm
-from fsm_rollout.chat.formats.hermes import Hermes
-from fsm_rollout.chat.formats.llama3_json import Llama3Json
-from fsm_rollout.chat.formats.mistral import Mistral
-from fsm_rollout.chat.formats.qwen3_coder import Qwen3Coder
+from fsm_rollout.agent.handlers import load_object
+from fsm_rollout.chat.formats.base import TextFormat, ToolFormat
+from fsm_rollout.chat.formats.in_json import Llama3Json, Mistral
+from fsm_rollout.chat.formats.in_tags import Glm, Hermes, Qwen3Coder
 from fsm_rollout.chat.formats.renderers_adapter import RENDERERS, RendererFormat
 from fsm_rollout.errors import ChatTemplateError, did_you_mean
 
-BUILT_IN: dict[str, Callable[[], ToolFormat]] = {
-    "hermes": Hermes,
-    "qwen3_coder": Qwen3Coder,
-    "llama3_json": Llama3Json,
-    "glm": Glm,
-    "mistral": Mistral,
-}
+BUILT_IN: dict[str, type[TextFormat]] = {kind.name: kind for kind in (Hermes, Qwen3Coder, Llama3Json, Glm, Mistral)}
 
 FORMAT_NAMES: tuple[str, ...] = (*BUILT_IN, *RENDERERS)
 """Every name :func:`get_format` knows, apart from ``module:Class``."""
@@ -47,14 +38,13 @@ def get_format(name: str, tokenizer: Any = None) -> ToolFormat:
         return BUILT_IN[name]()
     if name in RENDERERS:
         return RendererFormat(name, tokenizer)
-    module, _, attribute = name.partition(":")
-    if not attribute:
+    if ":" not in name:
         raise ChatTemplateError(
             "unknown-tool-format", f"no tool format {name!r}{did_you_mean(name, FORMAT_NAMES)}; or give module:Class"
         )
     try:
-        made = getattr(importlib.import_module(module), attribute)()
-    except Exception as error:
+        made = load_object(name)()  # type: ignore[operator]
+    except Exception as error:  # the class is the user's code
         raise ChatTemplateError(
             "unknown-tool-format", f"{name!r} cannot be built: {type(error).__name__}: {error}"
         ) from None
@@ -79,27 +69,30 @@ def detect_format(chat_template: str) -> str:
     )
 
 
+def _all_of(*marks: str) -> Callable[[str], bool]:
+    return lambda template: all(mark in template for mark in marks)
+
+
 def _json_in_tags(template: str) -> bool:
-    """``<tool_call>`` tags around JSON, and neither of the two other grammars that use these tags."""
-    tags = "<tool_call>" in template and "</tool_call>" in template
-    return tags and not any(mark in template for mark in ("<function=", "<arg_key>", "<arguments>"))
+    others = ("<function=", "<arg_key>", "<arguments>")
+    return _all_of("<tool_call>", "</tool_call>")(template) and not any(mark in template for mark in others)
 
 
 def _bare_json(template: str) -> bool:
     llama = "<|start_header_id|>" in template or "<|header_start|>" in template
-    return llama and "tool_call" in template and '"parameters": ' in template
+    return llama and _all_of("tool_call", '"parameters": ')(template)
 
 
 MARKS: dict[str, Callable[[str], bool]] = {
     "hermes": _json_in_tags,
-    "qwen3_coder": lambda template: "<function=" in template and "<parameter=" in template,
-    "glm": lambda template: "<arg_key>" in template and "<arg_value>" in template,
+    "qwen3_coder": _all_of("<function=", "<parameter="),
+    "glm": _all_of("<arg_key>", "<arg_value>"),
     "llama3_json": _bare_json,
-    "mistral": lambda template: "[TOOL_CALLS]" in template,
-    "gpt_oss": lambda template: "<|channel|>" in template and "<|call|>" in template,
-    "deepseek": lambda template: "<｜tool▁calls▁begin｜>" in template,
-    "kimi": lambda template: "<|tool_calls_section_begin|>" in template,
+    "mistral": _all_of("[TOOL_CALLS]"),
+    "gpt_oss": _all_of("<|channel|>", "<|call|>"),
+    "deepseek": _all_of("<｜tool▁calls▁begin｜>"),
+    "kimi": _all_of("<|tool_calls_section_begin|>"),
     "minimax": lambda template: "minimax:tool_call" in template or "]~b]" in template,
-    "gemma": lambda template: "<|tool_call>" in template,
+    "gemma": _all_of("<|tool_call>"),
 }
 """What gives a grammar away. Nemotron-3 writes Qwen3-Coder's, so it is found under that name."""

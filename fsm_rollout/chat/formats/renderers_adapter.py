@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from fsm_rollout.chat.formats.base import Call, CallProblem, Parsed, ProblemKind, Span
+from fsm_rollout.chat.formats.base import Call, CallProblem, Parsed, ProblemKind, Span, outside
 from fsm_rollout.errors import ChatTemplateError
 
 RENDERERS: dict[str, str] = {
@@ -58,8 +58,9 @@ class RendererFormat:
         self._header: list[int] = tokenizer(header, add_special_tokens=False).input_ids if header else []
         tokens = {str(token) for token in tokenizer.added_tokens_decoder.values()} - {"<think>", "</think>"}
         marks = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)) or "(?!)"
-        self._wrapping = re.compile(rf"(?:\s*(?:{marks}))+\s*\Z")
-        self._wrapped = re.compile(rf"\A(?:\s*(?:{marks}))+")
+        # The control tokens that a call stands between are no text of the turn.
+        self._before_call = re.compile(rf"(?:\s*(?:{marks}))+\s*\Z")
+        self._after_call = re.compile(rf"\A(?:\s*(?:{marks}))+")
 
     def parse(self, text: str, ids: Sequence[int] = (), tools: Sequence[Any] | None = None) -> Parsed:
         """Parse one assistant turn from its ids; see :class:`~fsm_rollout.chat.formats.base.ToolFormat`."""
@@ -80,54 +81,44 @@ class RendererFormat:
             span = self._span(attempt, text, tokens, cut, len(lead))
             cut = span[1]
             status = str(attempt.status.value)
-            if status in ("ok", "unknown_tool") and not _finite(attempt.arguments):
+            if status not in ("ok", "unknown_tool"):
+                kind = PROBLEMS.get(status, "malformed")
+                problems.append(CallProblem(kind, f"the call is broken: {status}", span, attempt.name))
+            elif not _finite(attempt.arguments):
                 problems.append(CallProblem("invalid_json", "NaN and Infinity are not JSON", span, attempt.name))
-            elif status in ("ok", "unknown_tool") and attempt.name and isinstance(attempt.arguments, dict):
+            elif attempt.name and isinstance(attempt.arguments, dict):
                 calls.append(Call(attempt.name, attempt.arguments, span, attempt.id))
             else:
-                kind = PROBLEMS.get(status, "not_an_object" if status == "ok" else "malformed")
+                kind = "not_an_object" if status == "ok" else "malformed"
                 problems.append(CallProblem(kind, f"the call is broken: {status}", span, attempt.name))
         if self._header and not problems:  # between its channels there is no text but headers
             return Parsed((response.content or "").strip(), tuple(calls))
-        return Parsed(self._around(text, [call.span for call in calls], bool(problems)), tuple(calls), tuple(problems))
-
-    def _around(self, text: str, spans: list[Span], broken: bool) -> str:
-        """Return the text outside the calls, without the control tokens a call stands between.
-
-        Beside a broken call they stay: they are what shows the model where it went wrong.
-        """
-        pieces: list[str] = []
-        start = 0
-        for span in sorted(spans):
-            pieces.append(text[start : span[0]])
-            start = max(start, span[1])
-        pieces.append(text[start:])
-        if spans and not broken:
-            for index, piece in enumerate(pieces):
-                after_call, before_call = index > 0, index < len(pieces) - 1
-                piece = self._wrapping.sub("", piece) if before_call else piece
-                pieces[index] = self._wrapped.sub("", piece) if after_call else piece
-        return "".join(pieces).strip()
+        pieces = outside(text, [call.span for call in calls])
+        if not problems:  # beside a broken call the control tokens around it show the model where it went wrong
+            pieces[:-1] = [self._before_call.sub("", piece) for piece in pieces[:-1]]
+            pieces[1:] = [self._after_call.sub("", piece) for piece in pieces[1:]]
+        return Parsed("".join(pieces).strip(), tuple(calls), tuple(problems))
 
     def _span(self, attempt: Any, text: str, ids: list[int], cut: int, lead: int) -> Span:
         """Return an attempt's place in the text; several attempts may share one block of ids."""
+        start, end = cut, len(text)
         if attempt.token_span is not None:
             first, last = (max(0, position - lead) for position in attempt.token_span)
-            start, end = (len(self._tokenizer.decode(ids[:position])) for position in (first, last))
-            if attempt.raw and (at := text.find(attempt.raw, max(start, cut), end)) >= 0:
-                return at, at + len(attempt.raw)
-            start = min(max(start, cut), len(text))  # calls of one block may both be given the whole of it
-            return start, max(start, min(end, len(text)))
-        at = text.find(attempt.raw, cut) if attempt.raw else -1
-        return (at, at + len(attempt.raw)) if at >= 0 else (cut, len(text))
+            start = max(cut, len(self._tokenizer.decode(ids[:first])))
+            end = len(self._tokenizer.decode(ids[:last]))
+        at = text.find(attempt.raw, start, end) if attempt.raw else -1
+        if at >= 0:
+            return at, at + len(attempt.raw)
+        start = min(start, len(text))  # calls of one block may both be given the whole of it
+        return start, max(start, min(end, len(text)))
 
 
-def _finite(value: Any) -> bool:
+def _finite(value: object) -> bool:
     """Say whether all numbers of plain data are numbers to JSON."""
     try:
         json.dumps(value, allow_nan=False)
     except ValueError:
         return False
     except TypeError:  # not plain data; what it is instead is for others to say
-        return True
+        pass
     return True

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from fsm_rollout.model import CHECKPOINTS, arithmetic, embedded_model
+from benchmarks import arithmetic
+from fsm_rollout.model import CHECKPOINTS, embedded_model
 from fsm_rollout.tools.calculator import calculate
 from tests.kit import ROOT
 

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field
 
+from benchmarks.arithmetic import TOOL_SCHEMA
 from fsm_rollout.agent import graph
 from fsm_rollout.errors import BadArguments, ToolError
-from fsm_rollout.model.arithmetic import TOOL_SCHEMA
 from fsm_rollout.tools import Hidden, ToolContext, tool_schema, tool_schema_of, validate_arguments
 from fsm_rollout.tools.calculator import calculate
 from fsm_rollout.tools.schema import Parameters

@@ -1,8 +1,8 @@
 """The arithmetic the embedded model is trained and tested on, and the split between the two.
 
 **Held back** is a property of an unordered pair of numbers: a tenth of all pairs, chosen by a checksum of their
-text, so the split is the same on every machine and for ever. Two statements hold, and `tests/test_model.py` holds
-them:
+text, so the split is the same on every machine and for ever. Two statements hold, and
+`tests/unit/model/test_model.py` holds them:
 
 - *Training never meets a held-back pair.* Not between neighbouring numbers of a question, not as the operands of
   any calculator call (those on computed, intermediate results included), not as the sum of a dialogue without tools.
