@@ -337,7 +337,7 @@ class Scheduler:
         )
         for history in histories:  # into the journal, now that all of them are good
             if not isinstance(history, Trajectory):
-                trajectory = Trajectory.begin(history[0]) if isinstance(history[0], Prompted) else folded(history)
+                trajectory = Trajectory.fold([history[0]]) if isinstance(history[0], Prompted) else folded(history)
                 if self.journal is None or trajectory.trajectory_id not in self.journal:
                     for event in history:
                         self.record(trajectory, event)
@@ -576,7 +576,7 @@ class Scheduler:
             sampling=prompt.sampling.model_dump(exclude_none=True) if prompt.sampling is not None else {},
             spent={} if spends is None else {spends: 1},  # an entry like any other
         )
-        trajectory = Trajectory.begin(prompted)
+        trajectory = Trajectory.fold([prompted])
         self.record(trajectory, prompted)
         return self._activate(group, trajectory, program, caller)
 

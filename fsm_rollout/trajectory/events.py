@@ -104,9 +104,8 @@ class MalformedCall(msgspec.Struct, frozen=True, kw_only=True, tag="broken"):
 class Generated(Event, frozen=True, kw_only=True, tag="generated"):
     """One generation ended. ``versions`` are run lengths ``(tokens, weight version)`` over ``ids``.
 
-    ``message`` is the whole assistant message as it now stands
-    in the history (a generation that goes on after ``length`` replaces its message). ``attempts`` holds calls and
-    broken calls in the order in which they stand in the text.
+    ``message`` is the whole assistant message as it now stands in the history (a generation that goes on after
+    ``length`` replaces its message). ``attempts`` holds calls and broken calls in the order of the text.
     """
 
     context: str
@@ -245,23 +244,9 @@ class Ended(Event, frozen=True, kw_only=True, tag="ended"):
 
 
 AnyEvent = (
-    Prompted
-    | ContextOpened
-    | MessagesAppended
-    | PromptExtended
-    | Generated
-    | CallBegun
-    | Called
-    | ModelQueried
-    | UserReplied
-    | LimitCharged
-    | TimedOut
-    | Transitioned
-    | Scored
-    | Suspended
-    | Resumed
-    | Ended
-)
+    Prompted | ContextOpened | MessagesAppended | PromptExtended | Generated | CallBegun | Called | ModelQueried
+    | UserReplied | LimitCharged | TimedOut | Transitioned | Scored | Suspended | Resumed | Ended
+)  # fmt: skip
 
 
 def _encode(value: object) -> object:

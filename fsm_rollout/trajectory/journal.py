@@ -1,8 +1,8 @@
 """The journal: every event of a run in one SQLite file, written behind the run's back.
 
 Invariant: at any moment, also after a crash, the file holds of each trajectory a prefix of its events; so each can be
-folded, and a run that is still being written can be read. The order of all events is kept too. One thread owns the
-connection, so no event loop ever waits for a disk; a crash of the process loses what was appended within the last
+folded, and a run that is still being written can be read. The order of all events is kept too. No event loop waits for
+the disk: a thread commits what was appended. A crash of the process loses what was appended within the last
 ``interval`` and was not yet flushed.
 
 Tables: ``run(key, value)``, values as JSON; ``trajectories(trajectory_id, group_id, sample, agent, parent_id)``;
@@ -19,12 +19,12 @@ import os
 import sqlite3
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any
 
@@ -37,8 +37,6 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 
 APPLICATION_ID = 0x46534D52  # "FSMR"
 FORMAT = 1
-LOOK_EVERY = 0.5
-"""Seconds between two looks whether the writer is still there."""
 
 _SCHEMA = f"""
 PRAGMA application_id = {APPLICATION_ID};
@@ -54,14 +52,6 @@ CREATE TABLE events (
 CREATE TABLE handed_over (group_id TEXT PRIMARY KEY, yes INTEGER NOT NULL);
 """
 _INSERT_EVENT = "INSERT INTO events (trajectory_id, seq, at, kind, payload) VALUES (?, ?, ?, ?, ?)"
-_INSERT_TRAJECTORY = "INSERT INTO trajectories VALUES (?, ?, ?, ?, ?)"
-
-_INSERT_FACT = "INSERT OR REPLACE INTO run VALUES (?, ?)"
-_INSERT_NEW_FACT = "INSERT OR IGNORE INTO run VALUES (?, ?)"
-_INSERT_HANDED_OVER = "INSERT OR REPLACE INTO handed_over VALUES (?, ?)"
-_LENGTHS = "SELECT trajectory_id, MAX(seq) + 1 FROM events GROUP BY trajectory_id"
-_GROUPS = "SELECT DISTINCT group_id FROM trajectories"
-
 _UNFINISHED = """
 WHERE group_id NOT IN (SELECT group_id FROM handed_over WHERE yes) OR group_id IN (
     SELECT group_id FROM trajectories AS begun WHERE parent_id IS NULL AND NOT EXISTS (
@@ -72,14 +62,6 @@ WHERE group_id NOT IN (SELECT group_id FROM handed_over WHERE yes) OR group_id I
 
 _Insertion = tuple[str, tuple[object, ...]]
 """A statement and its values."""
-
-
-class _Flush:
-    """Asks the writer to commit all that was appended before it."""
-
-    def __init__(self, last: bool = False) -> None:
-        self.done = threading.Event()
-        self.last = last
 
 
 class Journal:
@@ -107,16 +89,18 @@ class Journal:
     ) -> None:
         self.path = Path(path)
         self._interval = interval
-        self._queue: SimpleQueue[list[_Insertion] | _Flush] = SimpleQueue()
-        self._hurry = threading.Event()
+        self._rows: deque[_Insertion] = deque()
+        """Appended, and not yet committed."""
+        self._appended, self._closed = threading.Event(), threading.Event()
+        self._committing = threading.Lock()
         self._failure: Exception | None = None
-        self._closed = False
-        facts = {**(metadata or {}), "code_version": __version__}
-        self._connection = (_reopen if append else _create)(self.path, facts)
-        self._next: dict[str, int] = dict(self._connection.execute(_LENGTHS))
-        self.groups: set[str] = {group_id for (group_id,) in self._connection.execute(_GROUPS)}
+        self._connection = _connect(self.path, {**(metadata or {}), "code_version": __version__}, append)
+        lengths = self._connection.execute("SELECT trajectory_id, MAX(seq) + 1 FROM events GROUP BY trajectory_id")
+        self._next: dict[str, int] = dict(lengths)
+        groups = self._connection.execute("SELECT DISTINCT group_id FROM trajectories")
+        self.groups: set[str] = {group_id for (group_id,) in groups}
         """The ids of all groups that are in it."""
-        self._thread = threading.Thread(target=self._write, name=f"journal {self.path.name}", daemon=True)
+        self._thread = threading.Thread(target=self._write_behind, name=f"journal {self.path.name}", daemon=True)
         self._thread.start()
 
     def describe(self, metadata: Mapping[str, object]) -> None:
@@ -125,8 +109,7 @@ class Journal:
         Raises:
             JournalError: the journal is closed or cannot be written to any more.
         """
-        for key, value in metadata.items():
-            self._put([(_INSERT_NEW_FACT, (key, json.dumps(value)))])
+        self._put(*(("INSERT OR IGNORE INTO run VALUES (?, ?)", fact) for fact in _facts(metadata)))
 
     def append(self, trajectory_id: str, event: AnyEvent, payload: bytes | None = None) -> None:
         """Take in the next event of a trajectory; microseconds, from any one thread. It is on disk after a flush.
@@ -139,19 +122,20 @@ class Journal:
             TypeError: the event holds something that is not plain data.
         """
         payload = encode(event) if payload is None else payload
+        kind = str(event.__struct_config__.tag)
         seq = self._next.get(trajectory_id, 0)
         if isinstance(event, Prompted) != (seq == 0):
             raise JournalError(
-                f"event {seq} of trajectory {trajectory_id} is {_kind(event)}; 'prompted' comes first and only there"
+                f"event {seq} of trajectory {trajectory_id} is {kind}; 'prompted' comes first and only there"
             )
-        rows: list[_Insertion] = [(_INSERT_EVENT, (trajectory_id, seq, event.at, _kind(event), payload))]
+        row = (_INSERT_EVENT, (trajectory_id, seq, event.at, kind, payload))
         if isinstance(event, Prompted):  # committed together: no trajectory is there without its first event
             trajectory = (trajectory_id, event.group_id, event.sample, event.agent, event.parent_id)
-            rows.insert(0, (_INSERT_TRAJECTORY, trajectory))
-        self._put(rows)
-        self._next[trajectory_id] = seq + 1
-        if isinstance(event, Prompted):
+            self._put(("INSERT INTO trajectories VALUES (?, ?, ?, ?, ?)", trajectory), row)
             self.groups.add(event.group_id)
+        else:
+            self._put(row)
+        self._next[trajectory_id] = seq + 1
 
     def __contains__(self, trajectory_id: str) -> bool:
         """Say whether it has a trajectory of that id."""
@@ -163,17 +147,17 @@ class Journal:
         Raises:
             JournalError: the journal is closed or cannot be written to any more.
         """
-        self._put([(_INSERT_HANDED_OVER, (group_id, yes))])
+        self._put(("INSERT OR REPLACE INTO handed_over VALUES (?, ?)", (group_id, yes)))
 
     def flush(self) -> None:
-        """Return once everything appended so far is committed. Blocks: in async code, call it in a thread.
+        """Commit everything appended so far. Blocks: in async code, call it in a thread.
 
         Raises:
             JournalError: the journal is closed or something could not be written.
         """
-        if self._closed:
-            raise self._broken()
-        self._finish(_Flush())
+        if not self._closed.is_set():
+            self._commit()
+        self._check()
 
     def close(self) -> None:
         """Flush, and leave one self-contained file. Safe to call twice.
@@ -181,35 +165,15 @@ class Journal:
         Raises:
             JournalError: something could not be written.
         """
-        if not self._closed:
-            self._closed = True
-            self._finish(_Flush(last=True))
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._appended.set()
+        self._commit(last=True)
+        if not sys.is_finalizing():
             self._thread.join()
-
-    def _put(self, rows: list[_Insertion]) -> None:
-        if self._closed or self._failure is not None:
-            raise self._broken()
-        self._queue.put(rows)
-
-    def _finish(self, flush: _Flush) -> None:
-        self._queue.put(flush)
-        self._hurry.set()
-        while not flush.done.wait(LOOK_EVERY) and not self._abandoned():
-            pass
-        if not flush.done.is_set():
-            self._failure = self._failure or RuntimeError("the interpreter has stopped the thread that writes it")
         if self._failure is not None:
-            raise self._broken()
-
-    def _abandoned(self) -> bool:
-        """Whether the writer is gone: at the interpreter's end daemon threads stand still, and nobody says so."""
-        return sys.is_finalizing() or not self._thread.is_alive()
-
-    def _broken(self) -> JournalError:
-        why = f"cannot be written: {self._failure}" if self._failure is not None else "is closed"
-        error = JournalError(f"journal {self.path} {why}")
-        error.__cause__ = self._failure
-        return error
+            self._check()
 
     def __enter__(self) -> Journal:
         """Use as a context manager to close it."""
@@ -219,80 +183,77 @@ class Journal:
         """Close."""
         self.close()
 
-    # -- the writer's thread ------------------------------------------------------------------------------------
+    def _put(self, *rows: _Insertion) -> None:
+        self._check()
+        self._rows.extend(rows)
+        if not self._appended.is_set():
+            self._appended.set()
 
-    def _write(self) -> None:
-        last = False
-        while not last:
-            batch = [self._queue.get()]
-            self._hurry.wait(self._interval)
-            self._hurry.clear()
-            while True:
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise JournalError(f"journal {self.path} cannot be written: {self._failure}") from self._failure
+        if self._closed.is_set():
+            raise JournalError(f"journal {self.path} is closed")
+
+    def _write_behind(self) -> None:
+        while not self._closed.is_set():
+            self._appended.wait()
+            self._closed.wait(self._interval)
+            self._commit()
+
+    def _commit(self, last: bool = False) -> None:
+        """Commit all that was appended; ``last``: and close the file."""
+        # 1. One thread at a time. At the interpreter's end the others stand still, and one of them may hold the lock.
+        if not self._committing.acquire(blocking=not sys.is_finalizing()):
+            self._failure = RuntimeError("the interpreter has stopped the thread that writes it")
+            return
+        try:
+            # 2. One transaction, in the order of appending. Nothing follows one that failed: there would be a gap.
+            self._appended.clear()
+            rows = [self._rows.popleft() for _ in range(len(self._rows))]
+            if rows and self._failure is None:
+                with self._connection:
+                    self._connection.execute("BEGIN")
+                    for statement, group in groupby(rows, key=itemgetter(0)):
+                        self._connection.executemany(statement, (values for _, values in group))
+            # 3. One file, which can be read from read-only media too; a reader that is busy with it keeps the log.
+            if last and self._failure is None:
+                self._connection.execute("PRAGMA busy_timeout = 0")
                 try:
-                    batch.append(self._queue.get_nowait())
-                except Empty:
-                    break
-            flushes = [item for item in batch if isinstance(item, _Flush)]
-            last = any(flush.last for flush in flushes)
-            if self._failure is None:
-                try:
-                    self._commit([row for item in batch if not isinstance(item, _Flush) for row in item])
-                    if last:
-                        _fold_log_in(self._connection)
-                except (sqlite3.Error, OSError) as error:
-                    self._failure = error
+                    self._connection.execute("PRAGMA journal_mode = DELETE")
+                except sqlite3.OperationalError as error:
+                    if "locked" not in str(error):
+                        raise
+        except (sqlite3.Error, OSError) as error:
+            self._failure = error
+        finally:
             if last:
                 self._connection.close()
-            for flush in flushes:
-                flush.done.set()
-
-    def _commit(self, batch: list[_Insertion]) -> None:
-        with self._connection:  # one transaction, in the order of appending
-            self._connection.execute("BEGIN")
-            for statement, rows in groupby(batch, key=itemgetter(0)):
-                self._connection.executemany(statement, (values for _, values in rows))
+            self._committing.release()
 
 
-def _kind(event: AnyEvent) -> str:
-    return str(event.__struct_config__.tag)
-
-
-def _create(path: Path, metadata: Mapping[str, object]) -> sqlite3.Connection:
-    if path.exists():
+def _connect(path: Path, metadata: Mapping[str, object], append: bool) -> sqlite3.Connection:
+    if append:
+        with _reading(path):
+            pass  # it is a journal
+    elif path.exists():
         raise JournalError(f"{path} exists, and a journal holds one run; choose another folder or remove it")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
         try:
+            connection.execute("PRAGMA journal_mode = DELETE")  # not granted while anybody else has its log open
+            connection.execute("PRAGMA busy_timeout = 5000")
             # WAL: readers and the writer do not wait for each other, and a torn write is never seen.
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
-            connection.executescript(f"BEGIN; {_SCHEMA}")
-            connection.executemany(_INSERT_FACT, _facts(metadata))
+            connection.executescript("BEGIN" if append else f"BEGIN; {_SCHEMA}")
+            connection.executemany("INSERT OR REPLACE INTO run VALUES (?, ?)", _facts(metadata))
             connection.execute("COMMIT")
         except BaseException:
             connection.close()
             raise
     except (sqlite3.Error, OSError) as error:
-        raise JournalError(f"journal {path} cannot be written: {error}") from error
-    return connection
-
-
-def _reopen(path: Path, metadata: Mapping[str, object]) -> sqlite3.Connection:
-    with _reading(path):
-        pass  # it is a journal
-    try:
-        connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
-        try:
-            connection.execute("PRAGMA journal_mode = DELETE")  # not granted while anybody else has its log open
-            connection.execute("PRAGMA busy_timeout = 5000")
-            connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("PRAGMA synchronous = NORMAL")
-            connection.executemany(_INSERT_FACT, _facts(metadata))
-        except BaseException:
-            connection.close()
-            raise
-    except sqlite3.OperationalError as error:
         why = "another process has it open: the run is still going on" if "locked" in str(error) else error
         raise JournalError(f"journal {path} cannot be written: {why}") from error
     return connection
@@ -300,16 +261,6 @@ def _reopen(path: Path, metadata: Mapping[str, object]) -> sqlite3.Connection:
 
 def _facts(metadata: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     return ((key, json.dumps(value)) for key, value in metadata.items())
-
-
-def _fold_log_in(connection: sqlite3.Connection) -> None:
-    """Leave one file that can be read from read-only media too; a reader that is busy with it keeps the log."""
-    connection.execute("PRAGMA busy_timeout = 0")
-    try:
-        connection.execute("PRAGMA journal_mode = DELETE")
-    except sqlite3.OperationalError as error:
-        if "locked" not in str(error):
-            raise
 
 
 # -- reading ----------------------------------------------------------------------------------------------------
@@ -341,10 +292,10 @@ def events(path: str | os.PathLike[str], trajectory_id: str) -> list[AnyEvent]:
         JournalError: as for :func:`metadata`; or no such trajectory, or an event that cannot be read.
     """
     with _reading(path) as connection:
-        found = _events(connection, path, trajectory_id)
-    if not found:
+        history = _events(connection, path, trajectory_id)
+    if not history:
         raise JournalError(f"{os.fspath(path)} has no trajectory '{trajectory_id}'")
-    return found
+    return history
 
 
 def trajectory_ids(path: str | os.PathLike[str]) -> list[str]:
@@ -360,9 +311,9 @@ def trajectory_ids(path: str | os.PathLike[str]) -> list[str]:
 def histories(path: str | os.PathLike[str], *, unfinished: bool = False) -> Iterator[list[AnyEvent]]:
     """Yield the events of every trajectory, in the order in which they began, as they stood when reading began.
 
-    ``unfinished``: only of groups that the caller of the run has not had, or had while a sample was set aside. What it
-    was still at work on counts as not had: the journal is told when it comes back for more
-    (:meth:`fsm_rollout.scheduler.scheduler.Scheduler.run`), so each group comes at least once.
+    ``unfinished``: only of groups that were not delivered, or were while a sample was set aside. A group is marked as
+    delivered when the caller comes back for the next (:meth:`fsm_rollout.scheduler.scheduler.Scheduler.run`), so each
+    group comes at least once.
 
     Raises:
         JournalError: as for :func:`metadata`; or an event that cannot be read.
@@ -391,15 +342,15 @@ def read(path: str | os.PathLike[str]) -> Iterator[Trajectory]:
 
 
 def _events(connection: sqlite3.Connection, path: str | os.PathLike[str], trajectory_id: str) -> list[AnyEvent]:
-    found: list[AnyEvent] = []
+    history: list[AnyEvent] = []
     query = "SELECT seq, payload FROM events WHERE trajectory_id = ? ORDER BY seq"
     for seq, payload in connection.execute(query, (trajectory_id,)):
         try:
-            found.append(decode(payload))
+            history.append(decode(payload))
         except (msgspec.DecodeError, ValueError, TypeError) as error:
             where = f"{os.fspath(path)}: event {seq} of trajectory {trajectory_id}"
             raise JournalError(f"{where} cannot be read: {error}") from error
-    return found
+    return history
 
 
 @contextmanager
@@ -407,10 +358,9 @@ def _reading(path: str | os.PathLike[str]) -> Iterator[sqlite3.Connection]:
     path = Path(path)
     if not path.is_file():
         raise JournalError(f"there is no journal at {path}")
+    address = f"{path.absolute().as_uri()}?mode=ro"
     try:
-        with closing(
-            sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
-        ) as connection:
+        with closing(sqlite3.connect(address, uri=True, isolation_level=None)) as connection:
             (application,) = connection.execute("PRAGMA application_id").fetchone()
             (form,) = connection.execute("PRAGMA user_version").fetchone()
             if application != APPLICATION_ID:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -78,13 +80,12 @@ def _wrong_with(message: Mapping[str, object]) -> Iterator[str]:
 
 
 class _Item(NamedTuple):
-    """Something that ought to be a prompt, and where it stands."""
+    """Something that ought to be a prompt, and where it stands: a line, or where there are none, a name."""
 
     data: object
     file: str | None
     line: int | None
     name: str = ""
-    """Says which one it is where there are no lines."""
 
     def problem(self, message: str) -> Problem:
         return Problem(f"{self.name}: {message}" if self.name else message, self.file, self.line)
@@ -105,12 +106,12 @@ def read_prompts(path: str | os.PathLike[str], limit: int | None = None) -> list
     if not path.is_file():
         raise ConfigError(Problem("is a directory" if path.is_dir() else "no such file", str(path)))
     try:
-        found = _checked(islice(readers[path.suffix.lower()](path), limit))
+        prompts = _checked(islice(readers[path.suffix.lower()](path), limit))
     except OSError as error:
         raise ConfigError(Problem(f"cannot be read: {error.strerror or error}", str(path))) from error
-    if not found and limit != 0:
+    if not prompts and limit != 0:
         raise ConfigError(Problem("holds no prompts", str(path)))
-    return found
+    return prompts
 
 
 def as_prompts(items: Iterable[Prompt | Mapping[str, object] | str], *, named: bool = True) -> list[Prompt]:
@@ -130,10 +131,7 @@ def as_prompt(item: Prompt | Mapping[str, object] | str, index: int) -> Prompt:
     Raises:
         ConfigError: all that is wrong with it.
     """
-    found = _prompt(_Item(item, None, None, f"prompts[{index}]"))
-    if not isinstance(found, Prompt):
-        raise ConfigError(found)
-    return found
+    return _prompt(_Item(item, None, None, f"prompts[{index}]"))
 
 
 def _checked(items: Iterable[_Item | Problem], *, named: bool = True) -> list[Prompt]:
@@ -142,19 +140,21 @@ def _checked(items: Iterable[_Item | Problem], *, named: bool = True) -> list[Pr
     problems: list[Problem] = []
     used: dict[str, _Item] = {}
     for index, item in enumerate(items):
-        found = _prompt(item) if isinstance(item, _Item) else [item]
-        if not isinstance(found, Prompt):
-            problems += found
+        if isinstance(item, Problem):
+            problems.append(item)
             continue
-        assert isinstance(item, _Item)
-        prompt_id = str(index) if found.prompt_id is None else found.prompt_id
+        try:
+            prompt = _prompt(item)
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        prompt_id = str(index) if prompt.prompt_id is None else prompt.prompt_id
         if prompt_id in used:
             before = used[prompt_id]
             where = f"line {before.line}" if before.line else before.name
             problems.append(item.problem(f"prompt_id '{prompt_id}' was used before ({where})"))
         used[prompt_id] = item
-        own = found.prompt_id is not None or not named
-        prompts.append(found if own else found.model_copy(update={"prompt_id": prompt_id}))
+        prompts.append(prompt.model_copy(update={"prompt_id": prompt_id}) if named else prompt)
     if len(problems) > SHOWN_PROBLEMS:
         more = len(problems) - SHOWN_PROBLEMS
         problems = [*problems[:SHOWN_PROBLEMS], Problem(f"and {more} more", problems[0].file)]
@@ -163,56 +163,45 @@ def _checked(items: Iterable[_Item | Problem], *, named: bool = True) -> list[Pr
     return prompts
 
 
-def _prompt(item: _Item) -> Prompt | list[Problem]:
+def _prompt(item: _Item) -> Prompt:
     data = item.data
-    if isinstance(data, Prompt):
-        return _written(data, item)
     if isinstance(data, str) and item.file is None:
         data = {"messages": [{"role": "user", "content": data}]}
-    if not isinstance(data, Mapping):
-        return [item.problem(f"a prompt is a mapping with 'messages', got {_shown(data)}")]
+    if not isinstance(data, Mapping | Prompt):
+        kind = {list: "a list", str: "a text", type(None): "nothing"}.get(type(data), f"a {type(data).__name__}")
+        raise ConfigError(item.problem(f"a prompt is a mapping with 'messages', got {kind}"))
     try:
         # Through JSON, because pydantic is strict there in the right way: no "8" for 8, but lists for tuples.
-        return _written(Prompt.model_validate_json(json.dumps(dict(data)), strict=True), item)
+        prompt = data if isinstance(data, Prompt) else Prompt.model_validate_json(json.dumps(dict(data)), strict=True)
     except ValidationError as error:
-        hint = "; is it 'prompt'?" if "prompt" in data else ""
-        return [
-            item.problem(message + (hint if message == "'messages' is missing" else ""))
-            for _, message in explanations(error, Prompt)
-        ]
+        hints = {"'messages' is missing": "; is it 'prompt'?"} if "prompt" in data else {}
+        messages = [message for _, message in explanations(error, Prompt)]
+        raise ConfigError([item.problem(message + hints.get(message, "")) for message in messages]) from None
     except (TypeError, ValueError, RecursionError) as error:
-        return [item.problem(f"holds something that is not plain data (text, numbers, lists, mappings): {error}")]
-
-
-def _written(prompt: Prompt, item: _Item) -> Prompt | list[Problem]:
-    problem = unwritable([prompt.messages, prompt.extra])
-    return prompt if problem is None else [item.problem(problem)]
-
-
-def _shown(data: object) -> str:
-    return {list: "a list", str: "a text", type(None): "nothing"}.get(type(data), f"a {type(data).__name__}")
+        what = "something that is not plain data (text, numbers, lists, mappings)"
+        raise ConfigError(item.problem(f"holds {what}: {error}")) from None
+    if (unwritten := unwritable([prompt.messages, prompt.extra])) is not None:
+        raise ConfigError(item.problem(unwritten))
+    return prompt
 
 
 # -- files ------------------------------------------------------------------------------------------------------
 
 
-class _NotJsonError(ValueError):
-    """JSON by Python's lights and not by anyone else's."""
-
-
 def _pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
     data = dict(pairs)
     if len(data) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise _NotJsonError(f"key '{next(key for key in keys if keys.count(key) > 1)}' is written twice in one object")
+        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"key '{twice}' is written twice in one object")
     return data
 
 
 def _constant(name: str) -> NoReturn:
-    raise _NotJsonError(f"{name} is not JSON; use null, or leave the field out")
+    raise ValueError(f"{name} is not JSON; use null, or leave the field out")
 
 
 _decoder = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_constant)
+_BLANK = re.compile(r"[ \n\r\t]*")
 
 
 def _jsonl(path: Path) -> Iterator[_Item | Problem]:
@@ -230,35 +219,33 @@ def _json(path: Path) -> Iterator[_Item | Problem]:
     text, line = "", 1
     try:
         text = path.read_bytes().decode("utf-8-sig")
-        at, counted = _skip(text, 0), 0
+        at, counted = _after_blanks(text, 0), 0
         if at == len(text):
             return
         if text[at] != "[":
             _decoder.decode(text)
             yield Problem("a .json file of prompts holds one list of them; one prompt per line is .jsonl", str(path))
             return
-        at = _skip(text, at + 1)
+        at = _after_blanks(text, at + 1)
         while text[at : at + 1] != "]":
             line, counted = line + text.count("\n", counted, at), at
             data, at = _decoder.raw_decode(text, at)
             yield _Item(data, str(path), line)
-            at = _skip(text, at)
+            at = _after_blanks(text, at)
             if text[at : at + 1] == ",":
-                at = _skip(text, at + 1)
+                at = _after_blanks(text, at + 1)
                 if text[at : at + 1] == "]":
                     raise json.JSONDecodeError("Illegal trailing comma before end of array", text, at)
             elif text[at : at + 1] != "]":
                 raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
-        if _skip(text, at + 1) != len(text):
-            raise json.JSONDecodeError("Extra data", text, _skip(text, at + 1))
+        if (at := _after_blanks(text, at + 1)) != len(text):
+            raise json.JSONDecodeError("Extra data", text, at)
     except (ValueError, RecursionError) as error:
         yield _syntax_problem(error, path, line)
 
 
-def _skip(text: str, at: int) -> int:
-    while text[at : at + 1] in (" ", "\n", "\r", "\t"):
-        at += 1
-    return at
+def _after_blanks(text: str, at: int) -> int:
+    return _BLANK.match(text, at).end()  # type: ignore[union-attr]  # it matches everywhere
 
 
 def _syntax_problem(error: Exception, path: Path, line: int) -> Problem:
@@ -295,14 +282,11 @@ def _parquet(path: Path) -> Iterator[_Item | Problem]:
 
 def _without_nulls(row: Mapping[str, object]) -> dict[str, Any]:
     """Return a row without the columns it has nothing in, dates and bytes as text."""
-    data: dict[str, Any] = msgspec.to_builtins(
-        {key: value for key, value in row.items() if value is not None}, str_keys=True
-    )
-    if isinstance(data.get("messages"), list):
-        data["messages"] = [
-            {key: value for key, value in message.items() if value is not None}
-            if isinstance(message, dict)
-            else message
-            for message in data["messages"]
-        ]
+    data: dict[str, Any] = msgspec.to_builtins(_present(row), str_keys=True)
+    if isinstance(messages := data.get("messages"), list):
+        data["messages"] = [_present(message) if isinstance(message, dict) else message for message in messages]
     return data
+
+
+def _present(fields: Mapping[str, object]) -> dict[str, object]:
+    return {key: value for key, value in fields.items() if value is not None}

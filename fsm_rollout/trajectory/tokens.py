@@ -8,7 +8,7 @@ sets a mask by hand.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -30,16 +30,6 @@ NO_VERSION = -1
 """The weight version of a token that no engine sampled."""
 LAST_VERSION = 2**31 - 1
 """Batches have weight versions as int32."""
-
-
-class Snapshot(Ids):
-    """The ids of a stream at one moment, which nobody may change.
-
-    Of two from one ``origin`` the shorter begins the longer; nobody need compare them, token by token, to know it.
-    """
-
-    __slots__ = ("origin",)
-    origin: object
 
 
 def as_ids(ids: Sequence[int] | Ids) -> Ids:
@@ -86,20 +76,18 @@ class TokenStream:
     can reach the stream's own.
     """
 
-    __slots__ = ("_ids", "_logprobs", "_origin", "_spans", "trained")
+    __slots__ = ("_ids", "_logprobs", "_spans", "trained")
 
     def __init__(self, prompt: Sequence[int] | Ids, *, state: str, turn: int = 0, trained: bool = True) -> None:
         self.trained = trained
-        self._origin = object()
         self._ids: Ids = array("i")
         self._logprobs: Logprobs = array("f")
         self._spans: list[Span] = []
-        self._append(as_ids(prompt), None, Span(0, len(prompt), Owner.PROMPT, state, turn))
+        self._append(prompt, None, Owner.PROMPT, state, turn)
 
     def write(self, ids: Sequence[int] | Ids, *, state: str, turn: int) -> None:
         """Append tokens of the environment (mask 0, logprob 0.0)."""
-        start = len(self._ids)
-        self._append(as_ids(ids), None, Span(start, start + len(ids), Owner.ENVIRONMENT, state, turn))
+        self._append(ids, None, Owner.ENVIRONMENT, state, turn)
 
     def sample(
         self,
@@ -117,23 +105,26 @@ class TokenStream:
         """
         if len(ids) != len(logprobs):
             raise StreamError(f"{len(ids)} sampled tokens came with {len(logprobs)} logprobs; they must be as many")
-        start = len(self._ids)
-        span = Span(start, start + len(ids), Owner.MODEL, state, turn, version)
-        self._append(as_ids(ids), as_logprobs(logprobs), span)
+        self._append(ids, logprobs, Owner.MODEL, state, turn, version)
 
-    def _append(self, ids: Ids, logprobs: Logprobs | None, span: Span) -> None:
-        if not len(span) and self._spans:
+    def _append(
+        self,
+        ids: Sequence[int] | Ids,
+        logprobs: Sequence[float] | Logprobs | None,
+        owner: Owner,
+        state: str,
+        turn: int,
+        version: int = NO_VERSION,
+    ) -> None:
+        if not len(ids) and self._spans:
             return
-        self._ids.extend(ids)
-        self._logprobs.extend(logprobs if logprobs is not None else array("f", bytes(4 * len(ids))))
+        start = len(self._ids)
+        self._ids.extend(as_ids(ids))
+        self._logprobs.extend(array("f", bytes(4 * len(ids))) if logprobs is None else as_logprobs(logprobs))
         last = self._spans[-1] if self._spans else None
-        if last and (last.owner, last.state, last.turn, last.version) == (
-            span.owner, span.state, span.turn, span.version,
-        ):  # fmt: skip
-            span = Span(last.start, span.end, span.owner, span.state, span.turn, span.version)
-            self._spans[-1] = span
-        else:
-            self._spans.append(span)
+        if last and (last.owner, last.state, last.turn, last.version) == (owner, state, turn, version):
+            start = self._spans.pop().start
+        self._spans.append(Span(start, len(self._ids), owner, state, turn, version))
 
     def __len__(self) -> int:
         """Return the number of tokens, prompt included."""
@@ -153,11 +144,9 @@ class TokenStream:
     __hash__ = None  # type: ignore[assignment]  # mutable
 
     @property
-    def ids(self) -> Snapshot:
+    def ids(self) -> Ids:
         """All token ids, a copy."""
-        snapshot = Snapshot("i", self._ids)
-        snapshot.origin = self._origin
-        return snapshot
+        return self._ids[:]
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -201,22 +190,18 @@ class TokenStream:
 
     def response_mask(self) -> npt.NDArray[np.int8]:
         """Return the mask, int8 ``[R]``: 1 exactly on the tokens that the policy learns from."""
-        mask = np.zeros(self.response_length, dtype=np.int8)
-        if self.trained:
-            for span in self.sampled():
-                mask[span.start - self.prompt_length : span.end - self.prompt_length] = 1
-        return mask
+        return self._of_spans(lambda span: self.trained and span.owner is Owner.MODEL).astype(np.int8)
 
     def response_versions(self) -> npt.NDArray[np.int32]:
         """Return the weight version of each response token, int32 ``[R]``; -1 where no engine sampled."""
-        versions = np.full(self.response_length, NO_VERSION, dtype=np.int32)
-        for span in self.sampled():
-            versions[span.start - self.prompt_length : span.end - self.prompt_length] = span.version
-        return versions
+        return self._of_spans(lambda span: span.version)
 
     def response_states(self, state_ids: dict[str, int]) -> npt.NDArray[np.int32]:
         """Return each response token's origin state as a number, int32 ``[R]``; -1 for a state not in ``state_ids``."""
-        states = np.full(self.response_length, -1, dtype=np.int32)
-        for span in self._spans[1:]:
-            states[span.start - self.prompt_length : span.end - self.prompt_length] = state_ids.get(span.state, -1)
-        return states
+        return self._of_spans(lambda span: state_ids.get(span.state, -1))
+
+    def _of_spans(self, value: Callable[[Span], int]) -> npt.NDArray[np.int32]:
+        """Return for each response token the value of its span, int32 ``[R]``."""
+        spans = self._spans[1:]
+        values = np.array([value(span) for span in spans], dtype=np.int32)
+        return np.repeat(values, np.array([len(span) for span in spans], dtype=np.intp))

@@ -13,30 +13,8 @@ from typing import Any, get_args
 import msgspec
 
 from fsm_rollout.errors import StreamError
-from fsm_rollout.trajectory.events import (
-    REWARD,
-    AnyEvent,
-    CallBegun,
-    Called,
-    ContextOpened,
-    Ended,
-    Event,
-    Generated,
-    LimitCharged,
-    MalformedCall,
-    Message,
-    MessagesAppended,
-    ModelQueried,
-    Prompted,
-    PromptExtended,
-    Resumed,
-    Scored,
-    Suspended,
-    TimedOut,
-    ToolCall,
-    Transitioned,
-    UserReplied,
-)
+from fsm_rollout.trajectory import events
+from fsm_rollout.trajectory.events import AnyEvent, MalformedCall, Message, ToolCall
 from fsm_rollout.trajectory.reasons import FinishReason, LimitName, StopReason, Trigger
 from fsm_rollout.trajectory.tokens import Ids, TokenStream
 
@@ -96,20 +74,6 @@ class Stream(msgspec.Struct):
     finish_reason: FinishReason | None = None
     open: bool = True
 
-    @classmethod
-    def begin(cls, event: ContextOpened, turn: int) -> Stream:
-        """Return the stream that an event opens; ``turn`` is the index of its first generation."""
-        return cls(
-            context=event.context,
-            engine=event.engine,
-            messages=list(event.messages),
-            glued=len(event.messages),
-            opening=len(event.messages),
-            tokens=TokenStream(event.ids, state=event.state, turn=turn, trained=event.trained),
-            turn_at=len(event.ids),
-            guarded_at=list(event.guarded_at),
-        )
-
     @property
     def pending(self) -> list[Message]:
         """Messages written since the last generation, not yet in the tokens."""
@@ -150,7 +114,7 @@ class Trajectory(msgspec.Struct):
     routed: frozenset[str] = frozenset()
     """Limits that a ``limit_reached`` row has routed; each may be routed once."""
     transitions: int = 0
-    exit: Transitioned | None = None
+    exit: events.Transitioned | None = None
     """The row that led to a final state."""
     stop_reason: str | None = None
     detail: str | None = None
@@ -165,7 +129,7 @@ class Trajectory(msgspec.Struct):
     """What the present visit has done so far; when it is begun again, this is not done again."""
     interrupted: bool = False
     """Whether the present visit was broken off once and begun again."""
-    time_up: TimedOut | None = None
+    time_up: events.TimedOut | None = None
     """Set when the time of the present visit is up and only its end is left to be done."""
 
     # What the model and the environment have done
@@ -176,11 +140,11 @@ class Trajectory(msgspec.Struct):
     """Number of generations so far; the index of the next one."""
     context_turns: dict[str, int] = {}
     """The same, by context."""
-    last: Generated | None = None
+    last: events.Generated | None = None
     """The latest generation, of any context."""
     asked: dict[str, int] = {}
     """How often the environment has asked each engine."""
-    called: list[Called] = []
+    called: list[events.Called] = []
     """The tool calls since the latest generation."""
     calls_seen: int = 0
     calls_failed: int = 0
@@ -198,40 +162,19 @@ class Trajectory(msgspec.Struct):
     """Whether the run's reward has scored it."""
 
     @classmethod
-    def begin(cls, event: Prompted) -> Trajectory:
-        """Return the trajectory that ``event`` begins."""
-        return cls(
-            trajectory_id=event.trajectory_id,
-            group_id=event.group_id,
-            sample=event.sample,
-            agent=event.agent,
-            parent_id=event.parent_id,
-            messages=event.messages,
-            extra=event.extra,
-            limits=event.limits,
-            seed=event.seed,
-            date=event.date,
-            validate=event.validate,
-            sampling=event.sampling,
-            state=event.initial,
-            visits={event.initial: 1},
-            spent=dict(event.spent),
-            started_at=event.at,
-            latest_at=event.at,
-        )
-
-    @classmethod
-    def fold(cls, events: Iterable[AnyEvent]) -> Trajectory:
-        """Rebuild a trajectory from its events, the first of which is ``Prompted``.
+    def fold(cls, history: Iterable[AnyEvent]) -> Trajectory:
+        """Return the trajectory of these events, the first of which is ``Prompted``; more may follow by :meth:`apply`.
 
         Raises:
             StreamError: the first event is not ``Prompted``, or an event does not fit those before it.
         """
-        iterator = iter(events)
+        iterator = iter(history)
         first = next(iterator, None)
-        if not isinstance(first, Prompted):
+        if not isinstance(first, events.Prompted):
             raise StreamError(f"a trajectory's events begin with 'prompted', got {type(first).__name__}")
-        trajectory = cls.begin(first)
+        own = {name: getattr(first, name) for name in first.__struct_fields__ if name in cls.__struct_fields__}
+        own["spent"] = dict(first.spent)
+        trajectory = cls(**own, state=first.initial, visits={first.initial: 1}, started_at=first.at, latest_at=first.at)
         for event in iterator:
             trajectory.apply(event)
         return trajectory
@@ -295,8 +238,8 @@ class Trajectory(msgspec.Struct):
                 not as many as its ids, or the trajectory has ended (or is prompted again). One that has ended takes
                 scores, and a failure that was found later.
         """
-        found_later = isinstance(event, Ended) and StopReason.is_failure(event.stop_reason)
-        if self.ended and not (found_later or isinstance(event, Scored)):
+        found_later = isinstance(event, events.Ended) and StopReason.is_failure(event.stop_reason)
+        if self.ended and not (found_later or isinstance(event, events.Scored)):
             raise StreamError(f"trajectory {self.trajectory_id} has ended; it cannot take {type(event).__name__}")
         _APPLY[type(event)](self, event)
         self.latest_at = event.at
@@ -309,25 +252,34 @@ class Trajectory(msgspec.Struct):
         except KeyError:
             raise StreamError(f"context '{context}' of trajectory {self.trajectory_id} has no open stream") from None
 
-    def _prompted(self, event: Prompted) -> None:
+    def _prompted(self, event: events.Prompted) -> None:
         raise StreamError(f"trajectory {self.trajectory_id} has begun; it cannot take a second 'prompted'")
 
-    def _context_opened(self, event: ContextOpened) -> None:
+    def _context_opened(self, event: events.ContextOpened) -> None:
         before = self.open_streams.get(event.context)
         if before is not None:
             before.open = False
-        stream = Stream.begin(event, self.turn)
+        stream = Stream(
+            context=event.context,
+            engine=event.engine,
+            messages=list(event.messages),
+            glued=len(event.messages),
+            opening=len(event.messages),
+            tokens=TokenStream(event.ids, state=event.state, turn=self.turn, trained=event.trained),
+            turn_at=len(event.ids),
+            guarded_at=list(event.guarded_at),
+        )
         self.streams.append(stream)
         self.open_streams[event.context] = stream
         self.guarded += event.guarded
 
-    def _wrote(self, event: MessagesAppended) -> None:
+    def _wrote(self, event: events.MessagesAppended) -> None:
         stream = self._open_stream(event.context)
         if stream.pending_state is None:
             stream.pending_state = event.state
         stream.messages.extend(event.messages)
 
-    def _extended(self, event: PromptExtended) -> None:
+    def _extended(self, event: events.PromptExtended) -> None:
         stream = self._open_stream(event.context)
         stream.guarded_at.extend(len(stream.tokens) + at for at in event.guarded_at)
         stream.tokens.write(event.ids, state=event.state, turn=self.turn)
@@ -336,7 +288,7 @@ class Trajectory(msgspec.Struct):
         stream.pending_state = None
         self.guarded += event.guarded
 
-    def _generated(self, event: Generated) -> None:
+    def _generated(self, event: events.Generated) -> None:
         stream = self._open_stream(event.context)
         if len(event.ids) != len(event.logprobs) or sum(count for count, _ in event.versions) != len(event.ids):
             raise StreamError(
@@ -368,10 +320,10 @@ class Trajectory(msgspec.Struct):
         self.queue_seconds += event.queue_seconds
         self.generate_seconds += event.seconds
 
-    def _call_begun(self, event: CallBegun) -> None:
+    def _call_begun(self, event: events.CallBegun) -> None:
         """Nothing changes but what the present visit has done."""
 
-    def _called(self, event: Called) -> None:
+    def _called(self, event: events.Called) -> None:
         self.called.append(event)
         self.calls_seen += 1
         self.calls_failed += event.failure is not None
@@ -381,20 +333,20 @@ class Trajectory(msgspec.Struct):
         if event.reward is not None:
             self.tool_rewards.append(event.reward)
 
-    def _asked(self, event: ModelQueried) -> None:
+    def _asked(self, event: events.ModelQueried) -> None:
         self.asked[event.engine] = max(self.asked.get(event.engine, 0), event.index + 1)
 
-    def _interacted(self, event: UserReplied) -> None:
+    def _interacted(self, event: events.UserReplied) -> None:
         self.interact_seconds += event.seconds
 
-    def _charged(self, event: LimitCharged) -> None:
+    def _charged(self, event: events.LimitCharged) -> None:
         self.spent[event.limit] = self.spent.get(event.limit, 0) + event.amount
 
-    def _timed_out(self, event: TimedOut) -> None:
+    def _timed_out(self, event: events.TimedOut) -> None:
         self.time_up = event
         self.here = []
 
-    def _transitioned(self, event: Transitioned) -> None:
+    def _transitioned(self, event: events.Transitioned) -> None:
         if event.source != self.state:
             raise StreamError(f"a row from '{event.source}' fired in state '{self.state}' of {self.trajectory_id}")
         if event.trigger == Trigger.LIMIT_REACHED:
@@ -410,23 +362,23 @@ class Trajectory(msgspec.Struct):
         for limit, amount in event.spent.items():
             self.spent[limit] = self.spent.get(limit, 0) + amount
 
-    def _scored(self, event: Scored) -> None:
+    def _scored(self, event: events.Scored) -> None:
         if event.turn is None:
             self.score = event.value
-            self.rewarded |= event.source == REWARD
+            self.rewarded |= event.source == events.REWARD
         else:
             self.turn_scores.append((event.turn, event.value))
 
-    def _suspended(self, event: Suspended) -> None:
+    def _suspended(self, event: events.Suspended) -> None:
         self.suspended = event.reason
 
-    def _resumed(self, event: Resumed) -> None:
+    def _resumed(self, event: events.Resumed) -> None:
         self.suspended = None
         self.interrupted = True
         self.away += event.away
         self.resumptions += 1
 
-    def _ended(self, event: Ended) -> None:
+    def _ended(self, event: events.Ended) -> None:
         self.stop_reason = event.stop_reason
         self.detail = event.detail
         self.suspended = None
@@ -443,12 +395,13 @@ def routing_key(limit: str, state: str) -> str:
     return f"{limit}@{state}" if limit == LimitName.MAX_VISITS else limit
 
 
-_APPLY: Mapping[type[Event], Callable[[Trajectory, Any], None]] = {
+_APPLY: Mapping[type[events.Event], Callable[[Trajectory, Any], None]] = {
     event: getattr(Trajectory, f"_{event.__struct_config__.tag}") for event in get_args(AnyEvent)
 }
 """How a trajectory takes in each event: its method of the event's own name."""
 
-DONE_IN_A_VISIT = frozenset(
-    {ContextOpened, MessagesAppended, Generated, CallBegun, Called, ModelQueried, UserReplied, LimitCharged, Scored}
-)
+DONE_IN_A_VISIT = frozenset({
+    events.ContextOpened, events.MessagesAppended, events.Generated, events.CallBegun, events.Called,
+    events.ModelQueried, events.UserReplied, events.LimitCharged, events.Scored,
+})  # fmt: skip
 """What a handler does through its visit (the glue before a generation is part of that generation)."""

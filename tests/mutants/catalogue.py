@@ -47,14 +47,13 @@ MUTANTS = (
     # -- tokens, masks, logprobs, versions (laws 3, 4, 7)
     Mutant(
         "flip a mask span", "trajectory/tokens.py",
-        "mask[span.start - self.prompt_length : span.end - self.prompt_length] = 1",
-        "mask[span.start - self.prompt_length : span.end - self.prompt_length - 1] = 1",
+        "self.trained and span.owner is Owner.MODEL",
+        "self.trained and span.owner is Owner.MODEL and span is not self._spans[-1]",
         "4: the mask is 1 exactly on sampled tokens",
     ),
     Mutant(
         "train on what an untrained engine says", "trajectory/tokens.py",
-        "        if self.trained:\n            for span in self.sampled():",
-        "        if True:\n            for span in self.sampled():",
+        "self.trained and span.owner is Owner.MODEL", "span.owner is Owner.MODEL",
         "4: only trainable contexts have mask 1",
         ("tests/unit/trajectory/test_tokens.py", *LAWS),
     ),

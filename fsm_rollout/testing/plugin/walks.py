@@ -87,7 +87,7 @@ class Walker:
             eager: how often a visit comes to what its handler declares; the rest is failures and limits.
         """
         walk = Walk(path=[self.graph.initial])
-        trajectory = Trajectory.begin(self._prompted())
+        trajectory = Trajectory.fold([self._prompted()])
 
         def emit(event: AnyEvent) -> None:
             trajectory.apply(event)

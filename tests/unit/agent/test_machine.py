@@ -29,12 +29,11 @@ def agent(rows: list[dict[str, Any]], states: dict[str, Any] | None = None, **mo
 
 
 def trajectory(state: str = "GENERATING") -> Trajectory:
-    return Trajectory.begin(
-        Prompted(
-            at=0.0, trajectory_id="t", group_id="g", sample=0, agent="a", initial=state, seed=0, date="2026-01-01",
-            messages=[{"role": "user", "content": "?"}], extra={}, limits={},
-        )
+    first = Prompted(
+        at=0.0, trajectory_id="t", group_id="g", sample=0, agent="a", initial=state, seed=0, date="2026-01-01",
+        messages=[{"role": "user", "content": "?"}], extra={}, limits={},
     )  # fmt: skip
+    return Trajectory.fold([first])
 
 
 def generated(text: str = "", attempts: list[ToolCall | MalformedCall] | None = None) -> Generated:

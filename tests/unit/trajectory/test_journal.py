@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import subprocess
-import sys
 import threading
 from array import array
 from collections.abc import Iterator
@@ -24,7 +22,6 @@ from fsm_rollout.testing.strategies.histories import several_event_sequences
 from fsm_rollout.trajectory.events import AnyEvent, ContextOpened, LimitCharged, Prompted, PromptExtended, encode
 from fsm_rollout.trajectory.journal import Journal, events, metadata, read
 from fsm_rollout.trajectory.trajectory import Trajectory
-from tests.kit import ROOT
 
 
 def prompted(trajectory_id: str = "t") -> Prompted:
@@ -148,7 +145,7 @@ def test_nothing_is_written_after_a_write_that_failed(tmp_path: Path) -> None:
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")  # the writer waits for this one
         journal.append("t", LimitCharged(at=1.0, limit="tool_calls"))
-        while not journal._queue.empty():
+        while journal._rows:
             pass
         journal.append("t", LimitCharged(at=2.0, limit="tool_calls"))  # comes with the next transaction
         other.execute("INSERT INTO events VALUES (NULL, 't', 1, 0.0, 'charged', x'00')")
@@ -156,26 +153,6 @@ def test_nothing_is_written_after_a_write_that_failed(tmp_path: Path) -> None:
         with pytest.raises(JournalError, match="cannot be written: UNIQUE"):
             journal.close()
         assert list(other.execute("SELECT seq FROM events ORDER BY seq")) == [(0,), (1,)], "no gap"
-
-
-def test_a_killed_run_leaves_what_was_flushed(tmp_path: Path) -> None:
-    path = tmp_path / "journal.sqlite"
-    code = f"""
-import os, sys
-sys.path.insert(0, {str(ROOT)!r})
-from tests.unit.trajectory.test_journal import Journal, LimitCharged, prompted
-journal = Journal({str(path)!r}, interval=3600.0)
-journal.append("t", prompted())
-for number in range(10):
-    journal.append("t", LimitCharged(at=float(number), limit="tool_calls"))
-journal.flush()
-for number in range(10):
-    journal.append("t", LimitCharged(at=float(number), limit="tool_calls"))
-os._exit(9)
-"""
-    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 9
-    (trajectory,) = read(path)
-    assert 10 <= trajectory.spent["tool_calls"] <= 20
 
 
 def test_the_facts_of_the_run_and_the_tables(tmp_path: Path) -> None:
@@ -234,34 +211,6 @@ def test_a_trajectory_begins_with_prompted_and_only_there(tmp_path: Path) -> Non
         with pytest.raises(JournalError, match="event 1 of trajectory t is prompted"):
             journal.append("t", prompted())
     assert len(events(tmp_path / "j.sqlite", "t")) == 1, "what was refused leaves no gap"
-
-
-LATE = """
-import sys
-from fsm_rollout.trajectory.journal import Journal
-
-class Late:
-    journal = Journal(sys.argv[1])
-
-    def __del__(self):
-        try:
-            self.journal.close()
-        except Exception as error:
-            sys.stderr.write(str(error))
-
-late = Late()
-"""
-
-
-def test_a_journal_that_is_closed_after_its_writer_is_gone_says_so(tmp_path: Path) -> None:
-    """The interpreter stops daemon threads at its end, and they answer nobody then."""
-    path = tmp_path / "j.sqlite"
-    done = subprocess.run(
-        [sys.executable, "-c", LATE, str(path)], check=False, capture_output=True, text=True, timeout=100,
-        cwd=ROOT,
-    )  # fmt: skip
-    assert done.returncode == 0
-    assert done.stderr == f"journal {path} cannot be written: the interpreter has stopped the thread that writes it"
 
 
 def test_a_closed_journal_takes_nothing(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_a_decoded_event_is_the_event(events: list[AnyEvent]) -> None:
 
 @given(event_sequences, st.data())
 def test_folding_what_was_encoded_gives_the_live_trajectory(events: list[AnyEvent], data: st.DataObject) -> None:
-    live = Trajectory.begin(events[0])  # type: ignore[arg-type]
+    live = Trajectory.fold([events[0]])
     at = data.draw(st.integers(1, len(events)), label="how far")
     for event in events[1:at]:
         live.apply(event)

@@ -1,0 +1,73 @@
+"""Journals of programs that end in the middle of a run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsm_rollout.trajectory.journal import read
+from tests.kit import ROOT
+
+pytestmark = pytest.mark.process
+
+
+def test_a_killed_run_leaves_what_was_flushed(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    code = f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from tests.unit.trajectory.test_journal import Journal, LimitCharged, prompted
+journal = Journal({str(path)!r}, interval=3600.0)
+journal.append("t", prompted())
+for number in range(10):
+    journal.append("t", LimitCharged(at=float(number), limit="tool_calls"))
+journal.flush()
+for number in range(10):
+    journal.append("t", LimitCharged(at=float(number), limit="tool_calls"))
+os._exit(9)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 9
+    (trajectory,) = read(path)
+    assert 10 <= trajectory.spent["tool_calls"] <= 20
+
+
+LATE = """
+import sys
+from tests.unit.trajectory.test_journal import Journal, prompted
+
+class Late:
+    def __init__(self):
+        self.journal = Journal(sys.argv[1], interval=3600.0)
+        self.journal.append("t", prompted())
+        if sys.argv[2] == "busy":  # what a commit leaves that the interpreter's end has stopped
+            self.journal._committing.acquire()
+
+    def __del__(self):
+        try:
+            self.journal.close()
+        except Exception as error:
+            sys.stderr.write(str(error))
+
+late = Late()
+"""
+
+
+@pytest.mark.parametrize("writer", ["idle", "busy"])
+def test_a_journal_that_is_closed_at_the_interpreters_end_is_whole_or_says_that_it_is_not(
+    tmp_path: Path, writer: str
+) -> None:
+    """The interpreter stops daemon threads at its end, and they answer nobody then."""
+    path = tmp_path / "j.sqlite"
+    done = subprocess.run(
+        [sys.executable, "-c", LATE, str(path), writer], check=False, capture_output=True, text=True, timeout=100,
+        cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0
+    if writer == "idle":
+        assert done.stderr == ""
+        assert [trajectory.trajectory_id for trajectory in read(path)] == ["t"]
+    else:
+        assert done.stderr == f"journal {path} cannot be written: the interpreter has stopped the thread that writes it"
