@@ -36,11 +36,11 @@ class HandlerSpec:
 
 
 BUILT_IN_HANDLERS = {
-    "prompt": "fsm_rollout.states.pending:OpenPrompt",
-    "generate": "fsm_rollout.states.generating:Generate",
-    "call_tools": "fsm_rollout.states.processing_tools:CallTools",
-    "interact": "fsm_rollout.states.interacting:Interact",
-    "write": "fsm_rollout.states.writing:Write",
+    "prompt": "fsm_rollout.states.built_in:OpenPrompt",
+    "generate": "fsm_rollout.states.built_in:Generate",
+    "call_tools": "fsm_rollout.states.built_in:CallTools",
+    "interact": "fsm_rollout.states.built_in:Interact",
+    "write": "fsm_rollout.states.built_in:Write",
 }
 """The handlers that a YAML names by one word; any other is ``module:Class``."""
 

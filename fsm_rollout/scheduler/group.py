@@ -13,7 +13,7 @@ from enum import StrEnum, auto
 
 from fsm_rollout.environment.rewards import Reward
 from fsm_rollout.scheduler.trajectory_runner import CUT_OFF, ActiveTrajectory
-from fsm_rollout.states.program import Program
+from fsm_rollout.states.base import Program
 from fsm_rollout.trajectory.events import REWARD, AnyEvent, Scored
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.trajectory import Trajectory
@@ -56,14 +56,10 @@ class Group:
     """Whether it is in no batch and does not count towards a target: the run's group filter turned it down, a sample of
     it fell behind the weights once too often, or tokens of it are wrong (``failed:GlueMismatchError``)."""
     state: GroupState = GroupState.WAITING
-    carried: bool = False
-    """Whether a run with a target has left it over."""
     active: dict[str, ActiveTrajectory] = field(default_factory=dict, repr=False)
     """What runs of it or can go on at once, by trajectory id."""
     attempts: dict[int, int] = field(default_factory=dict, repr=False)
     """How many attempts of a sample were given up."""
-    to_start: list[int] = field(default_factory=list, repr=False)
-    """The samples that the present run has still to begin, or to let go on."""
     unfinished: int = 0
     """How many samples of the present run have not come to their end."""
     glue_entries: dict[str, set[object]] = field(default_factory=dict, repr=False)
@@ -97,27 +93,21 @@ class Group:
         """Return the attempts that stand, by sample: those that have begun and were not given up."""
         return {t.sample: t for t in self.trajectories if t.trajectory_id == self.next_id(t.sample)}
 
-    def begin(self) -> None:
-        """Let it run: what has not begun, was set aside or was given up is to be started."""
+    def begin(self) -> list[int]:
+        """Let it run, and return the samples to start: what has not begun, was set aside or was given up."""
         standing = self.standing()
-        self.to_start = [k for k in range(self.n) if k not in standing or not standing[k].ended]
-        self.unfinished = len(self.to_start)
+        samples = [k for k in range(self.n) if k not in standing or not standing[k].ended]
+        self.unfinished = len(samples)
         self.state = GroupState.RUNNING
+        return samples
 
-    def add(self, live: ActiveTrajectory) -> None:
+    def add(self, new: Trajectory) -> None:
         """Take the attempt at a sample in, in the place of one that was given up; samples stand in their order."""
-        new = live.trajectory
         for old in [trajectory for trajectory in self.trajectories if trajectory.sample == new.sample]:
             self.trajectories.remove(old)
             self._discard(old)
         self.trajectories.append(new)
         self.trajectories.sort(key=lambda trajectory: trajectory.sample)
-
-    def activate(self, live: ActiveTrajectory) -> None:
-        """Keep what a trajectory holds open, and which glue it uses."""
-        trajectory_id = live.trajectory.trajectory_id
-        self.active[trajectory_id] = live
-        self.glue_entries[trajectory_id] = live.glue_entries
 
     def discard_unread(self, parent: Trajectory) -> None:
         """Take sub-agents' trajectories out that were cut off with their parent, whose call will be made again."""
@@ -126,10 +116,10 @@ class Group:
 
     def _discard(self, trajectory: Trajectory) -> None:
         """Discard a trajectory, all that served it, and what served those."""
-        served = self.servants(trajectory)
-        self.discarded += [trajectory, *served]
-        discarded = {t.trajectory_id for t in (trajectory, *served)}
-        self.children = [child for child in self.children if child.trajectory_id not in discarded]
+        discarded = [trajectory, *self.servants(trajectory)]
+        ids = {t.trajectory_id for t in discarded}
+        self.discarded += discarded
+        self.children = [child for child in self.children if child.trajectory_id not in ids]
 
     def servants(self, trajectory: Trajectory) -> list[Trajectory]:
         """Return the sub-agents' trajectories that a trajectory has called, and those that these have."""
@@ -140,11 +130,6 @@ class Group:
         """Return the trajectories, discarded ones apart, some of whose glue came from a cache entry."""
         return [t for t in self.all if entry in self.glue_entries.get(t.trajectory_id, ())]
 
-    def deliver(self) -> None:
-        """Hold nothing open any more."""
-        self.state = GroupState.DELIVERED
-        self.active.clear()
-
 
 async def score_group(group: Group, reward: Reward | None, record: Callable[[Trajectory, AnyEvent], None]) -> None:
     """Score a group's ended samples; a sub-agent's trajectory gets the score of the sample that it served.
@@ -152,10 +137,10 @@ async def score_group(group: Group, reward: Reward | None, record: Callable[[Tra
     A trajectory that already has a reward is re-scored only by a group reward.
     """
     ended = [trajectory for trajectory in group.trajectories if trajectory.ended]
-    scores = {trajectory.sample: trajectory.score for trajectory in ended if trajectory.rewarded}
     unscored = [trajectory for trajectory in ended if not trajectory.rewarded]
     if reward is None or not ended:
         return
+    scores = {trajectory.sample: trajectory.score for trajectory in ended if trajectory.rewarded}
     if unscored:
         judged = ended if reward.of_group else unscored
         values = await reward.score(judged)

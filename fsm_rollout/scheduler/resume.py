@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from fsm_rollout.errors import ConfigError, Problem, did_you_mean
 from fsm_rollout.scheduler.group import Group
-from fsm_rollout.states.program import Program
+from fsm_rollout.states.base import Program
 from fsm_rollout.trajectory.events import AnyEvent
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.settings import Limits, Sampling
@@ -63,14 +63,10 @@ def resumed_groups(
             continue
         latest = {trajectory.sample: trajectory for trajectory in samples}  # a later attempt stands for earlier ones
         group = Group(group_id, len(groups), prompt, bound[samples[0].agent], max(n, *(k + 1 for k in latest)))
-        group.trajectories = [latest[sample] for sample in sorted(latest)]
         group.attempts = {sample: _attempt(trajectory) for sample, trajectory in latest.items()}
-        group.discarded = [trajectory for trajectory in samples if latest[trajectory.sample] is not trajectory]
-        given_up = tuple(f"{trajectory.trajectory_id}/" for trajectory in group.discarded)
-        for trajectory in members:
-            if trajectory.parent_id is not None:
-                lost = trajectory.trajectory_id.startswith(given_up)
-                (group.discarded if lost else group.children).append(trajectory)
+        group.children = [trajectory for trajectory in members if trajectory.parent_id is not None]
+        for trajectory in samples:
+            group.add(trajectory)
         groups.append(group)
     if problems:
         raise ConfigError(problems)
@@ -80,11 +76,6 @@ def resumed_groups(
 def same_prompt(one: Prompt, other: Prompt) -> bool:
     """Say whether two prompts ask the same, wherever they were read."""
     return bool(msgspec.to_builtins(one.messages) == msgspec.to_builtins(other.messages))
-
-
-def folded(history: History) -> Trajectory:
-    """Return the trajectory of a history."""
-    return history if isinstance(history, Trajectory) else Trajectory.fold(history)
 
 
 def _attempt(trajectory: Trajectory) -> int:

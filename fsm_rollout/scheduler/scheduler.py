@@ -19,7 +19,6 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mappin
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Literal
 from weakref import WeakSet
 
@@ -30,10 +29,18 @@ from fsm_rollout.environment.rewards import GroupFilter, Reward
 from fsm_rollout.environment.users import build_interaction
 from fsm_rollout.errors import ConfigError, GlueMismatchError, Problem, ToolError, did_you_mean, single
 from fsm_rollout.scheduler.group import Group, GroupState, score_group
-from fsm_rollout.scheduler.resume import History, folded, resumed_groups, same_prompt
+from fsm_rollout.scheduler.resume import History, resumed_groups, same_prompt
 from fsm_rollout.scheduler.staleness import Staleness
-from fsm_rollout.scheduler.trajectory_runner import CUT_OFF, ActiveTrajectory, Stop, Suspension, run_trajectory
-from fsm_rollout.states.program import Program
+from fsm_rollout.scheduler.trajectory_runner import (
+    CARRIED,
+    CUT_OFF,
+    INTERRUPTED,
+    ActiveTrajectory,
+    Stop,
+    Suspension,
+    run_trajectory,
+)
+from fsm_rollout.states.base import Program
 from fsm_rollout.tools import AgentAnswer
 from fsm_rollout.trajectory.events import AnyEvent, Ended, Prompted, Resumed
 from fsm_rollout.trajectory.journal import Journal
@@ -51,17 +58,12 @@ Listener = Callable[[Trajectory, AnyEvent], None]
 OnToolFailure = Literal["tell_model", "end"]
 OVER_SAMPLE = 1.5
 MAX_RESTARTS = 3
-CARRIED = Suspension("carried")
-"""How a trajectory is stopped when its run has reached its target."""
-INTERRUPTED = Suspension("interrupted")
-"""How one is stopped when its run is closed or fails, and there is a journal from which it can go on."""
 
 
 @dataclass(slots=True, eq=False)
 class _Run:
     """One call of :meth:`Scheduler.run`: what was asked for, and how far it is."""
 
-    number: int
     prompts: Iterator[Prompt]
     n: int
     target: int | None
@@ -69,27 +71,24 @@ class _Run:
     """How many groups may be open or done before the next one is opened."""
     deliver_at_end: bool
     slots: asyncio.Semaphore
+    carried: frozenset[str]
+    """The groups that earlier runs have left over."""
+    feeder: asyncio.Task[None] = field(init=False)
     resumed: dict[str, Group] = field(default_factory=dict)
     """Groups resumed in this run whose prompt has not come up."""
-    delivered: list[str] = field(default_factory=list)
-    """Groups that were delivered, and the caller has not come back since."""
-    counted: int = 0
-    """How many groups that count were delivered."""
-    enough: bool = False
-    """Whether nothing more is started, and what runs is set aside: the target is reached, or prompts have failed."""
-    closing: bool = False
-    """Whether nobody listens any more."""
-    exhausted: bool = False
-    """Whether there are no further prompts."""
-    failure: Exception | None = None
-    """Why there are no further prompts, if that is a mistake."""
     prompt_ids: set[str] = field(default_factory=set)
     """The ids of the prompts that have come up, and of their groups."""
+    counted: int = 0
+    """How many groups that count were delivered."""
+    exhausted: bool = False
+    """Whether there are no further prompts."""
+    stop: Stop | None = None
+    """How all of it is being stopped: it is set aside (:data:`CARRIED`), cancelled or interrupted."""
+    closing: bool = False
+    """Whether nobody listens any more."""
     scoring: set[asyncio.Task[None]] = field(default_factory=set)
-    feeder: asyncio.Task[None] | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when something has changed that somebody may wait for."""
-    closed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Wait until something holds."""
@@ -157,7 +156,7 @@ class Scheduler:
         self.staleness = Staleness(max_staleness, max_restarts, lambda: policy.engine.weight_version)
         self.programs: dict[int, Program] = {}
         """Those of all agents, sub-agents among them, by the identity of their graphs."""
-        self.agents: Mapping[str, Program] = {name: self._compile(graph) for name, graph in agents.items()}
+        self.agents: Mapping[str, Program] = {name: self.program(graph) for name, graph in agents.items()}
         self.groups: dict[str, Group] = {}
         """All groups that have not been delivered, by id."""
         self.running: dict[str, ActiveTrajectory] = {}
@@ -169,28 +168,29 @@ class Scheduler:
         """Groups to open before those of further prompts: carried over by an earlier run, or resumed."""
         self._open: dict[str, Group] = {}
         """Groups that run or are scored."""
-        self._again: deque[Group] = deque()
-        """Open groups of which a sample that had ended is to begin anew."""
+        self._to_start: deque[tuple[Group, int]] = deque()
+        """The samples of open groups that have still to begin, or to go on."""
         self._done: deque[Group] = deque()
-        self._had: WeakSet[Group] = WeakSet()
+        self._delivered: list[str] = []
+        """Groups that were delivered; the caller has not come back for more."""
+        self._held: WeakSet[Group] = WeakSet()
         """Groups that were delivered and that the caller still holds."""
         self._run: _Run | None = None
-        self._runs = self._prompts = 0
-        self._delivered: list[str] = []
-        """Groups delivered by runs that are over; with the next run, the caller comes back for more."""
-
-    def _compile(self, graph: AgentGraph) -> Program:
-        """Compile an agent and, so that every mistake shows now, its sub-agents."""
-        for tool in graph.tools.values():
-            if tool.agent is not None:
-                self._compile(tool.agent)
-        return self.program(graph)
+        self._run_number = -1
+        self._prompts = 0
+        """How many prompts were taken so far."""
 
     def program(self, graph: AgentGraph) -> Program:
-        """Return the program of a graph, compiled once (by identity: graphs are immutable and outlive the run)."""
+        """Return the program of a graph, compiled once (by identity: graphs are immutable and outlive the run).
+
+        Its sub-agents are compiled with it, so that every mistake shows before the run.
+        """
         if id(graph) not in self.programs:
+            for tool in graph.tools.values():
+                if tool.agent is not None:
+                    self.program(tool.agent)
             end = self.on_tool_failure == "end"
-            self.programs[id(graph)] = Program(graph, self.clients, sampling=self.sampling, end_on_tool_failure=end)
+            self.programs[id(graph)] = Program(graph, self.clients, self.sampling, end_on_tool_failure=end)
         return self.programs[id(graph)]
 
     def program_of(self, prompt: Prompt) -> Program:
@@ -276,35 +276,38 @@ class Scheduler:
         if not over_sample >= 1:
             raise ConfigError(f"over_sample must be at least 1 (no group more than the target), got {over_sample}")
         await self._until_free()
-        most = math.inf if target_groups is None else math.ceil(target_groups * over_sample)
-        slots = asyncio.Semaphore(self.concurrency)
-        run = self._run = _Run(self._runs, iter(prompts), n, target_groups, most, deliver_at_end, slots)
-        self.stopping = None
-        self._runs += 1
+        self._mark_delivered()
+        run = _Run(
+            iter(prompts),
+            n,
+            target_groups,
+            math.inf if target_groups is None else math.ceil(target_groups * over_sample),
+            deliver_at_end,
+            asyncio.Semaphore(self.concurrency),
+            frozenset(self.groups),
+        )
+        self._resume(run, list(resume))
+        self._run, self.stopping = run, None
+        self._run_number += 1
+        run.feeder = asyncio.get_running_loop().create_task(self._feed(run))
+        run.feeder.add_done_callback(lambda _: run.changed.set())
         try:
-            self._mark_delivered(self._delivered)
-            self._resume(run, resume)
-            run.feeder = asyncio.get_running_loop().create_task(self._feed(run))
-            run.feeder.add_done_callback(lambda _: run.changed.set())
-            while groups := await self._next_delivery(run, run.feeder):
+            while run.counted != target_groups and (groups := await self._next_delivery(run)):
                 for group in groups:
-                    run.delivered.append(group.group_id)
+                    self._delivered.append(group.group_id)
                     yield group
                     if not deliver_at_end:
-                        self._mark_delivered(run.delivered)
-                if run.enough and run.failure is None:
-                    return
-            if run.failure is not None:
-                await self._carry_over(run, run.feeder)
-                raise run.failure
-            await _fed(run.feeder)
+                        self._mark_delivered()
+            await run.feeder
+        except ExceptionGroup as errors:  # of the feeder's tasks
+            raise single(errors) from None
         finally:
-            self._delivered += run.delivered
+            run.closing = True
             try:
-                await self._close(run)
+                await self._end(run, Outcome(Trigger.CANCELLED) if self.journal is None else INTERRUPTED)
             finally:
                 self._run = None
-                run.closed.set()
+                run.changed.set()
             for client in self.clients.values():
                 await client.drain()
 
@@ -313,34 +316,74 @@ class Scheduler:
         if self._run is not None:
             for _ in range(2):  # steps in which a generator that nobody holds any more begins to close
                 await asyncio.sleep(0)
-        while self._run is not None and self._run.closing:
-            await self._run.closed.wait()
+        run = self._run
+        if run is not None and run.closing:
+            await run.until(lambda: self._run is not run)
         if self._run is not None:
             raise ConfigError(
                 "a run is under way already, and there is one at a time; iterate it to its end, or close it "
                 "(`aclose()`), or use another Rollout"
             )
 
-    def _resume(self, run: _Run, resume: Iterable[History]) -> None:
+    async def _end(self, run: _Run, stop: Stop) -> None:
+        """Stop what runs and wait for it; what is set aside goes on in the next run, and the rest is given up."""
+        # 1. Nothing more is started, and what runs is stopped.
+        self._halt(run, stop)
+        await asyncio.gather(run.feeder, return_exceptions=True)
+        # 2. What is open. (What waits has not been touched, and stays.)
+        groups = list(self._open.values())
+        self._open.clear()
+        self._to_start.clear()
+        if run.stop is CARRIED:
+            self._waiting.extendleft(reversed(groups))
+        for group in groups:
+            if run.stop is CARRIED:
+                group.state = GroupState.WAITING
+            else:
+                await self._drop(group, stop)
+        # 3. What is done stays in a run with a target, or if it was left over by one.
+        for group in list(self._done):
+            if run.target is None and group.group_id not in run.carried:
+                self._done.remove(group)
+                await self._drop(group, stop)
+
+    def _halt(self, run: _Run, stop: Stop) -> None:
+        """Start nothing more, and have what runs stopped; the first way to stop it counts."""
+        if run.stop is None:
+            run.stop = stop
+            for live in self.running.values():
+                live.request_stop(stop)
+            for task in run.scoring:
+                task.cancel()
+            run.changed.set()
+
+    async def _drop(self, group: Group, stop: Stop) -> None:
+        """Give a group up, and close what it holds open."""
+        del self.groups[group.group_id]
+        for live in list(group.active.values()):
+            if live.trajectory.suspended is None:
+                live.halt(stop)
+            await live.close()
+
+    def _resume(self, run: _Run, histories: list[History]) -> None:
         """Let the groups of some histories wait for their turn, behind those that were carried over.
 
         What the journal does not have yet is written into it first (a trajectory object must be in it already). A
         sub-agent's trajectory that has not ended is ended as ``cancelled``: the call that it served is made again.
         """
-        histories = list(resume)
+        trajectories = [h if isinstance(h, Trajectory) else Trajectory.fold(h) for h in histories]
         groups = resumed_groups(
-            map(folded, histories),
+            trajectories,
             run.n,
             agents=self.agents.values(),
             programs=self.programs.values(),
             under_way=self.groups,
         )
-        for history in histories:  # into the journal, now that all of them are good
-            if not isinstance(history, Trajectory):
-                trajectory = Trajectory.fold([history[0]]) if isinstance(history[0], Prompted) else folded(history)
-                if self.journal is None or trajectory.trajectory_id not in self.journal:
-                    for event in history:
-                        self.record(trajectory, event)
+        for trajectory, history in zip(trajectories, histories, strict=True):  # now that all of them are good
+            known = self.journal is not None and trajectory.trajectory_id in self.journal
+            if not isinstance(history, Trajectory) and not known:
+                for event in history:
+                    self.record(trajectory, event)
         now = asyncio.get_running_loop().time()
         for group in groups:
             if self.journal is not None:
@@ -356,27 +399,28 @@ class Scheduler:
 
     # -- delivery -----------------------------------------------------------------------------------------------
 
-    async def _next_delivery(self, run: _Run, feeder: asyncio.Task[None]) -> list[Group]:
+    async def _next_delivery(self, run: _Run) -> list[Group]:
         """Wait for what is delivered next, none of it too old; nothing when there is no more.
 
         With what completes the target, the rest of the run is set aside first.
         """
         while True:
-            await run.until(lambda: feeder.done() or bool(self._deliverable(run)))
+            await run.until(lambda: run.feeder.done() or bool(self._deliverable(run)))
             async with self.changing:
                 groups = self._deliverable(run)
                 renewed = [self._renew(group) for group in groups]
                 if any(renewed):
                     continue
                 counted = run.counted + sum(group.counts for group in groups)
-                if groups and counted == run.target:
-                    await self._carry_over(run, feeder)
-                if groups or feeder.done():
+                if counted == run.target:
+                    await self._end(run, CARRIED)
+                if groups or run.feeder.done():
                     for group in groups:
                         self._done.remove(group)
                         del self.groups[group.group_id]
-                        group.deliver()
-                        self._had.add(group)
+                        group.state = GroupState.DELIVERED
+                        group.active.clear()
+                        self._held.add(group)
                     run.counted = counted
                     run.changed.set()
                     return groups
@@ -384,114 +428,101 @@ class Scheduler:
     def _deliverable(self, run: _Run) -> list[Group]:
         """Return what may be delivered now: the next group; or, at the end, all that are enough, or all there are."""
         if not run.deliver_at_end:
-            return list(islice(self._done, 1))
+            return list(itertools.islice(self._done, 1))
         if run.target is not None:
             counted = 0
             for number, group in enumerate(self._done, 1):
                 counted += group.counts
                 if counted == run.target:
-                    return list(islice(self._done, number))
+                    return list(itertools.islice(self._done, number))
         return list(self._done) if run.exhausted and not (self._open or self._waiting) else []
 
-    def _mark_delivered(self, group_ids: list[str]) -> None:
-        """Write down that the caller has had some groups, and has come back."""
+    def _mark_delivered(self) -> None:
+        """Write down that the caller has had what was delivered, and has come back."""
         if self.journal is not None:
-            for group_id in group_ids:
+            for group_id in self._delivered:
                 self.journal.handed_over(group_id)
-        group_ids.clear()
+        self._delivered.clear()
 
     def _renew(self, group: Group) -> bool:
         """Let what of a group has ended and is too old begin anew; say whether that changes anything."""
-        dropped, samples = group.dropped, self.staleness.give_up(group)
-        if samples:
-            if group.state is GroupState.DONE:
-                self._done.remove(group)
-            if self._run is None:
-                group.state = GroupState.WAITING
-                self._waiting.append(group)
-            else:
-                group.state = GroupState.RUNNING
-                group.to_start += samples
-                group.unfinished += len(samples)
-                self._open[group.group_id] = group
-                self._again.append(group)
-        if self._run is not None:
-            self._run.changed.set()
+        run, dropped, samples = self._run, group.dropped, self.staleness.give_up(group)
+        if samples and group.state is GroupState.DONE:
+            self._done.remove(group)
+        if samples and (run is None or run.stop is not None):
+            group.state = GroupState.WAITING
+            self._waiting.append(group)
+        elif samples:
+            group.state = GroupState.RUNNING
+            group.unfinished += len(samples)
+            self._open[group.group_id] = group
+            self._to_start += [(group, sample) for sample in samples]
+        if run is not None:
+            run.changed.set()
         return bool(samples) or group.dropped != dropped
 
     # -- feeding ------------------------------------------------------------------------------------------------
 
     async def _feed(self, run: _Run) -> None:
-        """Open groups in order and start their samples, ``concurrency`` at once."""
+        """Open groups in order and start their samples, ``concurrency`` at once, until the run is over."""
         async with asyncio.TaskGroup() as tasks:
             try:
-                while (group := await self._next_group(run)) is not None:
-                    if not group.unfinished:
-                        tasks.create_task(self._finish(run, group))
-                    while group.to_start:
+                while True:
+                    await run.until(lambda: run.stop is not None or self._can_start(run) or self._is_over(run))
+                    if self._to_start:
                         await run.slots.acquire()
-                        if run.enough:
-                            return
-                        tasks.create_task(self._run_sample(run, group, group.to_start.pop(0)))
-            except BaseException:
-                self._interrupt(run)  # before all tasks are cancelled
+                    if run.stop is not None or self._is_over(run):
+                        return
+                    if self._to_start:
+                        tasks.create_task(self._run_sample(run, *self._to_start.popleft()))
+                        continue
+                    group = self._waiting.popleft() if self._waiting else self._open_next(run)
+                    if group is None:
+                        run.exhausted = True
+                        run.changed.set()
+                        continue
+                    self.staleness.give_up(group)
+                    samples = group.begin()
+                    self._open[group.group_id] = group
+                    self._to_start += [(group, sample) for sample in samples]
+                    if not samples:
+                        tasks.create_task(self._finish(run, group))
+            except BaseException as error:  # before all tasks are cancelled
+                keep = run.target is not None and isinstance(error, Exception)
+                cut_off: Stop = Outcome(Trigger.CANCELLED) if self.journal is None else INTERRUPTED
+                self._halt(run, CARRIED if keep else cut_off)
                 raise
 
-    async def _next_group(self, run: _Run) -> Group | None:
-        """Return the next group to work on, when there is room; ``None`` when all is over."""
-        while True:
-            await run.until(lambda: run.enough or bool(self._again) or self._has_room(run))
-            if run.enough:
-                return None
-            if self._again:
-                if (group := self._again.popleft()).to_start:
-                    return group
-                continue
-            opened = self._waiting.popleft() if self._waiting else self._open_next(run)
-            if opened is not None:
-                self.staleness.give_up(opened)
-                opened.begin()
-                self._open[opened.group_id] = opened
-                return opened
-            run.exhausted = True
-            run.changed.set()
-            await run.until(lambda: run.enough or bool(self._again) or not (self._open or self._done))
-            if not self._again:
-                return None
-
-    def _has_room(self, run: _Run) -> bool:
-        if run.most == math.inf:
-            return True
+    def _can_start(self, run: _Run) -> bool:
+        """Whether there are samples to start, or the next group may be opened."""
+        if self._to_start or run.exhausted or run.most == math.inf:
+            return bool(self._to_start) or not run.exhausted
         return len(self._open) + run.counted + sum(group.counts for group in self._done) < run.most
+
+    def _is_over(self, run: _Run) -> bool:
+        return run.exhausted and not (self._open or self._done)
 
     def _open_next(self, run: _Run) -> Group | None:
         """Return the group of the next prompt that has none yet.
 
-        Once all is stopped, a run with a target has enough; the prompts of another come back stopped. A mistake in a
-        prompt ends a run without a target; one with a target sets all that it has aside first.
+        Once all is stopped, a run with a target has enough; the prompts of another come back stopped.
         """
         if run.target is not None and self.stopping is not None:
             return None
-        try:
-            for prompt in run.prompts:
-                index, self._prompts = self._prompts, self._prompts + 1
-                group_id = prompt.prompt_id or str(index)
-                resumed = run.resumed.get(group_id)
-                if resumed is not None and same_prompt(resumed.prompt, prompt):
-                    run.resumed.pop(group_id).index = index
-                    continue
-                program = self.program_of(prompt)
-                if group_id in run.prompt_ids and run.target is None:
-                    raise ConfigError(f"prompt id '{group_id}' is used twice; it names the group")
-                group = Group(self._free_id(group_id), index, prompt, program, run.n)
-                self.groups[group.group_id] = group
-                run.prompt_ids |= {group_id, group.group_id}
-                return group
-        except Exception as error:  # the prompts' iterable is the user's code
-            if run.target is None:
-                raise
-            run.failure = error
-            self._set_aside(run)
+        for prompt in run.prompts:
+            index, self._prompts = self._prompts, self._prompts + 1
+            group_id = prompt.prompt_id or str(index)
+            resumed = run.resumed.get(group_id)
+            if resumed is not None and same_prompt(resumed.prompt, prompt):
+                run.resumed.pop(group_id).index = index
+                continue
+            program = self.program_of(prompt)
+            if group_id in run.prompt_ids and run.target is None:
+                raise ConfigError(f"prompt id '{group_id}' is used twice; it names the group")
+            group = Group(self._free_id(group_id), index, prompt, program, run.n)
+            self.groups[group.group_id] = group
+            run.prompt_ids |= {group_id, group.group_id}
+            return group
         return None
 
     def _free_id(self, group_id: str) -> str:
@@ -505,11 +536,9 @@ class Scheduler:
     async def _run_sample(self, run: _Run, group: Group, sample: int) -> None:
         """Run one sample, beginning it anew as often as it is given up; with the last of its group, that is done."""
         try:
-            while not (run.enough or run.closing):
-                live = await self._start_sample(run, group, sample)
-                await self._run_active(run, live)
-                if live.trajectory.ended or not live.keep_open:
-                    group.active.pop(live.trajectory.trajectory_id, None)
+            while run.stop is None:
+                live = await self._start_sample(group, sample)
+                await self._run_active(run, group, live)
                 if not live.restart or live.trajectory.stop_reason != StopReason.CANCELLED:
                     break
                 group.give_up(sample)
@@ -519,22 +548,20 @@ class Scheduler:
         if group.unfinished == 0:
             await self._finish(run, group)
 
-    async def _start_sample(self, run: _Run, group: Group, sample: int) -> ActiveTrajectory:
+    async def _start_sample(self, group: Group, sample: int) -> ActiveTrajectory:
         """Begin a sample, or let it go on (unless it has fallen too far behind the weights meanwhile)."""
         trajectory = group.standing().get(sample)
         if trajectory is not None:
-            live = group.active.get(trajectory.trajectory_id)
-            if live is None:  # read from its history
-                live = self._activate(group, trajectory)
+            live = group.active.get(trajectory.trajectory_id) or self._activate(group, trajectory)
             now = asyncio.get_running_loop().time()
-            live.stop, live.keep_open = None, False
+            live.stop = None
             group.discard_unread(trajectory)
             version = self.staleness.version()
             live.emit(Resumed(at=now, away=now - trajectory.latest_at, weight_version=version))
             if not await self._end_if_stale(group, live):
                 return live
-        live = self._begin(group, group.program, group.prompt, group.next_id(sample), sample, run=run.number)
-        group.add(live)
+        live = self._begin(group, group.program, group.prompt, group.next_id(sample), sample)
+        group.add(live.trajectory)
         return live
 
     def _begin(
@@ -545,20 +572,19 @@ class Scheduler:
         trajectory_id: str,
         sample: int,
         *,
-        run: int = 0,
         seed: int | None = None,
         caller: ActiveTrajectory | None = None,
     ) -> ActiveTrajectory:
         """Create a trajectory by its first event, and what it holds open.
 
-        Samples derive their seed from their id, and in a second epoch (``run``) from that too; a sub-agent's (it has a
-        ``caller``) comes with its call.
+        Samples derive their seed from their id, and in a second epoch from the run's number too; a sub-agent's (it has
+        a ``caller``) comes with its call.
         """
         graph = program.graph
         spends = program.machine.spends[graph.initial]
         limits = graph.limits if prompt.limits is None else graph.limits.lowered(prompt.limits)
         if seed is None:
-            seed = derive_seed(self.seed, trajectory_id, *([run] if run else []))
+            seed = derive_seed(self.seed, trajectory_id, *([self._run_number] if self._run_number else []))
         prompted = Prompted(
             at=asyncio.get_running_loop().time(),
             trajectory_id=trajectory_id,
@@ -587,9 +613,13 @@ class Scheduler:
         program: Program | None = None,
         caller: ActiveTrajectory | None = None,
     ) -> ActiveTrajectory:
-        run_agent = partial(self._run_agent, group, trajectory.trajectory_id)
-        live = ActiveTrajectory(trajectory, program or group.program, run_agent, self, caller)
-        group.activate(live)
+        trajectory_id = trajectory.trajectory_id
+        run_agent = partial(self._run_agent, group, trajectory_id)
+        live = ActiveTrajectory(
+            trajectory, program or group.program, run_agent, self.record, self.glue_mismatch, caller
+        )
+        group.active[trajectory_id] = live
+        group.glue_entries[trajectory_id] = live.glue_entries
         return live
 
     async def _run_agent(
@@ -613,24 +643,15 @@ class Scheduler:
         failure = None if answered else child.stop_reason
         return AgentAnswer(text=texts[-1] if texts else "", failure=failure, child_id=child_id)
 
-    async def _run_active(self, run: _Run, live: ActiveTrajectory) -> None:
+    async def _run_active(self, run: _Run, group: Group, live: ActiveTrajectory) -> None:
         """Run a trajectory that has begun, unless everything is being stopped."""
         task = asyncio.current_task()
         assert task is not None
         trajectory_id = live.trajectory.trajectory_id
         self.running[trajectory_id] = live
-        live.task = task
+        live.task, live.stop = task, run.stop or self.stopping
         try:
-            if live.trajectory.ended:
-                pass  # it fell too far behind while it was away
-            elif run.enough:
-                live.keep_open = True
-                live.halt(CARRIED)
-            elif self.stopping is not None:
-                live.halt(self.stopping)
-                await live.close()
-            else:
-                await run_trajectory(live)
+            await run_trajectory(live)
         except asyncio.CancelledError:
             if live.stop is None:
                 raise
@@ -639,10 +660,12 @@ class Scheduler:
         finally:
             live.task = None
             del self.running[trajectory_id]
+            if not live.stays_open:
+                group.active.pop(trajectory_id, None)
 
     async def _finish(self, run: _Run, group: Group) -> None:
         """Score a group whose samples are finished, unless the run is over: then it is carried, scored or not."""
-        if run.enough or run.closing:
+        if run.stop is not None:
             return
         task = asyncio.current_task()
         assert task is not None
@@ -657,7 +680,7 @@ class Scheduler:
                     keeps = await self.group_filter.keeps(group.trajectories)
                     group.dropped = group.dropped or not keeps
         except asyncio.CancelledError:
-            if not run.enough or run.closing:
+            if run.stop is None:
                 raise
             while task.cancelling():
                 task.uncancel()
@@ -669,66 +692,7 @@ class Scheduler:
         self._done.append(group)
         run.changed.set()
 
-    # -- the end of a run ---------------------------------------------------------------------------------------
-
-    def _set_aside(self, run: _Run) -> None:
-        """Start nothing more, and suspend what runs, to go on in the next run."""
-        run.enough = True
-        run.changed.set()
-        for live in self.running.values():
-            live.keep_open = True
-            live.request_stop(CARRIED)
-        for task in run.scoring:
-            task.cancel()
-
-    async def _carry_over(self, run: _Run, feeder: asyncio.Task[None]) -> None:
-        """End a run that has reached its target, and keep all that it has for the next one."""
-        self._set_aside(run)
-        await _fed(feeder)
-        self._keep_open_groups()
-
-    def _keep_open_groups(self) -> None:
-        for group in (*self._done, *self._open.values(), *self._waiting):
-            group.carried = True
-        for group in self._open.values():
-            group.state = GroupState.WAITING
-        self._waiting = deque([*self._open.values(), *self._waiting])
-        self._open.clear()
-        self._again.clear()
-
-    @property
-    def _cut_off(self) -> Stop:
-        """How what runs is stopped when nobody waits for it any more."""
-        return Outcome(Trigger.CANCELLED) if self.journal is None else INTERRUPTED
-
-    def _interrupt(self, run: _Run) -> None:
-        """Say why what runs is about to be cancelled."""
-        run.closing = True
-        for live in self.running.values():
-            live.stop = self._cut_off if live.stop is None else live.stop
-
-    async def _close(self, run: _Run) -> None:
-        """Stop whatever still runs, and end what it leaves behind. What was carried or set aside is kept."""
-        self._interrupt(run)
-        if run.feeder is not None:
-            run.feeder.cancel()
-            await asyncio.gather(run.feeder, return_exceptions=True)
-        if run.enough:
-            self._keep_open_groups()
-        for group in list(self._done):
-            if group.carried or run.target is not None:
-                group.carried = True
-            else:
-                self._done.remove(group)
-                del self.groups[group.group_id]
-        for group in self._open.values():
-            del self.groups[group.group_id]
-            for live in group.active.values():
-                if not live.trajectory.ended and live.trajectory.suspended is None:
-                    live.halt(self._cut_off)
-                    await live.close()
-        self._open.clear()
-        self._again.clear()
+    # -- what is left over --------------------------------------------------------------------------------------
 
     @property
     def carried(self) -> list[Group]:
@@ -739,9 +703,7 @@ class Scheduler:
         """Give up what waits for the next run and return it, as it stands; its tools are released."""
         groups = self.carried
         for group in groups:
-            del self.groups[group.group_id]
-            for live in group.active.values():
-                await live.close()
+            await self._drop(group, CARRIED)
         if groups:
             self._done.clear()
             self._waiting.clear()
@@ -774,7 +736,7 @@ class Scheduler:
         """Let nothing be too old: what runs, what has ended, what waits for the next run."""
         under_way = self.clients[POLICY].sampling_since()
         for live in list(self.running.values()):
-            group, sample = self._open[live.trajectory.group_id], live.trajectory.sample
+            group, sample = self.groups[live.trajectory.group_id], live.trajectory.sample
             outcome = self.staleness.end_of(group, live.trajectory, under_way)
             if outcome is not None and live.stop is None:
                 live.restart = self.staleness.may_restart(group, sample)
@@ -810,7 +772,7 @@ class Scheduler:
         """
         outcome = Outcome(Trigger.FAILED, error=type(mismatch).__name__, detail=str(mismatch))
         number = delivered = 0
-        for group in [*self.groups.values(), *self._had]:
+        for group in [*self.groups.values(), *self._held]:
             for trajectory in group.with_glue_of(mismatch.entry):
                 group.dropped = True
                 number += 1
@@ -846,11 +808,3 @@ class Scheduler:
         self.stopping = Outcome(Trigger.CANCELLED) if suspend is None else Suspension(suspend)
         for live in list(self.running.values()):
             live.request_stop(self.stopping)
-
-
-async def _fed(feeder: asyncio.Task[None]) -> None:
-    """Wait until nothing that was fed runs any more; raise what has failed."""
-    try:
-        await feeder
-    except ExceptionGroup as group:
-        raise single(group) from None

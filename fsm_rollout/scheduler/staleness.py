@@ -8,6 +8,7 @@ sample that is too old is in a group that is delivered, unless as dropped.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.errors import ConfigError
@@ -15,52 +16,50 @@ from fsm_rollout.scheduler.group import Group, GroupState
 from fsm_rollout.trajectory.reasons import Trigger
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
-UnderWay = Mapping[tuple[str, str], int]
-"""The oldest version in generations under way, by trajectory and context: :meth:`EngineClient.sampling_since`."""
 
-
-def sampled_since(group: Group, trajectory: Trajectory, under_way: UnderWay) -> int | None:
-    """Return the oldest policy version among a trajectory's trained tokens, ``None`` when it has none."""
-    versions: list[int] = []
-    for member in (trajectory, *group.servants(trajectory)):
-        for stream in member.streams:
-            if stream.engine == POLICY and stream.tokens.trained:
-                versions += [span.version for span in stream.tokens.sampled()]
-                if stream.open and (version := under_way.get((member.trajectory_id, stream.context))) is not None:
-                    versions.append(version)
-    return min(versions, default=None)
-
-
+@dataclass(frozen=True, slots=True)
 class Staleness:
     """The bound that a run keeps.
 
-    Args:
-        most: how many weight versions a trained token may be behind; ``None`` is no bound.
-        restarts: how often a sample is begun anew.
-        version: returns that of the policy's weights.
-
     Raises:
-        ConfigError: one of them is negative.
+        ConfigError: a number is negative.
     """
 
-    def __init__(self, most: int | None, restarts: int, version: Callable[[], int]) -> None:
-        if most is not None and most < 0:
-            raise ConfigError(f"max_staleness must be at least 0 weight versions, got {most}")
-        if restarts < 0:
-            raise ConfigError(f"max_restarts must be at least 0, got {restarts}")
-        self.most = most
-        self.restarts = restarts
-        self.version = version
+    most: int | None
+    """How many weight versions a trained token may be behind; ``None`` is no bound."""
+    restarts: int
+    """How often a sample is begun anew."""
+    version: Callable[[], int]
+    """Returns that of the policy's weights."""
 
-    def end_of(self, group: Group, trajectory: Trajectory, under_way: UnderWay | None = None) -> Outcome | None:
-        """Return how a trajectory ends that is too old, ``None`` if it is not."""
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        if self.most is not None and self.most < 0:
+            raise ConfigError(f"max_staleness must be at least 0 weight versions, got {self.most}")
+        if self.restarts < 0:
+            raise ConfigError(f"max_restarts must be at least 0, got {self.restarts}")
+
+    def end_of(
+        self, group: Group, trajectory: Trajectory, under_way: Mapping[tuple[str, str], int] | None = None
+    ) -> Outcome | None:
+        """Return how a trajectory ends that is too old, ``None`` if it is not.
+
+        ``under_way`` has the oldest version in generations under way, by trajectory and context.
+        """
         if self.most is None:
             return None
-        since, version = sampled_since(group, trajectory, under_way or {}), self.version()
-        if since is None or version - since <= self.most:
+        versions: list[int] = []
+        for member in (trajectory, *group.servants(trajectory)):
+            for stream in member.streams:
+                if stream.engine == POLICY and stream.tokens.trained:
+                    versions += [span.version for span in stream.tokens.sampled()]
+                    since = (under_way or {}).get((member.trajectory_id, stream.context))
+                    if stream.open and since is not None:
+                        versions.append(since)
+        oldest, now = min(versions, default=None), self.version()
+        if oldest is None or now - oldest <= self.most:
             return None
-        detail = f"stale: it has tokens of version {since}, and the weights are {version}"
-        return Outcome(Trigger.CANCELLED, detail=detail)
+        return Outcome(Trigger.CANCELLED, detail=f"stale: it has tokens of version {oldest}, and the weights are {now}")
 
     def may_restart(self, group: Group, sample: int) -> bool:
         """Whether a sample may be begun anew; not in a group that is dropped anyway."""

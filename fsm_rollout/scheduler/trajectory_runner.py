@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from weakref import WeakSet
@@ -19,11 +20,10 @@ from fsm_rollout.agent.limits import LimitReached, reached_on_entry, remaining
 from fsm_rollout.concurrency.cancellation import being_cancelled, runs_in
 from fsm_rollout.concurrency.deadline import PATIENCE, Deadline
 from fsm_rollout.concurrency.steps import watch_steps
-from fsm_rollout.errors import EngineError, describe, single
-from fsm_rollout.states.base import State
+from fsm_rollout.errors import EngineError, GlueMismatchError, describe, single
+from fsm_rollout.states.base import Program, State
 from fsm_rollout.states.context import HandlerContext
-from fsm_rollout.states.program import Program
-from fsm_rollout.states.resources import Recorder, TrajectoryResources
+from fsm_rollout.states.resources import Record, TrajectoryResources
 from fsm_rollout.tools import RunAgent
 from fsm_rollout.trajectory.events import Ended, Suspended, TimedOut
 from fsm_rollout.trajectory.reasons import LimitName, Trigger
@@ -47,6 +47,10 @@ class Suspension:
 
 Stop = Outcome | Suspension
 """How a trajectory is stopped from outside: it ends with an outcome, or is suspended."""
+CARRIED = Suspension("carried")
+"""How one is stopped when its run has reached its target; its tools and interactions stay open."""
+INTERRUPTED = Suspension("interrupted")
+"""How one is stopped when its run is closed or fails, and there is a journal from which it can go on."""
 
 
 class ActiveTrajectory(TrajectoryResources):
@@ -54,27 +58,31 @@ class ActiveTrajectory(TrajectoryResources):
 
     program: Program
 
-    __slots__ = ("caller", "keep_open", "restart", "stop", "task")
+    __slots__ = ("caller", "restart", "stop", "task")
 
     def __init__(
         self,
         trajectory: Trajectory,
         program: Program,
         run_agent: RunAgent,
-        recorder: Recorder,
+        record: Record,
+        report_mismatch: Callable[[GlueMismatchError], None],
         caller: ActiveTrajectory | None = None,
     ) -> None:
-        super().__init__(trajectory, program, run_agent, recorder)
+        super().__init__(trajectory, program, run_agent, record, report_mismatch)
         self.caller = caller
         """Whom it serves, if it is a sub-agent's."""
         self.task: asyncio.Task[None] | None = None
         """What runs it."""
         self.stop: Stop | None = None
         """How it is being stopped."""
-        self.keep_open = False
-        """Whether its tools and interactions stay open when it is suspended, because it goes on in this process."""
         self.restart = False
         """Whether a new attempt takes its place when it has been stopped."""
+
+    @property
+    def stays_open(self) -> bool:
+        """Whether its tools and interactions stay open, because it is to go on in this process."""
+        return self.stop is CARRIED and not self.trajectory.ended
 
     def request_stop(self, stop: Stop) -> None:
         """Have it stopped soon, unless it is being stopped already or has ended."""
@@ -101,10 +109,10 @@ class ActiveTrajectory(TrajectoryResources):
             self.emit(Ended(at=now, stop_reason=outcome.stop_reason, detail=outcome.detail))
             return
         root = self
-        while root.caller is not None:
-            root.stop = outcome
-            root = root.caller
         root.stop = outcome
+        while root.caller is not None:
+            root = root.caller
+            root.stop = outcome
         if root.task is None:
             root.halt(outcome)
         else:
@@ -120,12 +128,10 @@ class ActiveTrajectory(TrajectoryResources):
     @property
     def stop_when_cancelled(self) -> Stop:
         """What a cancellation means: its own stop; else it comes from its caller, who may have been interrupted."""
-        if self.stop is not None:
-            return self.stop
         caller = self.caller
         while caller is not None and caller.stop is None:
             caller = caller.caller
-        return Outcome(Trigger.CANCELLED, detail=None if caller is None else CUT_OFF)
+        return self.stop or Outcome(Trigger.CANCELLED, detail=None if caller is None else CUT_OFF)
 
 
 async def run_trajectory(live: ActiveTrajectory) -> None:
@@ -134,18 +140,18 @@ async def run_trajectory(live: ActiveTrajectory) -> None:
     loop = asyncio.get_running_loop()
     try:
         live.end_if_final()  # an interruption may have come between the last row and the end
-        while not trajectory.ended:
+        while not trajectory.ended and live.stop is None:
             outcome = await _visit(live)
-            if live.stop is not None:  # the handler swallowed the cancellation
-                live.halt(live.stop)
-                break
-            machine.fire(trajectory, outcome, at=loop.time(), emit=live.emit)
-            live.end_if_final()
+            if live.stop is None:  # else the handler swallowed the cancellation
+                machine.fire(trajectory, outcome, at=loop.time(), emit=live.emit)
+                live.end_if_final()
+        if live.stop is not None:
+            live.halt(live.stop)
     except asyncio.CancelledError:
         live.halt(live.stop_when_cancelled)
         raise
     finally:
-        if trajectory.ended or not live.keep_open:
+        if not live.stays_open:
             await live.close()
 
 

@@ -1,4 +1,4 @@
-"""State handlers: what a visit of a working state does. One file per built-in handler."""
+"""State handlers: what a visit of a working state does."""
 
 from fsm_rollout.states.base import State
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import StrictUndefined, Template
+from jinja2 import StrictUndefined
 from jinja2.sandbox import SandboxedEnvironment
 
 from fsm_rollout.agent.graph import MAIN, POLICY, AgentGraph, Context, Interaction
@@ -48,12 +48,7 @@ class BoundAgent:
     """
 
     def __init__(
-        self,
-        graph: AgentGraph,
-        clients: Mapping[str, EngineClient],
-        *,
-        sampling: Sampling,
-        end_on_tool_failure: bool = False,
+        self, graph: AgentGraph, clients: Mapping[str, EngineClient], sampling: Sampling, *, end_on_tool_failure: bool
     ) -> None:
         self.graph = graph
         self.clients = clients
@@ -62,26 +57,28 @@ class BoundAgent:
         """Whether a tool that has failed for good fails its trajectory."""
         self.machine = AgentMachine(graph)
         self.toolbox = Toolbox(graph)
-        self.sampling = sampling
-        """The run's sampling, laid over the agent's in the policy's contexts."""
-        self.prompts: Mapping[str, Template] = {
-            name: _templates.from_string(state.prompt)
-            for name, state in graph.states.items()
-            if state.prompt is not None
+        states = {name: graph.states[name] for name in graph.working_states}
+        self.prompts = {
+            name: _templates.from_string(spec.prompt) for name, spec in states.items() if spec.prompt is not None
         }
-        names = dict.fromkeys([MAIN, *graph.contexts, *(graph.states[s].context for s in graph.working_states)])
+        own = (graph.interaction, *(spec.interaction for spec in states.values()))
+        self.interactions: list[Interaction] = [spec for spec in own if spec is not None]
+        """The interactions that its states may use."""
         problems: list[Problem] = []
         self.contexts: dict[str, BoundContext] = {}
-        for name in names:
+        for name in dict.fromkeys([MAIN, *graph.contexts, *(spec.context for spec in states.values())]):
             try:
                 self.contexts[name] = self._bind(name)
             except (ConfigError, ChatTemplateError) as error:
                 problems.append(Problem(f"agent '{graph.agent}', context '{name}': {error}"))
         if problems:
             raise ConfigError(problems)
-        self._samplings = {
-            (state, name): self._sampling(state, name) for state in graph.working_states for name in names
+        self.samplings = {
+            (state, name): sampling.over(spec.sampling) if bound.spec.engine == POLICY else spec.sampling
+            for state, spec in states.items()
+            for name, bound in self.contexts.items()
         }
+        """How to sample in a state and a context: the state's own, in the policy's contexts below the run's."""
 
     def _bind(self, name: str) -> BoundContext:
         spec = self.graph.context(name)
@@ -97,20 +94,6 @@ class BoundAgent:
             format_name = detect_format(chat.source) if spec.tool_format == "auto" else spec.tool_format
             tool_format = get_format(format_name, client.engine.tokenizer)
         return BoundContext(name, spec, chat, tool_format, client, tools, chat.stop_ids | client.engine.eos_ids)
-
-    @property
-    def interactions(self) -> list[Interaction]:
-        """The interactions that its states may use, each once."""
-        specs = [self.graph.interaction, *(self.graph.states[state].interaction for state in self.graph.working_states)]
-        return [spec for spec in specs if spec is not None]
-
-    def sampling_of(self, state: str, context: str) -> Sampling:
-        """Return what the agent and the run say about sampling in a state; the prompt may still lower it."""
-        return self._samplings[state, context]
-
-    def _sampling(self, state: str, context: str) -> Sampling:
-        mine = self.graph.states[state].sampling
-        return self.sampling.over(mine) if self.graph.context(context).engine == POLICY else mine
 
 
 def shared_chat(client: EngineClient, spec: Context) -> ChatTemplate:

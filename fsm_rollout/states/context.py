@@ -20,7 +20,7 @@ from fsm_rollout.engines.protocol import Request
 from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.errors import ConfigError, PromptTooLong, StreamError, ToolError, did_you_mean
 from fsm_rollout.states.bound_agent import shared_chat
-from fsm_rollout.states.generation import OngoingGeneration, generate, sampling_params
+from fsm_rollout.states.generation import Generation, sampling_params
 from fsm_rollout.states.resources import TrajectoryResources
 from fsm_rollout.states.visit import Visit
 from fsm_rollout.tools import CallResult, tool_messages
@@ -45,13 +45,14 @@ class HandlerContext(Visit):
 
     def __init__(self, resources: TrajectoryResources, deadline: Deadline) -> None:
         super().__init__(resources, deadline)
-        self._prepaid = 1 if self.program.machine.spends[self.state] == LimitName.ASSISTANT_TURNS else 0
+        self._prepaid = self.program.machine.spends[self.state] == LimitName.ASSISTANT_TURNS
+        """Whether the visit's first generation was paid for when the state was entered."""
         self._queries = dict(self.trajectory.asked)
         """How often the environment has asked each engine, up to where the visit stands."""
         for event in self.trajectory.here:
             if isinstance(event, ModelQueried):
                 self._queries[event.engine] = min(self._queries[event.engine], event.index)
-        self._generations: dict[str, OngoingGeneration] = {}
+        self._generations: dict[str, Generation] = {}
         """Those under way, by context."""
 
     async def close(self) -> None:
@@ -60,7 +61,7 @@ class HandlerContext(Visit):
         Raises:
             StreamError: a generation was left running.
         """
-        running = [generation.task for generation in self._generations.values() if not generation.task.done()]
+        running = [g.task for g in self._generations.values() if g.task is not None and not g.task.done()]
         for task in running:
             task.cancel()
         if running:
@@ -86,7 +87,7 @@ class HandlerContext(Visit):
         """
         self.context(context)
         if self._prepaid:
-            self._prepaid -= 1
+            self._prepaid = False
         else:
             self.charge(LimitName.ASSISTANT_TURNS)
         recorded = self._effects.take(Generated, context)
@@ -99,12 +100,9 @@ class HandlerContext(Visit):
             return recorded
         if context in self._generations:
             raise StreamError(f"two generations at once in context '{context}'; give each a context of its own")
-        task = asyncio.current_task()
-        assert task is not None
-        generation = OngoingGeneration(task, earlier=list(self._generations.values()))
-        self._generations[context] = generation
+        generation = self._generations[context] = Generation(self, context, self._generations.values())
         try:
-            return await generate(self, context, sampling, generation)
+            return await generation.sample(sampling)
         finally:
             generation.recorded.set()
             del self._generations[context]
@@ -121,38 +119,29 @@ class HandlerContext(Visit):
         """
         if not prepaid:
             self.charge(LimitName.TOOL_CALLS)
-        called = self._effects.take(Called, attempt.id)
-        if called is None:
-            called = self._interrupted_call(attempt) or await self._make_call(attempt)
+        called = self._effects.take(Called, attempt.id) or await self._make_call(attempt)
         if called.failure is not None and called.tries and self.program.end_on_tool_failure:
             raise ToolError(f"tool '{called.name}' failed for good: {called.failure}")
         return called
 
     async def _make_call(self, attempt: ToolCall | MalformedCall) -> Called:
+        name = attempt.name if isinstance(attempt, ToolCall) else ""
+        tool = self.program.graph.tools.get(name)
+        if tool is not None and not tool.repeatable:
+            begun = any(isinstance(event, CallBegun) and event.id == attempt.id for event in self.trajectory.here)
+            if self.resumed and begun:  # it may have been made before the visit was interrupted
+                text = tool_messages.interrupted(name)
+                return self.record_call(attempt, CallResult(text, failure="interrupted"))
+            self.emit(CallBegun(at=self.clock(), state=self.state, id=attempt.id))
         last = self.trajectory.last
         bound = self.program.contexts[last.context if last is not None else MAIN]
-        tool = self.program.graph.tools.get(attempt.name) if isinstance(attempt, ToolCall) else None
-        if tool is not None and not tool.repeatable:  # so that it is known to have had its chance
-            self.emit(CallBegun(at=self.clock(), state=self.state, id=attempt.id))
         tokenizer = bound.client.engine.tokenizer
-        result = await self.resources.tools.call(attempt, context=bound.name, tokenizer=tokenizer)
-        return self._record_call(attempt, result)
+        return self.record_call(
+            attempt, await self.resources.tools.call(attempt, context=bound.name, tokenizer=tokenizer)
+        )
 
-    def _interrupted_call(self, attempt: ToolCall | MalformedCall) -> Called | None:
-        """Answer a call that may have been made before the visit was interrupted, if it must not be made twice."""
-        if not self.resumed or not isinstance(attempt, ToolCall):
-            return None
-        tool = self.program.graph.tools.get(attempt.name)
-        begun = any(isinstance(event, CallBegun) and event.id == attempt.id for event in self.trajectory.here)
-        if tool is None or tool.repeatable or not begun:
-            return None
-        return self.record_unfinished_call(attempt, "interrupted", tool_messages.interrupted(attempt.name))
-
-    def record_unfinished_call(self, attempt: ToolCall | MalformedCall, failure: str, text: str) -> Called:
-        """Record a call that was cut off, with what the model is told about it, and return the event."""
-        return self._record_call(attempt, CallResult(text, failure=failure))
-
-    def _record_call(self, attempt: ToolCall | MalformedCall, result: CallResult) -> Called:
+    def record_call(self, attempt: ToolCall | MalformedCall, result: CallResult) -> Called:
+        """Record what came of a call and return the event."""
         called = Called(
             at=self.clock(),
             state=self.state,

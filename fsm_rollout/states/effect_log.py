@@ -11,50 +11,41 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from fsm_rollout.trajectory.events import (
-    AnyEvent,
-    Called,
-    ContextOpened,
-    Event,
-    Generated,
-    LimitCharged,
-    MessagesAppended,
-    ModelQueried,
-    Scored,
-    UserReplied,
-)
+from fsm_rollout.trajectory import events
+from fsm_rollout.trajectory.events import AnyEvent, Event, Generated
 
 E = TypeVar("E", bound=Event)
 
 _KEYS: Mapping[type[Event], Callable[[Any], object]] = {
-    ContextOpened: lambda event: event.context,
-    MessagesAppended: lambda event: event.context,
-    Generated: lambda event: event.context,
-    Called: lambda event: event.id,
-    ModelQueried: lambda event: (event.engine, event.index),
-    UserReplied: lambda event: event.context,
-    LimitCharged: lambda event: event.limit,
-    Scored: lambda event: event.turn,
+    events.ContextOpened: lambda event: event.context,
+    events.MessagesAppended: lambda event: event.context,
+    events.Generated: lambda event: event.context,
+    events.Called: lambda event: event.id,
+    events.ModelQueried: lambda event: (event.engine, event.index),
+    events.UserReplied: lambda event: event.context,
+    events.LimitCharged: lambda event: event.limit,
+    events.Scored: lambda event: event.turn,
 }
+"""What an operation asks for its event by."""
 
 
 class EffectLog:
     """The events of one visit, from before it was interrupted. Empty for a visit that was not."""
 
-    __slots__ = ("_not_taken",)
+    __slots__ = ("_recorded",)
 
-    def __init__(self, events: Iterable[AnyEvent]) -> None:
-        self._not_taken: dict[tuple[type, Any], deque[Any]] = defaultdict(deque)
-        for event in events:
+    def __init__(self, recorded: Iterable[AnyEvent]) -> None:
+        self._recorded: dict[tuple[type, object], deque[Any]] = defaultdict(deque)
+        for event in recorded:
             if type(event) in _KEYS and not getattr(event, "instead_of_glue", False):
-                self._not_taken[type(event), _KEYS[type(event)](event)].append(event)
+                self._recorded[type(event), _KEYS[type(event)](event)].append(event)
 
     def take(self, kind: type[E], key: object) -> E | None:
-        """Return the next event of that kind about ``key`` (context, call, engine, limit or turn), if there is one."""
-        events = self._not_taken.get((kind, key)) if self._not_taken else None
-        return events.popleft() if events else None
+        """Return the next event of that kind about ``key`` (context, call, engine, limit or turn), or ``None``."""
+        recorded = self._recorded.get((kind, key)) if self._recorded else None
+        return recorded.popleft() if recorded else None
 
     def turns_ahead(self) -> int:
         """Return how many turns are recorded that the handler, beginning again, has not asked for yet."""
-        ahead = (event for (kind, _), events in self._not_taken.items() if kind is Generated for event in events)
-        return sum(not event.resumed for event in ahead)
+        turns = (queue for (kind, _), queue in self._recorded.items() if kind is Generated)
+        return sum(not event.resumed for queue in turns for event in queue)

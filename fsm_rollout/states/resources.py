@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Protocol
+from collections.abc import Callable
 
 from fsm_rollout.environment.users import BoundInteraction, build_interaction
 from fsm_rollout.errors import GlueMismatchError
@@ -23,15 +23,7 @@ logger = logging.getLogger(__name__)
 CLOSE_SECONDS = 30.0
 """How long an interaction may take to close."""
 
-
-class Recorder(Protocol):
-    """Who is told what happens to trajectories: the scheduler, for its journal and its listeners."""
-
-    def record(self, trajectory: Trajectory, event: AnyEvent, payload: bytes | None = None) -> None:
-        """Take an event that has been applied, and the bytes that it is written down as if they are known."""
-
-    def glue_mismatch(self, mismatch: GlueMismatchError) -> None:
-        """Take note that an entry of a chat template's cache is wrong, and with it all tokens that came from it."""
+Record = Callable[[Trajectory, AnyEvent, bytes], None]
 
 
 class TrajectoryResources:
@@ -41,15 +33,24 @@ class TrajectoryResources:
         trajectory: whose.
         program: its agent.
         run_agent: runs an agent that is used as a tool.
-        recorder: gets its events.
+        record: called with each event that was applied, and with its encoding.
+        report_mismatch: called when an entry of a chat template's cache is wrong, and with it the tokens made from it.
     """
 
-    __slots__ = ("_interactions", "glue_entries", "program", "recorder", "sampling", "tools", "trajectory")
+    __slots__ = ("_interactions", "_record", "glue_entries", "program", "report_mismatch", "sampling", "tools",
+                 "trajectory")  # fmt: skip
 
-    def __init__(self, trajectory: Trajectory, program: BoundAgent, run_agent: RunAgent, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        trajectory: Trajectory,
+        program: BoundAgent,
+        run_agent: RunAgent,
+        record: Record,
+        report_mismatch: Callable[[GlueMismatchError], None],
+    ) -> None:
         self.trajectory = trajectory
         self.program = program
-        self.recorder = recorder
+        self.report_mismatch = report_mismatch
         self.sampling = Sampling(**trajectory.sampling) if trajectory.sampling else None
         """What the prompt lowers of the sampling."""
         self.tools = program.toolbox.open(
@@ -62,6 +63,7 @@ class TrajectoryResources:
         )
         self.glue_entries: set[object] = set()
         """The entries of the chat templates' caches that its glue came from."""
+        self._record = record
         self._interactions: dict[str, BoundInteraction] = {}
 
     def emit(self, event: AnyEvent) -> None:
@@ -72,14 +74,15 @@ class TrajectoryResources:
         """
         payload = encode(event)
         self.trajectory.apply(event)
-        self.recorder.record(self.trajectory, event, payload)
+        self._record(self.trajectory, event, payload)
 
     def interaction(self, state: str) -> BoundInteraction:
         """Return the interaction of a state, built at its first use and kept for the trajectory."""
-        spec = self.program.graph.states[state].interaction
+        graph = self.program.graph
+        spec = graph.states[state].interaction
         key = state if spec is not None else ""
         if key not in self._interactions:
-            spec = spec or self.program.graph.interaction
+            spec = spec or graph.interaction
             assert spec is not None  # verified
             self._interactions[key] = build_interaction(spec, self.trajectory.extra.get("interaction_kwargs") or {})
         return self._interactions[key]

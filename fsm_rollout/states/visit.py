@@ -11,14 +11,14 @@ import math
 import random
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any
+from functools import cached_property
 
 from fsm_rollout.agent.limits import LimitReached, remaining, spent
 from fsm_rollout.chat.messages import check_written
 from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.errors import PromptTooLong, StreamError, did_you_mean
-from fsm_rollout.states.bound_agent import BoundAgent, BoundContext
+from fsm_rollout.states.bound_agent import BoundContext
 from fsm_rollout.states.effect_log import EffectLog
 from fsm_rollout.states.resources import TrajectoryResources
 from fsm_rollout.trajectory.events import (
@@ -32,7 +32,7 @@ from fsm_rollout.trajectory.events import (
 )
 from fsm_rollout.trajectory.reasons import LimitName
 from fsm_rollout.trajectory.tokens import as_ids
-from fsm_rollout.trajectory.trajectory import DONE_IN_A_VISIT, Stream, Trajectory
+from fsm_rollout.trajectory.trajectory import DONE_IN_A_VISIT, Stream
 
 
 class Visit:
@@ -41,14 +41,12 @@ class Visit:
     def __init__(self, resources: TrajectoryResources, deadline: Deadline) -> None:
         self.resources = resources
         self.deadline = deadline
-        self.trajectory: Trajectory = resources.trajectory
-        self.program: BoundAgent = resources.program
+        self.trajectory = resources.trajectory
+        self.program = resources.program
         self.state = self.trajectory.state
         self._entry = next(iter(self.trajectory.here), None)  # entering comes first: if anything was done, that was
         self._effects = EffectLog(self.trajectory.here)
-        self._number = self.trajectory.visits[self.state]
         self._over = False
-        self._rng: random.Random | None = None
 
     # -- time, facts and limits ---------------------------------------------------------------------------------
 
@@ -61,15 +59,13 @@ class Visit:
         """Whether this visit was interrupted and has begun again; what it had recorded is not done twice."""
         return self.trajectory.interrupted
 
-    @property
+    @cached_property
     def rng(self) -> random.Random:
         """Random numbers that depend on the trajectory and the visit only (made when asked for: they are large)."""
-        if self._rng is None:
-            self._rng = random.Random(derive_seed(self.trajectory.seed, self.state, self._number))
-        return self._rng
+        return random.Random(derive_seed(self.trajectory.seed, self.state, self.trajectory.visits[self.state]))
 
     def emit(self, event: AnyEvent) -> None:
-        """Apply an event to the trajectory and tell the journal and the listeners.
+        """Apply an event to the trajectory, journal it and call the listeners.
 
         Raises:
             StreamError: the visit is over (whoever calls was left behind by its handler), or the event is not for a
@@ -99,7 +95,7 @@ class Visit:
             self.emit(LimitCharged(at=self.clock(), limit=limit))
         self.check(limit)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """Return what a state's prompt template may use: :data:`fsm_rollout.agent.handlers.TEMPLATE_FACTS`."""
         trajectory = self.trajectory
         return {
@@ -128,15 +124,13 @@ class Visit:
         if self._entry is not None:
             self._effects.take(type(self._entry), spec.context)
             return
-        text = self.program.prompts[self.state].render(self.facts()) if spec.prompt is not None else None
-        prompt: list[Message] | None = None if text is None else [{"role": "user", "content": text}]
-        if spec.reset:
-            self._open(spec.context, prompt)
-        elif prompt is not None:
-            if self.trajectory.stream(spec.context) is None:
-                self._open(spec.context, prompt)
-            else:
-                self.write(prompt, context=spec.context)
+        messages: list[Message] | None = None
+        if spec.prompt is not None:
+            messages = [{"role": "user", "content": self.program.prompts[self.state].render(self.facts())}]
+        if spec.reset or self.trajectory.stream(spec.context) is None:
+            self._open(spec.context, messages)
+        elif messages is not None:
+            self.write(messages, context=spec.context)
 
     def context(self, name: str) -> BoundContext:
         """Return a context of the agent.
@@ -172,8 +166,7 @@ class Visit:
         if not instead_of_glue and self._effects.take(ContextOpened, bound.name) is not None:
             return self.open_context(bound.name)
         encoded = bound.chat.prompt_detailed(messages, bound.tools, now=self.date)
-        room = min(self.room_in_context(len(encoded.ids)), bound.client.engine.max_context - len(encoded.ids))
-        if room < 1:
+        if self.room_in_context(bound, len(encoded.ids)) < 1:
             raise PromptTooLong(
                 f"context '{bound.name}': a prompt of {len(encoded.ids)} tokens leaves no room to answer; "
                 f"the engine's window is {bound.client.engine.max_context}, "
@@ -211,6 +204,7 @@ class Visit:
         """What the chat template's clock shows: when the trajectory started."""
         return datetime.fromisoformat(self.trajectory.date)
 
-    def room_in_context(self, length: int) -> float:
-        """Return how many tokens ``context_tokens`` leaves a stream of that length."""
-        return remaining(self.program.graph, self.trajectory, LimitName.CONTEXT_TOKENS, length)
+    def room_in_context(self, bound: BoundContext, length: int) -> float:
+        """Return how many tokens ``context_tokens`` and the engine's window leave a stream of that length."""
+        left = remaining(self.program.graph, self.trajectory, LimitName.CONTEXT_TOKENS, length)
+        return min(left, bound.client.engine.max_context - length)

@@ -58,8 +58,8 @@ MUTANTS = (
         ("tests/unit/trajectory/test_tokens.py", *LAWS),
     ),
     Mutant(
-        "drop a token", "states/generation.py", "        ids=pending.ids[:],\n        logprobs=pending.logprobs[:],",
-        "        ids=pending.ids[:1] + pending.ids[2:],\n        logprobs=pending.logprobs[:1] + pending.logprobs[2:],",
+        "drop a token", "states/generation.py", "            ids=pending.ids[:],\n            logprobs=pending.logprobs[:],",
+        "            ids=pending.ids[:1] + pending.ids[2:],\n            logprobs=pending.logprobs[:1] + pending.logprobs[2:],",
         "7: every sampled token is in the stream",
     ),
     Mutant(
@@ -92,9 +92,9 @@ MUTANTS = (
     ),
     # -- input extends input (law 5)
     Mutant(
-        "re-encode a turn", "states/generation.py", "        ids=stream.tokens.ids,\n        sampling=",
-        "        ids=as_ids(bound.client.engine.tokenizer.encode(bound.chat.decode(stream.tokens.ids) + \" \")),\n"
-        "        sampling=",
+        "re-encode a turn", "states/generation.py", "            ids=stream.tokens.ids,\n            sampling=",
+        "            ids=as_ids(bound.client.engine.tokenizer.encode(bound.chat.decode(stream.tokens.ids) + \" \")),\n"
+        "            sampling=",
         "5: sampled ids are never decoded and encoded again",
     ),
     Mutant(
@@ -105,7 +105,7 @@ MUTANTS = (
         (*DISPATCH, *LAWS),
     ),
     Mutant(
-        "tell the model its results in order of completion", "states/processing_tools.py",
+        "tell the model its results in order of completion", "states/built_in.py",
         "        for attempt in trajectory.attempts:\n            called = results[attempt.id]",
         "        for called in trajectory.called:",
         "6: tool messages stand in the order of the calls",
@@ -149,8 +149,8 @@ MUTANTS = (
     ),
     Mutant(
         "ignore context_tokens", "states/generation.py",
-        'LimitName.CONTEXT_TOKENS: min(visit.room_in_context(length), bound.client.engine.max_context - length),\n    }',
-        'LimitName.CONTEXT_TOKENS: bound.client.engine.max_context - length,\n    }',
+        'LimitName.CONTEXT_TOKENS: visit.room_in_context(bound, length),\n        }',
+        'LimitName.CONTEXT_TOKENS: bound.client.engine.max_context - length,\n        }',
         "2: no stream is longer than allowed",
         TOOLS,
     ),
@@ -166,12 +166,12 @@ MUTANTS = (
         ("tests/unit/concurrency/test_deadline.py",),
     ),
     Mutant(
-        "record generations side by side as they end", "states/generation.py", "        await generation.wait_for_earlier()\n", "",
+        "record generations side by side as they end", "states/generation.py", "            await self._wait_for_earlier()\n", "",
         "6: results do not depend on the schedule",
         SCHEDULER,
     ),
     Mutant(
-        "ignore bad_calls", "states/processing_tools.py", "        ctx.check(LimitName.BAD_CALLS)\n", "",
+        "ignore bad_calls", "states/built_in.py", "        ctx.check(LimitName.BAD_CALLS)\n", "",
         "2: no more bad calls than allowed",
         LIMITS,
     ),
@@ -183,7 +183,7 @@ MUTANTS = (
     ),
     Mutant(
         "glue that leaves no room", "states/generation.py",
-        "    _check_room(visit, bound, len(stream.tokens) + len(encoded.ids), len(encoded.ids))\n", "",
+        "        self._check_room(len(stream.tokens) + len(encoded.ids), len(encoded.ids))\n", "",
         "2: nothing is written that leaves no room for a token",
         LIMITS,
     ),
@@ -196,13 +196,13 @@ MUTANTS = (
     ),
     Mutant(
         "lose what an aborted generation had sampled", "states/generation.py",
-        "            record()\n        raise", "            pass\n        raise",
+        "                record()\n            raise", "                pass\n            raise",
         "7: tokens sampled before an abort are kept",
         (*SCHEDULER, *MACHINE),
     ),
     Mutant(
         "swallow a cancellation", "states/generation.py",
-        "            record()\n        raise\n    generated", "            record()\n    generated",
+        "                record()\n            raise\n        generated", "                record()\n        generated",
         "8: what is stopped stops",
         (*MACHINE, *SCHEDULER),
     ),
@@ -222,7 +222,7 @@ MUTANTS = (
     Mutant(
         "forget what was being trained on", "scheduler/scheduler.py",
         "                    yield group\n",
-        "                    self._mark_delivered(run.delivered)\n                    yield group\n",
+        "                    self._mark_delivered()\n                    yield group\n",
         "8: after a crash, each group comes at least once",
         LOOP,
     ),
@@ -259,7 +259,7 @@ MUTANTS = (
         AGAIN,
     ),
     Mutant(
-        "a resumed visit does again what it had done", "states/effect_log.py", "return events.popleft() if events else None",
+        "a resumed visit does again what it had done", "states/effect_log.py", "return recorded.popleft() if recorded else None",
         "return None",
         "6: where a run was interrupted does not matter",
         RESUME,
