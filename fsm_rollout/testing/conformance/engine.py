@@ -23,7 +23,7 @@ from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.engines.protocol import Chunk, Engine, Request
 from fsm_rollout.errors import ConfigError, EngineError
 from fsm_rollout.testing.conformance.engine_subject import LATE, LONG, TRIES, Answer, EngineSubject, take
-from fsm_rollout.testing.conformance.runner import ConformanceError, Promise, demand, promised
+from fsm_rollout.testing.conformance.runner import ConformanceError, Suite, demand
 from fsm_rollout.trajectory.reasons import FinishReason
 from fsm_rollout.trajectory.tokens import as_ids
 
@@ -41,17 +41,18 @@ LONGER, SECONDS = 10.0, 0.5
 MANY = (1, 8, 64)
 """How many long answers: more of them, where fewer do not take long enough to tell."""
 
-PROMISES: Mapping[int, Promise] = {
-    1: Promise("answers", "Each request is answered by chunks, and the last alone has a finish_reason."),
-    2: Promise("logprobs", "A chunk has one logprob per token, of the distribution that the token was sampled from."),
-    3: Promise("stop tokens", "A sampled stop token is part of the ids, as the last one, with finish_reason 'stop'."),
-    4: Promise("abort", "abort() ends a request and keeps all that was sampled; unknown ids are harmless."),
-    5: Promise("same seed", "A request's tokens depend on its ids, sampling and seed only, not on the batch."),
-    6: Promise("continuous", "Requests join and leave while others run; what is paused waits, and goes on."),
-    7: Promise("admission", "An empty chunk says that a request was admitted; a chunk that `waits` is empty, too."),
-    8: Promise("versions", "Each chunk carries the version of the weights that sampled it, across updates."),
-    9: Promise("ids and close", "Ids of requests under way are unique; a closed engine takes no more requests."),
-}
+SUITE = Suite[Callable[[EngineSubject], Awaitable[None]]]({
+    1: ("answers", "Each request is answered by chunks, and the last alone has a finish_reason."),
+    2: ("logprobs", "A chunk has one logprob per token, of the distribution that the token was sampled from."),
+    3: ("stop tokens", "A sampled stop token is part of the ids, as the last one, with finish_reason 'stop'."),
+    4: ("abort", "abort() ends a request and keeps all that was sampled; unknown ids are harmless."),
+    5: ("same seed", "A request's tokens depend on its ids, sampling and seed only, not on the batch."),
+    6: ("continuous", "Requests join and leave while others run; what is paused waits, and goes on."),
+    7: ("admission", "An empty chunk says that a request was admitted; a chunk that `waits` is empty, too."),
+    8: ("versions", "Each chunk carries the version of the weights that sampled it, across updates."),
+    9: ("ids and close", "Ids of requests under way are unique; a closed engine takes no more requests."),
+})  # fmt: skip
+PROMISES = SUITE.promises
 """The invariants of :mod:`fsm_rollout.engines.protocol`, each in one sentence."""
 
 
@@ -126,11 +127,11 @@ class EngineCheck:
 @contextmanager
 def _within(check: str, invariant: int) -> Iterator[None]:
     """Name the check in every error of the block, and make one of ``invariant`` of what the engine raises there."""
-    with promised(PROMISES):
+    with SUITE.judging():
         try:
             yield
         except ConformanceError as error:
-            error.args = (f"{error} (check '{check}')",)
+            error.message += f" (check '{check}')"
             raise
         except Exception as error:
             raise ConformanceError(

@@ -8,35 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from random import Random
-from typing import Any, cast
 
 from hypothesis import strategies as st
 
 from fsm_rollout.agent.graph import Interaction as Spec
-from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.chat.messages import check_written
 from fsm_rollout.environment.users import BoundInteraction, Conversation, Reply, build_interaction
 from fsm_rollout.errors import ToolError
-from fsm_rollout.testing.conformance.runner import (
-    HOW_TIME_PASSES,
-    Check,
-    Checked,
-    ConformanceError,
-    Promise,
-    Stepped,
-    Subject,
-    called,
-    demand,
-    documented,
-    importable,
-    run_checks,
-    search,
-)
+from fsm_rollout.testing.conformance.runner import Checked, ConformanceError, Subject, Suite, demand, named
 from fsm_rollout.testing.simulation.blocked_loop import CallRefused
 from fsm_rollout.tools.call import is_async
 from fsm_rollout.trajectory.events import AnyEvent, Message, Prompted, Transitioned
@@ -47,17 +30,17 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 LATER_SECONDS = 1024.0
 """How much later the same conversation is held again: it must not depend on the clock."""
 
-PROMISES: Mapping[int, Promise] = {
-    1: Promise("built", "It can be built from its `kwargs` and the prompt's `interaction_kwargs`."),
-    2: Promise("replies", "`reply` returns a `Reply` whose content is text, whatever the model has said."),
-    3: Promise("ends", "Within `most_replies` replies one is `done`, and each comes within `patience` seconds."),
-    4: Promise("reads only", "Messages, trajectory and the prompt's other fields stay as they are."),
-    5: Promise("same rng", "The same conversation with the same `rng` gets the same replies: alone, beside, later."),
-    6: Promise("resumed", "Built anew in the middle, as for a resumed trajectory, it goes on as before."),
-    7: Promise("cancellation", "Cancellation passes, at every await (where `reply` is async)."),
-    8: Promise("event loop", "No task outlives a reply; where `reply` is async, the event loop is never blocked."),
-    9: Promise("close", "`close`, if there is one, works after any number of replies, and after none."),
-}
+SUITE = Suite[Callable[["_Interaction"], "int | None"]]({
+    1: ("built", "It can be built from its `kwargs` and the prompt's `interaction_kwargs`."),
+    2: ("replies", "`reply` returns a `Reply` whose content is text, whatever the model has said."),
+    3: ("ends", "Within `most_replies` replies one is `done`, and each comes within `patience` seconds."),
+    4: ("reads only", "Messages, trajectory and the prompt's other fields stay as they are."),
+    5: ("same rng", "The same conversation with the same `rng` gets the same replies: alone, beside, later."),
+    6: ("resumed", "Built anew in the middle, as for a resumed trajectory, it goes on as before."),
+    7: ("cancellation", "Cancellation passes, at every await (where `reply` is async)."),
+    8: ("event loop", "No task outlives a reply; where `reply` is async, the event loop is never blocked."),
+    9: ("close", "`close`, if there is one, works after any number of replies, and after none."),
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +61,13 @@ _scripts = st.builds(
 )
 
 
-@documented(PROMISES)
+@SUITE.documented
 def check_interaction(
-    interaction: type[Any] | str | Spec,
+    interaction: type | str | Spec,
     *,
-    kwargs: Mapping[str, Any] | None = None,
-    interaction_kwargs: Mapping[str, Any] | None = None,
-    extra: Mapping[str, Any] | None = None,
+    kwargs: Mapping[str, object] | None = None,
+    interaction_kwargs: Mapping[str, object] | None = None,
+    extra: Mapping[str, object] | None = None,
     most_replies: int = 64,
     deterministic: bool = True,
     resumable: bool = True,
@@ -114,12 +97,11 @@ def check_interaction(
         ConformanceError: a promise does not hold; with the shortest conversation that shows it.
     """
     code = interaction.use if isinstance(interaction, Spec) else interaction
-    with importable(code) as path:
-        spec = Spec(use=path, kwargs=interaction.kwargs if isinstance(interaction, Spec) else kwargs or {})
-        make = partial(_Interaction, spec, called(code), examples, interaction_kwargs or {}, extra or {}, patience,
-                       most_replies)  # fmt: skip
-        unmade = (set() if deterministic else {5, 6}) | (set() if resumable else {6})
-        return run_checks(make, PROMISES, [check for check in CHECKS if not unmade.intersection(check.numbers)])
+    with SUITE.judging(), named(code) as (path, name):
+        spec = interaction if isinstance(interaction, Spec) else Spec(use=path, kwargs=kwargs or {})
+        subject = _Interaction(spec, name, patience, examples, interaction_kwargs or {}, extra or {}, most_replies)
+        subject.unmade |= (set() if deterministic else {5, 6}) | (set() if resumable else {6})
+        return SUITE.hold(subject)
 
 
 @dataclass(slots=True)
@@ -127,7 +109,7 @@ class _World:
     """One conversation, as the trajectory that holds it."""
 
     script: Script
-    extra: Mapping[str, Any]
+    extra: Mapping[str, object]
     events: list[AnyEvent] = field(default_factory=list)
     messages: list[Message] = field(default_factory=lambda: [{"role": "user", "content": "What is 2 + 2?"}])
     questions: int = 0
@@ -144,28 +126,18 @@ class _World:
     def enter(self, turn: int) -> Conversation:
         """Let the model say its turn, and enter INTERACTING once more."""
         self.messages.append({"role": "assistant", "content": self.script.turns[turn % len(self.script.turns)]})
-        self.events.append(
-            Transitioned(
-                at=0.0,
-                trigger=Trigger.GENERATED,
-                source="GENERATING",
-                dest="INTERACTING",
-                spent={LimitName.USER_TURNS: 1},
-            )
-        )
-        trajectory = Trajectory.fold(self.events)
-        rng = Random(f"{self.script.seed}/{turn}")
-        return Conversation(
-            messages=copy.deepcopy(self.messages), trajectory=trajectory, extra=trajectory.extra, rng=rng, ask=self.ask
-        )
+        self._go(Trigger.GENERATED, "GENERATING", "INTERACTING", {LimitName.USER_TURNS: 1})
+        trajectory, rng = Trajectory.fold(self.events), Random(f"{self.script.seed}/{turn}")
+        return Conversation(copy.deepcopy(self.messages), trajectory, trajectory.extra, rng, self.ask)
+
+    def _go(self, trigger: Trigger, source: str, dest: str, spent: dict[str, int]) -> None:
+        self.events.append(Transitioned(at=0.0, trigger=trigger, source=source, dest=dest, spent=spent))
 
     def take(self, reply: Reply) -> None:
         """Take a reply in."""
         if reply.content is not None:
             self.messages.append({"role": "user", "content": reply.content})
-        self.events.append(
-            Transitioned(at=0.0, trigger=Trigger.REPLIED, source="INTERACTING", dest="GENERATING", spent={})
-        )
+        self._go(Trigger.REPLIED, "INTERACTING", "GENERATING", {})
 
     async def ask(self, engine: str, messages: Sequence[Message], sampling: Sampling | None = None) -> str:
         """Answer for any model, after a while; the answer depends on how often models have been asked."""
@@ -179,16 +151,21 @@ class _Interaction(Subject):
     BLOCKING, ENDLESS, LEAKY, CANCELLED = 8, 3, 8, 7
 
     def __init__(
-        self, spec: Spec, name: str, examples: int, interaction_kwargs: Mapping[str, Any], extra: Mapping[str, Any],
-        patience: float, most_replies: int,
-    ) -> None:  # fmt: skip
-        super().__init__(name, f"{name}.reply", examples)
+        self,
+        spec: Spec,
+        name: str,
+        patience: float,
+        examples: int,
+        interaction_kwargs: Mapping[str, object],
+        extra: Mapping[str, object],
+        most_replies: int,
+    ) -> None:
+        super().__init__(name, f"{name}.reply", patience, examples)
         self.spec, self.interaction_kwargs, self.extra = spec, interaction_kwargs, extra
-        self.patience, self.most_replies = patience, most_replies
+        self.most_replies = most_replies
         self.first_replies: dict[Script, list[Reply]] = {}
         """The replies in each conversation when it was held for the first time."""
-        self.build()
-        self.is_async = is_async(cast(Any, load_object(spec.use)).reply)
+        self.unmade = set() if is_async(self.build().interaction.reply) else {7}
 
     def build(self) -> BoundInteraction:
         """Make one for a trajectory."""
@@ -199,25 +176,18 @@ class _Interaction(Subject):
 
     async def reply(self, interaction: BoundInteraction, world: _World, turn: int) -> Reply:
         """Get one reply and look at it."""
-        # 1. The reply, in time.
         conversation = world.enter(turn)
         before = copy.deepcopy((conversation.messages, conversation.trajectory, conversation.extra))
-        stepped = Stepped(interaction.reply(conversation))
         to = f"{self.name}.reply to {world.messages[-1]['content']!r}"
         try:
-            async with asyncio.timeout(self.patience):
-                reply = await stepped
-        except TimeoutError:
-            raise ConformanceError(3, f"{to} did not come within {self.patience:g} s; {HOW_TIME_PASSES}") from None
-        except CallRefused:
+            reply = await self.in_time(interaction.reply(conversation), f"{to} did not come")
+        except (ConformanceError, CallRefused):
             raise
         except Exception as error:
             raised = f"{type(error).__name__}: {error}"
             raise ConformanceError(2, f"{to} (reply {turn + 1}) raised {raised}") from error
-        # 2. It is text, and changed nothing.
         is_text = reply.content is None or isinstance(reply.content, str)
         demand(is_text, 2, f"{to} has the content {reply.content!r}, no text")
-        self.check_busy(stepped)
         after = (conversation.messages, conversation.trajectory, conversation.extra)
         for what, old, new in zip(("messages", "trajectory", "extra"), before, after, strict=True):
             demand(old == new, 4, f"{to} changed the conversation's {what}")
@@ -247,6 +217,7 @@ class _Interaction(Subject):
 
     # -- the checks -----------------------------------------------------------------------------------------------
 
+    @SUITE.check(1, 2, 4, 8, 9)
     def converses(self) -> int:
         """Hold conversations, and close an interaction that never began."""
 
@@ -257,14 +228,16 @@ class _Interaction(Subject):
 
             self.run(main())
 
-        return search(_scripts, hold, self.examples)
+        return self.search(_scripts, hold)
 
+    @SUITE.check(3)
     def ends(self) -> None:
         """Go on until it is done."""
         replies = self.run(self.talk(Script(("Yes.",)), most=self.most_replies))
         done = bool(replies) and replies[-1].done
         demand(done, 3, f"{self.name} was not done after {self.most_replies} replies, the last: {replies[-1:]}")
 
+    @SUITE.check(5)
     def repeats_itself(self) -> int:
         """Hold a conversation twice, and a third time beside another one."""
 
@@ -282,13 +255,13 @@ class _Interaction(Subject):
             first = self.first_replies.setdefault(script, latest)
             again = ("the second time", latest), ("the second time", self.run(later()))
             for when, second in (*again, ("beside another", self.run(beside()))):
-                demand(
-                    first == second, 5, f"{self.name} answered {script} with {first}, and {when} with {second}; "
-                    "take randomness from conversation.rng, read no clock, and keep nothing on the class"
-                )  # fmt: skip
+                answered = f"answered {script} with {first}, and {when} with {second}"
+                advice = "take randomness from conversation.rng, read no clock, and keep nothing on the class"
+                demand(first == second, 5, f"{self.name} {answered}; {advice}")
 
-        return search(_scripts, hold, self.examples)
+        return self.search(_scripts, hold)
 
+    @SUITE.check(6)
     def resumes(self) -> int:
         """Build it anew before each turn but the first."""
 
@@ -296,13 +269,15 @@ class _Interaction(Subject):
             whole = self.run(self.talk(script))
             for turn in range(1, len(whole)):
                 replies = self.run(self.talk(script, rebuilt_at=turn))
-                demand(
-                    replies == whole, 6, f"{self.name} answered {script.turns} with {whole}, but built anew before "
-                    f"reply {turn + 1} with {replies}; count by conversation.replies, not on the instance"
-                )  # fmt: skip
+                answered = (
+                    f"answered {script.turns} with {whole}, but built anew before reply {turn + 1} with {replies}"
+                )
+                advice = "count by conversation.replies, not on the instance"
+                demand(replies == whole, 6, f"{self.name} {answered}; {advice}")
 
-        return search(_scripts, hold, self.examples)
+        return self.search(_scripts, hold)
 
+    @SUITE.check(7)
     def is_cancelled(self) -> int:
         """Cancel the first reply, at each of its awaits in turn."""
 
@@ -318,13 +293,4 @@ class _Interaction(Subject):
 
             self.cancel_everywhere(begin)
 
-        return search(_scripts, hold, self.share(5))
-
-
-CHECKS: Sequence[Check[_Interaction]] = (
-    Check((1, 2, 4, 8, 9), _Interaction.converses),
-    Check((3,), _Interaction.ends),
-    Check((5,), _Interaction.repeats_itself),
-    Check((6,), _Interaction.resumes),
-    Check((7,), _Interaction.is_cancelled, lambda subject: subject.is_async),
-)
+        return self.search(_scripts, hold, 5)

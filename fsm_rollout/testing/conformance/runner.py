@@ -1,4 +1,4 @@
-"""The one runner of all conformance checks: a table of numbered promises per kind, and how code under check is driven.
+"""The one runner of all conformance checks: suites of numbered promises, and how code under check is driven.
 
 Invariant: a broken promise comes out as one :class:`ConformanceError` with its number and sentence, of the simplest
 case that shows it, also where the code under check keeps something and does not fail twice (:func:`search`). Code under
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hypothesis import strategies as st
 
 T = TypeVar("T")
-S = TypeVar("S")
+S = TypeVar("S", bound="Subject")
 F = TypeVar("F", bound=Callable[..., object])
 
 MOST_WAITS = 40
@@ -36,10 +36,8 @@ BUSY_SECONDS = 1.0
 """CPU seconds that one step of a coroutine may take: everything else on the loop waits for it."""
 HORIZON = 1e7
 """Virtual seconds after which a run counts as endless."""
-HOW_TIME_PASSES = (
-    "time is virtual: it stands for threads and for processes that asyncio started, a moment for connections, and "
-    "within `asyncio.get_running_loop().external()`: put what else is awaited from outside there"
-)
+SHRINKING_RUNS = 200
+"""Runs spent on making a failing case smaller; the first few hundred do nearly all of it."""
 
 
 class ConformanceError(AssertionError):
@@ -50,12 +48,17 @@ class ConformanceError(AssertionError):
     """
 
     def __init__(self, invariant: int, message: str) -> None:
+        super().__init__(invariant, message)
         self.invariant, self.message, self.promise = invariant, message, ""
-        super().__init__(f"invariant {invariant}: {message}")
 
     def __str__(self) -> str:
         """Return number and message, and what was promised."""
-        return f"{self.args[0]}\n  promise {self.invariant}: {self.promise}" if self.promise else str(self.args[0])
+        promise = f"\n  promise {self.invariant}: {self.promise}" if self.promise else ""
+        return f"invariant {self.invariant}: {self.message}{promise}"
+
+
+class SlowError(ConformanceError):
+    """A broken promise that takes seconds to show, each time."""
 
 
 def demand(holds: object, number: int, message: str) -> None:
@@ -64,11 +67,7 @@ def demand(holds: object, number: int, message: str) -> None:
         raise ConformanceError(number, message)
 
 
-class SlowLoop(ConformanceError):
-    """Code under check kept the event loop's thread for seconds, as it would do each time."""
-
-
-# -- the table and its runner -------------------------------------------------------------------------------------
+# -- suites of promises -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +79,12 @@ class Promise:
 
 
 @dataclass(frozen=True, slots=True)
-class Check(Generic[S]):
-    """One check: the promises that it looks at, how, and of which subjects; ``hold`` returns how many cases it ran."""
+class Check(Generic[F]):
+    """One check: its name, the promises that it looks at, and the function that does."""
 
+    name: str
     numbers: tuple[int, ...]
-    hold: Callable[[S], int | None]
-    applies: Callable[[S], bool] = lambda subject: True
+    hold: F
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,39 +96,47 @@ class Checked:
     """How many generated cases were run."""
 
 
-def documented(promises: Mapping[int, Promise]) -> Callable[[F], F]:
-    """Write the numbered promises into a function's docstring, in the place of ``(promises)``."""
-    listed = "\n    ".join(f"{number}. {promise.sentence}" for number, promise in promises.items())
+class Suite(Generic[F]):
+    """The numbered promises of one kind of code, and the checks of them in the order of their definition."""
 
-    def write(function: F) -> F:
+    def __init__(self, promises: Mapping[int, tuple[str, str]]) -> None:
+        self.promises = {number: Promise(name, sentence) for number, (name, sentence) in promises.items()}
+        self.checks: list[Check[F]] = []
+
+    def check(self, *numbers: int) -> Callable[[F], F]:
+        """Make a function the next check, of these promises; the function's name is its name."""
+
+        def register(hold: F) -> F:
+            self.checks.append(Check(hold.__name__.strip("_").replace("_", " "), numbers, hold))
+            return hold
+
+        return register
+
+    def documented(self, function: T) -> T:
+        """Write the promises into a function's docstring, in the place of ``(promises)``."""
+        listed = "\n    ".join(f"{number}. {promise.sentence}" for number, promise in self.promises.items())
         function.__doc__ = (function.__doc__ or "").replace("(promises)", listed)
         return function
 
-    return write
+    @contextmanager
+    def judging(self) -> Iterator[None]:
+        """Give a broken promise of the block its sentence."""
+        try:
+            yield
+        except ConformanceError as error:
+            error.promise = self.promises[error.invariant].sentence
+            raise
 
+    def hold(self: Suite[Callable[[S], int | None]], subject: S) -> Checked:
+        """Hold a subject to all that it promises, and return what that was.
 
-@contextmanager
-def promised(promises: Mapping[int, Promise]) -> Iterator[None]:
-    """Give a broken promise of the block its sentence."""
-    try:
-        yield
-    except ConformanceError as error:
-        error.promise = promises[error.invariant].sentence
-        raise
-
-
-def run_checks(make: Callable[[], S], promises: Mapping[int, Promise], checks: Sequence[Check[S]]) -> Checked:
-    """Build a subject, hold it to every check that applies, and return the promises that these looked at.
-
-    Raises:
-        ConformanceError: the first promise found broken.
-    """
-    with promised(promises):
-        subject = make()
-        kept = [check for check in checks if check.applies(subject)]
-        ran = sum(check.hold(subject) or 0 for check in kept)
-    numbers = {number for check in kept for number in check.numbers}
-    return Checked(tuple(promise.name for number, promise in promises.items() if number in numbers), ran)
+        Raises:
+            ConformanceError: the first promise found broken.
+        """
+        checks = [check for check in self.checks if not subject.unmade.issuperset(check.numbers)]
+        ran = sum(check.hold(subject) or 0 for check in checks)
+        made = {number for check in checks for number in check.numbers} - subject.unmade
+        return Checked(tuple(promise.name for number, promise in self.promises.items() if number in made), ran)
 
 
 class Subject:
@@ -143,82 +150,96 @@ class Subject:
     ENDLESS: ClassVar[int]
     LEAKY: ClassVar[int]
     CANCELLED: ClassVar[int]
+    unmade: set[int] | frozenset[int] = frozenset()
+    """The promises that this one does not make."""
+    HOW_TIME_PASSES: ClassVar[str] = (
+        "time is virtual: it stands for threads and for processes that asyncio started, a moment for connections, and "
+        "within `asyncio.get_running_loop().external()`: put what else is awaited from outside there"
+    )
 
-    def __init__(self, name: str, action: str, examples: int) -> None:
-        self.name, self.action, self.examples = name, action, examples
+    def __init__(self, name: str, action: str, patience: float, examples: int) -> None:
+        self.name, self.action, self.patience, self.examples = name, action, patience, examples
 
-    def share(self, part: int) -> int:
-        """Return how many cases a slower check is tried on: one of ``part``."""
-        return max(1, self.examples // part)
+    def search(self, strategy: st.SearchStrategy[T], hold: Callable[[T], object], part: int = 1) -> int:
+        """Run ``hold`` on generated values, on one of ``part`` examples: see :func:`search`."""
+        return search(strategy, hold, self.examples // part)
 
-    def run(self, work: Coroutine[object, object, T], *, case: str = "") -> T:
-        """Run ``work`` in virtual time; ``case`` is said at the end of messages.
+    def demand_all(self, *facts: tuple[object, int, str], who: str | None = None) -> None:
+        """Raise for the first fact (what holds, the promise, what is wrong otherwise) that does not hold."""
+        for holds, number, message in facts:
+            demand(holds, number, f"{who or self.name} {message}")
+
+    async def in_time(self, work: Coroutine[object, object, T], late: str) -> T:
+        """Await ``work``, which must end in time and leave the loop to others; ``late`` says what it did not do."""
+        stepped = Stepped(work)
+        try:
+            async with asyncio.timeout(self.patience) as limit:
+                result = await stepped
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            late = f"{late} within {self.patience:g} s; {self.HOW_TIME_PASSES}"
+            raise ConformanceError(self.ENDLESS, late) from None
+        self.check_busy(stepped)
+        return result
+
+    def run(self, work: Coroutine[object, object, T]) -> T:
+        """Run ``work`` in virtual time.
 
         Raises:
-            SlowLoop: it stopped the loop's thread for long.
+            SlowError: it stopped the loop's thread for long, or runs on for ever.
             ConformanceError: it stopped the loop's thread, can never end, leaves tasks, or lets some fail unheard.
         """
         loop = VirtualTimeLoop(horizon=HORIZON)
         unheard: list[str] = []
         loop.set_exception_handler(lambda _, context: unheard.append(_complaint(context)))
         blockages: list[blocked_loop.Blockage] = []
-        never_ends = f"{self.action} never ends{case}"
         try:
             with blocked_loop.blocking_detected(lambda: loop.beat) as blockages:
                 result = run_virtual(work, loop=loop)
-            if unheard:
-                raise ConformanceError(self.LEAKY, f"what {self.name} started failed, and nobody heard: {unheard[0]}")
+            demand(not unheard, self.LEAKY, f"what {self.name} started failed, and nobody heard: {unheard[:1]}")
             return result
         except blocked_loop.LoopInterrupted:
             pass  # the blockage says where
         except Deadlock as error:
-            raise ConformanceError(self.ENDLESS, f"{never_ends} ({HOW_TIME_PASSES}): {error}") from None
+            never = f"{self.action} never ends ({self.HOW_TIME_PASSES})"
+            raise ConformanceError(self.ENDLESS, f"{never}: {error}") from None
         except Endless as error:
-            raise ConformanceError(self.ENDLESS, f"{never_ends}: {error}") from None
+            raise SlowError(self.ENDLESS, f"{self.action} never ends: {error}") from None
         except LeakedTasks as error:
             tasks = str(error).partition("; ")[2] or error
-            raise ConformanceError(self.LEAKY, f"tasks that {self.name} started outlived it{case}: {tasks}") from None
+            raise ConformanceError(self.LEAKY, f"tasks that {self.name} started outlived it: {tasks}") from None
         finally:
             if blockages:  # it says more than what came of it
-                self._blocked(blockages[0].call, blockages[0].where, blockages[0].refused)
+                raise self._blocked(blockages[0])
         raise AssertionError("an interrupted loop has a blockage")
 
-    def _blocked(self, call: str | None, where: str, refused: bool) -> None:
+    def _blocked(self, blockage: blocked_loop.Blockage) -> ConformanceError:
         instead = "await something, or use a thread"
-        if refused:
-            raise ConformanceError(self.BLOCKING, f"{self.name} blocks the event loop with {call}; {instead}")
+        if blockage.refused:
+            return ConformanceError(self.BLOCKING, f"{self.name} blocks the event loop with {blockage.call}; {instead}")
         what = f"keeps the event loop for more than {blocked_loop.BLOCKING_SECONDS:g} s"
-        what = what if call is None else f"blocks the event loop in '{call}'"
-        raise SlowLoop(self.BLOCKING, f"{self.name} {what}, at {where}; {instead}")
+        what = what if blockage.call is None else f"blocks the event loop in '{blockage.call}'"
+        return SlowError(self.BLOCKING, f"{self.name} {what}, at {blockage.where}; {instead}")
 
     def check_busy(self, stepped: Stepped[T]) -> None:
         """Raise for code that computed for so long in one step that all others had to wait."""
         if stepped.busiest > BUSY_SECONDS:
-            raise SlowLoop(
-                self.BLOCKING, f"{self.name} kept the event loop busy for {stepped.busiest:.1f} s between two awaits; "
-                "compute in a thread"
-            )  # fmt: skip
+            kept = f"kept the event loop busy for {stepped.busiest:.1f} s between two awaits"
+            raise SlowError(self.BLOCKING, f"{self.name} {kept}; compute in a thread")
 
     def cancel_everywhere(
-        self, begin: Callable[[str], AbstractAsyncContextManager[Coroutine[object, object, object]]], what: str = ""
+        self, begin: Callable[[str], AbstractAsyncContextManager[Coroutine[object, object, object]]], case: str = ""
     ) -> None:
         """Cancel what ``begin`` gives at each of its awaits in turn; ``begin`` is told where it will be cancelled."""
         for number in range(1, MOST_WAITS):
-            where = f"cancelled at its await number {number}{what}"
-
-            async def cancelled(number: int = number, where: str = where) -> Stepped[object] | None:
-                async with begin(where) as work:
-                    try:
-                        return await cancelled_at(number, work, STOP_SECONDS)
-                    except TimeoutError:
-                        return None
-
-            stepped = self.run(cancelled())
-            if stepped is None:
-                raise ConformanceError(self.CANCELLED, f"{self.name}, {where}, did not stop within {STOP_SECONDS:g} s")
-            if stepped.cancelled_at is None:
+            where = f"cancelled at its await number {number}"
+            stepped, stopped = self.run(_cancelled_at(number, begin(where)))
+            if not stepped.cancelled:
                 return
-            demand(stepped.heard, self.CANCELLED, f"{self.name}, {where}, swallowed it; let CancelledError pass")
+            what = f"{self.name}, {where}{case}"
+            demand(stopped, self.CANCELLED, f"{what}, did not stop within {STOP_SECONDS:g} s")
+            demand(stepped.heard, self.CANCELLED, f"{what}, swallowed it; let CancelledError pass")
 
 
 def _complaint(context: Mapping[str, object]) -> str:
@@ -227,60 +248,106 @@ def _complaint(context: Mapping[str, object]) -> str:
     return f"{context.get('message')}{'' if error is None else f': {type(error).__name__}: {error}'}"
 
 
+async def _cancelled_at(
+    number: int, begun: AbstractAsyncContextManager[Coroutine[object, object, T]]
+) -> tuple[Stepped[T], bool]:
+    """Cancel what is begun at its ``number``-th wait; return how that went, and whether it stopped in time."""
+    cancelled_or_ended = asyncio.Event()
+
+    def cancel() -> None:
+        cancelled_or_ended.set()
+        task.cancel()
+
+    async with begun as work:
+        stepped = Stepped(work, number, cancel)
+
+        async def run() -> T:
+            try:
+                return await stepped
+            finally:
+                cancelled_or_ended.set()
+
+        task = asyncio.get_running_loop().create_task(run())
+        await cancelled_or_ended.wait()
+        await asyncio.wait({task}, timeout=STOP_SECONDS)
+        stopped = task.done()
+        for _ in range(8):  # one that swallows several is not let go on
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task}, timeout=1.0)
+        if not task.cancelled():
+            task.exception()
+        return stepped, stopped
+
+
 # -- cases --------------------------------------------------------------------------------------------------------
 
 
 class _Found(KeyboardInterrupt):
     """Takes a failure out of Hypothesis as it is. Of this kind because Hypothesis shrinks any other."""
 
-    def __init__(self, error: ConformanceError) -> None:
-        self.error = error
 
-
-def search(strategy: st.SearchStrategy[T], hold: Callable[[T], object], examples: int) -> int:
+def search(
+    strategy: st.SearchStrategy[T],
+    hold: Callable[[T], object],
+    examples: int,
+    *,
+    seed: int | None = 0,
+    slow: Callable[[Exception], bool] = lambda error: isinstance(error, SlowError),
+) -> int:
     """Run ``hold`` on generated values until it raises, shrink, and raise for the simplest; return how many ran.
 
-    The same every time: no seed, no database. A :class:`SlowLoop` is not shrunk: that would take its
-    seconds many times over.
+    Args:
+        strategy: draws the values.
+        hold: what is to hold of each.
+        examples: how many values to draw.
+        seed: of the drawing; ``None``: what the Hypothesis settings in force say.
+        slow: whether a failure takes seconds each time; it is raised as it is.
     """
-    from hypothesis import HealthCheck, Phase, given, settings  # here: engines are checked without it
+    import hypothesis  # here: engines are checked without it
     from hypothesis.errors import Flaky
 
-    ran = 0
-    latest: ConformanceError | None = None
+    from fsm_rollout.testing.simulation.simulate import quietly
 
-    @settings(
-        max_examples=examples,
-        database=None,
-        derandomize=True,
-        deadline=None,
-        print_blob=False,
-        phases=[Phase.generate, Phase.shrink],  # explaining runs it all again, traced line by line
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(strategy)
-    def holds(value: T) -> None:
-        nonlocal ran, latest
+    ran = since = 0
+    smallest: Exception | None = None
+
+    def test(value: T) -> None:
+        nonlocal ran, since, smallest
         ran += 1
+        since += smallest is not None
         try:
             hold(value)
-        except SlowLoop as error:
-            raise _Found(error) from None
-        except ConformanceError as error:
-            latest = error
+        except Exception as error:
+            smallest = error  # a later one is smaller: Hypothesis tries nothing larger
+            if slow(error):
+                raise _Found from None
             raise
+        finally:
+            if smallest is not None and since >= SHRINKING_RUNS:
+                raise _Found from None
 
+    searched = hypothesis.settings(
+        max_examples=max(1, examples),
+        deadline=None,
+        database=None,
+        phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],  # explaining runs it all again, line by line
+        verbosity=hypothesis.Verbosity.quiet,
+        report_multiple_bugs=False,
+        print_blob=False,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )(hypothesis.given(strategy)(test))
     try:
-        holds()
-    except _Found as found:
-        raise found.error from None
+        with quietly():
+            (searched if seed is None else hypothesis.seed(seed)(searched))()
+    except _Found:
+        assert smallest is not None
+        raise smallest from None
     except Flaky:
-        if latest is None:  # what it draws from is not the same twice: nothing that was checked
+        if smallest is None:  # what it draws from is not the same twice
             raise
-        raise type(latest)(
-            latest.invariant, f"{latest.message} (and not the second time: something is kept between runs, or random)"
-        ) from None
+        smallest.add_note("  and not when the same case ran again: something is kept between runs, or random")
+        raise smallest from None
     return ran
 
 
@@ -292,58 +359,55 @@ _numbers = itertools.count()
 
 
 @contextmanager
-def importable(code: object) -> Iterator[str]:
-    """Give the ``module:Name`` under which an object is imported, for the block; a string is taken as it is."""
+def named(code: object) -> Iterator[tuple[str, str]]:
+    """Give the ``module:Name`` under which an object is imported for the block, and what to call it in messages.
+
+    A string is taken as it is.
+    """
     if isinstance(code, str):
-        yield code
+        yield code, code
         return
+    name = str(getattr(code, "__name__", repr(code)))
     path = f"{getattr(code, '__module__', '')}:{getattr(code, '__qualname__', '')}"
     try:
-        importable_by_itself = "<" not in path and load_object(path) is code
+        importable = "<" not in path and load_object(path) is code
     except (ConfigError, ValueError):
-        importable_by_itself = False
-    if importable_by_itself:
-        yield path
+        importable = False
+    if importable:
+        yield path, name
         return
-    name = f"{getattr(code, '__name__', 'object').strip('<>')}_{next(_numbers)}"
-    setattr(lent, name, code)
+    attribute = f"object_{next(_numbers)}"
+    setattr(lent, attribute, code)
     try:
-        yield f"{__name__}:lent.{name}"
+        yield f"{__name__}:lent.{attribute}", name
     finally:
-        delattr(lent, name)
-
-
-def called(code: object) -> str:
-    """Return what to call an object in a message."""
-    return code if isinstance(code, str) else str(getattr(code, "__name__", repr(code)))
+        delattr(lent, attribute)
 
 
 # -- steps --------------------------------------------------------------------------------------------------------
 
 
 class Stepped(Generic[T]):
-    """Awaits a coroutine step by step, and cancels the task that awaits it at one of them.
+    """Awaits a coroutine step by step, and calls ``cancel`` when it has waited for the ``cancel_at``-th time, from 1.
 
-    ``cancel`` (default: the running task's own) is called when the coroutine has waited for the ``cancel_at``-th time,
-    counted from 1. ``ended_by`` is the exception that the coroutine let out, ``None`` when it returned.
+    ``ended_by`` is the exception that the coroutine let out, ``None`` when it returned.
     """
 
     def __init__(
         self,
         coroutine: Coroutine[object, object, T],
         cancel_at: int | None = None,
-        cancel: Callable[[], object] | None = None,
+        cancel: Callable[[], object] = lambda: None,
     ) -> None:
         self._coroutine, self._cancel_at, self._cancel = coroutine, cancel_at, cancel
-        self.waits = 0
-        self.cancelled_at: float | None = None
+        self.cancelled = False
         self.busiest = 0.0
         """The CPU seconds of the longest step."""
         self.ended_by: BaseException | None = None
 
     def __await__(self) -> Generator[object, object, T]:
         """Run it."""
-        inner = self._coroutine.__await__()
+        inner, waits = self._coroutine.__await__(), 0
         thrown: BaseException | None = None
         while True:
             began = time.thread_time()
@@ -357,12 +421,10 @@ class Stepped(Generic[T]):
                 raise
             finally:
                 self.busiest = max(self.busiest, time.thread_time() - began)
-            self.waits += 1
-            if self.waits == self._cancel_at:
-                self.cancelled_at = asyncio.get_running_loop().time()
-                task = asyncio.current_task()
-                assert task is not None
-                (self._cancel or task.cancel)()
+            waits += 1
+            if waits == self._cancel_at:
+                self.cancelled = True
+                self._cancel()
             thrown = None
             try:
                 yield waits_for
@@ -372,40 +434,4 @@ class Stepped(Generic[T]):
     @property
     def heard(self) -> bool:
         """Whether the coroutine let its cancellation out, where there was one."""
-        return self.cancelled_at is None or isinstance(self.ended_by, asyncio.CancelledError)
-
-
-async def cancelled_at(number: int, work: Coroutine[object, object, T], patience: float) -> Stepped[T]:
-    """Cancel ``work`` at its ``number``-th wait and give it ``patience`` seconds from then on to end; see ``heard``.
-
-    Raises:
-        TimeoutError: it did not end.
-    """
-    cancelled_or_ended = asyncio.Event()
-
-    def cancel() -> None:
-        cancelled_or_ended.set()
-        task.cancel()
-
-    stepped = Stepped(work, cancel_at=number, cancel=cancel)
-
-    async def run() -> T:
-        try:
-            return await stepped
-        finally:
-            cancelled_or_ended.set()
-
-    task = asyncio.get_running_loop().create_task(run())
-    try:
-        await cancelled_or_ended.wait()
-        done, _ = await asyncio.wait({task}, timeout=patience)
-        if not done:
-            raise TimeoutError
-    finally:
-        for _ in range(8):  # one that swallows several is not let go on
-            if not task.done():
-                task.cancel()
-                await asyncio.wait({task}, timeout=1.0)
-    if not task.cancelled():
-        task.exception()
-    return stepped
+        return not self.cancelled or isinstance(self.ended_by, asyncio.CancelledError)

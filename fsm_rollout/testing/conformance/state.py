@@ -12,56 +12,31 @@ import contextvars
 import inspect
 import pickle
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import zip_longest
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 from weakref import WeakSet
 
 from hypothesis import strategies as st
 
 from fsm_rollout.agent.graph import AgentGraph
-from fsm_rollout.agent.handlers import BUILT_IN_HANDLERS, HandlerSpec, handler_spec, load_handler, load_object
+from fsm_rollout.agent.handlers import HandlerSpec, handler_spec, load_handler
 from fsm_rollout.agent.limits import LimitReached
-from fsm_rollout.engines.protocol import Request
+from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.errors import ConfigError, RolloutError
-from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.states import State
 from fsm_rollout.states.context import HandlerContext
-from fsm_rollout.testing.conformance.runner import (
-    HOW_TIME_PASSES,
-    Check,
-    Checked,
-    ConformanceError,
-    Promise,
-    Stepped,
-    Subject,
-    called,
-    demand,
-    documented,
-    importable,
-    run_checks,
-    search,
-)
+from fsm_rollout.testing.conformance.runner import Checked, ConformanceError, Stepped, Subject, Suite, demand, named
 from fsm_rollout.testing.simulation.one_engine import OneEngine
 from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from fsm_rollout.testing.simulation.virtual_time import described
-from fsm_rollout.trajectory.events import (
-    AnyEvent,
-    Ended,
-    Generated,
-    Prompted,
-    Resumed,
-    Suspended,
-    Transitioned,
-    decode,
-    encode,
-)
+from fsm_rollout.trajectory import events
+from fsm_rollout.trajectory.events import AnyEvent
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.reasons import LimitName, StopReason
 from fsm_rollout.trajectory.settings import FrozenMap
@@ -74,27 +49,27 @@ MOST_WAITS = 25
 AWAY_SECONDS = 100.0
 """How long a trajectory is set aside before it goes on."""
 
-PROMISES: Mapping[int, Promise] = {
-    1: Promise("declared", "It can be named in a YAML: a `State` that declares its triggers, and no other's."),
-    2: Promise("outcomes", "`run` returns an `Outcome` with a declared trigger, and raises nothing of its own."),
-    3: Promise("no state", "It keeps nothing on itself: trajectories come out the same alone and together."),
-    4: Promise("ends", "A visit takes at most `patience` seconds with an engine that answers, and ends when it fails."),
-    5: Promise("cancellation", "Cancellation passes, at every await; `timed_out` raises nothing."),
-    6: Promise("event loop", "The event loop is never blocked."),
-    7: Promise("tasks", "No task outlives its visit."),
-    8: Promise("events", "It changes a trajectory through `ctx` alone, and what it spends is charged."),
-    9: Promise("limits", "A limit that is reached ends the visit: `LimitReached` passes."),
-    10: Promise("randomness", "Its randomness is the visit's: the same run gives the same trajectory, whenever made."),
-    11: Promise("resumed", "Interrupted at any await and resumed, it comes to the same end (`resumable`)."),
-}
+SUITE = Suite[Callable[["_Handler"], "int | None"]]({
+    1: ("declared", "It can be named in a YAML: a `State` that declares its triggers, and no other's."),
+    2: ("outcomes", "`run` returns an `Outcome` with a declared trigger, and raises nothing of its own."),
+    3: ("no state", "It keeps nothing on itself: trajectories come out the same alone and together."),
+    4: ("ends", "A visit takes at most `patience` seconds with an engine that answers, and ends when it fails."),
+    5: ("cancellation", "Cancellation passes, at every await; `timed_out` raises nothing."),
+    6: ("event loop", "The event loop is never blocked."),
+    7: ("tasks", "No task outlives its visit."),
+    8: ("events", "It changes a trajectory through `ctx` alone, and what it spends is charged."),
+    9: ("limits", "A limit that is reached ends the visit: `LimitReached` passes."),
+    10: ("randomness", "Its randomness is the visit's: the same run gives the same trajectory, whenever made."),
+    11: ("resumed", "Interrupted at any await and resumed, it comes to the same end (`resumable`)."),
+})  # fmt: skip
 
 
-@documented(PROMISES)
+@SUITE.documented
 def check_state(
     handler: type[State] | str,
     *,
-    state: Mapping[str, Any] | None = None,
-    agent: Mapping[str, Any] | None = None,
+    state: Mapping[str, object] | None = None,
+    agent: Mapping[str, object] | None = None,
     prompt: Mapping[str, Any] | None = None,
     tokenizer: Any = None,
     patience: float = 600.0,
@@ -124,10 +99,65 @@ def check_state(
         ConformanceError: a promise does not hold; with the simplest run that shows it.
         ConfigError: ``state`` or ``agent`` are no YAML keys.
     """
-    with ExitStack() as names:
-        make = partial(_Handler, handler, names, dict(state or {}), dict(agent or {}), dict(prompt or {}),
-                       tokenizer or embedded_tokenizer(), patience, examples)  # fmt: skip
-        return run_checks(make, PROMISES, CHECKS if resumable else CHECKS[:-1])
+    with SUITE.judging(), named(handler) as (path, title):
+        spec = _load(path, title)
+        graph = _agent(path, spec, state or {}, agent or {}, patience)
+        try:
+            load_handler(path)(CHECKED, graph.states[CHECKED])
+        except Exception as error:
+            raise ConformanceError(1, f"{title} cannot be made: {type(error).__name__}: {error}") from error
+        asked = Prompt(prompt_id="p", messages=({"role": "user", "content": "What is 2 + 2?"},), **prompt or {})
+        tokenizer = tokenizer or embedded_tokenizer()
+        return SUITE.hold(_Handler(title, spec, graph, asked, tokenizer, patience, resumable, examples))
+
+
+def _load(path: str, title: str) -> HandlerSpec:
+    """Return what the handler declares, if it can be used at all."""
+    try:
+        found = load_handler(path)
+        demand(issubclass(found, State), 1, f"{title} is no subclass of fsm_rollout.states.State")
+        yields = inspect.isasyncgenfunction(found.run)  # type: ignore[attr-defined]
+        demand(not yields, 2, f"{title}.run is an async generator, which cannot be awaited; write it without 'yield'")
+        unheard = inspect.iscoroutinefunction(found.timed_out)  # type: ignore[attr-defined]
+        demand(not unheard, 1, f"{title}.timed_out is 'async def', and nobody awaits it; write 'def timed_out'")
+        return handler_spec(path)
+    except ConfigError as error:
+        raise ConformanceError(1, f"{title} cannot be loaded: {error}".replace(path, title)) from None
+
+
+def _agent(
+    path: str, spec: HandlerSpec, state: Mapping[str, object], agent: Mapping[str, Any], patience: float
+) -> AgentGraph:
+    """Return an agent that answers, visits the handler, and does so again."""
+    answers = {"prompt": "Think about it."} if spec.spends == LimitName.ASSISTANT_TURNS else {}
+    states = {
+        "PENDING": {},
+        "ANSWERING": {"handler": "generate", "timeout": patience, "max_visits": 3, "sampling": {"max_tokens": 64}},
+        "GOING_ON": {"handler": "write", "prompt": "Go on.", "max_visits": 3},
+        CHECKED: {"timeout": patience, "max_visits": 3, **answers, **state, "handler": path},
+    }
+    rows = [
+        {"trigger": "prompted", "source": "PENDING", "dest": "ANSWERING"},
+        {"trigger": "generated", "source": "ANSWERING", "dest": CHECKED},
+        {"trigger": "truncated", "source": "ANSWERING", "dest": CHECKED},
+        *({"trigger": trigger, "source": CHECKED, "dest": "GOING_ON"} for trigger in spec.triggers),
+        {"trigger": "written", "source": "GOING_ON", "dest": "ANSWERING"},
+    ]
+    limits = {"assistant_turns": 12, "tool_calls": 64, "user_turns": 12, "wall_seconds": 100 * patience}
+    turns = {"turns": ["And now?", "Are you sure?"]}
+    keys = {
+        "agent": "check",
+        "tools": {"calculate": {"use": "fsm_rollout.tools.calculator:calculate", "timeout": patience}},
+        "interaction": {"use": "fsm_rollout.interactions:ScriptedUser", "kwargs": turns},
+        **agent,
+        "states": states | agent.get("states", {}),
+        "limits": limits | agent.get("limits", {}),
+        "transitions": [*agent.get("transitions", ()), *rows],
+    }
+    try:
+        return AgentGraph(**keys)
+    except ValueError as error:
+        raise ConfigError(f"the agent around the handler cannot be made: {error}") from error
 
 
 # -- what is run --------------------------------------------------------------------------------------------------
@@ -164,62 +194,38 @@ class Story:
 
     def __str__(self) -> str:
         """Say it as the last lines of a message."""
-        says = ", ".join(repr(turn.model_dump(exclude_defaults=True)) for turn in self.says)
-        parts = [f"the engine says {says}"]
+        parts = [f"the engine says {', '.join(repr(turn.model_dump(exclude_defaults=True)) for turn in self.says)}"]
         parts += [f"assistant_turns is {self.turns}"] if self.turns < 12 else []
         parts += [f"response_tokens is {self.tokens}"] if self.tokens is not None else []
         parts += ["the state's timeout is 0.125 s"] if self.hurry else []
         return "; ".join(parts)
 
-
-def _agent(path: str, spec: HandlerSpec, state: dict[str, Any], agent: dict[str, Any], patience: float) -> AgentGraph:
-    """Return an agent that answers, visits the handler, and does so again."""
-    limits = {"assistant_turns": 12, "tool_calls": 64, "user_turns": 12, "wall_seconds": 100 * patience}
-    rows = [
-        {"trigger": "prompted", "source": "PENDING", "dest": "ANSWERING"},
-        {"trigger": "generated", "source": "ANSWERING", "dest": CHECKED},
-        {"trigger": "truncated", "source": "ANSWERING", "dest": CHECKED},
-        *({"trigger": trigger, "source": CHECKED, "dest": "GOING_ON"} for trigger in spec.triggers),
-        {"trigger": "written", "source": "GOING_ON", "dest": "ANSWERING"},
-    ]
-    if spec.spends == LimitName.ASSISTANT_TURNS:  # a turn answers something
-        state.setdefault("prompt", "Think about it.")
-    states = {
-        "PENDING": {},
-        "ANSWERING": {"handler": "generate", "timeout": patience, "max_visits": 3, "sampling": {"max_tokens": 64}},
-        "GOING_ON": {"handler": "write", "prompt": "Go on.", "max_visits": 3},
-        CHECKED: {"timeout": patience, "max_visits": 3, **state, "handler": path},
-    }
-    agent.setdefault("tools", {"calculate": {"use": "fsm_rollout.tools.calculator:calculate", "timeout": patience}})
-    turns = {"turns": ["And now?", "Are you sure?"]}
-    agent.setdefault("interaction", {"use": "fsm_rollout.interactions:ScriptedUser", "kwargs": turns})
-    try:
-        return AgentGraph(
-            **{"agent": "check", "states": states | agent.pop("states", {}), "limits": limits | agent.pop("limits", {}),
-               "transitions": [*agent.pop("transitions", []), *rows], **agent}
-        )  # fmt: skip
-    except ValueError as error:
-        raise ConfigError(f"the agent around the handler cannot be made: {error}") from error
+    def changed(self, graph: AgentGraph) -> AgentGraph:
+        """Return the agent with this run's limits and timeout."""
+        update = {"assistant_turns": self.turns} | ({} if self.tokens is None else {"response_tokens": self.tokens})
+        states = dict(graph.states)
+        if self.hurry:
+            states[CHECKED] = states[CHECKED].model_copy(update={"timeout": 0.125})
+        limits = graph.limits.model_copy(update=update)
+        return graph.model_copy(update={"limits": limits, "states": FrozenMap(states)})
 
 
 # -- how a visit is seen ------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
-class _Seen:
+class _Visit:
     """One visit of the handler, seen from outside."""
 
-    stepped: Stepped[Any]
+    stepped: Stepped[Outcome]
     outcome: object = None
-    awaited: bool = True
-    """Whether what `run` gave could be awaited."""
     limit: str | None = None
-    """The limit that the visit said was reached."""
-    changed: str | None = None
+    """The limit that the visit was told is reached."""
+    changed: str = ""
     """What the handler kept on itself."""
     timed_out: BaseException | None = None
     """What `timed_out` raised."""
-    forbidden: str | None = None
+    forbidden: str = ""
     """The event that it emitted in the scheduler's place."""
     tasks: WeakSet[asyncio.Task[Any]] = field(default_factory=WeakSet)
     """Those that it started; not kept alive, so that asyncio complains about those that fail unheard."""
@@ -233,78 +239,74 @@ class _Run:
     """What was seen in one run."""
 
     story: Story
-    visits: list[_Seen] = field(default_factory=list)
+    visits: list[_Visit] = field(default_factory=list)
     interrupt: Callable[[str], object] = lambda trajectory_id: None
     """Cancels a trajectory, or sets it aside."""
     events: dict[str, list[AnyEvent]] = field(default_factory=lambda: defaultdict(list))
 
 
-_current_run: contextvars.ContextVar[_Run] = contextvars.ContextVar("run")
-_current_visit: contextvars.ContextVar[_Seen | None] = contextvars.ContextVar("visit", default=None)
-_SCHEDULERS_OWN = (Prompted, Transitioned, Suspended, Resumed, Ended)
+_current_visit: contextvars.ContextVar[_Visit | None] = contextvars.ContextVar("visit", default=None)
+_SCHEDULERS_OWN = (events.Prompted, events.Transitioned, events.Suspended, events.Resumed, events.Ended)
 """The events that no handler may emit."""
 _SHARED_WORK = ("fsm_rollout/engines/", "fsm_rollout/tools/", "fsm_rollout/concurrency/")
 """Where tasks are started that serve several visits."""
 
 
-def _watched(cls: type[State]) -> type[State]:
-    """Return the handler class with its visits watched."""
+class _Watched(State):
+    """The handler, with its visits watched."""
 
-    async def run(self: State, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        # 1. Before: what it keeps, and whether this visit is to be interrupted.
-        current, before = _current_run.get(), _kept(self)
-        work: Any = cls.run(self, trajectory, ctx)
-        name = trajectory.trajectory_id
-        cancel_at = None if current.visits else current.story.cancel_at
-        seen = _Seen(Stepped(work, cancel_at=cancel_at, cancel=lambda: current.interrupt(name)))
-        current.visits.append(seen)
-        if not inspect.isawaitable(work):
-            seen.outcome, seen.awaited = work, False
-            raise TypeError("run() cannot be awaited")
-        _listen(ctx, seen)
-        # 2. The visit.
-        token, began = _current_visit.set(seen), asyncio.get_running_loop().time()
+    def __init__(self, real: State, run: _Run) -> None:
+        super().__init__(real.name, real.spec)
+        self.real, self.seen = real, run
+        self.triggers, self.spends = real.triggers, real.spends  # type: ignore[misc]
+
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
+        """Run the handler, interrupted where the story says."""
+        run, before, name = self.seen, _kept(self.real), trajectory.trajectory_id
+        cancel_at = None if run.visits else run.story.cancel_at
+        visit = _Visit(Stepped(self.real.run(trajectory, ctx), cancel_at, lambda: run.interrupt(name)))
+        run.visits.append(visit)
+        _listen(ctx, visit)
+        token, began = _current_visit.set(visit), asyncio.get_running_loop().time()
         try:
-            outcome: Outcome = await seen.stepped
-            seen.outcome = outcome
+            visit.outcome = outcome = await visit.stepped
+            return outcome
         finally:
-            # 3. After: how long it took, what still runs, and what it keeps now.
             _current_visit.reset(token)
-            seen.seconds = asyncio.get_running_loop().time() - began
-            seen.unfinished = sorted(described(task) for task in seen.tasks if not task.done())
-            after = _kept(self)
+            visit.seconds = asyncio.get_running_loop().time() - began
+            visit.unfinished = sorted(described(task) for task in visit.tasks if not task.done())
+            after = _kept(self.real)
             keys = [key for key in after.keys() | before.keys() if after.get(key) != before.get(key)]
-            seen.changed = ", ".join(sorted(keys)) or None
-        return outcome
+            visit.changed = ", ".join(sorted(keys))
 
-    def timed_out(self: State, trajectory: Trajectory, ctx: HandlerContext) -> None:
+    def timed_out(self, trajectory: Trajectory, ctx: HandlerContext) -> None:
+        """Let the handler close what it left open."""
         try:
-            cls.timed_out(self, trajectory, ctx)
+            self.real.timed_out(trajectory, ctx)
         except BaseException as error:
-            _current_run.get().visits[-1].timed_out = error
+            self.seen.visits[-1].timed_out = error
             raise
 
-    declared = {"triggers": cls.triggers, "spends": cls.spends, "__doc__": cls.__doc__, "__module__": __name__}
-    return type(f"Watched{cls.__name__}", (cls,), {**declared, "run": run, "timed_out": timed_out})
 
+def _listen(ctx: HandlerContext, visit: _Visit) -> None:
+    """Take note of the limits that the visit is told are reached, and of what is emitted through it."""
 
-def _listen(ctx: HandlerContext, seen: _Seen) -> None:
-    """Take note of the limits that the visit says are reached, and of what is emitted through it."""
+    @contextmanager
+    def noting() -> Iterator[None]:
+        try:
+            yield
+        except LimitReached as error:
+            visit.limit = error.limit
+            raise
 
     def noted(method: Callable[..., object]) -> Callable[..., object]:
         def plain(*args: object, **kwargs: object) -> object:
-            try:
+            with noting():
                 return method(*args, **kwargs)
-            except LimitReached as error:
-                seen.limit = error.limit
-                raise
 
         async def waiting(*args: object, **kwargs: object) -> object:
-            try:
+            with noting():
                 return await cast(Awaitable[object], method(*args, **kwargs))
-            except LimitReached as error:
-                seen.limit = error.limit
-                raise
 
         return waiting if inspect.iscoroutinefunction(method) else plain
 
@@ -312,7 +314,7 @@ def _listen(ctx: HandlerContext, seen: _Seen) -> None:
 
     def emitting(event: AnyEvent) -> None:
         if isinstance(event, _SCHEDULERS_OWN):
-            seen.forbidden = seen.forbidden or type(event).__name__
+            visit.forbidden = visit.forbidden or type(event).__name__
         emit(event)
 
     ctx.emit = emitting  # type: ignore[method-assign]
@@ -322,7 +324,7 @@ def _listen(ctx: HandlerContext, seen: _Seen) -> None:
 
 def _kept(handler: State) -> dict[str, object]:
     """Return what a handler holds, on itself and on its class, by value where that can be had."""
-    cls = type(handler).__mro__[1]
+    cls = type(handler)
     held = {f"self.{key}": value for key, value in vars(handler).items()}
     shared = vars(cls).items()
     held |= {f"{cls.__name__}.{key}": v for key, v in shared if not key.startswith("__") and not callable(v)}
@@ -338,261 +340,222 @@ def _kept(handler: State) -> dict[str, object]:
 def _task_factory(loop: asyncio.AbstractEventLoop, work: Any, **kwargs: Any) -> asyncio.Task[Any]:
     """Make tasks as asyncio does, and note whose visit started them (not those that serve several visits)."""
     task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, **kwargs)
-    seen, code = _current_visit.get(), getattr(work, "cr_code", None)
-    if seen is not None and code is not None and not any(folder in code.co_filename for folder in _SHARED_WORK):
-        seen.tasks.add(task)
+    visit, code = _current_visit.get(), getattr(work, "cr_code", None)
+    if visit is not None and code is not None and not any(folder in code.co_filename for folder in _SHARED_WORK):
+        visit.tasks.add(task)
     return task
 
 
 # -- the checks ---------------------------------------------------------------------------------------------------
 
 
-def _load(handler: type[State] | str, name: str) -> type[State]:
-    try:
-        found: object = handler
-        if isinstance(handler, str):
-            found = load_handler(handler) if handler in BUILT_IN_HANDLERS else load_object(handler)
-    except ConfigError as error:
-        raise ConformanceError(1, f"{name} cannot be loaded: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, State)):
-        raise ConformanceError(1, f"{name} is no subclass of fsm_rollout.states.State")
-    abstract = sorted(getattr(found, "__abstractmethods__", ()))
-    demand(not abstract, 1, f"{name} is abstract; it lacks {', '.join(abstract)}")
-    unheard = inspect.iscoroutinefunction(found.timed_out)
-    demand(not unheard, 1, f"{name}.timed_out is 'async def', and nobody awaits it; write 'def timed_out'")
-    return found
-
-
 class _Handler(Subject):
     BLOCKING, ENDLESS, LEAKY, CANCELLED = 6, 4, 7, 5
 
     def __init__(
-        self, handler: type[State] | str, names: ExitStack, state: dict[str, Any], agent: dict[str, Any],
-        prompt: dict[str, Any], tokenizer: Any, patience: float, examples: int,
+        self, title: str, spec: HandlerSpec, graph: AgentGraph, prompt: Prompt, tokenizer: Any, patience: float,
+        resumable: bool, examples: int,
     ) -> None:  # fmt: skip
-        title = called(handler)
-        super().__init__(f"{title}.run", f"a visit of {title}", examples)
-        self.title, self.tokenizer, self.prompt, self.patience = title, tokenizer, prompt, patience
-        self.cls = _watched(_load(handler, title))
-        path = names.enter_context(importable(self.cls))
-        try:
-            spec = handler_spec(path)
-        except ConfigError as error:
-            raise ConformanceError(1, f"{title}: {error}".replace(path, title)) from None
-        self.graph = _agent(path, spec, state, agent, patience)
-        try:
-            self.cls(CHECKED, self.graph.states[CHECKED])
-        except Exception as error:
-            raise ConformanceError(1, f"{title} cannot be made: {type(error).__name__}: {error}") from error
-        self.first_outlines: dict[str, Outline] = {}
+        super().__init__(f"{title}.run", f"a visit of {title}", patience, examples)
+        self.title, self.triggers, self.graph, self.prompt = title, spec.triggers, graph, prompt
+        self.tokenizer, self.unmade = tokenizer, set() if resumable else {11}
+        self.chats: dict[object, ChatTemplate] = {}
+        """What the runs have learnt about the chat template, each for the next."""
+        self.first_outlines: dict[Story, Outline] = {}
         """What a trajectory alone came to in each story when that was told for the first time."""
 
     # A story, run and looked at.
 
+    def tell_all(self, hold: Callable[[Story], object], part: int = 1, says: Any = _says, **strategies: Any) -> int:
+        """Run ``hold`` on drawn stories, on one of ``part`` examples; what breaks is said with its story."""
+
+        def told(story: Story) -> None:
+            try:
+                hold(story)
+            except ConformanceError as error:
+                error.message += f"; {story}"
+                raise
+
+        return self.search(st.builds(Story, says, **strategies), told, part)
+
     def tell(self, story: Story, n: int = 1) -> tuple[list[Trajectory], _Run]:
         """Run a story in virtual time and look at everything that holds of any run."""
-        seen, groups, failure = _Run(story), list[Group](), None
+        run, trajectories, failure = _Run(story), list[Trajectory](), None
         try:
-            groups = self.run(self._main(story, seen, n), case=f"; {story}")
+            trajectories = self.run(self._main(run, n))
         except Exception as error:
             if isinstance(error, ConformanceError) and error.invariant == self.BLOCKING:
                 raise
             failure = error
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        for visit in seen.visits:
+        for visit in run.visits:
             self._look_at_visit(visit, story)
         if isinstance(failure, ConformanceError):  # a visit itself may have said it better
             raise failure
         if failure is not None:
-            self._cannot_go_on(f"{type(failure).__name__}: {failure}; change it through ctx", story, failure)
+            raise self._stuck(f"{type(failure).__name__}: {failure}; change it through ctx") from failure
         for trajectory in trajectories:
-            self._look_at_record(trajectory, seen.events[trajectory.trajectory_id], story)
-        return trajectories, seen
+            self._look_at_record(trajectory, run.events[trajectory.trajectory_id])
+        return trajectories, run
 
-    def _cannot_go_on(self, why: str, story: Story, cause: BaseException | None = None) -> NoReturn:
-        raise ConformanceError(8, f"{self.title} left a trajectory that cannot go on: {why}; {story}") from cause
+    def _stuck(self, why: str) -> ConformanceError:
+        return ConformanceError(8, f"{self.title} left a trajectory that cannot go on: {why}")
 
-    async def _main(self, story: Story, seen: _Run, n: int) -> list[Group]:
+    async def _main(self, run: _Run, n: int) -> list[Trajectory]:
         asyncio.get_running_loop().set_task_factory(_task_factory)
-        _current_run.set(seen)
-        scheduler = self._scheduler(story, seen)
-        seen.interrupt = scheduler.suspend if story.suspend else scheduler.cancel
-        prompts = [Prompt(prompt_id="p", messages=({"role": "user", "content": "What is 2 + 2?"},), **self.prompt)]
-        groups = [group async for group in scheduler.run(prompts, n)]
-        aside = [t for group in groups for t in group.trajectories if t.suspended is not None]
-        if aside and story.suspend:
-            histories = [seen.events.pop(trajectory.trajectory_id) for trajectory in aside]  # they are told again
+        scheduler = self._scheduler(run)
+        run.interrupt = scheduler.suspend if run.story.suspend else scheduler.cancel
+        ended = [t async for group in scheduler.run([self.prompt], n) for t in group.trajectories]
+        if run.story.suspend and any(trajectory.suspended is not None for trajectory in ended):
+            # They are told again from the beginning.
+            histories = [run.events.pop(t.trajectory_id) for t in ended if t.suspended is not None]
             await asyncio.sleep(AWAY_SECONDS)
-            return [group async for group in self._scheduler(story, seen).run([], n, resume=histories)]
-        return groups
+            again = self._scheduler(run).run([], n, resume=histories)
+            return [trajectory async for group in again for trajectory in group.trajectories]
+        return ended
 
-    def _scheduler(self, story: Story, seen: _Run) -> Scheduler:
-        def script(request: Request) -> Turn:
-            return story.says[request.turn % len(story.says)]
-
+    def _scheduler(self, run: _Run) -> Scheduler:
         def keep(trajectory: Trajectory, event: AnyEvent) -> None:
             # A copy, as a journal keeps it: the trajectory holds the event's own lists and mappings.
-            seen.events[trajectory.trajectory_id].append(decode(encode(event)))
+            run.events[trajectory.trajectory_id].append(events.decode(events.encode(event)))
 
-        update = {"assistant_turns": story.turns} | ({} if story.tokens is None else {"response_tokens": story.tokens})
-        states = dict(self.graph.states)
-        if story.hurry:
-            states[CHECKED] = states[CHECKED].model_copy(update={"timeout": 0.125})
-        limits = self.graph.limits.model_copy(update=update)
-        graph = self.graph.model_copy(update={"limits": limits, "states": FrozenMap(states)})
-        engine = ScriptedEngine(script, tokenizer=self.tokenizer)
-        return Scheduler({graph.agent: graph}, OneEngine(engine, queue_timeout=self.patience / 4), listeners=[keep])
+        says, graph = run.story.says, run.story.changed(self.graph)
+        engine = ScriptedEngine(lambda request: says[request.turn % len(says)], tokenizer=self.tokenizer)
+        clients = OneEngine(engine, chats=self.chats, queue_timeout=self.patience / 4)
+        scheduler = Scheduler({graph.agent: graph}, clients, listeners=[keep])
+        program = scheduler.program(graph)
+        program.handlers = {**program.handlers, CHECKED: _Watched(program.handlers[CHECKED], run)}
+        return scheduler
 
-    def _look_at_visit(self, visit: _Seen, story: Story) -> None:
-        outcome, error, run = visit.outcome, visit.stepped.ended_by, self.name
+    def _look_at_visit(self, visit: _Visit, story: Story) -> None:
         self.check_busy(visit.stepped)
-        if visit.unfinished:
-            task = visit.unfinished[0]
-            raise ConformanceError(7, f"{run} returned while this task was running: {task}; await it; {story}")
-        where = f"cancelled at its await number {story.cancel_at}"
-        demand(visit.stepped.heard, 5, f"{run}, {where}, went on; let CancelledError pass; {story}")
-        said = f"emitted {visit.forbidden}, which is the scheduler's to say"
-        demand(visit.forbidden is None, 8, f"{run} {said}; return an outcome; {story}")
-        demand(visit.timed_out is None, 5, f"{self.title}.timed_out raised {visit.timed_out!r}; {story}")
-        swallowed = f"swallowed LimitReached ('{visit.limit}') and returned {outcome}"
-        demand(visit.limit is None or error is not None, 9, f"{run} {swallowed}; let it pass; {story}")
-        unawaitable = f"{outcome!r:.80}, which cannot be awaited"
-        demand(visit.awaited, 2, f"{run} gave {unawaitable}; write 'async def run' without 'yield'")
-        declared = error is not None or (isinstance(outcome, Outcome) and outcome.trigger in self.cls.triggers)
-        demand(declared, 2, f"{run} returned {outcome!r}; it declares: {', '.join(self.cls.triggers)}; {story}")
-        shared = f"changed {visit.changed}, which all trajectories share"
-        demand(visit.changed is None, 3, f"{run} {shared}; keep it in the trajectory, as events; {story}")
+        outcome, raised, at = visit.outcome, visit.stepped.ended_by is not None, story.cancel_at
+        declared = raised or (isinstance(outcome, Outcome) and outcome.trigger in self.triggers)
+        swallowed = visit.limit is not None and not raised
+        running = ", ".join(visit.unfinished[:1])
+        self.demand_all(
+            (not running, 7, f"returned while this task was running: {running}; await it"),
+            (visit.stepped.heard, 5, f"was cancelled at its await number {at}, and went on; let CancelledError pass"),
+            (not visit.forbidden, 8, f"emitted {visit.forbidden}, which the scheduler emits; return an outcome"),
+            (visit.timed_out is None, 5, f"was timed out, and timed_out raised {visit.timed_out!r}"),
+            (not swallowed, 9, f"swallowed LimitReached ('{visit.limit}') and returned {outcome}; let it pass"),
+            (declared, 2, f"returned {outcome!r}; it declares: {', '.join(self.triggers)}"),
+            (not visit.changed, 3, f"changed {visit.changed}, which all trajectories share; "
+                                   "keep it in the trajectory, as events"),
+        )  # fmt: skip
 
-    def _look_at_record(self, trajectory: Trajectory, events: list[AnyEvent], story: Story) -> None:
-        demand(trajectory.ended, 4, f"a trajectory through {self.title} did not end; {story}")
+    def _look_at_record(self, trajectory: Trajectory, history: list[AnyEvent]) -> None:
+        demand(trajectory.ended, 4, f"a trajectory through {self.title} did not end")
         try:
-            folded = Trajectory.fold(events)
+            folded = Trajectory.fold(history)
         except RolloutError as error:
-            raise ConformanceError(
-                8, f"{self.title} left events that do not fit one another: {error}; {story}"
-            ) from None
-        if folded != trajectory:
-            slots = [
-                slot for slot in Trajectory.__struct_fields__ if getattr(folded, slot) != getattr(trajectory, slot)
-            ]
-            what = f"the trajectory's {', '.join(slots)} without an event"
-            raise ConformanceError(8, f"{self.title} changed {what}; use ctx; {story}")
-        generations = sum(isinstance(event, Generated) and not event.resumed for event in events)
+            raise ConformanceError(8, f"{self.title} left events that do not fit one another: {error}") from None
+        slots = Trajectory.__struct_fields__ if folded != trajectory else ()
+        changed = ", ".join(slot for slot in slots if getattr(folded, slot) != getattr(trajectory, slot))
+        demand(folded == trajectory, 8, f"{self.title} changed the trajectory's {changed} without an event; use ctx")
+        generations = sum(isinstance(event, events.Generated) and not event.resumed for event in history)
         made = f"{self.title} made {generations} generations, and {trajectory.spent} was charged"
         charged = generations <= trajectory.spent.get(LimitName.ASSISTANT_TURNS, 0)
-        demand(charged, 8, f"{made}; generate through ctx; {story}")
+        demand(charged, 8, f"{made}; generate through ctx")
 
     def _outline(self, story: Story, n: int = 1) -> Outline:
-        trajectories, seen = self.tell(story, n)
-        return _outline(trajectories[0], seen)
+        trajectories, run = self.tell(story, n)
+        return _outline(trajectories[0], run)
 
     # What is told, and what must hold of it.
 
+    @SUITE.check(1, 2, 4, 6, 7, 8)
     def works_when_all_works(self) -> int:
         """Run with an engine that answers: nothing is raised, nothing takes for ever."""
-        return search(st.builds(Story, _says), self._calm, self.examples)
+        return self.tell_all(self._calm)
 
     def _calm(self, story: Story) -> None:
-        trajectories, seen = self.tell(story)
-        for visit in seen.visits:
+        trajectories, run = self.tell(story)
+        for visit in run.visits:
             took = f"a visit of {self.title} took {visit.seconds:g} s"
-            demand(visit.seconds < self.patience, 4, f"{took}; {HOW_TIME_PASSES}; {story}")
+            demand(visit.seconds < self.patience, 4, f"{took}; {self.HOW_TIME_PASSES}")
             error = visit.stepped.ended_by
             while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
                 error = error.exceptions[0]
             if error is not None and not isinstance(error, LimitReached | asyncio.CancelledError):
-                raise ConformanceError(2, f"{self.name} raised {type(error).__name__}: {error}; {story}") from error
-        self.first_outlines.setdefault(str(story), _outline(trajectories[0], seen))
+                raise ConformanceError(2, f"{self.name} raised {type(error).__name__}: {error}") from error
+        self.first_outlines.setdefault(story, _outline(trajectories[0], run))
         for trajectory in trajectories:
             reason = trajectory.stop_reason
             late = f"a visit of {self.title} did not end in {self.patience:g} s"
-            demand(reason != StopReason.TIMED_OUT, 4, f"{late}; {story}")
+            demand(reason != StopReason.TIMED_OUT, 4, late)
             if StopReason.is_failure(reason):  # later: what it raises itself is told above
-                self._cannot_go_on(f"{reason}: {trajectory.detail}", story)
+                raise self._stuck(f"{reason}: {trajectory.detail}")
 
+    @SUITE.check(9)
     def works_whatever_comes(self) -> int:
         """Run with engines that fail, and with limits and timeouts that are reached."""
-        ran = search(st.builds(Story, _says_or_fails), self.tell, self.examples)
-        ran += search(st.builds(Story, _says, turns=st.integers(2, 6)), self.tell, self.share(4))
-        ran += search(st.builds(Story, _says, tokens=st.integers(4, 60)), self.tell, self.share(2))
-        return ran + search(st.builds(Story, _says, hurry=st.just(True)), self.tell, self.share(3))
+        ran = self.tell_all(self.tell, says=_says_or_fails)
+        ran += self.tell_all(self.tell, 4, turns=st.integers(2, 6))
+        ran += self.tell_all(self.tell, 2, tokens=st.integers(4, 60))
+        return ran + self.tell_all(self.tell, 3, hurry=st.just(True))
 
+    @SUITE.check(3, 10)
     def repeats_itself(self) -> int:
         """Run twice alone, and once beside others."""
 
         def hold(story: Story) -> None:
             latest = self._outline(story)
-            alone = self.first_outlines.setdefault(str(story), latest)
+            alone = self.first_outlines.setdefault(story, latest)
             came_out = f"a trajectory through {self.title} came out with"
             for again in (latest, self._outline(story)):
-                if again != alone:
-                    what = _difference(alone, again, "the second time")
-                    advice = "take randomness from ctx.rng and keep nothing between visits"
-                    raise ConformanceError(10, f"{came_out} {what}; {advice}; {story}")
+                what = _difference(alone, again, "the second time")
+                advice = "take randomness from ctx.rng and keep nothing between visits"
+                demand(again == alone, 10, f"{came_out} {what}; {advice}")
             together = self._outline(story, n=3)
-            if together != alone:
-                what = _difference(alone, together, "beside others")
-                raise ConformanceError(3, f"{came_out} {what}; keep nothing that they share; {story}")
+            what = _difference(alone, together, "beside others")
+            demand(together == alone, 3, f"{came_out} {what}; keep nothing that they share")
 
-        return search(st.builds(Story, _says), hold, self.share(3))
+        return self.tell_all(hold, 3)
 
-    def _interrupted(self, story: Story, look: Callable[[int, Trajectory, _Run], None]) -> None:
-        """Interrupt the first visit at each of its awaits in turn, and look at what came of it."""
+    def _interrupted(self, story: Story) -> Iterator[tuple[str, Trajectory, _Run]]:
+        """Interrupt the first visit at each of its awaits in turn; yield where, and what came of it."""
         for number in range(1, MOST_WAITS):
-            (trajectory,), seen = self.tell(replace(story, cancel_at=number))
-            if not seen.visits or seen.visits[0].stepped.cancelled_at is None:
+            (trajectory,), run = self.tell(replace(story, cancel_at=number))
+            if not run.visits or not run.visits[0].stepped.cancelled:
                 return
-            look(number, trajectory, seen)
+            yield f"at its await number {number}", trajectory, run
 
+    @SUITE.check(5)
     def is_cancelled(self) -> int:
         """Cancel a visit anywhere: its trajectory is cancelled."""
 
         def hold(story: Story) -> None:
-            def look(number: int, trajectory: Trajectory, seen: _Run) -> None:
-                reason = trajectory.stop_reason
-                came_to = f"was cancelled at its await number {number}, and the trajectory came to '{reason}'"
-                demand(reason == StopReason.CANCELLED, 5, f"{self.title} {came_to}; {story}")
+            for where, trajectory, _ in self._interrupted(story):
+                came_to = f"was cancelled {where}, and the trajectory came to '{trajectory.stop_reason}'"
+                demand(trajectory.stop_reason == StopReason.CANCELLED, 5, f"{self.title} {came_to}")
 
-            self._interrupted(story, look)
+        return self.tell_all(hold, 5)
 
-        return search(st.builds(Story, _says), hold, self.share(5))
-
+    @SUITE.check(11)
     def is_resumed(self) -> int:
         """Set a trajectory aside anywhere, and go on with it on a new scheduler."""
 
         def hold(story: Story) -> None:
             whole = self._outline(replace(story, suspend=False))
+            for where, trajectory, run in self._interrupted(story):
+                resumed = _outline(trajectory, run)
+                came_to = (
+                    f"was set aside {where} and resumed, and came to {_difference(resumed, whole, 'uninterrupted')}"
+                )
+                advice = "what it does must follow from the trajectory and ctx.rng"
+                demand(resumed == whole, 11, f"{self.title} {came_to}; {advice}")
 
-            def look(number: int, trajectory: Trajectory, seen: _Run) -> None:
-                resumed = _outline(trajectory, seen)
-                if resumed != whole:
-                    what = _difference(resumed, whole, "uninterrupted")
-                    raise ConformanceError(
-                        11, f"{self.title} was set aside at its await number {number} and resumed, and came to {what}; "
-                        f"what it does must follow from the trajectory and ctx.rng; {story}"
-                    )  # fmt: skip
+        return self.tell_all(hold, 5, suspend=st.just(True))
 
-            self._interrupted(story, look)
-
-        return search(st.builds(Story, _says, suspend=st.just(True)), hold, self.share(5))
-
-
-CHECKS: Sequence[Check[_Handler]] = (
-    Check((1, 2, 4, 6, 7, 8), _Handler.works_when_all_works),
-    Check((9,), _Handler.works_whatever_comes),
-    Check((3, 10), _Handler.repeats_itself),
-    Check((5,), _Handler.is_cancelled),
-    Check((11,), _Handler.is_resumed),
-)
 
 Outline = dict[str, Sequence[object]]
 """What must not depend on when things happened, by what one of it is called in a message."""
 
 
-def _outline(trajectory: Trajectory, seen: _Run) -> Outline:
-    events = seen.events[trajectory.trajectory_id]
+def _outline(trajectory: Trajectory, run: _Run) -> Outline:
+    history = run.events[trajectory.trajectory_id]
     return {
-        "trigger": [event.trigger for event in events if isinstance(event, Transitioned)],
+        "trigger": [event.trigger for event in history if isinstance(event, events.Transitioned)],
         "message": [(stream.context, message) for stream in trajectory.streams for message in stream.messages],
         "stop reason": [trajectory.stop_reason],
         "count of visits": [trajectory.visits],
@@ -604,8 +567,10 @@ def _outline(trajectory: Trajectory, seen: _Run) -> Outline:
 
 
 def _difference(outline: Outline, other: Outline, when: str) -> str:
-    """Say the first thing in which two outlines differ."""
-    what = next(key for key in outline if outline[key] != other[key])
-    pairs = enumerate(zip_longest(outline[what], other[what], fillvalue="nothing"), 1)
-    number, (value, another) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
-    return f"{what} {number} as {value!r}, and {when} as {another!r}"
+    """Say the first thing in which two outlines differ, if they do."""
+    for what in outline:
+        pairs = zip_longest(outline[what], other[what], fillvalue="nothing")
+        for number, (value, another) in enumerate(pairs, 1):
+            if value != another:
+                return f"{what} {number} as {value!r}, and {when} as {another!r}"
+    return ""

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from functools import partial
 from random import Random
-from typing import Any
 
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -22,56 +21,42 @@ from fsm_rollout.agent.graph import AgentGraph, Retry, Tool
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.errors import BadArguments, ToolError
 from fsm_rollout.scheduler.scheduler import Scheduler
-from fsm_rollout.testing.conformance.runner import (
-    HOW_TIME_PASSES,
-    Check,
-    Checked,
-    ConformanceError,
-    Promise,
-    Stepped,
-    Subject,
-    called,
-    demand,
-    documented,
-    importable,
-    run_checks,
-    search,
-)
+from fsm_rollout.testing.conformance.runner import Checked, ConformanceError, Subject, Suite, demand, named
 from fsm_rollout.testing.simulation.one_engine import OneEngine
 from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from fsm_rollout.testing.strategies import schema_values
 from fsm_rollout.tools import AgentAnswer, ToolContext
 from fsm_rollout.tools.base import CallResult
-from fsm_rollout.tools.toolbox import BoundTool, Toolbox, ToolSession
+from fsm_rollout.tools.schema import Arguments
+from fsm_rollout.tools.toolbox import Toolbox, ToolSession
 from fsm_rollout.trajectory.events import Called, ToolCall, encode
 from fsm_rollout.trajectory.prompt import Prompt
 
 LATER_SECONDS = 1024.0
 """How much later the same calls are made again: they must not depend on the clock."""
-Arguments = dict[str, Any]
 
-PROMISES: Mapping[int, Promise] = {
-    1: Promise("schema", "Its schema can be built: a description, and parameters that are JSON."),
-    2: Promise("arguments taken", "Arguments that follow the schema are taken, and not all of them make it raise."),
-    3: Promise("arguments refused", "Others are refused, naming what is wrong, before the tool runs."),
-    4: Promise("results", "A call ends in `patience` seconds; its result can be told to a model and journalled."),
-    5: Promise("cancellation", "Cancellation passes, at every await (async tools)."),
-    6: Promise("event loop", "The event loop is never blocked (async tools)."),
-    7: Promise("tasks", "No task outlives its call."),
-    8: Promise("same seed", "Equal calls of equal seeds give equal results: alone, beside others, and later."),
-    9: Promise("inputs", "What it is given stays as it is: the prompt's other fields, the recorded arguments."),
-    10: Promise("release", "`release` works after every use, and after none."),
-}
+SUITE = Suite[Callable[["_Tool"], "int | None"]]({
+    1: ("schema", "Its schema can be built: a description, and parameters that are JSON."),
+    2: ("arguments taken", "Arguments that follow the schema are taken, and not all of them make it raise."),
+    3: ("arguments refused", "Others are refused, naming what is wrong, before the tool runs."),
+    4: ("results", "A call ends in `patience` seconds; its result can be told to a model and journalled."),
+    5: ("cancellation", "Cancellation passes, at every await (async tools)."),
+    6: ("event loop", "The event loop is never blocked (async tools)."),
+    7: ("tasks", "No task outlives its call."),
+    8: ("same seed", "Equal calls of equal seeds give equal results: alone, beside others, and later."),
+    9: ("inputs", "What it is given stays as it is: the prompt's other fields, the recorded arguments."),
+    10: ("release", "`release` works after every use, and after none."),
+})  # fmt: skip
 
 
-@documented(PROMISES)
+@SUITE.documented
 def check_tool(
-    tool: Callable[..., Any] | str | Tool,
+    tool: Callable[..., object] | str | Tool,
     *,
-    kwargs: Mapping[str, Any] | None = None,
-    tools_kwargs: Mapping[str, Any] | None = None,
-    extra: Mapping[str, Any] | None = None,
-    arguments: st.SearchStrategy[dict[str, Any]] | None = None,
+    kwargs: Mapping[str, object] | None = None,
+    tools_kwargs: Mapping[str, object] | None = None,
+    extra: Mapping[str, object] | None = None,
+    arguments: st.SearchStrategy[Arguments] | None = None,
     deterministic: bool = True,
     patience: float = 60.0,
     examples: int = 50,
@@ -99,11 +84,13 @@ def check_tool(
     """
     if isinstance(tool, Tool) and tool.agent is not None:
         embedded_tokenizer()  # loading it takes seconds, which are not the tool's
-    with importable("" if isinstance(tool, Tool) else tool) as path:
+    code = tool.use or "agent" if isinstance(tool, Tool) else tool
+    with SUITE.judging(), named(code) as (path, name):
         spec = tool if isinstance(tool, Tool) else Tool(use=path, kwargs=kwargs or {})
-        name = called(tool.use or "agent") if isinstance(tool, Tool) else called(tool)
-        make = partial(_Tool, spec, name, examples, tools_kwargs, extra, arguments, deterministic, patience)
-        return run_checks(make, PROMISES, CHECKS)
+        subject = _Tool(spec, name, patience, examples, {"tool": tools_kwargs} if tools_kwargs else {}, extra or {})
+        subject.calls = subject.calls if arguments is None else arguments
+        subject.unmade |= set() if deterministic else {8}
+        return SUITE.hold(subject)
 
 
 class _Tool(Subject):
@@ -113,16 +100,13 @@ class _Tool(Subject):
         self,
         spec: Tool,
         name: str,
-        examples: int,
-        tools_kwargs: Mapping[str, Any] | None,
-        extra: Mapping[str, Any] | None,
-        arguments: st.SearchStrategy[Arguments] | None,
-        deterministic: bool,
         patience: float,
+        examples: int,
+        tools_kwargs: Mapping[str, Mapping[str, object]],
+        extra: Mapping[str, object],
     ) -> None:
-        super().__init__(name, f"a call of {name}", examples)
-        self.tools_kwargs = {"tool": tools_kwargs} if tools_kwargs else {}
-        self.extra, self.patience, self.deterministic = extra or {}, patience, deterministic
+        super().__init__(name, f"a call of {name}", patience, examples)
+        self.tools_kwargs, self.extra = tools_kwargs, extra
         # Each call by itself and in full: tries and truncation are the toolbox's.
         spec = spec.model_copy(update={"retry": Retry(), "response_tokens": None})
         graph = AgentGraph(
@@ -136,23 +120,20 @@ class _Tool(Subject):
         )
         try:
             self.box = Toolbox(graph)
-            self.box.check(self.tools_kwargs)
+            self.box.check(tools_kwargs)
         except ToolError as error:
             raise ConformanceError(1, f"{name} cannot be built: {error}") from error
-        self.tool: BoundTool = self.box.known("main")["tool"]
-        self.parameters: Mapping[str, Any] = self.tool.schema.get("function", {}).get("parameters", {})
-        self.drawn = arguments
-        self.prompt_fields: Mapping[str, Any] = {}
+        self.tool = self.box.known("main")["tool"]
+        function = self.tool.schema.get("function", {})
+        self.description, self.parameters = function.get("description"), function.get("parameters", {})
+        self.calls = schema_values.arguments(self.parameters)
+        """What the model may pass."""
+        self.unmade = {5, 6} if self.tool.in_thread else set()
+        self.prompt_fields: Mapping[str, object] = {}
         """The prompt's fields as the latest session was given them."""
-        self.failed_calls = 0
-        self.last_failure = ""
+        self.failures: list[str] = []
         self.first_results: dict[str, CallResult] = {}
         """What each call came to when a session began with it for the first time."""
-
-    @property
-    def calls(self) -> st.SearchStrategy[Arguments]:
-        """What the model may pass."""
-        return schema_values.arguments(self.parameters) if self.drawn is None else self.drawn
 
     def open(self) -> ToolSession:
         """Begin a trajectory's use of the tool; each is given the same."""
@@ -162,49 +143,44 @@ class _Tool(Subject):
             extra=self.prompt_fields, run_agent=_run_agent,
         )  # fmt: skip
 
+    async def release(self, session: ToolSession, after: str = "") -> None:
+        """End a trajectory's use of the tool."""
+        for failure in await session.release():
+            raise ConformanceError(10, failure + after)
+
     # -- the checks -----------------------------------------------------------------------------------------------
 
+    @SUITE.check(1)
     def schema_is_whole(self) -> None:
         """Look at the schema of the parameters."""
         try:
             json.dumps(self.tool.schema, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise ConformanceError(1, f"the schema of {self.name} is no JSON: {error}") from None
-        described = self.tool.schema.get("function", {}).get("description")
         missing = set(self.parameters.get("required", ())) - set(self.parameters.get("properties", {}))
-        whole = described and self.parameters.get("type") == "object" and not missing
+        whole = self.description and self.parameters.get("type") == "object" and not missing
         demand(whole, 1, f"the schema of {self.name} is incomplete: {self.tool.schema}")
 
+    @SUITE.check(2, 4, 7, 9)
     def calls_are_answered(self) -> int:
         """Make calls, and look at what each came to."""
-        ran = search(self.calls, self._answers, self.examples)
-        demand(
-            not ran or self.failed_calls < ran, 2,
-            f"{self.name} raised on all {ran} calls that follow its schema, at last: {self.last_failure}",
-        )  # fmt: skip
+        ran = self.search(self.calls, self._answers)
+        all_failed = f"raised on all {ran} calls that follow its schema, at last: {self.failures[-1:]}"
+        demand(not ran or len(self.failures) < ran, 2, f"{self.name} {all_failed}")
         return ran
 
     def _answers(self, arguments: Arguments) -> None:
         # 1. The call, in a session of its own.
         kept = copy.deepcopy(arguments)
 
-        async def call() -> CallResult:
+        async def main() -> CallResult:
             session = self.open()
-            stepped = Stepped(session.call(ToolCall(id="c1", name="tool", arguments=arguments)))
-            try:
-                async with asyncio.timeout(self.patience):
-                    result = await stepped
-            except TimeoutError:
-                raise ConformanceError(
-                    4, f"{self.name} did not return within {self.patience:g} s; the arguments: {arguments}; "
-                    f"{HOW_TIME_PASSES}"
-                ) from None  # fmt: skip
-            if failures := await session.release():
-                raise ConformanceError(10, failures[0])
-            self.check_busy(stepped)
+            late = f"{self.name}({kept}) did not return"
+            result = await self.in_time(session.call(_call(arguments)), late)
+            await self.release(session)
             return result
 
-        result = self.run(call())
+        result = self.run(main())
         # 2. What it came to can be told and kept.
         text = result.text
         demand(result.failure != "bad_arguments", 2, f"{self.name} refused what its schema allows: {text}")
@@ -222,11 +198,10 @@ class _Tool(Subject):
         demand(arguments == kept, 9, f"{self.name} changed the recorded arguments {kept} to {arguments}")
         fields = f"{dict(self.extra)} to {self.prompt_fields}"
         demand(self.prompt_fields == self.extra, 9, f"{self.name} changed the prompt's fields {fields}")
-        if self.deterministic:
+        if 8 not in self.unmade:
             self._as_ever(kept, result)
         if result.failure is not None:
-            self.failed_calls += 1
-            self.last_failure = f"{text} (arguments {arguments})"
+            self.failures.append(f"{text} (arguments {arguments})")
 
     def _as_ever(self, arguments: Arguments, result: CallResult) -> None:
         """Compare what a session's first call came to with what it came to when it was made for the first time."""
@@ -234,51 +209,47 @@ class _Tool(Subject):
         self._same(arguments, first, _outcome(result), "later")
 
     def _same(self, arguments: Arguments, first: CallResult, second: CallResult, when: str) -> None:
-        if first != second:
-            raise ConformanceError(
-                8, f"{self.name}({arguments}) gave {first.text!r}, and {when} {second.text!r} (reward {first.reward}, "
-                f"{second.reward}); take randomness from ToolContext.rng, read no clock, and keep nothing between calls"
-            )  # fmt: skip
+        gave = f"gave {first.text!r}, and {when} {second.text!r} (reward {first.reward}, {second.reward})"
+        advice = "take randomness from ToolContext.rng, read no clock, and keep nothing between calls"
+        demand(first == second, 8, f"{self.name}({arguments}) {gave}; {advice}")
 
+    @SUITE.check(3)
     def others_are_refused(self) -> int:
         """Pass what the schema forbids: a message comes back, and the tool does not run."""
 
         def refuses(drawn: tuple[str, Arguments]) -> None:
             mistake, arguments = drawn
 
-            async def call() -> CallResult:
+            async def main() -> CallResult:
                 session = self.open()
-                result = await session.call(ToolCall(id="c1", name="tool", arguments=arguments))
+                result = await session.call(_call(arguments))
                 await session.release()
                 return result
 
-            result = self.run(call())
+            result = self.run(main())
             refused = result.failure is not None and not result.tries
             demand(refused, 3, f"{self.name} took {arguments}, though {mistake}")
             wrong = mistake.split("'")[1]
-            named = result.bad and result.text.startswith("error: ") and wrong in result.text
-            demand(named, 3, f"{self.name} refused {arguments} without naming '{wrong}': {result.text}")
+            said = result.bad and result.text.startswith("error: ") and wrong in result.text
+            demand(said, 3, f"{self.name} refused {arguments} without naming '{wrong}': {result.text}")
 
-        return search(schema_values.spoiled(self.parameters), refuses, self.examples)
+        return self.search(schema_values.spoiled(self.parameters), refuses)
 
+    @SUITE.check(10)
     def unused_sessions_are_released(self) -> int:
         """Release a session that made no call, and one whose call was cancelled before it could begin."""
 
-        def unused(arguments: Arguments) -> None:
-            async def main() -> list[str]:
-                failures = await self.open().release()
-                session = self.open()
-                call = session.call(ToolCall(id="c1", name="tool", arguments=arguments))
-                task = asyncio.get_running_loop().create_task(call)
-                task.cancel()
-                await asyncio.wait({task})
-                return failures + await session.release()
+        async def main(arguments: Arguments) -> None:
+            await self.release(self.open())
+            session = self.open()
+            task = asyncio.get_running_loop().create_task(session.call(_call(arguments)))
+            task.cancel()
+            await asyncio.wait({task})
+            await self.release(session)
 
-            if failures := self.run(main()):
-                raise ConformanceError(10, failures[0])
+        return self.search(self.calls, lambda arguments: self.run(main(arguments)), self.examples)
 
-        return search(self.calls, unused, 1)
-
+    @SUITE.check(5, 6)
     def calls_are_cancelled(self) -> int:
         """Cancel the tool's own coroutine, at each of its awaits in turn."""
 
@@ -294,25 +265,21 @@ class _Tool(Subject):
                 try:
                     yield self.tool.call(session, dict(read), partial(_context, self.extra))
                 finally:
-                    if failures := await session.release():
-                        at = where.partition(" (")[0]
-                        raise ConformanceError(10, f"{failures[0]}, after a call that was {at}")
+                    await self.release(session, f", after a call that was {where}")
 
             self.cancel_everywhere(begin, f" (arguments {arguments})")
 
-        return search(self.calls, cancelled, self.share(5))
+        return self.search(self.calls, cancelled, 5)
 
+    @SUITE.check(8)
     def equal_calls_are_equal(self) -> int:
         """Make the same calls one after the other, and all at once in two trajectories."""
-        return search(st.lists(self.calls, min_size=2, max_size=4), self._equal, self.share(5))
+        return self.search(st.lists(self.calls, min_size=2, max_size=4), self._equal, 5)
 
     def _equal(self, listed: Sequence[Arguments]) -> None:
         async def calls(together: bool) -> list[CallResult]:
             session = self.open()
-            made = [
-                session.call(ToolCall(id=f"c{number}", name="tool", arguments=copy.deepcopy(arguments)))
-                for number, arguments in enumerate(listed, 1)
-            ]
+            made = [session.call(_call(copy.deepcopy(each), f"c{number}")) for number, each in enumerate(listed, 1)]
             results = await asyncio.gather(*made) if together else [await call for call in made]
             await session.release()
             return [_outcome(result) for result in results]
@@ -325,26 +292,15 @@ class _Tool(Subject):
         alone, together = self.run(main(0.0))
         self._as_ever(listed[0], alone[0])
         later, (first, second) = self.run(main(LATER_SECONDS))
-        for others, when in (
-            (later, "the second time"), (first, "made at once"), (second, "made by another trajectory of the same seed")
-        ):  # fmt: skip
-            for arguments, result, other in zip(listed, alone, others, strict=True):
+        others = ("the second time", later), ("made at once", first), ("by another trajectory of that seed", second)
+        for when, results in others:
+            for arguments, result, other in zip(listed, alone, results, strict=True):
                 self._same(arguments, result, other, when)
         demand(together[0] == first, 8, f"{self.name} gave {together[0]}, and the second time {first}")
 
 
-def _is_async(subject: _Tool) -> bool:
-    return not subject.tool.in_thread
-
-
-CHECKS: Sequence[Check[_Tool]] = (
-    Check((1,), _Tool.schema_is_whole),
-    Check((2, 4, 7, 9), _Tool.calls_are_answered),
-    Check((3,), _Tool.others_are_refused),
-    Check((10,), _Tool.unused_sessions_are_released),
-    Check((5, 6), _Tool.calls_are_cancelled, _is_async),
-    Check((8,), _Tool.equal_calls_are_equal, lambda subject: subject.deterministic),
-)
+def _call(arguments: Arguments, call_id: str = "c1") -> ToolCall:
+    return ToolCall(id=call_id, name="tool", arguments=arguments)
 
 
 def _outcome(result: CallResult) -> CallResult:
@@ -352,7 +308,7 @@ def _outcome(result: CallResult) -> CallResult:
     return replace(result, seconds=0.0, child_id=None)
 
 
-def _context(extra: Mapping[str, Any], purpose: str) -> ToolContext:
+def _context(extra: Mapping[str, object], purpose: str) -> ToolContext:
     return ToolContext("check/0", "check", Random(purpose), extra)
 
 

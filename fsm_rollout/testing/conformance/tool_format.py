@@ -8,45 +8,37 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
 from hypothesis import strategies as st
 
-from fsm_rollout.chat.formats import Parsed, ToolFormat, get_format
+from fsm_rollout.chat.formats import Call, CallProblem, Parsed, ToolFormat, get_format
 from fsm_rollout.errors import ChatTemplateError
-from fsm_rollout.testing.conformance.runner import (
-    Check,
-    Checked,
-    ConformanceError,
-    Promise,
-    demand,
-    documented,
-    run_checks,
-    search,
-)
+from fsm_rollout.testing.conformance.runner import Checked, ConformanceError, Subject, Suite, demand
 
 Written = tuple[str, dict[str, Any]]
 """A call as it is to be written: the tool's name and its arguments."""
 Render = Callable[[Sequence[Written]], str]
 
-PROPERTIES: Mapping[str, Any] = {
-    "text": {"type": "string"},
-    "count": {"type": "integer"},
-    "ratio": {"type": "number"},
-    "flag": {"type": "boolean"},
-    "items": {"type": "array"},
-    "nested": {"type": "object"},
-}
 TOOLS: Sequence[dict[str, Any]] = tuple(
     {
         "type": "function",
         "function": {
             "name": name,
             "description": "A tool.",
-            "parameters": {"type": "object", "properties": dict(PROPERTIES)},
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "text": {"type": "string"},
+                    "count": {"type": "integer"},
+                    "ratio": {"type": "number"},
+                    "flag": {"type": "boolean"},
+                    "items": {"type": "array"},
+                    "nested": {"type": "object"},
+                },
+            },
         },
     }
     for name in ("lookup", "write_note")
@@ -74,19 +66,19 @@ _calls = st.lists(st.tuples(st.sampled_from(["lookup", "write_note"]), _argument
 _prose = st.sampled_from(["", "I will look.", "It is 5 < 6, so.", "déjà vu 🙂", "one\n\ntwo"])
 
 
-PROMISES: Mapping[int, Promise] = {
-    1: Promise("never raises", "`parse` never raises for what a model wrote: any text, calls cut off anywhere."),
-    2: Promise("places", "Spans lie within the text, in order, and do not overlap; a problem has a message."),
-    3: Promise("round trip", "Calls come back as they were written, once, in order, with their JSON types."),
-    4: Promise("content", "Text around calls is the content, text without calls is nothing but content."),
-    5: Promise("cut calls", "A call that was cut off after its name is an attempt, never dropped, never another."),
-    6: Promise("no memory", "Reading a turn depends on that turn alone: each further reading gives the same."),
-    7: Promise("stop token", "The stop token at a turn's end, there or not, changes no attempt."),
-    8: Promise("plain JSON", "Arguments are plain JSON (no NaN), ready to be recorded."),
-}
+SUITE = Suite[Callable[["_Format"], "int | None"]]({
+    1: ("never raises", "`parse` never raises for what a model wrote: any text, calls cut off anywhere."),
+    2: ("places", "Spans lie within the text, in order, and do not overlap; a problem has a message."),
+    3: ("round trip", "Calls come back as they were written, once, in order, with their JSON types."),
+    4: ("content", "Text around calls is the content, text without calls is nothing but content."),
+    5: ("cut calls", "A call that was cut off after its name is an attempt, never dropped, never another."),
+    6: ("no memory", "Reading a turn depends on that turn alone: each further reading gives the same."),
+    7: ("stop token", "The stop token at a turn's end, there or not, changes no attempt."),
+    8: ("plain JSON", "Arguments are plain JSON (no NaN), ready to be recorded."),
+})  # fmt: skip
 
 
-@documented(PROMISES)
+@SUITE.documented
 def check_tool_format(
     tool_format: ToolFormat | str,
     render: Render | None = None,
@@ -121,9 +113,10 @@ def check_tool_format(
         ChatTemplateError: the name is no format's, or there is neither ``render`` nor a template that writes calls.
     """
     parser = tool_format if not isinstance(tool_format, str) else get_format(tool_format, tokenizer)
-    written = _calls if calls is None else calls
-    make = partial(_Format, parser, render or _rendered_by(tokenizer), tokenizer, written, surrounded, examples)
-    return run_checks(make, PROMISES, CHECKS)
+    render = render or _rendered_by(tokenizer)
+    with SUITE.judging():
+        drawn = _calls if calls is None else calls
+        return SUITE.hold(_Format(parser, render, tokenizer, drawn, surrounded, examples))
 
 
 def _pieces_of(text: str) -> st.SearchStrategy[str]:
@@ -151,7 +144,7 @@ def _rendered_by(tokenizer: Any) -> Render:
     return render
 
 
-class _Format:
+class _Format(Subject):
     def __init__(
         self,
         parser: ToolFormat,
@@ -161,8 +154,10 @@ class _Format:
         surrounded: bool,
         examples: int,
     ) -> None:
+        super().__init__(parser.name, "parse", 0.0, examples)
         self.format, self.render, self.tokenizer, self.calls = parser, render, tokenizer, calls
-        self.surrounded, self.examples = surrounded, examples
+        self.prose = _prose if surrounded else st.just("")
+        self.unmade = {7} if tokenizer is None else set()
         self.tools = copy.deepcopy(TOOLS)
         self.first: dict[str, Parsed] = {}
         """Each text as it was read for the first time."""
@@ -170,33 +165,34 @@ class _Format:
     def parse(self, text: str) -> Parsed:
         """Read a text, and check what holds of every reading."""
         ids = self.tokenizer(text, add_special_tokens=False).input_ids if self.tokenizer is not None else ()
+        read = f"; the text: {text!r}"
         try:
             parsed = self.format.parse(text, ids, self.tools)
         except Exception as error:
-            raise ConformanceError(1, f"parse raised {type(error).__name__}: {error}; the text: {text!r}") from error
-        if not isinstance(parsed, Parsed) or not isinstance(parsed.content, str):
-            raise ConformanceError(1, f"parse returned {parsed!r}; it must be Parsed, with text; the text: {text!r}")
+            raise ConformanceError(1, f"parse raised {type(error).__name__}: {error}{read}") from error
+        is_parsed = isinstance(parsed, Parsed) and isinstance(parsed.content, str)
+        demand(is_parsed, 1, f"parse returned {parsed!r}; it must be Parsed, with text{read}")
         spans = [attempt.span for attempt in parsed.attempts]
         inside = all(0 <= start <= end <= len(text) for start, end in spans)
         demand(inside, 2, f"the places {spans} are not within the {len(text)} characters of {text!r}")
         apart = all(first[1] <= second[0] for first, second in pairwise(spans))
-        demand(apart, 2, f"the places {spans} overlap; the text: {text!r}")
+        demand(apart, 2, f"the places {spans} overlap{read}")
         explained = all(problem.message for problem in parsed.problems)
-        demand(explained, 2, f"a problem without a message for the model; the text: {text!r}")
+        demand(explained, 2, f"a problem without a message for the model{read}")
         for call in parsed.calls:
             try:
                 json.dumps(call.arguments, allow_nan=False)
             except (TypeError, ValueError) as error:
-                raise ConformanceError(
-                    8, f"the arguments of {call.name} are no JSON ({error}): {call.arguments!r}; the text: {text!r}"
-                ) from None
-        demand(self.tools == TOOLS, 6, f"parse changed the tools that it was given; the text: {text!r}")
+                no_json = f"the arguments of {call.name} are no JSON ({error}): {call.arguments!r}"
+                raise ConformanceError(8, f"{no_json}{read}") from None
+        demand(self.tools == TOOLS, 6, f"parse changed the tools that it was given{read}")
         first = self.first.setdefault(text, copy.deepcopy(parsed))
         demand(first == parsed, 6, f"{text!r} was read as {first}, and the second time as {parsed}")
         return parsed
 
     # -- the checks -----------------------------------------------------------------------------------------------
 
+    @SUITE.check(1, 2, 6)
     def survives_any_text(self) -> int:
         """Read any text, twice, with another one between."""
 
@@ -206,8 +202,9 @@ class _Format:
             self.parse(text)
 
         pieces = st.one_of(_words, self.calls.map(self.render).flatmap(_pieces_of))
-        return search(st.lists(pieces, max_size=4).map("".join), hold, self.examples)
+        return self.search(st.lists(pieces, max_size=4).map("".join), hold)
 
+    @SUITE.check(4)
     def leaves_plain_text(self) -> int:
         """Read text in which no call is begun (braces and brackets begin some)."""
 
@@ -218,58 +215,51 @@ class _Format:
             same = parsed.content.split() == text.split()
             demand(same, 4, f"plain text {text!r} became the content {parsed.content!r}")
 
-        return search(_words, hold, self.examples)
+        return self.search(_words, hold)
 
+    @SUITE.check(3, 7)
     def reads_what_was_written(self) -> int:
         """Read calls, alone and after prose, with and without a stop token."""
-        before = _prose if self.surrounded else st.just("")
-        return search(st.tuples(before, self.calls), self._round_trip, self.examples)
+        return self.search(st.tuples(self.prose, self.calls), self._round_trip)
 
     def _round_trip(self, drawn: tuple[str, list[Written]]) -> None:
         before, calls = drawn
         text = f"{before}\n{self.render(calls)}" if before else self.render(calls)
         parsed = self.parse(text)
-        self._same(calls, parsed, text)
-        if parsed.content.split() != before.split():
-            raise ConformanceError(4, f"the text around the calls is {before!r}, the content {parsed.content!r}")
-        stop = self.tokenizer.eos_token if self.tokenizer is not None else None
-        if stop:
-            stopped = self.parse(text + stop)
-            if [*map(_facts, stopped.attempts)] != [*map(_facts, parsed.attempts)]:
-                raise ConformanceError(
-                    7, f"with the stop token the attempts are {stopped.attempts}; without {parsed.attempts}"
-                )
-
-    def _same(self, calls: Sequence[Written], parsed: Parsed, text: str) -> None:
+        refused = f"well-written calls were read with the problem {parsed.problems[:1]}: {text!r}"
+        demand(not parsed.problems, 3, refused)
         got = [(call.name, call.arguments) for call in parsed.calls]
-        if parsed.problems:
-            raise ConformanceError(3, f"well-written calls were read with the problem {parsed.problems[0]}: {text!r}")
         # Compared as JSON text: 1 is not True, and 1.0 is another number than 1.
-        if [(name, _json(args)) for name, args in got] != [(name, _json(args)) for name, args in calls]:
-            raise ConformanceError(3, f"{list(calls)} was written, {got} was read; the text: {text!r}")
+        same = [(name, _json(args)) for name, args in got] == [(name, _json(args)) for name, args in calls]
+        demand(same, 3, f"{calls} was written, {got} was read; the text: {text!r}")
+        around = f"the text around the calls is {before!r}, the content {parsed.content!r}"
+        demand(parsed.content.split() == before.split(), 4, around)
+        if self.tokenizer is not None and self.tokenizer.eos_token:
+            stopped = self.parse(text + self.tokenizer.eos_token)
+            same = [*map(_facts, stopped.attempts)] == [*map(_facts, parsed.attempts)]
+            demand(same, 7, f"with the stop token the attempts are {stopped.attempts}; without {parsed.attempts}")
 
+    @SUITE.check(5)
     def keeps_cut_calls(self) -> int:
         """Cut a call everywhere: from its name on it is an attempt."""
-        return search(self.calls.map(lambda drawn: drawn[:1]), self._cut, max(1, self.examples // 10))
+        return self.search(self.calls.map(lambda drawn: drawn[0]), self._cut, 10)
 
-    def _cut(self, calls: list[Written]) -> None:
-        ((name, arguments),) = calls
-        text = self.render(calls)
+    def _cut(self, written: Written) -> None:
+        name, arguments = written
+        text = self.render([written])
         named = text.index(name) + len(name)
-        begun: int | None = None
+        begun = False
         for end in range(len(text)):
             part = text[:end]
             parsed = self.parse(part)
             for call in parsed.calls:
-                if (call.name, _json(call.arguments)) != (name, _json(arguments)):
-                    raise ConformanceError(
-                        5, f"{(name, arguments)} was cut off, and read as {(call.name, call.arguments)}: {part!r}"
-                    )
-            if parsed.attempts and begun is None:
-                begun = end
-            if not parsed.attempts and (begun is not None or end > named):
-                raise ConformanceError(5, f"a call that was cut off was dropped in silence: {part!r}")
+                same = (call.name, _json(call.arguments)) == (name, _json(arguments))
+                demand(same, 5, f"{written} was cut off, and read as {(call.name, call.arguments)}: {part!r}")
+            begun = begun or bool(parsed.attempts)
+            dropped = not parsed.attempts and (begun or end > named)
+            demand(not dropped, 5, f"a call that was cut off was dropped in silence: {part!r}")
 
+    @SUITE.check(8)
     def refuses_other_json(self) -> None:
         """Read what Python takes for JSON and nobody else, twice."""
         text = self.render([("lookup", {"count": 7})])
@@ -277,19 +267,9 @@ class _Format:
             self.parse(text.replace("7", number))
 
 
-CHECKS: Sequence[Check[_Format]] = (
-    Check((1, 2, 6), _Format.survives_any_text),
-    Check((4,), _Format.leaves_plain_text),
-    Check((3,), _Format.reads_what_was_written),
-    Check((5,), _Format.keeps_cut_calls),
-    Check((8,), _Format.refuses_other_json),
-    Check((7,), lambda subject: None, lambda subject: subject.tokenizer is not None),  # read with the round trips
-)
-
-
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def _facts(attempt: Any) -> tuple[str, str | None, str]:
+def _facts(attempt: Call | CallProblem) -> tuple[str, str | None, str]:
     return type(attempt).__name__, attempt.name, _json(getattr(attempt, "arguments", None))

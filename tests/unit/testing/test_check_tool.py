@@ -34,9 +34,9 @@ SHIPPED = {
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_tool_in_the_configs_conforms(name: str) -> None:
-    checked = check_tool(SHIPPED[name], examples=20)
+    checked = check_tool(SHIPPED[name], examples=10)
     assert "same seed" in checked.promises
-    assert checked.examples > 40
+    assert checked.examples > 20
 
 
 def test_the_laws_tools_conform() -> None:
@@ -372,7 +372,11 @@ class FailsToLetGo:
         (counts, 8, "and later"),
         (memoises, 8, r"memoises\({'query': 'a'}\) gave 'miss', and later 'hit'"),
         (tires, 8, r"tires\({}\) gave 'done', and later 'tired'"),
-        (works_once, 4, "cannot be told to a model.* not the second time: something is kept between runs"),
+        (
+            works_once,
+            4,
+            "cannot be told to a model(?s:.*) not when the same case ran again: something is kept between runs",
+        ),
         (Notes, 8, "made at once 'busy'"),
         (reads_the_clock, 8, r"gave '0', and the second time '1024'"),
         (fails_unheard, 7, "what fails_unheard started failed, and nobody heard: .*ConnectionError: no route"),

@@ -68,12 +68,12 @@ def joined(write: Callable[[str, dict[str, Any]], str], between: str = "\n") -> 
     ],
 )
 def test_the_built_in_formats_conform(name: str, render: Any) -> None:
-    checked = check_tool_format(name, render, examples=60)
-    assert checked.examples > 180
+    checked = check_tool_format(name, render, examples=30)
+    assert checked.examples > 90
 
 
 def test_what_the_embedded_models_template_writes_is_read() -> None:
-    assert "stop token" in check_tool_format("hermes", tokenizer=embedded_tokenizer(), examples=40).promises
+    assert "stop token" in check_tool_format("hermes", tokenizer=embedded_tokenizer(), examples=20).promises
 
 
 # What each renderer's own grammar looks like: the call, what stands around all calls, and its control tokens.
@@ -132,7 +132,7 @@ def angles(calls: Sequence[Written]) -> str:
 
 
 def test_a_good_format_of_ones_own_conforms() -> None:
-    check_tool_format(Angle(), angles, examples=60)
+    check_tool_format(Angle(), angles, examples=30)
 
 
 class Fragile(Angle):
@@ -296,7 +296,7 @@ class PythonsJson(Angle):
         (Remembers, 6, "and the second time as"),
         (Memoises, 6, "and the second time as"),
         (RenamesTheTools, 6, "parse changed the tools that it was given"),
-        (StumblesOnce, 1, "KeyError.* not the second time: something is kept between runs"),
+        (StumblesOnce, 1, "KeyError(?s:.*) not when the same case ran again: something is kept between runs"),
         (StopsAtTheStop, 7, "with the stop token"),
         (PythonsJson, 8, "are no JSON"),
     ],
@@ -305,7 +305,7 @@ class PythonsJson(Angle):
 def test_a_broken_format_is_found(broken: Any, invariant: int, message: str) -> None:
     tokenizer = embedded_tokenizer() if broken is StopsAtTheStop else None
     with pytest.raises(ConformanceError, match=message) as found:
-        check_tool_format(broken(), angles, tokenizer=tokenizer, examples=60)
+        check_tool_format(broken(), angles, tokenizer=tokenizer, examples=30)
     assert found.value.invariant == invariant
 
 
