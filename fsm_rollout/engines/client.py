@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, SupportsIndex
 
 from fsm_rollout.concurrency.cancellation import being_cancelled
 from fsm_rollout.concurrency.deadline import Deadline
-from fsm_rollout.engines.protocol import FOR_GOOD, Chunk, Engine, ReplicaLost, Replicated, Request
+from fsm_rollout.engines.protocol import FOR_GOOD, Chunk, Engine, ReplicaLost, Request
 from fsm_rollout.errors import EngineError, PromptTooLong
 from fsm_rollout.trajectory.reasons import FinishReason
 from fsm_rollout.trajectory.tokens import LAST_VERSION, Ids, Logprobs
@@ -59,39 +59,34 @@ class PendingRequest:
     replica: str = ""
     aborted: bool = False
     done: asyncio.Event = field(default_factory=asyncio.Event)
-    holds: int = 0
+    paused: bool = False
+    """Whether the engine is."""
+    waits: bool = False
+    """Whether nobody works on it: between two tries, or as the engine says."""
+    held: bool = False
+    """Whether the deadline stands still."""
     heard: bool = False
     """Whether the present try has had a chunk."""
     lost: bool = False
     """Whether the try before was lost with its replica: then silence only means that no other one has room yet."""
-    waits: bool = False
-    """Whether nobody works on it: between two tries, or as the engine says; the deadline stands still meanwhile."""
     watch: asyncio.TimerHandle | None = None
     """Gives the try up when the engine says nothing of it for too long; gone with the first chunk."""
+
+    def keep_time(self) -> None:
+        """Let the deadline run while somebody works on the request, and stand still otherwise."""
+        held = not self.done.is_set() and (self.admitted_at is None or self.waits or self.paused)
+        if self.deadline is not None and held != self.held:
+            self.held = held
+            if held:
+                self.deadline.hold()
+            else:
+                self.deadline.run()
 
     def stop_watch(self) -> None:
         """Wait no longer for a first chunk."""
         if self.watch is not None:
             self.watch.cancel()
             self.watch = None
-
-    def hold(self) -> None:
-        """Let the deadline stand still for one more reason."""
-        if self.deadline is not None and not self.done.is_set():
-            self.holds += 1
-            self.deadline.hold()
-
-    def release(self) -> None:
-        """Take one reason back."""
-        if self.deadline is not None and self.holds:
-            self.holds -= 1
-            self.deadline.run()
-
-    def wait(self) -> None:
-        """Let the deadline stand still until the next chunk, if the request has been admitted; until then it does."""
-        if self.admitted_at is not None and not self.waits:
-            self.waits = True
-            self.hold()
 
     def take(self, chunk: Chunk, now: float) -> None:
         """Append one chunk.
@@ -117,13 +112,8 @@ class PendingRequest:
             )
         if self.admitted_at is None:
             self.admitted_at = now
-            self.release()
-        if chunk.waits:
-            self.wait()
-        elif self.waits:
-            self.waits = False
-            self.release()
-        self.heard = True
+        self.heard, self.waits = True, chunk.waits
+        self.keep_time()
         if len(chunk.ids):
             self.ids.extend(chunk.ids)
             self.logprobs.extend(chunk.logprobs)
@@ -147,12 +137,10 @@ class PendingRequest:
     def end(self, finish_reason: FinishReason, error: EngineError | None = None) -> None:
         """End the request; only the first call counts."""
         if not self.done.is_set():
-            self.finish_reason = finish_reason
-            self.error = error
+            self.finish_reason, self.error = finish_reason, error
             self.done.set()
             self.stop_watch()
-            while self.holds:
-                self.release()
+            self.keep_time()
 
 
 class EngineClient:
@@ -172,29 +160,30 @@ class EngineClient:
         self.paused = False
         self.chats: dict[object, ChatTemplate] = {}
         """The chat templates of this engine's model, by settings."""
-        self._waiting: list[PendingRequest] = []
-        self._warned: set[str | None] = set()
-        """The kinds of failures that have been logged."""
-        self._sent: dict[str, PendingRequest] = {}
-        """The requests that the engine has, or is about to get, by the id of the present try."""
-        self._asked: set[str] = set()
-        """The ids that the engine may still have: also of requests that it did not end in time."""
         self._open: dict[PendingRequest, None] = {}
         """All requests that have not ended, in order: also those between two tries."""
+        self._sent: dict[str, PendingRequest] = {}
+        """Those that the engine has, or is about to get, by the id of the present try."""
+        self._waiting: list[PendingRequest] = []
+        """Those of them that go out with the next flush."""
+        self._asked: set[str] = set()
+        """The ids that the engine may still have: also of requests that it did not end in time."""
+        self._aborts: list[str] = []
+        """The ids that the engine is told to end in this turn of the loop."""
+        self._tries: int = getattr(engine, "attempts", attempts)
+        self._warned: set[str | None] = set()
+        """The kinds of failures that have been logged."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._updating = asyncio.Lock()
         self._holding = asyncio.Lock()
         self._reasons: set[str] = set()
         """Why the engine is paused."""
-        self._aborts: list[str] = []
-        """The ids that the engine is told to end in this turn of the loop."""
-        self._tries = engine.attempts if isinstance(engine, Replicated) else attempts
         self._sleep_logged = False
 
     @property
     def serves_another_loop(self) -> bool:
         """Whether the engine belongs to an event loop that still lives and is not the running one."""
-        loop = self.engine.loop if isinstance(self.engine, Replicated) else None
+        loop: asyncio.AbstractEventLoop | None = getattr(self.engine, "loop", None)
         return loop is not None and loop is not asyncio.get_running_loop() and not loop.is_closed()
 
     def submit(self, request: Request, deadline: Deadline | None = None) -> PendingRequest:
@@ -203,20 +192,19 @@ class EngineClient:
         The engine knows it by another id where its own is under way already.
         """
         request_id = self._free_id(request.request_id)
-        pending = PendingRequest(request, asyncio.get_running_loop().time(), deadline, request_id=request_id)
-        pending.hold()
-        if self.paused:
-            pending.hold()
-            self._log_sleep()
+        pending = PendingRequest(
+            request, asyncio.get_running_loop().time(), deadline, request_id=request_id, paused=self.paused
+        )
+        pending.keep_time()
+        if "asleep" in self._reasons and not self._sleep_logged:
+            self._sleep_logged = True
+            logger.warning("the engine is asleep: generations wait until it is woken")
         self.requests += 1
         self._open[pending] = None
         self._enqueue(pending)
         return pending
 
-    def _log_sleep(self) -> None:
-        if "asleep" in self._reasons and not self._sleep_logged:
-            self._sleep_logged = True
-            logger.warning("the engine is asleep: generations wait until it is woken")
+    # -- pauses and weights ---------------------------------------------------------------------------------------
 
     async def pause(self, reason: str = "asked") -> None:
         """Let the engine sample nothing until :meth:`resume`; timeouts of what waits for it stand still.
@@ -226,15 +214,12 @@ class EngineClient:
         async with self._holding:
             self._reasons.add(reason)
             if not self.paused:
-                self.paused = True
-                for pending in self._open:
-                    pending.hold()
-                    pending.stop_watch()
+                self._set_paused(True)
                 try:
                     await self.engine.pause()
                 except BaseException:
                     self._reasons.discard(reason)
-                    self._go_on()
+                    self._set_paused(False)
                     raise
 
     async def resume(self, reason: str = "asked") -> None:
@@ -245,13 +230,17 @@ class EngineClient:
                 try:
                     await self.engine.resume()
                 finally:  # an engine that cannot go on has failed; then at least the clocks do
-                    self._go_on()
+                    self._set_paused(False)
 
-    def _go_on(self) -> None:
-        self.paused = self._sleep_logged = False
+    def _set_paused(self, paused: bool) -> None:
+        self.paused = paused
+        self._sleep_logged = False
         for pending in self._open:
-            pending.release()
-            if pending.request_id in self._sent and pending not in self._waiting and not pending.heard:
+            pending.paused = paused
+            pending.keep_time()
+            if paused:
+                pending.stop_watch()
+            elif pending.request_id in self._sent and pending not in self._waiting and not pending.heard:
                 self._watch(pending)
 
     async def update_weights(self, weights: Weights, version: int | None = None) -> int:
@@ -266,16 +255,17 @@ class EngineClient:
         """
         if not isinstance(weights, Mapping | str | PathLike):
             raise EngineError(f"new weights are a model's folder, or tensors by name; got a {type(weights).__name__}")
-        coming = self.engine.weight_version + 1 if version is None else version
+        present = self.engine.weight_version
+        coming = present + 1 if version is None else version
         if not isinstance(coming, SupportsIndex) or coming.__index__() > LAST_VERSION:
             raise EngineError(f"weight versions are whole numbers up to {LAST_VERSION:,}, got {coming!r}")
-        version = None if version is None else version.__index__()  # NumPy has whole numbers of its own
-        if coming < self.engine.weight_version:
-            raise EngineError(f"weights of version {coming} cannot follow version {self.engine.weight_version}")
+        if coming < present:
+            raise EngineError(f"weights of version {coming} cannot follow version {present}")
         async with self._updating:
             await self.pause("update")
             try:
-                return await self.engine.update_weights(weights, version)
+                # NumPy has whole numbers of its own. Without one, the engine counts from what it has by then.
+                return await self.engine.update_weights(weights, None if version is None else version.__index__())
             finally:
                 await self.resume("update")
 
@@ -288,6 +278,8 @@ class EngineClient:
                 oldest[name] = min(version, oldest.get(name, version))
         return oldest
 
+    # -- requests -------------------------------------------------------------------------------------------------
+
     def _free_id(self, request_id: str, number: int = 1) -> str:
         """Return an id that nothing goes by which is under way, or which an engine slow to abort still has."""
         name = request_id if number == 1 else f"{request_id}#{number}"
@@ -297,14 +289,15 @@ class EngineClient:
         return name
 
     def _enqueue(self, pending: PendingRequest) -> None:
+        if pending.done.is_set():  # ended between two tries
+            return
         self._sent[pending.request_id] = pending
         self._waiting.append(pending)
         if len(self._waiting) == 1:
             asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
-        batch = self._waiting.copy()
-        self._waiting.clear()
+        batch, self._waiting = self._waiting, []
         if batch:
             self._spawn(self._serve(batch))
 
@@ -327,20 +320,22 @@ class EngineClient:
     async def _serve(self, batch: Sequence[PendingRequest]) -> None:
         """Run one engine call to its end and route its chunks."""
         loop = asyncio.get_running_loop()
+        # 1. Ask for what has not been aborted since the flush: the engine was told then, and knew nothing of it.
         for pending in batch:
-            if pending.aborted:  # since the flush: the engine has been told, and knew nothing of it
+            if pending.aborted:
                 self._end(pending, FinishReason.ABORT)
         batch = [pending for pending in batch if not pending.done.is_set()]
         if not batch:
             return
         self.dispatches += 1
-        asked = {pending.request_id for pending in batch}
-        self._asked |= asked
-        open_ids = dict.fromkeys(pending.request_id for pending in batch)  # in order: a set's differs by process
+        open_ids = {pending.request_id: pending for pending in batch}
+        self._asked |= open_ids.keys()
+        asked = list(open_ids)
         failure: EngineError | None = None
         for pending in batch:
             pending.heard = False
             self._watch(pending)
+        # 2. Give every chunk to its request.
         try:
             async for chunk in self.engine.generate([self._ask(pending) for pending in batch]):
                 answered = self._sent.get(chunk.request_id)
@@ -355,7 +350,8 @@ class EngineClient:
                 raise
             name = type(error).__name__
             failure = error if isinstance(error, EngineError) else EngineError(f"{name}: {error}", kind=name)
-        self._asked -= asked
+        # 3. Whatever has no end now has failed.
+        self._asked.difference_update(asked)
         for pending in [self._sent[request_id] for request_id in open_ids if request_id in self._sent]:
             self._failed(pending, failure or EngineError(f"the engine never finished request {pending.request_id}"))
 
@@ -383,10 +379,10 @@ class EngineClient:
     def _take_error(self, pending: PendingRequest, error: str) -> None:
         """End or try again a request that the engine failed; ``error`` is ``Class: message``."""
         kind, colon, message = error.partition(": ")
-        if kind == "PromptTooLong":
-            self._end(pending, FinishReason.ABORT, PromptTooLong(error))  # it would not fit the next time either
-        elif kind == ReplicaLost.__name__:
+        if kind == "ReplicaLost":
             self._failed(pending, ReplicaLost(message))
+        elif kind == "PromptTooLong":
+            self._end(pending, FinishReason.ABORT, PromptTooLong(error))
         else:
             failure = EngineError(error, kind=kind if colon and kind.isidentifier() else None)
             if kind in FOR_GOOD:
@@ -414,7 +410,8 @@ class EngineClient:
         # 3. Try again: at once where another replica may have it, else later each time.
         else:
             name = pending.request_id
-            pending.wait()
+            pending.waits = True
+            pending.keep_time()
             pending.attempt += 1
             pending.request_id = self._free_id(pending.request.request_id, pending.attempt)
             if pending.lost:
@@ -424,16 +421,14 @@ class EngineClient:
             self._warned.add(error.kind)
             logger.log(level, "request %s failed (%s); trying again", name, str(error).partition("\n")[0])
             delay = self.backoff * 2 ** (pending.failures - 1)
-            asyncio.get_running_loop().call_later(delay, self._retry, pending)
-
-    def _retry(self, pending: PendingRequest) -> None:
-        if not pending.done.is_set():
-            self._enqueue(pending)
+            asyncio.get_running_loop().call_later(delay, self._enqueue, pending)
 
     def _end(self, pending: PendingRequest, finish_reason: FinishReason, error: EngineError | None = None) -> None:
         self._sent.pop(pending.request_id, None)
         self._open.pop(pending, None)
         pending.end(finish_reason, error)
+
+    # -- the end of requests that nobody waits for -----------------------------------------------------------------
 
     async def abort(self, pending: PendingRequest) -> None:
         """End a request soon and wait (a bounded time) for its last tokens; it is done afterwards."""

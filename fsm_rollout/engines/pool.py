@@ -1,46 +1,200 @@
-"""Several replicas of an engine as one engine: routed, bounded in flight, and whole again when one is lost.
+"""Several replicas of an engine as one engine: routed, watched, kept alike, and whole again when one is lost.
 
-Invariant: a request is at one replica, or waits here in order until one has room. It is tried once: when its replica
-is lost or fails it, its last chunk says ``ReplicaLost: …``, and the client (:mod:`fsm_rollout.engines.client`) asks for
-the rest of it; what goes on comes before what has not begun. Every request gets its last chunk, or the error that ended
-the pool: replicas are started a bounded number of times (:mod:`fsm_rollout.engines.supervisor`). A request that the
-router fails is at no replica at all: its last chunk has an error ``RouterFailed: …``.
+Invariant, of requests: one is at one replica, or waits here in order until one has room. It is tried once: when its
+replica is lost or fails it, its last chunk says ``ReplicaLost: …``, and the client (:mod:`fsm_rollout.engines.client`)
+asks for the rest of it; what goes on comes before what has not begun. Every request gets its last chunk, or the error
+that ended the pool. One that the router fails is at no replica at all: its last chunk says ``RouterFailed: …``.
+
+Invariant, of replicas: all that are up have the same weights, version and hold (paused, asleep); one that starts again
+is brought there before it takes part. A replica is lost when its engine is gone, does not answer a ping in time, says
+nothing for too long while it has work, or could not follow an order that another one could. Every wait here is bounded
+by :class:`PoolTimes`, and the number of lives by ``restarts``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal, TypeVar
 
+from anyio import CancelScope
 from anyio.from_thread import start_blocking_portal
 
 from fsm_rollout.concurrency.cancellation import being_cancelled, wait_for
+from fsm_rollout.concurrency.threads import DaemonThreads
 from fsm_rollout.engines.chunk_stream import NO_IDS, NO_LOGPROBS, ChunkStream, check_unique
-from fsm_rollout.engines.protocol import Chunk, Load, Request
-from fsm_rollout.engines.router import Router, StickyRouter, allowance, choose
-from fsm_rollout.engines.specs import BuildReplica, EngineSpec, RaySpec
-from fsm_rollout.engines.supervisor import (
-    LocalPlacement,
-    Placement,
-    PoolTimes,
-    Replica,
-    ReplicaSupervisor,
-    describe,
-    failure_of,
-)
+from fsm_rollout.engines.finite import check_finite
+from fsm_rollout.engines.protocol import Chunk, Engine, Load, ReplicaLost, Request
+from fsm_rollout.engines.router import FIRST, ReplicaView, Router, StickyRouter, allowance, choose
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.reasons import FinishReason
 
 if TYPE_CHECKING:
-    from fsm_rollout.engines.protocol import Engine, Weights
+    from fsm_rollout.engines.protocol import Weights
+    from fsm_rollout.engines.specs import EngineSpec
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
+Order = Literal["pause", "resume", "sleep", "wake"]
 STRIKES = 2
 """Dispatches that an engine may fail as a whole, with nothing finished between, before its replica is given up."""
+PACE_MEMORY = 600.0
+"""Seconds of work (of all requests together) after which a replica's pace counts half."""
+LOOK_WITHIN = 1.0
+"""Seconds that the others have to answer when one is lost, before they are given what it had."""
+TELL_AFTER = 2.0
+"""Seconds of closing after which the log says what is waited for."""
+_BUILDING = threading.Lock()
+"""Loading a model changes process-wide defaults for a while, so engines are built one after another."""
+_threads = DaemonThreads("fsm-rollout-replica")
+"""Whoever gives a start up need not wait for it, not even to end the process."""
+
+
+def failure_of(engine: Engine) -> EngineError | None:
+    """Return why an engine is gone: its ``failure``, where its work is done by what may be gone while it is not."""
+    failure: EngineError | None = getattr(engine, "failure", None)
+    return failure
+
+
+async def ping(engine: Engine) -> None:
+    """Return if an engine is there; one in another process has a ``ping`` that returns if that answers.
+
+    Raises:
+        ReplicaLost: it is gone.
+    """
+    if (answer := getattr(engine, "ping", None)) is not None:
+        await answer()
+    if (failure := failure_of(engine)) is not None:
+        raise ReplicaLost(str(failure))
+
+
+def describe(error: BaseException) -> str:
+    """Return an error in one line: an engine's own words, or what class it was."""
+    return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+
+
+class LocalPlacement:
+    """Where replicas live: in this process, each an engine that ``build`` makes from its name, in a thread."""
+
+    def __init__(self, build: Callable[[str], Engine]) -> None:
+        self._build = build
+
+    async def start(self, name: str) -> Engine:
+        """Build an engine for the replica of that name; a start that is cancelled leaves nothing behind.
+
+        Raises:
+            EngineError: it cannot be built.
+        """
+        wanted = True
+
+        def build() -> Engine:
+            with _BUILDING:
+                if not wanted:
+                    raise EngineError(f"replica '{name}' was given up before it started")
+                return self._build(name)
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(_threads, build)
+        finally:
+            wanted = False
+
+    def share(self, weights: Weights) -> Weights:
+        """Return ``weights`` in the form in which any number of replicas, now and later, are given them.
+
+        Tensors are copied: a replica that starts later must get these, not what training has made of them since. To the
+        CPU's memory, because they are kept until others replace them all.
+        """
+        if isinstance(weights, Mapping):
+            return {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.items()}
+        return weights
+
+    def advice(self) -> str:
+        """Say what may keep a replica from starting in time, and what to try."""
+        return "give it more time with start_timeout"
+
+    def close(self) -> None:
+        """Free what the replicas shared; they are closed by now."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolTimes:
+    """Seconds that a pool waits for its replicas."""
+
+    start: float = 600.0
+    """For one to start."""
+    silence: float = 300.0
+    """For one that has requests and is not held to say anything; then it is given up as hung."""
+    ping_every: float = 10.0
+    ping: float = 30.0
+    """For the answer to a ping; then it is given up."""
+    order: float = 60.0
+    """For one to pause, resume, sleep or wake."""
+    update: float = 600.0
+    """For one to load weights."""
+    close: float = 2.0
+    """For the last tokens of what is under way when the pool is closed."""
+    backoff: float = 0.5
+    """Before one is started again for the first time; twice as long each time after."""
+
+
+@dataclass(eq=False, slots=True)
+class Replica(ReplicaView):
+    """One place in a pool: an engine, and when that is lost, the next one."""
+
+    state: Literal["starting", "up", "dead"] = "starting"
+    engine: Engine | None = None
+    requests: int = 0
+    """Sent to it."""
+    tokens: int = 0
+    """Got from it."""
+    restarts: int = 0
+    moved: int = 0
+    """Requests that it failed and that went on elsewhere."""
+    cause: str = ""
+    """Why it was last lost."""
+    strikes: int = 0
+    """Dispatches it failed since it last finished a request."""
+    losses: int = 0
+    """Lives it lost since it last finished a request."""
+    heard: float = 0.0
+    """When it last sent something, was given something to do, or was let go on."""
+    worked: float = 0.0
+    """Seconds of work in which it sampled :attr:`sampled` tokens, the older ones counted less."""
+    sampled: float = 0.0
+
+    @property
+    def live(self) -> Engine:
+        """The present engine.
+
+        Raises:
+            EngineError: there is none yet.
+        """
+        if self.engine is None:
+            raise EngineError(f"{self.name} has not been started")
+        return self.engine
+
+    def measure(self, tokens: int, now: float) -> None:
+        """Note that it sent ``tokens``, and learn how fast it works."""
+        self.tokens += tokens
+        self.sampled += tokens
+        self.worked += max(1, self.in_flight) * (now - self.heard)
+        self.heard = now
+        if self.worked > 1.0:
+            self.pace = self.sampled / self.worked
+        if self.worked > PACE_MEMORY:
+            self.worked, self.sampled = self.worked / 2, self.sampled / 2
+
+    def begin(self, now: float) -> None:
+        """Begin with clean books."""
+        self.in_flight = self.waiting = self.strikes = 0
+        self.allowed = FIRST
+        self.pace = self.worked = self.sampled = 0.0
+        self.heard = now
 
 
 @dataclass(eq=False, slots=True)
@@ -54,7 +208,6 @@ class _Routed:
     """``None`` while it waits here."""
     queued: float | None = None
     """Seconds that it waited here, until its first chunk has told them."""
-    version: int = 0
     asked: bool = False
     """Whether the replica's engine was asked for it: only then is losing the replica a failed try."""
 
@@ -76,7 +229,7 @@ class PoolEngine:
 
     def __init__(
         self,
-        placement: Placement,
+        placement: LocalPlacement,
         count: int,
         *,
         router: Router | None = None,
@@ -86,63 +239,42 @@ class PoolEngine:
     ) -> None:
         self.attempts = attempts
         self.loop: asyncio.AbstractEventLoop | None = None
+        self.replicas = [Replica(f"replica-{index}") for index in range(count)]
+        """All of them, with what became of each so far."""
+        self._placement = placement
         self._router: Router = router or StickyRouter()
+        self._restarts = restarts
+        self._times = times or PoolTimes()
         self._under_way: dict[str, _Routed] = {}
         """All requests under way, by id."""
         self._waiting: dict[str, _Routed] = {}
         """Those of them that are at no replica, in order."""
-        self._closed = self._assigning = False
-        self._emptied: asyncio.Future[None] | None = None
-        self._supervisor = ReplicaSupervisor(
-            placement,
-            count,
-            restarts=restarts,
-            times=times or PoolTimes(),
-            lost=self._lose_requests,
-            changed=self._replicas_changed,
-        )
+        self._weights: list[tuple[frozenset[str] | None, Weights, int]] = []
+        """What makes the present weights of those an engine is built with: the names of tensors (``None``: all that
+        there are), as shared, and the version."""
+        self._updates = 0
+        self._looks = 0
+        """How many looks at the other replicas go on, because one has just been lost and more may have gone with it."""
+        self._paused = self._asleep = self._closed = self._assigning = False
+        self._tasks: set[asyncio.Task[object]] = set()
         try:
             with start_blocking_portal() as portal:  # this may be called from within an event loop, or without any
-                wait_for(portal.start_task_soon(self._supervisor.start))
+                wait_for(portal.start_task_soon(self._start_all))
         except BaseException:
             placement.close()
             raise
-        engines = [replica.live for replica in self._supervisor.replicas]
-        self._tokenizer, self._eos_ids = engines[0].tokenizer, engines[0].eos_ids
-        self._max_context = min(engine.max_context for engine in engines)
+        engines = [replica.live for replica in self.replicas]
+        self.tokenizer, self.eos_ids = engines[0].tokenizer, engines[0].eos_ids
+        self.weight_version = engines[0].weight_version
+        self.max_context = min(engine.max_context for engine in engines)
 
     # -- the protocol ---------------------------------------------------------------------------------------------
-
-    @property
-    def tokenizer(self) -> Any:
-        """The replicas' tokenizer."""
-        return self._tokenizer
-
-    @property
-    def max_context(self) -> int:
-        """The longest input plus output that every replica takes, in tokens."""
-        return self._max_context
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        """The stop tokens that the model's generation config names."""
-        return self._eos_ids
-
-    @property
-    def weight_version(self) -> int:
-        """How many policy updates the present weights have had."""
-        return self._supervisor.version
-
-    @property
-    def replicas(self) -> list[Replica]:
-        """The replicas, with what became of each so far."""
-        return self._supervisor.replicas
 
     def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
         """Send the requests to their replicas at once, as far as those have room; see the protocol."""
         loop = self._bind()
-        if self._supervisor.fallen is not None:
-            raise self._supervisor.fallen
+        if self._fallen is not None:
+            raise self._fallen
         check_unique(requests, self._under_way)
         stream = ChunkStream((request.request_id for request in requests), self._abort)
         coming = {request.request_id: _Routed(request, stream, loop.time()) for request in requests}
@@ -159,24 +291,24 @@ class PoolEngine:
     async def update_weights(self, weights: Weights, version: int | None = None) -> int:
         """Pause all replicas, load the weights everywhere, go on; see the protocol.
 
-        A replica that fails while another one succeeds is lost, and comes back with the new weights.
+        A replica that fails while another one succeeds is lost, and comes back with the new weights. When all are lost
+        at that moment, the next one that comes back is asked, so that somebody has looked at them; but none comes back
+        while all are to sleep. Weights that all are lost over twice are not tried a third time.
 
         Raises:
-            EngineError: no replica took them; then nothing has changed.
+            EngineError: no replica took them; those that are still there go on with what they had.
         """
         self._bind()
         # Shielded: an update that is given up half-way would leave replicas with different weights.
-        return await asyncio.shield(self._supervisor.spawn(self._supervisor.update(weights, version)))
+        return await asyncio.shield(self._spawn(self._update(weights, version)))
 
     async def pause(self) -> None:
         """Sample nothing anywhere until :meth:`resume`."""
-        self._bind()
-        await self._supervisor.hold("pause")
+        await self._hold("pause")
 
     async def resume(self) -> None:
         """Go on after :meth:`pause`."""
-        self._bind()
-        await self._supervisor.hold("resume")
+        await self._hold("resume")
 
     async def sleep(self) -> None:
         """Give memory back on every replica.
@@ -184,20 +316,18 @@ class PoolEngine:
         Raises:
             EngineError: requests are under way and the pool is not paused.
         """
-        self._bind()
-        if self._under_way and not self._supervisor.paused:
+        if self._under_way and not self._paused:
             raise EngineError(f"{len(self._under_way)} request(s) are under way; pause the engine before it sleeps")
-        await self._supervisor.hold("sleep")
+        await self._hold("sleep")
 
     async def wake(self) -> None:
         """Go on after :meth:`sleep`."""
-        self._bind()
-        await self._supervisor.hold("wake")
+        await self._hold("wake")
 
     def load(self) -> Load:
         """Return how busy all replicas are, with ``NAME.running`` and ``NAME.in_flight`` of each in the details."""
-        loads = {replica.name: replica.live.load() for replica in self._supervisor.up}
-        in_flight = {replica.name: replica.in_flight for replica in self._supervisor.replicas}
+        loads = {replica.name: replica.live.load() for replica in self._up}
+        in_flight = {replica.name: replica.in_flight for replica in self.replicas}
         running = {name: min(loads[name].running if name in loads else 0, count) for name, count in in_flight.items()}
         total = sum(running.values())
         return Load(
@@ -214,35 +344,78 @@ class PoolEngine:
         if self._closed:
             return
         self._closed = True
-        if self.loop is asyncio.get_running_loop():
+        loop = asyncio.get_running_loop()
+        # 1. What is under way has a moment to send what it has sampled.
+        if self.loop is loop:
             self._abort(list(self._under_way))
-            if self._under_way and self._supervisor.up:  # they have a moment to send what they have sampled
-                self._emptied = self.loop.create_future()
-                await asyncio.wait([self._emptied], timeout=self._supervisor.times.close)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._times.close):
+                    await self._until(lambda: not (self._under_way and self._up))
             for routed in list(self._under_way.values()):
                 self._end(routed)
-        await self._supervisor.close()
+        slow = loop.call_later(TELL_AFTER, self._tell_who_is_open)
+        try:
+            # 2. Nobody is watched or started any more. The tasks may be of another loop, which may still run.
+            tasks = [task for task in self._tasks if not task.done()]
+            for task in tasks:
+                with suppress(RuntimeError):  # that loop is closed
+                    task.get_loop().call_soon_threadsafe(task.cancel)
+            await asyncio.gather(*(task for task in tasks if task.get_loop() is loop), return_exceptions=True)
+            # 3. Stop every replica, also those that were about to start, and free what they shared.
+            await self._stop_all()
+            await asyncio.to_thread(self._placement.close)
+        finally:
+            slow.cancel()
+
+    def _tell_who_is_open(self) -> None:
+        names = [replica.name for replica in self.replicas if replica.engine is not None]
+        logger.warning("still closing: waiting for %s", ", ".join(names) if names else "what the replicas shared")
 
     def _bind(self) -> asyncio.AbstractEventLoop:
         """Belong to the running event loop; what an earlier one left under way has no listener any more."""
         if self._closed:
             raise EngineError("the pool is closed; build another")
         loop = asyncio.get_running_loop()
-        if loop is not self.loop:
-            if self.loop is not None and not self.loop.is_closed():
-                raise EngineError("the pool serves another event loop; close that first, or build a pool for each")
-            self.loop, self._assigning = loop, False
-            left_over = self._by_replica(self._under_way.values())
-            self._under_way.clear()
-            self._waiting.clear()
-            self._supervisor.bind()
-            for replica, requests in left_over.items():
-                if replica.state == "up":
-                    self._spawn(replica.live.abort([routed.request.request_id for routed in requests]))
+        if loop is self.loop:
+            return loop
+        if self.loop is not None and not self.loop.is_closed():
+            raise EngineError("the pool serves another event loop; close that first, or build a pool for each")
+        left_over = self._by_replica(self._under_way.values())
+        self.loop, self._assigning, self._looks = loop, False, 0
+        self._under_way.clear()
+        self._waiting.clear()
+        self._tasks.clear()
+        self._change = asyncio.Lock()
+        self._news = asyncio.Event()
+        """Set whenever a replica comes or is given up, and when all wake."""
+        for replica in self.replicas:
+            replica.begin(loop.time())
+            if replica.state == "starting":
+                self._spawn(self._revive(replica))
+            elif replica.state == "up" and replica in left_over:
+                self._spawn(replica.live.abort([routed.request.request_id for routed in left_over[replica]]))
+        self._spawn(self._watch())
         return loop
 
-    def _spawn(self, coroutine: Coroutine[object, object, object]) -> None:
-        self._supervisor.spawn(coroutine)
+    def _spawn(self, coroutine: Coroutine[object, object, T]) -> asyncio.Task[T]:
+        """Run something until it is done or the pool is closed."""
+        assert self.loop is not None
+        task = self.loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    @property
+    def _up(self) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.state == "up"]
+
+    @property
+    def _fallen(self) -> EngineError | None:
+        """The error when no replica will ever come back."""
+        if any(replica.state != "dead" for replica in self.replicas):
+            return None
+        causes = "; ".join(f"{replica.name}: {replica.cause}" for replica in self.replicas)
+        return EngineError(f"all {len(self.replicas)} replica(s) are lost for good: {causes}")
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -255,18 +428,18 @@ class PoolEngine:
     def _assign(self) -> None:
         """Send what waits, in order, as far as replicas have room: one dispatch per replica."""
         self._assigning = False
-        if not self._waiting or self._closed or self._supervisor.in_doubt:
+        if not self._waiting or self._closed:
             return
-        # 1. See who is there, and who has room.
-        for replica in self._supervisor.up:
+        # 1. See who is there, and who has room; nobody is given anything while it is in doubt who is there.
+        for replica in () if self._looks else self._up:
             if (failure := failure_of(replica.live)) is not None:
-                self._supervisor.lose(replica, replica.engine, str(failure))
+                self._lose(replica, replica.engine, str(failure))
             else:
                 replica.allowed, replica.waiting = allowance(replica.live.load()), 0
-        if self._supervisor.in_doubt:
+        if self._looks:
             return
         # 2. Let the router choose, as long as anybody has room.
-        up = self._supervisor.up
+        up = self._up
         batches: dict[Replica, list[_Routed]] = {}
         refused: list[tuple[_Routed, str]] = []
         for routed in self._waiting.values():
@@ -290,92 +463,67 @@ class PoolEngine:
             for routed in batch:
                 del self._waiting[routed.request.request_id]
                 routed.replica, routed.queued = replica, now - routed.since
-            replica.sent(len(batch), now)
+            if replica.in_flight == len(batch):  # it had nothing to do
+                replica.heard = now
+            replica.requests += len(batch)
             self._spawn(self._serve(replica, batch))
 
     async def _serve(self, replica: Replica, batch: list[_Routed]) -> None:
         """Hand on what a replica answers to a dispatch, to its end."""
-        batch = [routed for routed in batch if routed.replica is replica]
-        if not batch:
+        served = {routed.request.request_id: routed for routed in batch if routed.replica is replica}
+        if not served:
             return
-        for routed in batch:
+        for routed in served.values():
             routed.asked = True
         engine, loop = replica.live, asyncio.get_running_loop()
-        served = {routed.request.request_id: routed for routed in batch}
         why = "the engine's answer ended without a last chunk"
         try:
-            async for chunk in engine.generate([routed.request for routed in batch]):
+            async for chunk in engine.generate([routed.request for routed in served.values()]):
                 answered = served.get(chunk.request_id)
                 if answered is not None and answered.replica is replica:
                     replica.measure(len(chunk.ids), loop.time())
-                    self._hand_on(answered, replica, chunk)
+                    if answered.queued is not None or chunk.replica != replica.name:
+                        queued = chunk.queue_seconds + (answered.queued or 0.0)
+                        chunk = replace(chunk, replica=replica.name, queue_seconds=queued)
+                        answered.queued = None
+                    if chunk.finish_reason is not None:
+                        self._forget(answered)
+                        if chunk.error is None:
+                            replica.strikes = replica.losses = 0  # whatever went wrong before is forgiven
+                    answered.stream.put(chunk)
+                    self._assign_soon()
         except (Exception, asyncio.CancelledError) as error:  # whatever an engine raises is the engine's failure
             if isinstance(error, asyncio.CancelledError) and being_cancelled():
                 raise
             why = describe(error)
-        self._dispatch_failed(replica, engine, [routed for routed in batch if routed.replica is replica], why)
+        self._dispatch_failed(replica, engine, served.values(), why)
 
-    def _hand_on(self, routed: _Routed, replica: Replica, chunk: Chunk) -> None:
-        routed.version = chunk.weight_version
-        if routed.queued is not None or chunk.replica != replica.name:
-            queued = chunk.queue_seconds + (routed.queued or 0.0)
-            chunk = replace(chunk, replica=replica.name, queue_seconds=queued)
-            routed.queued = None
-        if chunk.finish_reason is not None:
-            self._forget(routed)
-            if chunk.error is None:
-                replica.strikes = replica.losses = 0  # whatever went wrong before is forgiven
-        routed.stream.put(chunk)
-        self._assign_soon()
-
-    def _dispatch_failed(self, replica: Replica, engine: Engine, failed: Sequence[_Routed], why: str) -> None:
-        """Give back a dispatch that its engine failed as a whole; an engine that fails one after the other is lost."""
+    def _dispatch_failed(self, replica: Replica, engine: Engine, batch: Iterable[_Routed], why: str) -> None:
+        """Give back what an engine has left of a dispatch; one that fails dispatch after dispatch is lost."""
+        failed = [routed for routed in batch if routed.replica is replica]
         if not failed:
             return
         if (failure := failure_of(engine)) is not None:
-            self._supervisor.lose(replica, engine, str(failure))
+            self._lose(replica, engine, str(failure))
             return
         replica.strikes += 1
         logger.warning("%s failed a dispatch of %d request(s): %s", replica.name, len(failed), why)
         for routed in failed:
-            self._give_back(routed, why)
+            self._give_back(routed, replica, why)
         if replica.strikes >= STRIKES:
-            self._supervisor.lose(replica, engine, f"its engine failed {STRIKES} times in a row: {why}")
+            self._lose(replica, engine, f"its engine failed {STRIKES} times in a row: {why}")
         self._assign_soon()
 
-    def _lose_requests(self, replica: Replica, why: str) -> None:
-        """Give back what a lost replica had; what it was not asked for yet waits for another one."""
-        not_asked: dict[str, _Routed] = {}
-        for routed in self._by_replica(self._under_way.values()).get(replica, ()):
-            if routed.asked:
-                self._give_back(routed, why)
-            else:
-                not_asked[routed.request.request_id] = routed
-                replica.in_flight -= 1
-                routed.replica = None
-        self._waiting = {**not_asked, **self._waiting}
-        self._assign_soon()
-
-    def _replicas_changed(self) -> None:
-        """Make use of the replicas that are there now, or end everything if none ever will be."""
-        if (error := self._supervisor.fallen) is not None:
-            for routed in self._under_way.values():
-                routed.stream.fail(error)
-            self._under_way.clear()
-            self._waiting.clear()
-        self._assign()
-
-    def _give_back(self, routed: _Routed, why: str) -> None:
-        if routed.replica is not None:
-            routed.replica.moved += 1
+    def _give_back(self, routed: _Routed, replica: Replica, why: str) -> None:
+        replica.moved += 1
         self._end(routed, f"ReplicaLost: {why}")
 
     def _end(self, routed: _Routed, error: str | None = None) -> None:
         """Give a request a last chunk without tokens."""
-        replica = "" if routed.replica is None else routed.replica.name
+        name = "" if routed.replica is None else routed.replica.name
         self._forget(routed)
-        request_id, version = routed.request.request_id, routed.version
-        routed.stream.put(Chunk(request_id, NO_IDS, NO_LOGPROBS, version, FinishReason.ABORT, error, replica=replica))
+        last = Chunk(routed.request.request_id, NO_IDS, NO_LOGPROBS, self.weight_version, FinishReason.ABORT, error)
+        routed.stream.put(replace(last, replica=name))
 
     def _forget(self, routed: _Routed) -> None:
         """Take a request off the books."""
@@ -385,15 +533,15 @@ class PoolEngine:
             routed.replica = None
         self._waiting.pop(request_id, None)
         self._under_way.pop(request_id, None)
-        if self._emptied is not None and not self._under_way and not self._emptied.done():
-            self._emptied.set_result(None)
+        if self._closed and not self._under_way:
+            self._news.set()
 
     def _abort(self, request_ids: Iterable[str]) -> None:
         """End what waits here, and have the replicas end what they have."""
         known = [self._under_way[request_id] for request_id in request_ids if request_id in self._under_way]
-        for replica, at_it in self._by_replica(known).items():
+        for replica, batch in self._by_replica(known).items():
             if self.loop is not None and not self.loop.is_closed():
-                self._spawn(self._abort_at(replica, at_it))
+                self._spawn(self._abort_at(replica, batch))
         for routed in known:
             if routed.replica is None:
                 self._end(routed)
@@ -403,9 +551,7 @@ class PoolEngine:
         try:
             await engine.abort([routed.request.request_id for routed in batch])
         except Exception as error:  # an engine that cannot even abort has failed these requests
-            self._dispatch_failed(
-                replica, engine, [routed for routed in batch if routed.replica is replica], describe(error)
-            )
+            self._dispatch_failed(replica, engine, batch, describe(error))
 
     @staticmethod
     def _by_replica(requests: Iterable[_Routed]) -> dict[Replica, list[_Routed]]:
@@ -416,21 +562,284 @@ class PoolEngine:
                 found.setdefault(routed.replica, []).append(routed)
         return found
 
+    # -- orders to all replicas -----------------------------------------------------------------------------------
 
-def build_pool(spec: EngineSpec, router: Router, build: BuildReplica) -> PoolEngine:
+    async def _hold(self, order: Order) -> None:
+        """Have all replicas pause, resume, sleep or wake, and remember it for those that come.
+
+        Raises:
+            EngineError: none could, and none will come back.
+        """
+        self._bind()
+        async with self._change:
+            if order in ("pause", "resume"):
+                self._paused = order == "pause"
+            else:
+                self._asleep = order == "sleep"
+                self._news.set()
+            await self._order(order)
+
+    async def _order(self, order: Order) -> None:
+        failed = await self._on_each(lambda engine: getattr(engine, order)(), self._times.order)
+        for replica, error in failed.items():
+            self._lose(replica, replica.engine, f"could not {order}: {describe(error)}")
+        if failed and self._fallen is not None:  # else those that come back are told
+            raise EngineError(f"no replica could {order}: {_first(failed)}")
+        now = asyncio.get_running_loop().time()
+        for replica in self._up:
+            replica.heard = now
+
+    async def _update(self, weights: Weights, version: int | None) -> int:
+        """Do what :meth:`update_weights` does."""
+        if isinstance(weights, Mapping):
+            await asyncio.to_thread(check_finite, weights)  # a folder's are looked at by each replica
+        for last_try in (False, True):
+            await self._until(lambda: bool(self._up) or self._asleep or self._fallen is not None)
+            try:
+                async with self._change:
+                    return await self._load_everywhere(weights, version)
+            except ReplicaLost as error:
+                if last_try or self._fallen is not None:
+                    raise
+                logger.warning("%s; they are loaded again once a replica is there", error)
+        raise AssertionError("unreachable")
+
+    async def _load_everywhere(self, weights: Weights, version: int | None) -> int:
+        """Raise ReplicaLost where all who were asked were lost over it, EngineError where none took the weights."""
+        if self._fallen is not None:
+            raise self._fallen
+        # 1. Share the weights once, and let nobody sample meanwhile.
+        number = self.weight_version + 1 if version is None else version
+        names = frozenset(weights) if isinstance(weights, Mapping) else None
+        shared = await asyncio.to_thread(self._placement.share, weights)
+        if not self._paused:
+            await self._order("pause")
+        try:
+            # 2. Load them everywhere; when nobody took them, nothing has changed.
+            asked = self._up
+            if not asked and not self._asleep:
+                raise ReplicaLost("no replica took the weights, so nothing has changed: all were lost meanwhile")
+            failed = await self._on_each(lambda engine: engine.update_weights(shared, number), self._times.update)
+            if failed and len(failed) == len(asked):
+                lost = all(isinstance(error, ReplicaLost) for error in failed.values())
+                kind = ReplicaLost if lost else EngineError
+                raise kind(f"no replica took the weights, so nothing has changed: {_first(failed)}")
+            # 3. Remember what makes the present weights: the last folder, and the tensors since.
+            earlier = [] if names is None else [u for u in self._weights if u[0] is None or not u[0] <= names]
+            self._weights = [*earlier, (names, shared, number)]
+            self._updates += 1
+            self.weight_version = number
+            for replica, error in failed.items():
+                self._lose(replica, replica.engine, f"could not load weights that others could: {describe(error)}")
+        finally:
+            if not self._paused:
+                await self._order("resume")
+        return number
+
+    async def _on_each(self, ask: Callable[[Engine], Awaitable[object]], seconds: float) -> dict[Replica, Exception]:
+        """Ask all replicas that are up at once; return the errors of those that failed.
+
+        One of which it is not known what it did (gone, no answer in time, an error of no engine) is lost right here.
+        """
+        lives = [(replica, replica.live) for replica in self._up]
+
+        async def in_time(engine: Engine) -> None:
+            async with asyncio.timeout(seconds):
+                await ask(engine)
+
+        results = await asyncio.gather(*(in_time(engine) for _, engine in lives), return_exceptions=True)
+        failed: dict[Replica, Exception] = {}
+        for (replica, engine), result in zip(lives, results, strict=True):
+            if isinstance(result, TimeoutError):
+                result = ReplicaLost(f"no answer within {seconds:g} s")
+            if isinstance(result, Exception):
+                if (failure := failure_of(engine)) is not None:
+                    result = ReplicaLost(str(failure))
+                failed[replica] = result
+                if isinstance(result, ReplicaLost) or not isinstance(result, EngineError):
+                    self._lose(replica, engine, describe(result))
+        return failed
+
+    # -- the lives of replicas ------------------------------------------------------------------------------------
+
+    async def _start_all(self) -> None:
+        """Start all replicas; stop all if one fails, or if they do not serve the same model."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+
+        async def start(replica: Replica) -> None:
+            await self._open(replica)
+            to_go = sum(other.engine is None for other in self.replicas)
+            logger.info("%s is up after %.1f s; %d to go", replica.name, loop.time() - began, to_go)
+
+        tasks = [asyncio.ensure_future(start(replica)) for replica in self.replicas]
+        try:
+            await asyncio.gather(*tasks)  # the first error ends the others
+            models = {(replica.live.eos_ids, replica.live.weight_version) for replica in self.replicas}
+            if len(models) > 1:
+                raise EngineError(f"the replicas do not serve the same model: {', '.join(map(str, models))}")
+        except BaseException:
+            with CancelScope(shield=True):  # whoever is interrupted still leaves nothing behind
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                await self._stop_all()
+            raise
+        for replica in self.replicas:
+            replica.state = "up"
+
+    async def _open(self, replica: Replica) -> None:
+        """Start a new engine in a replica's place."""
+        try:
+            async with asyncio.timeout(self._times.start):
+                replica.engine = await self._placement.start(replica.name)
+        except TimeoutError:
+            advice = self._placement.advice()
+            raise EngineError(f"{replica.name} did not start within {self._times.start:g} s; {advice}") from None
+
+    async def _stop_all(self) -> None:
+        await asyncio.gather(*(self._stop(replica) for replica in self.replicas))
+
+    async def _stop(self, replica: Replica) -> None:
+        """End a replica's present life; an engine that cannot even be closed keeps nobody from going on."""
+        if (engine := replica.engine) is None:
+            return
+        try:
+            async with asyncio.timeout(self._times.order):
+                await engine.aclose()
+        except Exception as error:  # whatever an engine raises is the engine's failure
+            logger.warning("%s did not close, and is left behind: %s", replica.name, describe(error))
+        if replica.engine is engine:
+            replica.engine = None
+
+    def _lose(self, replica: Replica, engine: Engine | None, why: str) -> None:
+        """Give one life of a replica up, if it has not been yet, and start another."""
+        if replica.engine is not engine or replica.state != "up":
+            return
+        logger.warning("%s is lost: %s; %d request(s) go on elsewhere", replica.name, why, replica.in_flight)
+        replica.state, replica.cause = "starting", why
+        replica.losses += 1
+        replica.restarts += 1
+        if not self._closed:
+            self._spawn(self._revive(replica))
+            if self._up:
+                self._looks += 1
+                self._spawn(self._look_at_others())
+        # What its engine was asked for goes back to the client, what it was not asked for yet waits for another.
+        not_asked: dict[str, _Routed] = {}
+        for routed in self._by_replica(self._under_way.values()).get(replica, ()):
+            if routed.asked:
+                self._give_back(routed, replica, why)
+            else:
+                not_asked[routed.request.request_id] = routed
+                replica.in_flight -= 1
+                routed.replica = None
+        self._waiting = {**not_asked, **self._waiting}
+        self._assign_soon()
+
+    async def _look_at_others(self) -> None:
+        """Find those that went at the same moment: requests would go from one to the next, and be tried in vain."""
+
+        async def look(replica: Replica, engine: Engine) -> None:
+            try:
+                async with asyncio.timeout(LOOK_WITHIN):
+                    await ping(engine)
+            except TimeoutError:
+                pass  # it may be busy; the watch has more patience
+            except Exception as error:  # whatever an engine raises is the engine's failure
+                self._lose(replica, engine, describe(error))
+
+        try:
+            await asyncio.gather(*(look(replica, replica.live) for replica in self._up))
+        finally:
+            self._looks -= 1
+            self._assign()
+
+    async def _revive(self, replica: Replica) -> None:
+        """Start a lost replica again, a bounded number of times, the later the more often it was lost."""
+        while True:
+            await self._stop(replica)
+            if replica.losses > self._restarts:
+                break
+            await self._until(lambda: not self._asleep)  # its memory is somebody else's until then
+            await asyncio.sleep(self._times.backoff * 2 ** max(0, replica.losses - 1))
+            try:
+                await self._open(replica)
+                await self._join(replica)
+            except Exception as error:  # whatever an engine raises is the engine's failure
+                replica.losses += 1
+                replica.cause = describe(error)
+                logger.warning("%s could not be started again: %s", replica.name, replica.cause)
+            else:
+                logger.info("%s is up again, with weights of version %d", replica.name, self.weight_version)
+                self._news.set()
+                self._assign()
+                return
+        replica.state = "dead"
+        self._news.set()
+        logger.error("%s was lost %d times in a row and stays away: %s", replica.name, replica.losses, replica.cause)
+        if (error := self._fallen) is not None:
+            for routed in self._under_way.values():
+                routed.stream.fail(error)
+            self._under_way.clear()
+            self._waiting.clear()
+
+    async def _join(self, replica: Replica) -> None:
+        """Bring a new engine to where the others are, and let it take part."""
+        while True:
+            updates = self._updates
+            async with asyncio.timeout(self._times.update):
+                for _, shared, version in self._weights:
+                    await replica.live.update_weights(shared, version)
+            async with self._change:
+                if updates != self._updates:
+                    continue  # there are newer weights by now
+                async with asyncio.timeout(self._times.order):
+                    if self._paused:
+                        await replica.live.pause()
+                    if self._asleep:
+                        await replica.live.sleep()
+                replica.begin(asyncio.get_running_loop().time())
+                replica.state = "up"
+                return
+
+    async def _watch(self) -> None:
+        """Ping every replica now and then, and mind those that have work and say nothing."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self._times.ping_every)
+            failed = await self._on_each(ping, self._times.ping)
+            for replica, error in failed.items():
+                self._lose(replica, replica.engine, f"it does not answer: {describe(error)}")
+            for replica in self._up:
+                silent, count = loop.time() - replica.heard, replica.in_flight
+                if count and not self._paused and not self._asleep and silent > self._times.silence:
+                    why = f"it has {count} request(s) and said nothing for {silent:.0f} s"
+                    self._lose(replica, replica.engine, why)
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            self._news.clear()
+            await self._news.wait()
+
+
+def _first(failed: Mapping[Replica, Exception]) -> str:
+    replica, error = next(iter(failed.items()))
+    return f"{replica.name}: {describe(error)}"
+
+
+def build_pool(spec: EngineSpec, router: Router, build: Callable[[str], Engine]) -> PoolEngine:
     """Return the pool that a spec describes.
 
     Raises:
         EngineError: its replicas cannot be started.
     """
-    placement: Placement
+    placement = LocalPlacement(build)
     if spec.placement == "ray":
         from fsm_rollout.engines.ray import RayOptions, RayPlacement
 
-        options = RayOptions(cpus=spec.cpus, gpus=spec.gpus, **(spec.ray or RaySpec()).model_dump())
-        placement = RayPlacement(build, spec.replicas, options)
-    else:
-        placement = LocalPlacement(build)
+        options = RayOptions(cpus=spec.cpus, gpus=spec.gpus, **(spec.ray.model_dump() if spec.ray else {}))
+        placement = RayPlacement(build, spec.replica_count, options)
     keys = spec.pool
     times = PoolTimes(start=keys.start_timeout, silence=keys.silence_timeout, update=keys.update_timeout)
     return PoolEngine(

@@ -19,9 +19,9 @@ from fsm_rollout.concurrency.cancellation import pause
 from fsm_rollout.concurrency.ray_session import answer_to, connect
 from fsm_rollout.engines.chunk_stream import ChunkStream
 from fsm_rollout.engines.packing import Contexts, Flush, pack_flush, pack_requests, unpack_flush, unpack_requests
+from fsm_rollout.engines.pool import LocalPlacement, describe, failure_of, ping
 from fsm_rollout.engines.protocol import Chunk, Engine, Load, ReplicaLost, Request
 from fsm_rollout.engines.specs import RaySpec
-from fsm_rollout.engines.supervisor import LocalPlacement, describe, failure_of, ping
 from fsm_rollout.errors import EngineError
 
 try:

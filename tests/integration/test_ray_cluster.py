@@ -21,11 +21,10 @@ import torch
 from ray.cluster_utils import Cluster
 
 from fsm_rollout.engines.client import EngineClient
-from fsm_rollout.engines.pool import PoolEngine
+from fsm_rollout.engines.pool import PoolEngine, PoolTimes
 from fsm_rollout.engines.protocol import Engine, Request, SamplingParams
 from fsm_rollout.engines.ray import RayOptions, RayPlacement
 from fsm_rollout.engines.specs import build_engine
-from fsm_rollout.engines.supervisor import PoolTimes
 from fsm_rollout.engines.transformers.checkpoints import load_checkpoint
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.model.folders import model_folder
@@ -53,7 +52,7 @@ def test_a_node_dies_in_the_middle_of_a_run():
         # The pool connects by itself, and lets go by itself.
         options = RayOptions(address=cluster.address, nodes=[node.node_id for node in nodes])
         pool = PoolEngine(RayPlacement(ByTrajectory(0.5), 3, options), 3, times=PoolTimes(start=60, backoff=0.05))
-        replicas = pool._supervisor.replicas
+        replicas = pool.replicas
         assert [node_of(replica) for replica in replicas] == [node.node_id for node in nodes]
 
         async def main() -> None:
@@ -125,7 +124,7 @@ def test_a_pool_through_rays_client(client_address: str, caplog: pytest.LogCaptu
         assert await pool.update_weights(dict(early.state_dict())) == 1
         dispatcher = EngineClient(pool)
         tickets = [dispatcher.submit(request) for request in requests("b")]
-        ray.kill(pool._supervisor.replicas[0].engine.actor)  # type: ignore[union-attr]
+        ray.kill(pool.replicas[0].engine.actor)  # type: ignore[union-attr]
         async with asyncio.timeout(60):
             await asyncio.gather(*(ticket.done.wait() for ticket in tickets))
         assert [ticket.error for ticket in tickets] == [None] * 4

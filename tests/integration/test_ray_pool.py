@@ -21,12 +21,11 @@ import torch
 
 from fsm_rollout.concurrency import ray_session
 from fsm_rollout.engines.client import EngineClient, PendingRequest
-from fsm_rollout.engines.pool import PoolEngine
+from fsm_rollout.engines.pool import PoolEngine, PoolTimes
 from fsm_rollout.engines.protocol import Request, SamplingParams
 from fsm_rollout.engines.ray import RayOptions, RayPlacement, fitting
 from fsm_rollout.engines.router import LeastLoadedRouter
 from fsm_rollout.engines.specs import build_engine
-from fsm_rollout.engines.supervisor import PoolTimes
 from fsm_rollout.engines.transformers.checkpoints import load_checkpoint
 from fsm_rollout.errors import ConfigError, EngineError
 from fsm_rollout.model.folders import model_folder
@@ -186,7 +185,7 @@ def scripted(count: int, delay: float = 0.05, **options: Any) -> PoolEngine:
 
 
 def actors(pool: PoolEngine) -> list[Any]:
-    return [replica.engine.actor for replica in pool._supervisor.replicas]  # type: ignore[union-attr]
+    return [replica.engine.actor for replica in pool.replicas]  # type: ignore[union-attr]
 
 
 @pytest.mark.usefixtures("cluster")
@@ -368,7 +367,7 @@ def test_five_updates_and_two_losses_leave_every_token_with_its_version():
                 while min(len(ticket.ids) for ticket in tickets[-4:]) < 20:  # noqa: ASYNC110
                     await asyncio.sleep(0.005)
             if version in (2, 4):
-                up = pool._supervisor.up
+                up = pool._up
                 ray.kill(up[version // 2 - 1 if len(up) > 1 else 0].engine.actor)  # type: ignore[union-attr]
             # Odd versions are the early weights; they come by tensors, from a folder, by tensors, …
             weights = tensors[version % 2] if version in (1, 3, 4) else str(model_folder(folders[version % 2]))

@@ -24,7 +24,7 @@ import torch
 
 import fsm_rollout as fr
 from fsm_rollout.engines.client import EngineClient
-from fsm_rollout.engines.pool import PoolEngine
+from fsm_rollout.engines.pool import LocalPlacement, PoolEngine
 from fsm_rollout.engines.protocol import Chunk, Load
 from fsm_rollout.engines.sglang import engine as sglang
 from fsm_rollout.engines.sglang import server as sglang_server
@@ -32,7 +32,6 @@ from fsm_rollout.engines.sglang.engine import SGLangEngine
 from fsm_rollout.engines.sglang.http import SGLangHTTPEngine
 from fsm_rollout.engines.sglang.process import ServerProcess
 from fsm_rollout.engines.specs import build_engine
-from fsm_rollout.engines.supervisor import LocalPlacement
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model import embedded_model
@@ -59,7 +58,7 @@ class Served:
     @property
     def engine(self) -> SGLangEngine:
         """The present life of its only engine."""
-        engine = self.pool._supervisor.replicas[0].live
+        engine = self.pool.replicas[0].live
         assert isinstance(engine, SGLangEngine)
         return engine
 

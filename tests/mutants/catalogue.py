@@ -273,20 +273,20 @@ MUTANTS = (
     # -- replicas (laws 4, 6, 8)
     Mutant(
         "what a lost replica had begins anew", "engines/client.py",
-        "            pending.wait()\n            pending.attempt += 1\n",
-        "            pending.wait()\n            pending.ids = pending.ids[:0]\n            pending.attempt += 1\n",
+        "            pending.keep_time()\n            pending.attempt += 1\n",
+        "            pending.keep_time()\n            pending.ids = pending.ids[:0]\n            pending.attempt += 1\n",
         "7: what was streamed stays, and nothing is sampled twice",
         REPLICAS,
     ),
     Mutant(
         "what a lost replica had is forgotten", "engines/pool.py",
-        "                self._give_back(routed, why)\n            else:\n                not_asked",
+        "                self._give_back(routed, replica, why)\n            else:\n                not_asked",
         "                self._forget(routed)\n            else:\n                not_asked",
         "8: a lost replica loses no request",
         REPLICAS,
     ),
     Mutant(
-        "a replica comes back with the weights it was built with", "engines/supervisor.py",
+        "a replica comes back with the weights it was built with", "engines/pool.py",
         "                    await replica.live.update_weights(shared, version)", "                    pass",
         "4: each token has the version that sampled it",
         REPLICAS,

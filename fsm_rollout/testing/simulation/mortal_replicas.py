@@ -12,9 +12,9 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
+from fsm_rollout.engines.pool import LocalPlacement
 from fsm_rollout.engines.protocol import Chunk, Engine, Load, ReplicaLost, Request
 from fsm_rollout.engines.scripted.engine import Logged, ScriptedEngine
-from fsm_rollout.engines.supervisor import LocalPlacement
 
 
 class MortalReplica:

@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from fsm_rollout.engines.client import EngineClient, PendingRequest
-from fsm_rollout.engines.pool import PoolEngine
+from fsm_rollout.engines.pool import LocalPlacement, PoolEngine, PoolTimes
 from fsm_rollout.engines.protocol import Chunk, Engine, ReplicaLost, Request, SamplingParams
 from fsm_rollout.engines.router import LeastLoadedRouter, ReplicaView
 from fsm_rollout.engines.scripted.engine import Logged, Script, ScriptedEngine, Turn, scripted_logprob
-from fsm_rollout.engines.supervisor import LocalPlacement, PoolTimes
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import EngineError
 from fsm_rollout.testing import check_engine, run_virtual
@@ -279,7 +278,7 @@ def test_all_that_was_loaded_is_loaded_again_from_the_last_folder_on(place: Plac
         lost.die()
         await asyncio.sleep(TIMES.ping_every + 5)
         assert loaded == [("folder", 2), (["b"], 3), (["c"], 4)]
-        assert not tensor.eq(pool._supervisor._weights[1][1]["b"]).any()
+        assert not tensor.eq(pool._weights[1][1]["b"]).any()
 
     run(place, body, 2)
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from fsm_rollout.engines.client import EngineClient
-from fsm_rollout.engines.pool import PoolEngine
+from fsm_rollout.engines.pool import LocalPlacement, PoolEngine
 from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
-from fsm_rollout.engines.supervisor import LocalPlacement
 from fsm_rollout.errors import EngineError
 from fsm_rollout.testing import run_virtual
 from tests.unit.engines.test_pool import TEXT, TIMES, Fragile, Place, answers, ask, make, right, run, script

@@ -20,11 +20,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.engines.chunk_stream import ChunkStream
 from fsm_rollout.engines.client import EngineClient
-from fsm_rollout.engines.pool import PoolEngine
+from fsm_rollout.engines.pool import PoolEngine, PoolTimes
 from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.engines.scripted.engine import Logged, ScriptedEngine
 from fsm_rollout.engines.scripted.script import Script, Turn
-from fsm_rollout.engines.supervisor import PoolTimes
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.scheduler import Scheduler

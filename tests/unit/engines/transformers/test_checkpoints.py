@@ -13,10 +13,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from fsm_rollout.engines.pool import PoolEngine
+from fsm_rollout.engines.pool import LocalPlacement, PoolEngine
 from fsm_rollout.engines.protocol import Request, SamplingParams
 from fsm_rollout.engines.router import LeastLoadedRouter
-from fsm_rollout.engines.supervisor import LocalPlacement
 from fsm_rollout.engines.transformers.checkpoints import load_checkpoint, read_weights
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import EngineError
