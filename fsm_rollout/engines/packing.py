@@ -13,8 +13,8 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple
 
 import msgspec
 import numpy as np
@@ -27,19 +27,10 @@ from fsm_rollout.trajectory.tokens import Ids
 assert sys.byteorder == "little", "blocks are little-endian"
 REMEMBERED = 16 * 2**20
 """Tokens of past inputs that each end keeps per replica: 64 MiB."""
-_REASONS: dict[str | None, FinishReason | None] = {None: None, **{reason.value: reason for reason in FinishReason}}
+Failure = tuple[Sequence[str], str]
+"""A dispatch that an engine failed as a whole: the requests without their last chunk, and why."""
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode
-
-
-@dataclass(frozen=True, slots=True)
-class Flush:
-    """What a replica has to tell since it was last asked."""
-
-    chunks: Sequence[Chunk] = ()
-    failures: Sequence[tuple[Sequence[str], str]] = ()
-    """Dispatches that its engine failed as a whole: the requests without their last chunk, and why."""
-    load: Load = field(default_factory=Load)
 
 
 class Contexts:
@@ -50,22 +41,20 @@ class Contexts:
         self.tokens = 0
         self._ids: OrderedDict[str, Ids] = OrderedDict()
 
-    def get(self, session: str) -> Ids | None:
-        """Return the session's latest input, if it is still known."""
-        return self._ids.get(session)
+    def get(self, session: str) -> Ids:
+        """Return the session's latest input; nothing when it is not known any more."""
+        return self._ids.get(session, array("i"))
 
     def put(self, session: str, ids: Ids) -> None:
         """Remember ``ids``, which nobody may change any more."""
-        old = self._ids.pop(session, None)
-        self.tokens += len(ids) - (0 if old is None else len(old))
+        self.tokens += len(ids) - len(self._ids.pop(session, ()))
         self._ids[session] = ids
         while self.tokens > self.capacity:
-            _, forgotten = self._ids.popitem(last=False)
-            self.tokens -= len(forgotten)
+            self.tokens -= len(self._ids.popitem(last=False)[1])
 
     def known(self, session: str, ids: Ids) -> int:
         """Return how many of the first ``ids`` are the session's latest input: all of that, or 0."""
-        old = self._ids.get(session)
+        old = self.get(session)
         if not old or len(old) > len(ids):
             return 0
         origin = getattr(ids, "origin", None)
@@ -76,7 +65,7 @@ class Contexts:
         return len(old) if same else 0
 
 
-def pack_requests(requests: Sequence[Request], contexts: Contexts) -> bytes:
+def pack_requests(requests: Iterable[Request], contexts: Contexts) -> bytes:
     """Return ``requests`` as a block; ``contexts`` is what the other end has been sent, this block included after."""
     rows: list[tuple[object, ...]] = []
     for request in requests:
@@ -106,8 +95,8 @@ def unpack_requests(block: bytes, contexts: Contexts) -> list[Request]:
         request = Request(request_id, ids, sampling, *names)
         if known:
             past = contexts.get(request.session)
-            if past is None or len(past) != known:
-                have = "nothing" if past is None else f"{len(past)} tokens"
+            if len(past) != known:
+                have = f"{len(past)} tokens" if past else "nothing"
                 raise EngineError(
                     f"request '{request_id}' goes on from {known} tokens of '{request.session}'; here is {have}"
                 )
@@ -117,26 +106,26 @@ def unpack_requests(block: bytes, contexts: Contexts) -> list[Request]:
     return requests
 
 
-def pack_flush(flush: Flush) -> bytes:
-    """Return ``flush`` as a block; ``Chunk.replica`` is left to the other end, which knows whom it asks."""
+def pack_flush(chunks: Iterable[Chunk], failures: Iterable[Failure], load: Load) -> bytes:
+    """Return all that a replica has to tell as a block, but ``Chunk.replica``: the other end knows whom it asks."""
     rows = [
         (
             c.ids.tobytes(), c.logprobs.tobytes(), c.request_id, c.weight_version, c.finish_reason, c.error,
             c.cached_tokens, c.queue_seconds, c.waits,
         )
-        for c in flush.chunks
+        for c in chunks
     ]  # fmt: skip
-    return _encode((rows, flush.failures, astuple(flush.load)))
+    return _encode((rows, failures, astuple(load)))
 
 
-def unpack_flush(block: bytes, replica: str = "") -> Flush:
-    """Return the flush of a block, its chunks from ``replica``."""
+def unpack_flush(block: bytes, replica: str = "") -> tuple[list[Chunk], list[Failure], Load]:
+    """Return what :func:`pack_flush` was given, the chunks as ``replica``'s."""
     rows, failures, load = _decode(block)
     chunks = [
         Chunk(
-            name, array("i", ids), array("f", logprobs), version, _REASONS[reason], error, cached, queued, replica,
-            waits,
+            name, array("i", ids), array("f", logprobs), version, reason and FinishReason(reason), error, cached,
+            queued, replica, waits,
         )
         for ids, logprobs, name, version, reason, error, cached, queued, waits in rows
     ]  # fmt: skip
-    return Flush(chunks, [(request_ids, why) for request_ids, why in failures], Load(*load))
+    return chunks, [(request_ids, why) for request_ids, why in failures], Load(*load)

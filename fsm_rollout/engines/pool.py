@@ -19,6 +19,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from anyio import CancelScope
@@ -778,9 +779,9 @@ class PoolEngine:
         replica.state = "dead"
         self._news.set()
         logger.error("%s was lost %d times in a row and stays away: %s", replica.name, replica.losses, replica.cause)
-        if (error := self._fallen) is not None:
+        if (fallen := self._fallen) is not None:
             for routed in self._under_way.values():
-                routed.stream.fail(error)
+                routed.stream.fail(fallen)
             self._under_way.clear()
             self._waiting.clear()
 
@@ -836,10 +837,9 @@ def build_pool(spec: EngineSpec, router: Router, build: Callable[[str], Engine])
     """
     placement = LocalPlacement(build)
     if spec.placement == "ray":
-        from fsm_rollout.engines.ray import RayOptions, RayPlacement
-
-        options = RayOptions(cpus=spec.cpus, gpus=spec.gpus, **(spec.ray.model_dump() if spec.ray else {}))
-        placement = RayPlacement(build, spec.replica_count, options)
+        on_ray = import_module("fsm_rollout.engines.ray")  # by its name, as it builds on this module
+        options = on_ray.RayOptions(cpus=spec.cpus, gpus=spec.gpus, **(spec.ray.model_dump() if spec.ray else {}))
+        placement = on_ray.RayPlacement(build, spec.replica_count, options)
     keys = spec.pool
     times = PoolTimes(start=keys.start_timeout, silence=keys.silence_timeout, update=keys.update_timeout)
     return PoolEngine(

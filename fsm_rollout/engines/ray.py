@@ -9,35 +9,24 @@ actor, no placement group, and no Ray that was started here.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from fsm_rollout.concurrency.cancellation import pause
-from fsm_rollout.concurrency.ray_session import answer_to, connect
+from fsm_rollout.concurrency.ray_session import answer_to, connect, import_ray
 from fsm_rollout.engines.chunk_stream import ChunkStream
-from fsm_rollout.engines.packing import Contexts, Flush, pack_flush, pack_requests, unpack_flush, unpack_requests
+from fsm_rollout.engines.packing import Contexts, Failure, pack_flush, pack_requests, unpack_flush, unpack_requests
 from fsm_rollout.engines.pool import LocalPlacement, describe, failure_of, ping
 from fsm_rollout.engines.protocol import Chunk, Engine, Load, ReplicaLost, Request
 from fsm_rollout.engines.specs import RaySpec
 from fsm_rollout.errors import EngineError
 
-try:
-    import ray
-    from ray.exceptions import RayActorError, RayError, RayTaskError
-    from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
-except ImportError as error:
-    raise EngineError(
-        f"placement 'ray' needs Ray ({error}); install it with pip install 'fsm-rollout[ray]', or use placement 'local'"
-    ) from error
+ray = import_ray()
 
 if TYPE_CHECKING:
     from fsm_rollout.engines.protocol import Weights
-
-logger = logging.getLogger(__name__)
 
 FAREWELL = 5.0
 """Seconds that an actor has to close its engine before it is killed."""
@@ -69,20 +58,16 @@ class ReplicaActor:
         self._heard = 0
         self._early: dict[int, tuple[str, Any]] = {}
         self._chunks: list[Chunk] = []
-        self._failures: list[tuple[Sequence[str], str]] = []
+        self._failures: list[Failure] = []
         self._news = asyncio.Event()
         self._flushed = 0
         self._latest: asyncio.Task[bytes] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def start(self) -> tuple[int, frozenset[int], int]:
-        """Build the engine; return its window, stop tokens and weight version."""
+    async def start(self, with_tokenizer: bool) -> tuple[int, frozenset[int], int, object]:
+        """Build the engine; return its window, stop tokens and weight version, and its tokenizer if that is wanted."""
         engine = self._engine = await self._placement.start(self._name)
-        return engine.max_context, engine.eos_ids, engine.weight_version
-
-    async def tokenizer(self) -> Any:
-        """Return the engine's tokenizer."""
-        return self._engine.tokenizer
+        return engine.max_context, engine.eos_ids, engine.weight_version, engine.tokenizer if with_tokenizer else None
 
     async def tell(self, number: int, what: str, content: Any) -> None:
         """Take a message, in the order of ``number``: Ray may bring a small one before a large one."""
@@ -112,9 +97,9 @@ class ReplicaActor:
         self._news.clear()
         if not (self._chunks or self._failures):
             await ping(self._engine)
-        flush = Flush(self._chunks, self._failures, self._engine.load())
+        block = pack_flush(self._chunks, self._failures, self._engine.load())
         self._chunks, self._failures = [], []
-        return pack_flush(flush)
+        return block
 
     async def _serve(self, requests: Sequence[Request]) -> None:
         under_way = dict.fromkeys(request.request_id for request in requests)
@@ -159,13 +144,17 @@ class ReplicaActor:
 class RayEngine:
     """The driver's end of one actor, as an engine. It serves one event loop after another."""
 
+    max_context: int
+    eos_ids: frozenset[int]
+    weight_version: int
+
     def __init__(self, name: str, actor: Any) -> None:
         self.actor = actor
         self.failure: EngineError | None = None
         """Why the actor is gone, once it is."""
+        self.tokenizer: Any = None
         self._name = name
         self._tell = actor.tell.options(num_returns=0)
-        self._started = False
         self._contexts = Contexts()
         self._told = self._received = 0
         self._load = Load()
@@ -173,12 +162,11 @@ class RayEngine:
         """The dispatch of each request under way."""
         self._listener: asyncio.Task[None] | None = None
 
-    async def start(self, tokenizer: Any = None) -> None:
-        """Build the engine over there; ``tokenizer`` is what another one had, and need not travel again."""
-        facts: tuple[int, frozenset[int], int] = await _answer(self.actor.start.remote())
-        self.max_context, self.eos_ids, self.weight_version = facts
-        self._started = True
-        self.tokenizer = tokenizer or await _answer(self.actor.tokenizer.remote())
+    async def start(self, tokenizer: Any) -> None:
+        """Build the engine over there; ``tokenizer``: what another one had, if any, and need not travel again."""
+        facts = await _answer(self.actor.start.remote(tokenizer is None))
+        self.max_context, self.eos_ids, self.weight_version, made = facts
+        self.tokenizer = made if tokenizer is None else tokenizer
 
     def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
         """Send all requests in one call."""
@@ -198,25 +186,25 @@ class RayEngine:
 
     async def update_weights(self, weights: Any, version: int | None = None) -> int:
         """Let the actor read the weights from the object store or a folder."""
-        await _answer(self.actor.ask.remote("update_weights", weights, version))
+        await self._ask("update_weights", weights, version)
         self.weight_version = self.weight_version + 1 if version is None else version
         return self.weight_version
 
     async def pause(self) -> None:
         """Hand the order on."""
-        await _answer(self.actor.ask.remote("pause"))
+        await self._ask("pause")
 
     async def resume(self) -> None:
         """Hand the order on."""
-        await _answer(self.actor.ask.remote("resume"))
+        await self._ask("resume")
 
     async def sleep(self) -> None:
         """Hand the order on."""
-        await _answer(self.actor.ask.remote("sleep"))
+        await self._ask("sleep")
 
     async def wake(self) -> None:
         """Hand the order on."""
-        await _answer(self.actor.ask.remote("wake"))
+        await self._ask("wake")
 
     async def ping(self) -> None:
         """Wait for an answer."""
@@ -234,7 +222,7 @@ class RayEngine:
         self.failure = self.failure or EngineError(f"{self._name} is closed")
         if self._listener is not None and not self._listener.get_loop().is_closed():
             self._listener.cancel()
-        if self._started:
+        if self.tokenizer is not None:  # it has started
             with suppress(Exception):
                 async with asyncio.timeout(FAREWELL):
                     await answer_to(actor.ask.remote("aclose"))
@@ -245,48 +233,51 @@ class RayEngine:
         """Keep one call open, which returns with all that there is to tell."""
         while True:
             try:
-                flush = unpack_flush(await _answer(self.actor.flush.remote(self._received)), self._name)
+                block = await _answer(self.actor.flush.remote(self._received))
             except EngineError as error:
                 self.failure = error
                 for stream in {id(stream): stream for stream in self._streams.values()}.values():
                     stream.fail(error)
                 return
+            chunks, failures, self._load = unpack_flush(block, self._name)
             self._received += 1
-            self._load = flush.load
-            for chunk in flush.chunks:
+            for chunk in chunks:
                 if (asked := self._streams.get(chunk.request_id)) is not None:
                     asked.put(chunk)
                     if chunk.finish_reason is not None:
                         del self._streams[chunk.request_id]
-            for request_ids, why in flush.failures:
+            for request_ids, why in failures:
                 for failed in [self._streams.pop(request_id, None) for request_id in request_ids]:
                     if failed is not None:
                         failed.fail(EngineError(why))
+
+    async def _ask(self, method: str, *arguments: object) -> None:
+        await _answer(self.actor.ask.remote(method, *arguments))
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         if self.failure is None:
             self._send("abort", request_ids)
 
-    def _send(self, what: str, content: Any) -> None:
+    def _send(self, what: str, content: bytes | Sequence[str]) -> None:
         self._tell.remote(self._told, what, content)  # a dead actor is noticed by the call that is open
         self._told += 1
 
 
-async def _answer(reference: Any) -> Any:
+async def _answer(reference: object) -> Any:
     """Wait for a call's result; its errors as they were raised there, Ray's own as :class:`ReplicaLost`."""
     try:
         return await answer_to(reference)
-    except RayTaskError as error:
+    except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, Exception):
             raise error.cause from None
         raise ReplicaLost(str(error)) from None
-    except RayActorError as error:
+    except ray.exceptions.RayActorError as error:
         raise ReplicaLost(" ".join(str(error).split())[:500]) from None
-    except RayError as error:
+    except ray.exceptions.RayError as error:
         raise ReplicaLost(f"{type(error).__name__}: {error}") from None
 
 
-class RayPlacement:
+class RayPlacement(LocalPlacement):
     """Replicas as actors of a Ray cluster, each with an engine that ``build`` makes from its name, over there.
 
     Args:
@@ -300,20 +291,20 @@ class RayPlacement:
     """
 
     def __init__(self, build: Callable[[str], Engine], count: int, options: RayOptions | None = None) -> None:
+        super().__init__(build)
         self._options = options or RayOptions()
         self._count = count
-        self._group: PlacementGroup | None = None
+        self._group: Any = None
         self._numbers: dict[str, int] = {}
         self._tokenizer: Any = None
-        self._closed = False
         self._ours = connect(self._options.address)
         try:
             self._check_resources()
-            self._nodes = _node_ids(self._options.nodes)
-            if self._options.gpus > 1 and not self._options.nodes:
-                strategy = {"DEFAULT": "PACK"}.get(self._options.strategy, self._options.strategy)
-                self._group = placement_group([self._options.demand] * count, strategy=strategy)
-            self._build = ray.put(build)
+            self._nodes = [_node_id(name) for name in self._options.nodes]
+            if self._options.gpus > 1 and not self._nodes:
+                strategy = "PACK" if self._options.strategy == "DEFAULT" else self._options.strategy
+                self._group = ray.util.placement_group([self._options.demand] * count, strategy=strategy)
+            self._shared_build = ray.put(build)
         except BaseException:
             self.close()
             raise
@@ -347,41 +338,40 @@ class RayPlacement:
 
     def close(self) -> None:
         """Free the placement group, and shut Ray down if it was started here."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._group is not None:
+        group, ours, self._group, self._ours = self._group, self._ours, None, False
+        if group is not None:
             with suppress(Exception):
-                remove_placement_group(self._group)
-        if self._ours:
+                ray.util.remove_placement_group(group)
+        if ours:
             ray.shutdown()
 
     def _create(self, name: str, number: int) -> Any:
+        from ray.util import scheduling_strategies
+
         options = self._options
-        strategy: Any = options.strategy
+        strategy: object = options.strategy
         if self._group is not None:
-            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number % self._count)
+            strategy = scheduling_strategies.PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=number % self._count
+            )
         elif self._nodes:
             wanted = self._nodes[number % len(self._nodes)]
-            if any(node["Alive"] and node["NodeID"] == wanted for node in ray.nodes()):
-                strategy = NodeAffinitySchedulingStrategy(wanted, soft=True)
-        return (
-            ray.remote(ReplicaActor)
-            .options(
-                num_cpus=options.cpus,
-                num_gpus=options.gpus,
-                resources=dict(options.resources) or None,
-                scheduling_strategy=strategy,
-                runtime_env=dict(options.runtime_env) or None,
-                max_restarts=0,
-            )
-            .remote(name, self._build)
+            if any(node["NodeID"] == wanted for node in _alive()):
+                strategy = scheduling_strategies.NodeAffinitySchedulingStrategy(wanted, soft=True)
+        actor = ray.remote(ReplicaActor).options(
+            num_cpus=options.cpus,
+            num_gpus=options.gpus,
+            resources=dict(options.resources) or None,
+            scheduling_strategy=strategy,
+            runtime_env=dict(options.runtime_env) or None,
+            max_restarts=0,
         )
+        return actor.remote(name, self._shared_build)
 
     def _check_resources(self) -> None:
         until = time.monotonic() + (0.0 if self._ours else self._options.patience)
         while True:
-            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            nodes = [node["Resources"] for node in _alive()]
             fit = sum(fitting(node, self._options.demand) for node in nodes)
             if fit >= self._count:
                 return
@@ -401,22 +391,20 @@ def fitting(node: Mapping[str, float], demand: Mapping[str, float]) -> int:
 
 
 def _amounts(resources: Mapping[str, float]) -> str:
-    plain = {
-        name: amount
-        for name, amount in sorted(resources.items())
-        if not name.startswith(("node:", "memory", "object_store_memory", "accelerator_type:"))
-    }
-    return ", ".join(f"{amount:g} {name}" for name, amount in plain.items()) or "nothing"
+    hidden = ("node:", "memory", "object_store_memory", "accelerator_type:")
+    shown = {name: amount for name, amount in sorted(resources.items()) if not name.startswith(hidden)}
+    return ", ".join(f"{amount:g} {name}" for name, amount in shown.items()) or "nothing"
 
 
-def _node_ids(nodes: Sequence[str]) -> list[str]:
-    """Return the ids of nodes that are named by id, address or host name."""
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    found = []
-    for name in nodes:
-        ids = [n["NodeID"] for n in alive if name in (n["NodeID"], n["NodeManagerAddress"], n["NodeManagerHostname"])]
-        if not ids:
-            known = ", ".join(node["NodeManagerAddress"] for node in alive)
-            raise EngineError(f"Ray has no node '{name}'; known: {known}")
-        found.append(str(ids[0]))
-    return found
+def _alive() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _node_id(name: str) -> str:
+    """Return the id of a node that is named by its id, address or host name."""
+    alive = _alive()
+    for node in alive:
+        if name in (node["NodeID"], node["NodeManagerAddress"], node["NodeManagerHostname"]):
+            return str(node["NodeID"])
+    known = ", ".join(node["NodeManagerAddress"] for node in alive)
+    raise EngineError(f"Ray has no node '{name}'; known: {known}")

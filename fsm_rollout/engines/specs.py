@@ -8,11 +8,11 @@ its name when it is built, so this module knows none of them; ``kind: module:Cla
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from importlib import import_module
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_type_hints
+from pkgutil import resolve_name
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -35,22 +35,25 @@ from fsm_rollout.engines.router import LeastLoadedRouter, Router, StickyRouter
 from fsm_rollout.engines.scripted.script import Script, Turn
 from fsm_rollout.errors import ConfigError, EngineError, Problem, RolloutError, did_you_mean
 from fsm_rollout.model.folders import load_tokenizer, model_folder
-from fsm_rollout.trajectory.model_errors import ConfigPath
+from fsm_rollout.trajectory.model_errors import ConfigPath, explanations
 from fsm_rollout.trajectory.settings import StrictModel
 
 Count = Annotated[int, Field(ge=1, strict=True)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Folder = Annotated[str, BeforeValidator(lambda folder: str(folder) if isinstance(folder, Path) else folder)]
-SpokenTurn = Annotated[Turn, BeforeValidator(lambda turn: {"text": turn} if isinstance(turn, str) else turn)]
+SpokenTurns = tuple[
+    Annotated[Turn, BeforeValidator(lambda turn: {"text": turn} if isinstance(turn, str) else turn)], ...
+]
+Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 
 
 def _form(turns: object) -> str | None:
-    return "mapping" if isinstance(turns, Mapping) else "list" if isinstance(turns, list | tuple) else None
+    return "<mapping>" if isinstance(turns, Mapping) else "<list>" if isinstance(turns, list | tuple) else None
 
 
 Turns = Annotated[
-    Annotated[tuple[SpokenTurn, ...], Tag("list")] | Annotated[Mapping[str, tuple[SpokenTurn, ...]], Tag("mapping")],
-    Discriminator(_form, "turns_type", "must be a list, or a mapping of agent/context, context or agent to lists"),
+    Annotated[SpokenTurns, Tag("<list>")] | Annotated[Mapping[str, SpokenTurns], Tag("<mapping>")],
+    Discriminator(_form, "turns_type", "should be a list, or a mapping of agent/context, context or agent to lists"),
 ]
 
 
@@ -103,14 +106,14 @@ class EngineSpec(StrictModel):
         return self
 
     @property
-    def stands_alone(self) -> bool:
-        """Whether this is one engine in this process, hence no pool."""
-        return self.replica_count == 1 and self.placement == "local"
-
-    @property
     def replica_count(self) -> int:
         """How many replicas there are."""
         return self.replicas
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether this is one engine in this process, hence no pool."""
+        return self.replica_count == 1 and self.placement == "local"
 
     def engine_arguments(self, base: Path) -> dict[str, Any]:
         """Return what the engine's class is called with; a model's folder is relative to ``base``."""
@@ -137,12 +140,10 @@ class ScriptedSpec(EngineSpec):
 
     def engine_arguments(self, base: Path) -> dict[str, Any]:
         """Read the script and the tokenizer."""
-        return {
-            "turns": _read_script(self.script, base) if self.turns is None else self.turns,
-            "tokenizer": load_tokenizer(model_folder(self.tokenizer, base)),
-            "max_context": self.max_context,
-            "max_running": self.max_running,
-        }
+        own = super().engine_arguments(base)
+        script = own.pop("script")
+        turns = self.turns if script is None else _read_script(base / script)
+        return own | {"turns": turns, "tokenizer": load_tokenizer(model_folder(self.tokenizer, base))}
 
 
 class ReplaySpec(EngineSpec):
@@ -156,7 +157,7 @@ class ReplaySpec(EngineSpec):
 
     def engine_arguments(self, base: Path) -> dict[str, Any]:
         """Find the run."""
-        return {"run": base / self.run, "engine": self.engine, "max_context": self.max_context}
+        return super().engine_arguments(base) | {"run": base / self.run}
 
 
 class TransformersSpec(EngineSpec):
@@ -166,7 +167,7 @@ class TransformersSpec(EngineSpec):
     kind: Literal["transformers"]
     model: Folder = "embedded"
     device: str | None = None
-    dtype: Literal["float32", "bfloat16", "float16", "auto"] | None = None
+    dtype: Dtype | None = None
     max_context: Count | None = None
     max_running: Count = 64
     fill_tokens: Count | None = None
@@ -181,7 +182,7 @@ class SGLangSpec(EngineSpec):
     kind: Literal["sglang"]
     model: Folder = "embedded"
     device: str | None = None
-    dtype: Literal["float32", "bfloat16", "float16", "auto"] | None = None
+    dtype: Dtype | None = None
     max_context: Count | None = None
     max_running: Count | None = None
     tp: Count = 1
@@ -220,7 +221,20 @@ class SGLangHTTPSpec(EngineSpec):
 
     def engine_arguments(self, base: Path) -> dict[str, Any]:
         """Give each replica its url."""
-        return {"url": self.urls[0], "model": model_folder(self.model, base), "send_every": self.send_every}
+        own = super().engine_arguments(base)
+        del own["urls"]
+        return own | {"url": self.urls[0]}
+
+
+class OwnSpec(EngineSpec):
+    """``kind: module:Class``; the keys of the class are added by :func:`spec_class`."""
+
+    model_config = ConfigDict(validate_default=False)  # defaults are the class's own business
+
+    def engine_arguments(self, base: Path) -> dict[str, Any]:
+        """Return what was set; the class knows its own defaults."""
+        own = {name: value for name, value in self if name in self.model_fields_set - set(EngineSpec.model_fields)}
+        return {name: base / value if isinstance(value, Path) else value for name, value in own.items()}
 
 
 _KINDS: Mapping[str, type[EngineSpec]] = {
@@ -244,17 +258,16 @@ def spec_class(kind: str) -> type[EngineSpec]:
     if kind in _KINDS:
         return _KINDS[kind]
     if ":" not in kind:
-        hint = did_you_mean(kind, _KINDS) + "; or give 'module:Class'"
-        raise ConfigError(f"engine kind '{kind}' does not exist{hint}")
-    engine_class: Any = load_object(kind)
+        raise ConfigError(f"engine kind '{kind}' does not exist{did_you_mean(kind, _KINDS)}; or give 'module:Class'")
+    engine_class = load_object(kind)
     if not callable(engine_class):
         raise ConfigError(f"engine kind '{kind}' is a {type(engine_class).__name__}; name a class, or a function")
     options = getattr(engine_class, "Options", None)
-    own: Any = (
-        options if isinstance(options, type) and issubclass(options, BaseModel) else _signature_model(engine_class)
-    )
+    declared = isinstance(options, type) and issubclass(options, BaseModel)
     make: Any = create_model  # whose bases the type checker cannot follow here
-    made: type[EngineSpec] = make("OwnSpec", __base__=(own, OwnSpec))
+    made: type[EngineSpec] = make(
+        "OwnSpec", __base__=(options if declared else _signature_model(engine_class), OwnSpec)
+    )
     made.engine_class = kind
     return made
 
@@ -262,29 +275,17 @@ def spec_class(kind: str) -> type[EngineSpec]:
 def _signature_model(engine_class: Callable[..., object]) -> type[BaseModel]:
     """Return a model with a field for each parameter that can be given by name."""
     try:
-        hints = get_type_hints(getattr(engine_class, "__init__") if inspect.isclass(engine_class) else engine_class)  # noqa: B009
-    except (NameError, TypeError):  # types that exist for the type checker only
-        hints = {}
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    fields: dict[str, Any] = {
-        name: (hints.get(name, Any), ... if parameter.default is inspect.Parameter.empty else parameter.default)
-        for name, parameter in inspect.signature(engine_class).parameters.items()
-        if parameter.kind in by_name and not name.startswith("_")
-    }
-    return create_model(
-        "Signature", __config__=ConfigDict(arbitrary_types_allowed=True, protected_namespaces=()), **fields
-    )
-
-
-class OwnSpec(EngineSpec):
-    """``kind: module:Class``; the keys of the class are added by :func:`spec_class`."""
-
-    model_config = ConfigDict(validate_default=False)  # defaults are the class's own business
-
-    def engine_arguments(self, base: Path) -> dict[str, Any]:
-        """Return what was given; the class knows its own defaults."""
-        own = {name: value for name, value in self if name in self.model_fields_set - set(EngineSpec.model_fields)}
-        return {name: base / value if isinstance(value, Path) else value for name, value in own.items()}
+        signature = inspect.signature(engine_class, eval_str=True)
+    except (NameError, TypeError, AttributeError):  # types that exist for the type checker only
+        signature = inspect.signature(engine_class)
+    fields: dict[str, Any] = {}
+    for name, parameter in signature.parameters.items():
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) and not name.startswith("_"):
+            known = parameter.annotation is not parameter.empty and not isinstance(parameter.annotation, str)
+            default = ... if parameter.default is parameter.empty else parameter.default
+            fields[name] = (parameter.annotation if known else Any, default)
+    config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
+    return create_model("Signature", __config__=config, **fields)
 
 
 def build_engine(spec: Mapping[str, Any], base: Path) -> Engine:
@@ -301,8 +302,8 @@ def build_engine(spec: Mapping[str, Any], base: Path) -> Engine:
     if checked.stands_alone:
         return _build(checked, base)
     own = {key: value for key, value in spec.items() if key == "kind" or key not in EngineSpec.model_fields}
-    build_pool = _load("fsm_rollout.engines.pool:build_pool")
-    pool: Engine = build_pool(checked, build_router(checked.router), BuildReplica(own, base.absolute()))
+    build = partial(_build_replica, own, base.absolute(), looked_in())
+    pool: Engine = resolve_name("fsm_rollout.engines.pool:build_pool")(checked, build_router(checked.router), build)
     return pool
 
 
@@ -312,15 +313,15 @@ def faults(spec: Mapping[str, Any]) -> list[tuple[ConfigPath, str]]:
     kind = str(spec.get("kind", ""))
     if not kind:
         return [((), f"an engine needs 'kind'; known: {', '.join(_KINDS)}, or 'module:Class'")]
+    found: list[tuple[ConfigPath, str]] = []
     try:
         model = spec_class(kind)
     except ConfigError as error:
         return [(("kind",), problem.message) for problem in error.problems]
-    found: list[tuple[ConfigPath, str]] = []
     try:
         model.model_validate(spec)
     except ValidationError as error:
-        found += _explain(error, model)
+        found += explanations(error, model)
     try:
         if isinstance(spec.get("router"), str):
             build_router(spec["router"])
@@ -345,47 +346,30 @@ def _build(spec: EngineSpec, base: Path) -> Engine:
     Raises:
         EngineError: it cannot be built, or is none.
     """
-    make = _load(spec.engine_class)
+    # Modules of this package that lack a library say so themselves.
+    make: Callable[..., Engine] = resolve_name(spec.engine_class)
     arguments = spec.engine_arguments(base)
     if not isinstance(spec, OwnSpec):
-        return make(**arguments)  # type: ignore[no-any-return]
+        return make(**arguments)
     try:
         engine = make(**arguments)
     except RolloutError:
         raise
     except Exception as error:  # it is the user's code
         raise EngineError(f"engine '{spec.kind}' cannot be built: {type(error).__name__}: {error}") from error
-    if missing := [name for name in _ENGINE_MEMBERS if not hasattr(engine, name)]:
+    if missing := [name for name in vars(Engine) if not name.startswith("_") and not hasattr(engine, name)]:
         lacks = ", ".join(missing)
         raise EngineError(f"engine '{spec.kind}' is no engine, it lacks {lacks}; see fsm_rollout.engines.protocol")
-    return engine  # type: ignore[no-any-return]
+    return engine
 
 
-def _load(path: str) -> Any:
-    """Return what ``module:name`` stands for; modules of this package that lack a library say so themselves."""
-    module, _, name = path.partition(":")
-    return getattr(import_module(module), name)
-
-
-_ENGINE_MEMBERS = [name for name in vars(Engine) if not name.startswith("_")]
-
-
-@dataclass(frozen=True, slots=True)
-class BuildReplica:
-    """Builds one engine of a pool, wherever this is sent."""
-
-    spec: Mapping[str, Any]
-    base: Path
-    folders: list[str] = field(default_factory=looked_in)
-    """Where the code of a user's own is found."""
-
-    def __call__(self, name: str) -> Engine:
-        """Build the engine of the replica of that name."""
-        for folder in self.folders:
-            look_in(folder)
-        urls = self.spec.get("urls")  # one for each replica
-        mine = {} if urls is None else {"urls": [urls[int(name.rpartition("-")[2])]]}
-        return _build(spec_class(self.spec["kind"]).model_validate({**self.spec, **mine}), self.base)
+def _build_replica(spec: Mapping[str, Any], base: Path, folders: Sequence[str], name: str) -> Engine:
+    """Build the engine of one replica of a pool, maybe in another process: a user's code is found in ``folders``."""
+    for folder in folders:
+        look_in(folder)
+    if "urls" in spec:  # one for each replica
+        spec = {**spec, "urls": [spec["urls"][int(name.rpartition("-")[2])]]}
+    return _build(spec_class(spec["kind"]).model_validate(spec), base)
 
 
 def build_router(router: str) -> Router:
@@ -399,10 +383,9 @@ def build_router(router: str) -> Router:
         return known[router]()
     if ":" not in router:
         raise ConfigError(f"router '{router}' does not exist{did_you_mean(router, known)}; or give 'module:Class'")
+    router_class = load_object(router)
     try:
-        made = load_object(router)()  # type: ignore[operator]  # whatever is not callable says so itself
-    except ConfigError:
-        raise
+        made = router_class()  # type: ignore[operator]  # whatever is not callable says so itself
     except Exception as error:
         raise ConfigError(f"router '{router}' cannot be made: {type(error).__name__}: {error}") from error
     if not isinstance(made, Router):
@@ -410,9 +393,8 @@ def build_router(router: str) -> Router:
     return made
 
 
-def _read_script(script: str | None, base: Path) -> Script:
+def _read_script(path: Path) -> Script:
     """Read a file of turns: a list, or a mapping of ``agent/context``, ``context`` or ``agent`` to lists."""
-    path = base / (script or "")
     source = SourceMap(str(path))
     text = read_text(path)
     if isinstance(text, Problem):
@@ -421,31 +403,6 @@ def _read_script(script: str | None, base: Path) -> Script:
     if problems:
         raise ConfigError(problems)
     try:
-        turns: Script = TypeAdapter[Any](Turns).validate_python(data)
+        return TypeAdapter[Script](Turns).validate_python(data)
     except ValidationError as error:
-        raise ConfigError([source.problem(where, message) for where, message in _explain(error, None)]) from None
-    return turns
-
-
-def _explain(error: ValidationError, model: type[StrictModel] | None) -> list[tuple[ConfigPath, str]]:
-    """Return ``(path, message)`` for everything wrong; ``model`` is what was validated, ``None`` for bare turns."""
-    found = []
-    for item in error.errors(include_url=False):
-        path = tuple(item["loc"])
-        branch = 0 if model is None else 1 if path[:1] == ("turns",) else len(path)
-        path = path[:branch] + path[branch + 1 :]  # pydantic names the branch of the union there
-        key, above = (path[-1] if path else ""), path[:-1]
-        where = ".".join(map(str, path))
-        match item["type"]:
-            case "extra_forbidden":
-                parts: dict[ConfigPath, type[StrictModel]] = {("ray",): RaySpec, ("pool",): PoolSpec}
-                owner = model if model is not None and not above else parts.get(above, Turn)
-                message = f"unknown key '{where}'{did_you_mean(str(key), owner.model_fields)}"
-            case "missing":
-                message = f"'{where}' is missing"
-            case _:
-                what = item["msg"].removeprefix("Value error, ").removeprefix("Input ")
-                got = "" if isinstance(item["input"], Mapping | StrictModel) else f", got {item['input']!r:.60}"
-                message = " ".join(part for part in (where, what) if part) + got
-        found.append((path, message))
-    return found
+        raise ConfigError([source.problem(*explained) for explained in explanations(error, Turns)]) from None

@@ -35,19 +35,18 @@ def describe_path(path: ConfigPath) -> str:
     return ": ".join(part for part in (head, tail) if part)
 
 
-def explanations(
-    error: ValidationError, root: type[BaseModel], below: ConfigPath = ()
-) -> Iterator[tuple[ConfigPath, str]]:
+def explanations(error: ValidationError, root: object, below: ConfigPath = ()) -> Iterator[tuple[ConfigPath, str]]:
     """Yield the path and the message of everything in ``error``, which came of validating a ``root`` at ``below``.
 
-    Every wrong place is named once, by the first thing that is wrong with it.
+    Every wrong place is named once, by the first thing that is wrong with it. ``root`` is a model, or another type; a
+    part of a path in angle brackets is the tag of a union, and no key.
     """
     seen: set[ConfigPath] = set()
     for item in error.errors(include_url=False):
-        if item["loc"] not in seen:
-            seen.add(item["loc"])
-            model = _model_at(root, item["loc"][:-1])
-            yield _explained((*below, *item["loc"]), dict(item), model)
+        path = tuple(part for part in item["loc"] if not str(part).startswith("<"))
+        if path not in seen:
+            seen.add(path)
+            yield _explained((*below, *path), dict(item), _model_at(root, path[:-1]))
 
 
 def _explained(path: ConfigPath, item: dict[str, Any], model: type[BaseModel] | None) -> tuple[ConfigPath, str]:

@@ -146,8 +146,8 @@ def test_a_ray_that_starts_when_its_caller_is_interrupted_is_shut_down():
     ("keys", "message"),
     [
         ({"placement": "local", "gpus": 1}, "gpus: for placement 'ray' only"),
-        ({"ray": {"adress": "auto"}}, "unknown key 'ray.adress'; did you mean 'address'?"),
-        ({"pool": {"start_timout": 3}}, "unknown key 'pool.start_timout'; did you mean 'start_timeout'?"),
+        ({"ray": {"adress": "auto"}}, "ray: unknown key 'adress'; did you mean 'address'?"),
+        ({"pool": {"start_timout": 3}}, "pool: unknown key 'start_timout'; did you mean 'start_timeout'?"),
         ({"router": "stiky"}, "router 'stiky' does not exist; did you mean 'sticky'?"),
         ({"router": "pathlib:Path"}, "router 'pathlib:Path' has no method choose"),
         ({"cpus": -1}, "cpus should be greater than or equal to 0, got -1"),
