@@ -13,12 +13,10 @@ from collections.abc import AsyncGenerator, Callable, Container, Iterable, Seque
 
 import numpy as np
 
-from fsm_rollout.engines.protocol import Chunk, Request
+from fsm_rollout.engines.protocol import NO_IDS, NO_LOGPROBS, Chunk, Request
 from fsm_rollout.errors import EngineError
-from fsm_rollout.trajectory.tokens import Ids, Logprobs
 
-NO_IDS = Ids("i")
-NO_LOGPROBS = Logprobs("f")
+__all__ = ["NO_IDS", "NO_LOGPROBS", "ChunkStream", "check_unique", "fail_all", "hand_over", "refusal"]
 
 
 def refusal(request: Request, max_context: int, vocabulary: int | None = None) -> str | None:
@@ -45,7 +43,7 @@ def refusal(request: Request, max_context: int, vocabulary: int | None = None) -
     return None
 
 
-def check_unique(requests: Sequence[Request], under_way: Container[str]) -> None:
+def check_unique(requests: Iterable[Request], under_way: Container[str]) -> None:
     """Check that no id is used twice.
 
     Raises:
@@ -111,40 +109,31 @@ class ChunkStream:
                 self._abandon(abandoned)
 
 
-def hand_over(
-    chunks: Iterable[tuple[ChunkStream, Chunk]], unheard: Callable[[asyncio.AbstractEventLoop], object]
-) -> None:
-    """Put chunks into their streams from another thread, in one callback for each event loop.
+Unheard = Callable[[asyncio.AbstractEventLoop], object]
+"""Is called with a loop that is closed: nobody will ever listen there."""
 
-    ``unheard`` is called with a loop that is closed: nobody will ever listen there.
-    """
+
+def hand_over(chunks: Iterable[tuple[ChunkStream, Chunk]], unheard: Unheard) -> None:
+    """Put chunks into their streams from another thread, in one callback for each event loop."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[ChunkStream, Chunk]]] = defaultdict(list)
     for stream, chunk in chunks:
         by_loop[stream.loop].append((stream, chunk))
     for loop, pairs in by_loop.items():
-        _call(loop, unheard, _put_all, pairs)
+        try:
+            loop.call_soon_threadsafe(_put_all, pairs)
+        except RuntimeError:
+            unheard(loop)
 
 
-def fail_all(
-    streams: Iterable[ChunkStream], error: EngineError, unheard: Callable[[asyncio.AbstractEventLoop], object]
-) -> None:
-    """Fail streams from another thread; see :func:`hand_over`."""
-    for stream in dict.fromkeys(streams):
-        _call(stream.loop, unheard, stream.fail, error)
-
-
-def _call(
-    loop: asyncio.AbstractEventLoop,
-    unheard: Callable[[asyncio.AbstractEventLoop], object],
-    function: Callable[..., None],
-    *args: object,
-) -> None:
-    try:
-        loop.call_soon_threadsafe(function, *args)
-    except RuntimeError:  # it is closed
-        unheard(loop)
-
-
-def _put_all(pairs: Iterable[tuple[ChunkStream, Chunk]]) -> None:
+def _put_all(pairs: Sequence[tuple[ChunkStream, Chunk]]) -> None:
     for stream, chunk in pairs:
         stream.put(chunk)
+
+
+def fail_all(streams: Iterable[ChunkStream], error: EngineError, unheard: Unheard) -> None:
+    """Fail streams from another thread."""
+    for stream in dict.fromkeys(streams):
+        try:
+            stream.loop.call_soon_threadsafe(stream.fail, error)
+        except RuntimeError:
+            unheard(stream.loop)

@@ -27,7 +27,7 @@ from anyio.from_thread import start_blocking_portal
 
 from fsm_rollout.concurrency.cancellation import being_cancelled, wait_for
 from fsm_rollout.concurrency.threads import DaemonThreads
-from fsm_rollout.engines.chunk_stream import NO_IDS, NO_LOGPROBS, ChunkStream, check_unique
+from fsm_rollout.engines.chunk_stream import ChunkStream, check_unique
 from fsm_rollout.engines.finite import check_finite
 from fsm_rollout.engines.protocol import Chunk, Engine, Load, ReplicaLost, Request
 from fsm_rollout.engines.router import FIRST, ReplicaView, Router, StickyRouter, allowance, choose
@@ -523,8 +523,15 @@ class PoolEngine:
         """Give a request a last chunk without tokens."""
         name = "" if routed.replica is None else routed.replica.name
         self._forget(routed)
-        last = Chunk(routed.request.request_id, NO_IDS, NO_LOGPROBS, self.weight_version, FinishReason.ABORT, error)
-        routed.stream.put(replace(last, replica=name))
+        routed.stream.put(
+            Chunk(
+                routed.request.request_id,
+                weight_version=self.weight_version,
+                finish_reason=FinishReason.ABORT,
+                error=error,
+                replica=name,
+            )
+        )
 
     def _forget(self, routed: _Routed) -> None:
         """Take a request off the books."""

@@ -27,14 +27,14 @@ from fsm_rollout.trajectory.reasons import FinishReason
 from fsm_rollout.trajectory.tokens import Ids, Logprobs
 
 if TYPE_CHECKING:
-    import asyncio
-
     import torch
 
     Weights = str | Path | Mapping[str, torch.Tensor]
     """New weights: a model's folder, or tensors by name."""
 
 
+NO_IDS = Ids("i")
+NO_LOGPROBS = Logprobs("f")
 FOR_GOOD = frozenset({"RouterFailed", "ReplayDiverged", "ReplayCutOff"})
 """Classes of errors of single requests that would come again if the request did."""
 
@@ -100,8 +100,8 @@ class Chunk:
     """A piece of one request's answer; a piece may be empty."""
 
     request_id: str
-    ids: Ids
-    logprobs: Logprobs
+    ids: Ids = field(default_factory=lambda: NO_IDS)
+    logprobs: Logprobs = field(default_factory=lambda: NO_LOGPROBS)
     weight_version: int = 0
     finish_reason: FinishReason | None = None
     """Set on the last chunk of a request, and only there."""
@@ -127,7 +127,11 @@ class Load:
 
 @runtime_checkable
 class Engine(Protocol):
-    """What the scheduler needs of an engine; see the module's invariants."""
+    """What the scheduler needs of an engine; see the module's invariants.
+
+    One of several replicas also has ``attempts``, how often a request may be tried in all (losses included), and
+    ``loop``, the event loop that it serves.
+    """
 
     @property
     def tokenizer(self) -> Any:
@@ -181,13 +185,3 @@ class Engine(Protocol):
 
     async def aclose(self) -> None:
         """Stop and free everything; requests under way end with "abort". Safe to call twice."""
-
-
-@runtime_checkable
-class Replicated(Protocol):
-    """What an engine of several replicas tells its client beside; a request may be lost with the replica it was at."""
-
-    attempts: int
-    """How often a request is tried in all, losses included."""
-    loop: asyncio.AbstractEventLoop | None
-    """The event loop that it serves."""

@@ -18,18 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fsm_rollout.engines.chunk_stream import NO_IDS, NO_LOGPROBS, ChunkStream, check_unique, refusal
-from fsm_rollout.engines.protocol import Chunk, Load, Request
-from fsm_rollout.engines.scripted.script import (
-    Plan,
-    Script,
-    ScriptError,
-    Turn,
-    plan,
-    scripted_logprob,
-    spoken,
-    turn_for,
-)
+from fsm_rollout.engines.chunk_stream import ChunkStream, check_unique, refusal
+from fsm_rollout.engines.protocol import NO_IDS, NO_LOGPROBS, Chunk, Load, Request
+from fsm_rollout.engines.scripted.script import Plan, Script, ScriptError, Turn, plan, scripted_logprob, turn_for
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.reasons import FinishReason
 from fsm_rollout.trajectory.tokens import Ids, Logprobs
@@ -40,17 +31,14 @@ if TYPE_CHECKING:
 __all__ = ["Logged", "Script", "ScriptError", "ScriptedEngine", "Turn", "scripted_logprob"]
 
 
-NO_PLAN = Plan(())
-
-
 @dataclass(eq=False, slots=True)
 class _Answer:
     """A request under way, its plan, and how far it has come."""
 
     request: Request
-    answers: ChunkStream
+    stream: ChunkStream
     since: float
-    plan: Plan = NO_PLAN
+    plan: Plan = Plan()  # noqa: RUF009  # it is frozen
     emitted: int = 0
     """How many of its pieces have been sent."""
     tokens: int = 0
@@ -58,21 +46,18 @@ class _Answer:
     remaining: float | None = None
     """Seconds to the next piece, while the engine is held; ``None`` when none will come."""
 
+    def stop_timer(self) -> None:
+        """Send no further piece, unless the timer is set again."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
 
 class Logged(msgspec.Struct, frozen=True):
     """One line of the engine's own log: a request it took or a chunk it gave, at a time of the event loop's clock."""
 
     at: float
     what: Request | Chunk
-
-
-def _spoken(script: Script) -> Script:
-    """Make turns of strings once, where the script is data."""
-    if callable(script):
-        return script
-    if isinstance(script, Mapping):
-        return {key: [spoken(turn) for turn in turns] for key, turns in script.items()}
-    return [spoken(turn) for turn in script]
 
 
 @lru_cache(maxsize=4096)
@@ -107,40 +92,21 @@ class ScriptedEngine:
         log: bool = False,
         replica: str = "",
     ) -> None:
-        self._script = _spoken(turns)
-        self._tokenizer = tokenizer
-        self._encode = partial(_encoded, tokenizer)
-        self._max_context = max_context
+        self.tokenizer = tokenizer
+        self.max_context = max_context
+        self.weight_version = 0
+        """How often :meth:`update_weights` was called, or the version it was last given."""
+        self._eos: int | None = tokenizer.eos_token_id  # found anew by transformers each time
+        self.eos_ids = frozenset() if self._eos is None else frozenset({self._eos})
+        self._script = turns
         self._max_running = max_running
         self._replica = replica
         self._log: list[Logged] | None = [] if log else None
-        self._version = 0
         self._running: dict[str, _Answer] = {}
         self._waiting: dict[str, _Answer] = {}
         self._failed: Counter[tuple[str, int]] = Counter()
+        """How many tries of a turn that fails a number of times there were, by session and turn."""
         self._paused = self._asleep = self._closed = False
-        eos = tokenizer.eos_token_id  # found anew by transformers each time
-        self._eos = None if eos is None else int(eos)
-
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer given."""
-        return self._tokenizer
-
-    @property
-    def max_context(self) -> int:
-        """The longest input plus output, in tokens."""
-        return self._max_context
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        """The tokenizer's end-of-sequence token."""
-        return frozenset() if self._eos is None else frozenset({self._eos})
-
-    @property
-    def weight_version(self) -> int:
-        """How often :meth:`update_weights` was called, or the version it was last given."""
-        return self._version
 
     @property
     def log(self) -> Sequence[Logged]:
@@ -158,17 +124,17 @@ class ScriptedEngine:
         if self._closed:
             raise EngineError("the scripted engine is closed; build another")
         check_unique(requests, ChainMap(self._running, self._waiting))
-        answers = ChunkStream((request.request_id for request in requests), self._abort)
+        stream = ChunkStream((request.request_id for request in requests), self._abort)
         for request in requests:
-            self._record(answers, request)
-            answer = _Answer(request, answers, since=answers.loop.time())
-            error = refusal(request, self._max_context)
+            self._record(stream, request)
+            answer = _Answer(request, stream, since=stream.loop.time())
+            error = refusal(request, self.max_context)
             if error is None:
                 self._waiting[request.request_id] = answer
             else:
                 self._finish(answer, FinishReason.ABORT, error)
         self._admit()
-        return aiter(answers)
+        return aiter(stream)
 
     async def abort(self, request_ids: Iterable[str]) -> None:
         """End these requests now; what was streamed stays."""
@@ -176,17 +142,16 @@ class ScriptedEngine:
 
     async def update_weights(self, weights: str | Path | Mapping[str, torch.Tensor], version: int | None = None) -> int:
         """Count an update; ``weights`` are not looked at. Pieces from now on carry the new version."""
-        self._version = self._version + 1 if version is None else version
-        return self._version
+        self.weight_version = self.weight_version + 1 if version is None else version
+        return self.weight_version
 
     async def pause(self) -> None:
         """Hold every delay where it is, and admit nothing."""
         self._paused = True
         for answer in self._running.values():
             if answer.timer is not None:
-                answer.remaining = max(0.0, answer.timer.when() - answer.answers.loop.time())
-                answer.timer.cancel()
-                answer.timer = None
+                answer.remaining = max(0.0, answer.timer.when() - answer.stream.loop.time())
+                answer.stop_timer()
 
     async def resume(self) -> None:
         """Let the delays go on."""
@@ -215,53 +180,42 @@ class ScriptedEngine:
 
     def crash(self, message: str) -> None:
         """Fail all that is under way, as an engine does whose process dies."""
-        for answers in {answer.answers: None for answer in (self._running | self._waiting).values()}:
-            self._crash(answers, message)
+        for stream in {answer.stream: None for answer in (self._running | self._waiting).values()}:
+            self._crash(stream, message)
 
     async def aclose(self) -> None:
         """End everything with "abort"."""
         self._closed = True
         self._abort([*self._waiting, *self._running])
 
-    @property
-    def _held(self) -> bool:
-        return self._paused or self._asleep
-
-    @property
-    def _full(self) -> bool:
-        return self._max_running is not None and len(self._running) >= self._max_running
-
     def _admit(self) -> None:
-        while self._waiting and not self._held and not self._full:
+        while self._waiting and not (self._paused or self._asleep):
+            if self._max_running is not None and len(self._running) >= self._max_running:
+                return
             request_id = next(iter(self._waiting))
             answer = self._running[request_id] = self._waiting.pop(request_id)
             answer.plan = self._plan(answer.request)
-            self._emit(answer, queue_seconds=answer.answers.loop.time() - answer.since)
+            self._emit(answer, queue_seconds=answer.stream.loop.time() - answer.since)
             self._schedule(answer, answer.plan.delay)
 
     def _plan(self, request: Request) -> Plan:
         try:
             turn = turn_for(self._script, request)
-            tries = (request.session, request.turn)
-            mended = turn.fails is not None and self._failed[tries] >= turn.fails
             if turn.fails is not None:
+                tries = (request.session, request.turn)
+                if self._failed[tries] >= turn.fails:
+                    turn = turn.mended()
                 self._failed[tries] += 1
-            return plan(
-                turn,
-                request,
-                encode=self._encode,
-                eos=self._eos,
-                max_context=self._max_context,
-                mended=mended,
-            )
+            encode = partial(_encoded, self.tokenizer)
+            return plan(turn, request, encode=encode, eos=self._eos, max_context=self.max_context)
         except Exception as error:  # the script may be the user's function; its error is this request's alone
-            return Plan((), error=f"{type(error).__name__}: {error}")
+            return Plan(error=f"{type(error).__name__}: {error}")
 
     def _schedule(self, answer: _Answer, delay: float) -> None:
-        answer.timer = answer.answers.loop.call_later(delay, self._next_piece, answer)
+        answer.timer = answer.stream.loop.call_later(delay, self._next_piece, answer)
 
     def _go_on(self) -> None:
-        if self._held:
+        if self._paused or self._asleep:
             return
         for answer in self._running.values():
             if answer.timer is None and answer.remaining is not None:
@@ -271,20 +225,19 @@ class ScriptedEngine:
 
     def _next_piece(self, answer: _Answer) -> None:
         todo, answer.timer = answer.plan, None
-        ids, logprobs = todo.pieces[answer.emitted] if todo.pieces else (NO_IDS, NO_LOGPROBS)
+        ids, logprobs = todo.pieces[answer.emitted]
         version = todo.versions[answer.emitted] if todo.versions else None
         answer.emitted += 1
-        if answer.emitted < len(todo.pieces):
-            self._emit(answer, ids, logprobs, version=version)
-            self._schedule(answer, todo.delay)
-        elif todo.hang:
-            self._emit(answer, ids, logprobs)
-        elif todo.crash is not None:
-            self._emit(answer, ids, logprobs)
-            self._crash(answer.answers, todo.crash)
-        else:
+        last = answer.emitted == len(todo.pieces)
+        if last and not todo.hang and todo.crash is None:
             reason = FinishReason.ABORT if todo.error is not None else todo.finish_reason
             self._finish(answer, reason, todo.error, ids, logprobs, version)
+            return
+        self._emit(answer, ids, logprobs, version=version)
+        if not last:
+            self._schedule(answer, todo.delay)
+        elif todo.crash is not None:
+            self._crash(answer.stream, todo.crash)
 
     def _finish(
         self,
@@ -299,10 +252,10 @@ class ScriptedEngine:
         self._emit(answer, ids, logprobs, finish_reason=reason, error=error, version=version)
         self._admit()
 
-    def _crash(self, answers: ChunkStream, message: str) -> None:
-        for request_id in answers.request_ids:
+    def _crash(self, stream: ChunkStream, message: str) -> None:
+        for request_id in stream.request_ids:
             self._forget(request_id)
-        answers.fail(EngineError(message))
+        stream.fail(EngineError(message))
         self._admit()
 
     def _abort(self, request_ids: Iterable[str]) -> None:
@@ -313,9 +266,8 @@ class ScriptedEngine:
 
     def _forget(self, request_id: str) -> None:
         answer = self._running.pop(request_id, None) or self._waiting.pop(request_id, None)
-        if answer is not None and answer.timer is not None:
-            answer.timer.cancel()
-            answer.timer = None
+        if answer is not None:
+            answer.stop_timer()
 
     def _emit(
         self,
@@ -332,16 +284,16 @@ class ScriptedEngine:
             answer.request.request_id,
             ids,
             logprobs,
-            weight_version=self._version if version is None else version,
+            weight_version=self.weight_version if version is None else version,
             finish_reason=finish_reason,
             error=error,
             queue_seconds=queue_seconds,
             replica=self._replica,
         )
         answer.tokens += len(ids)
-        self._record(answer.answers, chunk)
-        answer.answers.put(chunk)
+        self._record(answer.stream, chunk)
+        answer.stream.put(chunk)
 
-    def _record(self, answers: ChunkStream, what: Request | Chunk) -> None:
+    def _record(self, stream: ChunkStream, what: Request | Chunk) -> None:
         if self._log is not None:
-            self._log.append(Logged(answers.loop.time(), what))
+            self._log.append(Logged(stream.loop.time(), what))

@@ -7,7 +7,7 @@ a change of an agent, a tool or a chat template does is found where it first sho
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
@@ -19,7 +19,7 @@ from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.engines.scripted.script import Plan
 from fsm_rollout.errors import EngineError, JournalError
 from fsm_rollout.model.folders import load_tokenizer, recorded_engine, tokenizer_folder
-from fsm_rollout.trajectory.events import AnyEvent, Generated
+from fsm_rollout.trajectory.events import Generated
 from fsm_rollout.trajectory.journal import histories, metadata
 from fsm_rollout.trajectory.reasons import FinishReason
 from fsm_rollout.trajectory.tokens import Ids, Logprobs
@@ -60,18 +60,14 @@ def recorded(path: Path) -> dict[Place, Recorded]:
     """
     found: dict[Place, Recorded] = {}
     for history in histories(path):
-        _collect(history, found)
+        trajectory = Trajectory.fold(history[:1])
+        for event in history[1:]:
+            if isinstance(event, Generated) and (stream := trajectory.stream(event.context)) is not None:
+                index = trajectory.context_turns.get(event.context, 0) - event.resumed
+                place = (trajectory.trajectory_id, event.context, index)
+                found.setdefault(place, Recorded(stream, len(stream.tokens))).add(event)
+            trajectory.apply(event)
     return found
-
-
-def _collect(history: Sequence[AnyEvent], found: dict[Place, Recorded]) -> None:
-    trajectory = Trajectory.fold(history[:1])
-    for event in history[1:]:
-        if isinstance(event, Generated) and (stream := trajectory.stream(event.context)) is not None:
-            index = trajectory.context_turns.get(event.context, 0) - event.resumed
-            place = (trajectory.trajectory_id, event.context, index)
-            found.setdefault(place, Recorded(stream, len(stream.tokens))).add(event)
-        trajectory.apply(event)
 
 
 def replay(run: Path, engine: str = POLICY, *, max_context: int | None = None) -> ReplayEngine:
@@ -113,20 +109,15 @@ class ReplayEngine(ScriptedEngine):
         super().__init__((), tokenizer=tokenizer, max_context=max_context)
         self._journal = Path(journal)
         self._recorded = recorded(self._journal)
-        self._stops = frozenset(eos_ids)
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        """The stop tokens given."""
-        return self._stops
+        self.eos_ids = frozenset(eos_ids)
 
     def _plan(self, request: Request) -> Plan:
         """Return the recorded tokens that a request asks for, a piece for each run of one version, and their end."""
         found = self._recorded.get((request.trajectory_id, request.context, request.turn))
         if found is None:
-            return Plan((), error=f"ReplayDiverged: {self._journal} has no {self._where(request)}: it went another way")
+            return Plan(error=f"ReplayDiverged: {self._journal} has no {self._where(request)}: it went another way")
         if (wrong := self._difference(request, found)) is not None:
-            return Plan((), error=wrong)
+            return Plan(error=wrong)
         start = request.sampled
         end = min(len(found.ids), start + request.sampling.max_tokens)
         runs = [(version, len(list(run))) for version, run in groupby(found.versions[start:end])]
@@ -157,5 +148,5 @@ class ReplayEngine(ScriptedEngine):
         )
 
     def _text(self, ids: Ids, at: int) -> str:
-        before = self._tokenizer.decode(ids[max(0, at - AROUND) : at])
-        return f"{before!r} is followed by {self._tokenizer.decode(ids[at : at + AROUND])!r}"
+        before = self.tokenizer.decode(ids[max(0, at - AROUND) : at])
+        return f"{before!r} is followed by {self.tokenizer.decode(ids[at : at + AROUND])!r}"

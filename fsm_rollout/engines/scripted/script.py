@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 from pydantic import Field, model_validator
 
-from fsm_rollout.engines.protocol import Request
+from fsm_rollout.engines.protocol import NO_IDS, NO_LOGPROBS, Request
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.reasons import FinishReason
 from fsm_rollout.trajectory.settings import StrictModel
@@ -56,6 +56,10 @@ class Turn(StrictModel):
         """Whether the turn ends otherwise than by a finish reason."""
         return self.error is not None or self.crash is not None or self.hang
 
+    def mended(self) -> Turn:
+        """Return the turn as it is once its failing tries are over."""
+        return self.model_copy(update={"error": None, "crash": None, "fails": None})
+
 
 Script = Sequence[Turn | str] | Mapping[str, Sequence[Turn | str]] | Callable[[Request], Turn | str]
 """Turns for every context; or turns by ``agent/context``, ``context`` or ``agent``; or a function of the request."""
@@ -70,11 +74,6 @@ def scripted_logprob(token: int, position: int) -> float:
     return -((token * 31 + position * 17) % 64 + 1) / 64
 
 
-def spoken(turn: Turn | str) -> Turn:
-    """Return a turn that may have been written as its text."""
-    return Turn(text=turn) if isinstance(turn, str) else turn
-
-
 def turn_for(script: Script, request: Request) -> Turn:
     """Return the turn that answers ``request``; of several keys that fit, the most specific one counts.
 
@@ -82,7 +81,8 @@ def turn_for(script: Script, request: Request) -> Turn:
         ScriptError: there is none.
     """
     if callable(script):
-        return spoken(script(request))
+        turn = script(request)
+        return Turn(text=turn) if isinstance(turn, str) else turn
     where = f"agent '{request.agent}', context '{request.context}'"
     turns: Sequence[Turn | str] | None
     if isinstance(script, Mapping):
@@ -100,13 +100,15 @@ def turn_for(script: Script, request: Request) -> Turn:
             f"the script has {len(turns)} turn(s) for {where}, and turn {request.turn} (from 0) was asked for; "
             f"add a turn, or lower limits.assistant_turns"
         )
-    return spoken(turns[request.turn])
+    turn = turns[request.turn]
+    return Turn(text=turn) if isinstance(turn, str) else turn
 
 
 class Plan(msgspec.Struct, frozen=True):
     """How a request will be answered: its pieces, each after ``delay`` seconds, and its end."""
 
-    pieces: tuple[tuple[Ids, Logprobs], ...]
+    pieces: tuple[tuple[Ids, Logprobs], ...] = ((NO_IDS, NO_LOGPROBS),)
+    """At least one."""
     delay: float = 0.0
     finish_reason: FinishReason = FinishReason.STOP
     error: str | None = None
@@ -123,15 +125,12 @@ def plan(
     encode: Callable[[str], Sequence[int]],
     eos: int | None,
     max_context: int,
-    mended: bool = False,
 ) -> Plan:
-    """Return how ``turn`` answers ``request``; ``mended``: its failing tries are over.
+    """Return how ``turn`` answers ``request``.
 
     Raises:
         ScriptError: the turn ends with a stop token, and there is none.
     """
-    if mended:
-        turn = turn.model_copy(update={"error": None, "crash": None, "fails": None})
     sampling, start = request.sampling, len(request.ids)
     ids, stopped = _turn_ids(turn, request, encode, eos)
     budget = min(sampling.max_tokens, max_context - start)

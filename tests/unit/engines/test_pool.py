@@ -601,7 +601,9 @@ def test_a_failing_start_leaves_nothing_behind(place: Place):
 
 def test_replicas_must_serve_one_model(tokenizer: Any):
     class Other(Fragile):
-        eos_ids = frozenset({1})  # type: ignore[assignment]
+        def __init__(self, turns: Script, **options: Any) -> None:
+            super().__init__(turns, **options)
+            self.eos_ids = frozenset({1})
 
     place = Place(lambda name: (Other if name == "replica-1" else Fragile)(script, tokenizer=tokenizer))
     with pytest.raises(EngineError, match="do not serve the same model"):

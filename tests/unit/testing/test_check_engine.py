@@ -421,9 +421,10 @@ class UpdatesOnlyWhenPaused(ScriptedEngine):
     """Admits what is under way again after a pause alone, so only then it gets the new version."""
 
     def _emit(self, answer: Any, *pieces: Any, **end: Any) -> None:
-        version, self._version = self._version, self.began.setdefault(answer.request.request_id, self._version)
+        version = self.weight_version
+        self.weight_version = self.began.setdefault(answer.request.request_id, version)
         super()._emit(answer, *pieces, **end)
-        self._version = version
+        self.weight_version = version
 
     async def resume(self) -> None:
         self.began.clear()
@@ -528,9 +529,12 @@ class PausesAtOnce(ScriptedEngine):
 
 
 class HasNoVersion(ScriptedEngine):
-    @property
-    def weight_version(self) -> Any:
-        return None
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.weight_version: Any = None
+
+    def _emit(self, *pieces: Any, **end: Any) -> None:
+        super()._emit(*pieces, **end | {"version": 0})
 
 
 class HasNoSleep(ScriptedEngine):
@@ -577,9 +581,9 @@ class CancelsWhoAsks(ScriptedEngine):
 
 
 class HasNoStopTokens(ScriptedEngine):
-    @property
-    def eos_ids(self) -> Any:
-        return None
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.eos_ids: Any = None
 
 
 FAULTY = [
