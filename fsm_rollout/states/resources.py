@@ -13,7 +13,7 @@ from collections.abc import Callable
 from fsm_rollout.environment.users import BoundInteraction, build_interaction
 from fsm_rollout.errors import GlueMismatchError
 from fsm_rollout.states.bound_agent import BoundAgent
-from fsm_rollout.tools import RunAgent
+from fsm_rollout.tools import RunAgent, ToolSession
 from fsm_rollout.trajectory.events import AnyEvent, encode
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
@@ -53,7 +53,8 @@ class TrajectoryResources:
         self.report_mismatch = report_mismatch
         self.sampling = Sampling(**trajectory.sampling) if trajectory.sampling else None
         """What the prompt lowers of the sampling."""
-        self.tools = program.toolbox.open(
+        self.tools = ToolSession(
+            toolbox=program.toolbox,
             trajectory_id=trajectory.trajectory_id,
             group_id=trajectory.group_id,
             seed=trajectory.seed,

@@ -1,7 +1,7 @@
 """Running code that is not ours, so that it can neither block the loop nor outlive its time.
 
 Invariants: sync code runs in a thread of its own, a daemon, so one that never returns keeps neither the event loop nor
-the interpreter's exit waiting; what is given up and runs on is counted (:class:`Leftovers`). Whatever code raises comes
+the interpreter's exit waiting; what is given up and runs on keeps its slot (:class:`Slots`). Whatever code raises comes
 back as an exception of the call, never as a cancellation of ours or an end of the process; only a KeyboardInterrupt
 raised on the loop's own thread goes through.
 """
@@ -12,8 +12,8 @@ import asyncio
 import contextvars
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 from fsm_rollout.concurrency.threads import DaemonThreads
@@ -24,42 +24,21 @@ STOP_SECONDS = 5.0
 """How long cancelled code may take to clean up before it is left alone."""
 
 _logger = logging.getLogger(__name__)
+_threads = DaemonThreads("fsm-rollout-tool")
+_slot: contextvars.ContextVar[_Slot | None] = contextvars.ContextVar("slot", default=None)
+"""The slot that the present code runs in."""
 
 
 class Expired(Exception):
-    """The code did not end within the time it was given. Not a TimeoutError: code may raise those of its own."""
+    """The code did not end within its time. Not a TimeoutError: code may raise those of its own."""
 
 
 class ToolDied(Exception):
     """The process that ran a tool ended without an answer, or the call could not be sent to it."""
 
 
-class Leftovers:
-    """What still runs of some code: threads, and async code that refused to stop. Truthy while there is any."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self.then: Callable[[], object] | None = None
-        """Called when the last of it has ended."""
-
-    def __bool__(self) -> bool:
-        return self._count > 0
-
-    def begin(self) -> None:
-        """Count one more."""
-        self._count += 1
-
-    def end(self, _: object = None) -> None:
-        """Count one less."""
-        self._count -= 1
-        if not self._count and self.then is not None:
-            then, self.then = self.then, None
-            then()
-
-
-_threads = DaemonThreads("fsm-rollout-tool")
-LEFTOVERS: contextvars.ContextVar[Leftovers | None] = contextvars.ContextVar("leftovers", default=None)
-"""Who counts what the present code begins and does not end."""
+class NoSlot(Exception):
+    """Every slot is held by a call that was given up and still runs."""
 
 
 def is_async(function: Callable[..., object]) -> bool:
@@ -76,8 +55,7 @@ async def invoke(function: Callable[..., Any], arguments: Mapping[str, object]) 
     """
     if is_async(function):
         return await _awaited(function(**arguments))
-    loop, leftovers = asyncio.get_running_loop(), LEFTOVERS.get()
-    context = contextvars.copy_context()
+    loop, slot, context = asyncio.get_running_loop(), _slot.get(), contextvars.copy_context()
 
     def work() -> tuple[object, BaseException | None]:
         try:
@@ -85,14 +63,13 @@ async def invoke(function: Callable[..., Any], arguments: Mapping[str, object]) 
         except BaseException as error:  # raised again in the caller's task
             return None, error
         finally:
-            if leftovers is not None:
+            if slot is not None:
                 with suppress(RuntimeError):  # the loop was closed meanwhile
-                    loop.call_soon_threadsafe(leftovers.end)
+                    loop.call_soon_threadsafe(slot.leave)
 
-    job = loop.run_in_executor(_threads, work)
-    if leftovers is not None:
-        leftovers.begin()
-    result, error = await job
+    if slot is not None:
+        slot.users += 1
+    result, error = await loop.run_in_executor(_threads, work)
     if error is not None:
         try:
             # Raised here, these would end the process or look like our own cancellation.
@@ -144,6 +121,85 @@ async def _stop(task: asyncio.Task[T], seconds: float | None) -> None:
     await asyncio.wait({task}, timeout=seconds)
     if not task.done():
         _logger.warning("%s did not stop within %s s of being cancelled; it is left running", task.get_name(), seconds)
-        if (leftovers := LEFTOVERS.get()) is not None:
-            leftovers.begin()
-            task.add_done_callback(leftovers.end)
+        if (slot := _slot.get()) is not None:
+            slot.users += 1
+            task.add_done_callback(slot.leave)
+
+
+class Slots:
+    """The slots of the tool ``name`` on one event loop: at most ``limit`` of its calls run at once.
+
+    A slot is held as long as anything of its call runs. A call that is given up can leave a thread behind, which Python
+    cannot stop (or async code that refuses to); its slot comes back when that ends, and not before. So a tool that
+    hangs for good loses its slots one by one.
+    """
+
+    def __init__(self, name: str, limit: int) -> None:
+        self._name = name
+        self._limit = limit
+        self.free = asyncio.Semaphore(limit)
+        self._lost = 0
+        """Slots of calls that were given up and still run."""
+        self._waiting: dict[asyncio.Timeout, float] = {}
+        """The timeouts of those who wait, with their seconds; they run only while every slot is lost."""
+
+    @asynccontextmanager
+    async def hold(self, seconds: float | None) -> AsyncIterator[None]:
+        """Hold a slot, after waiting for one: as long as it takes, but ``seconds`` from when all of them are lost.
+
+        Raises:
+            NoSlot: that time is up.
+        """
+        # 1. Wait for a slot.
+        try:
+            async with asyncio.timeout(None) as timeout:
+                if self.free.locked() and seconds is not None:
+                    self._waiting[timeout] = seconds
+                    self.lose(0)
+                try:
+                    await self.free.acquire()
+                finally:
+                    self._waiting.pop(timeout, None)
+        except TimeoutError:
+            raise NoSlot from None
+        # 2. Let what the call begins count itself among the slot's users.
+        slot = _Slot(self)
+        token = _slot.set(slot)
+        try:
+            yield
+        finally:
+            _slot.reset(token)
+            slot.lost = slot.users > 1
+            if slot.lost:
+                self.lose(1)
+            slot.leave()
+
+    def lose(self, change: int) -> None:
+        """Note that so many more slots are lost, and with all of them lost let the time of those who wait run."""
+        self._lost += change
+        all_lost = self._lost == self._limit
+        if change > 0 and all_lost:
+            _logger.warning(
+                "all %d slots of tool '%s' are held by calls that were given up and still run", self._limit, self._name
+            )
+        now = asyncio.get_running_loop().time()
+        for timeout, seconds in self._waiting.items():
+            if not timeout.expired() and (timeout.when() is not None) != all_lost:
+                timeout.reschedule(now + seconds if all_lost else None)
+
+
+class _Slot:
+    """A slot that is held: by its call, and by what a call that was given up has left running."""
+
+    def __init__(self, slots: Slots) -> None:
+        self.slots = slots
+        self.users = 1
+        self.lost = False
+
+    def leave(self, _: object = None) -> None:
+        """Count one user less; the last one gives the slot back."""
+        self.users -= 1
+        if not self.users:
+            if self.lost:
+                self.slots.lose(-1)
+            self.slots.free.release()

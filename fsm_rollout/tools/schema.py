@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
+from inspect import Parameter
 from types import SimpleNamespace
 from typing import Annotated, Any, TypeAlias, cast, get_args, get_origin, get_type_hints
 
@@ -35,10 +36,6 @@ MOST_PROBLEMS = 5
 """Wrong arguments named in one answer."""
 LONGEST_VALUE = 80
 """Characters of a wrong value that are repeated to the model."""
-
-_NO_OBJECT = ("dict_type", "model_type", "model_attributes_type", "dataclass_type")
-"""pydantic's errors that speak of Python's types where a model should read "object"."""
-_EMPTY = inspect.Parameter.empty
 
 
 def tool_schema(
@@ -74,11 +71,7 @@ def validate_arguments(function: Function, arguments: Mapping[str, object]) -> A
 
 
 def parameters_of(function: Function, *, where: str, hidden: Collection[str] = (), method: bool = False) -> Parameters:
-    """Return the parameters of a function, found out once: building a validator takes a millisecond.
-
-    Raises:
-        ToolError: as :class:`Parameters`.
-    """
+    """Return the parameters of a function, found out once: building a validator takes a millisecond."""
     build = _remembered if isinstance(function, Hashable) else Parameters
     return build(function, where, frozenset(hidden), method)
 
@@ -111,22 +104,21 @@ class Parameters:
         shown: dict[str, object] = {}
         for parameter in signature:
             name = parameter.name
-            match parameter.kind:
-                case inspect.Parameter.VAR_KEYWORD:
-                    self.takes_any = True
-                    continue
-                case inspect.Parameter.VAR_POSITIONAL:
-                    raise ToolError(f"{where}: *{name}: a model names its arguments; take a list instead")
-                case inspect.Parameter.POSITIONAL_ONLY:
-                    raise ToolError(
-                        f"{where}: '{name}' is positional-only, but arguments are passed by name; remove the '/'"
-                    )
-            hint = None if name in hidden else self._hint(function, parameter)
+            if parameter.kind is Parameter.VAR_KEYWORD:
+                self.takes_any = True
+                continue
+            if parameter.kind is Parameter.VAR_POSITIONAL:
+                raise ToolError(f"{where}: *{name}: a model names its arguments; take a list instead")
+            if parameter.kind is Parameter.POSITIONAL_ONLY:
+                raise ToolError(
+                    f"{where}: '{name}' is positional-only, but arguments are passed by name; remove the '/'"
+                )
+            hint = None if name in hidden else _hint(function, parameter, where)
             if _is_context(hint):
                 self.contexts.append(name)
-            elif name in hidden or _is_hidden(hint):
+            elif name in hidden or (get_origin(hint) is Annotated and any(map(_hides, get_args(hint)))):
                 self.hidden.append(name)
-                if parameter.default is _EMPTY:
+                if parameter.default is Parameter.empty:
                     self.required.append(name)
             else:
                 shown[name] = _field(hint, parameter.default, described.get(name))
@@ -134,22 +126,22 @@ class Parameters:
         names = [parameter.name for parameter in signature]
         for name in described:
             if name not in names:
-                raise ToolError(
-                    f"{where}: the docstring describes '{name}', which is no parameter{did_you_mean(name, names)}"
-                )
+                hint = did_you_mean(name, names)
+                raise ToolError(f"{where}: the docstring describes '{name}', which is no parameter{hint}")
         for name in hidden:
             if name not in self.hidden and not self.takes_any:
                 raise ToolError(f"{where}: '{name}' is given by kwargs but is no parameter{did_you_mean(name, names)}")
         # 3. One compiled validator reads the model's arguments; the schema is its own.
         self.names = tuple(shown)
-        self._validator, self.schema = self._build(shown)
+        try:
+            self._validator = _adapter(shown)
+            self.schema = tidy(self._validator.json_schema(schema_generator=_Generate))
+        except Exception as error:  # not only pydantic's: types bring their own hooks
+            raise _unshowable(shown, error, where) from error
+        self.schema.pop("additionalProperties")  # true of every tool, and no training data shows it
 
     def tool(self, name: str, description: str | None = None) -> Schema:
-        """Return the schema of a tool with these parameters.
-
-        Raises:
-            ToolError: nothing says what the tool does. A model can only guess what such a tool is for.
-        """
+        """Return the schema of a tool with these parameters; raise ToolError where nothing says what the tool does."""
         description = description or self.description
         if not description:
             raise ToolError(
@@ -159,54 +151,13 @@ class Parameters:
         return {"type": "function", "function": function}
 
     def read(self, arguments: Mapping[str, object]) -> Arguments:
-        """Return the arguments as the function takes them; defaults are left to the function.
-
-        Raises:
-            BadArguments: they do not fit; the message is meant for a model.
-        """
+        """Return the arguments as the function takes them (defaults are left to it), or raise BadArguments."""
         try:
             # A copy: a tool that changes its arguments must not change the record of the call.
             return self._validator.validate_python(fresh(arguments))
         except ValidationError as error:
             problems = error.errors(include_url=False, include_context=False)
             raise BadArguments(_explain(problems, arguments, self.names)) from None
-
-    def _hint(self, function: Function, parameter: inspect.Parameter) -> object:
-        name, annotation = parameter.name, parameter.annotation
-        if annotation is _EMPTY:
-            raise ToolError(f"{self._where}: '{name}' has no type; annotate it, as in `{name}: str`")
-        try:
-            return _type_of(function, parameter)
-        except Exception as error:  # evaluating a user's annotation can raise anything
-            raise ToolError(
-                f"{self._where}: '{name}': the annotation {annotation!r} cannot be resolved "
-                f"({type(error).__name__}: {error}); import the type at the top of the module, not under TYPE_CHECKING"
-            ) from error
-
-    def _build(self, shown: Mapping[str, object]) -> tuple[TypeAdapter[Arguments], Schema]:
-        try:
-            validator = _adapter(shown)
-            schema = tidy(validator.json_schema(schema_generator=_Generate))
-        except Exception as error:  # not only pydantic's: types bring their own hooks
-            raise self._blame(shown, error) from error
-        schema.pop("additionalProperties")  # true of every tool, and no training data shows it
-        return validator, schema
-
-    def _blame(self, shown: Mapping[str, object], error: Exception) -> ToolError:
-        """Find the parameter whose type pydantic cannot handle."""
-        culprit, name = error, ", ".join(shown)
-        for parameter, field in shown.items():
-            try:
-                _adapter({parameter: field}).json_schema(schema_generator=_Generate)
-            except Exception as alone:  # whatever the type's hooks raise
-                culprit, name = alone, parameter
-                break
-        text = culprit.message if isinstance(culprit, PydanticUserError) else str(culprit)
-        reason = text.partition("\n")[0].partition(". ")[0].rstrip(".")
-        return ToolError(
-            f"{self._where}: '{name}': its type cannot be shown to a model: {reason}. "
-            "Use JSON's types, Literal, an enum, a dataclass or a pydantic model, or hide it: Annotated[…, Hidden]"
-        )
 
 
 _remembered = functools.lru_cache(maxsize=256)(Parameters)
@@ -222,26 +173,44 @@ def _adapter(fields: Mapping[str, object]) -> TypeAdapter[Arguments]:
     return TypeAdapter(with_config(ConfigDict(extra="forbid"))(build("Arguments", fields)))
 
 
+def _unshowable(shown: Mapping[str, object], error: Exception, where: str) -> ToolError:
+    """Return an error that names the parameter whose type pydantic cannot handle."""
+    name = ", ".join(shown)
+    for parameter, field in shown.items():
+        try:
+            _adapter({parameter: field}).json_schema(schema_generator=_Generate)
+        except Exception as alone:  # whatever the type's hooks raise
+            error, name = alone, parameter
+            break
+    text = error.message if isinstance(error, PydanticUserError) else str(error)
+    reason = text.partition("\n")[0].partition(". ")[0].rstrip(".")
+    return ToolError(
+        f"{where}: '{name}': its type cannot be shown to a model: {reason}. "
+        "Use JSON's types, Literal, an enum, a dataclass or a pydantic model, or hide it: Annotated[…, Hidden]"
+    )
+
+
 def _field(hint: object, default: object, description: str | None) -> object:
     """Return the type of one argument; its default is shown, and filled in by the function itself."""
     notes: Schema = {"description": description} if description else {}
-    if default is _EMPTY:
+    if default is Parameter.empty:
         return Annotated[hint, Field(**notes)]
     with suppress(PydanticSerializationError):  # a default without a JSON form is not shown
         notes["json_schema_extra"] = {"default": to_jsonable_python(default)}
     return typing_extensions.NotRequired[Annotated[hint, Field(**notes)]]
 
 
+# -- looking at functions -----------------------------------------------------------------------------------------
+
+
 def context_parameters(function: Function, where: str) -> list[str]:
     """Return the names of the parameters of any function that are annotated as ToolContext."""
-
-    def asks(parameter: inspect.Parameter) -> bool:
-        try:
-            return _is_context(_type_of(function, parameter))
-        except Exception:  # the other parameters of such a function need no types that can be resolved
-            return False
-
-    return [name for name, parameter in _signature(function, where).items() if asks(parameter)]
+    names = []
+    for name, parameter in _signature(function, where).items():
+        with suppress(Exception):  # the other parameters of such a function need no types that can be resolved
+            if _is_context(_type_of(function, parameter)):
+                names.append(name)
+    return names
 
 
 def _where(function: Function) -> str:
@@ -252,11 +221,24 @@ def _is_context(hint: object) -> bool:
     return hint is ToolContext or ToolContext in get_args(hint)
 
 
-def _is_hidden(hint: object) -> bool:
-    return get_origin(hint) is Annotated and any(note is Hidden or isinstance(note, Hidden) for note in get_args(hint))
+def _hides(note: object) -> bool:
+    return note is Hidden or isinstance(note, Hidden)
 
 
-def _type_of(function: Function, parameter: inspect.Parameter) -> object:
+def _hint(function: Function, parameter: Parameter, where: str) -> object:
+    name, annotation = parameter.name, parameter.annotation
+    if annotation is Parameter.empty:
+        raise ToolError(f"{where}: '{name}' has no type; annotate it, as in `{name}: str`")
+    try:
+        return _type_of(function, parameter)
+    except Exception as error:  # evaluating a user's annotation can raise anything
+        raise ToolError(
+            f"{where}: '{name}': the annotation {annotation!r} cannot be resolved ({type(error).__name__}: {error}); "
+            "import the type at the top of the module, not under TYPE_CHECKING"
+        ) from error
+
+
+def _type_of(function: Function, parameter: Parameter) -> object:
     """Return a parameter's type, looked up where the function was written; raises what looking it up raises."""
     holder = SimpleNamespace(__annotations__={parameter.name: parameter.annotation})
     target = _plain(function)
@@ -266,7 +248,7 @@ def _type_of(function: Function, parameter: inspect.Parameter) -> object:
     return hint
 
 
-def _signature(function: Function, where: str) -> Mapping[str, inspect.Parameter]:
+def _signature(function: Function, where: str) -> Mapping[str, Parameter]:
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError) as error:
@@ -289,7 +271,7 @@ def _documented(function: Function) -> object:
     return type(function).__call__ if own_call else type(function)
 
 
-# A model's wrong arguments, in words.
+# -- a model's wrong arguments, in words --------------------------------------------------------------------------
 
 
 def _explain(problems: Sequence[ErrorDetails], arguments: Mapping[str, object], names: Collection[str]) -> str:
@@ -308,7 +290,8 @@ def _explain(problems: Sequence[ErrorDetails], arguments: Mapping[str, object], 
                 if len(problem["loc"]) == 1:
                     message += did_you_mean(path, names) if names else "; there are none"
             case kind:
-                message = "should be an object" if kind in _NO_OBJECT else message
+                if kind in ("dict_type", "model_type", "model_attributes_type", "dataclass_type"):
+                    message = "should be an object"  # where pydantic speaks of Python's types
                 text = json.dumps(value, ensure_ascii=False, default=repr)
                 got[path] = f" (got {text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 1] + '…'})"
         if message not in messages.setdefault(path, []):
@@ -331,55 +314,54 @@ def _follow(location: Sequence[int | str], arguments: Mapping[str, object]) -> t
     return path, value
 
 
-# From pydantic's JSON schemas to those that models are shown.
+# -- from pydantic's JSON schemas to those that models are shown --------------------------------------------------
 
-_FIRST = ("$ref", "type", "enum", "items", "properties", "required")
-_LAST = ("description", "default", "$defs")
-_RANK = {key: rank for rank, key in enumerate((*_FIRST, None, *_LAST))}
-
+_ORDER = ("$ref", "type", "enum", "items", "properties", "required", None, "description", "default", "$defs")
+"""How keys are sorted: what a value is, all other keys, what it is for."""
 # Where schemas stand in schemas. Everything under other keys (default, enum, const, examples) is data.
 _MAPS = ("properties", "patternProperties", "dependentSchemas")
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SINGLE = ("items", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else")
+_SCHEMAS = (
+    "anyOf", "oneOf", "allOf", "prefixItems",
+    "items", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else",
+)  # fmt: skip
 # `discriminator` is OpenAPI's, with references that inlining leaves dangling; oneOf says it too.
 _DROPPED = ("title", "$defs", "discriminator")
-_REFERENCE = re.compile(r'"\$ref": "#/\$defs/([^"]+)"')
 
 
 def tidy(schema: Schema) -> Schema:
     """Return pydantic's ``schema`` as a model should see it. The input is not changed.
 
     References are inlined (a type that holds itself keeps its ``$ref`` and ``$defs``), the ``title`` that pydantic
-    makes of every name goes, and keys stand in one order: what a value is, then what it is for. The meaning stays.
+    makes of every name goes, and keys stand in one order. The meaning stays.
     """
     definitions: dict[str, Schema] = schema.get("$defs", {})
-    reached = {name: set(_REFERENCE.findall(json.dumps(node))) for name, node in definitions.items()}
+    reached = {
+        name: set(re.findall(r'"\$ref": "#/\$defs/([^"]+)"', json.dumps(node))) for name, node in definitions.items()
+    }
     for _ in definitions:  # each step reaches one reference further
         reached = {name: names.union(*(reached[other] for other in names)) for name, names in reached.items()}
-    recursive = {name for name, names in reached.items() if name in names}
     kept: dict[str, object] = {}
 
     def clean(node: object) -> object:
+        if isinstance(node, list):
+            return [clean(item) for item in node]
         if not isinstance(node, dict):  # true and false are schemas too
             return node
-        name = str(node["$ref"]).removeprefix("#/$defs/") if "$ref" in node else None
-        if name is not None and name not in recursive:
-            return clean(definitions[name] | {key: value for key, value in node.items() if key != "$ref"})
-        if name is not None and name not in kept:
-            kept[name] = {}  # before going in, where it is referred to again
-            kept[name] = clean(definitions[name])
+        if "$ref" in node:
+            name = str(node["$ref"]).removeprefix("#/$defs/")
+            if name not in reached[name]:
+                return clean(definitions[name] | {key: value for key, value in node.items() if key != "$ref"})
+            if name not in kept:
+                kept[name] = {}  # before going in, where it is referred to again
+                kept[name] = clean(definitions[name])
         cleaned: Schema = {}
-        for key in sorted(node, key=lambda key: _RANK.get(key, _RANK[None])):
+        for key in sorted(node, key=lambda key: _ORDER.index(key if key in _ORDER else None)):
             value = node[key]
             if key in _DROPPED or (key == "additionalProperties" and value is True):  # true is the default
                 continue
             if key in _MAPS:
                 value = {name: clean(item) for name, item in value.items()}
-            elif key in _LISTS:
-                value = [clean(item) for item in value]
-            elif key in _SINGLE:
-                value = clean(value)
-            cleaned[key] = value
+            cleaned[key] = clean(value) if key in _SCHEMAS else value
         return cleaned
 
     result = cast(Schema, clean(schema))

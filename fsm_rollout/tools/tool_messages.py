@@ -1,4 +1,4 @@
-"""Every sentence that a model reads about its tool calls.
+"""The texts that a model reads about its tool calls.
 
 Invariant: an error reads ``error: <what was wrong>; <what to do>`` and is short, whatever an exception may hold; all
 text is valid Unicode, so that any tokenizer can encode it.
@@ -7,7 +7,7 @@ text is valid Unicode, so that any tokenizer can encode it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from pydantic_core import to_jsonable_python
 
@@ -18,6 +18,7 @@ LONGEST_MESSAGE = 500
 CORRECT = "correct the call and try again"
 GO_ON = "try again or go on without it"
 GO_ON_LATER = "try again later or go on without it"
+GO_ON_WITHOUT = "try again, or go on without it"
 
 
 def result(value: object) -> str:
@@ -36,64 +37,38 @@ def result(value: object) -> str:
     return clean(json.dumps(to_jsonable_python(value, fallback=_plain_data), ensure_ascii=False))
 
 
-def broken_call(message: str) -> str:
-    """Answer a call that cannot be read; ``message`` is the tool format's."""
-    return _error(f"the tool call cannot be read: {message}", "write it again, in the format of the tools")
+def error_text(problem: str, advice: str) -> str:
+    """Answer a call that failed."""
+    return clean(f"error: {problem}; {advice}")
 
 
-def unknown_tool(name: str, tools: Iterable[str]) -> str:
+def unknown_tool(name: str, tools: Sequence[str]) -> str:
     """Answer a call of a tool that does not exist."""
-    known = list(tools)
-    hint = did_you_mean(name, known).removeprefix("; ")
+    hint = did_you_mean(name, tools).removeprefix("; ")
     hint = f"{hint} " if hint.startswith("did") else ""
-    listed = f"the tools are: {', '.join(known)}" if known else "there are no tools here"
-    return _error(f"there is no tool '{_short(name, 100)}'", hint + listed)
-
-
-def bad_arguments(name: str, explanation: str) -> str:
-    """Answer a call whose arguments do not fit."""
-    return _error(f"{name}: {explanation}", "correct the arguments and try again")
-
-
-def died(name: str) -> str:
-    """Answer a call whose process ended without an answer."""
-    return _error(f"{name}: the tool broke down", "try again, or go on without it")
+    listed = f"the tools are: {', '.join(tools)}" if tools else "there are no tools here"
+    return error_text(f"there is no tool '{_short(name, 100)}'", hint + listed)
 
 
 def interrupted(name: str) -> str:
     """Answer a call that was cut off, and may have had its effect, when the run was interrupted."""
-    return _error(f"{name}: the call was interrupted and may have had its effect", "check before you call it again")
-
-
-def raised(error: BaseException) -> str:
-    """Answer a call on which the tool raised, which a better call may avoid."""
-    return _error(_described(error), CORRECT)
-
-
-def failed(name: str, error: BaseException) -> str:
-    """Answer a call on which the tool raised for a reason outside of the call."""
-    return _error(f"{name} failed: {_described(error)}", "try again, or go on without it")
-
-
-def not_ready(name: str, error: BaseException) -> str:
-    """Answer a call of a tool that could not be set up for this trajectory."""
-    return _error(f"{name} is not available ({type(error).__name__})", GO_ON_LATER)
+    return error_text(f"{name}: the call was interrupted and may have had its effect", "check before you call it again")
 
 
 def timed_out(name: str, seconds: float | None) -> str:
     """Answer a call that took too long."""
     after = f" after {seconds:g} s" if seconds is not None else ""
-    return _error(f"{name} did not answer and was stopped{after}", GO_ON)
+    return error_text(f"{name} did not answer and was stopped{after}", GO_ON)
 
 
-def no_slot(name: str) -> str:
-    """Answer a call that found no free slot: calls that were stopped run on and hold them."""
-    return _error(f"{name} is still busy with calls that did not end", GO_ON_LATER)
-
-
-def agent_failed(name: str, failure: str) -> str:
-    """Answer a call of an agent that ended without an answer."""
-    return _error(f"{name} ended without an answer ({failure})", GO_ON)
+def described(error: BaseException) -> str:
+    """Return an error's class and its message, shortened."""
+    try:
+        message = str(error)
+    except Exception:  # an exception that cannot even be printed
+        message = ""
+    name = type(error).__name__
+    return f"{name}: {_short(message, LONGEST_MESSAGE)}" if message else name
 
 
 def clean(text: str) -> str:
@@ -105,19 +80,6 @@ def clean(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
-
-
-def _error(problem: str, advice: str) -> str:
-    return clean(f"error: {problem}; {advice}")
-
-
-def _described(error: BaseException) -> str:
-    try:
-        message = str(error)
-    except Exception:  # an exception that cannot even be printed
-        message = ""
-    name = type(error).__name__
-    return f"{name}: {_short(message, LONGEST_MESSAGE)}" if message else name
 
 
 def _short(text: str, length: int) -> str:

@@ -15,10 +15,10 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass
 from functools import partial
 from random import Random
-from typing import Protocol, cast
+from typing import Any, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
 from msgspec.structs import replace
@@ -30,9 +30,9 @@ from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.errors import BadArguments, ConfigError, ToolError, did_you_mean
 from fsm_rollout.tools import tool_messages
 from fsm_rollout.tools.base import AgentAnswer, CallResult, ToolContext, ToolResult, fresh
-from fsm_rollout.tools.call import STOP_SECONDS, Expired, ToolDied, bounded, invoke, is_async
+from fsm_rollout.tools.call import STOP_SECONDS, Expired, NoSlot, Slots, ToolDied, bounded, invoke, is_async
 from fsm_rollout.tools.schema import Arguments, Function, Parameters, Schema, context_parameters, parameters_of
-from fsm_rollout.tools.slots import NoSlot, Slots
+from fsm_rollout.tools.tool_messages import CORRECT, GO_ON, GO_ON_LATER, GO_ON_WITHOUT, described, error_text
 from fsm_rollout.tools.truncation import Tokenizer, truncate
 from fsm_rollout.trajectory.events import MalformedCall, ToolCall
 
@@ -128,27 +128,18 @@ class FunctionTool(BoundTool):
 
     async def call(self, session: ToolSession, arguments: Arguments, context: MakeContext) -> object:
         """Call it where it is placed, with the hidden values laid under the model's arguments."""
-        hidden = fresh({**self.spec.kwargs, **session.tools_kwargs.get(self.name, {})})
+        hidden = fresh({**self.spec.kwargs, **session.hidden.get(self.name, {})})
         arguments = hidden | arguments | {name: context("call") for name in self.parameters.contexts}
-        match self.spec.placement:
-            case "local":
-                return await invoke(self.function, arguments)
-            case "process":
-                from fsm_rollout.tools.process_placement import call_in_process  # multiprocessing: as Ray
+        if self.spec.placement == "local":
+            return await invoke(self.function, arguments)
+        from fsm_rollout.tools import placement  # multiprocessing and Ray: only for those who ask for them
 
-                return await call_in_process(str(self.spec.use), arguments)
-            case "ray":
-                from fsm_rollout.tools.ray_placement import call_on_ray  # Ray: only for those who ask for it
-
-                return await call_on_ray(str(self.spec.use), arguments)
+        elsewhere = placement.call_in_process if self.spec.placement == "process" else placement.call_on_ray
+        return await elsewhere(str(self.spec.use), arguments)
 
 
-class Instance(Protocol):
-    """An instance of a tool's class; ``create`` and ``release`` are there if the class has them."""
-
-    create: Function
-    execute: Function
-    release: Function
+Instance: TypeAlias = Any
+"""An instance of a tool's class: has ``execute``, and ``create`` and ``release`` if the class has them."""
 
 
 class ClassTool(BoundTool):
@@ -171,7 +162,6 @@ class ClassTool(BoundTool):
         self.schema = self.parameters.tool(name, description)
         self.create: Function | None = getattr(cls, "create", None)
         self.create_contexts = context_parameters(self.create, self.where) if self.create is not None else []
-        self.releases = hasattr(cls, "release") or spec.placement == "ray"
         self._runs(execute)
         if spec.placement == "process":
             raise ToolError(
@@ -209,7 +199,7 @@ class ClassTool(BoundTool):
         creating = session.instances.get(self)
         if creating is None or (creating.done() and not _succeeded(creating)):
             creating = asyncio.get_running_loop().create_task(
-                self._create(session.tools_kwargs.get(self.name, {}), context), name=f"create of tool '{self.name}'"
+                self._create(session.hidden.get(self.name, {}), context), name=f"create of tool '{self.name}'"
             )
             session.instances[self] = creating
         try:
@@ -222,7 +212,7 @@ class ClassTool(BoundTool):
     async def _create(self, tools_kwargs: Mapping[str, object], context: MakeContext) -> Instance:
         make: Function = self.cls
         if self.spec.placement == "ray":
-            from fsm_rollout.tools.ray_placement import RayInstance  # Ray: only for those who ask for it
+            from fsm_rollout.tools.placement import RayInstance  # Ray: only for those who ask for it
 
             make = partial(RayInstance.make, str(self.spec.use))
         instance: Instance = await invoke(make, fresh(self.spec.kwargs))
@@ -231,15 +221,27 @@ class ClassTool(BoundTool):
             await invoke(instance.create, {**fresh(tools_kwargs), **contexts})
         return instance
 
-    async def release(self, creating: asyncio.Task[Instance]) -> None:
-        """Release a trajectory's instance; a `create` that still runs is stopped if it can be."""
+    async def release(self, creating: asyncio.Task[Instance]) -> str | None:
+        """Release a trajectory's instance, and return what went wrong; a `create` that still runs is stopped."""
+        timeout = self.spec.timeout or RELEASE_SECONDS
+        try:
+            await bounded(self._release(creating), timeout, name=f"release of tool '{self.name}'")
+        except Expired:
+            return f"tool '{self.name}': release did not end within {timeout:g} s and was stopped"
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:  # whatever the tool raises
+            return f"tool '{self.name}': release raised {type(error).__name__}: {error}"
+        return None
+
+    async def _release(self, creating: asyncio.Task[Instance]) -> None:
         if self.create is not None and is_async(self.create):
             creating.cancel()  # no effect when it is done
         try:
             await asyncio.wait({creating})
         finally:
             creating.cancel()
-        if _succeeded(creating) and self.releases:
+        if _succeeded(creating) and hasattr(creating.result(), "release"):
             await invoke(creating.result().release, {})
 
 
@@ -284,11 +286,7 @@ def _ask(task: str) -> None:
 
 
 def bind(name: str, spec: graph.Tool) -> BoundTool:
-    """Load a tool's code and build its schema; nothing of the tool runs.
-
-    Raises:
-        ToolError: its import, its signature or its ``kwargs`` are wrong.
-    """
+    """Load a tool's code and build its schema; nothing of the tool runs. Raise ToolError for what is wrong with it."""
     if (spec.use is None) == (spec.agent is None):
         raise ToolError(f"tool '{name}': give either `use` (a function or class) or `agent` (a YAML file)")
     if not spec.repeatable and spec.retry.attempts > 1:
@@ -310,7 +308,7 @@ def tool_schema_of(name: str, tool: graph.Tool) -> Schema:
     """Return the schema of a tool of an agent, whichever kind it is; its code is imported, and not run.
 
     Raises:
-        ToolError: as :func:`bind`.
+        ToolError: its import, its signature or its ``kwargs`` are wrong.
     """
     return bind(name, tool).schema
 
@@ -363,39 +361,14 @@ class Toolbox:
         return checked
 
     async def prepare(self) -> None:
-        """Connect to what tools run on. Await it before the first call, whose timeout does not include it.
-
-        Raises:
-            EngineError: it is not there.
-        """
+        """Connect to what tools run on. Await it before the first call, whose timeout does not include it."""
         if any(isinstance(t, FunctionTool | ClassTool) and t.spec.placement == "ray" for t in self._tools.values()):
-            from fsm_rollout.tools.ray_placement import prepare  # Ray: only for those who ask for it
+            from fsm_rollout.tools.placement import prepare_ray  # Ray: only for those who ask for it
 
-            await prepare()
-
-    def open(
-        self,
-        *,
-        trajectory_id: str,
-        group_id: str,
-        seed: int,
-        tools_kwargs: object,
-        extra: Mapping[str, object],
-        run_agent: RunAgent,
-    ) -> ToolSession:
-        """Begin a trajectory's use of the tools; nothing of theirs runs before it calls them.
-
-        Raises:
-            ToolError: as :meth:`check`.
-        """
-        checked = self.check(tools_kwargs)
-        return ToolSession(self, trajectory_id, group_id, seed, checked, extra, run_agent)
+            await prepare_ray()
 
     def slot(self, tool: BoundTool) -> AbstractAsyncContextManager[None]:
-        """Return what to hold while a tool runs: one of its ``concurrency`` slots, over all trajectories.
-
-        A call that is given up holds its slot until what it left running ends (:mod:`fsm_rollout.tools.slots`).
-        """
+        """Return what to hold while a tool runs: one of its ``concurrency`` slots, over all trajectories."""
         limit = tool.spec.concurrency or tool.slots
         if limit is None:
             return nullcontext()
@@ -405,22 +378,32 @@ class Toolbox:
         return slots[tool.name].hold(tool.spec.timeout)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, kw_only=True)
 class ToolSession:
-    """The tools of one trajectory: makes its calls and releases what they took. See :meth:`Toolbox.open`."""
+    """The tools of one trajectory: makes its calls and releases what they took. Nothing runs before the first call.
+
+    Raises:
+        ToolError: as :meth:`Toolbox.check`.
+    """
 
     toolbox: Toolbox
     trajectory_id: str
     group_id: str
     seed: int
     """Of the trajectory; with a call's id it seeds all randomness of that call."""
-    tools_kwargs: ToolsKwargs
+    tools_kwargs: InitVar[object]
+    """The prompt's ``tools_kwargs``, not checked yet."""
     extra: Mapping[str, object]
     """The prompt's other fields, for tools that ask."""
     run_agent: RunAgent | None
     """Runs an agent used as a tool. ``None`` once released, so that this session and who runs agents come apart."""
-    instances: dict[ClassTool, asyncio.Task[Instance]] = field(default_factory=dict)
-    """The tasks that make, or have made, this trajectory's instances."""
+
+    def __post_init__(self, tools_kwargs: object) -> None:
+        """Check the prompt's ``tools_kwargs``."""
+        self.hidden = self.toolbox.check(tools_kwargs)
+        """The values of hidden parameters, by tool."""
+        self.instances: dict[ClassTool, asyncio.Task[Instance]] = {}
+        """The tasks that make, or have made, this trajectory's instances."""
 
     async def call(
         self, attempt: ToolCall | MalformedCall, *, context: str = MAIN, tokenizer: Tokenizer | None = None
@@ -441,11 +424,14 @@ class ToolSession:
         begun = loop.time()
         # 1. Readable, and of a tool that is there.
         if isinstance(attempt, MalformedCall):
-            return CallResult(tool_messages.broken_call(attempt.message), failure=attempt.kind, bad=True)
+            text = error_text(
+                f"the tool call cannot be read: {attempt.message}", "write it again, in the format of the tools"
+            )
+            return CallResult(text, failure=attempt.kind, bad=True)
         known = self.toolbox.known(context)
         tool = known.get(attempt.name)
         if tool is None:
-            return CallResult(tool_messages.unknown_tool(attempt.name, known), failure="unknown_tool", bad=True)
+            return CallResult(tool_messages.unknown_tool(attempt.name, list(known)), failure="unknown_tool", bad=True)
         # 2. Run, as often as its retry allows.
         result = replace(await self._run(tool, attempt), seconds=loop.time() - begun)
         # 3. Cut to size.
@@ -465,7 +451,7 @@ class ToolSession:
         instances, self.instances = self.instances, {}
         if not instances:
             return []
-        work = asyncio.gather(*map(_release, instances, instances.values()))
+        work = asyncio.gather(*(tool.release(creating) for tool, creating in instances.items()))
         try:
             failures = await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -482,16 +468,17 @@ class ToolSession:
             try:
                 arguments = tool.read(call.arguments)
             except BadArguments as error:
-                text = tool_messages.bad_arguments(tool.name, str(error))
+                text = error_text(f"{tool.name}: {error}", "correct the arguments and try again")
                 return CallResult(text, failure="bad_arguments", bad=True)
             except Exception as error:  # a validator of the tool's own types
-                return CallResult(tool_messages.raised(error), failure=type(error).__name__, bad=True)
+                return _failed(error_text(described(error), CORRECT), error, bad=True)[0]
             # 2. One try, in one of the tool's slots.
             try:
                 async with self.toolbox.slot(tool):
                     result, errors = await self._try(tool, call.id, arguments, number)
             except NoSlot:
-                result, errors = _failure(tool_messages.no_slot(tool.name), TimeoutError(), "timed_out")
+                text = error_text(f"{tool.name} is still busy with calls that did not end", GO_ON_LATER)
+                result, errors = _failed(text, TimeoutError(), "timed_out")
             # 3. Done, unless it failed in a way that is to be tried again.
             if not errors or number >= retry.attempts or (retry.errors and errors.isdisjoint(retry.errors)):
                 return replace(result, tries=number)
@@ -502,6 +489,7 @@ class ToolSession:
         self, tool: BoundTool, call_id: str, arguments: Arguments, number: int
     ) -> tuple[CallResult, frozenset[str]]:
         """Run the tool once; return the result, and the names of the errors that a retry may be for."""
+        name = tool.name
 
         def context(purpose: str) -> ToolContext:
             rng = Random(derive_seed(self.seed, "tool", call_id, number, purpose))
@@ -509,56 +497,38 @@ class ToolSession:
 
         try:
             work = tool.call(self, arguments, context)
-            value = await bounded(work, tool.spec.timeout, name=f"tool '{tool.name}'", stop_seconds=tool.stop_seconds)
-            return _read(tool, value)
+            value = await bounded(work, tool.spec.timeout, name=f"tool '{name}'", stop_seconds=tool.stop_seconds)
+            # What it returned; what cannot be made text raises.
+            if isinstance(value, AgentAnswer) and value.failure is not None:
+                text = error_text(f"{name} ended without an answer ({value.failure})", GO_ON)
+                errors = frozenset({value.failure, value.failure.rpartition(":")[2]})
+                return CallResult(text, failure=value.failure, child_id=value.child_id), errors
+            if isinstance(value, AgentAnswer):
+                return CallResult(tool_messages.clean(value.text), child_id=value.child_id), frozenset()
+            if isinstance(value, ToolResult):
+                return CallResult(tool_messages.result(value.text), reward=value.reward), frozenset()
+            return CallResult(tool_messages.result(value)), frozenset()
         except Expired:
-            return _failure(tool_messages.timed_out(tool.name, tool.spec.timeout), TimeoutError(), "timed_out")
+            return _failed(tool_messages.timed_out(name, tool.spec.timeout), TimeoutError(), "timed_out")
         except NotReady as error:
             cause = error.__cause__ or error
-            return _failure(tool_messages.not_ready(tool.name, cause), cause)
+            return _failed(error_text(f"{name} is not available ({type(cause).__name__})", GO_ON_LATER), cause)
         except ToolDied as error:
-            return _failure(tool_messages.died(tool.name), error)
+            return _failed(error_text(f"{name}: the tool broke down", GO_ON_WITHOUT), error)
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
         except BaseException as error:  # tools may raise anything, pytest's and trio's own kinds included
             of_the_world = isinstance(error, OF_THE_WORLD) and not isinstance(error, OF_THE_CALL)
             if of_the_world or not _class_names(error).isdisjoint(tool.spec.retry.errors):
-                return _failure(tool_messages.failed(tool.name, error), error)
-            return _failure(tool_messages.raised(error), error, bad=True)
+                return _failed(error_text(f"{name} failed: {described(error)}", GO_ON_WITHOUT), error)
+            return _failed(error_text(described(error), CORRECT), error, bad=True)
 
 
-def _failure(
+def _failed(
     text: str, error: BaseException, slug: str | None = None, *, bad: bool = False
 ) -> tuple[CallResult, frozenset[str]]:
     """Return the result of a failed try, and the names that a retry may know its error by."""
     return CallResult(text, failure=slug or type(error).__name__, bad=bad), _class_names(error)
-
-
-async def _release(tool: ClassTool, creating: asyncio.Task[Instance]) -> str | None:
-    """Release one instance; return what went wrong."""
-    timeout = tool.spec.timeout or RELEASE_SECONDS
-    try:
-        await bounded(tool.release(creating), timeout, name=f"release of tool '{tool.name}'")
-    except Expired:
-        return f"tool '{tool.name}': release did not end within {timeout:g} s and was stopped"
-    except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
-        raise
-    except BaseException as error:  # whatever the tool raises
-        return f"tool '{tool.name}': release raised {type(error).__name__}: {error}"
-    return None
-
-
-def _read(tool: BoundTool, value: object) -> tuple[CallResult, frozenset[str]]:
-    """Read what a tool returned; a value that cannot be made text raises."""
-    if isinstance(value, AgentAnswer):
-        if value.failure is None:
-            return CallResult(tool_messages.clean(value.text), child_id=value.child_id), frozenset()
-        text = tool_messages.agent_failed(tool.name, value.failure)
-        errors = frozenset({value.failure, value.failure.rpartition(":")[2]})
-        return CallResult(text, failure=value.failure, child_id=value.child_id), errors
-    if isinstance(value, ToolResult):
-        return CallResult(tool_messages.result(value.text), reward=value.reward), frozenset()
-    return CallResult(tool_messages.result(value)), frozenset()
 
 
 def _class_names(error: BaseException) -> frozenset[str]:

@@ -39,26 +39,42 @@ def truncate(text: str, tokenizer: Tokenizer, limit: int, side: Side = "middle")
         The text (the same object when it fits) and the number of tokens dropped: 0 when it fits; an estimate when the
         text is longer than ``EXACT_CHARACTERS``.
     """
-    seen, unseen = _ends(text, side)
-    offsets = _offsets(tokenizer, seen)
+
+    def offsets_of(text: str) -> list[tuple[int, int]]:
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        offsets: list[tuple[int, int]] = encoded["offset_mapping"]
+        return offsets
+
+    # 1. Whether it fits. Of a very long text only the ends that may be kept are looked at.
+    seen, unseen = text, max(0, len(text) - EXACT_CHARACTERS)
+    if unseen:
+        first = _beginning(EXACT_CHARACTERS, side)
+        seen = text[:first] + text[first + unseen :]
+    offsets = offsets_of(seen)
     if unseen and len(offsets) <= limit:
         seen, unseen = text, 0
-        offsets = _offsets(tokenizer, text)
+        offsets = offsets_of(text)
     if len(offsets) <= limit:
         return text, 0
+    # 2. The room that the marker takes.
     beyond = round(unseen * len(offsets) / len(seen))
-    marker_size = len(_offsets(tokenizer, _marker(len(offsets) + beyond)))
+    marker_size = len(offsets_of(_marker(len(offsets) + beyond)))
     if marker_size * 2 > limit:
         marker_size = 0
     kept = limit - marker_size
     while True:
-        head, tail = _cut(seen, offsets, kept, side)
+        # 3. A cut, in whole characters. The tokens of one character share its place in the text, so the first dropped
+        # token's start and the last dropped token's end are never inside a character.
+        first = _beginning(kept, side)
+        last = kept - first
+        head = seen[: offsets[first][0]] if first else ""
+        tail = seen[offsets[len(offsets) - last - 1][1] :] if last else ""
         dropped = beyond + sum(1 for start, end in offsets if end > len(head) and start < len(seen) - len(tail))
         shorter = head + (_marker(dropped) if marker_size else "") + tail
-        excess = len(_offsets(tokenizer, shorter)) - limit
+        excess = len(offsets_of(shorter)) - limit
         if excess <= 0:
             return shorter, dropped
-        # Cutting may have changed how the edges encode; a few tokens less will do. Should the marker alone be too
+        # 4. Cutting may have changed how the edges encode; a few tokens less will do. Should the marker alone be too
         # long (its number is not the one it was measured with), it goes too; in the end nothing is left, which fits.
         if kept == 0:
             marker_size, kept = 0, limit
@@ -66,30 +82,9 @@ def truncate(text: str, tokenizer: Tokenizer, limit: int, side: Side = "middle")
             kept = max(0, kept - excess)
 
 
-def _cut(text: str, offsets: list[tuple[int, int]], kept: int, side: Side) -> tuple[str, str]:
-    """Return the beginning and the end of ``text`` that hold ``kept`` tokens together, in whole characters."""
-    first = {"left": 0, "right": kept, "middle": (kept + 1) // 2}[side]
-    last = kept - first
-    # The tokens of one character share its place in the text, so the first dropped token's start and the last dropped
-    # token's end are never inside a character.
-    head = text[: offsets[first][0]] if first else ""
-    tail = text[offsets[len(offsets) - last - 1][1] :] if last else ""
-    return head, tail
-
-
-def _ends(text: str, side: Side) -> tuple[str, int]:
-    """Return the part of a very long text that is looked at, and how many characters are not."""
-    unseen = max(0, len(text) - EXACT_CHARACTERS)
-    if not unseen:
-        return text, 0
-    first = {"left": 0, "right": EXACT_CHARACTERS, "middle": EXACT_CHARACTERS // 2}[side]
-    return text[:first] + text[first + unseen :], unseen
-
-
-def _offsets(tokenizer: Tokenizer, text: str) -> list[tuple[int, int]]:
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    offsets: list[tuple[int, int]] = encoded["offset_mapping"]
-    return offsets
+def _beginning(size: int, side: Side) -> int:
+    """Return how much of ``size`` stands before the cut."""
+    return {"left": 0, "right": size, "middle": (size + 1) // 2}[side]
 
 
 def _marker(tokens: int) -> str:

@@ -35,13 +35,13 @@ class Prompted(Event, frozen=True, kw_only=True, tag="prompted"):
     agent: str
     initial: str
     messages: list[Message]
-    extra: dict[str, Any]
+    extra: dict[str, object]
     limits: dict[str, float | None]
     seed: int
     date: str
     validate: bool = False
     parent_id: str | None = None
-    sampling: dict[str, Any] = {}
+    sampling: dict[str, object] = {}
     """What the prompt itself says about sampling."""
     spent: dict[str, int] = {}
     """What entering the initial state was charged."""
@@ -255,7 +255,7 @@ def _encode(value: object) -> object:
     raise TypeError(f"an event cannot hold a {type(value).__name__}; give plain data (str, numbers, lists, dicts)")
 
 
-def _decode(kind: type, value: Any) -> object:
+def _decode(kind: type, value: tuple[str, bytes]) -> object:
     typecode, data = value
     decoded: Ids | Logprobs = array(typecode)
     decoded.frombytes(data)

@@ -7,9 +7,10 @@ and what may stand there.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from fsm_rollout.errors import did_you_mean
 
@@ -41,24 +42,22 @@ def explanations(error: ValidationError, root: object, below: ConfigPath = ()) -
     Every wrong place is named once, by the first thing that is wrong with it. ``root`` is a model, or another type; a
     part of a path in angle brackets is the tag of a union, and no key.
     """
-    seen: set[ConfigPath] = set()
+    first: dict[ConfigPath, ErrorDetails] = {}
     for item in error.errors(include_url=False):
-        path = tuple(part for part in item["loc"] if not str(part).startswith("<"))
-        if path not in seen:
-            seen.add(path)
-            yield _explained((*below, *path), dict(item), _model_at(root, path[:-1]))
+        first.setdefault(tuple(part for part in item["loc"] if not str(part).startswith("<")), item)
+    for path, item in first.items():
+        yield _explained((*below, *path), item, _model_at(root, path[:-1]))
 
 
-def _explained(path: ConfigPath, item: dict[str, Any], model: type[BaseModel] | None) -> tuple[ConfigPath, str]:
-    kind, got = item["type"], _shown(item["input"])
+def _explained(path: ConfigPath, item: ErrorDetails, model: type[BaseModel] | None) -> tuple[ConfigPath, str]:
+    got, context = _shown(item["input"]), item.get("ctx", {})
     above, key = path[:-1], path[-1] if path else ""
     words = describe_path(path)
     where = f"{describe_path(above)}: " if describe_path(above) else ""
     if key == "[key]":
-        return above, f"{describe_path(above[:-1])}: '{above[-1]}' is not a name; use letters, digits and _".lstrip(
-            ": "
-        )
-    match kind:
+        place = f"{describe_path(above[:-1])}: " if describe_path(above[:-1]) else ""
+        return above, f"{place}'{above[-1]}' is not a name; use letters, digits and _"
+    match item["type"]:
         case "extra_forbidden":
             known = {field.alias or name for name, field in model.model_fields.items()} if model else set()
             # a custom handler's `options` are written beside the state's other keys, never under that name
@@ -66,22 +65,19 @@ def _explained(path: ConfigPath, item: dict[str, Any], model: type[BaseModel] | 
         case "missing":
             return above, f"{where}'{key}' is missing"
         case "value_error":
-            return path, ": ".join(part for part in (words, str(item["ctx"]["error"])) if part)
+            return path, ": ".join(part for part in (words, str(context["error"])) if part)
         case "literal_error":
-            expected = item["ctx"]["expected"]
-            hint = did_you_mean(str(item["input"]), str(expected).replace("'", "").replace(" or ", ", ").split(", "))
+            expected = str(context["expected"])
+            hint = did_you_mean(str(item["input"]), expected.replace("'", "").replace(" or ", ", ").split(", "))
             return path, f"{where}{key} must be {expected}, got {got}{hint}"
-        case "string_pattern_mismatch" if ":" in str(item["ctx"]["pattern"]) and key != "stop_reason":
-            return path, f"{where}{key} must be 'module:name', got {got}"
         case "string_pattern_mismatch" if key != "stop_reason":
-            return path, f"{where}{key} must be a name (letters, digits and _), got {got}"
-        case "model_type":
+            kind = "'module:name'" if ":" in str(context["pattern"]) else "a name (letters, digits and _)"
+            return path, f"{where}{key} must be {kind}, got {got}"
+        case "model_type" | "dict_type" | "mapping_type":
             return path, f"{words or 'the agent'} must be a mapping, got {got}"
-        case "dict_type" | "mapping_type":
-            return path, f"{words} must be a mapping, got {got}"
         case "tuple_type":
             return path, f"{where}{key} must be a list, got {got}"
-    what = str(item["msg"]).removeprefix("Input ").replace("String", "text", 1)
+    what = item["msg"].removeprefix("Input ").replace("String", "text", 1)
     return path, f"{words}{' ' if what.startswith('should') else ': '}{what}, got {got}"
 
 
@@ -89,7 +85,7 @@ def _shown(value: object) -> str:
     if isinstance(value, Mapping | list):
         return "a mapping" if isinstance(value, Mapping) else "a list"
     if value is None or isinstance(value, bool):
-        return {None: "nothing", True: "true", False: "false"}[value]
+        return "nothing" if value is None else str(value).lower()
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}…'"
 
@@ -98,12 +94,11 @@ def _model_at(kind: object, path: ConfigPath) -> type[BaseModel] | None:
     """Return the model whose keys stand at ``path`` below a value of the type ``kind``; ``None`` beyond the models."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         field = kind.model_fields.get(str(path[0])) if path else None
-        return _model_at(field.annotation, path[1:]) if field else kind if not path else None
+        return _model_at(field.annotation, path[1:]) if field else None if path else kind
     arguments = get_args(kind)
-    if get_origin(kind) is Annotated:
-        return _model_at(arguments[0], path)
-    if get_origin(kind) is Mapping:
-        return _model_at(arguments[1], path[1:]) if path else None
-    if get_origin(kind) is tuple:
-        return _model_at(arguments[0], path[1:]) if path else None
+    if get_origin(kind) in (
+        Mapping,
+        tuple,
+    ):  # the type of the values is the last of a mapping's, the first of a tuple's
+        return _model_at(arguments[get_origin(kind) is Mapping], path[1:]) if path else None
     return next((model for argument in arguments if (model := _model_at(argument, path))), None)

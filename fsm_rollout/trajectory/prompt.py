@@ -280,9 +280,9 @@ def _parquet(path: Path) -> Iterator[_Item | Problem]:
         yield Problem(f"is not parquet that can be read: {error}", str(path))
 
 
-def _without_nulls(row: Mapping[str, object]) -> dict[str, Any]:
+def _without_nulls(row: Mapping[str, object]) -> dict[str, object]:
     """Return a row without the columns it has nothing in, dates and bytes as text."""
-    data: dict[str, Any] = msgspec.to_builtins(_present(row), str_keys=True)
+    data: dict[str, object] = msgspec.to_builtins(_present(row), str_keys=True)
     if isinstance(messages := data.get("messages"), list):
         data["messages"] = [_present(message) if isinstance(message, dict) else message for message in messages]
     return data

@@ -8,7 +8,7 @@ decided here; a :class:`~fsm_rollout.trajectory.events.Transitioned` event says 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import get_args
 
 import msgspec
 
@@ -395,7 +395,7 @@ def routing_key(limit: str, state: str) -> str:
     return f"{limit}@{state}" if limit == LimitName.MAX_VISITS else limit
 
 
-_APPLY: Mapping[type[events.Event], Callable[[Trajectory, Any], None]] = {
+_APPLY: Mapping[type[events.Event], Callable[[Trajectory, AnyEvent], None]] = {
     event: getattr(Trajectory, f"_{event.__struct_config__.tag}") for event in get_args(AnyEvent)
 }
 """How a trajectory takes in each event: its method of the event's own name."""

@@ -15,7 +15,7 @@ import pytest
 
 from fsm_rollout.agent import graph
 from fsm_rollout.errors import ToolError
-from fsm_rollout.tools import AgentAnswer, CallResult, Toolbox, ToolContext, ToolResult
+from fsm_rollout.tools import AgentAnswer, CallResult, Toolbox, ToolContext, ToolResult, ToolSession
 from fsm_rollout.trajectory.events import ToolCall
 from tests.kit import ROOT
 
@@ -114,8 +114,8 @@ def call_all(
     agent = graph.AgentGraph(agent="a", states={}, transitions=(), tools={"tool": {"timeout": 60.0, **tool}})
 
     async def main() -> list[CallResult]:
-        box = Toolbox(agent)
-        session = box.open(
+        session = ToolSession(
+            toolbox=Toolbox(agent),
             trajectory_id="t",
             group_id="g",
             seed=1,

@@ -138,8 +138,8 @@ class _Tool(Subject):
     def open(self) -> ToolSession:
         """Begin a trajectory's use of the tool; each is given the same."""
         self.prompt_fields = copy.deepcopy(self.extra)
-        return self.box.open(
-            trajectory_id="check/0", group_id="check", seed=0, tools_kwargs=self.tools_kwargs,
+        return ToolSession(
+            toolbox=self.box, trajectory_id="check/0", group_id="check", seed=0, tools_kwargs=self.tools_kwargs,
             extra=self.prompt_fields, run_agent=_run_agent,
         )  # fmt: skip
 

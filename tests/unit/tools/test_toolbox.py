@@ -298,7 +298,7 @@ def opened(toolbox: Toolbox, **options: Any) -> ToolSession:
         "extra": {"answer": "42"},
         "run_agent": no_agent,
     }
-    return toolbox.open(**(defaults | options))
+    return ToolSession(toolbox=toolbox, **(defaults | options))
 
 
 def a_call(name: str, call_id: str = "c1", /, **arguments: Any) -> ToolCall:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fsm_rollout.agent import graph
 from fsm_rollout.testing.simulation.virtual_time import run_virtual
-from fsm_rollout.tools import AgentAnswer, CallResult, Toolbox, truncate
+from fsm_rollout.tools import AgentAnswer, CallResult, Toolbox, ToolSession, truncate
 from fsm_rollout.tools.truncation import EXACT_CHARACTERS
 from fsm_rollout.trajectory.events import ToolCall
 
@@ -170,9 +170,10 @@ def test_a_tools_results_are_cut_to_its_response_tokens(use: str):
         raise AssertionError
 
     async def main() -> CallResult:
-        session = Toolbox(agent).open(
-            trajectory_id="t", group_id="g", seed=0, tools_kwargs=None, extra={}, run_agent=no_agent
-        )
+        session = ToolSession(
+            toolbox=Toolbox(agent), trajectory_id="t", group_id="g", seed=0, tools_kwargs=None, extra={},
+            run_agent=no_agent,
+        )  # fmt: skip
         return await session.call(ToolCall(id="c", name="t", arguments={}), tokenizer=tokenizer())
 
     result = run_virtual(main())

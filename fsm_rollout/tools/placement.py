@@ -1,0 +1,300 @@
+"""A tool's code in another process or on a Ray cluster: a heavy tool neither slows trajectories nor ends them.
+
+Invariant: arguments and results are plain, picklable data. A call that is given up is killed. An error comes back as
+the tool raised it (as a RuntimeError with its name where it cannot travel).
+
+A worker process runs functions, one call at a time. The caller's script is never run again in it, and what a tool
+prints goes to the standard error. It outlives its caller by a second at most, however that ends, and leaves nothing
+that a tool started in its session. (The pools of anyio and of the standard library run the caller's script again, which
+may be a training script without a main guard, and end the worker only.)
+
+On Ray a function is a task, and a class one actor for each trajectory. Tools take no CPU of Ray's accounts (engines may
+have them all): the toolbox says how many run at once, and tasks are spread over the nodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import importlib
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+from fsm_rollout.agent.handlers import load_object
+from fsm_rollout.concurrency.ray_session import answer_to, connect, import_ray
+from fsm_rollout.tools import tool_messages
+from fsm_rollout.tools.base import ToolResult
+from fsm_rollout.tools.call import ToolDied, invoke, is_async
+from fsm_rollout.tools.schema import Function
+
+WATCH_SECONDS = 1.0
+"""How often a worker looks whether the process that started it is still there."""
+LOG_AFTER = 2.0
+"""Seconds of connecting to Ray after which a line says what is waited for."""
+RAY_OPTIONS = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
+
+Answer: TypeAlias = tuple[str | ToolResult | None, Exception | None]
+"""What a tool returned, as text, or the error that it raised."""
+
+_logger = logging.getLogger(__name__)
+
+
+# -- worker processes ---------------------------------------------------------------------------------------------
+
+
+async def call_in_process(use: str, arguments: Mapping[str, object]) -> object:
+    """Call the function ``use`` (``module:name``) in a worker process; cancelling the call kills that process.
+
+    Raises what the function raises, and ToolDied where the arguments cannot be sent or no answer comes.
+    """
+    try:
+        request = pickle.dumps((use, dict(arguments)))
+    except Exception as error:  # whatever the objects' own pickling does
+        raise ToolDied(f"the call cannot be sent to another process: {error}") from error
+    worker = _free_worker()
+    try:
+        answer = await invoke(worker.call, {"request": request})
+    except BaseException:  # the call is given up; the thread that waits for it sees the pipe close
+        await asyncio.shield(invoke(worker.kill, {}))
+        raise
+    _idle.append(worker)
+    return _result(answer)
+
+
+def _result(answer: Answer) -> object:
+    value, error = answer
+    if error is not None:
+        raise error
+    return value
+
+
+class _Worker:
+    """A worker process, in a session of its own, so that it can be killed with all that it started."""
+
+    def __init__(self) -> None:
+        self._pipe, theirs = Pipe()
+        package = str(Path(__file__).parents[2])
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _START, package, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self._pipe.send(sys.path)
+
+    def call(self, request: bytes) -> Answer:
+        try:
+            self._pipe.send_bytes(request)
+            answer = self._pipe.recv_bytes()
+        except (OSError, EOFError) as error:
+            raise ToolDied(f"its process ended without an answer (exit code {self.process.poll()})") from error
+        return cast(Answer, pickle.loads(answer))
+
+    def kill(self) -> None:
+        """End it and everything that it started."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self._pipe.close()
+
+
+_idle: list[_Worker] = []
+"""Shared by all threads; `pop` and `append` are atomic."""
+
+
+def _free_worker() -> _Worker:
+    """Return a worker that is free, a new one if need be: modules are imported once in each."""
+    with suppress(IndexError):
+        while (worker := _idle.pop()).process.poll() is not None:
+            worker.kill()
+        return worker
+    return _Worker()
+
+
+@atexit.register
+def _dismiss() -> None:
+    while _idle:
+        _idle.pop().kill()
+
+
+_START = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from fsm_rollout.tools.placement import serve
+serve(int(sys.argv[2]), int(sys.argv[3]))
+"""
+
+
+def serve(descriptor: int, parent: int) -> None:
+    """In the worker: answer calls until the process ``parent``, which has the other end of the pipe, is gone."""
+    os.set_inheritable(descriptor, False)  # not for the programs that tools start
+    threading.Thread(target=_end_with, args=(parent,), name="fsm-rollout-watch", daemon=True).start()
+    pipe = Connection(descriptor)
+    with suppress(OSError, EOFError):  # the other end is gone
+        sys.path[:] = pipe.recv()
+        while True:
+            use, arguments = pickle.loads(pipe.recv_bytes())
+            importlib.invalidate_caches()
+            answer = _answer(use, arguments)
+            try:
+                packed = pickle.dumps(answer)
+            except Exception as error:  # whatever a subclass's own pickling does
+                packed = pickle.dumps((None, RuntimeError(f"what '{use}' returned cannot be sent back: {error}")))
+            pipe.send_bytes(packed)
+    _end()
+
+
+def _end_with(parent: int) -> None:
+    """End with the parent: one that is killed during a call cannot say so, and the pipe is read between calls only."""
+    never = threading.Event()
+    while os.getppid() == parent:
+        never.wait(WATCH_SECONDS)
+    _end()
+
+
+def _end() -> None:
+    """End this process, and with it all that tools have started in its session."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+# -- Ray ----------------------------------------------------------------------------------------------------------
+
+
+async def call_on_ray(use: str, arguments: Mapping[str, object]) -> object:
+    """Call the function ``use`` (``module:name``) as a Ray task; cancelling the call kills the worker.
+
+    Raises what the function raises, ToolDied where the worker was lost, and EngineError where there is no Ray.
+    """
+    ray = await _connected()
+    task = ray.remote(_answer).options(max_retries=0, **RAY_OPTIONS)
+    return await _ray_result(task.remote(use, dict(arguments), sys.path), force=True)
+
+
+async def prepare_ray() -> None:
+    """Connect Ray, and have it start a worker, so that the first call's time is all its own."""
+    slow = asyncio.get_running_loop().call_later(LOG_AFTER, _logger.info, "waiting for Ray, where tools are to run")
+    try:
+        if not import_ray().is_initialized():
+            with suppress(ToolDied):  # the calls will tell
+                await call_on_ray("os:getpid", {})
+    finally:
+        slow.cancel()
+
+
+async def _connected() -> Any:
+    """Return ``ray``, connected; the first time takes seconds, in a thread."""
+    ray = import_ray()
+    if not ray.is_initialized():
+        await asyncio.to_thread(connect)
+    return ray
+
+
+async def _ray_result(reference: object, *, force: bool) -> object:
+    ray = import_ray()
+    try:
+        return _result(await answer_to(reference))
+    except asyncio.CancelledError:
+        ray.cancel(reference, force=force)
+        raise
+    except ray.exceptions.RayError as lost:
+        raise ToolDied(f"it ended without an answer: {type(lost).__name__}") from lost
+
+
+class RayInstance:
+    """An instance of a tool's class in an actor of its own; its methods are the tool's."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self.create = partial(self._run, "create")
+        self.execute = partial(self._run, "execute")
+
+    @classmethod
+    async def make(cls, use: str, /, **kwargs: object) -> RayInstance:
+        """Start the actor; the instance is made at its first call."""
+        ray = await _connected()
+        actor = ray.remote(_Holder).options(max_restarts=0, max_concurrency=1000, **RAY_OPTIONS)
+        return cls(actor.remote(use, kwargs, sys.path))
+
+    async def release(self) -> None:
+        """Release it, and end the actor."""
+        try:
+            await self._run("release")
+        finally:
+            import_ray().kill(self._actor)
+
+    async def _run(self, method: str, /, **arguments: object) -> object:
+        return await _ray_result(self._actor.run.remote(method, arguments), force=False)
+
+
+class _Holder:
+    """The actor: holds one instance of a tool's class."""
+
+    def __init__(self, use: str, kwargs: dict[str, object], path: Sequence[str]) -> None:
+        _look_in(path)
+        self._use, self._kwargs = use, kwargs
+        self._instance: object = None
+        self._making = asyncio.Lock()
+
+    async def run(self, method: str, arguments: dict[str, object]) -> Answer:
+        try:
+            async with self._making:
+                if self._instance is None:
+                    self._instance = await invoke(cast(Function, load_object(self._use)), self._kwargs)
+            if not hasattr(self._instance, method):
+                return None, None
+            value = await invoke(getattr(self._instance, method), arguments)
+            return (_sendable(value) if method == "execute" else None), None
+        except Exception as error:  # whatever the tool raises
+            return None, _portable(error)
+
+
+# -- where the tool runs ------------------------------------------------------------------------------------------
+
+
+def _answer(use: str, arguments: dict[str, object], path: Sequence[str] = ()) -> Answer:
+    """Call a tool's function in this process, and return what it gave, or its error, in a form that can travel."""
+    _look_in(path)
+    try:
+        function = cast(Function, load_object(use))
+        value = function(**arguments)
+        if is_async(function):
+            value = asyncio.run(cast("Coroutine[object, object, object]", value))
+        return _sendable(value), None
+    except (KeyboardInterrupt, SystemExit) as error:
+        return None, RuntimeError(f"{type(error).__name__}: {error}")
+    except Exception as error:  # whatever the tool raises
+        return None, _portable(error)
+
+
+def _look_in(path: Sequence[str]) -> None:
+    """Find modules where the caller finds them, as far as those folders exist here too."""
+    sys.path += [entry for entry in path if entry not in sys.path and os.path.isdir(entry)]
+
+
+def _sendable(value: object) -> str | ToolResult:
+    """Return what a tool returned in a form that any process can unpickle."""
+    return value if isinstance(value, ToolResult) else tool_messages.result(value)
+
+
+def _portable(error: Exception) -> Exception:
+    """Return an error that can be pickled and unpickled: itself if it can."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever its own pickling does
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
