@@ -16,7 +16,9 @@ import msgspec
 from fsm_rollout.trajectory.reasons import FinishReason
 from fsm_rollout.trajectory.tokens import Ids, Logprobs
 
-Message = dict[str, Any]
+PlainData = dict[str, Any]
+"""Text, numbers, lists and mappings, by key. (`object` would not do: msgspec asks the hook to decode it.)"""
+Message = PlainData
 """A chat message in OpenAI's form: role, content, and for tools tool_calls / tool_call_id / name."""
 
 
@@ -35,13 +37,13 @@ class Prompted(Event, frozen=True, kw_only=True, tag="prompted"):
     agent: str
     initial: str
     messages: list[Message]
-    extra: dict[str, object]
+    extra: PlainData
     limits: dict[str, float | None]
     seed: int
     date: str
     validate: bool = False
     parent_id: str | None = None
-    sampling: dict[str, object] = {}
+    sampling: PlainData = {}
     """What the prompt itself says about sampling."""
     spent: dict[str, int] = {}
     """What entering the initial state was charged."""
@@ -90,7 +92,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
 
     id: str
     name: str
-    arguments: dict[str, Any]
+    arguments: PlainData
 
 
 class MalformedCall(msgspec.Struct, frozen=True, kw_only=True, tag="broken"):
@@ -145,7 +147,7 @@ class Called(Event, frozen=True, kw_only=True, tag="called"):
     state: str
     id: str
     name: str
-    arguments: dict[str, Any]
+    arguments: PlainData
     result: str
     failure: str | None = None
     bad: bool = False
