@@ -96,9 +96,7 @@ def _model_at(kind: object, path: ConfigPath) -> type[BaseModel] | None:
         field = kind.model_fields.get(str(path[0])) if path else None
         return _model_at(field.annotation, path[1:]) if field else None if path else kind
     arguments = get_args(kind)
-    if get_origin(kind) in (
-        Mapping,
-        tuple,
-    ):  # the type of the values is the last of a mapping's, the first of a tuple's
-        return _model_at(arguments[get_origin(kind) is Mapping], path[1:]) if path else None
+    if get_origin(kind) in (Mapping, tuple):
+        values = arguments[1 if get_origin(kind) is Mapping else 0]
+        return _model_at(values, path[1:]) if path else None
     return next((model for argument in arguments if (model := _model_at(argument, path))), None)
