@@ -8,11 +8,11 @@ cannot be compared as it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsm_rollout.errors import EngineError
+from fsm_rollout.errors import EngineError, did_you_mean
 
 
 def check_finite(weights: Mapping[str, Any]) -> None:
@@ -23,6 +23,22 @@ def check_finite(weights: Mapping[str, Any]) -> None:
     """
     for name, tensor in weights.items():
         _check(name, tensor, "")
+
+
+def check_weights(weights: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> None:
+    """Check tensors by name that are to replace those of a model that has ``shapes`` (empty: not known).
+
+    Raises:
+        EngineError: a name or shape does not fit; or see :func:`check_finite`.
+    """
+    for name, tensor in weights.items() if shapes else ():
+        if name not in shapes:
+            raise EngineError(f"new weights name '{name}', which the model does not have{did_you_mean(name, shapes)}")
+        if hasattr(tensor, "shape") and list(tensor.shape) != list(shapes[name]):
+            raise EngineError(
+                f"new weight '{name}' has shape {list(tensor.shape)}, the model's has {list(shapes[name])}"
+            )
+    check_finite(weights)
 
 
 def check_folder(folder: Path) -> None:

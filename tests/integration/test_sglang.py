@@ -26,7 +26,7 @@ import fsm_rollout as fr
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pool import LocalPlacement, PoolEngine
 from fsm_rollout.engines.protocol import Chunk, Load
-from fsm_rollout.engines.sglang import engine as sglang
+from fsm_rollout.engines.sglang import process as sglang_process
 from fsm_rollout.engines.sglang import server as sglang_server
 from fsm_rollout.engines.sglang.engine import SGLangEngine
 from fsm_rollout.engines.sglang.http import SGLangHTTPEngine
@@ -334,7 +334,7 @@ def test_a_server_that_is_killed_while_it_starts_leaves_nothing_behind() -> None
     family: list[psutil.Process] = []
 
     def kill() -> None:
-        while len(family) < 4:  # the server, multiprocessing's tracker, and the first processes of SGLang
+        while len(family) < 3:  # the server, and the first processes of SGLang
             family[:] = set(me.children(recursive=True)) - before
         next(process for process in family if process.ppid() == me.pid).kill()
 
@@ -344,6 +344,25 @@ def test_a_server_that_is_killed_while_it_starts_leaves_nothing_behind() -> None
         SGLangEngine("embedded", threads=1)
     killer.join()
     assert_gone(family)
+
+
+def test_a_process_that_starts_anew_dies_with_the_server_before_it_has_imported_anything() -> None:
+    """As SGLang's do where it has CUDA; elsewhere they are forked."""
+    text = """
+import importlib.util, multiprocessing, os, sys, time
+sys.modules["__main__"].__spec__ = importlib.util.find_spec("fsm_rollout.engines.sglang.process")
+os.environ["FSM_ROLLOUT_SGLANG_SERVER"] = str(os.getpid())
+work = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+multiprocessing.get_context("spawn").Process(target=exec, args=(work, {})).start()
+time.sleep(600)
+"""
+    server = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE)
+    assert server.stdout is not None
+    with server.stdout as output:
+        child = psutil.Process(int(output.readline()))
+    server.kill()
+    server.wait()
+    assert_gone([child])
 
 
 def test_no_process_stays_behind_when_whoever_started_it_is_killed() -> None:
@@ -375,14 +394,16 @@ def test_a_killed_scheduler_costs_no_token_as_another_sglang_goes_on_with_the_sa
 ) -> None:
     first, processes = served.engine, served.processes
     defaults = {"skip_tokenizer_init": False, "incremental_streaming_output": False}
-    monkeypatch.setattr(sglang, "ServerProcess", lambda own, threads: ServerProcess({**own, **defaults}, threads))
+    monkeypatch.setattr(
+        sglang_process, "ServerProcess", lambda own, threads: ServerProcess({**own, **defaults}, threads)
+    )
     tensors = {name: tensor.clone() for name, tensor in model("early").state_dict().items()}
 
     async def main() -> None:
         pool = served.pool
         assert await pool.update_weights(tensors, 70) == 70
         client = EngineClient(pool)
-        asked = [client.submit(request(pool, next(names), i, 1200, temperature=0.7, ignore_eos=True)) for i in range(3)]
+        asked = [client.submit(request(pool, next(names), i, 400, temperature=0.7, ignore_eos=True)) for i in range(3)]
         async with asyncio.timeout(60):
             while any(len(pending.ids) < 20 for pending in asked):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -398,7 +419,7 @@ def test_a_killed_scheduler_costs_no_token_as_another_sglang_goes_on_with_the_sa
         assert "scheduler_0" in line
         assert "exit code -9" in line
         for pending in asked:
-            assert (pending.finish_reason, len(pending.ids), pending.versions) == ("length", 1200, [(1200, 70)])
+            assert (pending.finish_reason, len(pending.ids), pending.versions) == ("length", 400, [(400, 70)])
             got = Got(pending.request, [Chunk("", pending.ids, pending.logprobs, weight_version=70)])
             assert worst(got, {70: "early"}) < CLOSE
         assert "process of SGLang has ended (exit code -9)" in str(first.failure)

@@ -16,13 +16,12 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fsm_rollout.concurrency.cancellation import wait_for
-from fsm_rollout.engines.finite import check_finite
+from fsm_rollout.engines.finite import check_weights
 from fsm_rollout.engines.sglang.http import SGLangHTTPEngine
-from fsm_rollout.engines.sglang.model import check_weights_fit, check_weights_there, save_tensors, shapes_in, window_of
-from fsm_rollout.engines.sglang.process import ServerProcess
+from fsm_rollout.engines.sglang.model import check_weights_there, config_number, save_tensors, shapes_in
 from fsm_rollout.engines.sglang.server import Server
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model.folders import model_folder
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OWN_ARGUMENTS = (
+OWN_ARGUMENTS = {
     "model_path",
     "skip_tokenizer_init",
     "incremental_streaming_output",
@@ -41,7 +40,7 @@ OWN_ARGUMENTS = (
     "host",
     "port",
     "api_key",
-)
+}
 """Arguments of SGLang that this engine sets itself."""
 KEPT_BY_SGLANG = 6
 """Tokens of the window that SGLang does not use."""
@@ -91,27 +90,27 @@ class SGLangEngine(SGLangHTTPEngine):
         send_every: int = 8,
         deterministic: bool = False,
         start_timeout: float = 300.0,
-        args: Mapping[str, Any] | None = None,
+        args: Mapping[str, object] | None = None,
         replica: str = "",
     ) -> None:
+        # 1. What can be known before anything starts.
         if importlib.util.find_spec("sglang") is None:
             raise EngineError("SGLang is not installed; pip install 'fsm-rollout[sglang]' (README says how on a CPU)")
-        if reserved := sorted(set(args or {}) & set(OWN_ARGUMENTS)):
+        from fsm_rollout.engines.sglang.process import ServerProcess  # needs what comes with SGLang
+
+        args = args or {}
+        if reserved := sorted(OWN_ARGUMENTS & args.keys()):
             raise EngineError(f"args: {', '.join(reserved)}: the engine sets this itself; leave it out")
         folder = model_folder(model)
-        if "load_format" not in (args or {}):
+        if "load_format" not in args:
             check_weights_there(folder)
         self._read_model(folder)
-        context = None if max_context is None else min(max_context + KEPT_BY_SGLANG, window_of(folder) or sys.maxsize)
-        arguments = {
-            "model_path": str(folder),
-            "skip_tokenizer_init": True,
-            "incremental_streaming_output": True,
-            "weight_version": "0",
-            "tp_size": tp,
-            "log_level": "error",
-        }
-        optional = {
+        # 2. SGLang's arguments; what is not said here is its own choice.
+        context = max_context
+        if max_context is not None:
+            window = config_number(folder, "max_position_embeddings") or sys.maxsize
+            context = min(max_context + KEPT_BY_SGLANG, window)
+        choices = {
             "device": device,
             "dtype": dtype,
             "context_length": context,
@@ -119,7 +118,17 @@ class SGLangEngine(SGLangHTTPEngine):
             "mem_fraction_static": mem_fraction,
             "enable_deterministic_inference": deterministic or None,
         }
-        arguments |= {name: value for name, value in optional.items() if value is not None} | dict(args or {})
+        arguments = {
+            "model_path": str(folder),
+            "skip_tokenizer_init": True,
+            "incremental_streaming_output": True,
+            "weight_version": "0",
+            "tp_size": tp,
+            "log_level": "error",
+            **{name: value for name, value in choices.items() if value is not None},
+            **args,
+        }
+        # 3. The server.
         self._process = ServerProcess(arguments, threads)
         self._connect(Server(self._process.url, send_every, self._process.api_key), replica, self._process)
         try:
@@ -127,8 +136,7 @@ class SGLangEngine(SGLangHTTPEngine):
         except BaseException:
             self._stop()
             raise
-        requests = self._connection.requests
-        requests.max_context = min(max_context or sys.maxsize, requests.max_context)
+        self._connection.max_context = min(max_context or sys.maxsize, self.max_context)
 
     def _await_start(self, timeout: float) -> None:
         """Wait until SGLang has started, saying so now and then.
@@ -153,7 +161,7 @@ class SGLangEngine(SGLangHTTPEngine):
     @property
     def failure(self) -> EngineError | None:
         """Why SGLang's process is gone, once it is; only another engine can go on then."""
-        return self._connection.requests.failure
+        return self._connection.failure
 
     async def update_weights(self, weights: str | Path | Mapping[str, torch.Tensor], version: int | None = None) -> int:
         """Load new weights; see the protocol. Tensors that are not named stay as they are.
@@ -166,9 +174,7 @@ class SGLangEngine(SGLangHTTPEngine):
         """
         if not isinstance(weights, Mapping) or not weights:
             return await super().update_weights(weights, version)
-        if shapes := shapes_in(self._folder):
-            check_weights_fit(weights, shapes)
-        await asyncio.to_thread(check_finite, weights)
+        await asyncio.to_thread(check_weights, weights, shapes_in(self._folder))
         with tempfile.TemporaryDirectory(prefix="fsm-rollout-weights-", dir=_room_for(weights)) as folder:
             await asyncio.to_thread(save_tensors, weights, Path(folder))
             return await self._load(Path(folder), version)

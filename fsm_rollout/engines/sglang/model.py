@@ -12,25 +12,34 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsm_rollout.errors import EngineError, did_you_mean
+from fsm_rollout.errors import EngineError
 
 if TYPE_CHECKING:
     import torch
 
 
-def _config(folder: Path, name: str) -> Mapping[str, Any]:
-    path = folder / name
+def _config(path: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+        config = json.loads(path.read_text("utf-8")) if path.is_file() else {}
     except ValueError as error:
         raise EngineError(f"'{path}' is not JSON: {error}") from None
-    return found if isinstance(found, Mapping) else {}
+    return config if isinstance(config, Mapping) else {}
 
 
 def _text_config(folder: Path) -> Mapping[str, Any]:
-    config = _config(folder, "config.json")
+    config = _config(folder / "config.json")
     nested = config.get("text_config")
     return nested if isinstance(nested, Mapping) else config
+
+
+def config_number(folder: Path, key: str) -> int | None:
+    """Return a number of the config: ``vocab_size``, ``max_position_embeddings``.
+
+    Raises:
+        EngineError: a file of the folder is broken.
+    """
+    number = _text_config(folder).get(key)
+    return number if isinstance(number, int) else None
 
 
 def stop_tokens_in(folder: Path, tokenizer: Any) -> frozenset[int]:
@@ -39,83 +48,11 @@ def stop_tokens_in(folder: Path, tokenizer: Any) -> frozenset[int]:
     Raises:
         EngineError: a file of the folder is broken.
     """
-    of_generation = _config(folder, "generation_config.json").get("eos_token_id")
+    of_generation = _config(folder / "generation_config.json").get("eos_token_id")
     for eos in (of_generation, _text_config(folder).get("eos_token_id"), tokenizer.eos_token_id):
         if eos is not None:
             return frozenset(map(int, eos)) if isinstance(eos, list) else frozenset({int(eos)})
     return frozenset()
-
-
-def vocabulary_of(folder: Path) -> int | None:
-    """Return how many tokens the model gives probabilities to.
-
-    Raises:
-        EngineError: a file of the folder is broken.
-    """
-    size = _text_config(folder).get("vocab_size")
-    return size if isinstance(size, int) else None
-
-
-def window_of(folder: Path) -> int | None:
-    """Return the longest context the config allows, in tokens.
-
-    Raises:
-        EngineError: a file of the folder is broken.
-    """
-    window = _text_config(folder).get("max_position_embeddings")
-    return window if isinstance(window, int) else None
-
-
-def check_weights_there(folder: Path) -> None:
-    """Check that a folder has weights, and whole ones where they are safetensors: SGLang finds out after a minute.
-
-    Raises:
-        EngineError: it has none, or a file is broken.
-    """
-    if not any(any(folder.glob(f"*.{kind}")) for kind in ("safetensors", "bin", "pt", "gguf")):
-        raise EngineError(f"'{folder}' has no weights (*.safetensors, *.bin); copy them there")
-    shapes_in(folder)
-
-
-def check_complete(new: Path, shapes: Mapping[str, list[int]]) -> None:
-    """Check from its headers that a folder's tensors can take the place of all those that have ``shapes``.
-
-    What a model drafts tokens with (``mtp``) may be missing, because trainers leave it out. A folder without
-    safetensors files is not looked at.
-
-    Raises:
-        EngineError: a tensor is missing, or has another shape; or a file is broken.
-    """
-    given = shapes_in(new)
-    if not given:
-        return
-    for name, shape in shapes.items():
-        if name not in given and "mtp" not in name.split("."):
-            raise EngineError(f"the new weights in '{new}' lack '{name}', which the model has; save all of them")
-        if given.get(name, shape) != shape:
-            raise EngineError(f"new weight '{name}' in '{new}' has shape {given[name]}, the model's has {shape}")
-
-
-def check_weights_fit(weights: Mapping[str, torch.Tensor], shapes: Mapping[str, list[int]]) -> None:
-    """Check new weights against the shapes of the model's: SGLang passes over a name that it does not know.
-
-    Raises:
-        EngineError: a name or shape does not fit.
-    """
-    for name, tensor in weights.items():
-        if name not in shapes:
-            raise EngineError(f"new weights name '{name}', which the model does not have{did_you_mean(name, shapes)}")
-        if list(tensor.shape) != shapes[name]:
-            raise EngineError(f"new weight '{name}' has shape {list(tensor.shape)}, the model's has {shapes[name]}")
-
-
-def save_tensors(weights: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Save weights so that :func:`shapes_in` and SGLang find them in ``folder``; views and tied tensors in full."""
-    import torch
-    from safetensors.torch import save_file
-
-    whole = {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in weights.items()}
-    save_file(whole, folder / "model.safetensors")
 
 
 def shapes_in(folder: Path) -> Mapping[str, list[int]]:
@@ -130,12 +67,50 @@ def shapes_in(folder: Path) -> Mapping[str, list[int]]:
             with path.open("rb") as file:
                 header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
                 start = file.tell()
-            end = max((t["data_offsets"][1] for name, t in header.items() if name != "__metadata__"), default=0)
-            if (size := path.stat().st_size) < start + end:
-                raise ValueError(f"it is cut off: it has {size:,} of {start + end:,} bytes")
-            shapes |= {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
-        except (ValueError, KeyError, TypeError, struct.error) as error:
+            header.pop("__metadata__", None)
+            end = start + max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+            if (size := path.stat().st_size) < end:
+                raise ValueError(f"it is cut off: it has {size:,} of {end:,} bytes")
+            shapes |= {name: tensor["shape"] for name, tensor in header.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
             raise EngineError(f"'{path}' is no safetensors file: {type(error).__name__}: {error}") from None
     if "model.embed_tokens.weight" in shapes and _text_config(folder).get("tie_word_embeddings"):
         shapes.setdefault("lm_head.weight", shapes["model.embed_tokens.weight"])
     return shapes
+
+
+def check_weights_there(folder: Path) -> None:
+    """Check that a folder has weights, and whole ones where they are safetensors: SGLang finds out after a minute.
+
+    Raises:
+        EngineError: it has none, or a file is broken.
+    """
+    if not any(any(folder.glob(f"*.{kind}")) for kind in ("safetensors", "bin", "pt", "gguf")):
+        raise EngineError(f"'{folder}' has no weights (*.safetensors, *.bin); copy them there")
+    shapes_in(folder)
+
+
+def check_complete(folder: Path, shapes: Mapping[str, list[int]]) -> None:
+    """Check from its headers that a folder's tensors can take the place of all those that have ``shapes``.
+
+    What a model drafts tokens with (``mtp``) may be missing, because trainers leave it out. A folder without
+    safetensors files is not looked at.
+
+    Raises:
+        EngineError: a tensor is missing, or has another shape; or a file is broken.
+    """
+    found = shapes_in(folder)
+    for name, shape in shapes.items() if found else ():
+        if name not in found and "mtp" not in name.split("."):
+            raise EngineError(f"the new weights in '{folder}' lack '{name}', which the model has; save all of them")
+        if found.get(name, shape) != shape:
+            raise EngineError(f"new weight '{name}' in '{folder}' has shape {found[name]}, the model's has {shape}")
+
+
+def save_tensors(weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Save weights so that :func:`shapes_in` and SGLang find them in ``folder``; views and tied tensors in full."""
+    import torch
+    from safetensors.torch import save_file
+
+    whole = {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in weights.items()}
+    save_file(whole, folder / "model.safetensors")

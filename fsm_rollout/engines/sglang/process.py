@@ -26,17 +26,16 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
+
+import psutil
 
 from fsm_rollout.engines.sglang import cpu as sglang_cpu
 from fsm_rollout.errors import EngineError, did_you_mean
-
-if TYPE_CHECKING:
-    import psutil
 
 _SERVER = "FSM_ROLLOUT_SGLANG_SERVER"
 """Tells SGLang's processes the id of the server's."""
@@ -74,25 +73,18 @@ class ServerProcess:
             env=_environment(),
             start_new_session=True,  # a Ctrl-C in the terminal is for the caller alone
         )
+        self.pid = self._process.pid
         self.exited: Future[int] = Future()
         """Its exit code."""
         self._waiter = threading.Thread(target=self._wait, name="fsm-rollout-sglang-exit", daemon=True)
         self._waiter.start()
+        assert self._process.stdin is not None
+        self._stdin = self._process.stdin
         address = {"host": "127.0.0.1", "port": port, "api_key": self.api_key}
         start = json.dumps({"arguments": {**arguments, **address}, "threads": threads})
         with suppress(OSError):  # it has ended already, and its output says why
             self._stdin.write(start.encode() + b"\n")
             self._stdin.flush()
-
-    @property
-    def pid(self) -> int:
-        """The id of the process."""
-        return self._process.pid
-
-    @property
-    def _stdin(self) -> IO[bytes]:
-        assert self._process.stdin is not None
-        return self._process.stdin
 
     def _wait(self) -> None:
         self.exited.set_result(self._process.wait())
@@ -107,19 +99,13 @@ class ServerProcess:
             output = os.pread(log, OUTPUT_BYTES, max(0, os.fstat(log).st_size - OUTPUT_BYTES))
         return EngineError(explained(reason, output.decode(errors="replace")))
 
-    def kill(self) -> None:
-        """End the process and all below it soon."""
-        for process in _family(self.pid):
-            _kill(process)
+    def kill(self) -> list[psutil.Process]:
+        """End the process and all below it soon, and return them."""
+        return _kill(self.pid)
 
     def stop(self) -> None:
         """End the process and all below it, and wait for that; more than once if need be."""
-        import psutil
-
-        family = _family(self.pid)
-        for process in family:
-            _kill(process)
-        psutil.wait_procs(family, timeout=CLOSE_WITHIN)  # it knows a process from a later one of its id
+        psutil.wait_procs(self.kill(), timeout=CLOSE_WITHIN)  # it knows a process from a later one of its id
         self._waiter.join(CLOSE_WITHIN)
         with suppress(OSError):
             self._stdin.close()
@@ -149,31 +135,26 @@ def explained(reason: str, output: str) -> str:
     return "\n".join([f"{first}; the end of its output:", *lines[-OUTPUT_LINES:]])
 
 
-def _family(pid: int) -> list[psutil.Process]:
-    """Return a process and all below it; none where it has ended."""
-    import psutil
-
+def _kill(pid: int) -> list[psutil.Process]:
+    """Kill a process and all below it, and return them; none where it has ended."""
     try:
         process = psutil.Process(pid)
-        return [process, *process.children(recursive=True)]
+        family = [*process.children(recursive=True), process]
     except psutil.NoSuchProcess:
         return []
-
-
-def _kill(process: psutil.Process) -> None:
-    import psutil
-
-    with suppress(psutil.NoSuchProcess):
-        process.kill()
+    for member in family:
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
+    return family
 
 
 def _environment() -> dict[str, str]:
     """Return the environment for the process: this one's, and this package importable."""
+    path = [path for path in [os.environ.get("PYTHONPATH")] if path]
     above = Path(__file__).resolve().parents[3]
-    path = os.environ.get("PYTHONPATH", "")
     if above.name not in ("site-packages", "dist-packages"):
-        path = os.pathsep.join(filter(None, [path, str(above)]))
-    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+        path.append(str(above))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
 
 
 # -- the server's process ---------------------------------------------------------------------------------------------
@@ -187,15 +168,18 @@ def main() -> None:
     os.environ[_SERVER] = str(os.getpid())
     threading.Thread(target=_end_with_input, daemon=True).start()
     arguments = {**sglang_cpu.prepare(start["threads"]), **start["arguments"]}
-    _check(arguments)
-    sglang_cpu.serve(arguments)
-
-
-def _check(arguments: Mapping[str, object]) -> None:
-    """Check arguments that SGLang would fail over without a plain word, or late."""
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
 
-    known = inspect.signature(ServerArgs).parameters
+    _check(arguments, inspect.signature(ServerArgs).parameters)
+    # What sglang.launch_server does; but SGLang's processes import this main module again, not that one.
+    load_plugins()
+    run_server(ServerArgs(**arguments))
+
+
+def _check(arguments: Mapping[str, object], known: Collection[str]) -> None:
+    """Check arguments that SGLang would fail over without a plain word, or late."""
     problems = [
         f"SGLang has no argument '{name}'{did_you_mean(name, known)}" for name in arguments if name not in known
     ]
@@ -207,10 +191,9 @@ def _check(arguments: Mapping[str, object]) -> None:
 
 def _end_with_input() -> None:
     """Wait until whoever started this is gone; then kill every process below this one, and this one."""
-    while os.read(sys.stdin.fileno(), 4096):
+    while os.read(sys.stdin.fileno(), 4096):  # without the lock of sys.stdin, which a forked process would wait for
         pass
-    for process in reversed(_family(os.getpid())):
-        _kill(process)
+    _kill(os.getpid())
 
 
 def _die_with_server() -> None:

@@ -1,8 +1,8 @@
-"""What is said to an SGLang server over HTTP, and what its answers mean.
+"""What is asked of an SGLang server over HTTP, and what its answers mean.
 
-Invariant: every question has an answer within a stated time, or an EngineError that has the URL; an answer that is not
-what an SGLang server says is an error that shows it, and never a token. Only generating takes as long as it takes
-(:mod:`fsm_rollout.engines.sglang.http` watches that).
+Invariant: every question is answered within a stated time, or is an EngineError that has the URL. An answer that no
+SGLang server gives is an error that shows it, and never a token. Only generating takes as long as it takes
+(:mod:`fsm_rollout.engines.sglang.connection` watches that).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
+from functools import cached_property
 from http import HTTPStatus
 from pathlib import Path
 from typing import TypeVar
@@ -30,7 +31,7 @@ LINE_BYTES = 256 * 2**20
 
 
 class WeightsRefused(EngineError):
-    """A server did not begin to load weights, so it has those that it had."""
+    """A server did not begin to load weights, so it still has its old ones."""
 
 
 class Finish(msgspec.Struct):
@@ -51,28 +52,24 @@ class Meta(msgspec.Struct):
     output_token_sampling_logprobs: list[float] = []
 
 
-class _Refusal(msgspec.Struct):
-    message: str
-
-
 class _Line(msgspec.Struct):
     """A piece of an answer: the whole answer so far, or with incremental output what is new in it."""
 
     output_ids: list[int] | None = None
     meta_info: Meta | None = None
-    error: _Refusal | str | None = None
-    """What stands in place of the others when SGLang refuses the request."""
+    error: dict[str, object] | str | None = None
+    """Stands in place of the others when SGLang refuses the request."""
 
 
 class Info(msgspec.Struct):
-    """What a server says about itself, as far as it matters here."""
+    """``/server_info``, as far as it matters here."""
 
     max_req_input_len: int
     sampling_mask_max_tokens: int = 0
     enable_weights_cpu_backup: bool = False
 
 
-class _Label(msgspec.Struct):
+class _ModelInfo(msgspec.Struct):
     weight_version: str | int = ""
 
 
@@ -81,7 +78,7 @@ class _Loaded(msgspec.Struct):
     message: str = ""
 
 
-Said = TypeVar("Said")
+T = TypeVar("T")
 _encode = msgspec.json.Encoder().encode
 _decode_line = msgspec.json.Decoder(_Line).decode
 
@@ -98,52 +95,49 @@ class Server:
     def __init__(self, url: str, send_every: int, api_key: str | None = None) -> None:
         self.url = url.rstrip("/")
         self.label = ""
-        """What it calls the weights that ours should be."""
+        """What the server should call its weights."""
         self.ours = False
-        """Whether that name is ours. Until then others may update it, and we are none the wiser."""
+        """Whether we gave the weights that label. Until then others may update them without our knowing."""
         self.doubt: Callable[[], None] = lambda: None
-        """Called when it may be another server, or have other weights, the next time."""
+        """Called when the next connection may meet another server, or other weights."""
         self._send_every = send_every
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._client: aiohttp.ClientSession | None = None
 
-    @property
-    def client(self) -> aiohttp.ClientSession:
-        """The connections, made on the loop when they are first needed."""
-        if self._client is None:
-            self._client = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, force_close=True),  # a kept one may be closed as it is used
-                timeout=aiohttp.ClientTimeout(total=None, connect=ANSWER_WITHIN),
-                headers=self._headers,
-                read_bufsize=LINE_BYTES,
-            )
-        return self._client
+    @cached_property
+    def _client(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),  # a kept one may be closed as it is used
+            timeout=aiohttp.ClientTimeout(total=None, connect=ANSWER_WITHIN),
+            headers=self._headers,
+            read_bufsize=LINE_BYTES,
+        )
 
     async def aclose(self) -> None:
         """Close the connections."""
-        if self._client is not None:
-            await self._client.close()
+        await self._client.close()
+
+    # -- questions ------------------------------------------------------------------------------------------------
 
     async def call(
         self,
-        method: str,
         path: str,
         body: Mapping[str, object] | None = None,
         *,
         within: float = ANSWER_WITHIN,
         may_refuse: bool = False,
     ) -> bytes:
-        """Ask something and return the answer; also (``may_refuse``) one that says why it refuses.
+        """GET, or POST ``body``, and return the answer; also (``may_refuse``) one that says why it refuses.
 
         Raises:
             EngineError: the server is not there, refuses, or has not answered in full ``within`` so many seconds.
         """
+        method = "GET" if body is None else "POST"
         try:
             async with (
                 asyncio.timeout(within),
-                self.client.request(method, self.url + path, data=_encode(body) if body else None) as answer,
+                self._client.request(method, self.url + path, data=_encode(body) if body else None) as answer,
             ):
                 content = await answer.read()
         except TimeoutError:
@@ -162,10 +156,49 @@ class Server:
             f"the SGLang server {self.url} cannot be reached ({why}); is it running, and is the url right?"
         )
 
+    def _read(self, path: str, content: bytes, kind: type[T]) -> T:
+        try:
+            return msgspec.json.decode(content, type=kind)
+        except msgspec.MsgspecError:
+            raise EngineError(f"{self.url}{path} does not say what an SGLang server says; is the url right?") from None
+
+    async def ask_info(self) -> Info:
+        """Return what the server says about itself."""
+        return self._read("/server_info", await self.call("/server_info"), Info)
+
+    async def ask_label(self) -> str:
+        """Return what the server calls its weights."""
+        return str(self._read("/model_info", await self.call("/model_info"), _ModelInfo).weight_version)
+
+    async def abort(self, rid: str) -> None:
+        """Have it end a request soon, if it can be reached."""
+        with suppress(EngineError):  # asked again, or the request fails by itself
+            await self.call("/abort_request", {"rid": rid})
+
+    async def flush_cache(self) -> None:
+        """Wait until it has nothing to do, and have it forget what it has computed."""
+        await self.call(f"/flush_cache?timeout={IDLE_WITHIN:g}", {}, within=IDLE_WITHIN + ANSWER_WITHIN)
+
+    async def load_weights(self, folder: Path, label: str) -> None:
+        """Have it load a folder, which it must be able to read.
+
+        Raises:
+            WeightsRefused: it refuses. EngineError: it is not there, or has failed half-way.
+        """
+        path, body = "/update_weights_from_disk", {"model_path": str(folder), "weight_version": label}
+        loaded = self._read(path, await self.call(path, body, within=UPDATE_WITHIN, may_refuse=True), _Loaded)
+        if not loaded.success:
+            kind = EngineError if "Rolling back" in loaded.message else WeightsRefused  # it has no copy of the old ones
+            raise kind(f"the SGLang server {self.url} refused the weights: {loaded.message}")
+
+    # -- generating -----------------------------------------------------------------------------------------------
+
     async def stream(
         self, rid: str, arguments: Mapping[str, object], sampling: Mapping[str, object]
     ) -> AsyncIterator[tuple[list[int], Meta]]:
         """Generate, and yield tokens and what is said about them: the whole answer so far, or what is new in it.
+
+        The last one has a ``finish_reason``.
 
         Raises:
             ValueError: it refuses this request. EngineError: it is gone, or no SGLang.
@@ -174,7 +207,7 @@ class Server:
         body = _encode({**arguments, "sampling_params": sampling, "rid": rid, "stream": True})
         answered = finished = False
         try:
-            async with self.client.post(f"{self.url}/generate", data=body) as answer:
+            async with self._client.post(f"{self.url}/generate", data=body) as answer:
                 if answer.status >= HTTPStatus.BAD_REQUEST:
                     kind = ValueError if answer.status == HTTPStatus.BAD_REQUEST else EngineError
                     raise kind(f"{self.url}/generate answered {answer.status}: {_shown(await answer.read())}")
@@ -186,17 +219,16 @@ class Server:
         except (aiohttp.ClientError, OSError) as error:
             if not finished:
                 raise self.gone(error) from None
-        if finished:
-            return
         if not answered:
             self.doubt()
             raise EngineError(
                 f"{self.url}/generate answered {answer.status} and not a word of what it generates; is it "
                 f"an SGLang server?"
             )
-        raise self.gone(EOFError("the answer broke off"))
+        if not finished:
+            raise self.gone(EOFError("the answer broke off"))
 
-    def _output(self, line: bytes) -> tuple[list[int], Meta]:
+    def _output(self, text: bytes) -> tuple[list[int], Meta]:
         """Return one of SGLang's outputs.
 
         Raises:
@@ -204,81 +236,24 @@ class Server:
                 sampled by other weights than ours; connections may break while nobody looks.
         """
         try:
-            said = _decode_line(line)
+            line = _decode_line(text)
         except msgspec.MsgspecError as error:
-            raise self._no_sglang(line, str(error)) from None
-        if said.error is not None:
-            raise ValueError(said.error.message if isinstance(said.error, _Refusal) else said.error)
-        if said.meta_info is None or said.output_ids is None:
-            raise self._no_sglang(line, f"it lacks `{'meta_info' if said.meta_info is None else 'output_ids'}`")
-        label = said.meta_info.weight_version
+            raise self._no_sglang(text, str(error)) from None
+        if line.error is not None:
+            raise ValueError(line.error if isinstance(line.error, str) else line.error.get("message", line.error))
+        if line.meta_info is None or line.output_ids is None:
+            raise self._no_sglang(text, f"it lacks `{'meta_info' if line.meta_info is None else 'output_ids'}`")
+        label = line.meta_info.weight_version
         if self.ours and label is not None and str(label) != self.label:
             self.doubt()
             raise EngineError(
                 f"{self.url} samples with weights of version '{label}', not '{self.label}' as loaded here; it was "
                 f"restarted, or others update it"
             )
-        return said.output_ids, said.meta_info
+        return line.output_ids, line.meta_info
 
-    def _no_sglang(self, line: bytes, why: str) -> EngineError:
-        return EngineError(f"{self.url}/generate does not answer as an SGLang server does ({why}): {_shown(line)}")
-
-    async def ask_info(self) -> Info:
-        """Return what the server says about itself.
-
-        Raises:
-            EngineError: it is not there, or is no SGLang.
-        """
-        return self._read("/server_info", await self.call("GET", "/server_info"), Info)
-
-    async def ask_label(self) -> str:
-        """Return what the server calls its weights.
-
-        Raises:
-            EngineError: it is not there, or does not say.
-        """
-        return str(self._read("/model_info", await self.call("GET", "/model_info"), _Label).weight_version)
-
-    def _read(self, path: str, content: bytes, kind: type[Said]) -> Said:
-        try:
-            return msgspec.json.decode(content, type=kind)
-        except msgspec.MsgspecError:
-            raise EngineError(f"{self.url}{path} does not say what an SGLang server says; is the url right?") from None
-
-    async def flush_cache(self) -> None:
-        """Wait until it has nothing to do, and have it forget what it has computed.
-
-        Raises:
-            EngineError: it is not there, or has something to do.
-        """
-        path = f"/flush_cache?timeout={IDLE_WITHIN:g}"
-        await self.call("POST", path, within=IDLE_WITHIN + ANSWER_WITHIN)
-
-    async def load_weights(self, folder: Path, label: str) -> None:
-        """Have it load a folder, which it must be able to read.
-
-        Raises:
-            WeightsRefused: it refuses. EngineError: it is not there, or has failed half-way.
-        """
-        body = {"model_path": str(folder), "weight_version": label}
-        path = "/update_weights_from_disk"
-        loaded = self._read(path, await self.call("POST", path, body, within=UPDATE_WITHIN, may_refuse=True), _Loaded)
-        if not loaded.success:
-            kind = EngineError if "Rolling back" in loaded.message else WeightsRefused  # it has no copy of the old ones
-            raise kind(f"the SGLang server {self.url} refused the weights: {loaded.message}")
-
-    async def rename_weights(self, label: str) -> None:
-        """Have it give the weights that it has another version.
-
-        Raises:
-            EngineError: it is not there, or refuses.
-        """
-        await self.call("POST", "/update_weight_version", {"new_version": label, "abort_all_requests": False})
-
-    async def abort(self, rid: str) -> None:
-        """Have it end a request soon, if it can be reached."""
-        with suppress(EngineError):  # asked again, or the request fails by itself
-            await self.call("POST", "/abort_request", {"rid": rid})
+    def _no_sglang(self, text: bytes, why: str) -> EngineError:
+        return EngineError(f"{self.url}/generate does not answer as an SGLang server does ({why}): {_shown(text)}")
 
 
 def _shown(content: bytes) -> str:

@@ -15,8 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from fsm_rollout.engines.finite import check_finite
-from fsm_rollout.errors import EngineError, did_you_mean
+from fsm_rollout.engines.finite import check_weights
+from fsm_rollout.errors import EngineError
 from fsm_rollout.model.folders import load_tokenizer, model_folder
 
 _BUILDING = threading.Lock()
@@ -126,14 +126,7 @@ def replace_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
         EngineError: a name or shape does not fit, or a tensor is not finite.
     """
     own = model.state_dict()
-    check_finite(weights)
-    for name, tensor in weights.items():
-        if name not in own:
-            raise EngineError(f"new weights name '{name}', which the model does not have{did_you_mean(name, own)}")
-        if tensor.shape != own[name].shape:
-            raise EngineError(
-                f"new weight '{name}' has shape {list(tensor.shape)}, the model's has {list(own[name].shape)}"
-            )
+    check_weights(weights, {name: tensor.shape for name, tensor in own.items()})
     with torch.no_grad():
         for name, tensor in weights.items():
             own[name].copy_(tensor)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsm_rollout.engines.finite import check_finite
+from fsm_rollout.engines.finite import check_finite, check_weights
 from fsm_rollout.errors import EngineError
 
 KINDS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2, torch.float8_e4m3fn]
@@ -44,3 +44,14 @@ def test_what_cannot_be_infinite_is_fine(fine: torch.Tensor):
 def test_the_largest_numbers_are_numbers():
     """Their sum is none."""
     check_finite({"a": torch.full((100,), torch.finfo(torch.float16).max, dtype=torch.float16)})
+
+
+def test_weights_are_checked_by_name_and_shape() -> None:
+    check_weights({"a": torch.zeros(2, 3)}, {"a": [2, 3]})
+    check_weights({"a": torch.zeros(2)}, {})  # nobody knows what the model has
+    with pytest.raises(EngineError, match="'ab', which the model does not have; "):
+        check_weights({"ab": torch.zeros(1)}, {"abc": [1]})
+    with pytest.raises(EngineError, match=r"has shape \[2\], the model's has \[3\]"):
+        check_weights({"a": torch.zeros(2)}, {"a": [3]})
+    with pytest.raises(EngineError, match="'a' is a list; weights are torch tensors by name"):
+        check_weights({"a": [0.0]}, {"a": [1]})

@@ -8,21 +8,23 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import NoReturn
 
 
-class Absent:
-    """A name of a module that is not there."""
+class _Absent:
+    """A name of a module that is not installed."""
 
     def __init__(self, name: str, why: str) -> None:
         self._name, self._why = name, why
 
-    def __getattr__(self, name: str) -> Absent:
-        return stand_in(self._name, self._why)(name)
+    def __getattr__(self, name: str) -> _Absent:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Absent(f"{self._name}.{name}", self._why)
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
         """Say that it cannot be called."""
         raise NotImplementedError(f"{self._name}: {self._why}")
 
@@ -40,20 +42,10 @@ class _Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if below else None
 
     def exec_module(self, module: ModuleType) -> None:
-        vars(module)["__getattr__"] = stand_in(module.__name__, self._why)
+        vars(module)["__getattr__"] = _Absent(module.__name__, self._why).__getattr__
 
 
-def stand_in(name: str, why: str) -> Callable[[str], Absent]:
-    """Return the ``__getattr__`` of an absent module ``name``."""
-
-    def attribute(attribute: str) -> Absent:
-        if attribute.startswith("__"):
-            raise AttributeError(attribute)
-        return Absent(f"{name}.{attribute}", why)
-
-    return attribute
-
-
-def submodules(package: str, why: str) -> None:
-    """Let every submodule of ``package`` be imported, too."""
-    sys.meta_path.append(_Submodules(package, why))
+def stand_in(name: str, why: str) -> None:
+    """Give the module ``name`` every name and submodule; calling anything of it says ``why`` it is absent."""
+    vars(sys.modules[name]).update(__version__="0.0.0", __path__=[], __getattr__=_Absent(name, why).__getattr__)
+    sys.meta_path.append(_Submodules(name, why))

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fsm_rollout.engines.protocol import Request, SamplingParams
-from fsm_rollout.engines.sglang import http as sglang_http
+from fsm_rollout.engines.sglang import connection as sglang_connection
 from fsm_rollout.engines.sglang import server as sglang_server
 from fsm_rollout.engines.sglang.http import SGLangHTTPEngine
 from fsm_rollout.errors import EngineError
@@ -135,8 +135,8 @@ def test_an_end_without_a_token_is_no_empty_answer(server: Wrong):
 
 
 def test_a_server_that_is_well_and_says_nothing_of_its_requests(server: Wrong, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sglang_http, "LOOK_EVERY", 0.05)
-    monkeypatch.setattr(sglang_http, "SILENT_FOR", 0.3)
+    monkeypatch.setattr(sglang_connection, "LOOK_EVERY", 0.05)
+    monkeypatch.setattr(sglang_connection, "SILENT_FOR", 0.3)
 
     async def main(engine: SGLangHTTPEngine) -> None:
         server.never = {"/generate"}
@@ -150,8 +150,8 @@ def test_a_server_that_is_well_and_says_nothing_of_its_requests(server: Wrong, m
 
 
 def test_a_server_that_answers_nothing_any_more(server: Wrong, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sglang_http, "LOOK_EVERY", 0.05)
-    monkeypatch.setattr(sglang_http, "MISSING_FOR", 0.3)
+    monkeypatch.setattr(sglang_connection, "LOOK_EVERY", 0.05)
+    monkeypatch.setattr(sglang_connection, "MISSING_FOR", 0.3)
 
     async def main(engine: SGLangHTTPEngine) -> None:
         server.never = {"/generate", "/health"}
@@ -164,7 +164,7 @@ def test_a_server_that_answers_nothing_any_more(server: Wrong, monkeypatch: pyte
 def test_a_server_that_stands_still_does_not_keep_the_engine_from_closing(
     server: Wrong, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(sglang_http, "LAST_TOKENS", 0.2)
+    monkeypatch.setattr(sglang_connection, "LAST_TOKENS", 0.2)
 
     async def main(engine: SGLangHTTPEngine) -> None:
         server.never = {"/generate", "/abort_request"}
