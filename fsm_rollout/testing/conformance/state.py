@@ -32,9 +32,9 @@ from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.states import State
 from fsm_rollout.states.context import HandlerContext
 from fsm_rollout.testing.conformance.runner import Checked, ConformanceError, Stepped, Subject, Suite, demand, named
-from fsm_rollout.testing.simulation.one_engine import OneEngine
 from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
-from fsm_rollout.testing.simulation.virtual_time import described
+from fsm_rollout.testing.simulation.simulated import OneEngine
+from fsm_rollout.testing.simulation.source_lines import described
 from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.events import AnyEvent
 from fsm_rollout.trajectory.prompt import Prompt

@@ -22,8 +22,8 @@ from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.errors import BadArguments, ToolError
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.testing.conformance.runner import Checked, ConformanceError, Subject, Suite, demand, named
-from fsm_rollout.testing.simulation.one_engine import OneEngine
 from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
+from fsm_rollout.testing.simulation.simulated import OneEngine
 from fsm_rollout.testing.strategies import schema_values
 from fsm_rollout.tools import AgentAnswer, ToolContext
 from fsm_rollout.tools.base import CallResult

@@ -1,17 +1,18 @@
-"""The one detector of a blocked event loop: it names the line that keeps the loop's thread, and ends the run.
+"""The detector of a blocked event loop for code under test: it names the line that keeps the thread, and ends the run.
 
 Invariant: code that is watched does exactly what it does unwatched, unless it stops the loop. A call that is known to
 wait (``time.sleep``, a blocking connection, the end of a process) is refused where it is made, however short the wait
 would have been. What may or may not wait (a lock, a queue) is interrupted once it does, and anything else (a
 computation without end) after :data:`BLOCKING_SECONDS`. How slow a machine is makes no fault: what computes is measured
 in CPU seconds, and what a module does once, when it is imported, is let be (interrupting it would leave half a module).
+
+In production :func:`~fsm_rollout.concurrency.steps.watch_steps` only times the steps: there nothing may be interrupted.
 """
 
 from __future__ import annotations
 
-import ast
-import dis
 import linecache
+import re
 import signal
 import subprocess
 import sys
@@ -19,12 +20,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 from weakref import WeakSet
 
-from fsm_rollout.testing.simulation import source_lines
+from fsm_rollout.testing.simulation.source_lines import is_users, place
 
 BLOCKING_SECONDS = 5.0
 """Seconds that one callback may keep the event loop, computing or waiting, before it counts as blocking."""
@@ -34,11 +35,11 @@ STILL = 2
 """Looks in a row that must see a callback wait in the very same call: so many glances, it has waited."""
 STILL_CPU_SECONDS = 0.002
 """CPU seconds between two looks from which on it computes, however slowly, instead of waiting."""
-WAITS = frozenset(
-    ["accept", "acquire", "communicate", "connect", "flock", "get", "join", "lockf", "poll", "recv", "recv_into",
-     "recvfrom", "result", "select", "sendall", "sleep", "wait", "wait_for", "waitpid"]
-)  # fmt: skip
-"""What the calls are named in which a thread waits: for locks, queues, threads, connections and processes."""
+_WAITS = re.compile(
+    r"\b(accept|acquire|communicate|connect|flock|get|join|lockf|poll|recv|recv_into|recvfrom|result|select|sendall"
+    r"|sleep|wait|wait_for|waitpid)\(|^with [\w.]+\b(?!\()"
+)
+"""Lines in which a thread may wait: for locks, queues, threads, connections and processes."""
 _REFUSED_EVENTS: Mapping[str, Callable[[Any], str | None]] = {
     "socket.connect": lambda args: None if args[0].gettimeout() == 0 else f"a blocking connection to {args[1]!r}",
     "socket.getaddrinfo": lambda args: f"a blocking look-up of {args[0]!r}",
@@ -55,7 +56,7 @@ class Blockage:
     where: str
     """``file:line, in function``."""
     call: str | None
-    """The call that waits, where that is known."""
+    """The call that waits, or the line that makes it, where that is known."""
     refused: bool = False
     """Whether the call was refused before it could wait; else the run was interrupted in it."""
 
@@ -68,11 +69,38 @@ class LoopInterrupted(KeyboardInterrupt):
     """Ends a run whose loop is blocked. Of this kind because no ordinary ``except`` and no task may keep it."""
 
 
-@dataclass(frozen=True, slots=True)
 class _Watch:
-    found: list[Blockage] = field(default_factory=list)
-    refused: WeakSet[subprocess.Popen[Any]] = field(default_factory=WeakSet)
-    """Processes whose end was not waited for; ``subprocess.run`` kills such a one and waits again, rightly."""
+    """What has been seen of one thread's loop."""
+
+    def __init__(self, beats: Callable[[], int | None], seconds: float) -> None:
+        self.found: list[Blockage] = []
+        self.processes: WeakSet[subprocess.Popen[Any]] = WeakSet()
+        """Those whose end was not waited for; ``subprocess.run`` kills such a one and waits again, rightly."""
+        self._beats, self._seconds = beats, seconds
+        self._last: tuple[int | None, object, float] = (None, None, 0.0)
+        self._still, self._kept = 0, 0.0
+
+    def refuse(self, call: str) -> None:
+        """Raise for a call that waits."""
+        frame = sys._getframe()
+        if not _is_importing(frame):
+            self.found.append(Blockage(place(frame), call, refused=True))
+            raise CallRefused(f"{call} would block the event loop; await something, or use a thread")
+
+    def glance(self, number: int, frame: FrameType | None) -> None:
+        """Look at what the thread is doing, called by an alarm; raise if that keeps the loop."""
+        last_beat, last_call, last_cpu = self._last
+        beat, call, cpu = self._last = self._beats(), frame and (id(frame), frame.f_lasti), time.thread_time()
+        if beat is None or beat != last_beat or frame is None:
+            self._still, self._kept = 0, 0.0
+            return
+        computed = cpu - last_cpu
+        self._still = self._still + 1 if call == last_call and computed < STILL_CPU_SECONDS else 0
+        self._kept += GLANCE_SECONDS if self._still else computed
+        waits = _waiting_line(frame) if self._still >= STILL else None
+        if (waits is not None or self._kept >= self._seconds) and not _is_importing(frame):
+            self.found.append(Blockage(place(frame), waits))
+            raise LoopInterrupted(self.found[-1].where)
 
 
 _watches: dict[int, _Watch] = {}
@@ -93,70 +121,21 @@ def blocking_detected(beats: Callable[[], int | None], seconds: float | None = N
     Raises:
         LoopInterrupted: in the code that blocks, or that went on although its call was refused.
     """
-    watch = _Watch()
-    _watches[threading.get_ident()] = watch
-    _patch(True)
+    watch = _watches[threading.get_ident()] = _Watch(beats, BLOCKING_SECONDS if seconds is None else seconds)
+    alarmed = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
+    _patch(_REFUSING)
+    if alarmed:
+        handler = signal.signal(signal.SIGALRM, watch.glance)
+        delay, interval = signal.setitimer(signal.ITIMER_REAL, GLANCE_SECONDS, GLANCE_SECONDS)
     try:
-        with _alarmed(watch, beats, BLOCKING_SECONDS if seconds is None else seconds):
-            yield watch.found
+        yield watch.found
     finally:
+        if alarmed:
+            signal.setitimer(signal.ITIMER_REAL, delay, interval)
+            signal.signal(signal.SIGALRM, handler)
         del _watches[threading.get_ident()]
         if not _watches:
-            _patch(False)
-
-
-# -- calls that are refused ---------------------------------------------------------------------------------------
-
-_real_sleep: Callable[[float], None] = time.sleep
-_real_wait, _real_communicate = subprocess.Popen.wait, subprocess.Popen.communicate
-_audited = False
-
-
-def _patch(on: bool) -> None:
-    """Listen to Python's audit events, and replace what raises none (``time.sleep`` before Python 3.13)."""
-    global _audited
-    if not _audited:  # a hook cannot be taken away again, so there is one for good
-        sys.addaudithook(_audit)
-        _audited = True
-    time.sleep = _sleep if on else _real_sleep  # type: ignore[assignment]
-    subprocess.Popen.wait = _wait if on else _real_wait  # type: ignore[method-assign]
-    subprocess.Popen.communicate = _communicate if on else _real_communicate  # type: ignore[method-assign]
-
-
-def _audit(event: str, args: Any) -> None:
-    if _watches and event in _REFUSED_EVENTS:
-        _refuse(_REFUSED_EVENTS[event](args))
-
-
-def _sleep(seconds: float) -> None:
-    _refuse(f"time.sleep({seconds})" if seconds else None)
-    _real_sleep(seconds)
-
-
-def _wait(self: subprocess.Popen[Any], timeout: float | None = None) -> int:
-    _refuse_process(self, "wait", timeout)
-    return _real_wait(self, timeout)
-
-
-def _communicate(self: subprocess.Popen[Any], input: Any = None, timeout: float | None = None) -> tuple[Any, Any]:
-    _refuse_process(self, "communicate", timeout)
-    return _real_communicate(self, input, timeout)
-
-
-def _refuse_process(process: subprocess.Popen[Any], method: str, timeout: float | None) -> None:
-    watch = _watches.get(threading.get_ident())
-    # Not `poll()`: whether a short process has ended by now is a matter of luck.
-    if watch is None or process.returncode is not None or timeout == 0 or process in watch.refused:
-        return
-    watch.refused.add(process)
-    _refuse(f"a subprocess ({process.args!r}, {method}); asyncio.create_subprocess_exec does not")
-
-
-def _refuse(call: str | None) -> None:
-    watch = _watches.get(threading.get_ident())
-    if watch is not None and call is not None and not _is_importing(sys._getframe()):
-        watch.found.append(Blockage(source_lines.caller() or "?", call, refused=True))
-        raise CallRefused(f"{call} would block the event loop; await something, or use a thread")
+            _patch(_REAL)
 
 
 def _is_importing(frame: FrameType | None) -> bool:
@@ -167,74 +146,71 @@ def _is_importing(frame: FrameType | None) -> bool:
     return False
 
 
-# -- waits and computations that are interrupted ------------------------------------------------------------------
-
-
-@contextmanager
-def _alarmed(watch: _Watch, beats: Callable[[], int | None], seconds: float) -> Iterator[None]:
-    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    beat: int | None = -1
-    still = 0
-    place: object = None
-    cpu = kept = 0.0
-
-    def alarm(number: int, frame: FrameType | None) -> None:
-        nonlocal beat, still, place, cpu, kept
-        last_beat, last_place, last_cpu = beat, place, cpu
-        beat, place, cpu = beats(), frame and (id(frame), frame.f_lasti), time.thread_time()
-        if beat is None or beat != last_beat:
-            still, kept = 0, 0.0
-            return
-        still = still + 1 if place == last_place and cpu - last_cpu < STILL_CPU_SECONDS else 0
-        kept += GLANCE_SECONDS if still else cpu - last_cpu
-        call = _waiting_call(frame) if still >= STILL else None
-        if (call is not None or kept >= seconds) and not _is_importing(frame):
-            watch.found.append(Blockage(source_lines.place(frame), call))
-            raise LoopInterrupted(watch.found[-1].where)
-
-    previous = signal.signal(signal.SIGALRM, alarm)
-    delay, interval = signal.setitimer(signal.ITIMER_REAL, GLANCE_SECONDS, GLANCE_SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, delay, interval)
-        signal.signal(signal.SIGALRM, previous)
-
-
-def _waiting_call(frame: FrameType | None) -> str | None:
-    """Return the user's call that a thread waits in, if that call, or one that it makes, is known to wait.
+def _waiting_line(frame: FrameType | None) -> str | None:
+    """Return the user's line that a thread waits in, if that, or what it calls, is known to wait.
 
     A thread that is being started is waited for, too; how long that takes is the machine's doing.
     """
     known = False
     while frame is not None and frame.f_code.co_qualname not in ("Thread.start", "Handle._run"):
-        text, name = _present_call(frame)
-        known = known or name in WAITS
-        if source_lines.is_users(frame.f_code.co_filename):
-            return text if known else None
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals).strip()
+        known = known or _WAITS.search(line) is not None
+        if is_users(frame.f_code.co_filename):
+            return line if known else None
         frame = frame.f_back
     return None
 
 
-def _present_call(frame: FrameType) -> tuple[str, str]:
-    """Return the call that a frame is in, as it is written, and its name; of ``with lock:`` that is ``acquire``."""
-    code = frame.f_code
-    line, end_line, column, end_column = list(code.co_positions())[frame.f_lasti // 2]
-    lines = linecache.getlines(code.co_filename, frame.f_globals)
-    if line is None or end_line is None or end_line > len(lines):
-        return "", ""
-    written = [text.encode() for text in lines[line - 1 : end_line]]
-    written[-1] = written[-1][:end_column]
-    written[0] = written[0][column:]
-    source = b"".join(written).decode()
-    if dis.opname[code.co_code[frame.f_lasti]] == "BEFORE_WITH":
-        return source.partition("\n")[0], "acquire"
-    try:
-        node = ast.parse(f"({source})", mode="eval").body
-    except (SyntaxError, ValueError):
-        return "", ""
-    function = node.func if isinstance(node, ast.Call) else None
-    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-    return " ".join(source.split()), name
+# -- calls that are refused: Python's audit events, and patches for what raises none (`time.sleep` before 3.13) ------
+
+
+def _audit(event: str, args: Any) -> None:
+    if _watches and event in _REFUSED_EVENTS:
+        _refuse(_REFUSED_EVENTS[event](args))
+
+
+def _refuse(call: str | None) -> None:
+    watch = _watches.get(threading.get_ident())
+    if watch is not None and call is not None:
+        watch.refuse(call)
+
+
+def _sleep(seconds: float) -> None:
+    _refuse(f"time.sleep({seconds})" if seconds else None)
+    _REAL[time, "sleep"](seconds)
+
+
+def _wait(process: subprocess.Popen[Any], timeout: float | None = None) -> object:
+    _refuse_process(process, "wait", timeout)
+    return _REAL[subprocess.Popen, "wait"](process, timeout)
+
+
+def _communicate(process: subprocess.Popen[Any], input: object = None, timeout: float | None = None) -> object:
+    _refuse_process(process, "communicate", timeout)
+    return _REAL[subprocess.Popen, "communicate"](process, input, timeout)
+
+
+def _refuse_process(process: subprocess.Popen[Any], method: str, timeout: float | None) -> None:
+    watch = _watches.get(threading.get_ident())
+    # Not `poll()`: whether a short process has ended by now is a matter of luck.
+    if watch is None or process.returncode is not None or timeout == 0 or process in watch.processes:
+        return
+    watch.processes.add(process)
+    watch.refuse(f"a subprocess ({process.args!r}, {method}); asyncio.create_subprocess_exec does not")
+
+
+_Functions = Mapping[tuple[object, str], Callable[..., object]]
+_REFUSING: _Functions = {
+    (time, "sleep"): _sleep,
+    (subprocess.Popen, "wait"): _wait,
+    (subprocess.Popen, "communicate"): _communicate,
+}
+_REAL: _Functions = {(owner, name): getattr(owner, name) for owner, name in _REFUSING}
+
+
+def _patch(functions: _Functions) -> None:
+    for (owner, name), function in functions.items():
+        setattr(owner, name, function)
+
+
+sys.addaudithook(_audit)  # for good: a hook cannot be taken away again

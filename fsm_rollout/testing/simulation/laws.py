@@ -17,23 +17,28 @@ package's data types and none of its logic; a breach raises :class:`LawBroken`, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 
 import numpy as np
-import numpy.typing as npt
 
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.proof import Bound
 from fsm_rollout.batch.rows import rows
 from fsm_rollout.errors import RolloutError
 from fsm_rollout.testing.simulation.simulate import Sampled, Simulation
+from fsm_rollout.testing.simulation.simulated import agents_of
 from fsm_rollout.trajectory.events import Called, Ended, Generated, Transitioned, decode, encode
 from fsm_rollout.trajectory.reasons import LimitName, Trigger
 from fsm_rollout.trajectory.tokens import Owner
 from fsm_rollout.trajectory.trajectory import Stream, Trajectory
 
 Law = Callable[[Simulation], None]
+Place = tuple[str, int, int]
+"""Context, first and last position in its stream."""
+
+STOPPING_SECONDS = 120.0
+"""What the wall clock cuts off has a bounded time to stop: aborts, cancelled tools, closing."""
 
 
 class LawBroken(RolloutError):
@@ -50,7 +55,7 @@ class LawBroken(RolloutError):
         message: str,
         trajectory_id: str | None = None,
         *,
-        tokens: tuple[str, int, int] | None = None,
+        tokens: Place | None = None,
         run: Simulation | None = None,
     ) -> None:
         self.law, self.message = law, message
@@ -84,20 +89,14 @@ def comes_back(run: Simulation) -> None:
             if member.group_id != group.group_id:
                 of = f"it is of group {member.group_id} and came with {group.group_id}"
                 raise LawBroken(8, of, member.trajectory_id)
-    back = {trajectory.trajectory_id for trajectory in run.trajectories}
-    for lost in run.live.keys() - back:
+    for lost in run.live.keys() - {trajectory.trajectory_id for trajectory in run.trajectories}:
         raise LawBroken(8, "it began and never came back", lost)
     for trajectory in run.trajectories:
-        _ends_once(run, trajectory)
-
-
-def _ends_once(run: Simulation, trajectory: Trajectory) -> None:
-    name = trajectory.trajectory_id
-    ends = [event for event in run.events[name] if isinstance(event, Ended)]
-    aside = trajectory.suspended is not None
-    if len(ends) != (not aside) or trajectory.ended == aside:
-        both = f"it has ended {len(ends)} times and is {'' if aside else 'not '}set aside"
-        raise LawBroken(8, f"{both}; one of the two, once", name)
+        ends = sum(isinstance(event, Ended) for event in run.events[trajectory.trajectory_id])
+        aside = trajectory.suspended is not None
+        if ends != (not aside) or trajectory.ended == aside:
+            both = f"it has ended {ends} times and is {'' if aside else 'not '}set aside"
+            raise LawBroken(8, f"{both}; one of the two, once", trajectory.trajectory_id)
 
 
 def stays_within(bound: Bound) -> Law:
@@ -107,88 +106,74 @@ def stays_within(bound: Bound) -> Law:
         for trajectory in run.trajectories:
             if trajectory.parent_id is not None:
                 continue
-            family = [t for t in run.trajectories if _serves(t.trajectory_id, trajectory.trajectory_id)]
+            name = trajectory.trajectory_id
+            family = [t for t in run.trajectories if f"{t.trajectory_id}/".startswith(f"{name}/")]
+            ended_at = trajectory.started_at if trajectory.ended_at is None else trajectory.ended_at
+            wall = None if bound.wall_seconds is None else bound.wall_seconds + STOPPING_SECONDS
             counted: dict[str, tuple[float, float | None]] = {
                 "transitions": (sum(t.transitions for t in family), bound.transitions),
-                "generations": (sum(_first_generations(run, t) for t in family), bound.generations),
+                "generations": (sum(_generations(run, t) for t in family), bound.generations),
                 "response tokens": (sum(t.response_tokens for t in family), bound.response_tokens),
-                "seconds": (_seconds(trajectory), _grace(bound.wall_seconds)),
+                "seconds": (ended_at - trajectory.started_at - trajectory.away, wall),
             }
-            for what, (took, most) in counted.items():
-                if most is not None and took > most:
-                    raise LawBroken(2, f"it took {took:g} {what}; the bound is {most:g}", trajectory.trajectory_id)
+            for what, (spent, most) in counted.items():
+                if most is not None and spent > most:
+                    raise LawBroken(2, f"it took {spent:g} {what}; the bound is {most:g}", name)
 
     return law
 
 
-def _serves(trajectory_id: str, parent_id: str) -> bool:
-    return trajectory_id == parent_id or trajectory_id.startswith(f"{parent_id}/")
-
-
-def _first_generations(run: Simulation, trajectory: Trajectory) -> int:
+def _generations(run: Simulation, trajectory: Trajectory) -> int:
     """Count generations; one that goes on after an interruption is the same one."""
     return sum(isinstance(e, Generated) and not e.resumed for e in run.events[trajectory.trajectory_id])
 
 
-def _seconds(trajectory: Trajectory) -> float:
-    ended_at = trajectory.started_at if trajectory.ended_at is None else trajectory.ended_at
-    return ended_at - trajectory.started_at - trajectory.away
-
-
-def _grace(seconds: float | None) -> float | None:
-    # What is cut off by the clock has a bounded time to stop: aborts, cancelled tools, closing.
-    return None if seconds is None else seconds + 120.0
-
-
 def keeps_limits(run: Simulation) -> None:
     """Law 2: what was spent, counted from the events, never exceeds a limit that no row routes."""
-    graphs = dict(_graphs(run.graph))
+    graphs = _agents(run)
     for trajectory in run.trajectories:
         graph = graphs[trajectory.agent]
-        routed = any(row.trigger == Trigger.LIMIT_REACHED for row in graph.transitions)
-        events = run.events[trajectory.trajectory_id]
-        counts: dict[str, float] = {"tool_calls": sum(isinstance(e, Called) for e in events)}
-        if not routed:
-            counts[LimitName.ASSISTANT_TURNS] = _first_generations(run, trajectory)
-            counts[LimitName.RESPONSE_TOKENS] = sum(s.tokens.response_length for s in trajectory.streams)
-            counts[LimitName.CONTEXT_TOKENS] = max((len(s.tokens) for s in trajectory.streams), default=0)
+        if any(row.trigger == Trigger.LIMIT_REACHED for row in graph.transitions):
+            continue
+        counts: dict[str, float] = {
+            LimitName.TOOL_CALLS: sum(isinstance(e, Called) for e in run.events[trajectory.trajectory_id]),
+            LimitName.ASSISTANT_TURNS: _generations(run, trajectory),
+            LimitName.RESPONSE_TOKENS: sum(s.tokens.response_length for s in trajectory.streams),
+            LimitName.CONTEXT_TOKENS: max((len(s.tokens) for s in trajectory.streams), default=0),
+        }
         for limit, spent in counts.items():
             allowed = getattr(graph.limits, limit)
-            if allowed is not None and spent > allowed and not (limit == LimitName.TOOL_CALLS and routed):
+            if allowed is not None and spent > allowed:
                 raise LawBroken(2, f"{limit} is {allowed}, and {spent:g} were spent", trajectory.trajectory_id)
 
 
-def _graphs(graph: AgentGraph) -> Iterator[tuple[str, AgentGraph]]:
-    yield graph.agent, graph
-    for tool in graph.tools.values():
-        if tool.agent is not None:
-            yield from _graphs(tool.agent)
+def _agents(run: Simulation) -> dict[str, AgentGraph]:
+    return {graph.agent: graph for graph in agents_of(run.graph)}
 
 
 def keeps_streams(run: Simulation) -> None:
     """Laws 3, 4 and 5 for every stream, against the engine's log; and law 7 for the rows."""
     logged = run.sampled()
-    graphs = dict(_graphs(run.graph))
+    graphs = _agents(run)
     for trajectory in run.trajectories:
-        by_context: dict[str, list[Stream]] = {}
+        by_context: dict[str, list[Stream]] = defaultdict(list)
         for stream in trajectory.streams:
-            by_context.setdefault(stream.context, []).append(stream)
+            by_context[stream.context].append(stream)
         for context, streams in by_context.items():
-            trained = graphs[trajectory.agent].context(context).trained
             requests = list(logged.pop((trajectory.trajectory_id, context), []))
             for stream in streams:
-                _stream(trajectory.trajectory_id, stream, requests, trained)
+                _check_stream(trajectory, stream, requests, graphs[trajectory.agent].context(context).trained)
             for lost in requests:
                 if len(lost.ids):
                     what = f"{len(lost.ids)} tokens sampled for {lost.request.request_id}"
                     raise LawBroken(7, f"{what} are in no stream", trajectory.trajectory_id)
-        _in_rows(trajectory)
+        _check_rows(trajectory)
     for (trajectory_id, _), requests in logged.items():
         if any(len(request.ids) for request in requests):
             raise LawBroken(7, "the engine sampled tokens that are in no stream", trajectory_id)
 
 
-def _stream(trajectory_id: str, stream: Stream, requests: list[Sampled], trained: bool) -> None:
+def _check_stream(trajectory: Trajectory, stream: Stream, requests: list[Sampled], trained: bool) -> None:
     """Take from ``requests`` what was sampled in this stream, and compare every token."""
     tokens = stream.tokens
     ids = tokens.ids.tolist()
@@ -197,13 +182,13 @@ def _stream(trajectory_id: str, stream: Stream, requests: list[Sampled], trained
     versions = np.full(size, -1)
 
     def broken(law: int, message: str, first: int, last: int) -> LawBroken:
-        return LawBroken(law, message, trajectory_id=trajectory_id, tokens=(stream.context, first, last))
+        return LawBroken(law, message, trajectory.trajectory_id, tokens=(stream.context, first, last))
 
     # 1. Each request extends what the stream held before it, and what was sampled for it follows there.
     end = prompt
-    while (
-        requests and end <= (start := len(requests[0].request.ids)) and requests[0].request.ids.tolist() == ids[:start]
-    ):
+    while requests and end <= (start := len(requests[0].request.ids)):
+        if requests[0].request.ids.tolist() != ids[:start]:
+            break
         answer = requests.pop(0)
         end = start + len(answer.ids)
         if ids[start:end] != answer.ids.tolist():
@@ -212,19 +197,18 @@ def _stream(trajectory_id: str, stream: Stream, requests: list[Sampled], trained
             raise broken(5, f"the engine sampled {answer.ids[at]}; the stream has {got}", start + at, start + at)
         sampled[start:end], logprobs[start:end], versions[start:end] = 1, answer.logprobs, answer.versions
     # 2. Mask, logprobs and versions are those of the engine's log.
-    expected: tuple[tuple[int, str, npt.NDArray[Any], npt.NDArray[Any]], ...] = (
-        (4, "mask", tokens.response_mask(), sampled[prompt:] * trained),
-        (4, "logprob", tokens.response_logprobs(), logprobs[prompt:]),
-        (4, "weight version", tokens.response_versions(), versions[prompt:]),
-    )
-    for law, what, found, right in expected:
+    for what, found, right in (
+        ("mask", tokens.response_mask(), sampled[prompt:] * trained),
+        ("logprob", tokens.response_logprobs(), logprobs[prompt:]),
+        ("weight version", tokens.response_versions(), versions[prompt:]),
+    ):
         if len(found) != len(right):
             raise broken(3, f"{len(found)} {what}s for {len(right)} tokens", prompt, size - 1)
         wrong = np.flatnonzero(found != right)
         if len(wrong):
-            at = int(wrong[0])
-            last = prompt + int(wrong[-1])
-            raise broken(law, f"the {what} is {found[at]} and must be {right[at]}", prompt + at, last)
+            first, last = int(wrong[0]), int(wrong[-1])
+            message = f"the {what} is {found[first]} and must be {right[first]}"
+            raise broken(4, message, prompt + first, prompt + last)
     # 3. Spans cover the stream, the prompt first.
     spans = tokens.spans
     if [s.start for s in spans] != [0, *(s.end for s in spans[:-1])] or spans[-1].end != size:
@@ -233,7 +217,7 @@ def _stream(trajectory_id: str, stream: Stream, requests: list[Sampled], trained
         raise broken(3, "a stream has one opening prompt, at its start", 0, size - 1)
 
 
-def _in_rows(trajectory: Trajectory) -> None:
+def _check_rows(trajectory: Trajectory) -> None:
     """Law 7: the rows hold the trained tokens of the streams, each once."""
     found = {row.stream: row for row in rows([trajectory])}
     for number, stream in enumerate(trajectory.streams):
@@ -242,8 +226,8 @@ def _in_rows(trajectory: Trajectory) -> None:
         row = found.pop(number, None)
         got = [] if row is None else row.response_ids[row.mask == 1].tolist()
         if got != trained:
-            place = (stream.context, tokens.prompt_length, len(tokens) - 1)
             what = f"its row has {len(got)} trained tokens, the stream {len(trained)}"
+            place = (stream.context, tokens.prompt_length, len(tokens) - 1)
             raise LawBroken(7, what, trajectory.trajectory_id, tokens=place)
     if found:
         raise LawBroken(7, "there are rows of no stream", trajectory.trajectory_id)
@@ -286,35 +270,34 @@ def same_results(run: Simulation, other: Simulation, what: str, *, resumed: bool
     Of a ``resumed`` run only samples are compared: a call of a sub-agent that was cut off is made again.
     """
     outlines, others = outline(run, resumed), outline(other, resumed)
-    if outlines.keys() != others.keys():
-        raise LawBroken(
-            6, f"{what}: the trajectories {sorted(outlines.keys() ^ others.keys())} are in one run only", run=other
-        )
+    if lonely := sorted(outlines.keys() ^ others.keys()):
+        raise LawBroken(6, f"{what}: the trajectories {lonely} are in one run only", run=other)
     for name, facts in outlines.items():
         for fact, value in facts.items():
-            if value != others[name][fact]:
-                message = f"{what} changes its {fact}"
-                place = _parting(name, run, other) if fact == "streams" else None
-                if place is None:
-                    message += f":\n  {_at_difference(value, others[name][fact])}"
-                else:
-                    message += f" at token {place[1]} of '{place[0]}':\n  {_words(run, name, place)}\nbecomes\n  "
-                    message += _words(other, name, place)
-                raise LawBroken(6, message, name, tokens=place, run=run)
+            if value == others[name][fact]:
+                continue
+            message = f"{what} changes its {fact}"
+            place = _parting(run.live[name], other.live[name]) if fact == "streams" else None
+            if place is None:
+                difference = _at_difference(value, others[name][fact])
+            else:
+                message += f" at token {place[1]} of '{place[0]}'"
+                difference = f"{_words(run, name, place)}\nbecomes\n  {_words(other, name, place)}"
+            raise LawBroken(6, f"{message}:\n  {difference}", name, tokens=place, run=run)
 
 
-def _parting(name: str, run: Simulation, other: Simulation) -> tuple[str, int, int] | None:
-    """Return where the tokens of a trajectory's streams part; ``None``: in something else than tokens."""
-    for stream, twin in zip(run.live[name].streams, other.live[name].streams, strict=False):
+def _parting(trajectory: Trajectory, other: Trajectory) -> Place | None:
+    """Return where the tokens of two trajectories' streams part; ``None``: in something else than tokens."""
+    for stream, twin in zip(trajectory.streams, other.streams, strict=False):
         ids, others = stream.tokens.ids, twin.tokens.ids
         if ids != others:
-            at = next((i for i, (a, b) in enumerate(zip(ids, others, strict=False)) if a != b), None)
-            at = min(len(ids), len(others)) if at is None else at
+            unequal = (i for i, (a, b) in enumerate(zip(ids, others, strict=False)) if a != b)
+            at = next(unequal, min(len(ids), len(others)))
             return stream.context, at, at
     return None
 
 
-def _words(run: Simulation, name: str, place: tuple[str, int, int]) -> str:
+def _words(run: Simulation, name: str, place: Place) -> str:
     context, at, _ = place
     for stream in run.live[name].streams:
         if stream.context == context and len(stream.tokens) > at:

@@ -10,7 +10,7 @@ import base64
 import json
 import zlib
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
@@ -19,9 +19,6 @@ from fsm_rollout.errors import ConfigError
 from fsm_rollout.trajectory.settings import StrictModel
 
 Moment = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-LAST_WORD = Turn(text="Done.")
-"""What the engine says where a plan says nothing."""
 
 
 class ToolFate(StrictModel):
@@ -86,24 +83,17 @@ class Plan(StrictModel):
     killed_after: int = Field(0, ge=0, description="events after which the run is killed, to be gone on with")
 
     def turn(self, trajectory: int, key: str, index: int) -> Turn:
-        """Return what is said as turn ``index`` of a context; ``key`` is ``agent/context``."""
+        """Return what is said as turn ``index`` of a context, ``Done.`` where a plan says nothing.
+
+        ``key`` is ``agent/context``.
+        """
         turns = self.says[trajectory % len(self.says)].get(key, ()) if self.says else ()
-        return turns[min(index, len(turns) - 1)] if turns else LAST_WORD
+        return turns[min(index, len(turns) - 1)] if turns else Turn(text="Done.")
 
     @property
     def pooled(self) -> bool:
         """Whether a pool serves the run: of several replicas, or of one that is killed and started again."""
         return self.schedule.replicas > 1 or any(fault.kind == "kill_replica" for fault in self.faults)
-
-    @property
-    def calm(self) -> bool:
-        """Whether nothing fails, hangs or is interfered with."""
-        fates: tuple[ToolFate | ReplyFate, ...] = (*self.tools, *self.replies)
-        return not (
-            self.faults
-            or any(fate.error or fate.hang for fate in fates)
-            or any(turn.broken for says in self.says for turns in says.values() for turn in turns)
-        )
 
     def line(self) -> str:
         """Return the plan as one word that a shell takes as it is."""
@@ -130,26 +120,22 @@ class Plan(StrictModel):
 
     def at_once(self) -> Plan:
         """Return the same run in a world where nothing fails and nothing takes time."""
-        ending = {"error": None, "crash": None, "fails": None, "hang": False, "delay": 0.0}
-        says = tuple(
-            {
-                key: tuple(turn.model_copy(update={**ending, "text": turn.text or ""}) for turn in turns)
-                for key, turns in each.items()
-            }
-            for each in self.says
-        )
+
+        def spoken(turn: Turn) -> Turn:
+            calm = {"error": None, "crash": None, "fails": None, "hang": False, "delay": 0.0}
+            return turn.model_copy(update={**calm, "text": turn.text or ""})
+
         calm = {"seconds": 0.0, "error": None, "hang": False}
-        return self.model_copy(
-            update={
-                "says": says,
-                "tools": tuple(fate.model_copy(update=calm) for fate in self.tools),
-                "replies": tuple(fate.model_copy(update=calm) for fate in self.replies),
-                "faults": (),
-                "schedule": Schedule(),
-            }
-        )
+        changed = {
+            "says": tuple({key: tuple(map(spoken, turns)) for key, turns in script.items()} for script in self.says),
+            "tools": tuple(fate.model_copy(update=calm) for fate in self.tools),
+            "replies": tuple(fate.model_copy(update=calm) for fate in self.replies),
+            "faults": (),
+            "schedule": Schedule(),
+        }
+        return self.model_copy(update=changed)
 
     def __repr__(self) -> str:
         """Show as data: what differs from the defaults."""
-        data: dict[str, Any] = self.model_dump(mode="json", exclude_defaults=True)
+        data = self.model_dump(mode="json", exclude_defaults=True)
         return f"Plan({', '.join(f'{key}={value!r}' for key, value in data.items())})"

@@ -15,16 +15,15 @@ import logging
 from array import array
 from collections import defaultdict
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsm_rollout.agent.graph import POLICY, AgentGraph
-from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.engines.pool import PoolEngine
-from fsm_rollout.engines.protocol import Chunk, Request
+from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.scripted.engine import Logged, ScriptedEngine
 from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.model.folders import EMBEDDED, load_tokenizer, model_folder
@@ -32,17 +31,25 @@ from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.resume import History
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.testing.simulation.blocked_loop import Blockage, LoopInterrupted, blocking_detected
-from fsm_rollout.testing.simulation.mortal_replicas import MortalReplicas
-from fsm_rollout.testing.simulation.one_engine import OneEngine
 from fsm_rollout.testing.simulation.plan import Fault, Plan
-from fsm_rollout.testing.simulation.simulated import simulated_tool, with_simulated_users
+from fsm_rollout.testing.simulation.simulated import (
+    MortalReplicas,
+    OneEngine,
+    agents_of,
+    simulated_tool,
+    with_agents,
+    with_simulated_users,
+)
 from fsm_rollout.testing.simulation.virtual_time import VirtualTimeLoop, run_virtual
-from fsm_rollout.testing.simulation.visits import Visit, WatchedState
+from fsm_rollout.testing.simulation.visits import Visit, watch_visits
 from fsm_rollout.trajectory.events import AnyEvent
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from fsm_rollout.chat import ChatTemplate
 
 WINDOW = 4096
 """Tokens of the simulated engine's context window, where nothing else is asked for."""
@@ -57,6 +64,12 @@ def embedded_tokenizer() -> Any:
 
 
 @cache
+def _shared_chats(tokenizer: object) -> dict[object, ChatTemplate]:
+    """Return the chat templates of a tokenizer: what one has learnt about its template serves all simulations."""
+    return {}
+
+
+@cache
 def _settled() -> None:
     """Tell the collector, once, that what is loaded by now stays: looking at it all again took a third of each run."""
     gc.collect()
@@ -67,6 +80,7 @@ def _settled() -> None:
 @contextmanager
 def _rarely_collected() -> Iterator[None]:
     """Let the collector look at a run's many small objects less often; it took an eighth of the time."""
+    _settled()
     before = gc.get_threshold()
     if before[0]:  # somebody may have switched it off
         gc.set_threshold(1_000_000, *before[1:])
@@ -76,11 +90,26 @@ def _rarely_collected() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Keep the log clean: in a simulation failures are drawn, and thousands of warnings would say so."""
+    loggers = [logging.getLogger(name) for name in ("fsm_rollout", "asyncio")]
+    # Each change costs Python all its loggers' caches, so what is quiet is let be.
+    before = [(logger, logger.level) for logger in loggers if logger.level <= logging.CRITICAL]
+    for logger, _ in before:
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for logger, level in before:
+            logger.setLevel(level)
+
+
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One request as an engine knows it: what it was given, and all that it sampled for it.
+    """One request as an engine knows it, and all that it sampled for it.
 
-    One that went on at another replica is two: the second is given what the first had sampled.
+    A request that went on at another replica is two: the second begins with what the first had sampled.
     """
 
     request: Request
@@ -101,7 +130,7 @@ class Simulation:
     """What reached and left the engine; of a pool, each of its replicas (:class:`MortalReplicas`)."""
     groups: list[Group] = field(default_factory=list)
     events: dict[str, list[AnyEvent]] = field(default_factory=lambda: defaultdict(list))
-    """Every event, by trajectory, as the listeners were told."""
+    """Every event, by trajectory, as the listeners heard it."""
     order: list[tuple[str, AnyEvent]] = field(default_factory=list)
     """The same events in the order in which they happened, as a journal has them."""
     live: dict[str, Trajectory] = field(default_factory=dict)
@@ -144,20 +173,17 @@ class Simulation:
             what = line.what
             if isinstance(what, Request):
                 requests[what.request_id] = Sampled(what, array("i"), array("f"), [])
-            else:
-                _add(requests[what.request_id], what)
-        found: dict[tuple[str, str], list[Sampled]] = defaultdict(list)
-        for each in requests.values():
-            if each.request.request_id.startswith(f"{each.request.trajectory_id}/ask:"):
                 continue
-            found[each.request.trajectory_id, each.request.context].append(each)
+            sampled = requests[what.request_id]
+            sampled.ids.extend(what.ids)
+            sampled.logprobs.extend(what.logprobs)
+            sampled.versions.extend([what.weight_version] * len(what.ids))
+        found: dict[tuple[str, str], list[Sampled]] = defaultdict(list)
+        for sampled in requests.values():
+            request = sampled.request
+            if not request.request_id.startswith(f"{request.trajectory_id}/ask:"):
+                found[request.trajectory_id, request.context].append(sampled)
         return found
-
-
-def _add(sampled: Sampled, chunk: Chunk) -> None:
-    sampled.ids.extend(chunk.ids)
-    sampled.logprobs.extend(chunk.logprobs)
-    sampled.versions.extend([chunk.weight_version] * len(chunk.ids))
 
 
 def simulate(
@@ -188,8 +214,13 @@ def simulate(
         blocking_seconds: real seconds that one callback may keep the event loop.
     """
     world = _World(graph, plan, tokenizer or embedded_tokenizer(), real_tools, max_context)
-    _settled()
-    run = world.run(list(_prompts(plan, prompts)), sampling, journal, resume)
+    asked = [
+        prompts[number % len(prompts)].model_copy(update={"prompt_id": f"p{number}"})
+        if prompts
+        else Prompt(prompt_id=f"p{number}", messages=({"role": "user", "content": f"Question {number}?"},))
+        for number in range(plan.prompts)
+    ]
+    run = world.run(asked, sampling, journal, resume)
     loop = VirtualTimeLoop(horizon=max(HORIZON, 2 * (graph.limits.wall_seconds or 0)))
     result = world.result
     try:
@@ -215,39 +246,6 @@ def _close(run: Coroutine[object, object, None], loop: VirtualTimeLoop) -> None:
             loop.close()
 
 
-def _prompts(plan: Plan, given: Sequence[Prompt]) -> Iterator[Prompt]:
-    for number in range(plan.prompts):
-        if given:
-            yield given[number % len(given)].model_copy(update={"prompt_id": f"p{number}"})
-        else:
-            yield Prompt(prompt_id=f"p{number}", messages=({"role": "user", "content": f"Question {number}?"},))
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """Keep the log clean: in a simulation failures are drawn, and thousands of warnings would say so."""
-    loggers = [logging.getLogger(name) for name in ("fsm_rollout", "asyncio")]
-    if all(logger.level > logging.CRITICAL for logger in loggers):  # each change costs Python all its loggers' caches
-        yield
-        return
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
-
-
-_chats: dict[int, tuple[Any, dict[object, ChatTemplate]]] = {}
-
-
-def _shared_chats(tokenizer: Any) -> dict[object, ChatTemplate]:
-    """Return the chat templates of a tokenizer: what one has learnt about its template serves all simulations."""
-    return _chats.setdefault(id(tokenizer), (tokenizer, {}))[1]
-
-
 def _says(plan: Plan, request: Request) -> Turn:
     """Return what the engine says; to a sub-agent as to its parent, to a new attempt as to the old one."""
     prompt, sample, *_ = request.trajectory_id.split("/")
@@ -261,8 +259,7 @@ class _World:
     """A run while it is going on."""
 
     def __init__(self, graph: AgentGraph, plan: Plan, tokenizer: Any, real_tools: bool, max_context: int) -> None:
-        self.plan = plan
-        self.real_tools = real_tools
+        self.plan, self.real_tools = plan, real_tools
         self.played = graph if real_tools else with_simulated_users(graph, plan.replies)
         self.replicas: MortalReplicas | None = None
         says = partial(_says, plan)  # not a method of this world: it and its engine would be one cycle, freed late
@@ -279,21 +276,17 @@ class _World:
             self.result = Simulation(graph, plan, tokenizer, engine, engine.log)
 
     async def run(
-        self,
-        prompts: list[Prompt],
-        sampling: Sampling | None,
-        journal: str | Path | None,
+        self, prompts: Sequence[Prompt], sampling: Sampling | None, journal: str | Path | None,
         resume: Sequence[History],
-    ) -> None:
+    ) -> None:  # fmt: skip
         result, engine = self.result, self.result.engine
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._complain)
-        dispatchers = OneEngine(engine, chats=_shared_chats(engine.tokenizer))
-        book = None if journal is None else Journal(journal)
-        try:
+        with nullcontext() if journal is None else closing(Journal(journal)) as book:
+            # 1. The scheduler, with what is drawn in the place of what is real.
             scheduler = Scheduler(
                 {self.played.agent: self.played},
-                dispatchers,
+                OneEngine(engine, chats=_shared_chats(engine.tokenizer)),
                 seed=self.plan.seed,
                 concurrency=self.plan.schedule.concurrency,
                 sampling=sampling,
@@ -301,22 +294,20 @@ class _World:
                 journal=book,
             )
             self._prepare(scheduler)
+            # 2. The run, and what interferes with it.
             faults = [loop.create_task(self._interfere(scheduler, fault)) for fault in self.plan.faults]
             try:
                 async for group in scheduler.run(prompts, self.plan.n, resume=resume):
                     result.groups.append(group)
+            # 3. The end, however it came.
             finally:
                 result.seconds = loop.time()
                 for task in faults:
                     task.cancel()
-                if faults:
-                    await asyncio.gather(*faults, return_exceptions=True)
+                await asyncio.gather(*faults, return_exceptions=True)
                 if self.replicas is not None and isinstance(engine, PoolEngine):
                     result.log = self.replicas.log(stats.name for stats in engine.replicas if stats.state == "up")
                 await engine.aclose()
-        finally:
-            if book is not None:
-                book.close()
 
     def _listen(self, trajectory: Trajectory, event: AnyEvent) -> None:
         self.result.events[trajectory.trajectory_id].append(event)
@@ -330,13 +321,12 @@ class _World:
 
     def _prepare(self, scheduler: Scheduler) -> None:
         """Put simulated tools in the place of real ones, and watch the user's handlers."""
-        for program in {id(each): scheduler.program(each) for each in _all_agents(self.played)}.values():
+        for program in {id(graph): scheduler.program(graph) for graph in agents_of(self.played)}.values():
             if not self.real_tools:
                 program.toolbox.replace(partial(simulated_tool, fates=self.plan.tools))
-            program.handlers = {
-                state: WatchedState(handler, self.result.visits) if ":" in program.graph.handler_of(state) else handler
-                for state, handler in program.handlers.items()
-            }
+            for state, handler in program.handlers.items():
+                if ":" in program.graph.handler_of(state):
+                    watch_visits(handler, self.result.visits)
 
     async def _interfere(self, scheduler: Scheduler, fault: Fault) -> None:
         await asyncio.sleep(fault.at)
@@ -366,38 +356,20 @@ class _World:
                 self.replicas.kill(fault.target)
 
 
-def _all_agents(graph: AgentGraph) -> Iterator[AgentGraph]:
-    """Yield an agent and those that it uses as tools."""
-    yield graph
-    for tool in graph.tools.values():
-        if tool.agent is not None:
-            yield from _all_agents(tool.agent)
-
-
 def without_clocks(graph: AgentGraph) -> AgentGraph:
     """Return the agent without timeouts: what the clock cuts off is the one thing that may depend on a schedule."""
-    states = {
-        name: state.model_copy(update={"timeout": None if state.timeout is None else HORIZON / 10})
-        for name, state in graph.states.items()
-    }
-    tools = {
-        name: tool.model_copy(
-            update={
-                "timeout": None if tool.timeout is None else HORIZON / 10,
-                "agent": None if tool.agent is None else without_clocks(tool.agent),
+
+    def slowed(graph: AgentGraph) -> AgentGraph:
+        timed = {"timeout": HORIZON / 10}
+        changed: dict[str, object] = {
+            kind: {
+                name: spec if spec.timeout is None else spec.model_copy(update=timed)
+                for name, spec in getattr(graph, kind).items()
             }
-        )
-        for name, tool in graph.tools.items()
-    }
-    limits = graph.limits.model_copy(update={"wall_seconds": None if graph.limits.wall_seconds is None else HORIZON})
-    return graph.model_copy(update={"states": states, "tools": tools, "limits": limits})
+            for kind in ("states", "tools")
+        }
+        if graph.limits.wall_seconds is not None:
+            changed["limits"] = graph.limits.model_copy(update={"wall_seconds": HORIZON})
+        return graph.model_copy(update=changed)
 
-
-__all__ = [
-    "Sampled",
-    "Simulation",
-    "embedded_tokenizer",
-    "quietly",
-    "simulate",
-    "without_clocks",
-]
+    return with_agents(graph, slowed)

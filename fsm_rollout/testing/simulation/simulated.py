@@ -1,24 +1,54 @@
-"""Tools and users whose deeds are drawn: what a call or a reply comes to is in the plan.
+"""What stands in for the world around a simulated run: tools and users whose deeds a plan says, engines that can die.
 
 Invariant: a simulated tool keeps the real one's schema and the real check of a model's arguments, and calls none of its
 code. Which fate a call meets depends on the call's own randomness alone (trajectory, call, try), never on any order.
+The log of :class:`MortalReplicas` is the replicas' own: every request that reached one and every chunk that left one,
+over all lives, in the order in which that happened.
 """
 
 from __future__ import annotations
 
 import asyncio
 import builtins
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from pydantic import TypeAdapter
 
-from fsm_rollout.agent.graph import AgentGraph, Interaction
+from fsm_rollout.agent.graph import POLICY, AgentGraph, Interaction
+from fsm_rollout.chat import ChatTemplate
+from fsm_rollout.engines.client import EngineClient
+from fsm_rollout.engines.pool import LocalPlacement
+from fsm_rollout.engines.protocol import Chunk, Engine, ReplicaLost, Request
+from fsm_rollout.engines.scripted.engine import Logged, ScriptedEngine
 from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.testing.simulation.plan import ReplyFate, ToolFate
 from fsm_rollout.tools.base import ToolResult
 from fsm_rollout.tools.toolbox import AgentTool, BoundTool, MakeContext, ToolSession
+
+W = TypeVar("W")
+
+
+def agents_of(graph: AgentGraph) -> Iterator[AgentGraph]:
+    """Yield an agent and those that it uses as tools."""
+    yield graph
+    for tool in graph.tools.values():
+        if tool.agent is not None:
+            yield from agents_of(tool.agent)
+
+
+def with_agents(graph: AgentGraph, change: Callable[[AgentGraph], AgentGraph]) -> AgentGraph:
+    """Return the agent with ``change`` made to it and to those that it uses as tools."""
+    tools = {
+        name: tool if tool.agent is None else tool.model_copy(update={"agent": with_agents(tool.agent, change)})
+        for name, tool in graph.tools.items()
+    }
+    return change(graph.model_copy(update={"tools": tools}))
+
+
+# -- tools ----------------------------------------------------------------------------------------------------------
 
 
 class SimulatedTool(BoundTool):
@@ -27,31 +57,27 @@ class SimulatedTool(BoundTool):
     def __init__(self, real: BoundTool, fates: Sequence[ToolFate]) -> None:
         super().__init__(real.name, real.spec)
         self.schema = real.schema
-        self.real = real
+        self.read = real.read  # type: ignore[method-assign]  # the arguments are checked as the real tool does
         self.fates = tuple(fates)
 
-    def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Check a model's arguments as the real tool does."""
-        return self.real.read(arguments)
-
-    def check(self, tools_kwargs: Mapping[str, Any]) -> None:
+    def check(self, tools_kwargs: Mapping[str, object]) -> None:
         """Take what a prompt gives, and want nothing: no code needs it."""
 
-    async def call(self, session: ToolSession, arguments: dict[str, Any], context: MakeContext) -> object:
+    async def call(self, session: ToolSession, arguments: dict[str, object], context: MakeContext) -> object:
         """Do what the plan says."""
         chosen = 0 if len(self.fates) == 1 else context("fate").rng.randrange(len(self.fates))
         fate = self.fates[chosen]
-        await _meet(fate.seconds, fate.error, fate.hang)
+        await _meet(fate)
         return ToolResult(fate.text, fate.reward)
 
 
-async def _meet(seconds: float, error: str | None, hang: bool) -> None:
-    if seconds:
-        await asyncio.sleep(seconds)
-    if hang:
+async def _meet(fate: ToolFate | ReplyFate) -> None:
+    if fate.seconds:
+        await asyncio.sleep(fate.seconds)
+    if fate.hang:
         await asyncio.Event().wait()
-    if error is not None:
-        kind = getattr(builtins, error, RuntimeError)
+    if fate.error is not None:
+        kind = getattr(builtins, fate.error, RuntimeError)
         raise (kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError)("drawn by the plan")
 
 
@@ -60,44 +86,144 @@ def simulated_tool(tool: BoundTool, fates: Sequence[ToolFate]) -> BoundTool:
     return tool if isinstance(tool, AgentTool) else SimulatedTool(tool, fates)
 
 
+# -- users ----------------------------------------------------------------------------------------------------------
+
 _reply_fates = TypeAdapter(tuple[ReplyFate, ...])
-
-
-@lru_cache(maxsize=64)
-def _fates(replies: str) -> tuple[ReplyFate, ...]:
-    return _reply_fates.validate_json(replies)
+_read_fates = lru_cache(maxsize=64)(_reply_fates.validate_json)
 
 
 class SimulatedUser:
     """An interaction whose replies are drawn; after the last one the conversation is over."""
 
     def __init__(self, replies: str = "[]") -> None:
-        self._fates = _fates(replies)
+        self._fates = _read_fates(replies)
 
     async def reply(self, conversation: Conversation) -> Reply:
         """Say what the plan says."""
         if conversation.replies >= len(self._fates):
             return Reply(None, done=True)
         fate = self._fates[conversation.replies]
-        await _meet(fate.seconds, fate.error, fate.hang)
+        await _meet(fate)
         return Reply(fate.text, fate.score, done=fate.done or fate.text is None)
 
 
 def with_simulated_users(graph: AgentGraph, replies: Sequence[ReplyFate]) -> AgentGraph:
     """Return the agent with every interaction replaced, those of its sub-agents too."""
     user = Interaction(
-        use="fsm_rollout.testing.simulation.simulated:SimulatedUser",
+        use=f"{__name__}:{SimulatedUser.__name__}",
         kwargs={"replies": _reply_fates.dump_json(tuple(replies)).decode()},  # as one text: every trajectory copies it
     )
-    states = {
-        name: state.model_copy(update={"interaction": user}) if state.interaction is not None else state
-        for name, state in graph.states.items()
-    }
-    tools = {
-        name: tool if tool.agent is None else tool.model_copy(
-            update={"agent": with_simulated_users(tool.agent, replies)}
-        )
-        for name, tool in graph.tools.items()
-    }  # fmt: skip
-    interaction = user if graph.interaction is not None else None
-    return graph.model_copy(update={"interaction": interaction, "states": states, "tools": tools})
+
+    def replaced(graph: AgentGraph) -> AgentGraph:
+        states = {
+            name: state if state.interaction is None else state.model_copy(update={"interaction": user})
+            for name, state in graph.states.items()
+        }
+        interaction = graph.interaction and user
+        return graph.model_copy(update={"interaction": interaction, "states": states})
+
+    return with_agents(graph, replaced)
+
+
+# -- engines --------------------------------------------------------------------------------------------------------
+
+
+class OneEngine(dict[str, EngineClient]):
+    """Clients by engine name, all of them of ``engine``, each made when it is first asked for.
+
+    Args:
+        engine: answers for all.
+        chats: chat templates that the clients share, instead of learning their own.
+        options: those of :class:`~fsm_rollout.engines.client.EngineClient`.
+    """
+
+    def __init__(self, engine: Engine, *, chats: dict[object, ChatTemplate] | None = None, **options: Any) -> None:
+        super().__init__()
+        self._engine, self._chats, self._options = engine, chats, options
+        self[POLICY]  # a run wants to see it
+
+    def __contains__(self, name: object) -> bool:
+        """Say yes: it will be there when it is asked for."""
+        return isinstance(name, str)
+
+    def __missing__(self, name: str) -> EngineClient:
+        client = self[name] = EngineClient(self._engine, **self._options)
+        if self._chats is not None:
+            client.chats = self._chats
+        return client
+
+
+class MortalReplica:
+    """One life of a scripted engine, which gets everything until it is killed; ``told`` is the log of all lives."""
+
+    def __init__(self, name: str, scripted: ScriptedEngine, told: list[Logged]) -> None:
+        self.name, self.scripted, self._told = name, scripted, told
+        self.failure: ReplicaLost | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the scripted engine's; the dead take no orders."""
+        if self.failure is not None and name in ("update_weights", "pause", "resume", "sleep", "wake"):
+            raise self.failure
+        return getattr(self.scripted, name)
+
+    def kill(self) -> None:
+        """End this life as the death of a process does: nothing more leaves it, nothing more reaches it."""
+        if self.failure is None:
+            self.failure = ReplicaLost(f"the process of {self.name} was killed")
+            self.scripted.crash(str(self.failure))
+
+    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
+        """Start a dispatch; what is sent to the dead reaches nobody."""
+        if self.failure is not None:
+            raise self.failure
+        now = asyncio.get_running_loop().time()
+        self._told += [Logged(now, request) for request in requests]
+        return self._heard(self.scripted.generate(requests))
+
+    async def _heard(self, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+        loop = asyncio.get_running_loop()
+        async for chunk in chunks:
+            if self.failure is None:  # else the error comes next
+                self._told.append(Logged(loop.time(), chunk))
+                yield chunk
+
+
+class MortalReplicas(LocalPlacement):
+    """Makes replicas of engines that keep a log, and knows every life there was.
+
+    Args:
+        build: makes the engine of one life from its replica's name; with ``log=True``.
+    """
+
+    def __init__(self, build: Callable[[str], ScriptedEngine]) -> None:
+        super().__init__(build)
+        self.lives: dict[str, list[MortalReplica]] = defaultdict(list)
+        self.told: list[Logged] = []
+        """What has reached and left them so far."""
+        self._scripted = build
+
+    async def start(self, name: str) -> Engine:
+        """Begin another life at once: a thread would end at any step of the loop, and no two runs would be the same."""
+        life = MortalReplica(name, self._scripted(name), self.told)
+        self.lives[name].append(life)
+        return cast(Engine, life)
+
+    def share(self, weights: W) -> W:
+        """Hand the weights on as they are: scripted engines count updates and look at no tensor."""
+        return weights
+
+    def kill(self, number: int) -> None:
+        """Kill a replica, counted from 0 and round again; one that is dead stays so until it is started again."""
+        names = list(self.lives)
+        self.lives[names[number % len(names)]][-1].kill()
+
+    def log(self, up: Iterable[str]) -> list[Logged]:
+        """Return the whole log, as it stands while the replicas named in ``up`` take part.
+
+        What a life had sampled and not told when it ended was heard by nobody, so it stands nowhere; what one that
+        still lives has kept to itself stands at the end, where a law finds it in no stream.
+        """
+        heard = {id(line.what) for line in self.told}
+        living = [life for life in (self.lives[name][-1] for name in up) if life.failure is None]
+        kept = [line for life in living for line in life.scripted.log if isinstance(line.what, Chunk)]
+        return self.told + [line for line in kept if len(line.what.ids) and id(line.what) not in heard]

@@ -14,9 +14,12 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import FrameType, TracebackType
+from weakref import WeakKeyDictionary
 
 _PYTHONS = f"{Path(os.__file__).parent}/"
 _OURS = f"{Path(__file__).parents[2]}/"
+_started: WeakKeyDictionary[asyncio.Task[object], str] = WeakKeyDictionary()
+"""Where each task of a virtual loop was asked for."""
 
 
 @cache
@@ -27,24 +30,19 @@ def is_users(file: str) -> bool:
     return "site-packages" in file or not file.startswith(_PYTHONS)
 
 
-def _callers(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield a frame and its callers, up to the event loop."""
+def users_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame of the user's among a frame and its callers, up to the event loop."""
     while frame is not None and frame.f_code.co_qualname != "Handle._run":
-        yield frame
+        if is_users(frame.f_code.co_filename):
+            return frame
         frame = frame.f_back
+    return None
 
 
-def caller() -> str | None:
-    """Return the line of the user's that is running, if there is one between here and the event loop."""
-    frames = (frame for frame in _callers(sys._getframe(1)) if is_users(frame.f_code.co_filename))
-    return next((f"{f.f_code.co_filename}:{f.f_lineno}, in {f.f_code.co_name}" for f in frames), None)
-
-
-def place(frame: FrameType | None) -> str:
-    """Return where a frame stands: the innermost line of the user's, else the innermost of all."""
-    frames = list(_callers(frame))
-    chosen = next((f for f in frames if is_users(f.f_code.co_filename)), frames[0])
-    return f"{chosen.f_code.co_filename}:{chosen.f_lineno}, in {chosen.f_code.co_qualname}"
+def place(frame: FrameType) -> str:
+    """Return where a frame stands: the innermost line of the user's, else its own."""
+    frame = users_frame(frame) or frame
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_qualname}"
 
 
 def raised(tb: TracebackType | None) -> str:
@@ -54,10 +52,16 @@ def raised(tb: TracebackType | None) -> str:
     return "".join(f"{frame.filename}:{frame.lineno}, in {frame.name}" for frame in chosen)
 
 
-def described(task: asyncio.Task[object], started: str | None = None) -> str:
+def note_start(task: asyncio.Task[object]) -> None:
+    """Remember which line of the user's asks for a task, if one does."""
+    if (frame := users_frame(sys._getframe())) is not None:
+        _started[task] = place(frame)
+
+
+def described(task: asyncio.Task[object]) -> str:
     """Return ``name: outer > … > inner (file:line)``, with the innermost line of the user's that waits.
 
-    Where the task runs none of the user's (``create_task(asyncio.sleep(1))``) it is ``started``, if that is known.
+    Where the task runs none of the user's (``create_task(asyncio.sleep(1))``), the line is the one that started it.
     """
     names, inner, own = [], "", None
     for name, file, line in _awaits(task.get_coro()):
@@ -67,8 +71,9 @@ def described(task: asyncio.Task[object], started: str | None = None) -> str:
             own = inner if is_users(file) else own
     if not names:
         return f"{task.get_name()}: {task.get_coro()!r}"
-    where = f"started at {started}" if own is None and started is not None else own or inner
-    return f"{task.get_name()}: {' > '.join(names)} ({where})"
+    if own is None and task in _started:
+        own = f"started at {_started[task]}"
+    return f"{task.get_name()}: {' > '.join(names)} ({own or inner})"
 
 
 def _awaits(awaitable: object) -> Iterator[tuple[str, str, int | None]]:

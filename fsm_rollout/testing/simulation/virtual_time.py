@@ -1,22 +1,14 @@
 """An asyncio event loop whose clock jumps instead of waiting.
 
-Invariant: virtual time passes only when nothing can run. While a callback is ready the clock stands; when none is, it
-jumps to the next timer. So a program that only sleeps, waits and computes runs the same way every time, however loaded
-the machine is, and a thousand hours take no time.
+Invariant: virtual time passes only when nothing can run: then the clock jumps to the next timer. Timers of the same
+instant fire in the order in which they were set. So a program that only sleeps, waits and computes runs the same way
+every time, and a thousand hours take no time. When no event can ever come, :class:`Deadlock` names the tasks that wait;
+what goes on for ever is :class:`Endless`.
 
-Work outside the loop (threads, other processes) has no virtual duration. The loop knows of an operation outside when
-it went through ``run_in_executor`` (hence ``asyncio.to_thread``), until its thread has really ended, or when it is
-inside a ``with loop.external():`` block. While any is in flight the loop waits for it in real time and the clock
-stands. File descriptors are polled before each jump. While a process that asyncio started runs, or a connection or a
-pipe is open, each jump is made no faster than real time would pass, so that an answer from there comes before the
-timeout that waits for it; but what is silent for too long is not waited for any longer (``patience`` for processes,
-:data:`CONNECTION_SECONDS` for descriptors: both ends of a connection may be on this loop). Code that expects an answer
-from something slower puts its wait inside ``external()``.
-
-When nothing is ready, no timer is set and nothing is in flight outside, no event can ever come: :class:`Deadlock` is
-raised and names the tasks that wait. What goes on for ever (time passes beyond a ``horizon``, or callbacks follow one
-another and time never passes) is :class:`Endless`. Timers set for the same instant fire in the order in which they were
-set.
+Work outside the loop has no virtual duration. For a thread (``asyncio.to_thread``) and within ``with loop.external():``
+the clock stands until it is done. While a process that asyncio started runs, or a connection is open, each jump takes
+as long as real time would, so an answer comes before the timeout that waits for it; what is silent for too long
+(``patience``, :data:`CONNECTION_SECONDS`) is not waited for any longer. What is slower belongs into ``external()``.
 """
 
 from __future__ import annotations
@@ -25,23 +17,24 @@ import asyncio
 import heapq
 import itertools
 import math
+import os
 import selectors
 import socket
 from asyncio.events import TimerHandle
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import Context
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, TypeVarTuple, Unpack, cast
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, TypeVarTuple, Unpack
 
-from fsm_rollout.testing.simulation import source_lines as places
+from fsm_rollout.testing.simulation.source_lines import described, note_start
 
 if TYPE_CHECKING:
     from _typeshed import FileDescriptorLike
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
+Ready = list[tuple[selectors.SelectorKey, int]]
 
 PATIENCE = 60.0
 """Real seconds that an operation outside the loop may take before it is given up."""
@@ -71,79 +64,55 @@ class _Timer(TimerHandle):
     __slots__ = ("_key",)
     _counter = itertools.count()
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._key = (self._when, next(self._counter))  # type: ignore[attr-defined]  # asyncio's own, set for good
+    def __init__(self, when: float, *args: Any) -> None:
+        super().__init__(when, *args)
+        self._key = (when, next(self._counter))
 
     def __lt__(self, other: _Timer) -> bool:  # type: ignore[override]  # a loop has timers of this class only
         return self._key < other._key
 
 
-class _Selector(selectors.BaseSelector):
-    """The real selector, except that waiting for a timer is left to the loop's ``_wait``."""
+class _Selector(selectors.DefaultSelector):
+    """The real selector, except that the loop decides how it waits."""
 
-    def __init__(
-        self,
-        wait: Callable[[selectors.BaseSelector], list[tuple[selectors.SelectorKey, int]]],
-        step: Callable[[bool], None],
-    ) -> None:
-        self._real = selectors.DefaultSelector()
-        self._wait = wait
-        self._step = step
+    def __init__(self, loop: VirtualTimeLoop) -> None:
+        super().__init__()
+        self._loop = loop
 
-    def register(self, fileobj: FileDescriptorLike, events: int, data: object = None) -> selectors.SelectorKey:
-        return self._real.register(fileobj, events, data)
-
-    def unregister(self, fileobj: FileDescriptorLike) -> selectors.SelectorKey:
-        return self._real.unregister(fileobj)
-
-    def modify(self, fileobj: FileDescriptorLike, events: int, data: object = None) -> selectors.SelectorKey:
-        return self._real.modify(fileobj, events, data)
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Poll; and when the loop has nothing else to do (``timeout`` is not 0), wait its way."""
+    def select(self, timeout: float | None = None) -> Ready:
         busy = timeout is not None and timeout <= 0
-        self._step(busy)
-        return self._real.select(0) or ([] if busy else self._wait(self._real))
+        self._loop._count_step(busy)
+        return self.rest(0) or ([] if busy else self._loop._wait())
 
-    def select_really(self, seconds: float) -> bool:
-        """Wait in real time until there is something to select."""
-        return bool(self._real.select(seconds))
-
-    def get_map(self) -> Mapping[FileDescriptorLike, selectors.SelectorKey]:
-        return self._real.get_map()
-
-    def close(self) -> None:
-        self._real.close()
+    def rest(self, seconds: float) -> Ready:
+        """Wait in real time."""
+        return super().select(seconds)
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """See the module. ``time()`` starts at 0.0; ``patience`` is in real seconds, ``horizon`` in virtual ones.
 
-    It reaches into three private names of asyncio's own loop (``_scheduled``, the heap of timers, its mark on a timer,
-    and ``_clock_resolution``), which have not changed since Python 3.4; the tests would notice.
+    It uses four private names of asyncio's own loop (the heap ``_scheduled``, its mark on a timer,
+    ``_clock_resolution``, ``_make_subprocess_transport``), which are as old as asyncio; the tests would notice.
     """
 
     _scheduled: list[TimerHandle]
 
     def __init__(self, patience: float = PATIENCE, horizon: float = math.inf) -> None:
         self._now = 0.0
-        self._outside = 0
-        self._patience = patience
-        self._horizon = horizon
-        self._stop_when_idle = False
-        self._threaded = False
+        self._patience, self._horizon = patience, horizon
+        self.outside = 0
+        """How many operations outside the loop are in flight."""
         self._steps = self._steps_now = 0
-        self._resting = False
+        self._stop_when_idle = self._resting = False
         self._processes: list[asyncio.SubprocessTransport] = []
         self._silence = 0.0
         """Real seconds that processes and connections have been waited for since one was last heard of."""
-        self._waits = _Selector(self._wait, self._step)
-        super().__init__(self._waits)
-        self._own = set(self._waits.get_map())  # the pipe by which threads wake the loop
+        self._selects = _Selector(self)
+        super().__init__(self._selects)
+        self._own = set(self._selects.get_map())  # the pipe by which threads wake the loop
+        self._threads: ThreadPoolExecutor | None = None
         self._advance(0.0)
-        self._threads = ThreadPoolExecutor(thread_name_prefix="virtual-time")
-        self.set_default_executor(self._threads)
 
     def time(self) -> float:
         """Return the virtual time, in seconds."""
@@ -154,19 +123,14 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         """Steps made so far; ``None`` while the loop rests because something outside is in flight."""
         return None if self._resting else self._steps
 
-    @property
-    def outside(self) -> int:
-        """How many operations outside the loop are in flight."""
-        return self._outside
-
     @contextmanager
     def external(self) -> Iterator[None]:
         """Hold the clock while the block runs: what it awaits happens outside the loop and will call back."""
-        self._outside += 1
+        self.outside += 1
         try:
             yield
         finally:
-            self._outside -= 1
+            self.outside -= 1
 
     def call_at(
         self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
@@ -177,63 +141,59 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         timer._scheduled = True  # type: ignore[attr-defined]
         return timer
 
+    def create_task(self, coro: Any, **kwargs: Any) -> asyncio.Task[Any]:
+        """Make a task, as asyncio's loop does, and remember which line asked for it."""
+        task: asyncio.Task[Any] = super().create_task(coro, **kwargs)
+        note_start(task)
+        return task
+
+    # -- what happens outside -----------------------------------------------------------------------------------
+
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
     ) -> asyncio.Future[T]:
         """Run ``func`` in a thread and hold the clock until that thread is done, even when the future is cancelled."""
-        self._threaded = self._threaded or executor is None
-        job: Future[T] = (executor or self._threads).submit(func, *args)
+        if executor is None:
+            executor = self._threads = self._threads or ThreadPoolExecutor(thread_name_prefix="virtual-time")
+            self.set_default_executor(self._threads)
+        job: Future[T] = executor.submit(func, *args)
         future = asyncio.wrap_future(job, loop=self)
-        self._outside += 1
+        self.outside += 1
 
-        def release(_: object) -> None:
+        def release() -> None:
+            self.outside -= 1
+
+        def done(_: object) -> None:
             with suppress(RuntimeError):  # the loop was closed while the thread ran on
-                self.call_soon_threadsafe(self._release)
+                self.call_soon_threadsafe(release)
 
-        job.add_done_callback(release)  # after wrap_future's own: the result must be under way before the clock may go
+        job.add_done_callback(done)  # after wrap_future's own: the result must be under way before the clock may go
         return future
-
-    def _release(self) -> None:
-        self._outside -= 1
-
-    async def subprocess_exec(self, *args: Any, **kwargs: Any) -> tuple[asyncio.SubprocessTransport, Any]:
-        """Start a process, as asyncio's loop does, and remember that it runs."""
-        with self.external():  # being cancelled here, it waits for the process's end
-            transport, protocol = await super().subprocess_exec(*args, **kwargs)
-        self._processes = [*filter(_matters, self._processes), transport]
-        return transport, protocol
-
-    async def subprocess_shell(self, *args: Any, **kwargs: Any) -> tuple[asyncio.SubprocessTransport, Any]:
-        """Start a shell, as asyncio's loop does, and remember that it runs."""
-        with self.external():
-            transport, protocol = await super().subprocess_shell(*args, **kwargs)
-        self._processes = [*filter(_matters, self._processes), transport]
-        return transport, protocol
-
-    def create_task(self, coro: Any, **kwargs: Any) -> asyncio.Task[Any]:
-        """Make a task, as asyncio's loop does, and remember which line asked for it."""
-        task: asyncio.Task[Any] = super().create_task(coro, **kwargs)
-        if (line := places.caller()) is not None:
-            _started[task] = line
-        return task
 
     async def shutdown_default_executor(self, *args: Any, **kwargs: Any) -> None:
         """Join the threads, if there are any; that happens outside (asyncio starts a thread to do so)."""
-        if self._threaded:
-            with self.external():
-                await super().shutdown_default_executor(*args, **kwargs)
+        with self.external():
+            await super().shutdown_default_executor(*args, **kwargs)
+
+    async def _make_subprocess_transport(self, *args: object, **kwargs: object) -> asyncio.SubprocessTransport:
+        """Start a process, as asyncio's loop does, and remember that it runs."""
+        with self.external():  # being cancelled here, it waits for the process's end
+            transport: asyncio.SubprocessTransport = await super()._make_subprocess_transport(*args, **kwargs)  # type: ignore[misc]
+        # Those that run, or have something to say that was not read.
+        self._processes = [each for each in self._processes if _runs(each) or not each.is_closing()] + [transport]
+        return transport
 
     def close(self) -> None:
         """Close the loop, and end the processes that were left: their end needs a loop that still runs."""
-        left = [*filter(_matters, self._processes)]
-        for process in left:
+        for process in self._processes:
             process.close()
-        if left:
+        while any(map(_runs, self._processes)) and self._selects.rest(self._patience):
             self.run_until_idle()
-        while any(map(_runs, left)) and self._waits.select_really(self._patience):
+        if self._processes:
             self.run_until_idle()
-        self._processes.clear()
         super().close()
+
+    # -- how time passes ----------------------------------------------------------------------------------------
 
     def run_until_idle(self) -> None:
         """Run what can run without time passing: until every task is done or waits."""
@@ -243,94 +203,92 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         finally:
             self._stop_when_idle = False
 
-    def _step(self, busy: bool) -> None:
+    def _count_step(self, busy: bool) -> None:
         self._steps += 1
-        if busy and not self._outside:
-            self._steps_now += 1
-            if self._steps_now > BUSY_STEPS:
-                self._steps_now = 0
-                raise Endless(
-                    f"{BUSY_STEPS:,} steps of the loop at {self._now:g} s, and time never passes: something is ready "
-                    f"again each time it has run (a loop around sleep(0)?).{_waiting(self)}"
-                )
+        self._steps_now += busy and not self.outside
+        if self._steps_now > BUSY_STEPS:
+            self._steps_now = 0
+            raise Endless(
+                f"{BUSY_STEPS:,} steps of the loop at {self._now:g} s, and time never passes: something is ready "
+                f"again each time it has run (a loop around sleep(0)?).{self._who_waits()}"
+            )
 
     def _advance(self, when: float) -> None:
         if when > self._horizon:
             self._horizon = when + CLEANING_SECONDS  # what cleans up afterwards may take some time, not for ever
-            raise Endless(f"the run is not over, and its next event is at {when:g} s.{_waiting(self)}")
+            raise Endless(f"the run is not over, and its next event is at {when:g} s.{self._who_waits()}")
         self._now = when
         self._steps_now = 0
         # asyncio fires timers with when < now + resolution: the next float, so exactly those with when <= now, and at
         # least one of them however large the clock has become.
         self._clock_resolution = math.ulp(when)
 
-    def _wait(self, real: selectors.BaseSelector) -> list[tuple[selectors.SelectorKey, int]]:
-        if self._outside:
-            events = self._rest(real, self._patience)
-            if not events:
-                raise Deadlock(
-                    f"{self._outside} operation(s) outside the loop did not call back within {self._patience:g} s of "
-                    f"real time; their virtual duration is 0, so no timeout can end them.{_waiting(self)}"
-                )
-            return events
+    def _wait(self) -> Ready:
+        """Do what is to be done when no callback is ready: wait for what is outside, stop, or jump."""
+        if self.outside:
+            if events := self._rest(self._patience):
+                return events
+            raise Deadlock(
+                f"{self.outside} operation(s) outside the loop did not call back within {self._patience:g} s of "
+                f"real time; their virtual duration is 0, so no timeout can end them.{self._who_waits()}"
+            )
         if self._stop_when_idle:
             self.stop()
-        elif events := self._heard(real):
+        elif events := self._listen():
             return events
         elif self._scheduled:
             self._advance(max(self._now, self._scheduled[0].when()))
         else:
             raise Deadlock(
                 f"nothing can happen any more at {self._now:g} s: no callback is ready, no timer is set, and no "
-                f"operation outside the loop is in flight.{_waiting(self)}"
+                f"operation outside the loop is in flight.{self._who_waits()}"
             )
         return []
 
-    def _rest(self, real: selectors.BaseSelector, seconds: float) -> list[tuple[selectors.SelectorKey, int]]:
+    def _listen(self) -> Ready:
+        """Give processes and connections the time until the next timer to say something."""
+        if any(map(_runs, self._processes)):
+            patience = self._patience
+        elif any(fd not in self._own and not _is_server(fd) for fd in self._selects.get_map()):
+            patience = min(self._patience, CONNECTION_SECONDS)
+        else:
+            return []
+        seconds = patience  # with no timer there is nothing else that could happen
+        if self._scheduled:
+            seconds = min(self._scheduled[0].when() - self._now, patience - self._silence)
+        if seconds <= 0:
+            return []
+        events = self._rest(seconds)
+        self._silence = 0.0 if events else self._silence + seconds
+        return events
+
+    def _rest(self, seconds: float) -> Ready:
         """Wait in real time, and say so (:attr:`beat`)."""
         self._resting = True
         try:
-            return real.select(seconds)
+            return self._selects.rest(seconds)
         finally:
             self._resting = False
 
-    def _heard(self, real: selectors.BaseSelector) -> list[tuple[selectors.SelectorKey, int]]:
-        """Give processes and connections the time until the next timer to say something."""
-        if any(map(_runs, self._processes)):
-            most = self._patience
-        elif any(fd not in self._own and not _listens(fd) for fd in real.get_map()):
-            most = min(self._patience, CONNECTION_SECONDS)
-        else:
-            return []
-        seconds = most  # with no timer there is nothing else that could happen
-        if self._scheduled:
-            seconds = min(self._scheduled[0].when() - self._now, most - self._silence)
-            if seconds <= 0:
-                return []
-        events = self._rest(real, seconds)
-        self._silence = 0.0 if events else self._silence + seconds
-        return events
+    def _who_waits(self) -> str:
+        return f" Waiting:{''.join(tasks)}" if (tasks := self.tasks_left()) else " No task is left."
+
+    def tasks_left(self) -> list[str]:
+        """Return a line for each task that has not ended."""
+        return sorted(f"\n  {described(task)}" for task in asyncio.all_tasks(self))
 
 
 def _runs(process: asyncio.SubprocessTransport) -> bool:
     return process.get_returncode() is None
 
 
-def _matters(process: asyncio.SubprocessTransport) -> bool:
-    """Whether it runs, or has something to say that was not read."""
-    return _runs(process) or not process.is_closing()
-
-
-def _listens(fd: FileDescriptorLike) -> bool:
+def _is_server(file: FileDescriptorLike) -> bool:
     """Whether a descriptor only waits for connections to come: nothing is owed to anybody there."""
     try:
-        seen = socket.socket(fileno=fd if isinstance(fd, int) else fd.fileno())
+        with socket.socket(fileno=os.dup(file if isinstance(file, int) else file.fileno())) as seen:
+            return bool(seen.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
     except OSError:  # a pipe
         return False
-    try:
-        return bool(seen.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-    finally:
-        seen.detach()
 
 
 def run_virtual(
@@ -356,32 +314,13 @@ def run_virtual(
         Endless: ``main`` goes on past the loop's horizon, or without time ever passing.
         LeakedTasks: ``main`` returned and left tasks waiting.
     """
-    with asyncio.Runner(loop_factory=lambda: loop or VirtualTimeLoop(patience)) as runner:
+    loop = loop or VirtualTimeLoop(patience)
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
         result = runner.run(main)
-        loop = cast(VirtualTimeLoop, runner.get_loop())
         loop.run_until_idle()
-        leaked = _list(asyncio.all_tasks(loop))
+        count, leaked = len(asyncio.all_tasks(loop)), loop.tasks_left()
     if leaked and leaks == "raise":
         raise LeakedTasks(
-            f"{len(leaked)} task(s) outlived the main coroutine; await or cancel them before it returns:"
-            + "".join(f"\n  {task}" for task in leaked)
+            f"{count} task(s) outlived the main coroutine; await or cancel them before it returns:{leaked}"
         )
     return result
-
-
-def _waiting(loop: asyncio.AbstractEventLoop) -> str:
-    tasks = _list(asyncio.all_tasks(loop))
-    return " Waiting:" + "".join(f"\n  {task}" for task in tasks) if tasks else " No task is left."
-
-
-def _list(tasks: Iterable[asyncio.Task[object]]) -> list[str]:
-    return sorted(described(task) for task in tasks)
-
-
-_started: WeakKeyDictionary[asyncio.Task[object], str] = WeakKeyDictionary()
-"""Where each task of a virtual loop was asked for."""
-
-
-def described(task: asyncio.Task[object]) -> str:
-    """Return what to call a task in a message: its name, where it waits, or else where it was started."""
-    return places.described(task, _started.get(task))

@@ -47,35 +47,27 @@ class Visit:
         return not isinstance(self.outcome, Outcome) or self.outcome.trigger not in self.declared
 
 
-class WatchedState(State):
-    """A user's handler, whose visits are noted in a list."""
+def watch_visits(handler: State, visits: list[Visit]) -> None:
+    """Note each visit of a handler in a list."""
+    run = handler.run
+    name = f"{type(handler).__module__}:{type(handler).__qualname__}"
 
-    def __init__(self, real: State, visits: list[Visit]) -> None:
-        super().__init__(real.name, real.spec)
-        self.real, self.visits = real, visits
-        self.triggers = real.triggers  # type: ignore[misc]  # those of this handler, not of the class
-        self.spends = real.spends  # type: ignore[misc]
+    def note(trajectory: Trajectory, outcome: object, where: str = "") -> None:
+        visit = Visit(
+            trajectory.trajectory_id, handler.name, name, outcome, where, tuple(handler.triggers), being_cancelled()
+        )
+        visits.append(visit)
 
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        """Run the handler."""
+    async def watched(trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         try:
-            outcome = await self.real.run(trajectory, ctx)
+            outcome = await run(trajectory, ctx)
         except LimitReached:
             raise
         except (Exception, asyncio.CancelledError, SystemExit) as error:
             inner = error.__traceback__.tb_next if error.__traceback__ is not None else None  # this frame left out
-            self._note(trajectory, error, source_lines.raised(inner))
+            note(trajectory, error, source_lines.raised(inner))
             raise
-        self._note(trajectory, outcome, "")
+        note(trajectory, outcome)
         return outcome
 
-    def timed_out(self, trajectory: Trajectory, ctx: HandlerContext) -> None:
-        """Let the handler close what it left open."""
-        self.real.timed_out(trajectory, ctx)
-
-    def _note(self, trajectory: Trajectory, outcome: object, where: str) -> None:
-        handler = f"{type(self.real).__module__}:{type(self.real).__qualname__}"
-        self.visits.append(
-            Visit(trajectory.trajectory_id, self.name, handler, outcome, where, tuple(self.real.triggers),
-                  being_cancelled())
-        )  # fmt: skip
+    handler.run = watched  # type: ignore[method-assign]

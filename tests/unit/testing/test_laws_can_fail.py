@@ -13,7 +13,7 @@ from fsm_rollout.testing.simulation import laws
 from fsm_rollout.testing.simulation.laws import Law, LawBroken
 from fsm_rollout.testing.simulation.plan import Plan
 from fsm_rollout.testing.simulation.simulate import Simulation, simulate
-from fsm_rollout.trajectory.tokens import TokenStream
+from fsm_rollout.trajectory.tokens import Owner, TokenStream
 from tests.kit import ROOT
 
 AGENT = ROOT / "configs/agents/single_turn.yaml"
@@ -26,7 +26,7 @@ def stream(run: Simulation) -> TokenStream:
 
 def flip_owner(run: Simulation) -> None:
     tokens = stream(run)
-    tokens._spans[-1] = replace(tokens._spans[-1], end=tokens._spans[-1].end - 1)
+    tokens._spans[-1] = replace(tokens._spans[-1], owner=Owner.ENVIRONMENT)
 
 
 def shift_logprobs(run: Simulation) -> None:

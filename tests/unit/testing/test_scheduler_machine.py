@@ -27,7 +27,7 @@ from fsm_rollout.engines.scripted.script import Script, Turn
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.scheduler import Scheduler
-from fsm_rollout.testing.simulation.mortal_replicas import MortalReplica, MortalReplicas
+from fsm_rollout.testing.simulation.simulated import MortalReplica, MortalReplicas
 from fsm_rollout.testing.simulation.virtual_time import VirtualTimeLoop
 from fsm_rollout.trajectory.events import AnyEvent, Ended
 from fsm_rollout.trajectory.prompt import Prompt
@@ -121,6 +121,10 @@ class Mortal(ScriptedEngine):
         self.crash("killed")
 
     @property
+    def living(self) -> list[Mortal]:
+        return [self]
+
+    @property
     def busy(self) -> list[str]:
         return [*self._running, *self._waiting]
 
@@ -143,7 +147,8 @@ class MortalPool(PoolEngine):
 
     @property
     def living(self) -> list[Mortal]:
-        return [engine_of(self.lives.lives[each.name][-1]) for each in self.replicas if each.state == "up"]
+        lives = [self.lives.lives[each.name][-1] for each in self.replicas if each.state == "up"]
+        return [engine_of(life) for life in lives if life.failure is None]
 
     @property
     def busy(self) -> list[str]:
@@ -367,8 +372,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def update_weights(self) -> None:
+        """Where all replicas are dead, the first that is back takes the weights; else that takes no time."""
         self.version += 1
-        assert self.instantly(self.scheduler.update_weights({})) == self.version
+        run = self.instantly if self.engine.living else self.loop.run_until_complete
+        assert run(self.scheduler.update_weights({})) == self.version
+        self.settle()
 
     @precondition(lambda self: self.engine.busy)
     @rule(number=st.integers(0, 2))

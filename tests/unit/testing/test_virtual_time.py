@@ -266,9 +266,9 @@ class Rests(VirtualTimeLoop):
         self.really = False
         super().__init__()
 
-    def _rest(self, real: selectors.BaseSelector, seconds: float) -> list[tuple[selectors.SelectorKey, int]]:
+    def _rest(self, seconds: float) -> list[tuple[selectors.SelectorKey, int]]:
         self.rests.append(seconds)
-        return super()._rest(real, seconds if self.really else 0.0)
+        return super()._rest(seconds if self.really else 0.0)
 
 
 def test_a_process_that_is_silent_does_not_stop_time_for_ever():
@@ -341,4 +341,4 @@ def test_a_task_is_named_by_the_users_line():
     assert f"mine: test_a_task_is_named_by_the_users_line.<locals>.fetch > wait_for ({__file__}:{first - 2})" in str(
         found.value
     )
-    assert f"pythons: sleep (started at {__file__}:{first + 3}, in main)" in str(found.value)
+    assert f"pythons: sleep (started at {__file__}:{first + 3}, in {main.__qualname__})" in str(found.value)
