@@ -17,8 +17,10 @@ MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "stand_ins" not in pa
 ORDER = (
     ("errors", "concurrency"),
     ("trajectory",),
+    ("agent.graph", "agent.limits", "agent.handlers"),
+    ("tools",),
     ("agent",),
-    ("chat", "tools", "environment", "model"),
+    ("chat", "environment", "model"),
     ("engines.protocol",),
     ("engines.client", "engines.specs", "engines.router", "engines.scripted.script"),
     ("states",),

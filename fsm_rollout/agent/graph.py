@@ -129,10 +129,13 @@ class TransitionRow(StrictModel):
 
     @field_validator("source", mode="before")
     @classmethod
-    def _listify(cls, value: object) -> object:
-        if isinstance(value, str):
-            return (value,)
-        return tuple(value) if isinstance(value, list) else value
+    def _one_state_alone(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+    @property
+    def tests(self) -> tuple[tuple[Predicate, bool], ...]:
+        """Every predicate of the row with the answer that it must give."""
+        return (*((p, True) for p in self.conditions), *((p, False) for p in self.unless))
 
 
 class AgentGraph(StrictModel):
@@ -165,7 +168,7 @@ class AgentGraph(StrictModel):
 
     def is_final(self, state: str) -> bool:
         """Whether a trajectory that enters ``state`` has ended. ``TERMINATED`` is final without being named."""
-        return state == TERMINATED or self.states[state].final
+        return state == TERMINATED or (state in self.states and self.states[state].final)
 
     def handler_of(self, state: str) -> str:
         """Return the handler's name (or ``module:Class``) that a visit of the working state ``state`` runs."""
@@ -176,18 +179,18 @@ class AgentGraph(StrictModel):
         """The states that are not final, as declared."""
         return tuple(name for name in self.states if not self.is_final(name))
 
-    def rows_of(self, state: str, trigger: str) -> Iterator[TransitionRow]:
-        """Yield the rows that may fire when ``trigger`` is raised in ``state``, in order; the first that holds wins.
+    def rows_of(self, state: str, trigger: str) -> Iterator[tuple[int | None, TransitionRow]]:
+        """Yield the rows that may fire when ``trigger`` is raised in ``state``, each with its place in ``transitions``.
 
-        Only rows that the user wrote (``on_error`` is one, in short form, after the others). When none of them holds,
-        the machine's own last row ends the trajectory (see :mod:`fsm_rollout.agent.machine`).
+        The first that holds wins. The last may be the state's ``on_error``, a row in short form, which has no place.
+        When none holds, the machine's own last row ends the trajectory (see :mod:`fsm_rollout.agent.machine`).
         """
-        for row in self.transitions:
+        for place, row in enumerate(self.transitions):
             if row.trigger == trigger and (state in row.source or "*" in row.source):
-                yield row
+                yield place, row
         on_error = self.states[state].on_error
         if trigger == Trigger.FAILED and on_error is not None:
-            yield TransitionRow(trigger=Trigger.FAILED, source=(state,), dest=on_error)
+            yield None, TransitionRow(trigger=Trigger.FAILED, source=(state,), dest=on_error)
 
 
 Tool.model_rebuild()

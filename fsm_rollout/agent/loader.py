@@ -18,21 +18,23 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
 from fsm_rollout.agent.graph import TERMINATED, AgentGraph
 from fsm_rollout.agent.handlers import look_in
-from fsm_rollout.agent.verify import names, verify
+from fsm_rollout.agent.verify import findings, verify
 from fsm_rollout.agent.yaml.dump import dump
 from fsm_rollout.agent.yaml.normal_form import Normaliser
 from fsm_rollout.agent.yaml.overrides import apply_overrides, interpolate
 from fsm_rollout.agent.yaml.source import SourceMap, in_file_order, read_text, read_yaml
 from fsm_rollout.errors import ConfigError, Problem
-from fsm_rollout.trajectory.model_errors import ConfigPath, explanations
+from fsm_rollout.trajectory.model_errors import ConfigData, ConfigPath, explanations
 
 __all__ = ["Reading", "dump", "load_agent", "loads", "read_agent"]
+
+_UNREMARKABLE: ConfigData = {"trigger": "failed", "source": [], "dest": TERMINATED}
+"""A row about which there is nothing to say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ def read_agent(path: str | Path, overrides: Sequence[str] = ()) -> Reading:
     source = SourceMap(str(path))
     if isinstance(text, Problem):
         return Reading(None, source, (text,))
+    look_in(Path(path).parent)  # an agent's code may lie beside its YAML, as its prompts do
     return _read(text, source, Path(path).parent, overrides, (Path(path).resolve(),))
 
 
@@ -78,94 +81,73 @@ def _graph(reading: Reading) -> AgentGraph:
 
 
 def _read(text: str, source: SourceMap, base: Path, overrides: Sequence[str], inside: tuple[Path, ...]) -> Reading:
-    if inside:
-        look_in(base)  # an agent's code may lie beside its YAML, as its prompts do
+    # 1. YAML.
     data, problems = read_yaml(text, source)
-    if data is None and problems:
-        return Reading(None, source, tuple(problems))
     if not isinstance(data, dict):
-        problems.append(Problem(_not_an_agent(data), source.file, None if data is None else 1))
+        if data is not None:
+            kind = "a list" if isinstance(data, list) else f"a {type(data).__name__}"
+            message = f"an agent is a mapping with `agent`, `states` and `transitions`, got {kind}"
+            problems.append(Problem(message, source.file, 1))
+        elif not problems:
+            message = "is empty; an agent needs `agent`, `states` and `transitions` (`fsm-rollout new NAME` writes one)"
+            problems.append(Problem(message, source.file))
         return Reading(None, source, tuple(problems))
+    # 2. What changes it, and the normal form.
     problems += apply_overrides(data, overrides, source)
     problems += interpolate(data, source)
-    normaliser = Normaliser(source, problems)
-    normal = normaliser.agent(data, (), base, inside)
-    try:
-        graph = _validated(normal)
-    except ValidationError as error:
-        wrong = explanations(error, AgentGraph)
-        problems += [source.problem(path, message) for path, message in wrong if not source.is_wrong(path)]
-        return Reading(None, source, tuple(in_file_order([*problems, *_names_all_the_same(normal, source)])))
-    if problems:  # the graph is whole, but not what was meant: its structure is not worth judging yet
-        problems += [source.problem(found.path, found.message, found.rule) for found in names(graph)]
-    else:
-        problems += verify(graph, source)
-    return Reading(graph, source, tuple(in_file_order(problems)))
-
-
-def _validated(data: Any) -> AgentGraph:
-    # Through JSON, because pydantic is strict there in the right way: no "8" for 8, but lists for tuples.
-    return AgentGraph.model_validate_json(json.dumps(data), strict=True)
-
-
-def _names_all_the_same(data: Any, source: SourceMap) -> list[Problem]:
-    """Return the unknown names in a configuration whose form is wrong, judged without the wrong pieces."""
-    dropped: set[ConfigPath] = set()
-    for _ in range(4):  # what hid behind a wrong piece may be wrong too
+    Normaliser(source, problems).agent(data, (), base, inside)
+    # 3. The form. Names are looked at even where it is wrong, in what is left without the wrong pieces.
+    graph = None
+    left_out: set[ConfigPath] = set()
+    for _ in range(5):  # what hid behind a wrong piece may be wrong too
         try:
-            graph = _validated(data)
+            # Through JSON, because pydantic is strict there in the right way: no "8" for 8, but lists for tuples.
+            graph = AgentGraph.model_validate_json(json.dumps(data), strict=True)
+            break
         except ValidationError as error:
-            cut = [_repaired(data, tuple(item["loc"]), dropped) for item in error.errors(include_url=False)]
-            if not all(cut):
-                return []
-            continue
-        return [
-            source.problem(found.path, found.message, found.rule)
-            for found in names(graph)
-            if not any(found.path[: len(path)] == path for path in dropped)
-        ]
-    return []
+            if not left_out:
+                wrong = explanations(error, AgentGraph)
+                problems += [source.problem(path, message) for path, message in wrong if not source.is_wrong(path)]
+            pieces = error.errors(include_url=False)
+            if not all(_leave_out(data, item["loc"], left_out, item["type"] == "missing") for item in pieces):
+                break
+    # 4. The rules. The structure of an agent that is not what was meant is not worth judging yet.
+    if graph is not None and not problems:
+        problems = verify(graph, source)
+    elif graph is not None:
+        for found in findings(graph, names_only=True):
+            if not any(found.path[: len(path)] == path for path in left_out):
+                problems.append(source.problem(found.path, found.message, found.rule))
+    return Reading(None if left_out else graph, source, tuple(in_file_order(problems)))
 
 
-def _repaired(data: Any, path: ConfigPath, dropped: set[ConfigPath]) -> bool:
-    """Cut the wrong piece at ``path`` out of ``data`` and note it in ``dropped``; False when nothing would be left.
+def _leave_out(data: ConfigData, path: ConfigPath, left_out: set[ConfigPath], is_missing: bool) -> bool:
+    """Take the wrong piece at ``path`` out of ``data``; False when it is required and nothing can stand in for it.
 
-    Rows keep their place: a row's own required keys get values about which there is nothing to say.
+    Named entries and rows are emptied instead, so that names stay defined and rows keep their numbers.
     """
-    if path and path[-1] == "[key]":
+    # 1. The smallest piece that can go: something with a key, or a row.
+    while path and (path[-1] == "[key]" or (isinstance(path[-1], int) and path[-2:-1] != ("transitions",))):
         path = path[:-1]
-    holder, key, at = data, path[0] if path else "", 0
-    for index, part in enumerate(path):  # the deepest mapping key on the way
-        if isinstance(part, str):
-            at, key = index, part
-    for part in path[:at]:
+    if not path:
+        return False
+    left_out.add(path)
+    # 2. What holds it; it may have gone with a larger piece.
+    holder: ConfigData | list[ConfigData] = data
+    for part in path[:-1]:
         if isinstance(holder, dict) and part not in holder:
-            return True  # cut out already, by an error further up
-        holder = holder[part]
-    dropped.add(path[: at + 1])
-    below = path[:at]
-    if below[-2:-1] == ("transitions",) and key in ("trigger", "source", "dest"):
-        holder[key] = {"trigger": "failed", "source": [], "dest": TERMINATED}[key]
-    elif key == "transitions" and len(path) > at + 1 and isinstance(path[at + 1], int):
-        holder[key][path[at + 1]] = {"trigger": "failed", "source": [], "dest": TERMINATED}
-        dropped.discard(path[: at + 1])
-        dropped.add(path[: at + 2])
-    elif below[-1:] and below[-1] in ("states", "contexts") and holder.get(key) is not None and _key_is_name(str(key)):
+            return True
+        holder = holder[part]  # type: ignore[index]
+    # 3. Out with it.
+    key = path[-1]
+    if isinstance(key, int) or isinstance(holder, list):
+        holder[key] = dict(_UNREMARKABLE)  # type: ignore[index]
+    elif path[-3:-2] == ("transitions",) and key in _UNREMARKABLE:
+        holder[key] = _UNREMARKABLE[key]
+    elif is_missing:
+        return False
+    elif path[-2:-1] in (("states",), ("contexts",)) and holder.get(key):
         holder[key] = {}
-    elif key in holder:
-        del holder[key]
     else:
-        return False  # something required is missing, and there is nothing to put there
+        holder.pop(key, None)
     return True
-
-
-def _key_is_name(key: str) -> bool:
-    """Whether ``key`` may name a state or context."""
-    return key.isidentifier() and key.isascii()
-
-
-def _not_an_agent(data: object) -> str:
-    if data is None:
-        return "is empty; an agent needs `agent`, `states` and `transitions` (`fsm-rollout new NAME` writes one)"
-    kind = "a list" if isinstance(data, list) else f"a {type(data).__name__}"
-    return f"an agent is a mapping with `agent`, `states` and `transitions`, got {kind}"

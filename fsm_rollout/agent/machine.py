@@ -9,8 +9,7 @@ firing a row does to it is to emit one :class:`~fsm_rollout.trajectory.events.Tr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from typing import cast
 
 import transitions
 from transitions.core import EventData
@@ -25,6 +24,9 @@ from fsm_rollout.trajectory.reasons import IMPLICIT_TRIGGERS, Trigger
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory, routing_key
 
 Emit = Callable[[AnyEvent], None]
+Condition = Callable[[EventData], bool]
+Charge = Callable[[Trajectory], dict[str, int]]
+"""What entering a state costs the trajectory that enters."""
 
 
 class PredicateFailed(RolloutError):
@@ -35,25 +37,14 @@ class _Transition(transitions.Transition):
     """One row for one source state. Changing the state means emitting the event that says so."""
 
     dest: str
-
-    def __init__(
-        self,
-        *args: Any,
-        stop_reason: str | None = None,
-        charge: Charge,
-        final: bool,
-        row: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        self.stop_reason = stop_reason
-        self.row = row
-        self.charge = charge
-        self.final = final
+    charge: Charge
+    stop_reason: str | None = None
+    row: int | None = None
+    """Its place among the user's rows; ``None`` for ``on_error`` and the machine's own."""
+    final: bool
 
     def _change_state(self, event_data: EventData) -> None:
-        trajectory: Trajectory = event_data.model  # type: ignore[assignment]  # what `fire` hands over
-        outcome: Outcome = event_data.kwargs["outcome"]
+        trajectory, outcome = _firing(event_data)
         event_data.kwargs["emit"](
             Transitioned(
                 at=event_data.kwargs["at"],
@@ -73,7 +64,9 @@ class _Machine(transitions.Machine):
     transition_cls = _Transition
 
 
-Charge = Callable[[Trajectory], dict[str, int]]
+def _firing(event_data: EventData) -> tuple[Trajectory, Outcome]:
+    """Return what `AgentMachine.fire` handed over."""
+    return cast(Trajectory, event_data.model), cast(Outcome, event_data.kwargs["outcome"])
 
 
 class AgentMachine:
@@ -92,41 +85,38 @@ class AgentMachine:
             state: handler_spec(graph.handler_of(state)).spends for state in graph.working_states
         }
         """The limit that each working state's handler is charged for on entry."""
-        self._places = {id(row): place for place, row in enumerate(graph.transitions)}
         self._limits = {n for n, limit in LIMITS.items() if limit.implied or getattr(graph.limits, n) is not None}
+        triggers = dict.fromkeys([*(row.trigger for row in graph.transitions), *IMPLICIT_TRIGGERS])
         for state in graph.working_states:
-            self._add_rows(state)
+            for trigger in triggers:
+                if trigger != Trigger.CANCELLED:  # the one trigger that no row may take
+                    for place, row in graph.rows_of(state, trigger):
+                        self._add(trigger, state, row.dest, row, place)
+                if trigger in IMPLICIT_TRIGGERS:  # taken when nothing that the user wrote holds
+                    self._add(trigger, state, TERMINATED)
 
-    def _add_rows(self, state: str) -> None:
-        triggers = dict.fromkeys([row.trigger for row in self.graph.transitions] + list(IMPLICIT_TRIGGERS))
-        for trigger in triggers:
-            if trigger != Trigger.CANCELLED:  # the one trigger that no row may take
-                for row in self.graph.rows_of(state, trigger):
-                    self._add(state, row)
-            if trigger in IMPLICIT_TRIGGERS:
-                self._machine.add_transition(
-                    trigger, state, TERMINATED, charge=_nothing, final=True
-                )  # nothing the user wrote holds
-
-    def _add(self, state: str, row: TransitionRow) -> None:
+    def _add(
+        self, trigger: str, state: str, dest: str, row: TransitionRow | None = None, place: int | None = None
+    ) -> None:
         self._machine.add_transition(
-            row.trigger,
+            trigger,
             state,
-            row.dest,
-            conditions=[self._routable, *map(self._condition, row.conditions)],
-            unless=[self._condition(predicate) for predicate in row.unless],
-            stop_reason=row.stop_reason,
-            charge=_nothing if self.graph.is_final(row.dest) else self.charge_of(row.dest),
-            final=self.graph.is_final(row.dest),
-            row=self._places.get(id(row)),  # `on_error` is written at its state, and is in no list
+            dest,
+            conditions=[self._routable, *map(self._condition, row.conditions)] if row is not None else [],
+            unless=[*map(self._condition, row.unless)] if row is not None else [],
         )
+        transition = self._machine.events[trigger].transitions[state][-1]
+        assert isinstance(transition, _Transition)
+        transition.stop_reason, transition.row = row.stop_reason if row is not None else None, place
+        transition.final = self.graph.is_final(dest)
+        transition.charge = _nothing if transition.final else self.charge_of(dest)
 
-    def _condition(self, predicate: Predicate) -> Callable[[EventData], bool]:
+    def _condition(self, predicate: Predicate) -> Condition:
         holds = compile_predicate(predicate, self.graph)
 
         def condition(event_data: EventData) -> bool:
             try:
-                return bool(holds(event_data.model, event_data.kwargs["outcome"]))  # type: ignore[arg-type]
+                return bool(holds(*_firing(event_data)))
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # one that calls sys.exit fails its trajectory, not the run
@@ -140,18 +130,15 @@ class AgentMachine:
         A limit may be routed once, and only one that the agent itself sets (the proof knows of no other); nothing may
         be after the rows themselves have failed.
         """
-        if not event_data.kwargs["routed"]:
-            return False
-        limit: str | None = event_data.kwargs["outcome"].limit
-        if limit is None:
-            return True
-        trajectory: Trajectory = event_data.model  # type: ignore[assignment]
-        return limit in self._limits and routing_key(limit, trajectory.state) not in trajectory.routed
+        trajectory, outcome = _firing(event_data)
+        if outcome.limit is None or not event_data.kwargs["routed"]:
+            return bool(event_data.kwargs["routed"])
+        return outcome.limit in self._limits and routing_key(outcome.limit, trajectory.state) not in trajectory.routed
 
     def charge_of(self, state: str) -> Charge:
         """Return what entering the working state ``state`` costs, as a function of the trajectory that enters."""
-        spends = self.spends[state]
-        return _nothing if spends is None else partial(_spend, spends)
+        limit = self.spends[state]
+        return _nothing if limit is None else lambda trajectory: {limit: LIMITS[limit].price(trajectory)}
 
     def fire(self, trajectory: Trajectory, outcome: Outcome, *, at: float, emit: Emit, routed: bool = True) -> None:
         """Fire the first row that takes ``outcome.trigger`` in the present state: emits one ``Transitioned``.
@@ -182,7 +169,3 @@ class AgentMachine:
 
 def _nothing(trajectory: Trajectory) -> dict[str, int]:
     return {}
-
-
-def _spend(limit: str, trajectory: Trajectory) -> dict[str, int]:
-    return {limit: LIMITS[limit].price(trajectory)}

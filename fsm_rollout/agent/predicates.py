@@ -22,22 +22,36 @@ from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 Condition = Callable[[Trajectory, Outcome], bool]
 """A compiled predicate."""
+Build = Callable[[object, AgentGraph], Condition | None]
+"""Compiles a predicate with its argument; ``None``: it takes something else."""
 
 
 @dataclass(frozen=True, slots=True)
 class PredicateSpec:
     """The declaration of one predicate.
 
-    ``counter``: the predicate depends on counts and limits alone, so the termination proof evaluates it; all others
-    may hold or not, whenever they are asked.
+    ``argument`` says what it takes, in words; empty when it takes nothing. ``counter``: it depends on counts and limits
+    alone, so the termination proof evaluates it; all others may hold or not, whenever they are asked.
     """
 
     name: str
-    argument: str
-    """What it takes, in words; empty when it takes nothing."""
     doc: str
-    build: Callable[[object, AgentGraph], Condition]
-    counter: bool = False
+    argument: str
+    build: Build
+    counter: bool
+
+
+PREDICATES: dict[str, PredicateSpec] = {}
+"""The predicates that ship, by name."""
+
+
+def _predicate(doc: str, argument: str = "", *, counter: bool = False) -> Callable[[Build], Build]:
+    def declare(build: Build) -> Build:
+        name = build.__name__.removeprefix("_")
+        PREDICATES[name] = PredicateSpec(name, doc, argument, build, counter)
+        return build
+
+    return declare
 
 
 def compile_predicate(predicate: Predicate, graph: AgentGraph) -> Condition:
@@ -46,17 +60,24 @@ def compile_predicate(predicate: Predicate, graph: AgentGraph) -> Condition:
     Raises:
         ConfigError: unknown name, wrong argument, or a function that cannot be imported.
     """
-    if ":" in predicate.name:
-        return _own(predicate.name, predicate.argument)
-    spec = PREDICATES.get(predicate.name)
-    if spec is None:
-        raise ConfigError(f"predicate '{predicate.name}' is not defined{did_you_mean(predicate.name, PREDICATES)}")
-    if not spec.argument and predicate.argument is not None:
-        raise ConfigError(f"predicate '{spec.name}' takes no argument, got {predicate.argument!r}")
-    return spec.build(predicate.argument, graph)
+    name, argument = predicate.name, predicate.argument
+    if ":" in name:
+        return _own_function(name, argument)
+    if name not in PREDICATES:
+        raise ConfigError(f"predicate '{name}' is not defined{did_you_mean(name, PREDICATES)}")
+    spec = PREDICATES[name]
+    condition = spec.build(argument, graph) if spec.argument or argument is None else None
+    if condition is None:
+        raise _wrong_argument(name, argument)
+    return condition
 
 
-def _own(path: str, argument: object) -> Condition:
+def _wrong_argument(name: str, argument: object) -> ConfigError:
+    got = "nothing" if argument is None else repr(argument)
+    return ConfigError(f"predicate '{name}' takes {PREDICATES[name].argument or 'no argument'}, got {got}")
+
+
+def _own_function(path: str, argument: object) -> Condition:
     function = load_object(path)
     if not callable(function):
         raise ConfigError(f"predicate '{path}' is a {type(function).__name__}; it must be a function")
@@ -66,53 +87,44 @@ def _own(path: str, argument: object) -> Condition:
     return lambda trajectory, outcome: bool(function(trajectory, *arguments))
 
 
-def _wrong(name: str, argument: object) -> ConfigError:
-    got = "nothing" if argument is None else repr(argument)
-    return ConfigError(f"predicate '{name}' takes {PREDICATES[name].argument}, got {got}")
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
+@_predicate("the latest turn tried to call a tool")
 def _has_tool_calls(argument: object, graph: AgentGraph) -> Condition:
-    return lambda trajectory, outcome: bool(trajectory.attempts)
+    return lambda t, outcome: bool(t.attempts)
 
 
+@_predicate("the model is to blame for all calls of the latest turn")
 def _all_calls_bad(argument: object, graph: AgentGraph) -> Condition:
-    return lambda trajectory, outcome: bool(trajectory.called) and all(call.bad for call in trajectory.called)
+    return lambda t, outcome: bool(t.called) and all(call.bad for call in t.called)
 
 
+@_predicate("the last call of the latest turn failed")
 def _last_tool_failed(argument: object, graph: AgentGraph) -> Condition:
-    return lambda trajectory, outcome: bool(trajectory.called) and trajectory.called[-1].failure is not None
+    return lambda t, outcome: bool(t.called) and t.called[-1].failure is not None
 
 
-def _tool_called(argument: object, graph: AgentGraph) -> Condition:
-    if not isinstance(argument, str):
-        raise _wrong("tool_called", argument)
-    if argument not in graph.tools:
-        raise ConfigError(
-            f"predicate 'tool_called': tool '{argument}' is not defined{did_you_mean(argument, graph.tools)}"
-        )
-    return lambda trajectory, outcome: any(
-        isinstance(call, ToolCall) and call.name == argument for call in trajectory.attempts
-    )
+@_predicate("the latest turn calls this tool", "a tool's name")
+def _tool_called(name: object, graph: AgentGraph) -> Condition | None:
+    if not isinstance(name, str):
+        return None
+    if name not in graph.tools:
+        raise ConfigError(f"predicate 'tool_called': tool '{name}' is not defined{did_you_mean(name, graph.tools)}")
+    return lambda t, outcome: any(isinstance(call, ToolCall) and call.name == name for call in t.attempts)
 
 
-def _text_contains(argument: object, graph: AgentGraph) -> Condition:
+@_predicate("the latest turn's text holds this", "a text")
+def _text_contains(text: object, graph: AgentGraph) -> Condition | None:
+    return (lambda t, outcome: text in t.text) if isinstance(text, str) and text else None
+
+
+@_predicate("the latest turn's text matches somewhere", "a regular expression")
+def _text_matches(argument: object, graph: AgentGraph) -> Condition | None:
     if not isinstance(argument, str) or not argument:
-        raise _wrong("text_contains", argument)
-    return lambda trajectory, outcome: argument in trajectory.text
-
-
-def _text_matches(argument: object, graph: AgentGraph) -> Condition:
-    if not isinstance(argument, str) or not argument:
-        raise _wrong("text_matches", argument)
+        return None
     try:
         pattern = re.compile(argument)
     except re.error as error:
         raise ConfigError(f"predicate 'text_matches': {argument!r} is no regular expression: {error}") from None
-    return lambda trajectory, outcome: pattern.search(trajectory.text) is not None
+    return lambda t, outcome: pattern.search(t.text) is not None
 
 
 def _threshold(name: str, limit: str, argument: object, graph: AgentGraph) -> Callable[[Trajectory], float]:
@@ -120,7 +132,7 @@ def _threshold(name: str, limit: str, argument: object, graph: AgentGraph) -> Ca
     if isinstance(argument, int) and _is_count(argument):
         return lambda trajectory: argument
     if not isinstance(argument, float) or not 0 <= argument <= 1:
-        raise _wrong(name, argument)
+        raise _wrong_argument(name, argument)
     allowed: int | None = getattr(graph.limits, limit)
     if allowed is None:
         raise ConfigError(f"predicate '{name}': {argument} is a fraction of limits.{limit}, which is not set")
@@ -128,20 +140,28 @@ def _threshold(name: str, limit: str, argument: object, graph: AgentGraph) -> Ca
     return lambda trajectory: argument * (trajectory.limits.get(limit) or allowed)
 
 
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+_TOKENS = "a count of tokens, or a fraction (0.8) of limits."
+
+
+@_predicate("the stream of the present state's context is longer", f"{_TOKENS}context_tokens")
 def _context_over(argument: object, graph: AgentGraph) -> Condition:
     threshold = _threshold("context_over", "context_tokens", argument, graph)
-    contexts = {name: state.context for name, state in graph.states.items()}
 
-    def holds(trajectory: Trajectory, outcome: Outcome) -> bool:
-        stream = trajectory.stream(contexts[trajectory.state])
-        return stream is not None and len(stream.tokens) > threshold(trajectory)
+    def holds(t: Trajectory, outcome: Outcome) -> bool:
+        stream = t.stream(graph.states[t.state].context)
+        return stream is not None and len(stream.tokens) > threshold(t)
 
     return holds
 
 
+@_predicate("the trajectory has more response tokens", f"{_TOKENS}response_tokens")
 def _response_over(argument: object, graph: AgentGraph) -> Condition:
     threshold = _threshold("response_over", "response_tokens", argument, graph)
-    return lambda trajectory, outcome: trajectory.response_tokens > threshold(trajectory)
+    return lambda t, outcome: t.response_tokens > threshold(t)
 
 
 def visits_argument(argument: object, graph: AgentGraph) -> tuple[str | None, int]:
@@ -150,75 +170,41 @@ def visits_argument(argument: object, graph: AgentGraph) -> tuple[str | None, in
     Raises:
         ConfigError: the argument is neither a count nor ``{STATE: count}``.
     """
-    state: str | None = None
-    count = argument
+    state, count = None, argument
     if isinstance(argument, dict) and len(argument) == 1:
         ((state, count),) = argument.items()
         if state not in graph.states:
-            raise ConfigError(
-                f"predicate 'visits_over': state '{state}' is not defined{did_you_mean(state, graph.states)}"
-            )
+            hint = did_you_mean(state, graph.states)
+            raise ConfigError(f"predicate 'visits_over': state '{state}' is not defined{hint}")
     if not isinstance(count, int) or not _is_count(count):
-        raise _wrong("visits_over", argument)
+        raise _wrong_argument("visits_over", argument)
     return state, count
 
 
+@_predicate(
+    "the state (the present one, if none is named) has been visited more often",
+    "a count, or {STATE: count}",
+    counter=True,
+)
 def _visits_over(argument: object, graph: AgentGraph) -> Condition:
     state, count = visits_argument(argument, graph)
-    return lambda trajectory, outcome: trajectory.visits.get(state or trajectory.state, 0) > count
+    return lambda t, outcome: t.visits.get(state or t.state, 0) > count
 
 
-def _score_at_least(argument: object, graph: AgentGraph) -> Condition:
-    if not isinstance(argument, int | float) or isinstance(argument, bool) or argument != argument:
-        raise _wrong("score_at_least", argument)
+@_predicate("the latest turn's score, else the trajectory's", "a number")
+def _score_at_least(least: object, graph: AgentGraph) -> Condition | None:
+    if not isinstance(least, int | float) or isinstance(least, bool) or least != least:
+        return None
 
-    def holds(trajectory: Trajectory, outcome: Outcome) -> bool:
-        score = trajectory.turn_scores[-1][1] if trajectory.turn_scores else trajectory.score
-        return score is not None and score >= argument
+    def holds(t: Trajectory, outcome: Outcome) -> bool:
+        score = t.turn_scores[-1][1] if t.turn_scores else t.score
+        return score is not None and score >= least
 
     return holds
 
 
-def _limit(argument: object, graph: AgentGraph) -> Condition:
-    if not isinstance(argument, str):
-        raise _wrong("limit", argument)
-    if argument not in LIMITS:
-        raise ConfigError(f"predicate 'limit': there is no limit '{argument}'{did_you_mean(argument, LIMITS)}")
-    return lambda trajectory, outcome: outcome.limit == argument
-
-
-PREDICATES = {
-    spec.name: spec
-    for spec in (
-        PredicateSpec("has_tool_calls", "", "the latest turn tried to call a tool", _has_tool_calls),
-        PredicateSpec("all_calls_bad", "", "the model is to blame for all calls of the latest turn", _all_calls_bad),
-        PredicateSpec("tool_called", "a tool's name", "the latest turn calls this tool", _tool_called),
-        PredicateSpec("last_tool_failed", "", "the last call of the latest turn failed", _last_tool_failed),
-        PredicateSpec("text_contains", "a text", "the latest turn's text holds this", _text_contains),
-        PredicateSpec(
-            "text_matches", "a regular expression", "the latest turn's text matches somewhere", _text_matches
-        ),
-        PredicateSpec(
-            "context_over",
-            "a count of tokens, or a fraction (0.8) of limits.context_tokens",
-            "the stream of the present state's context is longer",
-            _context_over,
-        ),
-        PredicateSpec(
-            "response_over",
-            "a count of tokens, or a fraction (0.8) of limits.response_tokens",
-            "the trajectory has more response tokens",
-            _response_over,
-        ),
-        PredicateSpec(
-            "visits_over",
-            "a count, or {STATE: count}",
-            "the state (the present one, if none is named) has been visited more often",
-            _visits_over,
-            counter=True,
-        ),
-        PredicateSpec("score_at_least", "a number", "the latest turn's score, else the trajectory's", _score_at_least),
-        PredicateSpec("limit", "a limit's name", "this is the limit that was reached", _limit, counter=True),
-    )
-}
-"""The predicates that ship, by name."""
+@_predicate("this is the limit that was reached", "a limit's name", counter=True)
+def _limit(name: object, graph: AgentGraph) -> Condition | None:
+    if isinstance(name, str) and name not in LIMITS:
+        raise ConfigError(f"predicate 'limit': there is no limit '{name}'{did_you_mean(name, LIMITS)}")
+    return (lambda t, outcome: outcome.limit == name) if isinstance(name, str) else None

@@ -81,7 +81,7 @@ def prove(graph: AgentGraph, *, situations: int = 40_000) -> Bound:
 @lru_cache(maxsize=64)
 def _proven(graph: AgentGraph, situations: int) -> Bound:
     structure = Structure(graph)
-    bound = _bound(structure, search(structure, situations) or ranking(structure))
+    bound = _own_bound(structure, search(structure, situations) or ranking(structure))
     tools = [tool for tool in graph.tools.values() if tool.agent is not None]
     if not tools or bound.tool_calls == 0:
         return bound
@@ -89,13 +89,18 @@ def _proven(graph: AgentGraph, situations: int) -> Bound:
         raise ConfigError(f"agent '{graph.agent}' may run for ever: nothing bounds its calls of other agents")
     children = [prove(tool.agent, situations=situations) for tool in tools if tool.agent is not None]
     calls = bound.tool_calls * max(tool.retry.attempts for tool in tools)
+
+    def with_children(own: int | None, each: Sequence[int | None]) -> int | None:
+        known = [number for number in each if number is not None]
+        return None if own is None or len(known) < len(each) else own + calls * max(known)
+
     return replace(
         bound,
         transitions=bound.transitions + calls * max(child.transitions for child in children),
-        generations=_plus(bound.generations, calls, [child.generations for child in children]),
-        tool_calls=_plus(bound.tool_calls, calls, [child.tool_calls for child in children]),
-        user_turns=_plus(bound.user_turns, calls, [child.user_turns for child in children]),
-        response_tokens=_plus(bound.response_tokens, calls, [child.response_tokens for child in children]),
+        generations=with_children(bound.generations, [child.generations for child in children]),
+        tool_calls=with_children(bound.tool_calls, [child.tool_calls for child in children]),
+        user_turns=with_children(bound.user_turns, [child.user_turns for child in children]),
+        response_tokens=with_children(bound.response_tokens, [child.response_tokens for child in children]),
         exact=False,
     )
 
@@ -106,16 +111,15 @@ def reachable_rows(graph: AgentGraph, *, situations: int = 40_000) -> frozenset[
     return None if counts is None else counts.rows
 
 
-def _plus(own: int | None, calls: int, each: Sequence[int | None]) -> int | None:
-    known = [number for number in each if number is not None]
-    return None if own is None or len(known) < len(each) else own + calls * max(known)
-
-
-def _bound(structure: Structure, counts: Counts) -> Bound:
+def _own_bound(structure: Structure, counts: Counts) -> Bound:
+    """Return the bound without what agents used as tools add."""
     graph, limits = structure.graph, structure.graph.limits
     custom = {state for state in counts.ran if structure.is_custom(state)}
+    callers = custom | {state for state in counts.ran if structure.specs[state].name == "call_tools"}
+    takers = {state for state in custom if structure.spends(state) == LimitName.USER_TURNS}
+    routed = {limit for limit, _ in counts.exempt}
 
-    def at_most(limit: str, users: set[str], further: str) -> int | None:
+    def at_most(limit: LimitName, users: set[str], further: str = "") -> int | None:
         """Return what a limit allows to ``users``, who may spend any number in one visit, and ``further`` handlers."""
         allowed: int | None = getattr(limits, limit)
         if not users:
@@ -125,30 +129,17 @@ def _bound(structure: Structure, counts: Counts) -> Bound:
         alone = [s for s in counts.ran if structure.specs[s].name == further and (limit, s) in counts.exempt]
         return allowed + sum(graph.states[state].max_visits or 0 for state in alone)
 
-    takers = {state for state in custom if structure.spends(state) == "user_turns"}
-    callers = custom | {state for state in counts.ran if structure.specs[state].name == "call_tools"}
+    # After `wall_seconds` was routed, states may still make as many visits as their `max_visits` allows.
+    seconds = limits.wall_seconds
+    for state in [state for limit, state in counts.exempt if limit == LimitName.WALL_SECONDS]:
+        timeout, visits = graph.states[state].timeout, graph.states[state].max_visits
+        seconds = None if seconds is None or timeout is None or visits is None else seconds + timeout * visits
     return Bound(
         transitions=counts.transitions,
         generations=at_most(LimitName.ASSISTANT_TURNS, custom, "generate") if custom else counts.generations,
-        tool_calls=at_most(LimitName.TOOL_CALLS, callers, ""),
+        tool_calls=at_most(LimitName.TOOL_CALLS, callers),
         user_turns=at_most(LimitName.USER_TURNS, takers, "interact") if takers else counts.user_turns,
-        response_tokens=None if _outlived(counts, "response_tokens") else limits.response_tokens,
-        wall_seconds=_seconds(graph, counts),
+        response_tokens=None if LimitName.RESPONSE_TOKENS in routed else limits.response_tokens,
+        wall_seconds=seconds,
         exact=counts.exact,
     )
-
-
-def _outlived(counts: Counts, limit: str) -> set[str]:
-    """Return the states that can run after a limit was routed."""
-    return {state for name, state in counts.exempt if name == limit}
-
-
-def _seconds(graph: AgentGraph, counts: Counts) -> float | None:
-    """Return ``wall_seconds``, and the timeouts of the visits that states may make after it was routed."""
-    total = graph.limits.wall_seconds
-    for state in _outlived(counts, "wall_seconds"):
-        timeout, visits = graph.states[state].timeout, graph.states[state].max_visits
-        if total is None or timeout is None or visits is None:
-            return None
-        total += timeout * visits
-    return total

@@ -32,49 +32,40 @@ those about paths are left out while names are wrong, because what follows from 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from weakref import WeakSet
 
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.rules import paths, rows, states
-from fsm_rollout.agent.rules.finding import Finding, in_tools
-from fsm_rollout.agent.rules.names import names
-from fsm_rollout.agent.rules.structure import Structure
+from fsm_rollout.agent.rules.structure import Finding, Structure
 from fsm_rollout.agent.yaml.source import SourceMap, in_file_order
 from fsm_rollout.errors import Problem
 
-__all__ = ["Finding", "findings", "names", "verify"]
-
-
 _sound: WeakSet[AgentGraph] = WeakSet()
-"""Agents in which nothing was found: whoever is given one of them need not look again."""
+"""Agents in which nothing was found: they are not looked at again."""
 
 
 def verify(graph: AgentGraph, source: SourceMap | None = None) -> list[Problem]:
-    """Return every breach of the rules, in file order where ``source`` tells places; none means that it makes sense.
-
-    An agent in which nothing was found is not looked at again.
-    """
+    """Return every breach of the rules, in file order where ``source`` knows places; none means that it makes sense."""
     if graph in _sound:
         return []
     source = source or SourceMap()
-    problems = []
-    for found in findings(graph):
-        text = found.text_line is not None
-        file, line = source.locate_text(found.path, found.text_line or 1) if text else source.locate(found.path)
-        problems.append(Problem(found.message, file, line, found.rule))
+    problems = [source.problem(found.path, found.message, found.rule, found.text_line) for found in findings(graph)]
     if not problems:
         _sound.add(graph)
     return in_file_order(problems)
 
 
-def findings(graph: AgentGraph) -> Iterator[Finding]:
-    """Yield every breach of the rules, those of agents used as tools included."""
+def findings(graph: AgentGraph, *, names_only: bool = False) -> Iterator[Finding]:
+    """Yield every breach of the rules (of rule 1 alone with ``names_only``), those of agents used as tools included."""
     structure = Structure(graph)
-    unknown = list(names(graph, structure, nested=False))
+    unknown = list(rows.names(structure))
     yield from unknown
-    for rule in (*rows.RULES, *states.RULES):
+    rules = () if names_only else (*rows.RULES, *states.RULES, *(() if unknown else paths.RULES))
+    for rule in rules:
         yield from rule(structure)
-    if not unknown:
-        for rule in paths.RULES:
-            yield from rule(structure)
-    yield from in_tools(graph, findings)
+    for name, tool in graph.tools.items():
+        if tool.agent is not None:
+            for found in findings(tool.agent, names_only=names_only):
+                message = f"tool '{name}': agent: {found.message}"
+                yield replace(found, path=("tools", name, "agent", *found.path), message=message)

@@ -88,7 +88,7 @@ def picture(graph: AgentGraph, *, implicit: bool = False) -> Picture:
     names = dict.fromkeys([*graph.states, *(name for arrow in arrows for name in (arrow.source, arrow.dest))])
     try:
         bound = f"proven: {prove(graph)}"
-    except (ConfigError, KeyError):  # the second: it names states that it does not have
+    except ConfigError:
         bound = "not proven to end"
     boxes = tuple(_box(structure, name) for name in names)
     return Picture(graph.agent, graph.description, graph.initial, boxes, tuple(arrows), bound)
@@ -231,6 +231,4 @@ def _implicit_arrows(structure: Structure) -> Iterator[Arrow]:
 def _always_taken(structure: Structure, state: str, trigger: str) -> bool:
     """Whether a row takes ``trigger`` whatever holds; a limit is routed once only, the second time it ends the run."""
     rows = structure.graph.rows_of(state, trigger)
-    return trigger not in (Trigger.LIMIT_REACHED, Trigger.CANCELLED) and any(
-        not (row.conditions or row.unless) for row in rows
-    )
+    return trigger not in (Trigger.LIMIT_REACHED, Trigger.CANCELLED) and any(not row.tests for _, row in rows)

@@ -77,13 +77,12 @@ class Flow:
             self._declare(graph)
 
     def _declare(self, graph: AgentGraph) -> None:
-        places = {id(row): place for place, row in enumerate(graph.transitions)}
         triggers = dict.fromkeys((*(row.trigger for row in graph.transitions), "failed"))
         rows: dict[_Key, TransitionRow] = {
-            (state, trigger, row.dest, places.get(id(row))): row  # `on_error` is written at its state
+            (state, trigger, row.dest, place): row
             for state in graph.working_states
             for trigger in triggers
-            for row in graph.rows_of(state, trigger)
+            for place, row in graph.rows_of(state, trigger)
         }
         for key in rows:
             self._rows[key[:3]].append(key)

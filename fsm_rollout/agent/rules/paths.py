@@ -5,38 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fsm_rollout.agent.graph import TERMINATED, TransitionRow
-from fsm_rollout.agent.rules.finding import Finding
-from fsm_rollout.agent.rules.structure import Structure
+from fsm_rollout.agent.rules.structure import Finding, Structure
 from fsm_rollout.trajectory.model_errors import ConfigPath
-from fsm_rollout.trajectory.reasons import Trigger
+from fsm_rollout.trajectory.reasons import LimitName, Trigger
 
 
-def unreachable(structure: Structure) -> Iterator[Finding]:
-    """Yield rule 2: a state that nothing leads to."""
-    reachable = structure.reachable()
+def _unreachable_or_endless(structure: Structure) -> Iterator[Finding]:
+    """Yield rules 2 and 3."""
+    reachable, can_end = structure.reachable(), structure.can_end()
     for state in structure.graph.states:
         if state not in reachable and state != TERMINATED:
             message = f"state '{state}' is never entered; add a row with dest: {state}, or remove it"
             yield Finding(2, ("states", state), message)
-
-
-def endless(structure: Structure) -> Iterator[Finding]:
-    """Yield rule 3: a state from which no rows lead to a final state."""
-    can_end, reachable = structure.can_end(), structure.reachable()
-    for state in structure.graph.states:
-        if state in reachable and state not in can_end:
+        elif state in reachable and state not in can_end:
             message = (
                 f"state '{state}' cannot end: no rows lead from it to a final state; add one with dest: {TERMINATED}"
             )
             yield Finding(3, ("states", state), message)
 
 
-def cycles(structure: Structure) -> Iterator[Finding]:
-    """Yield rule 9 and 10: cycles that nothing counted bounds."""
-    graph, limits = structure.graph, structure.graph.limits
-    unbound = [s for s in structure.specs if graph.states[s].max_visits is None and s in structure.reachable()]
-    free = [s for s in unbound if structure.spends(s) is None]
-    cycle = structure.cycle_within(free)
+def _cycles(structure: Structure) -> Iterator[Finding]:
+    """Yield rule 9 or 10: a cycle that nothing counted bounds."""
+    graph, limits, reachable = structure.graph, structure.graph.limits, structure.reachable()
+    unbound = [s for s in structure.specs if graph.states[s].max_visits is None and s in reachable]
+    cycle = structure.cycle_within([s for s in unbound if structure.spends(s) is None])
     if cycle:
         message = (
             f"the cycle {' -> '.join(cycle)} spends nothing that is counted, so it may never end; "
@@ -56,7 +48,7 @@ def cycles(structure: Structure) -> Iterator[Finding]:
         yield Finding(10, ("limits",), message)
 
 
-def agents_as_tools(structure: Structure) -> Iterator[Finding]:
+def _agents_as_tools(structure: Structure) -> Iterator[Finding]:
     """Yield rule 10: agents used as tools, whose calls nothing bounds."""
     graph = structure.graph
     agents = [name for name, tool in graph.tools.items() if tool.agent is not None]
@@ -67,7 +59,7 @@ def agents_as_tools(structure: Structure) -> Iterator[Finding]:
         message = f"tool '{agents[0]}' is an agent, so its calls must be bounded; set limits.tool_calls"
         yield Finding(10, ("tools", agents[0]), message)
         return
-    routed = any(_routes(row, "tool_calls") and {*structure.sources(row)} & {*callers} for row in graph.transitions)
+    routed = any(_routes_calls(row) and {*structure.sources(row)} & {*callers} for row in graph.transitions)
     for state in callers:
         if routed and graph.states[state].max_visits is not None:
             message = (
@@ -77,11 +69,12 @@ def agents_as_tools(structure: Structure) -> Iterator[Finding]:
             yield Finding(10, ("states", state, "max_visits"), message)
 
 
-def _routes(row: TransitionRow, limit: str) -> bool:
-    """Whether a row may take a limit that was reached."""
-    wanted = [(predicate, True) for predicate in row.conditions] + [(predicate, False) for predicate in row.unless]
+def _routes_calls(row: TransitionRow) -> bool:
+    """Whether a row may take ``tool_calls`` when it was reached."""
     return row.trigger == Trigger.LIMIT_REACHED and all(
-        (predicate.argument == limit) is holds for predicate, holds in wanted if predicate.name == "limit"
+        (predicate.argument == LimitName.TOOL_CALLS) is wanted
+        for predicate, wanted in row.tests
+        if predicate.name == "limit"
     )
 
 
@@ -97,22 +90,26 @@ def nothing_new(structure: Structure) -> Iterator[Finding]:
         if spec.name != "generate":
             continue
         context = graph.states[start].context
-        silent, queue = {start}, [start]
-        while queue:
-            state = queue.pop()
-            for row in structure.edges(state):
+        silent = [start]
+        for state in silent:  # which grows meanwhile
+            for place, row in structure.edges[state]:
                 if state == start and row.trigger != Trigger.GENERATED:
                     continue
                 if row.dest not in structure.specs or _may_write(structure, row.dest, context):
                     continue
-                if structure.specs[row.dest].name == "generate" and graph.states[row.dest].context == context:
-                    found = _speaks_again(structure, row, state, start)
-                    if found.path not in reported:
-                        reported.add(found.path)
-                        yield found
-                elif row.dest not in silent:
-                    silent.add(row.dest)
-                    queue.append(row.dest)
+                if structure.specs[row.dest].name != "generate" or graph.states[row.dest].context != context:
+                    if row.dest not in silent:
+                        silent.append(row.dest)
+                    continue
+                path: ConfigPath = ("states", state, "on_error") if place is None else ("transitions", place)
+                if path not in reported:
+                    reported.add(path)
+                    where = f"state '{state}': on_error" if place is None else f"row {place + 1}"
+                    message = (
+                        f"{where}: '{start}' has let the model speak in context '{context}', and nothing answers "
+                        f"before '{row.dest}' asks it again; give '{row.dest}' a prompt, or write a message on the way"
+                    )
+                    yield Finding(21, path, message)
 
 
 def _may_write(structure: Structure, state: str, context: str) -> bool:
@@ -123,15 +120,4 @@ def _may_write(structure: Structure, state: str, context: str) -> bool:
     return spec.context == context and (spec.prompt is not None or spec.reset or name == "interact")
 
 
-def _speaks_again(structure: Structure, row: TransitionRow, source: str, start: str) -> Finding:
-    index = next((i for i, each in enumerate(structure.graph.transitions) if each is row), None)
-    path: ConfigPath = ("states", source, "on_error") if index is None else ("transitions", index)
-    where = f"state '{source}': on_error" if index is None else f"row {index + 1}"
-    message = (
-        f"{where}: '{start}' has let the model speak in context '{structure.graph.states[start].context}', and nothing "
-        f"answers before '{row.dest}' asks it again; give '{row.dest}' a prompt, or write a message on the way"
-    )
-    return Finding(21, path, message)
-
-
-RULES = (unreachable, endless, cycles, agents_as_tools, nothing_new)
+RULES = (_unreachable_or_endless, _cycles, _agents_as_tools, nothing_new)

@@ -1,132 +1,161 @@
-"""Rules about rows: 4 to 8, 12 and 13."""
+"""Rules about names and rows: 1, 4 to 8, 12 and 13."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
-from fsm_rollout.agent.graph import TransitionRow
+from fsm_rollout.agent.graph import BUILT_IN_STATES, MAIN, TERMINATED, State, TransitionRow
+from fsm_rollout.agent.handlers import handler_spec
 from fsm_rollout.agent.predicates import PREDICATES, compile_predicate
-from fsm_rollout.agent.rules.finding import Finding, predicates_of
-from fsm_rollout.agent.rules.structure import Structure
-from fsm_rollout.errors import ConfigError
-from fsm_rollout.trajectory.model_errors import ConfigPath
+from fsm_rollout.agent.rules.structure import Finding, Structure
+from fsm_rollout.errors import ConfigError, did_you_mean
+from fsm_rollout.trajectory.model_errors import ConfigPath, describe_path
 from fsm_rollout.trajectory.reasons import IMPLICIT_TRIGGERS, Trigger
 
 
-def outcomes(structure: Structure) -> Iterator[Finding]:
-    """Yield rule 4 and 6: an outcome without a row, or without an unconditional last one."""
+def names(structure: Structure) -> Iterator[Finding]:
+    """Yield rule 1: every name that is used and not defined."""
     graph = structure.graph
+    states, contexts = {*graph.states, TERMINATED}, {*graph.contexts, MAIN}
+    yield from _defined(("initial",), "initial", graph.initial, states)
+    for name, context in graph.contexts.items():
+        for tool in context.tools or ():
+            yield from _defined(("contexts", name, "tools"), "tool", tool, graph.tools)
+    for name, state in graph.states.items():
+        yield from _defined(("states", name, "context"), "context", state.context, contexts)
+        yield from _defined(("states", name, "on_error"), "on_error", state.on_error or TERMINATED, states)
+        if not graph.is_final(name):
+            yield from _handler(name, state)
+    triggers = _triggers(structure)
+    all_known = len(structure.specs) == len(graph.working_states)
+    for index, row in enumerate(graph.transitions):
+        at: ConfigPath = ("transitions", index)
+        if row.trigger not in triggers and all_known:
+            hint = did_you_mean(row.trigger, triggers)
+            yield Finding(1, (*at, "trigger"), f"row {index + 1}: no state raises trigger '{row.trigger}'{hint}")
+        for source in row.source:
+            yield from _defined((*at, "source"), "source", source, states, source == "*")
+        yield from _defined((*at, "dest"), "dest", row.dest, states)
+        for predicate, wanted in row.tests:
+            path = (*at, "conditions" if wanted else "unless")
+            yield from _defined(path, "predicate", predicate.name, PREDICATES.keys(), ":" in predicate.name)
+
+
+def _triggers(structure: Structure) -> set[str]:
+    return {*IMPLICIT_TRIGGERS, *(trigger for spec in structure.specs.values() for trigger in spec.triggers)}
+
+
+def _defined(
+    path: ConfigPath, kind: str, name: str, known: Collection[str], is_special: bool = False
+) -> Iterator[Finding]:
+    if name not in known and not is_special:
+        words = ": ".join(part for part in (describe_path(path[:-1]), kind) if part)
+        yield Finding(1, path, f"{words} '{name}' is not defined{did_you_mean(name, known)}")
+
+
+def _handler(name: str, state: State) -> Iterator[Finding]:
+    path: ConfigPath = ("states", name, "handler")
+    handler = state.handler or BUILT_IN_STATES.get(name)
+    if handler is None:
+        hint = did_you_mean(name, BUILT_IN_STATES)
+        hint = hint if "mean" in hint else "; give it one, or `final: true`"
+        yield Finding(1, path, f"state '{name}' names no handler{hint}")
+        return
+    try:
+        handler_spec(handler)
+    except ConfigError as error:
+        yield Finding(1, path, f"state '{name}': {error}")
+
+
+def _outcomes(structure: Structure) -> Iterator[Finding]:
     for state, spec in structure.specs.items():
         for trigger in spec.triggers:
             if trigger in IMPLICIT_TRIGGERS:
                 continue
-            rows = [
-                (i, row)
-                for i, row in enumerate(graph.transitions)
-                if row.trigger == trigger and {state, "*"} & set(row.source)
-            ]
+            rows = list(structure.graph.rows_of(state, trigger))
             if not rows:
                 message = f"state '{state}' may raise '{trigger}', which no row takes; add one with source: {state}"
                 yield Finding(4, ("states", state), message)
-            elif all(row.conditions or row.unless for _, row in rows):
+            elif all(row.tests for _, row in rows):
+                last = rows[-1][0] or 0
                 message = (
-                    f"row {rows[-1][0] + 1}: the last row for '{trigger}' from '{state}' is conditional; "
+                    f"row {last + 1}: the last row for '{trigger}' from '{state}' is conditional; "
                     "add one without conditions after it"
                 )
-                yield Finding(6, ("transitions", rows[-1][0]), message)
+                yield Finding(6, ("transitions", last), message)
 
 
-def never_raised(structure: Structure) -> Iterator[Finding]:
-    """Yield rule 5: a row whose source never raises its trigger."""
-    known = {trigger for spec in structure.specs.values() for trigger in spec.triggers} | set(IMPLICIT_TRIGGERS)
+def _never_raised(structure: Structure) -> Iterator[Finding]:
+    known = _triggers(structure)
     for index, row in enumerate(structure.graph.transitions):
+        at: ConfigPath = ("transitions", index, "source")
         if row.trigger not in known:
             continue  # rule 1 says so
-        named = [s for s in row.source if s in structure.specs]
-        wrong = [s for s in named if not structure.may_raise(s, row.trigger)]
-        for state in wrong:
-            raised = ", ".join(structure.specs[state].triggers)
-            message = f"row {index + 1}: state '{state}' never raises '{row.trigger}'; its handler raises {raised}"
-            yield Finding(5, ("transitions", index, "source"), message)
+        for state in row.source:
+            if state in structure.specs and not structure.may_raise(state, row.trigger):
+                raised = ", ".join(structure.specs[state].triggers)
+                message = f"row {index + 1}: state '{state}' never raises '{row.trigger}'; its handler raises {raised}"
+                yield Finding(5, at, message)
         if "*" in row.source and not structure.sources(row):
-            message = f"row {index + 1}: no state raises '{row.trigger}'"
-            yield Finding(5, ("transitions", index, "source"), message)
+            yield Finding(5, at, f"row {index + 1}: no state raises '{row.trigger}'")
 
 
-def shadowed(structure: Structure) -> Iterator[Finding]:
-    """Yield rule 7: a row that can never fire."""
+def _shadowed(structure: Structure) -> Iterator[Finding]:
     graph = structure.graph
     for index, row in enumerate(graph.transitions):
         at: ConfigPath = ("transitions", index)
-        both = [p.name for p in row.conditions if p in row.unless]
+        both = [predicate.name for predicate in row.conditions if predicate in row.unless]
         if both:
             yield Finding(7, at, f"row {index + 1} never fires: it wants '{both[0]}' both to hold and not to hold")
             continue
-        covered = {}
-        for state in structure.sources(row):
-            for before, earlier in enumerate(graph.transitions[:index]):
-                if earlier.trigger == row.trigger and state in structure.sources(earlier) and _covers(earlier, row):
-                    covered[state] = before
-                    break
-        everywhere = len(covered) == len(structure.sources(row))
-        for state, before in covered.items():
-            if everywhere or state in row.source:  # a `*` may be taken in part by rows before it
-                message = (
-                    f"row {index + 1} never fires from '{state}': row {before + 1} takes all its cases; "
-                    "put it before, or remove it"
-                )
-                yield Finding(7, at, message)
-                if everywhere:
-                    break
-    for state in structure.specs:
-        on_error = graph.states[state].on_error
-        plain = [
-            i for i, r in enumerate(graph.transitions) if r.trigger == Trigger.FAILED and state in structure.sources(r)
-        ]
-        plain = [i for i in plain if not graph.transitions[i].conditions and not graph.transitions[i].unless]
-        if on_error is not None and plain:
+        # 1. Which earlier row takes all cases of this one, by the state that it leaves.
+        sources = structure.sources(row)
+        taken_by: dict[str, int] = {}
+        for place, earlier in enumerate(graph.transitions[:index]):
+            if earlier.trigger == row.trigger and _covers(earlier, row):
+                for state in structure.sources(earlier):
+                    taken_by.setdefault(state, place)
+        # 2. A row that fires nowhere is named once. A `*` may be taken in part by rows before it.
+        dead = [state for state in sources if state in taken_by]
+        for state in dead[:1] if len(dead) == len(sources) else [state for state in dead if state in row.source]:
             message = (
-                f"state '{state}': on_error never holds: row {plain[0] + 1} takes every 'failed'; remove one of them"
+                f"row {index + 1} never fires from '{state}': row {taken_by[state] + 1} takes all its cases; "
+                "put it before, or remove it"
             )
+            yield Finding(7, at, message)
+    for state in structure.specs:
+        rows = graph.rows_of(state, Trigger.FAILED) if graph.states[state].on_error is not None else ()
+        for place in [place for place, row in rows if place is not None and not row.tests][:1]:
+            message = f"state '{state}': on_error never holds: row {place + 1} takes every 'failed'; remove one of them"
             yield Finding(7, ("states", state, "on_error"), message)
 
 
 def _covers(earlier: TransitionRow, later: TransitionRow) -> bool:
     """Whether ``earlier`` holds whenever ``later`` does."""
-    return all(p in later.conditions for p in earlier.conditions) and all(p in later.unless for p in earlier.unless)
+    return all(test in later.tests for test in earlier.tests)
 
 
-def cancelled(structure: Structure) -> Iterator[Finding]:
-    """Yield rule 8: a row for ``cancelled``."""
-    for index, row in enumerate(structure.graph.transitions):
+def _single_rows(structure: Structure) -> Iterator[Finding]:
+    graph = structure.graph
+    for index, row in enumerate(graph.transitions):
+        at: ConfigPath = ("transitions", index)
         if row.trigger == Trigger.CANCELLED:
             message = f"row {index + 1}: 'cancelled' cannot be routed; it always ends the trajectory"
-            yield Finding(8, ("transitions", index, "trigger"), message)
-
-
-def arguments(structure: Structure) -> Iterator[Finding]:
-    """Yield rule 12: a predicate's argument."""
-    for index, row in enumerate(structure.graph.transitions):
-        for key, predicate in predicates_of(row):
-            at: ConfigPath = ("transitions", index, key)
+            yield Finding(8, (*at, "trigger"), message)
+        for predicate, wanted in row.tests:
+            path: ConfigPath = (*at, "conditions" if wanted else "unless")
             if predicate.name not in PREDICATES and ":" not in predicate.name:
                 continue  # rule 1 says so
             if predicate.name == "limit" and row.trigger != Trigger.LIMIT_REACHED:
                 message = f"row {index + 1}: predicate 'limit' says nothing about '{row.trigger}', only 'limit_reached'"
-                yield Finding(12, at, message)
+                yield Finding(12, path, message)
             try:
-                compile_predicate(predicate, structure.graph)
+                compile_predicate(predicate, graph)
             except ConfigError as error:
-                yield Finding(12, at, f"row {index + 1}: {error}")
-
-
-def stop_reasons(structure: Structure) -> Iterator[Finding]:
-    """Yield rule 13: a ``stop_reason`` on a row that does not end the trajectory."""
-    graph = structure.graph
-    for index, row in enumerate(graph.transitions):
+                yield Finding(12, path, f"row {index + 1}: {error}")
         if row.stop_reason is not None and row.dest in graph.states and not graph.is_final(row.dest):
             message = f"row {index + 1}: stop_reason '{row.stop_reason}' would be lost, as '{row.dest}' is not final"
-            yield Finding(13, ("transitions", index, "stop_reason"), message)
+            yield Finding(13, (*at, "stop_reason"), message)
 
 
-RULES = (outcomes, never_raised, shadowed, cancelled, arguments, stop_reasons)
+RULES = (_outcomes, _never_raised, _shadowed, _single_rows)

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from fsm_rollout.agent.graph import State
 from fsm_rollout.agent.handlers import load_object, look_in
@@ -36,135 +35,113 @@ class Normaliser:
         self.source = source
         self.problems = problems
 
-    def agent(self, data: ConfigData, path: ConfigPath, base: Path, inside: tuple[Path, ...]) -> ConfigData:
-        """Return the normal form of one agent; ``inside`` are the files being read, outermost first."""
-
-        def each(key: str, change: Callable[[ConfigData, ConfigPath], None]) -> None:
-            entries = data.get(key)
-            if isinstance(entries, dict):
-                for name, entry in entries.items():
-                    if entry is None:  # `PENDING:` with nothing after it
-                        entries[name] = entry = {}
-                    if isinstance(entry, dict):
-                        change(entry, (*path, key, name))
-
-        def context(entry: ConfigData, at: ConfigPath) -> None:
+    def agent(self, data: ConfigData, path: ConfigPath, base: Path, inside: tuple[Path, ...]) -> None:
+        """Bring one agent into normal form, in place; ``inside`` are the files being read, outermost first."""
+        for entry, at in _entries(data, path, "contexts"):
             self._text(entry, "system", at, base)
-
-        def state(entry: ConfigData, at: ConfigPath) -> None:
+        for entry, at in _entries(data, path, "states"):
             self._text(entry, "prompt", at, base)
             self._options(entry, at)
-
-        def tool(entry: ConfigData, at: ConfigPath) -> None:
-            self._sub_agent(entry, at, base, inside)
-
-        each("contexts", context)
-        each("states", state)
-        each("tools", tool)
-        transitions = data.get("transitions")
-        for row in transitions if isinstance(transitions, list) else ():
-            if isinstance(row, dict):
-                if isinstance(row.get("source"), str):
-                    row["source"] = [row["source"]]
-                for key in ("conditions", "unless"):
-                    if key in row:
-                        row[key] = _predicates(row[key])
-        return data
+        for entry, at in _entries(data, path, "tools"):
+            if isinstance(entry.get("agent"), str):
+                self._read_sub_agent(entry, (*at, "agent"), base, inside)
+            elif isinstance(entry.get("agent"), dict):
+                self.agent(entry["agent"], (*at, "agent"), base, inside)
+        rows = data.get("transitions")
+        for row in rows if isinstance(rows, list) else ():
+            for key in ("conditions", "unless"):
+                if isinstance(row, dict) and key in row:
+                    row[key] = [_predicate(item) for item in (row[key] if isinstance(row[key], list) else [row[key]])]
 
     def _report(self, path: ConfigPath, message: str) -> None:
-        words = describe_path(path)
-        self.problems.append(self.source.problem(path, f"{words}: {message}" if words else message))
+        self.problems.append(self.source.problem(path, f"{describe_path(path)}: {message}"))
 
     def _text(self, entry: ConfigData, key: str, at: ConfigPath, base: Path) -> None:
-        value = entry.get(key)
+        value, at = entry.get(key), (*at, key)
         if isinstance(value, dict):
-            if set(value) == {"text"} and isinstance(value["text"], str):
-                entry[key] = value["text"]
-            else:
-                self._report((*at, key), "must be text, the name of a text file, or {text: …}")
+            entry[key] = value.get("text")
+            if set(value) != {"text"} or not isinstance(value["text"], str):
+                self._report(at, "must be text, the name of a text file, or {text: …}")
                 entry[key] = ""
         elif isinstance(value, str) and TEXT_FILE.fullmatch(value):
-            text = read_text(base / value)
-            if isinstance(text, Problem):
-                folder = (base / value).parent
-                near = [p.name for p in folder.iterdir()] if folder.is_dir() else []
-                hint = did_you_mean(Path(value).name, (name for name in near if TEXT_FILE.fullmatch(name)))
-                self._report((*at, key), f"'{base / value}' {text.message}{hint}")
-                text = ""
-            source, inner = self.source.within((*at, key))
+            text = self._file(base / value, at, "*.*") or ""
+            source, inner = self.source.within(at)
             source.texts[inner] = (str(base / value), 1)
             entry[key] = text.removesuffix("\n")  # the one that editors end a file with says nothing
 
+    def _file(self, file: Path, at: ConfigPath, neighbours: str) -> str | None:
+        """Return the text of a file, or report what is wrong with it, with the closest of its ``neighbours``."""
+        text = read_text(file)
+        if isinstance(text, str):
+            return text
+        near = [path.name for path in file.parent.glob(neighbours)] if file.parent.is_dir() else []
+        near = [name for name in near if TEXT_FILE.fullmatch(name) or neighbours != "*.*"]
+        self._report(at, f"'{file}' {text.message}{did_you_mean(file.name, near)}")
+        return None
+
     def _options(self, entry: ConfigData, at: ConfigPath) -> None:
+        """Move the keys that a custom handler's class declares to ``options``, and check them."""
         handler = entry.get("handler")
         if not isinstance(handler, str) or ":" not in handler:
             return
         options = {key: entry.pop(key) for key in list(entry) if key not in STATE_KEYS}
-        try:
-            found = load_object(handler)
-        except ConfigError:
-            entry["options"] = options  # verification reports the import
-            return
-        model: Any = getattr(found, "Options", None)
-        if model is None:
-            for key in options:
-                hint = did_you_mean(key, STATE_KEYS)
-                message = f"{describe_path(at)}: unknown key '{key}'; '{handler}' takes no keys of its own{hint}"
-                self.problems.append(self.source.problem((*at, key), message))
-            return
         if options:
             entry["options"] = options
-        known = {field.alias or name for name, field in model.model_fields.items()}
-        for key in set(options) - known:
-            message = f"{describe_path(at)}: unknown key '{key}'{did_you_mean(key, known | STATE_KEYS)}"
-            self.problems.append(self.source.problem((*at, key), message))
         try:
-            model.model_validate_json(json.dumps({k: v for k, v in options.items() if k in known}), strict=True)
+            model: type[BaseModel] | None = getattr(load_object(handler), "Options", None)
+        except ConfigError:
+            return  # verification reports the import
+        known = set() if model is None else {field.alias or name for name, field in model.model_fields.items()}
+        unknown = [key for key in options if key not in known]
+        for key in unknown:
+            none = f"; '{handler}' takes no keys of its own" if model is None else ""
+            message = f"{describe_path(at)}: unknown key '{key}'{none}{did_you_mean(key, known | STATE_KEYS)}"
+            self.problems.append(self.source.problem((*at, key), message))
+        if model is None:
+            entry.pop("options", None)
+            return
+        try:
+            model.model_validate_json(json.dumps({k: options[k] for k in options if k in known}), strict=True)
         except ValidationError as error:
             self.problems += [self.source.problem(*explained) for explained in explanations(error, model, at)]
 
-    def _sub_agent(self, entry: ConfigData, at: ConfigPath, base: Path, inside: tuple[Path, ...]) -> None:
-        value = entry.get("agent")
-        at = (*at, "agent")
-        if isinstance(value, str):
-            entry["agent"] = self._from_file(value, at, base, inside)
-            if entry["agent"] is None:
-                del entry["agent"]
-        elif isinstance(value, dict):
-            self.agent(value, at, base, inside)
-
-    def _from_file(self, value: str, at: ConfigPath, base: Path, inside: tuple[Path, ...]) -> ConfigData | None:
-        file = base / value
+    def _read_sub_agent(self, entry: ConfigData, at: ConfigPath, base: Path, inside: tuple[Path, ...]) -> None:
+        """Put the agent that ``entry`` names by file into its place, or take the name out and report why."""
+        file = base / entry.pop("agent")
         if file.resolve() in inside:
             circle = [*inside[inside.index(file.resolve()) :], file]
-            self._report(at, f"agents call one another in a circle: {' -> '.join(p.name for p in circle)}")
-            return None
-        text = read_text(file)
-        if isinstance(text, Problem):
-            near = [p.name for p in file.parent.glob("*.yaml")] if file.parent.is_dir() else []
-            self._report(at, f"'{file}' {text.message}{did_you_mean(file.name, near)}")
-            return None
+            self._report(at, f"agents call one another in a circle: {' -> '.join(path.name for path in circle)}")
+            return
+        text = self._file(file, at, "*.yaml")
+        if text is None:
+            return
         source = SourceMap(str(file))
         outer, inner = self.source.within(at)
         outer.parts[inner] = source
         data, problems = read_yaml(text, source)
         self.problems += problems
-        if not isinstance(data, dict):
-            if not problems:
-                self._report(at, f"'{file}' holds no agent (a mapping with `agent`, `states` and `transitions`)")
-            return None
-        self.problems += interpolate(data, source)
-        look_in(file.parent)
-        return self.agent(data, at, file.parent, (*inside, file.resolve()))
+        if isinstance(data, dict):
+            self.problems += interpolate(data, source)
+            look_in(file.parent)
+            self.agent(data, at, file.parent, (*inside, file.resolve()))
+            entry["agent"] = data
+        elif not problems:
+            self._report(at, f"'{file}' holds no agent (a mapping with `agent`, `states` and `transitions`)")
 
 
-def _predicates(value: object) -> object:
-    """Return ``name``, ``{name: argument}`` or a list of those as a list of ``{name, argument}``."""
-    items = value if isinstance(value, list) else [value]
-    return [_predicate(item) for item in items]
+def _entries(data: ConfigData, path: ConfigPath, key: str) -> Iterator[tuple[ConfigData, ConfigPath]]:
+    """Yield the entries of a mapping by names, each with its path."""
+    entries = data.get(key)
+    if isinstance(entries, dict):
+        for name, entry in entries.items():
+            if entry is None:  # `PENDING:` with nothing after it
+                entries[name] = entry = {}
+            if isinstance(entry, dict):
+                yield entry, (*path, key, name)
 
 
 def _predicate(item: object) -> object:
+    """Return ``name`` or ``{name: argument}`` as ``{name, argument}``."""
     if isinstance(item, str):
         return {"name": item}
     if isinstance(item, dict) and len(item) == 1:

@@ -61,31 +61,29 @@ class SourceMap:
                 return self.parts[path[:length]].within(path[length:])
         return self, path
 
-    def locate(self, path: ConfigPath) -> tuple[str | None, int | None]:
-        """Return the file (or the override) and the line that say what is at ``path``."""
+    def locate(self, path: ConfigPath, text_line: int | None = None) -> tuple[str | None, int | None]:
+        """Return the file (or the override) and the line that say what is at ``path``.
+
+        With ``text_line`` it is that line (from 1) of the text at ``path``.
+        """
         source, path = self.within(path)
+        if text_line is not None and path in source.texts and path not in source.overrides:
+            file, first = source.texts[path]
+            return file, first + text_line - 1
         prefixes = [path[:length] for length in range(len(path), -1, -1)]
         for prefix in prefixes:
             if prefix in source.overrides:  # everything below it was said there
                 return source.overrides[prefix], None
         return source.file, next((source.lines[prefix] for prefix in prefixes if prefix in source.lines), None)
 
-    def locate_text(self, path: ConfigPath, line: int) -> tuple[str | None, int | None]:
-        """Return the file and the line of the ``line``-th line (from 1) of the text at ``path``."""
-        source, inner = self.within(path)
-        if inner not in source.texts or inner in source.overrides:
-            return self.locate(path)
-        file, first = source.texts[inner]
-        return file, first + line - 1
-
     def is_wrong(self, path: ConfigPath) -> bool:
         """Whether a problem with the value at ``path``, or around it, is known."""
         source, path = self.within(path)
         return any(path[:length] in source.wrong for length in range(len(path) + 1))
 
-    def problem(self, path: ConfigPath, message: str, rule: int = 0) -> Problem:
-        """Build the problem that ``message`` says of ``path``."""
-        file, line = self.locate(path)
+    def problem(self, path: ConfigPath, message: str, rule: int = 0, text_line: int | None = None) -> Problem:
+        """Build the problem that ``message`` says of ``path``, or of a line of the text there."""
+        file, line = self.locate(path, text_line)
         return Problem(message, file, line, rule)
 
 

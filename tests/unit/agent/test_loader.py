@@ -207,8 +207,8 @@ def test_lines_of_every_path() -> None:
     assert source.locate(("a", "b")) == ("f", 2)
     assert source.locate(("a", "c", 1, "e")) == ("f", 6)
     assert source.locate(("a", "c", 1, "unknown", "deeper")) == ("f", 5)
-    assert source.locate_text(("a", "c", 1, "e"), 2) == ("f", 8)
-    assert source.locate_text(("a", "b"), 2) == ("f", 2)
+    assert source.locate(("a", "c", 1, "e"), 2) == ("f", 8)
+    assert source.locate(("a", "b"), 2) == ("f", 2)
 
 
 @pytest.mark.parametrize(

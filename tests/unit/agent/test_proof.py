@@ -236,6 +236,14 @@ def test_large_limits_are_searched_too() -> None:
     assert (bound.exact, bound.transitions, bound.generations) == (True, 6002, 3000)
 
 
+def test_on_error_is_a_row_too() -> None:
+    limits = {"assistant_turns": 3, "tool_calls": 2}
+    plain = agent(limits=limits)
+    rescued = agent(limits=limits, states={**TOOL_AGENT["states"], "GENERATING": {"on_error": "PENDING"}})
+    assert prove(rescued).transitions > prove(plain).transitions
+    assert prove(rescued).transitions == enumerate_runs(rescued)[0]
+
+
 def test_words_for_one_and_for_nothing() -> None:
     one = agent(
         states={"GENERATING": {"max_visits": 1}},
