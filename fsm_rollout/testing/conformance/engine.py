@@ -4,35 +4,27 @@ Invariant: :func:`check_engine` uses nothing but the protocol, so it judges any 
 a call or an answer that does not come within ``patience`` seconds is a fault like any other. It runs in virtual time,
 too. No engine fails for being quick or slow: what must be under way when an order comes is long, is tried again where
 it may have ended before, and in the end is held by a pause, which no speed can outrun; where that too leaves it open,
-nothing is said.
+nothing is said. The checks stand in the order in which they are made.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
-import itertools
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.engines.protocol import Chunk, Engine, Request
-from fsm_rollout.errors import ConfigError, EngineError
-from fsm_rollout.testing.conformance.engine_subject import LATE, LONG, TRIES, Answer, EngineSubject, take
-from fsm_rollout.testing.conformance.runner import ConformanceError, Suite, demand
+from fsm_rollout.errors import EngineError
+from fsm_rollout.testing.conformance.engine_subject import LATE, LONG, Answer, Dispatch, EngineSubject, check_good
+from fsm_rollout.testing.conformance.runner import Check, ConformanceError, Suite, demand
 from fsm_rollout.trajectory.reasons import FinishReason
 from fsm_rollout.trajectory.tokens import as_ids
 
 if TYPE_CHECKING:
-    import torch
-
-    Weights = str | Path | Mapping[str, torch.Tensor]
-
-__all__ = ["CHECKS", "PROMISES", "EngineUnderTest", "Report", "check_engine"]
+    from fsm_rollout.engines.protocol import Weights
 
 CLOSE = 1e-3
 """How far two logprobs of the same token may be apart (batches of different shapes round differently)."""
@@ -40,8 +32,11 @@ LONGER, SECONDS = 10.0, 0.5
 """How many times, and how many seconds, longer answers take that another one must not wait for."""
 MANY = (1, 8, 64)
 """How many long answers: more of them, where fewer do not take long enough to tell."""
+TRIES = 3
+"""How often something is tried that an engine may be too quick for: what is to be interrupted may end before."""
 
-SUITE = Suite[Callable[[EngineSubject], Awaitable[None]]]({
+Hold = Callable[[EngineSubject], Awaitable[None]]
+SUITE = Suite[Hold]({
     1: ("answers", "Each request is answered by chunks, and the last alone has a finish_reason."),
     2: ("logprobs", "A chunk has one logprob per token, of the distribution that the token was sampled from."),
     3: ("stop tokens", "A sampled stop token is part of the ids, as the last one, with finish_reason 'stop'."),
@@ -52,8 +47,7 @@ SUITE = Suite[Callable[[EngineSubject], Awaitable[None]]]({
     8: ("versions", "Each chunk carries the version of the weights that sampled it, across updates."),
     9: ("ids and close", "Ids of requests under way are unique; a closed engine takes no more requests."),
 })  # fmt: skip
-PROMISES = SUITE.promises
-"""The invariants of :mod:`fsm_rollout.engines.protocol`, each in one sentence."""
+"""The invariants of :mod:`fsm_rollout.engines.protocol`, each in one sentence, and the checks of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,39 +88,31 @@ async def check_engine(
     """
     if prompts is not None and len({tuple(prompt) for prompt in prompts if len(prompt)}) < 2:
         raise ValueError(f"prompts: give at least two different ones, each of at least one token; got {prompts!r:.80}")
-    make = partial(EngineSubject, engine, prompts, deterministic=deterministic, patience=patience, settle=settle)
     try:
-        with _within("set up", 1):
-            subject = make()
-        subject.weights = {} if weights is None else weights
-        kept = [check for check in CHECKS if deterministic or check.number != 5]
-        for check in kept:
-            await check.run(subject)
+        with _judging("set up", 1):
+            subject = EngineSubject(
+                engine, prompts, weights=weights, deterministic=deterministic, patience=patience, settle=settle
+            )
+        checks = [check for check in SUITE.checks if deterministic or check.numbers != (5,)]
+        for check in checks:
+            await hold(check, subject)
     except BaseException:
         with suppress(Exception):  # what was found is worth more than a failing close
             async with asyncio.timeout(patience):
                 await engine.aclose()
         raise
-    return Report(tuple(check.name for check in kept), subject.requests, subject.tokens, subject.seeds_matter)
+    return Report(tuple(check.name for check in checks), subject.requests, subject.tokens, subject.seeds_matter)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineCheck:
-    """One check, and the promise that it is about; what it does may show others broken."""
-
-    name: str
-    number: int
-    hold: Callable[[EngineSubject], Awaitable[None]]
-
-    async def run(self, subject: EngineSubject) -> None:
-        """Hold the engine to it."""
-        with _within(self.name, self.number):
-            await self.hold(subject)
+async def hold(check: Check[Hold], subject: EngineSubject) -> None:
+    """Make one check; it may show other promises broken than its own."""
+    with _judging(check.name, check.numbers[0]):
+        await check.hold(subject)
 
 
 @contextmanager
-def _within(check: str, invariant: int) -> Iterator[None]:
-    """Name the check in every error of the block, and make one of ``invariant`` of what the engine raises there."""
+def _judging(check: str, number: int) -> Iterator[None]:
+    """Name the check in every error of the block, and make what the engine raises there a broken promise."""
     with SUITE.judging():
         try:
             yield
@@ -134,291 +120,188 @@ def _within(check: str, invariant: int) -> Iterator[None]:
             error.message += f" (check '{check}')"
             raise
         except Exception as error:
-            raise ConformanceError(
-                invariant, f"the engine raised {type(error).__name__}: {error} (check '{check}')"
-            ) from error
+            what = f"the engine raised {type(error).__name__}: {error}"
+            raise ConformanceError(number, f"{what} (check '{check}')") from error
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            raise ConformanceError(
-                invariant, f"the engine raised CancelledError, and nobody had cancelled anything (check '{check}')"
-            ) from error
+            what = "the engine raised CancelledError, and nobody had cancelled anything"
+            raise ConformanceError(number, f"{what} (check '{check}')") from error
 
-
-class EngineUnderTest:
-    """An engine made by ``module:factory``, held to one promise after the other on one event loop.
-
-    A new engine is made once a promise was found broken, as that may leave the old one in any state.
-    """
-
-    def __init__(self, factory: str) -> None:
-        self.factory = factory
-        self._runner = asyncio.Runner()
-        self._subject: EngineSubject | None = None
-
-    def hold(self, number: int) -> str:
-        """Hold the engine to one promise; return what was checked.
-
-        Raises:
-            ConformanceError: it does not hold.
-            ConfigError: the factory makes no engine.
-        """
-        checks = [check for check in CHECKS if check.number == number]
-        for check in checks:
-            try:
-                self._runner.run(self._hold(check))
-            except BaseException:
-                self._discard()
-                raise
-        return f"{', '.join(check.name for check in checks)}: {PROMISES[number].sentence}"
-
-    async def _hold(self, check: EngineCheck) -> None:
-        if self._subject is None:
-            make = load_object(self.factory)
-            if not callable(make):
-                raise ConfigError(f"{self.factory} is {make!r:.80}; name a function or class that makes an engine")
-            engine = make()
-            engine = await engine if inspect.isawaitable(engine) else engine
-            if not isinstance(engine, Engine):
-                lacks = ", ".join(sorted(name for name in _METHODS if not hasattr(engine, name)))
-                raise ConfigError(f"{self.factory} made {engine!r:.80}, which is no engine: it lacks {lacks}")
-            self._subject = EngineSubject(engine, None, deterministic=True, patience=60.0, settle=0.2)
-        await check.run(self._subject)
-
-    def _discard(self) -> None:
-        subject, self._subject = self._subject, None
-        if subject is not None:
-            with suppress(Exception):
-                self._runner.run(asyncio.wait_for(subject.engine.aclose(), subject.patience))
-
-    def close(self) -> None:
-        """Close the engine and the loop."""
-        self._discard()
-        self._runner.close()
-
-
-_METHODS = ("tokenizer", "max_context", "eos_ids", "weight_version", "generate", "abort", "update_weights", "pause",
-            "resume", "sleep", "wake", "load", "aclose")  # fmt: skip
 
 # -- answers -----------------------------------------------------------------------------------------------------
 
 
-def _same(invariant: int, answer: Answer, other: Answer, what: str, skip: int = 0, to: int | None = None) -> None:
+def _equal(answer: Answer, other: Answer, what: str, skip: int = 0, to: int | None = None) -> None:
     first, second = answer.ids[skip:to], other.ids
-    demand(first == second, invariant, f"{what}: {second} instead of {first}")
+    demand(first == second, 5, f"{what}: {second} instead of {first}")
     for a, b in zip(answer.logprobs[skip:to], other.logprobs, strict=True):
-        demand(abs(a - b) <= CLOSE, invariant, f"{what}: the logprob {b} instead of {a}")
+        demand(abs(a - b) <= CLOSE, 5, f"{what}: the logprob {b} instead of {a}")
 
 
+@SUITE.check(5)
 async def _same_seed(subject: EngineSubject) -> None:
     """Ask the same alone, in a batch, and beside other dispatches: the answer is the same."""
     count = max(4, len(subject.prompts))
     make = [partial(subject.request, i, 8, seed=1000 + i) for i in range(count)]
-    alone = [(await subject.collect(one()))[0] for one in make]
-    together = await subject.collect(*(one() for one in make))
-    apart = await asyncio.gather(*(subject.collect(one()) for one in reversed(make)))
-    subject.check_good(alone)
+    alone = [(await subject.collect(request()))[0] for request in make]
+    together = await subject.collect(*(request() for request in make))
+    apart = await asyncio.gather(*(subject.collect(request()) for request in reversed(make)))
+    check_good(alone)
     for index, answer in enumerate(alone):
-        _same(5, answer, together[index], "a request got another answer in a batch than alone")
-        _same(5, answer, apart[-1 - index][0], "a request got another answer beside others than alone")
+        _equal(answer, together[index], "a request got another answer in a batch than alone")
+        _equal(answer, apart[-1 - index][0], "a request got another answer beside others than alone")
 
 
+@SUITE.check(5)
 async def _greedy(subject: EngineSubject) -> None:
     """Ask at temperature 0 with two seeds: the answer is the same."""
     for prompt in range(len(subject.prompts)):
-        (one,) = await subject.collect(subject.request(prompt, 8, temperature=0.0, seed=1))
+        (first,) = await subject.collect(subject.request(prompt, 8, temperature=0.0, seed=1))
         (other,) = await subject.collect(subject.request(prompt, 8, temperature=0.0, seed=2))
-        _same(5, one, other, "at temperature 0, where nothing is left to chance, another seed gave another answer")
+        _equal(first, other, "at temperature 0, where nothing is left to chance, another seed gave another answer")
 
 
+@SUITE.check(5)
 async def _continued(subject: EngineSubject) -> None:
     """Ask for less, and go on from there: both come as in the whole, so tokens and logprobs belong together."""
     for prompt in range(len(subject.prompts)):
         (whole,) = await subject.collect(subject.request(prompt, 9, temperature=0.0))
         for cut in range(1, min(len(whole.ids), 5)):
             (part,) = await subject.collect(subject.request(prompt, cut, temperature=0.0))
-            _same(5, whole, part, f"asked for only {cut} of 9 tokens, it gave others", to=cut)
+            _equal(whole, part, f"asked for only {cut} of 9 tokens, it gave others", to=cut)
             rest = whole.request.continued(as_ids(whole.ids[:cut]), subject.name())
             (answer,) = await subject.collect(rest)
-            _same(5, whole, answer, f"going on after {cut} of {whole.ids} gave other tokens", skip=cut)
+            _equal(whole, answer, f"going on after {cut} of {whole.ids} gave other tokens", skip=cut)
 
 
+@SUITE.check(1)
 async def _answers(subject: EngineSubject) -> None:
     """Ask much at once, in one dispatch and in several: all is answered."""
     batch = [subject.request(i, 1 + 3 * (i % 3), seed=i, temperature=(i % 2) / 1.0) for i in range(6)]
     several = [subject.collect(subject.request(i, 5, seed=i, top_k=5, top_p=0.9)) for i in range(4)]
-    first, *rest = await asyncio.gather(subject.collect(*batch), *several)
-    subject.check_good(itertools.chain(first, *rest))
+    for answers in await asyncio.gather(subject.collect(*batch), *several):
+        check_good(answers)
+    nothing = "a dispatch without requests"
     try:
-        empty = await subject.next(subject.start([]), subject.now + subject.patience)
+        empty = await Dispatch(subject, []).next(subject.now + subject.patience)
+        demand(empty is None, 1, f"{nothing} got chunks")
     except TimeoutError:
-        raise ConformanceError(1, f"a dispatch without requests did not end within {subject.patience:g} s") from None
+        raise ConformanceError(1, f"{nothing} did not end within {subject.patience:g} s") from None
     except EngineError as error:
-        raise ConformanceError(
-            1, f"a dispatch without requests raised EngineError: {error}; its iterator just ends"
-        ) from error
-    demand(empty is None, 1, "a dispatch without requests got chunks")
+        raise ConformanceError(1, f"{nothing} raised EngineError: {error}; its iterator just ends") from error
 
 
+@SUITE.check(2)
 async def _logprobs(subject: EngineSubject) -> None:
     """Sample at temperatures 1 and 0: not every token can have been certain. And see whether seeds matter."""
-    both = [
-        await subject.collect(
-            *(subject.request(i, 16, seed=seed, ignore_eos=True) for i in range(len(subject.prompts)))
-        )
-        for seed in (1, 2)
-    ]
-    logprobs = [logprob for answers in both for answer in answers for logprob in answer.logprobs]
-    greedy = await subject.collect(
-        *(subject.request(i, 16, temperature=0.0, ignore_eos=True) for i in range(len(subject.prompts)))
-    )
-    for temperature, found in ((1, logprobs), (0, [logprob for answer in greedy for logprob in answer.logprobs])):
-        if len(subject.engine.tokenizer) > 1 and not any(found):
-            raise ConformanceError(
-                2, f"all {len(found)} tokens sampled at temperature {temperature} have the logprob 0.0, a probability "
-                "of 1; an engine must give the logprob of each token that it samples, at temperature 0 that of the "
-                "unscaled softmax"
-            )  # fmt: skip
-    subject.seeds_matter = [answer.ids for answer in both[0]] != [answer.ids for answer in both[1]]
+
+    async def sample(**sampling: object) -> list[Answer]:
+        prompts = range(len(subject.prompts))
+        return await subject.collect(*(subject.request(i, 16, ignore_eos=True, **sampling) for i in prompts))
+
+    first, second, greedy = await sample(seed=1), await sample(seed=2), await sample(temperature=0.0)
+    for temperature, answers in ((1, first + second), (0, greedy)):
+        found = [logprob for answer in answers for logprob in answer.logprobs]
+        certain = f"all {len(found)} tokens sampled at temperature {temperature} have the logprob 0.0"
+        wanted = "the logprob of each token that it samples, at temperature 0 that of the unscaled softmax"
+        possible = any(found) or len(subject.engine.tokenizer) < 2
+        demand(possible, 2, f"{certain}, a probability of 1; an engine must give {wanted}")
+    subject.seeds_matter = [answer.ids for answer in first] != [answer.ids for answer in second]
 
 
+@SUITE.check(3)
 async def _stop_tokens(subject: EngineSubject) -> None:
     """Let every token stop, also where it is the last allowed: the answer is one token, the stop token."""
     requests = [subject.request(i, most, stop_ids=subject.every_token, seed=i) for i in range(3) for most in (5, 1)]
     for answer in await subject.collect(*requests):
-        if answer.finish_reason != FinishReason.STOP or len(answer.ids) != 1:
-            raise ConformanceError(
-                3, f"every token was a stop token, and {answer.ids} ended with '{answer.finish_reason}'"
-            )
+        stopped = answer.finish_reason == FinishReason.STOP and len(answer.ids) == 1
+        demand(stopped, 3, f"every token was a stop token, and {answer.ids} ended with '{answer.finish_reason}'")
 
 
+@SUITE.check(3)
 async def _ignore_eos(subject: EngineSubject) -> None:
     """Ignore stop tokens, which all are: exactly max_tokens come."""
     requests = [subject.request(i, 7, seed=i, ignore_eos=True, stop_ids=subject.every_token) for i in range(2)]
-    subject.check_good(await subject.collect(*requests))
+    check_good(await subject.collect(*requests))
 
 
+@SUITE.check(1)
 async def _refusals(subject: EngineSubject) -> None:
     """Send a prompt that is too long: it fails, and nothing else."""
-    long = replace(subject.request(0, 4), ids=as_ids([subject.prompts[0][0]]) * subject.engine.max_context)
+    window = subject.engine.max_context
+    long = replace(subject.request(0, 4), ids=as_ids([subject.prompts[0][0]]) * window)
     try:
         good, bad = await subject.collect(subject.request(1, 4), long)
     except EngineError as error:
-        raise ConformanceError(
-            1, f"a prompt that is too long failed its whole dispatch with EngineError: {error}; "
-            "end that request alone, by a last chunk with the error 'PromptTooLong: …'"
-        ) from error  # fmt: skip
-    if not (bad.chunks[-1].error or "").startswith("PromptTooLong: "):
-        raise ConformanceError(
-            1, f"{len(long.ids)} tokens in a window of {subject.engine.max_context} ended with "
-            f"'{bad.finish_reason}', error {bad.chunks[-1].error!r}; expected 'PromptTooLong: …'"
-        )  # fmt: skip
-    subject.check_good([good])
+        advice = "end that request alone, by a last chunk with the error 'PromptTooLong: …'"
+        failed = f"a prompt that is too long failed its whole dispatch with EngineError: {error}"
+        raise ConformanceError(1, f"{failed}; {advice}") from error
+    ended = f"{len(long.ids)} tokens in a window of {window} ended with '{bad.finish_reason}', error {bad.error!r}"
+    demand((bad.error or "").startswith("PromptTooLong: "), 1, f"{ended}; expected 'PromptTooLong: …'")
+    check_good([good])
 
 
-async def _unique_ids(subject: EngineSubject) -> None:
-    """Use an id twice, in one dispatch and while a pause keeps the first under way: the engine objects."""
-    request, long = subject.request(0, 2), subject.request(0, LONG, ignore_eos=True)
-    await _refuses_ids(subject, [request, request])
+# -- orders: pause, sleep, abort ----------------------------------------------------------------------------------
+
+
+@SUITE.check(6)
+async def _pause_and_sleep(subject: EngineSubject) -> None:
+    """Hold the engine, by pausing and by sleeping: it accepts requests, counts them, and samples nothing.
+
+    Some of what follows is held by a pause.
+    """
+    for order, go_on in ((subject.engine.pause, subject.engine.resume), (subject.engine.sleep, subject.engine.wake)):
+        await subject.call(6, order)
+        dispatch = Dispatch(subject, [subject.request(i, 4, seed=i) for i in range(2)])
+        async with dispatch.reading():
+            await asyncio.sleep(subject.settle)
+            sampled = any(answer.ids for answer in dispatch.answers.values())
+            demand(not sampled, 6, f"tokens were sampled after {order.__name__}()")
+            if dispatch.ended:
+                check_good(dispatch.answers.values())  # refused, instead of kept waiting
+            counted = await subject.until(lambda: subject.load().running + subject.load().waiting > 0)
+            demand(counted, 6, f"requests wait after {order.__name__}(), and load() says {subject.load()}")
+            await subject.call(6, go_on)
+            demand(await dispatch.ends(), 6, f"requests did not end after {go_on.__name__}()")
+        check_good(dispatch.check_whole())
+
+
+@asynccontextmanager
+async def _held(subject: EngineSubject, request: Request) -> AsyncIterator[Dispatch]:
+    """Send a request to a paused engine, and resume it in the end."""
     await subject.call(6, subject.engine.pause)
-    async with subject.reading(subject.start([long]), {long.request_id: Answer(long)}):
+    dispatch = Dispatch(subject, [request])
+    async with dispatch.reading():
         await asyncio.sleep(subject.settle)
-        await _refuses_ids(subject, [replace(request, request_id=long.request_id)])
+        yield dispatch
         await subject.call(6, subject.engine.resume)
 
 
+@SUITE.check(9)
+async def _unique_ids(subject: EngineSubject) -> None:
+    """Use an id twice, in one dispatch and while a pause keeps the first under way: the engine objects."""
+    request, long = subject.request(0, 2), subject.long()
+    await _refuses_ids(subject, [request, request])
+    async with _held(subject, long):
+        await _refuses_ids(subject, [replace(request, request_id=long.request_id)])
+
+
 async def _refuses_ids(subject: EngineSubject, twice: Sequence[Request]) -> None:
-    answers = {request.request_id: Answer(request) for request in twice}
     try:
-        await subject.drain(subject.start(twice), answers, subject.now + subject.patience)
+        await Dispatch(subject, twice).drain(subject.now + subject.patience)
     except EngineError:
         return
     except (ConformanceError, TimeoutError):
         pass  # it took them, and mixes them up
     except Exception as error:
-        raise ConformanceError(
-            9, f"an id used twice raised {type(error).__name__}: {error}; raise EngineError"
-        ) from error
+        raised = f"an id used twice raised {type(error).__name__}: {error}"
+        raise ConformanceError(9, f"{raised}; raise EngineError") from error
     raise ConformanceError(9, "two requests under way with one id were accepted; raise EngineError")
 
 
-async def _abandoned(subject: EngineSubject) -> None:
-    """Stop listening: the engine becomes idle."""
-    stream, _ = await subject.under_way()
-    await subject.stop_listening(stream)
-    demand(
-        await subject.until(lambda: not subject.load().running and not subject.load().waiting),
-        6,
-        f"nothing is asked of it any more, and load() says {subject.load()}",
-    )
-
-
-async def _one_by_one(subject: EngineSubject) -> None:
-    """Ask for one token and for very many in one dispatch: the one comes while the others are being sampled.
-
-    That is seen without a clock: once the one is there, a long request can be aborted. An engine that is too quick
-    for that, however many long ones it is given, or that takes as long for one token as for many, is not judged: alone,
-    the long requests must take longer by far.
-    """
-    for count in MANY:
-        for _ in range(TRIES):
-            if await _short_beside_long(subject, count):
-                return
-        short: list[float] = []
-        long: list[float] = []
-        for _ in range(TRIES):
-            for requests, seconds in (([subject.request(0, 1, ignore_eos=True)], short), (_long(subject, count), long)):
-                began = subject.now
-                await subject.collect(*requests)
-                seconds.append(subject.now - began)
-        if min(long) > LONGER * max(short) + SECONDS:
-            many = f"{count} for {LONG} had ended" if count > 1 else f"one for {LONG} had ended"
-            raise ConformanceError(
-                6, f"a request for one token came only when {many} in its dispatch (alone they take "
-                f"{max(short):.3g} and {min(long):.3g} s); no request waits for another's end"
-            )  # fmt: skip
-        if not SECONDS * count / MANY[-1] <= min(long) < min(2 * SECONDS, subject.patience / MANY[1]):
-            return  # more would not take long enough either, or too long
-
-
-def _long(subject: EngineSubject, count: int) -> list[Request]:
-    return [subject.request(number, LONG, ignore_eos=True) for number in range(1, count + 1)]
-
-
-async def _short_beside_long(subject: EngineSubject, count: int) -> bool:
-    """Return whether a short request came, and a long one beside it could still be aborted, or had to wait."""
-    short, long = subject.request(0, 1, ignore_eos=True), _long(subject, count)
-    names = [request.request_id for request in long]
-    answers = {request.request_id: Answer(request) for request in (short, *long)}
-    first, others = answers[short.request_id], [answers[name] for name in names]
-    stream, until = subject.start([short, *long]), subject.now + subject.patience
-    aborted = waited = False
-    try:
-        while (chunk := await subject.next(stream, until)) is not None:
-            take(chunk, answers)
-            if not first.chunks and any(answer.finish_reason is not None for answer in others):
-                waited = True  # a full engine admits later
-            if first.finish_reason is not None and not aborted:
-                aborted = True
-                await subject.call(4, subject.engine.abort, names)
-    except TimeoutError:
-        late = ", ".join(name for name, answer in answers.items() if answer.finish_reason is None)
-        raise ConformanceError(
-            6, f"no last chunk for {late} within {subject.patience:g} s; 1 and {LONG} tokens were asked for"
-        ) from None  # fmt: skip
-    subject.check_whole(answers)
-    return waited or any(answer.finish_reason == FinishReason.ABORT for answer in others)
-
-
-async def _admission(subject: EngineSubject) -> None:
-    """Ask for much at once: each answer begins with an empty chunk, however many wait for room."""
-    subject.check_good(await subject.collect(*(subject.request(number, 2, seed=number) for number in range(8))))
-
-
-# -- abort --------------------------------------------------------------------------------------------------------
-
-
+@SUITE.check(4)
 async def _abort(subject: EngineSubject) -> None:
     """Abort a request: it ends and keeps what it has; others go on."""
     await subject.call(4, subject.engine.abort, ["no such request"], what="abort of an unknown id")
@@ -428,37 +311,34 @@ async def _abort(subject: EngineSubject) -> None:
         if seconds is None:
             return
         lasted.append(seconds)
-    if min(lasted) > LATE or not await _abort_held(subject):
-        raise ConformanceError(
-            4, "an aborted request ran on to its full length; it must end with what it has and 'abort'"
-        )
+    ran_on = min(lasted) > LATE
+    if not ran_on:  # it may just be quick, so a pause keeps the request under way
+        async with _held(subject, subject.long()) as dispatch:
+            await dispatch.abort()
+            ran_on = not await dispatch.ends()
+        ran_on = ran_on or dispatch.first.finish_reason != FinishReason.ABORT
+    demand(not ran_on, 4, "an aborted request ran on to its full length; it must end with what it has and 'abort'")
 
 
 async def _abort_one_of_two(subject: EngineSubject) -> float | None:
     """Abort one of two; return how many seconds later it came to its full length, ``None`` when it did not."""
-    gone, stays = subject.request(0, LONG, ignore_eos=True, seed=3), subject.request(1, 8, ignore_eos=True, seed=4)
-    answers = {request.request_id: Answer(request) for request in (gone, stays)}
-    stream = subject.start([gone, stays])
-    until = subject.now + subject.patience
+    gone, stays = subject.long(seed=3), subject.request(1, 8, ignore_eos=True, seed=4)
+    dispatch = await subject.under_way(gone, stays)
     aborted_at = ended_at = subject.now
-    aborted = False
-    try:
-        while (chunk := await subject.next(stream, until)) is not None:
-            take(chunk, answers)
-            if chunk.request_id == gone.request_id:
-                ended_at = subject.now
-                await subject.call(4, subject.engine.abort, [gone.request_id, "no such request"])
-                if not aborted:
-                    aborted, aborted_at, until = True, subject.now, subject.now + subject.patience
-    except TimeoutError:
-        what = "an aborted request did not end" if aborted else "no first chunk for a request to be aborted"
-        raise ConformanceError(4 if aborted else 7, f"{what} within {subject.patience:g} s") from None
-    subject.check_whole(answers)
-    other = answers[stays.request_id]
+
+    async def abort() -> None:
+        await subject.call(4, subject.engine.abort, [gone.request_id, "no such request"])
+
+    async def each(chunk: Chunk) -> None:
+        nonlocal ended_at
+        if chunk.request_id == gone.request_id:
+            ended_at = subject.now
+            await abort()
+
+    await abort()
+    answer, other = await dispatch.read(4, "an aborted request did not end", each)
     demand(other.finish_reason != FinishReason.ABORT, 4, "aborting a request ended another one as well")
-    subject.check_good([other])
-    answer = answers[gone.request_id]
-    demand(answer.chunks[-1].error is None, 4, f"an aborted request ended with the error {answer.chunks[-1].error!r}")
+    demand(answer.error is None, 4, f"an aborted request ended with the error {answer.error!r}")
     room = min(LONG, subject.engine.max_context - len(gone.ids))  # ending with "abort" what is whole is no abort
     if answer.finish_reason == FinishReason.LENGTH or len(answer.ids) >= room:
         return ended_at - aborted_at
@@ -466,47 +346,61 @@ async def _abort_one_of_two(subject: EngineSubject) -> float | None:
     return None
 
 
-async def _abort_held(subject: EngineSubject) -> bool:
-    """Abort a request that a pause keeps under way; return whether that ended it."""
-    await subject.call(6, subject.engine.pause)
-    request = subject.request(0, LONG, ignore_eos=True)
-    answers = {request.request_id: Answer(request)}
-    async with subject.reading(subject.start([request]), answers) as reading:
-        await asyncio.sleep(subject.settle)
-        await subject.call(4, subject.engine.abort, [request.request_id])
-        ended = await subject.end(reading)
-        await subject.call(6, subject.engine.resume)
-    return ended and answers[request.request_id].finish_reason == FinishReason.ABORT
+@SUITE.check(6)
+async def _abandoned(subject: EngineSubject) -> None:
+    """Stop listening: the engine becomes idle."""
+    await (await subject.under_way()).stop_listening()
+    idle = await subject.until(lambda: not subject.load().running and not subject.load().waiting)
+    demand(idle, 6, f"nothing is asked of it any more, and load() says {subject.load()}")
 
 
-# -- pause and sleep ----------------------------------------------------------------------------------------------
+@SUITE.check(6)
+async def _one_by_one(subject: EngineSubject) -> None:
+    """Ask for one token and for very many in one dispatch: the one comes while the others are being sampled.
+
+    That is seen without a clock: once the one is there, a long request can be aborted. An engine that is too quick
+    for that, however many long ones it is given, or that takes as long for one token as for many, is not judged: alone,
+    the long requests must take longer by far.
+    """
+
+    async def seconds(requests: Sequence[Request]) -> float:
+        began = subject.now
+        await subject.collect(*requests)
+        return subject.now - began
+
+    for count in MANY:
+        for _ in range(TRIES):
+            if await _short_beside_long(subject, count):
+                return
+        short = max([await seconds([subject.request(0, 1, ignore_eos=True)]) for _ in range(TRIES)])
+        long = min([await seconds([subject.long(i) for i in range(1, count + 1)]) for _ in range(TRIES)])
+        came = f"a request for one token came only when {count if count > 1 else 'one'} for {LONG} had ended"
+        took = f"in its dispatch (alone they take {short:.3g} and {long:.3g} s)"
+        demand(long <= LONGER * short + SECONDS, 6, f"{came} {took}; no request waits for another's end")
+        if not SECONDS * count / MANY[-1] <= long < min(2 * SECONDS, subject.patience / MANY[1]):
+            return  # more would not take long enough either, or too long
 
 
-async def _pause(subject: EngineSubject) -> None:
-    """Hold the engine, by pausing and by sleeping: it accepts requests, counts them, and samples nothing."""
-    for hold, go_on in ((subject.engine.pause, subject.engine.resume), (subject.engine.sleep, subject.engine.wake)):
-        await subject.call(6, hold)
-        requests = [subject.request(i, 4, seed=i) for i in range(2)]
-        answers = {request.request_id: Answer(request) for request in requests}
-        async with subject.reading(subject.start(requests), answers) as reading:
-            await asyncio.sleep(subject.settle)
-            demand(
-                not any(answer.ids for answer in answers.values()), 6, f"tokens were sampled after {hold.__name__}()"
-            )
-            if reading.done():
-                reading.result()
-                subject.check_good(answers.values())  # refused, instead of kept waiting
-            demand(
-                await subject.until(lambda: subject.load().running + subject.load().waiting > 0),
-                6,
-                f"requests wait after {hold.__name__}(), and load() says {subject.load()}",
-            )
-            await subject.call(6, go_on)
-            demand(await subject.end(reading), 6, f"requests did not end after {go_on.__name__}()")
-        subject.check_whole(answers)
-        subject.check_good(answers.values())
+async def _short_beside_long(subject: EngineSubject, count: int) -> bool:
+    """Return whether a short request came, and a long one beside it could still be aborted, or had to wait."""
+    long = [subject.long(number) for number in range(1, count + 1)]
+    dispatch = Dispatch(subject, [subject.request(0, 1, ignore_eos=True), *long])
+    first, *others = dispatch.answers.values()
+    aborted = waited = False
+
+    async def each(chunk: Chunk) -> None:
+        nonlocal aborted, waited
+        if not first.chunks and chunk.finish_reason is not None:
+            waited = True  # a full engine admits later
+        if first.finish_reason is not None and not aborted:
+            aborted = True
+            await subject.call(4, subject.engine.abort, [request.request_id for request in long])
+
+    await dispatch.read(6, each=each)
+    return waited or any(answer.finish_reason == FinishReason.ABORT for answer in others)
 
 
+@SUITE.check(6)
 async def _pause_under_way(subject: EngineSubject) -> None:
     """Pause while a request is under way: it waits, and goes on."""
     for _ in range(TRIES):
@@ -517,29 +411,24 @@ async def _pause_under_way(subject: EngineSubject) -> None:
 
 async def _ran_on(subject: EngineSubject) -> bool:
     """Pause a request under way, and let it go on; return whether it came to its end although it should wait."""
-    stream, answer = await subject.under_way()
-    answers = {answer.request.request_id: answer}
+    dispatch = await subject.under_way()
+    answer = dispatch.first
     await subject.call(6, subject.engine.pause)
-    async with subject.reading(stream, answers) as reading:
+    async with dispatch.reading():
         late = await _silence(subject, answer, subject.settle)
-        if reading.done():
-            reading.result()
-        _not_ended_by(6, "pause()", answer)
+        _not_ended_by(6, "pause()", dispatch)
         length = len(answer.ids)
-        if waits := answer.finish_reason is None and not late:
+        waits = answer.finish_reason is None and not late
+        if waits:
             await subject.call(6, subject.engine.resume)
-            demand(
-                await subject.until(lambda: len(answer.ids) > length or reading.done()),
-                6,
-                "a request under way at pause() did not go on after resume()",
-            )
-            _not_ended_by(6, "resume() after pause()", answer)
-            await subject.call(4, subject.engine.abort, list(answers))
-        else:
-            await subject.call(4, subject.engine.abort, list(answers))
+            went_on = await subject.until(lambda: len(answer.ids) > length or dispatch.ended)
+            demand(went_on, 6, "a request under way at pause() did not go on after resume()")
+            _not_ended_by(6, "resume() after pause()", dispatch)
+        await dispatch.abort()
+        if not waits:
             await subject.call(6, subject.engine.resume)
-        await _end(subject, reading)
-    subject.check_whole(answers)
+        demand(await dispatch.ends(), 4, f"an aborted request did not end within {subject.patience:g} s")
+    dispatch.check_whole()
     await subject.as_alone(6, answer, "paused")
     return late and not waits
 
@@ -555,33 +444,28 @@ async def _silence(subject: EngineSubject, answer: Answer, settle: float) -> boo
         await asyncio.sleep(settle)
         if len(answer.chunks) == seen:
             return False
-        late = since - began >= LATE
         if answer.finish_reason is not None or subject.now - began > subject.patience:
-            return late
+            return since - began >= LATE
 
 
-def _not_ended_by(invariant: int, what: str, answer: Answer) -> None:
-    if answer.finish_reason == FinishReason.ABORT:
-        error = answer.chunks[-1].error
-        raise ConformanceError(
-            invariant, f"{what} ended a request under way{'' if error is None else f', with {error!r}'}; it must go on"
-        )
-
-
-async def _end(subject: EngineSubject, reading: asyncio.Task[None]) -> None:
-    demand(await subject.end(reading), 4, f"an aborted request did not end within {subject.patience:g} s")
+def _not_ended_by(number: int, what: str, dispatch: Dispatch) -> None:
+    _ = dispatch.ended  # raises what reading it has raised
+    error = "" if dispatch.first.error is None else f", with {dispatch.first.error!r}"
+    ended = dispatch.first.finish_reason == FinishReason.ABORT
+    demand(not ended, number, f"{what} ended a request under way{error}; it must go on")
 
 
 # -- weights ------------------------------------------------------------------------------------------------------
 
 
-async def _versions_kept(subject: EngineSubject) -> None:
+@SUITE.check(8)
+async def _versions(subject: EngineSubject) -> None:
     """Update the weights, running and paused: each token carries the version it was sampled with, all goes on."""
     before = subject.engine.weight_version
     demand(isinstance(before, int), 8, f"weight_version is {before!r}; it must be an int")
     (answer,) = await subject.collect(subject.request(1, 4))
-    if wrong := _tokens_of(answer, {before}):
-        raise ConformanceError(8, f"weight_version is {before}, and tokens carry the version {wrong[0].weight_version}")
+    carried = f"weight_version is {before}, and tokens carry the version {_in_words(answer)}"
+    demand(set(answer.versions) <= {before}, 8, carried)
     for wait in (None, 0.0, subject.settle):
         for again in range(TRIES):
             if wait is None:
@@ -590,56 +474,39 @@ async def _versions_kept(subject: EngineSubject) -> None:
                 kept = await _update_paused(subject, wait, max(subject.settle, LATE) if again else subject.settle)
             version = subject.engine.weight_version
             (answer,) = await subject.collect(subject.request(1, 4))
-            demand(
-                not _tokens_of(answer, {version}),
-                8,
-                f"tokens sampled after the update to {version} carry another version",
-            )
+            current = set(answer.versions) <= {version}
+            demand(current, 8, f"tokens sampled after the update to {version} carry another version")
             if not kept:
                 break
         else:
-            raise ConformanceError(
-                8, f"a request under way kept its version {kept} after the update; "
-                "what is sampled for it from then on must carry the new one"
-            )  # fmt: skip
-
-
-def _tokens_of(answer: Answer, other_than: set[int]) -> list[Chunk]:
-    """Return the chunks with tokens of other versions."""
-    return [chunk for chunk in answer.chunks if len(chunk.ids) and chunk.weight_version not in other_than]
+            advice = "what is sampled for it from then on must carry the new one"
+            raise ConformanceError(8, f"a request under way kept its version {kept} after the update; {advice}")
 
 
 async def _update_running(subject: EngineSubject) -> str | None:
     """Update under a request; return its version, in words, if it kept that to its end, long afterwards."""
+    # 1. The update, under a request.
     before = subject.engine.weight_version
-    stream, answer = await subject.under_way()
-    answers = {answer.request.request_id: answer}
-    if _tokens_of(answer, {before}):
-        raise ConformanceError(8, f"weight_version is {before}, and tokens carry the version {_versions(answer)}")
+    dispatch = await subject.under_way()
+    answer, renewed = dispatch.first, False
     updated = await subject.call(8, subject.engine.update_weights, subject.weights)
-    if updated != before + 1 or subject.engine.weight_version != updated:
-        raise ConformanceError(
-            8,
-            f"after version {before}, update_weights returned {updated} and weight_version is "
-            f"{subject.engine.weight_version}; by default it goes up by one",
-        )
-    since, until, renewed = subject.now, subject.now + subject.patience, False
-    try:
-        while (chunk := await subject.next(stream, until)) is not None:
-            take(chunk, answers)
-            if not renewed and len(chunk.ids) and chunk.weight_version == updated:
-                renewed = True
-                await subject.call(4, subject.engine.abort, list(answers))
-    except TimeoutError:
-        raise ConformanceError(
-            8, f"a request under way at update_weights neither ended nor got a token of version {updated} within "
-            f"{subject.patience:g} s"
-        ) from None  # fmt: skip
-    subject.check_whole(answers)
+    now = subject.engine.weight_version
+    returned = f"after version {before}, update_weights returned {updated} and weight_version is {now}"
+    demand(now == updated == before + 1, 8, f"{returned}; by default it goes up by one")
+    # 2. What comes of the request: it ends, or it goes on with the new weights.
+
+    async def each(chunk: Chunk) -> None:
+        nonlocal renewed
+        if not renewed and len(chunk.ids) and chunk.weight_version == updated:
+            renewed = True
+            await dispatch.abort()
+
+    since, late = subject.now, f"neither ended nor got a token of version {updated}"
+    await dispatch.read(8, f"a request under way at update_weights {late}", each)
     went_on = renewed or answer.finish_reason != FinishReason.ABORT
     demand(went_on, 8, "a request under way did not go on after update_weights")
-    _only(answer, before, updated)
-    return None if renewed or subject.now - since < LATE else _versions(answer)
+    _carries_only(answer, before, updated)
+    return None if renewed or subject.now - since < LATE else _in_words(answer)
 
 
 async def _update_paused(subject: EngineSubject, wait: float, settle: float) -> str | None:
@@ -647,63 +514,64 @@ async def _update_paused(subject: EngineSubject, wait: float, settle: float) -> 
 
     Return its version, in words, if it kept that to its end.
     """
+    # 1. The update, under a paused request.
     before = subject.engine.weight_version
-    stream, answer = await subject.under_way()
-    answers = {answer.request.request_id: answer}
+    dispatch = await subject.under_way()
+    answer = dispatch.first
     await asyncio.sleep(wait)
     await subject.call(6, subject.engine.pause)
     updated = await subject.call(8, subject.engine.update_weights, subject.weights, before + 7)
     demand(updated == before + 7 == subject.engine.weight_version, 8, "update_weights did not take the version given")
-    async with subject.reading(stream, answers) as reading:
+
+    def renewed() -> bool:
+        return any(version != before for version in answer.versions)
+
+    async with dispatch.reading():
+        # 2. What still comes was sampled before.
         await _silence(subject, answer, settle)
-        if _tokens_of(answer, {before}):  # nothing can have been sampled since
-            raise ConformanceError(
-                8, f"tokens that came in a pause carry {_versions(answer)}, the version of an update made in it: they "
-                "were sampled in the pause, or with another version"
-            )  # fmt: skip
+        stamped = f"tokens that came in a pause carry {_in_words(answer)}, the version of an update made in it"
+        demand(not renewed(), 8, f"{stamped}: they were sampled in the pause, or with another version")
         ended = answer.finish_reason is not None
+        # 3. What comes when it goes on is sampled with the new weights.
         await subject.call(6, subject.engine.resume)
-        demand(
-            await subject.until(lambda: bool(_tokens_of(answer, {before})) or reading.done()),
-            8,
-            "a request under way did not go on after update_weights in a pause",
-        )
-        _not_ended_by(8, "update_weights in a pause", answer)
-        await subject.call(4, subject.engine.abort, list(answers))
-        await _end(subject, reading)
-    subject.check_whole(answers)
-    _only(answer, before, updated)
-    return None if ended or _tokens_of(answer, {before}) else _versions(answer)
+        went_on = await subject.until(lambda: renewed() or dispatch.ended)
+        demand(went_on, 8, "a request under way did not go on after update_weights in a pause")
+        _not_ended_by(8, "update_weights in a pause", dispatch)
+        await dispatch.abort()
+        demand(await dispatch.ends(), 4, f"an aborted request did not end within {subject.patience:g} s")
+    dispatch.check_whole()
+    _carries_only(answer, before, updated)
+    return None if ended or renewed() else _in_words(answer)
 
 
-def _only(answer: Answer, before: int, updated: int) -> None:
-    if wrong := _tokens_of(answer, {before, updated}):
-        raise ConformanceError(
-            8, f"the versions were {before} and then {updated}, and tokens carry another version, "
-            f"{wrong[0].weight_version}"
-        )  # fmt: skip
+def _carries_only(answer: Answer, before: int, updated: int) -> None:
+    wrong = set(answer.versions) - {before, updated}
+    carried = f"the versions were {before} and then {updated}, and tokens carry another version, {_in_words(answer)}"
+    demand(not wrong, 8, carried)
 
 
-def _versions(answer: Answer) -> str:
-    return ", ".join(str(version) for version in dict.fromkeys(c.weight_version for c in answer.chunks if len(c.ids)))
+def _in_words(answer: Answer) -> str:
+    return ", ".join(map(str, answer.versions))
 
 
-# -- close --------------------------------------------------------------------------------------------------------
+# -- admission and close ------------------------------------------------------------------------------------------
 
 
+@SUITE.check(7)
+async def _admission(subject: EngineSubject) -> None:
+    """Ask for much at once: each answer begins with an empty chunk, however many wait for room."""
+    check_good(await subject.collect(*(subject.request(number, 2, seed=number) for number in range(8))))
+
+
+@SUITE.check(9)
 async def _close(subject: EngineSubject) -> None:
     """Close: that ends what is under way, may be done twice, and is final."""
-    stream, answer = await subject.under_way()
-    answers = {answer.request.request_id: answer}
+    dispatch = await subject.under_way()
     await subject.call(9, subject.engine.aclose)
-    try:
-        await subject.drain(stream, answers, subject.now + subject.patience)
-    except TimeoutError:
-        raise ConformanceError(1, "a request under way did not end when the engine was closed") from None
+    await dispatch.read(1, "a request under way at aclose() did not end")
     await subject.call(9, subject.engine.aclose, what="closing a second time")
-    subject.check_whole(answers)
     try:
-        await subject.next(subject.start([subject.request(0, 1)]), subject.now + subject.patience)
+        await Dispatch(subject, [subject.request(0, 1)]).next(subject.now + subject.patience)
     except EngineError:
         return
     except TimeoutError:
@@ -714,25 +582,3 @@ async def _close(subject: EngineSubject) -> None:
         what = f"{type(error).__name__}: {error}"
         raise ConformanceError(9, f"a closed engine raised {what}; raise EngineError") from error
     raise ConformanceError(9, "a closed engine took a request; raise EngineError")
-
-
-CHECKS: Sequence[EngineCheck] = (
-    EngineCheck("same seed", 5, _same_seed),
-    EngineCheck("greedy", 5, _greedy),
-    EngineCheck("continued", 5, _continued),
-    EngineCheck("answers", 1, _answers),
-    EngineCheck("logprobs", 2, _logprobs),
-    EngineCheck("stop tokens", 3, _stop_tokens),
-    EngineCheck("ignore_eos", 3, _ignore_eos),
-    EngineCheck("refusals", 1, _refusals),
-    EngineCheck("pause and sleep", 6, _pause),  # first: some of what follows is held by a pause
-    EngineCheck("unique ids", 9, _unique_ids),
-    EngineCheck("abort", 4, _abort),
-    EngineCheck("abandoned", 6, _abandoned),
-    EngineCheck("one by one", 6, _one_by_one),
-    EngineCheck("pause under way", 6, _pause_under_way),
-    EngineCheck("versions", 8, _versions_kept),
-    EngineCheck("admission", 7, _admission),
-    EngineCheck("close", 9, _close),
-)
-"""In the order in which they are made. The table of what is promised is :data:`PROMISES`."""

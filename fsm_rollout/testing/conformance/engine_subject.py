@@ -15,7 +15,7 @@ from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from reprlib import repr as short
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fsm_rollout.engines.protocol import Chunk, Engine, Load, Request, SamplingParams
@@ -24,15 +24,13 @@ from fsm_rollout.trajectory.reasons import FinishReason
 from fsm_rollout.trajectory.tokens import as_ids
 
 if TYPE_CHECKING:
-    import torch
+    from fsm_rollout.engines.protocol import Weights
 
 T = TypeVar("T")
 
 TEXTS = ("1", "What is (37 + 58) * 4?", "Count from 1 to 20: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12", "a b c d e f g h")
 LONG = 4096
 """Tokens of a request that is to be under way until it is ended; a smaller window cuts it."""
-TRIES = 3
-"""How often something is tried that an engine may be too quick for: what is to be interrupted may end before."""
 LATE = 1.0
 """Seconds after an order within which what comes may have been on its way."""
 
@@ -43,73 +41,84 @@ class Answer:
 
     request: Request
     chunks: list[Chunk] = field(default_factory=list)
-
-    @property
-    def ids(self) -> list[int]:
-        """All tokens."""
-        return [token for chunk in self.chunks for token in chunk.ids]
-
-    @property
-    def logprobs(self) -> list[float]:
-        """All logprobs."""
-        return [logprob for chunk in self.chunks for logprob in chunk.logprobs]
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
 
     @property
     def finish_reason(self) -> FinishReason | None:
         """How it ended, ``None`` while it has not."""
         return self.chunks[-1].finish_reason if self.chunks else None
 
+    @property
+    def error(self) -> str | None:
+        """The error that came with the latest chunk."""
+        return self.chunks[-1].error if self.chunks else None
+
+    @property
+    def versions(self) -> list[int]:
+        """The weight versions of its tokens, in order, each once."""
+        return list(dict.fromkeys(chunk.weight_version for chunk in self.chunks if len(chunk.ids)))
+
+    def _demand(self, *facts: tuple[object, int, str]) -> None:
+        for holds, number, message in facts:
+            demand(holds, number, f"'{self.request.request_id}' {message}")
+
     def take(self, chunk: Chunk) -> None:
         """Append a chunk, checking it."""
-        name, ids, logprobs = f"'{self.request.request_id}'", chunk.ids, chunk.logprobs
+        ids, logprobs, version, reason = chunk.ids, chunk.logprobs, chunk.weight_version, chunk.finish_reason
         # 1. Its form.
-        demand(self.finish_reason is None, 1, f"{name} got another chunk after its last one: {chunk}")
-        are_tokens = isinstance(ids, array) and ids.typecode == "i" and all(i >= 0 for i in ids)
-        demand(are_tokens, 1, f"{name}: ids must be an array('i') of tokens, got {ids!r:.80}")
+        are_tokens = isinstance(ids, array) and ids.typecode == "i" and min(ids, default=0) >= 0
         are_floats = isinstance(logprobs, array) and logprobs.typecode == "f"
-        demand(are_floats, 2, f"{name}: logprobs must be an array('f'), got {logprobs!r:.80}")
-        demand(len(ids) == len(logprobs), 2, f"{name} got {len(ids)} ids with {len(logprobs)} logprobs")
-        version = chunk.weight_version
-        demand(isinstance(version, int), 8, f"{name}: weight_version must be an int, got {version!r}")
-        wrong = next((p for p in logprobs if not (math.isfinite(p) and p <= 0)), None)
-        demand(wrong is None, 2, f"{name} got the logprob {wrong}; it must be finite and at most 0")
-        # 2. Its end.
-        reason = chunk.finish_reason
-        demand(reason in (None, *FinishReason), 1, f"{name} ended with finish_reason '{reason}'")
+        self._demand(
+            (self.finish_reason is None, 1, "got another chunk after its last one"),
+            (are_tokens, 1, f"got ids that must be an array('i') of tokens: {short(ids)}"),
+            (are_floats, 2, f"got a chunk whose logprobs must be an array('f'), got {short(logprobs)}"),
+            (isinstance(version, int), 8, f"got a chunk whose weight_version must be an int, got {version!r}"),
+        )
+        # 2. Its content, and its end.
+        wrong = next(iter([p for p in logprobs if not -math.inf < p <= 0]), None)
         explained = chunk.error is None or reason == FinishReason.ABORT
-        demand(explained, 1, f"{name} got an error with finish_reason '{reason}', not 'abort'")
+        self._demand(
+            (len(ids) == len(logprobs), 2, f"got {len(ids)} ids with {len(logprobs)} logprobs"),
+            (wrong is None, 2, f"got the logprob {wrong}; it must be finite and at most 0"),
+            (reason in (None, *FinishReason), 1, f"ended with finish_reason '{reason}'"),
+            (explained, 1, f"got an error with finish_reason '{reason}', not 'abort'"),
+        )
         # 3. Its place among the others.
-        admitted = bool(self.chunks) or not len(ids) or chunk.error is not None
-        demand(admitted, 7, f"{name}: the first chunk has tokens; an empty one must say it was admitted")
+        admitted = self.chunks or not len(ids) or chunk.error is not None
         only_waits = not chunk.waits or not (len(ids) or reason is not None)
-        demand(only_waits, 7, f"{name} got a chunk that `waits` and brings something; it must be an empty one")
         renewed = not self.chunks or version >= self.chunks[-1].weight_version
-        demand(renewed, 8, f"{name}: the weight version went back to {version}")
+        self._demand(
+            (admitted, 7, "was not admitted: the first chunk has tokens; an empty one must say it was admitted"),
+            (only_waits, 7, "got a chunk that `waits` and brings something; it must be an empty one"),
+            (renewed, 8, f"got tokens of older weights: the weight version went back to {version}"),
+        )
         self.chunks.append(chunk)
+        self.ids += ids
+        self.logprobs += logprobs
 
     def check_whole(self, max_context: int) -> None:
         """Check the answer now that it should have come to its end."""
-        name, sampling, ids, reason = (
-            f"'{self.request.request_id}'", self.request.sampling, self.ids, self.finish_reason,
-        )  # fmt: skip
-        # 1. Its length.
-        demand(reason is not None, 1, f"the iterator ended, and {name} has had no last chunk")
+        sampling, ids, reason = self.request.sampling, self.ids, self.finish_reason
         room = min(sampling.max_tokens, max_context - len(self.request.ids))
-        fits = len(ids) <= room or self.chunks[-1].error is not None
-        demand(fits, 1, f"{name} got {len(ids)} tokens; max_tokens and the window allow {room}")
         full = reason != FinishReason.LENGTH or len(ids) == room
-        demand(full, 1, f"{name} ended with 'length' after {len(ids)} tokens; {room} were allowed")
+        self._demand(
+            (reason is not None, 1, "has had no last chunk, and the iterator ended"),
+            (len(ids) <= room or self.error, 1, f"got {len(ids)} tokens; max_tokens and the window allow {room}"),
+            (full, 1, f"ended with 'length' after {len(ids)} tokens; {room} were allowed"),
+        )
+        stopped = reason == FinishReason.STOP
         if sampling.ignore_eos:
-            demand(reason != FinishReason.STOP, 3, f"{name} stopped, though ignore_eos was asked for")
+            self._demand((not stopped, 3, "stopped, though ignore_eos was asked for"))
             return
-        # 2. Its stop token.
-        if reason == FinishReason.STOP and sampling.stop_ids and (not ids or ids[-1] not in sampling.stop_ids):
-            last = f"is {ids[-1]}" if ids else "does not exist"
-            raise ConformanceError(3, f"{name} stopped, and its last token {last}: the stop token was dropped")
-        early = next((i for i, token in enumerate(ids[:-1]) if token in sampling.stop_ids), None)
-        if early is not None or (reason != FinishReason.STOP and ids and ids[-1] in sampling.stop_ids):
-            where = len(ids) - 1 if early is None else early
-            raise ConformanceError(3, f"{name} sampled the stop token {ids[where]} at {where} and did not stop there")
+        stops = [place for place, token in enumerate(ids) if token in sampling.stop_ids]
+        dropped = stopped and sampling.stop_ids and not (ids and ids[-1] in sampling.stop_ids)
+        went_on = stops and (stops[0] < len(ids) - 1 or not stopped)
+        at = f"{ids[stops[0]]} at {stops[0]}" if stops else ""
+        self._demand(
+            (not dropped, 3, f"stopped, and its last token is {ids[-1:]}: the stop token was dropped"),
+            (not went_on, 3, f"sampled the stop token {at} and did not stop there"),
+        )
 
 
 Answers = Mapping[str, Answer]
@@ -117,11 +126,130 @@ Answers = Mapping[str, Answer]
 
 def take(chunk: Chunk, answers: Answers) -> None:
     """Give a chunk to the answer it belongs to."""
-    demand(isinstance(chunk, Chunk), 1, f"generate() gave {chunk!r:.80}, which is no Chunk")
-    known = chunk.request_id in answers
-    stranger = f"a chunk for '{chunk.request_id}', which is no request of this dispatch ({', '.join(answers)})"
-    demand(known, 1, stranger)
+    if not isinstance(chunk, Chunk):
+        raise ConformanceError(1, f"generate() gave {chunk!r:.80}, which is no Chunk")
+    if chunk.request_id not in answers:
+        known = ", ".join(answers)
+        raise ConformanceError(1, f"a chunk for '{chunk.request_id}', which is no request of this dispatch ({known})")
     answers[chunk.request_id].take(chunk)
+
+
+class Dispatch:
+    """One dispatch: the requests, and what has come of them."""
+
+    def __init__(self, subject: EngineSubject, requests: Sequence[Request]) -> None:
+        self.subject = subject
+        self.answers = {request.request_id: Answer(request) for request in requests}
+        subject.requests += len(requests)
+        stream = subject.engine.generate(requests)
+        if inspect.iscoroutine(stream):
+            stream.close()
+            how = "'async def generate' with a 'yield' in it, or 'def generate' that returns an async generator"
+            raise ConformanceError(1, f"generate() gave a coroutine, which nobody can iterate over; write {how}")
+        demand(isinstance(stream, AsyncIterator), 1, f"generate() gave {stream!r:.80}, which is no async iterator")
+        self._stream = stream
+        self._reading: asyncio.Task[None] | None = None
+
+    @property
+    def first(self) -> Answer:
+        """The answer to the first request."""
+        return next(iter(self.answers.values()))
+
+    @property
+    def unfinished(self) -> str:
+        """The requests that have not ended, in words."""
+        return ", ".join(name for name, answer in self.answers.items() if answer.finish_reason is None)
+
+    async def next(self, until: float) -> Chunk | None:
+        """Take the next chunk and return it; ``None`` at the end.
+
+        Raises:
+            TimeoutError: there is none at the time ``until``.
+        """
+        if self.subject.now > until:  # an iterator that never waits lets no timeout through
+            raise TimeoutError
+        try:
+            async with asyncio.timeout_at(None if until == math.inf else until) as limit:
+                chunk = await anext(self._stream)
+        except StopAsyncIteration:
+            return None
+        except TimeoutError as error:
+            if limit.expired():
+                raise
+            raise ConformanceError(1, f"generate() raised TimeoutError: {error}") from error
+        take(chunk, self.answers)
+        return chunk
+
+    async def read(
+        self, number: int = 1, late: str = "", each: Callable[[Chunk], Awaitable[None]] | None = None
+    ) -> list[Answer]:
+        """Take all that comes, in time, and check that it is whole; ``late`` says what else breaks ``number``.
+
+        ``each`` is awaited after every chunk.
+        """
+        try:
+            await self.drain(self.subject.now + self.subject.patience, each)
+        except TimeoutError:
+            if not late:
+                late = f"no last chunk for {self.unfinished}" if self.unfinished else "the iterator did not end"
+            raise ConformanceError(number, f"{late} within {self.subject.patience:g} s") from None
+        return self.check_whole()
+
+    async def drain(self, until: float = math.inf, each: Callable[[Chunk], Awaitable[None]] | None = None) -> None:
+        """Take all that comes.
+
+        Raises:
+            TimeoutError: it has not ended at the time ``until``.
+        """
+        while (chunk := await self.next(until)) is not None:
+            if each is not None:
+                await each(chunk)
+            await asyncio.sleep(0)  # chunks without end keep nobody else from running
+
+    def check_whole(self) -> list[Answer]:
+        """Check that all have come to a proper end."""
+        for answer in self.answers.values():
+            answer.check_whole(self.subject.engine.max_context)
+            self.subject.tokens += len(answer.ids)
+        return list(self.answers.values())
+
+    @asynccontextmanager
+    async def reading(self) -> AsyncIterator[None]:
+        """Take what comes meanwhile."""
+        self._reading = task = asyncio.get_running_loop().create_task(self.drain())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait({task}, timeout=LATE)
+            if task.done() and not task.cancelled():
+                task.exception()  # whoever wanted it has it
+
+    @property
+    def ended(self) -> bool:
+        """Whether what is being read has come to its end; raises what reading it has raised."""
+        assert self._reading is not None
+        if self._reading.done():
+            self._reading.result()
+        return self._reading.done()
+
+    async def ends(self) -> bool:
+        """Wait for the end of what is read; return whether it came in time."""
+        assert self._reading is not None
+        await asyncio.wait({self._reading}, timeout=self.subject.patience)
+        return self.ended
+
+    async def abort(self) -> None:
+        """Abort all its requests."""
+        await self.subject.call(4, self.subject.engine.abort, list(self.answers))
+
+    async def stop_listening(self) -> None:
+        """Close the iterator before its end."""
+        aclose = getattr(self._stream, "aclose", None)  # an async generator, in all engines there are
+        if aclose is None:
+            gave = f"generate() gave a {type(self._stream).__name__} without aclose(): nobody can stop listening to it"
+            raise ConformanceError(6, f"{gave}; return an async generator")
+        await self.subject.call(6, aclose, what="aclose() of what generate() gave")
 
 
 class EngineSubject:
@@ -130,17 +258,18 @@ class EngineSubject:
     def __init__(
         self,
         engine: Engine,
-        prompts: Sequence[Sequence[int]] | None,
+        prompts: Sequence[Sequence[int]] | None = None,
         *,
-        deterministic: bool,
-        patience: float,
-        settle: float,
+        weights: Weights | None = None,
+        deterministic: bool = True,
+        patience: float = 60.0,
+        settle: float = 0.2,
     ) -> None:
         self.engine, self.deterministic, self.patience, self.settle = engine, deterministic, patience, settle
         if prompts is None:
             prompts = [engine.tokenizer.encode(text, add_special_tokens=False) for text in TEXTS]
         self.prompts = [as_ids(list(prompt)) for prompt in prompts]
-        self.weights: str | Path | Mapping[str, torch.Tensor] = {}
+        self.weights: Weights = {} if weights is None else weights
         self.requests = self.tokens = 0
         self.seeds_matter = False
         self._names = itertools.count()
@@ -148,117 +277,43 @@ class EngineSubject:
         # Models have more rows than their tokenizers have tokens, for alignment.
         self.every_token = frozenset(range(len(engine.tokenizer) + 4096)) | self._eos_ids
 
-    # -- asking ---------------------------------------------------------------------------------------------------
-
-    def name(self) -> str:
-        """Return a request id that is new."""
-        return f"check-{next(self._names)}"
-
-    def request(self, prompt: int, max_tokens: int, turn: int = 0, **sampling: Any) -> Request:
-        """Return a request whose content depends on the arguments only, under a new id."""
-        sampling.setdefault("stop_ids", self._eos_ids)
-        return Request(
-            self.name(),
-            self.prompts[prompt % len(self.prompts)],
-            SamplingParams(max_tokens, **sampling),
-            trajectory_id=f"check-{prompt}",
-            agent="check",
-            context="main",
-            turn=turn,
-        )
-
-    def start(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
-        """Start a dispatch."""
-        self.requests += len(requests)
-        stream = self.engine.generate(requests)
-        if inspect.iscoroutine(stream):
-            stream.close()
-            raise ConformanceError(
-                1, "generate() gave a coroutine, which nobody can iterate over; "
-                "write 'async def generate' with a 'yield' in it, or 'def generate' that returns an async generator"
-            )  # fmt: skip
-        demand(isinstance(stream, AsyncIterator), 1, f"generate() gave {stream!r:.80}, which is no async iterator")
-        return stream
-
-    # -- reading --------------------------------------------------------------------------------------------------
-
     @property
     def now(self) -> float:
         """The loop's time."""
         return asyncio.get_running_loop().time()
 
-    async def next(self, stream: AsyncIterator[Chunk], until: float) -> Chunk | None:
-        """Return the next chunk, ``None`` at the end.
+    def name(self) -> str:
+        """Return a request id that is new."""
+        return f"check-{next(self._names)}"
 
-        Raises:
-            TimeoutError: there is none at the time ``until``.
-        """
-        if self.now > until:  # an iterator that never waits lets no timeout through
-            raise TimeoutError
-        try:
-            async with asyncio.timeout_at(None if until == math.inf else until) as limit:
-                return await anext(stream)
-        except StopAsyncIteration:
-            return None
-        except TimeoutError as error:
-            if limit.expired():
-                raise
-            raise ConformanceError(1, f"generate() raised TimeoutError: {error}") from error
+    def request(self, prompt: int, max_tokens: int, **sampling: Any) -> Request:
+        """Return a request whose content depends on the arguments only, under a new id."""
+        ids = self.prompts[prompt % len(self.prompts)]
+        sampling = {"stop_ids": self._eos_ids} | sampling
+        return Request(
+            self.name(), ids, SamplingParams(max_tokens, **sampling), trajectory_id=f"check-{prompt}",
+            agent="check", context="main", turn=0,
+        )  # fmt: skip
 
-    async def under_way(self) -> tuple[AsyncIterator[Chunk], Answer]:
-        """Start a long request, and return its chunks and what has come of it once it is admitted."""
-        answer = Answer(self.request(0, LONG, ignore_eos=True))
-        name = answer.request.request_id
-        stream = self.start([answer.request])
-        try:
-            chunk = await self.next(stream, self.now + self.patience)
-        except TimeoutError:
-            raise ConformanceError(7, f"no first chunk for {name} within {self.patience:g} s") from None
-        if chunk is None:
-            raise ConformanceError(1, f"the iterator ended without a chunk for {name}")
-        take(chunk, {name: answer})
-        return stream, answer
-
-    async def drain(self, stream: AsyncIterator[Chunk], answers: Answers, until: float = math.inf) -> None:
-        """Take all that comes.
-
-        Raises:
-            TimeoutError: it has not ended at the time ``until``.
-        """
-        while (chunk := await self.next(stream, until)) is not None:
-            take(chunk, answers)
-            await asyncio.sleep(0)  # chunks without end keep nobody else from running
+    def long(self, prompt: int = 0, **sampling: Any) -> Request:
+        """Return a request that is under way for long."""
+        return self.request(prompt, LONG, ignore_eos=True, **sampling)
 
     async def collect(self, *requests: Request) -> list[Answer]:
         """Get all answers of one dispatch, checking their form."""
-        answers = {request.request_id: Answer(request) for request in requests}
+        return await Dispatch(self, requests).read()
+
+    async def under_way(self, *requests: Request) -> Dispatch:
+        """Start requests, by default a long one, and return their dispatch once the first of them is admitted."""
+        dispatch = Dispatch(self, requests or [self.long()])
+        name, until = dispatch.first.request.request_id, self.now + self.patience
         try:
-            await self.drain(self.start(requests), answers, self.now + self.patience)
+            while not dispatch.first.chunks:
+                if await dispatch.next(until) is None:
+                    raise ConformanceError(1, f"the iterator ended without a chunk for {name}")
         except TimeoutError:
-            late = [name for name, answer in answers.items() if answer.finish_reason is None]
-            what = f"no last chunk for {', '.join(late)}" if late else "the iterator did not end after the last chunk"
-            raise ConformanceError(1, f"{what} within {self.patience:g} s") from None
-        self.check_whole(answers)
-        return list(answers.values())
-
-    @asynccontextmanager
-    async def reading(self, stream: AsyncIterator[Chunk], answers: Answers) -> AsyncIterator[asyncio.Task[None]]:
-        """Take what comes meanwhile; gives the task that does so."""
-        task = asyncio.get_running_loop().create_task(self.drain(stream, answers))
-        try:
-            yield task
-        finally:
-            task.cancel()
-            await asyncio.wait({task}, timeout=LATE)
-            if task.done() and not task.cancelled():
-                task.exception()  # whoever wanted it has it
-
-    async def end(self, reading: asyncio.Task[None]) -> bool:
-        """Wait for the end of what is read; return whether it came in time."""
-        await asyncio.wait({reading}, timeout=self.patience)
-        if reading.done():
-            reading.result()
-        return reading.done()
+            raise ConformanceError(7, f"no first chunk for {name} within {self.patience:g} s") from None
+        return dispatch
 
     async def until(self, holds: Callable[[], bool]) -> bool:
         """Wait until something holds; return whether it did in time."""
@@ -269,36 +324,24 @@ class EngineSubject:
             await asyncio.sleep(self.settle / 10)
         return True
 
-    async def stop_listening(self, stream: AsyncIterator[Chunk]) -> None:
-        """Close a dispatch's iterator before its end."""
-        aclose = getattr(stream, "aclose", None)  # an async generator, in all engines there are
-        if aclose is None:
-            raise ConformanceError(
-                6, f"generate() gave a {type(stream).__name__} without aclose(): nobody can stop listening to it; "
-                "return an async generator"
-            )  # fmt: skip
-        await self.call(6, aclose, what="aclose() of what generate() gave")
-
-    # -- orders ---------------------------------------------------------------------------------------------------
-
     async def call(
-        self, invariant: int, order: Callable[..., Awaitable[T]], *arguments: Any, what: str | None = None
+        self, number: int, order: Callable[..., Awaitable[T]], *arguments: object, what: str | None = None
     ) -> T:
         """Await one of the engine's methods; it must return in time."""
         what = f"{order.__name__}()" if what is None else what
         try:
             async with asyncio.timeout(self.patience) as limit:
-                waits_for: Any = order(*arguments)
-                if not inspect.isawaitable(waits_for):
-                    raise ConformanceError(invariant, f"{what} gave {waits_for!r:.80} at once; write 'async def'")
-                result: T = await waits_for
-                return result
+                waits_for = order(*arguments)
+                demand(
+                    inspect.isawaitable(waits_for), number, f"{what} gave {waits_for!r:.80} at once; write 'async def'"
+                )
+                return await waits_for
         except ConformanceError:
             raise
         except Exception as error:
             if isinstance(error, TimeoutError) and limit.expired():
-                raise ConformanceError(invariant, f"{what} did not return within {self.patience:g} s") from None
-            raise ConformanceError(invariant, f"{what} raised {type(error).__name__}: {error}") from error
+                raise ConformanceError(number, f"{what} did not return within {self.patience:g} s") from None
+            raise ConformanceError(number, f"{what} raised {type(error).__name__}: {error}") from error
 
     def load(self) -> Load:
         """Return the engine's load, checking its form."""
@@ -307,29 +350,20 @@ class EngineSubject:
         demand(counts, 6, f"load() gave {load}")
         return load
 
-    # -- judging --------------------------------------------------------------------------------------------------
-
-    def check_whole(self, answers: Answers) -> None:
-        """Check that all have come to a proper end."""
-        for answer in answers.values():
-            answer.check_whole(self.engine.max_context)
-            self.tokens += len(answer.ids)
-
-    async def as_alone(self, invariant: int, answer: Answer, what: str) -> None:
+    async def as_alone(self, number: int, answer: Answer, what: str) -> None:
         """Check that an interrupted request got the tokens that it gets uninterrupted."""
         if not self.deterministic or not answer.ids:
             return
         sampling = replace(answer.request.sampling, max_tokens=len(answer.ids))
         (alone,) = await self.collect(replace(answer.request, request_id=self.name(), sampling=sampling))
         if alone.ids != answer.ids:
-            first = next(i for i, pair in enumerate(zip(alone.ids, answer.ids, strict=True)) if pair[0] != pair[1])
-            raise ConformanceError(
-                invariant, f"a request that was {what} got other tokens than alone: from the {first}. (from 0) on "
-                f"{answer.ids[first : first + 8]} instead of {alone.ids[first : first + 8]}"
-            )  # fmt: skip
+            at = next(i for i, pair in enumerate(zip(alone.ids, answer.ids, strict=True)) if pair[0] != pair[1])
+            got = f"from the {at}. (from 0) on {answer.ids[at : at + 8]} instead of {alone.ids[at : at + 8]}"
+            raise ConformanceError(number, f"a request that was {what} got other tokens than alone: {got}")
 
-    def check_good(self, answers: Iterable[Answer]) -> None:
-        """Check that none was aborted."""
-        for answer in answers:
-            name, error = answer.request.request_id, answer.chunks[-1].error if answer.chunks else None
-            demand(answer.finish_reason != FinishReason.ABORT, 1, f"'{name}' ended with 'abort', error {error!r}")
+
+def check_good(answers: Iterable[Answer]) -> None:
+    """Check that none was aborted."""
+    for answer in answers:
+        good = answer.finish_reason != FinishReason.ABORT
+        demand(good, 1, f"'{answer.request.request_id}' ended with 'abort', error {answer.error!r}")

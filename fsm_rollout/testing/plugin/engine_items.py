@@ -6,8 +6,11 @@ run in one process on one event loop, one after the other; xdist workers share n
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +22,7 @@ from fsm_rollout.testing.plugin.failures import SEEN, failure
 if TYPE_CHECKING:
     from _pytest._code.code import TerminalRepr
 
-    from fsm_rollout.testing.conformance.engine import EngineUnderTest
+    from fsm_rollout.testing.conformance.engine_subject import EngineSubject
 
 ENGINES = pytest.StashKey[dict[Path, str]]()
 """The files of the factories to test, and the factories (``module:factory``) in each."""
@@ -51,23 +54,76 @@ def find_engines(config: pytest.Config) -> dict[Path, str]:
 
 
 class EngineFile(pytest.File):
-    """The module of a factory; its items are the promises."""
+    """The module of a factory; its items are the promises.
 
-    engine: EngineUnderTest
+    A new engine is made once a promise was found broken, as that may leave the old one in any state.
+    """
+
+    subject: EngineSubject | None = None
 
     def collect(self) -> Iterator[pytest.Item]:
         """Yield an item for each numbered promise."""
-        from fsm_rollout.testing.conformance.engine import CHECKS, PROMISES, EngineUnderTest
+        from fsm_rollout.testing.conformance.engine import SUITE
 
-        self.engine = EngineUnderTest(self.config.stash[ENGINES][self.path.resolve()])
+        self.factory = self.config.stash[ENGINES][self.path.resolve()]
+        self.runner = asyncio.Runner()
         # In the order of the checks; the last one, which closes the engine, decides.
-        for number in reversed(dict.fromkeys(check.number for check in reversed(CHECKS))):
-            name = f"{number}-{PROMISES[number].name.replace(' ', '-')}"
+        for number in reversed(dict.fromkeys(check.numbers[0] for check in reversed(SUITE.checks))):
+            name = f"{number}-{SUITE.promises[number].name.replace(' ', '-')}"
             yield EngineItem.from_parent(self, name=name, number=number)
 
+    async def make(self) -> EngineSubject:
+        """Make the engine.
+
+        Raises:
+            ConfigError: the factory makes none.
+        """
+        from fsm_rollout.agent.handlers import load_object
+        from fsm_rollout.engines.protocol import Engine
+        from fsm_rollout.errors import ConfigError
+        from fsm_rollout.testing.conformance.engine_subject import EngineSubject
+
+        factory = load_object(self.factory)
+        if not callable(factory):
+            raise ConfigError(f"{self.factory} is {factory!r:.80}; name a function or class that makes an engine")
+        engine = factory()
+        engine = await engine if inspect.isawaitable(engine) else engine
+        if not isinstance(engine, Engine):
+            members = sorted(name for name in vars(Engine) if not name.startswith("_"))
+            lacks = ", ".join(name for name in members if not hasattr(engine, name))
+            raise ConfigError(f"{self.factory} made {engine!r:.80}, which is no engine: it lacks {lacks}")
+        return EngineSubject(engine)
+
+    def hold(self, number: int) -> str:
+        """Hold the engine to one promise; return what was checked.
+
+        Raises:
+            ConformanceError: it does not hold.
+            ConfigError: the factory makes no engine.
+        """
+        from fsm_rollout.testing.conformance.engine import SUITE, hold
+
+        checks = [check for check in SUITE.checks if check.numbers[0] == number]
+        try:
+            self.subject = self.subject or self.runner.run(self.make())
+            for check in checks:
+                self.runner.run(hold(check, self.subject))
+        except BaseException:
+            self.close_engine()
+            raise
+        return f"{', '.join(check.name for check in checks)}: {SUITE.promises[number].sentence}"
+
+    def close_engine(self) -> None:
+        """Close the engine, if there is one."""
+        subject, self.subject = self.subject, None
+        if subject is not None:
+            with suppress(Exception):
+                self.runner.run(asyncio.wait_for(subject.engine.aclose(), subject.patience))
+
     def teardown(self) -> None:
-        """Close the engine."""
-        self.engine.close()
+        """Close the engine and the loop."""
+        self.close_engine()
+        self.runner.close()
 
 
 class EngineItem(pytest.Item):
@@ -81,7 +137,7 @@ class EngineItem(pytest.Item):
 
     def runtest(self) -> None:
         """Hold the engine to it; what was checked goes into the report."""
-        self.user_properties.append((SEEN, f"{self.nodeid}: {self.parent.engine.hold(self.number)}"))
+        self.user_properties.append((SEEN, f"{self.nodeid}: {self.parent.hold(self.number)}"))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: object = None) -> str | TerminalRepr:
         """Say the promise that is broken, without a traceback through the check."""
