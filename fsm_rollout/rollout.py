@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from functools import wraps
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from fsm_rollout.agent.graph import POLICY, AgentGraph
 from fsm_rollout.agent.handlers import looked_in
@@ -42,8 +42,28 @@ if TYPE_CHECKING:
     from fsm_rollout.report.notebook import Page
 
 T = TypeVar("T")
+P = ParamSpec("P")
 EngineLike = Engine | Mapping[str, Any]
 PromptLike = Prompt | Mapping[str, Any] | str
+
+
+def _plain(
+    form: Callable[Concatenate[Rollout, P], Coroutine[object, object, T]],
+) -> Callable[Concatenate[Rollout, P], T]:
+    """Return the plain form of an async method, which waits for it on the rollout's own event loop."""
+
+    @wraps(form)
+    def wait(self: Rollout, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        self._check_open()
+        return self._loop().call(lambda: form(self, *args, **kwargs))
+
+    wait.__name__ = form.__name__.removeprefix("a")
+    wait.__doc__ = f"""Do what :meth:`{form.__name__}` does, from ordinary code and from notebooks alike.
+
+    Ctrl-C cancels what runs and waits until that has ended; a second one does not wait. Other threads may make calls
+    meanwhile (``update_weights`` while ``run`` runs).
+    """
+    return wait
 
 
 class Rollout:
@@ -113,10 +133,9 @@ class Rollout:
         self._closed = False
         self._loop_thread: LoopThread | None = None
         self._owned: list[Engine] = []
+        specs = {POLICY: engine, **(engines or {})}
         try:
-            self.engines = {
-                name: self._engine(name, spec, base) for name, spec in {POLICY: engine, **(engines or {})}.items()
-            }
+            self.engines = {name: self._engine(name, spec, base or Path.cwd()) for name, spec in specs.items()}
             self.clients = {
                 name: EngineClient(engine, attempts=engine_attempts, queue_timeout=queue_timeout)
                 for name, engine in self.engines.items()
@@ -135,27 +154,18 @@ class Rollout:
                 max_staleness=max_staleness,
                 max_restarts=max_restarts,
             )
-            self.description = self._description({POLICY: engine, **(engines or {})}, base)
+            self.description = {
+                "agents": {name: dump(graph) for name, graph in self.agents.items()},
+                "engines": {name: _describe(self.engines[name], spec) for name, spec in specs.items()},
+                "base": str(base or Path.cwd()),
+                "modules": looked_in(),
+            }
             """What a journal must know so that its trajectories can be drawn, read and replayed later: plain data."""
             self.journal = journal
         except BaseException:
-            self._closed = True
-            if self._owned:
-                self._loop().call(self._close_engines)
-            self._close_loop()
+            self._close(self._close_engines if self._owned else None)
             raise
         close_at_exit(self)
-
-    def _description(self, specs: Mapping[str, EngineLike], base: Path | None) -> dict[str, Any]:
-        engines: dict[str, dict[str, Any]] = {}
-        for name, engine in self.engines.items():
-            spec = specs[name]
-            if not isinstance(spec, Mapping) or ":" in spec["kind"]:
-                spec = {"tokenizer": getattr(engine.tokenizer, "name_or_path", None)}
-            known = {key: str(spec[key]) for key in ("kind", "tokenizer", "model", "run", "engine") if spec.get(key)}
-            engines[name] = known | {"max_context": engine.max_context, "eos_ids": sorted(engine.eos_ids)}
-        agents = {name: dump(graph) for name, graph in self.agents.items()}
-        return {"agents": agents, "engines": engines, "base": str(base or Path.cwd()), "modules": looked_in()}
 
     @property
     def journal(self) -> Journal | None:
@@ -168,19 +178,17 @@ class Rollout:
         if journal is not None:
             journal.describe(self.description)
 
-    def _engine(self, name: str, spec: EngineLike, base: Path | None) -> Engine:
+    def _engine(self, name: str, spec: EngineLike, base: Path) -> Engine:
         if not isinstance(spec, Mapping):
             return spec
         try:
-            engine = build_engine(spec, base or Path.cwd())
+            engine = build_engine(spec, base)
         except ConfigError as error:
             raise ConfigError(
                 [Problem(f"engine '{name}': {p.message}", p.file, p.line) for p in error.problems]
             ) from error
         self._owned.append(engine)
         return engine
-
-    # -- async --------------------------------------------------------------------------------------------------
 
     async def stream(
         self,
@@ -228,12 +236,10 @@ class Rollout:
                     f"engine '{name}' serves another event loop, which still lives; use either the plain forms (run, "
                     "update_weights, …) or the async ones (arun, stream, aupdate_weights, …) of a rollout, not both"
                 )
-        checked: Iterable[Prompt]
+        checked: Iterable[Prompt] = self._one_by_one(prompts)
         if target_groups is None or isinstance(prompts, Sequence):
             checked = as_prompts(prompts, named=False)
             self.scheduler.check(checked)
-        else:
-            checked = self._one_by_one(prompts)
         for program in self.scheduler.programs.values():
             await program.toolbox.prepare()
         async with aclosing(self.scheduler.run(checked, n, target_groups=target_groups, **options)) as groups:
@@ -248,6 +254,7 @@ class Rollout:
 
     async def arun(
         self,
+        /,
         prompts: Iterable[PromptLike],
         n: int = 1,
         *,
@@ -279,6 +286,8 @@ class Rollout:
         options = {"state_names": tuple(states), "pad_id": pad_id or 0} | options
         return TrajectoryBatch.from_trajectories(trajectories, **options)
 
+    run = _plain(arun)
+
     def engine_stats(self) -> dict[str, Any]:
         """Return per engine: requests, dispatches, and the version of its weights."""
         return {
@@ -301,6 +310,8 @@ class Rollout:
         """
         return await self.scheduler.update_weights(weights, version)
 
+    update_weights = _plain(aupdate_weights)
+
     async def asleep(self) -> None:
         """Let all engines give their memory back (say while the policy is trained on the same GPU)."""
         for client in self.clients.values():
@@ -308,12 +319,16 @@ class Rollout:
         for engine in self.engines.values():
             await engine.sleep()
 
+    sleep = _plain(asleep)
+
     async def awake(self) -> None:
         """Let the engines be ready again, and what waits for them go on."""
         for engine in self.engines.values():
             await engine.wake()
         for client in self.clients.values():
             await client.resume("asleep")
+
+    wake = _plain(awake)
 
     def page(self, trajectory: Trajectory | str) -> Page:
         """Return the page of a trajectory, or (by its id) of one in the rollout's journal; notebooks show it.
@@ -341,41 +356,6 @@ class Rollout:
         while self._owned:
             await self._owned.pop().aclose()
 
-    # -- plain --------------------------------------------------------------------------------------------------
-
-    def run(
-        self,
-        prompts: Iterable[PromptLike],
-        n: int = 1,
-        *,
-        target_groups: int | None = None,
-        over_sample: float = OVER_SAMPLE,
-        resume: Iterable[History] = (),
-        **batch: Any,
-    ) -> TrajectoryBatch:
-        """Do what :meth:`arun` does, from ordinary code and from notebooks alike.
-
-        Ctrl-C cancels what runs and waits until that has ended; a second one does not wait.
-        """
-        options: dict[str, Any] = {"target_groups": target_groups, "over_sample": over_sample, "resume": resume}
-        return self._wait(lambda: self.arun(prompts, n, **options, **batch))
-
-    def update_weights(self, weights: Any, version: int | None = None) -> int:
-        """Do what :meth:`aupdate_weights` does; also from another thread, while :meth:`run` runs in this one."""
-        return self._wait(lambda: self.aupdate_weights(weights, version))
-
-    def sleep(self) -> None:
-        """Do what :meth:`asleep` does."""
-        self._wait(self.asleep)
-
-    def wake(self) -> None:
-        """Do what :meth:`awake` does."""
-        self._wait(self.awake)
-
-    def _wait(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        self._check_open()
-        return self._loop().call(work)
-
     def _check_open(self) -> None:
         if self._closed:
             raise EngineError("this rollout is closed, and its engines with it; make another")
@@ -388,12 +368,12 @@ class Rollout:
 
     def close(self) -> None:
         """Close the engines that this rollout built, and its event loop. Safe to call twice."""
-        self._closed = True
-        if self._owned or self.scheduler.carried:
-            self._loop().call(self.aclose)
-        self._close_loop()
+        self._close(self.aclose if self._owned or self.scheduler.carried else None)
 
-    def _close_loop(self) -> None:
+    def _close(self, clean_up: Callable[[], Coroutine[object, object, None]] | None) -> None:
+        self._closed = True
+        if clean_up is not None:
+            self._loop().call(clean_up)
         if self._loop_thread is not None:
             self._loop_thread.close()
             self._loop_thread = None
@@ -402,9 +382,7 @@ class Rollout:
         """Use as an async context manager to close what was built."""
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         """Close."""
         await self.aclose()
 
@@ -412,10 +390,17 @@ class Rollout:
         """Use as a context manager to close what was built."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close."""
         self.close()
 
 
 def _sampling(value: Sampling | Mapping[str, Any] | None) -> Sampling:
     return value if isinstance(value, Sampling) else Sampling(**(value or {}))
+
+
+def _describe(engine: Engine, spec: EngineLike) -> dict[str, object]:
+    if not isinstance(spec, Mapping) or ":" in spec["kind"]:
+        spec = {"tokenizer": getattr(engine.tokenizer, "name_or_path", None)}
+    known = {key: str(spec[key]) for key in ("kind", "tokenizer", "model", "run", "engine") if spec.get(key)}
+    return known | {"max_context": engine.max_context, "eos_ids": sorted(engine.eos_ids)}
