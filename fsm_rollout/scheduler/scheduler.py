@@ -31,16 +31,8 @@ from fsm_rollout.errors import ConfigError, GlueMismatchError, Problem, ToolErro
 from fsm_rollout.scheduler.group import Group, GroupState, score_group
 from fsm_rollout.scheduler.resume import History, resumed_groups, same_prompt
 from fsm_rollout.scheduler.staleness import Staleness
-from fsm_rollout.scheduler.trajectory_runner import (
-    CARRIED,
-    CUT_OFF,
-    INTERRUPTED,
-    ActiveTrajectory,
-    Stop,
-    Suspension,
-    run_trajectory,
-)
-from fsm_rollout.states.base import Program
+from fsm_rollout.scheduler.trajectory_runner import Program, run_trajectory
+from fsm_rollout.states.active import CARRIED, CUT_OFF, INTERRUPTED, ActiveTrajectory, Stop, Suspension
 from fsm_rollout.tools import AgentAnswer
 from fsm_rollout.trajectory.events import AnyEvent, Ended, Prompted, Resumed
 from fsm_rollout.trajectory.journal import Journal
@@ -100,22 +92,9 @@ class _Run:
 class Scheduler:
     """Runs prompts through agents on engines.
 
-    Args:
-        agents: agents by name; a prompt chooses by its ``agent`` field (which may be left out when there is one).
-        clients: engines by name, among them ``policy``.
-        seed: the run's seed.
-        concurrency: trajectories that run at once; the others wait to be admitted.
-        sampling: the run's sampling, laid over the agents' in the policy's contexts.
-        validate: marks the trajectories as validation.
-        reward: scores each group as it ends.
-        journal: where events are kept.
-        listeners: called with every event, after it has been applied; they must not block.
-        on_tool_failure: ``tell_model``, or ``end`` to fail the trajectory.
-        group_filter: asked of each group that has ended and been scored; what it turns down is delivered as
-            ``dropped``, and does not count towards a target.
-        max_staleness: every trained token of a group that is delivered was sampled at most so many weight updates ago;
-            older samples are begun anew (one that still runs ends as ``cancelled`` first).
-        max_restarts: how often a sample is begun anew; after that its group is delivered as ``dropped``.
+    Arguments that :class:`fsm_rollout.Rollout` has too mean the same here; a ``reward`` and a ``group_filter`` are
+    objects, and ``clients`` are the engines by name, among them ``policy``. Groups that the filter turns down are
+    delivered as ``dropped``.
 
     Raises:
         ConfigError: an agent does not fit the engines; all problems at once.
@@ -246,24 +225,22 @@ class Scheduler:
         """Run every prompt ``n`` times and yield each group as its last trajectory ends and is scored.
 
         Groups that an earlier run with a target has carried over go on first, then those of ``resume`` (set aside, or
-        read from a journal; a prompt of the same id and messages is theirs and not begun again), then the prompts.
+        read from a journal; a prompt of the same id and messages is theirs and not begun again), then the prompts. A
+        prompt id that is under way already, or in the journal, gets a number (``7#2``).
 
-        With ``target_groups``, that many groups (not counting those that the group filter drops) are enough, and at
-        most ``over_sample`` times as many are open or done at a time. What still runs at the end is set aside and goes
-        on in the next run; prompts that have not begun are not taken from the iterable.
+        With ``target_groups``, that many groups (dropped ones apart) are enough, and at most ``over_sample`` times as
+        many are open or done at a time. What still runs at the end, or when a prompt cannot be read, is set aside and
+        goes on in the next run; prompts that have not begun are not taken from the iterable.
 
         ``deliver_at_end`` delivers all groups at the end: whatever weights have changed until then, none of them is
         older than ``max_staleness`` allows. Where the run fails or is cancelled before, it has delivered none.
 
         Closing the iterator, or cancelling the task that iterates, cancels what still runs (stop reason ``cancelled``;
         with a journal it is suspended as ``interrupted``) and waits for it; what was carried and has not been touched,
-        and what a run with a target has done, stays. A prompt id that is under way already, or in the journal, gets a
-        number (``7#2``). Where a run with a target fails to get its next prompt, it sets aside what it has before it
-        raises.
+        and what a run with a target has done, stays.
 
         Delivery is at least once: the journal marks a group as delivered when the caller comes back for the next one,
-        or (at a run's end, and with ``deliver_at_end``) for the next run. So what the caller was at work on when the
-        process died is delivered again by a run that resumes the journal's unfinished groups.
+        or (at a run's end, and with ``deliver_at_end``) for the next run.
 
         Raises:
             ConfigError: ``n`` or ``target_groups`` is not positive, ``over_sample`` is less than 1, another run is
@@ -277,15 +254,9 @@ class Scheduler:
             raise ConfigError(f"over_sample must be at least 1 (no group more than the target), got {over_sample}")
         await self._until_free()
         self._mark_delivered()
-        run = _Run(
-            iter(prompts),
-            n,
-            target_groups,
-            math.inf if target_groups is None else math.ceil(target_groups * over_sample),
-            deliver_at_end,
-            asyncio.Semaphore(self.concurrency),
-            frozenset(self.groups),
-        )
+        most = math.inf if target_groups is None else math.ceil(target_groups * over_sample)
+        slots, carried = asyncio.Semaphore(self.concurrency), frozenset(self.groups)
+        run = _Run(iter(prompts), n, target_groups, most, deliver_at_end, slots, carried)
         self._resume(run, list(resume))
         self._run, self.stopping = run, None
         self._run_number += 1
@@ -304,7 +275,7 @@ class Scheduler:
         finally:
             run.closing = True
             try:
-                await self._end(run, Outcome(Trigger.CANCELLED) if self.journal is None else INTERRUPTED)
+                await self._end(run, keep=False)
             finally:
                 self._run = None
                 run.changed.set()
@@ -325,10 +296,10 @@ class Scheduler:
                 "(`aclose()`), or use another Rollout"
             )
 
-    async def _end(self, run: _Run, stop: Stop) -> None:
-        """Stop what runs and wait for it; what is set aside goes on in the next run, and the rest is given up."""
+    async def _end(self, run: _Run, *, keep: bool) -> None:
+        """Stop what runs and wait for it; what is open goes on in the next run (``keep``), or is given up."""
         # 1. Nothing more is started, and what runs is stopped.
-        self._halt(run, stop)
+        self._halt(run, keep=keep)
         await asyncio.gather(run.feeder, return_exceptions=True)
         # 2. What is open. (What waits has not been touched, and stays.)
         groups = list(self._open.values())
@@ -340,29 +311,34 @@ class Scheduler:
             if run.stop is CARRIED:
                 group.state = GroupState.WAITING
             else:
-                await self._drop(group, stop)
+                await self._drop(group)
         # 3. What is done stays in a run with a target, or if it was left over by one.
         for group in list(self._done):
             if run.target is None and group.group_id not in run.carried:
                 self._done.remove(group)
-                await self._drop(group, stop)
+                await self._drop(group)
 
-    def _halt(self, run: _Run, stop: Stop) -> None:
+    def _halt(self, run: _Run, *, keep: bool) -> None:
         """Start nothing more, and have what runs stopped; the first way to stop it counts."""
         if run.stop is None:
-            run.stop = stop
+            run.stop = CARRIED if keep else self._cut_off
             for live in self.running.values():
-                live.request_stop(stop)
+                live.request_stop(run.stop)
             for task in run.scoring:
                 task.cancel()
             run.changed.set()
 
-    async def _drop(self, group: Group, stop: Stop) -> None:
+    @property
+    def _cut_off(self) -> Stop:
+        """How what runs is stopped when nobody waits for it any more."""
+        return Outcome(Trigger.CANCELLED) if self.journal is None else INTERRUPTED
+
+    async def _drop(self, group: Group) -> None:
         """Give a group up, and close what it holds open."""
         del self.groups[group.group_id]
         for live in list(group.active.values()):
             if live.trajectory.suspended is None:
-                live.halt(stop)
+                live.halt(self._cut_off)
             await live.close()
 
     def _resume(self, run: _Run, histories: list[History]) -> None:
@@ -372,13 +348,8 @@ class Scheduler:
         sub-agent's trajectory that has not ended is ended as ``cancelled``: the call that it served is made again.
         """
         trajectories = [h if isinstance(h, Trajectory) else Trajectory.fold(h) for h in histories]
-        groups = resumed_groups(
-            trajectories,
-            run.n,
-            agents=self.agents.values(),
-            programs=self.programs.values(),
-            under_way=self.groups,
-        )
+        agents, programs = self.agents.values(), self.programs.values()
+        groups = resumed_groups(trajectories, run.n, agents=agents, programs=programs, under_way=self.groups)
         for trajectory, history in zip(trajectories, histories, strict=True):  # now that all of them are good
             known = self.journal is not None and trajectory.trajectory_id in self.journal
             if not isinstance(history, Trajectory) and not known:
@@ -413,7 +384,7 @@ class Scheduler:
                     continue
                 counted = run.counted + sum(group.counts for group in groups)
                 if counted == run.target:
-                    await self._end(run, CARRIED)
+                    await self._end(run, keep=True)
                 if groups or run.feeder.done():
                     for group in groups:
                         self._done.remove(group)
@@ -429,12 +400,9 @@ class Scheduler:
         """Return what may be delivered now: the next group; or, at the end, all that are enough, or all there are."""
         if not run.deliver_at_end:
             return list(itertools.islice(self._done, 1))
-        if run.target is not None:
-            counted = 0
-            for number, group in enumerate(self._done, 1):
-                counted += group.counts
-                if counted == run.target:
-                    return list(itertools.islice(self._done, number))
+        counted = list(itertools.accumulate(int(group.counts) for group in self._done))
+        if run.target in counted:
+            return list(itertools.islice(self._done, counted.index(run.target) + 1))
         return list(self._done) if run.exhausted and not (self._open or self._waiting) else []
 
     def _mark_delivered(self) -> None:
@@ -468,39 +436,36 @@ class Scheduler:
         async with asyncio.TaskGroup() as tasks:
             try:
                 while True:
-                    await run.until(lambda: run.stop is not None or self._can_start(run) or self._is_over(run))
+                    await run.until(lambda: bool(self._to_start) or self._has_room(run) or self._is_over(run))
                     if self._to_start:
                         await run.slots.acquire()
-                    if run.stop is not None or self._is_over(run):
+                    if self._is_over(run):
                         return
                     if self._to_start:
                         tasks.create_task(self._run_sample(run, *self._to_start.popleft()))
-                        continue
-                    group = self._waiting.popleft() if self._waiting else self._open_next(run)
-                    if group is None:
+                    elif (group := self._waiting.popleft() if self._waiting else self._open_next(run)) is None:
                         run.exhausted = True
                         run.changed.set()
-                        continue
-                    self.staleness.give_up(group)
-                    samples = group.begin()
-                    self._open[group.group_id] = group
-                    self._to_start += [(group, sample) for sample in samples]
-                    if not samples:
-                        tasks.create_task(self._finish(run, group))
+                    else:
+                        self.staleness.give_up(group)
+                        samples = group.begin()
+                        self._open[group.group_id] = group
+                        self._to_start += [(group, sample) for sample in samples]
+                        if not samples:
+                            tasks.create_task(self._finish(run, group))
             except BaseException as error:  # before all tasks are cancelled
-                keep = run.target is not None and isinstance(error, Exception)
-                cut_off: Stop = Outcome(Trigger.CANCELLED) if self.journal is None else INTERRUPTED
-                self._halt(run, CARRIED if keep else cut_off)
+                self._halt(run, keep=run.target is not None and isinstance(error, Exception))
                 raise
 
-    def _can_start(self, run: _Run) -> bool:
-        """Whether there are samples to start, or the next group may be opened."""
-        if self._to_start or run.exhausted or run.most == math.inf:
-            return bool(self._to_start) or not run.exhausted
+    def _has_room(self, run: _Run) -> bool:
+        """Whether the next group may be opened."""
+        if run.exhausted or run.most == math.inf:
+            return not run.exhausted
         return len(self._open) + run.counted + sum(group.counts for group in self._done) < run.most
 
     def _is_over(self, run: _Run) -> bool:
-        return run.exhausted and not (self._open or self._done)
+        """Whether nothing more is to be started."""
+        return run.stop is not None or (run.exhausted and not (self._open or self._done))
 
     def _open_next(self, run: _Run) -> Group | None:
         """Return the group of the next prompt that has none yet.
@@ -626,16 +591,16 @@ class Scheduler:
         self, group: Group, parent_id: str, tool: str, graph: AgentGraph, task: str, seed: int
     ) -> AgentAnswer:
         """Run a sub-agent to its end, as a child trajectory of the same group, in the calling task."""
-        caller = group.active[parent_id]
+        caller, program = group.active[parent_id], self.program(graph)
         number = 1 + sum(child.parent_id == parent_id for child in (*group.children, *group.discarded))
         child_id = f"{parent_id}/{tool}.{number}"
         prompt = Prompt(prompt_id=group.prompt.prompt_id, messages=({"role": "user", "content": task},))
         sample = caller.trajectory.sample
-        live = self._begin(group, self.program(graph), prompt, child_id, sample, seed=seed, caller=caller)
+        live = self._begin(group, program, prompt, child_id, sample, seed=seed, caller=caller)
         child = live.trajectory
         group.children.append(child)
         try:
-            await run_trajectory(live)
+            await run_trajectory(live, program.handlers)
         finally:
             group.active.pop(child_id, None)
         texts = list(child.assistant_texts())
@@ -651,7 +616,7 @@ class Scheduler:
         self.running[trajectory_id] = live
         live.task, live.stop = task, run.stop or self.stopping
         try:
-            await run_trajectory(live)
+            await run_trajectory(live, group.program.handlers)
         except asyncio.CancelledError:
             if live.stop is None:
                 raise
@@ -703,7 +668,7 @@ class Scheduler:
         """Give up what waits for the next run and return it, as it stands; its tools are released."""
         groups = self.carried
         for group in groups:
-            await self._drop(group, CARRIED)
+            await self._drop(group)
         if groups:
             self._done.clear()
             self._waiting.clear()
@@ -757,8 +722,7 @@ class Scheduler:
         if outcome is None:
             return False
         live.halt(outcome)
-        restarts = self.staleness.may_restart(group, trajectory.sample)
-        if restarts:
+        if restarts := self.staleness.may_restart(group, trajectory.sample):
             group.give_up(trajectory.sample)
         group.active.pop(trajectory.trajectory_id, None)
         await live.close()

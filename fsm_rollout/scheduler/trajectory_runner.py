@@ -1,8 +1,7 @@
 """Running one trajectory: visit after visit, until a row leads to a final state.
 
-Invariant: a visit only has an outcome, and the machine alone says which state comes next. However a trajectory is
-stopped, it either has its one stop reason afterwards or is suspended, and what it holds open is closed (unless it is
-kept open, to go on in this process).
+Invariant: a visit only has an outcome, and the machine alone says which state comes next. What the trajectory holds
+open is closed when it stops, unless it stays open to go on in this process.
 
 The order in which limits and timeouts are checked is that of :mod:`fsm_rollout.agent.limits`.
 """
@@ -11,168 +10,94 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from weakref import WeakSet
 
+from fsm_rollout.agent.graph import AgentGraph
+from fsm_rollout.agent.handlers import load_handler
 from fsm_rollout.agent.limits import LimitReached, reached_on_entry, remaining
 from fsm_rollout.concurrency.cancellation import being_cancelled, runs_in
 from fsm_rollout.concurrency.deadline import PATIENCE, Deadline
 from fsm_rollout.concurrency.steps import watch_steps
-from fsm_rollout.errors import EngineError, GlueMismatchError, describe, single
-from fsm_rollout.states.base import Program, State
+from fsm_rollout.engines.client import EngineClient
+from fsm_rollout.errors import ConfigError, EngineError, describe, single
+from fsm_rollout.states.active import ActiveTrajectory
+from fsm_rollout.states.base import State
+from fsm_rollout.states.bound_agent import BoundAgent
 from fsm_rollout.states.context import HandlerContext
-from fsm_rollout.states.resources import Record, TrajectoryResources
-from fsm_rollout.tools import RunAgent
-from fsm_rollout.trajectory.events import Ended, Suspended, TimedOut
+from fsm_rollout.trajectory.events import TimedOut
 from fsm_rollout.trajectory.reasons import LimitName, Trigger
+from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 logger = logging.getLogger(__name__)
-
-CUT_OFF = "the run was interrupted"
-"""The detail of a sub-agent's trajectory that ended with its caller's interruption, so that its call is made again."""
 
 _logged: WeakSet[type[State]] = WeakSet()
 """Handlers of which a warning was logged."""
 
 
-@dataclass(frozen=True, slots=True)
-class Suspension:
-    """A stop after which the trajectory can go on."""
+class Program(BoundAgent):
+    """A bound agent with one handler per working state: all that the trajectories of one agent share.
 
-    reason: str
-
-
-Stop = Outcome | Suspension
-"""How a trajectory is stopped from outside: it ends with an outcome, or is suspended."""
-CARRIED = Suspension("carried")
-"""How one is stopped when its run has reached its target; its tools and interactions stay open."""
-INTERRUPTED = Suspension("interrupted")
-"""How one is stopped when its run is closed or fails, and there is a journal from which it can go on."""
-
-
-class ActiveTrajectory(TrajectoryResources):
-    """A trajectory that runs or can go on at once, with what it holds open and how it is to be stopped."""
-
-    program: Program
-
-    __slots__ = ("caller", "restart", "stop", "task")
+    Raises:
+        ConfigError: a handler cannot be built, or as :class:`BoundAgent`.
+    """
 
     def __init__(
-        self,
-        trajectory: Trajectory,
-        program: Program,
-        run_agent: RunAgent,
-        record: Record,
-        report_mismatch: Callable[[GlueMismatchError], None],
-        caller: ActiveTrajectory | None = None,
+        self, graph: AgentGraph, clients: Mapping[str, EngineClient], sampling: Sampling, *, end_on_tool_failure: bool
     ) -> None:
-        super().__init__(trajectory, program, run_agent, record, report_mismatch)
-        self.caller = caller
-        """Whom it serves, if it is a sub-agent's."""
-        self.task: asyncio.Task[None] | None = None
-        """What runs it."""
-        self.stop: Stop | None = None
-        """How it is being stopped."""
-        self.restart = False
-        """Whether a new attempt takes its place when it has been stopped."""
-
-    @property
-    def stays_open(self) -> bool:
-        """Whether its tools and interactions stay open, because it is to go on in this process."""
-        return self.stop is CARRIED and not self.trajectory.ended
-
-    def request_stop(self, stop: Stop) -> None:
-        """Have it stopped soon, unless it is being stopped already or has ended."""
-        if self.stop is None and not self.trajectory.ended:
-            self.stop = stop
-            if self.task is not None:
-                self.task.cancel()
-
-    def halt(self, stop: Stop) -> None:
-        """End or suspend it now, unless it has ended; nothing of it may run."""
-        if self.trajectory.ended:
-            return
-        now = asyncio.get_running_loop().time()
-        if isinstance(stop, Suspension):
-            self.emit(Suspended(at=now, reason=stop.reason))
-        else:
-            self.program.machine.fire(self.trajectory, stop, at=now, emit=self.emit, routed=False)
-            self.end_if_final()
-
-    def fail(self, outcome: Outcome) -> None:
-        """End it as failed, however else it is being stopped, and also if it has ended."""
-        if self.trajectory.ended:
-            now = asyncio.get_running_loop().time()
-            self.emit(Ended(at=now, stop_reason=outcome.stop_reason, detail=outcome.detail))
-            return
-        root = self
-        root.stop = outcome
-        while root.caller is not None:
-            root = root.caller
-            root.stop = outcome
-        if root.task is None:
-            root.halt(outcome)
-        else:
-            root.task.cancel()
-
-    def end_if_final(self) -> None:
-        """Give it its stop reason if it stands in a final state."""
-        trajectory = self.trajectory
-        if trajectory.exit is not None and not trajectory.ended:
-            now = asyncio.get_running_loop().time()
-            self.emit(Ended(at=now, stop_reason=trajectory.exit.stop_reason or "", detail=trajectory.exit.detail))
-
-    @property
-    def stop_when_cancelled(self) -> Stop:
-        """What a cancellation means: its own stop; else it comes from its caller, who may have been interrupted."""
-        caller = self.caller
-        while caller is not None and caller.stop is None:
-            caller = caller.caller
-        return self.stop or Outcome(Trigger.CANCELLED, detail=None if caller is None else CUT_OFF)
+        self.handlers: dict[str, State] = {}
+        for state in graph.working_states:
+            name = graph.handler_of(state)
+            handler = load_handler(name)
+            try:
+                self.handlers[state] = handler(state, graph.states[state])
+            except Exception as error:  # a constructor of the user's
+                raise ConfigError(
+                    f"agent '{graph.agent}': the handler of '{state}' ({name}) cannot be built: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+        super().__init__(graph, clients, sampling, end_on_tool_failure=end_on_tool_failure)
 
 
-async def run_trajectory(live: ActiveTrajectory) -> None:
+async def run_trajectory(live: ActiveTrajectory, handlers: Mapping[str, State]) -> None:
     """Visit state after state until a row leads to a final one; cancellation ends (or suspends) the trajectory."""
     trajectory, machine = live.trajectory, live.program.machine
     loop = asyncio.get_running_loop()
     try:
         live.end_if_final()  # an interruption may have come between the last row and the end
         while not trajectory.ended and live.stop is None:
-            outcome = await _visit(live)
+            outcome = await _visit(live, handlers[trajectory.state])
             if live.stop is None:  # else the handler swallowed the cancellation
                 machine.fire(trajectory, outcome, at=loop.time(), emit=live.emit)
                 live.end_if_final()
         if live.stop is not None:
             live.halt(live.stop)
     except asyncio.CancelledError:
-        live.halt(live.stop_when_cancelled)
+        live.halt_cancelled()
         raise
     finally:
         if not live.stays_open:
             await live.close()
 
 
-async def _visit(live: ActiveTrajectory) -> Outcome:
+async def _visit(live: ActiveTrajectory, handler: State) -> Outcome:
     """Run the present state's handler under its limits and timeouts, and return how it came out."""
     # 1. Limits that are reached on entry; a visit whose time was up before an interruption has passed them.
     trajectory, program = live.trajectory, live.program
-    state, now, task = trajectory.state, asyncio.get_running_loop().time(), asyncio.current_task()
-    limit = reached_on_entry(program.graph, trajectory, program.machine.spends[state], now)
+    graph, state, now = program.graph, trajectory.state, asyncio.get_running_loop().time()
+    limit = reached_on_entry(graph, trajectory, program.machine.spends[state], now)
     if limit is not None and trajectory.time_up is None:
         return Outcome(Trigger.LIMIT_REACHED, limit=limit)
     # 2. The handler, until its outcome or its deadline.
-    handler = program.handlers[state]
-    wall = remaining(program.graph, trajectory, LimitName.WALL_SECONDS, trajectory.elapsed(now))
-    timeout = program.graph.states[state].timeout
+    wall = remaining(graph, trajectory, LimitName.WALL_SECONDS, trajectory.elapsed(now))
     ignored = partial(_warn_of_ignored_cancellation, trajectory)
-    deadline = Deadline(timeout, None if wall == float("inf") else wall, unheard=ignored)
-    ctx = HandlerContext(live, deadline)
+    deadline = Deadline(graph.states[state].timeout, None if wall == float("inf") else wall, unheard=ignored)
+    ctx, task = HandlerContext(live, deadline), asyncio.current_task()
     try:
         try:
-            outcome = await _run_handler(live, ctx, deadline) if trajectory.time_up is None else None
+            outcome = await _run_handler(live, handler, ctx) if trajectory.time_up is None else None
             if (up := trajectory.time_up) is not None:  # just now, or before an interruption
                 handler.timed_out(trajectory, ctx)
                 if up.walled:
@@ -196,20 +121,19 @@ async def _visit(live: ActiveTrajectory) -> Outcome:
     return outcome
 
 
-async def _run_handler(live: ActiveTrajectory, ctx: HandlerContext, deadline: Deadline) -> Outcome | None:
-    """Run the present state's handler; its outcome is ``None`` when its time is up."""
+async def _run_handler(live: ActiveTrajectory, handler: State, ctx: HandlerContext) -> Outcome | None:
+    """Run a handler; its outcome is ``None`` when its time is up. A user's own is watched: it may block the loop."""
     try:
-        async with deadline:
+        async with ctx.deadline:
             ctx.enter()
-            handler = live.program.handlers[ctx.state]
             work = handler.run(live.trajectory, ctx)
             if ":" not in live.program.graph.handler_of(ctx.state):
                 return await work
             return await watch_steps(work, partial(_warn_of_blocking, type(handler), live.trajectory))
     except TimeoutError:
-        if not deadline.expired:
+        if not ctx.deadline.expired:
             raise  # the handler's own
-        live.emit(TimedOut(at=ctx.clock(), walled=deadline.walled))
+        live.emit(TimedOut(at=ctx.clock(), walled=ctx.deadline.walled))
         return None
 
 

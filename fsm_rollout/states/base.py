@@ -8,18 +8,11 @@ how the visit came out.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import BaseModel
 
-from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.graph import State as StateSpec
-from fsm_rollout.agent.handlers import load_handler
-from fsm_rollout.engines.client import EngineClient
-from fsm_rollout.errors import ConfigError
-from fsm_rollout.states.bound_agent import BoundAgent
-from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 if TYPE_CHECKING:
@@ -93,27 +86,3 @@ class State(ABC):
 
     def timed_out(self, trajectory: Trajectory, ctx: HandlerContext) -> None:  # noqa: B027  # optional, most need nothing
         """Close what a visit left open when its time was up (synchronously, before the row for ``timed_out``)."""
-
-
-class Program(BoundAgent):
-    """A bound agent with one handler per working state: all that the trajectories of one agent share.
-
-    Raises:
-        ConfigError: a handler cannot be built, or as :class:`BoundAgent`.
-    """
-
-    def __init__(
-        self, graph: AgentGraph, clients: Mapping[str, EngineClient], sampling: Sampling, *, end_on_tool_failure: bool
-    ) -> None:
-        self.handlers: dict[str, State] = {}
-        for state in graph.working_states:
-            name = graph.handler_of(state)
-            handler = load_handler(name)
-            try:
-                self.handlers[state] = handler(state, graph.states[state])
-            except Exception as error:  # a constructor of the user's
-                raise ConfigError(
-                    f"agent '{graph.agent}': the handler of '{state}' ({name}) cannot be built: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-        super().__init__(graph, clients, sampling, end_on_tool_failure=end_on_tool_failure)

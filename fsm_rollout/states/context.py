@@ -19,22 +19,13 @@ from fsm_rollout.engines.client import ABORT_GRACE
 from fsm_rollout.engines.protocol import Request
 from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.errors import ConfigError, PromptTooLong, StreamError, ToolError, did_you_mean
+from fsm_rollout.states.active import ActiveTrajectory
 from fsm_rollout.states.bound_agent import shared_chat
 from fsm_rollout.states.generation import Generation, sampling_params
-from fsm_rollout.states.resources import TrajectoryResources
 from fsm_rollout.states.visit import Visit
 from fsm_rollout.tools import CallResult, tool_messages
-from fsm_rollout.trajectory.events import (
-    CallBegun,
-    Called,
-    Generated,
-    MalformedCall,
-    Message,
-    ModelQueried,
-    Scored,
-    ToolCall,
-    UserReplied,
-)
+from fsm_rollout.trajectory import events
+from fsm_rollout.trajectory.events import Called, Generated, MalformedCall, Message, ModelQueried, ToolCall
 from fsm_rollout.trajectory.reasons import FinishReason, LimitName
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.tokens import as_ids
@@ -43,8 +34,8 @@ from fsm_rollout.trajectory.tokens import as_ids
 class HandlerContext(Visit):
     """What a state handler works with. Methods that act raise ``LimitReached`` instead of exceeding a limit."""
 
-    def __init__(self, resources: TrajectoryResources, deadline: Deadline) -> None:
-        super().__init__(resources, deadline)
+    def __init__(self, active: ActiveTrajectory, deadline: Deadline) -> None:
+        super().__init__(active, deadline)
         self._prepaid = self.program.machine.spends[self.state] == LimitName.ASSISTANT_TURNS
         """Whether the visit's first generation was paid for when the state was entered."""
         self._queries = dict(self.trajectory.asked)
@@ -128,17 +119,17 @@ class HandlerContext(Visit):
         name = attempt.name if isinstance(attempt, ToolCall) else ""
         tool = self.program.graph.tools.get(name)
         if tool is not None and not tool.repeatable:
-            begun = any(isinstance(event, CallBegun) and event.id == attempt.id for event in self.trajectory.here)
+            begun = any(
+                isinstance(event, events.CallBegun) and event.id == attempt.id for event in self.trajectory.here
+            )
             if self.resumed and begun:  # it may have been made before the visit was interrupted
                 text = tool_messages.interrupted(name)
                 return self.record_call(attempt, CallResult(text, failure="interrupted"))
-            self.emit(CallBegun(at=self.clock(), state=self.state, id=attempt.id))
+            self.emit(events.CallBegun(at=self.clock(), state=self.state, id=attempt.id))
         last = self.trajectory.last
         bound = self.program.contexts[last.context if last is not None else MAIN]
         tokenizer = bound.client.engine.tokenizer
-        return self.record_call(
-            attempt, await self.resources.tools.call(attempt, context=bound.name, tokenizer=tokenizer)
-        )
+        return self.record_call(attempt, await self.active.tools.call(attempt, context=bound.name, tokenizer=tokenizer))
 
     def record_call(self, attempt: ToolCall | MalformedCall, result: CallResult) -> Called:
         """Record what came of a call and return the event."""
@@ -163,7 +154,7 @@ class HandlerContext(Visit):
     async def interact(self, context: str) -> Reply:
         """Let the state's interaction answer a context, and return its reply."""
         stream = self.open_context(context)
-        recorded = self._effects.take(UserReplied, context)
+        recorded = self._effects.take(events.UserReplied, context)
         if recorded is not None:
             return Reply(recorded.content, recorded.score, recorded.done)
         conversation = Conversation(
@@ -174,9 +165,9 @@ class HandlerContext(Visit):
             ask=self.ask,
         )
         started = self.clock()
-        reply = await self.resources.interaction(self.state).reply(conversation)
+        reply = await self.active.interaction(self.state).reply(conversation)
         self.emit(
-            UserReplied(
+            events.UserReplied(
                 at=self.clock(),
                 state=self.state,
                 context=context,
@@ -260,6 +251,6 @@ class HandlerContext(Visit):
         if not isinstance(turn, int) or not 0 <= turn <= latest:
             known = "none has been generated yet" if latest < 0 else f"the first is 0, the latest {latest}"
             raise StreamError(f"there is no turn {turn} to score; {known}")
-        if self._effects.take(Scored, turn) is not None:
+        if self._effects.take(events.Scored, turn) is not None:
             return
-        self.emit(Scored(at=self.clock(), value=float(value), turn=turn, source=self.state))
+        self.emit(events.Scored(at=self.clock(), value=float(value), turn=turn, source=self.state))

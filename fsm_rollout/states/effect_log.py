@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from fsm_rollout.trajectory import events
@@ -16,15 +17,14 @@ from fsm_rollout.trajectory.events import AnyEvent, Event, Generated
 
 E = TypeVar("E", bound=Event)
 
-_KEYS: Mapping[type[Event], Callable[[Any], object]] = {
-    events.ContextOpened: lambda event: event.context,
-    events.MessagesAppended: lambda event: event.context,
-    events.Generated: lambda event: event.context,
-    events.Called: lambda event: event.id,
-    events.ModelQueried: lambda event: (event.engine, event.index),
-    events.UserReplied: lambda event: event.context,
-    events.LimitCharged: lambda event: event.limit,
-    events.Scored: lambda event: event.turn,
+_KEYS: Mapping[type[Event], Callable[[AnyEvent], object]] = {
+    **dict.fromkeys(
+        (events.ContextOpened, events.MessagesAppended, events.Generated, events.UserReplied), attrgetter("context")
+    ),
+    events.Called: attrgetter("id"),
+    events.ModelQueried: attrgetter("engine", "index"),
+    events.LimitCharged: attrgetter("limit"),
+    events.Scored: attrgetter("turn"),
 }
 """What an operation asks for its event by."""
 

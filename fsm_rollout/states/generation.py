@@ -94,7 +94,7 @@ class Generation:
         )
         # 2. Glue from the cache is checked by sample, once this turn's request is on its way.
         if encoded.entry is not None:
-            visit.resources.glue_entries.add(encoded.entry)
+            visit.active.glue_entries.add(encoded.entry)
             if chat.audit_due(encoded.entry):
 
                 def audit() -> None:
@@ -103,7 +103,7 @@ class Generation:
                         now=visit.date,
                     )  # fmt: skip
                     if mismatch is not None:
-                        visit.resources.report_mismatch(mismatch)
+                        visit.active.report_mismatch(mismatch)
 
                 asyncio.get_running_loop().call_soon(audit)
         # 3. Glue that leaves no room for a token is not written.
@@ -165,7 +165,7 @@ class Generation:
         wanted = visit.program.samplings[visit.state, bound.name]
         if sampling is not None:
             wanted = sampling.over(wanted)
-        lowered = visit.resources.sampling
+        lowered = visit.active.sampling
         if lowered is None or bound.spec.engine != POLICY:
             return wanted
         most = [n for n in (wanted.max_tokens, lowered.max_tokens) if n is not None]

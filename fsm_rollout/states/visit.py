@@ -13,23 +13,17 @@ from collections.abc import Sequence
 from datetime import datetime
 from functools import cached_property
 
+from fsm_rollout.agent.handlers import TEMPLATE_FACTS
 from fsm_rollout.agent.limits import LimitReached, remaining, spent
 from fsm_rollout.chat.messages import check_written
 from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.errors import PromptTooLong, StreamError, did_you_mean
+from fsm_rollout.states.active import ActiveTrajectory
 from fsm_rollout.states.bound_agent import BoundContext
 from fsm_rollout.states.effect_log import EffectLog
-from fsm_rollout.states.resources import TrajectoryResources
-from fsm_rollout.trajectory.events import (
-    AnyEvent,
-    ContextOpened,
-    LimitCharged,
-    Message,
-    MessagesAppended,
-    PromptExtended,
-    Scored,
-)
+from fsm_rollout.trajectory import events
+from fsm_rollout.trajectory.events import AnyEvent, Message
 from fsm_rollout.trajectory.reasons import LimitName
 from fsm_rollout.trajectory.tokens import as_ids
 from fsm_rollout.trajectory.trajectory import DONE_IN_A_VISIT, Stream
@@ -38,11 +32,11 @@ from fsm_rollout.trajectory.trajectory import DONE_IN_A_VISIT, Stream
 class Visit:
     """One visit of a state: its record, its limits, and the contexts that it writes to."""
 
-    def __init__(self, resources: TrajectoryResources, deadline: Deadline) -> None:
-        self.resources = resources
+    def __init__(self, active: ActiveTrajectory, deadline: Deadline) -> None:
+        self.active = active
         self.deadline = deadline
-        self.trajectory = resources.trajectory
-        self.program = resources.program
+        self.trajectory = active.trajectory
+        self.program = active.program
         self.state = self.trajectory.state
         self._entry = next(iter(self.trajectory.here), None)  # entering comes first: if anything was done, that was
         self._effects = EffectLog(self.trajectory.here)
@@ -71,13 +65,13 @@ class Visit:
             StreamError: the visit is over (whoever calls was left behind by its handler), or the event is not for a
                 handler to emit: it would begin, move or end the trajectory; or a score is not a finite number.
         """
-        if type(event) not in DONE_IN_A_VISIT and not isinstance(event, PromptExtended):
+        if type(event) not in DONE_IN_A_VISIT and not isinstance(event, events.PromptExtended):
             raise StreamError(f"a handler cannot emit {type(event).__name__}; return an Outcome, rows do the rest")
         if self._over:
             raise StreamError(f"the visit of '{self.state}' is over; a handler must wait for the tasks it starts")
-        if isinstance(event, Scored) and not math.isfinite(event.value):
+        if isinstance(event, events.Scored) and not math.isfinite(event.value):
             raise StreamError(f"a score must be a finite number, got {event.value}")
-        self.resources.emit(event)
+        self.active.emit(event)
 
     def remaining(self, limit: str) -> float:
         """Return how much of a limit is left; infinity where it does not hold."""
@@ -91,27 +85,17 @@ class Visit:
 
     def charge(self, limit: str) -> None:
         """Spend one of a counted limit, or raise ``LimitReached``."""
-        if self._effects.take(LimitCharged, limit) is None:
-            self.emit(LimitCharged(at=self.clock(), limit=limit))
+        if self._effects.take(events.LimitCharged, limit) is None:
+            self.emit(events.LimitCharged(at=self.clock(), limit=limit))
         self.check(limit)
 
     def facts(self) -> dict[str, object]:
         """Return what a state's prompt template may use: :data:`fsm_rollout.agent.handlers.TEMPLATE_FACTS`."""
-        trajectory = self.trajectory
-        return {
-            "agent": trajectory.agent,
-            "state": self.state,
-            "messages": trajectory.messages,
+        trajectory, contexts = self.trajectory, self.program.contexts
+        return {fact: getattr(trajectory, fact, None) for fact in TEMPLATE_FACTS} | {
             "task": str(trajectory.messages[-1].get("content") or ""),
-            "text": trajectory.text,
-            "texts": {name: list(trajectory.assistant_texts(name)) for name in self.program.contexts},
-            "history": {name: s.messages for name in self.program.contexts if (s := trajectory.stream(name))},
-            "extra": trajectory.extra,
-            "visits": trajectory.visits,
-            "spent": trajectory.spent,
-            "turn": trajectory.turn,
-            "score": trajectory.score,
-            "turn_scores": trajectory.turn_scores,
+            "texts": {name: list(trajectory.assistant_texts(name)) for name in contexts},
+            "history": {name: stream.messages for name in contexts if (stream := trajectory.stream(name))},
         }
 
     # -- contexts and messages ----------------------------------------------------------------------------------
@@ -163,7 +147,7 @@ class Visit:
         Raises:
             PromptTooLong: they leave no room for a single token.
         """
-        if not instead_of_glue and self._effects.take(ContextOpened, bound.name) is not None:
+        if not instead_of_glue and self._effects.take(events.ContextOpened, bound.name) is not None:
             return self.open_context(bound.name)
         encoded = bound.chat.prompt_detailed(messages, bound.tools, now=self.date)
         if self.room_in_context(bound, len(encoded.ids)) < 1:
@@ -173,7 +157,7 @@ class Visit:
                 f"context_tokens is {self.trajectory.limits.get(LimitName.CONTEXT_TOKENS)}"
             )
         self.emit(
-            ContextOpened(
+            events.ContextOpened(
                 at=self.clock(),
                 context=bound.name,
                 state=self.state,
@@ -195,9 +179,11 @@ class Visit:
             ChatTemplateError: they are not OpenAI-style messages with text.
         """
         check_written(messages)
-        if messages and self._effects.take(MessagesAppended, context) is None:
+        if messages and self._effects.take(events.MessagesAppended, context) is None:
             self.open_context(context)
-            self.emit(MessagesAppended(at=self.clock(), context=context, state=self.state, messages=list(messages)))
+            self.emit(
+                events.MessagesAppended(at=self.clock(), context=context, state=self.state, messages=list(messages))
+            )
 
     @property
     def date(self) -> datetime:

@@ -1,0 +1,184 @@
+"""A trajectory that runs: the way of its events, what it holds open for its visits, and how it is stopped.
+
+Invariant: what is held open is released exactly once, however the trajectory ends; an event that cannot be written down
+is never applied, so a trajectory never holds what its journal cannot; and one that is stopped either has its one stop
+reason afterwards or is suspended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fsm_rollout.environment.users import BoundInteraction, build_interaction
+from fsm_rollout.errors import GlueMismatchError
+from fsm_rollout.states.bound_agent import BoundAgent
+from fsm_rollout.tools import RunAgent, ToolSession
+from fsm_rollout.trajectory.events import AnyEvent, Ended, Suspended, encode
+from fsm_rollout.trajectory.reasons import Trigger
+from fsm_rollout.trajectory.settings import Sampling
+from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
+
+logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 30.0
+"""How long an interaction may take to close."""
+CUT_OFF = "the run was interrupted"
+"""The detail of a sub-agent's trajectory that ended with its caller's interruption, so that its call is made again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suspension:
+    """A stop after which the trajectory can go on."""
+
+    reason: str
+
+
+Stop = Outcome | Suspension
+"""How a trajectory is stopped from outside: it ends with an outcome, or is suspended."""
+CARRIED = Suspension("carried")
+"""How one is stopped when its run has reached its target; its tools and interactions stay open."""
+INTERRUPTED = Suspension("interrupted")
+"""How one is stopped when its run is closed or fails, and there is a journal from which it can go on."""
+
+
+class ActiveTrajectory:
+    """A trajectory that runs or can go on at once.
+
+    Args:
+        trajectory: whose visits these are.
+        program: its agent.
+        run_agent: runs an agent that is used as a tool.
+        record: called with each event that was applied, and with its encoding.
+        report_mismatch: called when an entry of a chat template's cache is wrong, and with it the tokens made from it.
+        caller: whom it serves, if it is a sub-agent's.
+    """
+
+    def __init__(
+        self,
+        trajectory: Trajectory,
+        program: BoundAgent,
+        run_agent: RunAgent,
+        record: Callable[[Trajectory, AnyEvent, bytes], None],
+        report_mismatch: Callable[[GlueMismatchError], None],
+        caller: ActiveTrajectory | None = None,
+    ) -> None:
+        self.trajectory = trajectory
+        self.program = program
+        self.report_mismatch = report_mismatch
+        self.caller = caller
+        self.task: asyncio.Task[None] | None = None
+        """What runs it."""
+        self.stop: Stop | None = None
+        """How it is being stopped."""
+        self.restart = False
+        """Whether a new attempt takes its place when it has been stopped."""
+        self.sampling = Sampling(**trajectory.sampling) if trajectory.sampling else None
+        """What the prompt lowers of the sampling."""
+        self.tools = ToolSession(
+            toolbox=program.toolbox,
+            trajectory_id=trajectory.trajectory_id,
+            group_id=trajectory.group_id,
+            seed=trajectory.seed,
+            tools_kwargs=trajectory.extra.get("tools_kwargs") or {},
+            extra=trajectory.extra,
+            run_agent=run_agent,
+        )
+        self.glue_entries: set[object] = set()
+        """The entries of the chat templates' caches that its glue came from."""
+        self._record = record
+        self._interactions: dict[str, BoundInteraction] = {}
+
+    def emit(self, event: AnyEvent) -> None:
+        """Apply an event and record it.
+
+        Raises:
+            TypeError, ValueError, OverflowError: it holds what cannot be written down; it has not been applied.
+        """
+        payload = encode(event)
+        self.trajectory.apply(event)
+        self._record(self.trajectory, event, payload)
+
+    def interaction(self, state: str) -> BoundInteraction:
+        """Return the interaction of a state, built at its first use and kept for the trajectory."""
+        graph = self.program.graph
+        spec = graph.states[state].interaction
+        key = state if spec is not None else ""
+        if key not in self._interactions:
+            spec = spec or graph.interaction
+            assert spec is not None  # verified
+            self._interactions[key] = build_interaction(spec, self.trajectory.extra.get("interaction_kwargs") or {})
+        return self._interactions[key]
+
+    @property
+    def stays_open(self) -> bool:
+        """Whether its tools and interactions stay open, because it is to go on in this process."""
+        return self.stop is CARRIED and not self.trajectory.ended
+
+    async def close(self) -> None:
+        """Release the tools and close the interactions, each once; what fails is reported, never fatal."""
+        trajectory_id = self.trajectory.trajectory_id
+        try:
+            for failure in await self.tools.release():
+                logger.warning("trajectory %s: %s", trajectory_id, failure)
+        finally:
+            while self._interactions:
+                _, interaction = self._interactions.popitem()
+                try:
+                    async with asyncio.timeout(CLOSE_SECONDS):
+                        await interaction.close()
+                except Exception:  # the user's code
+                    logger.warning("trajectory %s: closing an interaction failed", trajectory_id, exc_info=True)
+
+    # -- how it ends --------------------------------------------------------------------------------------------
+
+    def end_if_final(self) -> None:
+        """Give it its stop reason if it stands in a final state."""
+        row = self.trajectory.exit
+        if row is not None and not self.trajectory.ended:
+            self._end(row.stop_reason or "", row.detail)
+
+    def _end(self, stop_reason: str, detail: str | None) -> None:
+        self.emit(Ended(at=asyncio.get_running_loop().time(), stop_reason=stop_reason, detail=detail))
+
+    def request_stop(self, stop: Stop) -> None:
+        """Have it stopped soon, unless it is being stopped already or has ended."""
+        if self.stop is None and not self.trajectory.ended:
+            self.stop = stop
+            if self.task is not None:
+                self.task.cancel()
+
+    def halt(self, stop: Stop) -> None:
+        """End or suspend it now, unless it has ended; nothing of it may run."""
+        if self.trajectory.ended:
+            return
+        now = asyncio.get_running_loop().time()
+        if isinstance(stop, Suspension):
+            self.emit(Suspended(at=now, reason=stop.reason))
+        else:
+            self.program.machine.fire(self.trajectory, stop, at=now, emit=self.emit, routed=False)
+            self.end_if_final()
+
+    def fail(self, outcome: Outcome) -> None:
+        """End it as failed, however else it is being stopped, and also if it has ended."""
+        if self.trajectory.ended:
+            self._end(outcome.stop_reason, outcome.detail)
+            return
+        root = self
+        root.stop = outcome
+        while root.caller is not None:
+            root = root.caller
+            root.stop = outcome
+        if root.task is None:
+            root.halt(outcome)
+        else:
+            root.task.cancel()
+
+    def halt_cancelled(self) -> None:
+        """End or suspend it after a cancellation, which was its own stop, or its caller's (maybe an interruption)."""
+        caller = self.caller
+        while caller is not None and caller.stop is None:
+            caller = caller.caller
+        self.halt(self.stop or Outcome(Trigger.CANCELLED, detail=None if caller is None else CUT_OFF))
