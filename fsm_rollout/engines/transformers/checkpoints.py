@@ -9,10 +9,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from fsm_rollout.engines.finite import check_weights
@@ -20,9 +19,13 @@ from fsm_rollout.errors import EngineError
 from fsm_rollout.model.folders import load_tokenizer, model_folder
 
 _BUILDING = threading.Lock()
+NAMED = 3
+"""How many of the tensors that a folder lacks are named."""
 
 
-def load_checkpoint(model: str | Path, *, dtype: torch.dtype | str, device: torch.device) -> tuple[Any, Any]:
+def load_checkpoint(
+    model: str | Path, *, dtype: torch.dtype | str, device: torch.device
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return ``(model, tokenizer)`` from a local folder, the model in evaluation mode on ``device``.
 
     Raises:
@@ -34,12 +37,20 @@ def load_checkpoint(model: str | Path, *, dtype: torch.dtype | str, device: torc
         return _load_model(folder, dtype, device), tokenizer
 
 
-def _load_model(folder: Path, dtype: torch.dtype | str, device: torch.device) -> Any:
-    """Build a folder's model; the caller holds ``_BUILDING``.
+def read_weights(folder: str | Path, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
+    """Return the tensors of a model folder, on the CPU.
 
     Raises:
-        EngineError: it cannot be built, read or moved.
+        EngineError: the folder cannot be loaded.
     """
+    path = model_folder(folder)
+    with _BUILDING:
+        tensors: Mapping[str, torch.Tensor] = _load_model(path, dtype, torch.device("cpu")).state_dict()
+    return tensors
+
+
+def _load_model(folder: Path, dtype: torch.dtype | str, device: torch.device) -> PreTrainedModel:
+    """Build a folder's model; the caller holds ``_BUILDING``."""
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # it would be drawn across whatever the caller shows
     try:
@@ -47,7 +58,12 @@ def _load_model(folder: Path, dtype: torch.dtype | str, device: torch.device) ->
             folder, local_files_only=True, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
         )
         if missing := sorted(found["missing_keys"]):  # transformers makes them up, at random
-            raise EngineError(f"model '{folder}' lacks {_some(missing)}; save all of it with save_pretrained")
+            named = ", ".join(missing[:NAMED])
+            more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+            raise EngineError(
+                f"model '{folder}' lacks {len(missing)} of its tensors: {named}{more}; save all of it with "
+                f"save_pretrained"
+            )
         return loaded.to(device).eval()
     except EngineError:
         raise
@@ -58,12 +74,7 @@ def _load_model(folder: Path, dtype: torch.dtype | str, device: torch.device) ->
             logging.enable_progress_bar()
 
 
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{len(names)} of its tensors: {', '.join(names[:3])}{more}"
-
-
-def check_supported(model: Any) -> None:
+def check_supported(model: PreTrainedModel) -> None:
     """Check that the decode loop is exact for this model.
 
     Raises:
@@ -84,7 +95,7 @@ def check_supported(model: Any) -> None:
         )
 
 
-def window_of(model: Any) -> int:
+def window_of(model: PreTrainedModel) -> int:
     """Return the longest context the model's config allows, in tokens.
 
     Raises:
@@ -96,7 +107,7 @@ def window_of(model: Any) -> int:
     return int(window)
 
 
-def stop_tokens_of(model: Any, tokenizer: Any) -> frozenset[int]:
+def stop_tokens_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Return the stop tokens of the generation config, else the config's, else the tokenizer's."""
     generation = getattr(model, "generation_config", None)
     for eos in (getattr(generation, "eos_token_id", None), model.config.eos_token_id, tokenizer.eos_token_id):
@@ -105,19 +116,7 @@ def stop_tokens_of(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset()
 
 
-def read_weights(folder: str | Path, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
-    """Return the tensors of a model folder, on the CPU.
-
-    Raises:
-        EngineError: the folder cannot be loaded.
-    """
-    path = model_folder(folder)
-    with _BUILDING:
-        tensors: Mapping[str, torch.Tensor] = _load_model(path, dtype, torch.device("cpu")).state_dict()
-    return tensors
-
-
-def replace_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
+def replace_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:
     """Copy new weights over the model's own; all of them or, on an error, none.
 
     Tensors that are not named stay as they are, so weights may come in several parts.

@@ -15,11 +15,13 @@ No thread, no event loop here: :class:`DecodeLoop` is plain and synchronous.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from fsm_rollout.engines.protocol import Chunk, Request
@@ -29,6 +31,8 @@ from fsm_rollout.trajectory.tokens import Ids, Logprobs
 
 COLUMN_STEP = 128
 """The cache grows by at least so many columns at a time."""
+LIKE_LENGTH = 32
+"""Requests are filled together when the longest has at most so many tokens more than the shortest."""
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not typed
@@ -55,7 +59,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not type
         return new
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store new keys and values, ``[n, heads, q, head_dim]``; return those to attend to."""
         rows, count, width = self._rows, key_states.shape[0], key_states.shape[2]
@@ -69,12 +73,6 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not type
         keys[rows.index[:count], :, rows.positions] = key_states[:, :, 0]
         values[rows.index[:count], :, rows.positions] = value_states[:, :, 0]
         return keys[:count, :, : rows.width], values[:count, :, : rows.width]
-
-    def move(self, source: int, target: int) -> None:
-        """Copy one row over another."""
-        if self.keys is not None and self.values is not None:
-            self.keys[target] = self.keys[source]
-            self.values[target] = self.values[source]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the key length and offset that a mask made by the model (only while filling) needs."""
@@ -94,13 +92,11 @@ class KeyValueRows(Cache):  # type: ignore[misc]  # transformers is not typed
 
     def __init__(self, layers: int, device: torch.device) -> None:
         super().__init__(layers=[_Layer(self) for _ in range(layers)])
-        self.capacity = 0
-        self.columns = 0
+        self.capacity = self.columns = self.width = 0
         self.filling: int | None = None
         """The first row to fill, or ``None`` in a decoding step."""
         self.positions = torch.zeros(0, dtype=torch.int64, device=device)
         self.index = torch.zeros(0, dtype=torch.int64, device=device)
-        self.width = 0
 
     def reserve(self, rows: int, columns: int, limit: int) -> None:
         """Make room for ``rows`` × ``columns``, of at most ``limit`` columns, with some to spare."""
@@ -113,23 +109,24 @@ class KeyValueRows(Cache):  # type: ignore[misc]  # transformers is not typed
     def move(self, source: int, target: int) -> None:
         """Copy one row over another, in every layer."""
         for layer in self.layers:
-            layer.move(source, target)
+            if layer.keys is not None:
+                layer.keys[target] = layer.keys[source]
+                layer.values[target] = layer.values[source]
 
 
-class Running:
-    """One admitted request and what it has sampled."""
+@dataclass(slots=True, eq=False)
+class _Running:
+    """One request, admitted or (without ``tokens``) waiting for that, and what it has sampled."""
 
-    __slots__ = ("ids", "logprobs", "request", "room", "tokens")
-
-    def __init__(self, request: Request, max_context: int) -> None:
-        self.request = request
-        self.tokens: list[int] = list(request.ids)
-        """The prompt and what was sampled: the whole context."""
-        self.room = min(request.sampling.max_tokens, max_context - len(self.tokens))
-        """How many tokens may still be sampled."""
-        self.ids: Ids = Ids("i")
-        """Sampled and not yet sent."""
-        self.logprobs: Logprobs = Logprobs("f")
+    request: Request
+    since: float
+    room: int = 0
+    """How many tokens may still be sampled."""
+    tokens: list[int] = field(default_factory=list)
+    """The prompt and what was sampled: the whole context."""
+    ids: Ids = field(default_factory=lambda: Ids("i"))
+    """Sampled and not yet sent."""
+    logprobs: Logprobs = field(default_factory=lambda: Logprobs("f"))
 
 
 class DecodeLoop:
@@ -148,7 +145,7 @@ class DecodeLoop:
 
     def __init__(
         self,
-        model: Any,
+        model: PreTrainedModel,
         *,
         max_running: int,
         max_context: int,
@@ -156,20 +153,19 @@ class DecodeLoop:
         send_every: int,
         replica: str = "",
     ) -> None:
-        self._model = model
-        self._device: torch.device = model.device
+        self.model = model
+        self.device: torch.device = model.device
+        self.weight_version = 0
         self._max_running = max_running
         self._max_context = max_context
         self._fill_tokens = fill_tokens
         self._send_every = send_every
         self._replica = replica
-        self.weight_version = 0
-        self._waiting: deque[tuple[Request, float]] = deque()
-        self._unfilled: deque[Running] = deque()
-        self._rows: list[Running] = []
-        self._sampler: Sampler | None = None
+        self._waiting: deque[_Running] = deque()
+        self._unfilled: deque[_Running] = deque()
+        self._rows: list[_Running] = []
         self._steps = 0
-        self._new_cache()
+        self.forget()
 
     @property
     def running(self) -> int:
@@ -188,33 +184,27 @@ class DecodeLoop:
 
     def add(self, requests: Iterable[Request], now: float) -> None:
         """Queue requests that came at ``now`` seconds."""
-        self._waiting.extend((request, now) for request in requests)
+        self._waiting.extend(_Running(request, now) for request in requests)
 
     def admit(self, now: float) -> list[Chunk]:
         """Admit what there is room for; return their empty first chunks."""
         chunks = []
         while self._waiting and self.running < self._max_running:
-            request, since = self._waiting.popleft()
-            running = Running(request, self._max_context)
+            running = self._waiting.popleft()
+            running.tokens = list(running.request.ids)
+            running.room = min(running.request.sampling.max_tokens, self._max_context - len(running.tokens))
             self._unfilled.append(running)
-            chunks.append(self._chunk(running, queue_seconds=now - since))
+            chunks.append(self._chunk(running, queue_seconds=now - running.since))
         return chunks
 
     def abort(self, request_ids: Iterable[str]) -> list[Chunk]:
         """End these requests; return their last chunks, with all that was sampled and not yet sent."""
-        gone = set(request_ids)
-        chunks = [
-            self._chunk(Running(request, self._max_context), FinishReason.ABORT)
-            for request, _ in self._waiting
-            if request.request_id in gone
-        ]
-        self._waiting = deque(item for item in self._waiting if item[0].request_id not in gone)
-        chunks += [
-            self._chunk(r, FinishReason.ABORT) for r in (*self._rows, *self._unfilled) if r.request.request_id in gone
-        ]
-        self._unfilled = deque(r for r in self._unfilled if r.request.request_id not in gone)
-        self._drop([i for i, r in enumerate(self._rows) if r.request.request_id in gone])
-        return chunks
+        names = set(request_ids)
+        ended = [r for r in (*self._waiting, *self._rows, *self._unfilled) if r.request.request_id in names]
+        self._waiting = deque(r for r in self._waiting if r.request.request_id not in names)
+        self._unfilled = deque(r for r in self._unfilled if r.request.request_id not in names)
+        self._drop([row for row, r in enumerate(self._rows) if r.request.request_id in names])
+        return [self._chunk(r, FinishReason.ABORT) for r in ended]
 
     def flush(self) -> list[Chunk]:
         """Return chunks with everything sampled and not yet sent."""
@@ -224,8 +214,8 @@ class DecodeLoop:
         """Drop the cache (the weights have changed, or its memory is wanted); running requests will be filled again."""
         self._unfilled.extendleft(reversed(self._rows))
         self._rows = []
-        self._sampler = None
-        self._new_cache()
+        self._sampler: Sampler | None = None
+        self._cache = KeyValueRows(self.model.config.num_hidden_layers, self.device)
 
     def step(self) -> list[Chunk]:
         """Fill what is not filled, within ``fill_tokens``; then sample one token for every filled request."""
@@ -239,24 +229,23 @@ class DecodeLoop:
             chunks += self.flush()
         return chunks
 
-    def _new_cache(self) -> None:
-        self._cache = KeyValueRows(self._model.config.num_hidden_layers, self._device)
-
     def _fill(self) -> None:
         """Take requests in their order, as many as fit; those of like length go through the model together."""
-        taken: list[Running] = []
+        # 1. What the budget allows, and one request in any case.
+        fresh: list[_Running] = []
         budget = self._fill_tokens
-        while self._unfilled and (not taken or len(self._unfilled[0].tokens) <= budget):
+        while self._unfilled and (not fresh or len(self._unfilled[0].tokens) <= budget):
             budget -= len(self._unfilled[0].tokens)
-            taken.append(self._unfilled.popleft())
-        if not taken:
+            fresh.append(self._unfilled.popleft())
+        if not fresh:
             return
         self._sampler = None
-        taken.sort(key=lambda r: len(r.tokens))
-        self._cache.reserve(len(self._rows) + len(taken), len(taken[-1].tokens), self._max_context)
-        while taken:
-            count = sum(len(r.tokens) <= len(taken[0].tokens) + COLUMN_STEP // 4 for r in taken)
-            group, taken = taken[:count], taken[count:]
+        fresh.sort(key=lambda r: len(r.tokens))
+        self._cache.reserve(len(self._rows) + len(fresh), len(fresh[-1].tokens), self._max_context)
+        # 2. One forward pass for each set of like lengths.
+        while fresh:
+            count = sum(len(r.tokens) <= len(fresh[0].tokens) + LIKE_LENGTH for r in fresh)
+            group, fresh = fresh[:count], fresh[count:]
             width = len(group[-1].tokens) - 1
             if width:  # a prompt of one token has nothing before its last
                 ids = torch.zeros(count, width, dtype=torch.int64)
@@ -267,40 +256,26 @@ class DecodeLoop:
             self._rows += group
 
     def _decode(self) -> list[Chunk]:
+        """Sample a token for each row; return the last chunks of the requests that end with it."""
+        # 1. One forward pass over the last token of every row.
         lengths = [len(r.tokens) for r in self._rows]
         self._cache.reserve(len(lengths), max(lengths), self._max_context)
         self._cache.filling = None
         self._cache.width = width = max(lengths)
-        positions = torch.tensor(lengths, device=self._device) - 1
-        self._cache.positions = positions
-        hidden = torch.arange(width, device=self._device) > positions[:, None]
-        mask = torch.zeros(hidden.shape, dtype=self._model.dtype, device=self._device)
+        self._cache.positions = positions = torch.tensor(lengths, device=self.device) - 1
+        hidden = torch.arange(width, device=self.device) > positions[:, None]
+        mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.device)
         mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)
         ids = torch.tensor([[r.tokens[-1]] for r in self._rows])
         logits = self._forward(ids, positions[:, None], mask[:, None, None])[:, -1]
+        # 2. Sampling.
         if self._sampler is None:
-            self._sampler = Sampler([r.request.sampling for r in self._rows], self._device)
+            self._sampler = Sampler([r.request.sampling for r in self._rows], self.device)
         tokens, logprobs = self._sampler(logits, lengths)
-        return self._take(tokens, logprobs)
-
-    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Return the logits of the last column, ``[n, 1, V]``."""
-        logits: torch.Tensor = self._model(
-            input_ids=ids.to(self._device),
-            position_ids=positions.to(self._device),
-            attention_mask=mask,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits
-        return logits
-
-    def _take(self, tokens: list[int], logprobs: list[float]) -> list[Chunk]:
-        """Append the sampled tokens; return the last chunks of the requests that end with them."""
+        # 3. Who has ended.
         chunks, ended = [], []
         for row, (running, token, logprob) in enumerate(zip(self._rows, tokens, logprobs, strict=True)):
-            sampling = running.request.sampling
-            if logprob != logprob:
+            if math.isnan(logprob):
                 error = "EngineError: the model's logits are not numbers (NaN); look at its weights"
                 chunks.append(self._chunk(running, FinishReason.ABORT, error=error))
                 ended.append(row)
@@ -309,44 +284,54 @@ class DecodeLoop:
             running.ids.append(token)
             running.logprobs.append(logprob)
             running.room -= 1
-            if token in sampling.stop_ids and not sampling.ignore_eos:
-                chunks.append(self._chunk(running, FinishReason.STOP))
-                ended.append(row)
-            elif running.room == 0:
-                chunks.append(self._chunk(running, FinishReason.LENGTH))
+            sampling = running.request.sampling
+            stopped = token in sampling.stop_ids and not sampling.ignore_eos
+            if stopped or not running.room:
+                chunks.append(self._chunk(running, FinishReason.STOP if stopped else FinishReason.LENGTH))
                 ended.append(row)
         self._drop(ended)
         return chunks
 
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Return the logits of the last column, ``[n, 1, V]``."""
+        logits: torch.Tensor = self.model(
+            input_ids=ids.to(self.device),
+            position_ids=positions.to(self.device),
+            attention_mask=mask,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits
+        return logits
+
     def _drop(self, rows: list[int]) -> None:
         """Remove rows (ascending); the last rows move into the gaps."""
         for row in reversed(rows):
-            last = len(self._rows) - 1
-            if row != last:
-                self._cache.move(last, row)
-                self._rows[row] = self._rows[last]
-            self._rows.pop()
+            last = self._rows.pop()
+            if row < len(self._rows):
+                self._cache.move(len(self._rows), row)
+                self._rows[row] = last
         if rows:
             self._sampler = None
 
     def _chunk(
         self,
-        running: Running,
+        running: _Running,
         finish_reason: FinishReason | None = None,
         *,
         error: str | None = None,
         queue_seconds: float = 0.0,
     ) -> Chunk:
         """Return everything not yet sent as a chunk, which then counts as sent."""
-        ids, logprobs = running.ids, running.logprobs
-        running.ids, running.logprobs = Ids("i"), Logprobs("f")
-        return Chunk(
+        chunk = Chunk(
             running.request.request_id,
-            ids,
-            logprobs,
+            running.ids,
+            running.logprobs,
             weight_version=self.weight_version,
             finish_reason=finish_reason,
             error=error,
             queue_seconds=queue_seconds,
             replica=self._replica,
         )
+        running.ids, running.logprobs = Ids("i"), Logprobs("f")
+        return chunk

@@ -20,19 +20,12 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fsm_rollout.engines.chunk_stream import (
-    NO_IDS,
-    NO_LOGPROBS,
-    ChunkStream,
-    check_unique,
-    fail_all,
-    hand_over,
-    refusal,
-)
+from fsm_rollout.engines.chunk_stream import ChunkStream, check_unique, fail_all, hand_over, refusal
 from fsm_rollout.engines.protocol import Chunk, Load, Request
 from fsm_rollout.engines.transformers.checkpoints import (
     check_supported,
@@ -47,36 +40,44 @@ from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.reasons import FinishReason
 
 T = TypeVar("T")
-Order = Callable[[], Any]
-"""Something to do in the model's thread, between two steps."""
 
 
 class _ModelThread(threading.Thread):
     """Carries out orders as they come, and steps the decode loop while there is something to decode.
 
-    It holds no reference to the engine, so an engine that is dropped without being closed can be collected, which
+    It holds no reference to the engine, so that an engine that is dropped without being closed can be collected, which
     stops the thread.
     """
 
     def __init__(self, decode: DecodeLoop) -> None:
         super().__init__(name="fsm-rollout-model", daemon=True)
         self.decode = decode
-        self.held: set[str] = set()
-        """Why nothing is sampled: "paused", "asleep", both, or (empty) not at all."""
         self.load = Load()
+        self._held: set[str] = set()
+        """Why nothing is sampled: "paused", "asleep", both, or (empty) not at all."""
         self._lock = threading.Lock()
         self._streams: dict[str, ChunkStream] = {}
         """Where the chunks of each request under way go; ``_lock`` guards it."""
-        self._orders: queue.SimpleQueue[tuple[Order, Future[Any]] | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
-    def order(self, what: Order) -> Future[Any]:
-        """Have ``what`` done in this thread, between two steps; from any thread."""
-        done: Future[Any] = Future()
-        self._orders.put((what, done))
+    # -- from any thread ------------------------------------------------------------------------------------------
+
+    def order(self, what: Callable[[], T]) -> Future[T]:
+        """Have ``what`` done in this thread, between two steps."""
+        done: Future[T] = Future()
+
+        def carry_out() -> None:
+            if done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(what())
+                except Exception as error:
+                    done.set_exception(error)
+
+        self._orders.put(carry_out)
         return done
 
     def submit(self, requests: Sequence[Request], stream: ChunkStream) -> None:
-        """Register and queue requests; from any thread.
+        """Register and queue requests.
 
         Raises:
             EngineError: an id is under way already.
@@ -87,6 +88,10 @@ class _ModelThread(threading.Thread):
         now = time.monotonic()
         self.order(lambda: self.decode.add(requests, now))
 
+    def abort(self, request_ids: Iterable[str]) -> Future[None]:
+        """End requests with what they have."""
+        return self.order(lambda: self._deliver(self.decode.abort(request_ids)))
+
     @property
     def under_way(self) -> list[str]:
         """The ids of all requests that have not had their last chunk."""
@@ -94,42 +99,45 @@ class _ModelThread(threading.Thread):
             return list(self._streams)
 
     def stop(self) -> None:
-        """End the thread after its present step and wait for that; from any thread, more than once if need be."""
+        """End the thread after its present step and wait for that; more than once if need be."""
         self._orders.put(None)
         if self is not threading.current_thread():
             self.join()
 
+    # -- on this thread -------------------------------------------------------------------------------------------
+
     def run(self) -> None:
         """Orders first, then a step; when there is nothing to decode, wait for an order."""
         while True:
-            idle = bool(self.held) or not (self.decode.running or self.decode.waiting)
+            idle = bool(self._held) or not (self.decode.running or self.decode.waiting)
             try:
-                entry = self._orders.get(block=idle)
+                order = self._orders.get(block=idle)
             except queue.Empty:
                 self._step()
                 continue
-            if entry is None:
+            if order is None:
                 return
-            order, done = entry
-            if done.set_running_or_notify_cancel():
-                try:
-                    done.set_result(order())
-                except Exception as error:
-                    done.set_exception(error)
+            order()
             self._measure()
 
     def _step(self) -> None:
         try:
-            self.deliver(self.decode.admit(time.monotonic()))
-            self.deliver(self.decode.step())
+            self._deliver(self.decode.admit(time.monotonic()))
+            self._deliver(self.decode.step())
         except Exception as error:
-            self._fail(EngineError(f"the model failed: {type(error).__name__}: {error}"))
+            # Give all requests up but keep the thread: the next ones may do better (say after an out-of-memory).
+            with self._lock:
+                failed, self._streams = self._streams, {}
+            self.decode.abort(failed)
+            self.decode.forget()  # its memory may be what was wanted
+            self._measure()
+            fail_all(failed.values(), EngineError(f"the model failed: {type(error).__name__}: {error}"), self._unheard)
 
     def _measure(self) -> None:
         decode = self.decode
         self.load = Load(running=decode.running, waiting=decode.waiting, used_tokens=decode.used_tokens)
 
-    def deliver(self, chunks: Sequence[Chunk]) -> None:
+    def _deliver(self, chunks: Sequence[Chunk]) -> None:
         """Hand chunks to the event loops that wait for them, in one callback for each loop."""
         self._measure()  # first: who hears of an end may ask for the load
         addressed = []
@@ -148,14 +156,34 @@ class _ModelThread(threading.Thread):
                 del self._streams[request_id]
         self.decode.abort(unheard)
 
-    def _fail(self, error: EngineError) -> None:
-        """Give all requests up but keep the thread: the next ones may do better (say after an out-of-memory)."""
-        with self._lock:
-            failed, self._streams = self._streams, {}
-        self.decode.abort(failed)
-        self.decode.forget()  # its memory may be what was wanted
-        self._measure()
-        fail_all(failed.values(), error, self._unheard)
+    # -- orders ---------------------------------------------------------------------------------------------------
+
+    def update(self, weights: Mapping[str, torch.Tensor], version: int | None) -> int:
+        self._deliver(self.decode.flush())  # these tokens carry the old version
+        replace_weights(self.decode.model, weights)
+        self.decode.forget()
+        self.decode.weight_version = self.decode.weight_version + 1 if version is None else version
+        return self.decode.weight_version
+
+    def pause(self) -> None:
+        self._held.add("paused")
+        self._deliver(self.decode.flush())
+
+    def resume(self) -> None:
+        self._held.discard("paused")
+
+    def sleep(self) -> None:
+        if (busy := len(self.under_way)) and "paused" not in self._held:
+            raise EngineError(f"{busy} request(s) are under way; pause the engine before it sleeps")
+        self._held.add("asleep")
+        self.decode.forget()
+        if self.decode.device.type == "cuda":
+            self.decode.model.to("cpu")
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        self.decode.model.to(self.decode.device)
+        self._held.discard("asleep")
 
 
 class TransformersEngine:
@@ -185,8 +213,8 @@ class TransformersEngine:
 
     def __init__(
         self,
-        model: str | Path | Any = "embedded",
-        tokenizer: Any = None,
+        model: str | Path | PreTrainedModel = "embedded",
+        tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         device: str | torch.device | None = None,
         dtype: torch.dtype | str | None = None,
@@ -203,27 +231,27 @@ class TransformersEngine:
             if tokenizer is not None:
                 raise EngineError("a tokenizer goes with a loaded model only; a model folder has its own")
             place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-            model, tokenizer = load_checkpoint(
-                model, dtype=dtype or ("float32" if place.type == "cpu" else "auto"), device=place
-            )
+            dtype = dtype or ("float32" if place.type == "cpu" else "auto")
+            model, tokenizer = load_checkpoint(model, dtype=dtype, device=place)
         elif tokenizer is None:
             raise EngineError("a loaded model needs its tokenizer: TransformersEngine(model, tokenizer)")
         elif device is not None or dtype is not None:
             raise EngineError("a loaded model stays as it is; move or convert it before, instead of device or dtype")
         check_supported(model)
-        self._model = model.eval()
-        self._device: torch.device = model.device
-        self._tokenizer = tokenizer
-        self._max_context = max_context or window_of(model)
-        self._vocabulary: int = len(model.get_input_embeddings().weight)
-        self._eos_ids = stop_tokens_of(model, tokenizer)
+        self.tokenizer = tokenizer
+        """The model's tokenizer."""
+        self.max_context = max_context or window_of(model)
+        """The longest input plus output, in tokens."""
+        self.eos_ids = stop_tokens_of(model, tokenizer)
+        """The stop tokens that the model's generation config names."""
+        self._vocabulary = len(model.get_input_embeddings().weight)
         self._replica = replica
         self._closed = False
         decode = DecodeLoop(
-            model,
+            model.eval(),
             max_running=max_running,
-            max_context=self._max_context,
-            fill_tokens=fill_tokens or (2048 if self._device.type == "cpu" else 8192),
+            max_context=self.max_context,
+            fill_tokens=fill_tokens or (2048 if model.device.type == "cpu" else 8192),
             send_every=send_every,
             replica=replica,
         )
@@ -233,21 +261,6 @@ class TransformersEngine:
         self._stop = weakref.finalize(self, self._thread.stop)
 
     @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer."""
-        return self._tokenizer
-
-    @property
-    def max_context(self) -> int:
-        """The longest input plus output, in tokens."""
-        return self._max_context
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        """The stop tokens that the model's generation config names."""
-        return self._eos_ids
-
-    @property
     def weight_version(self) -> int:
         """How many policy updates the present weights have had."""
         return self._thread.decode.weight_version
@@ -255,28 +268,21 @@ class TransformersEngine:
     def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
         """Start all requests at once (not at the first ``anext``); see the protocol."""
         self._check_open()
-        stream = ChunkStream((request.request_id for request in requests), self._abort)
-        window, vocabulary = self._max_context, self._vocabulary
-        refused = {r.request_id: error for r in requests if (error := refusal(r, window, vocabulary)) is not None}
-        self._thread.submit([request for request in requests if request.request_id not in refused], stream)
+        stream = ChunkStream((request.request_id for request in requests), self._thread.abort)
+        refused = {request.request_id: refusal(request, self.max_context, self._vocabulary) for request in requests}
+        self._thread.submit([request for request in requests if refused[request.request_id] is None], stream)
         for request_id, error in refused.items():
-            stream.put(
-                Chunk(
-                    request_id,
-                    NO_IDS,
-                    NO_LOGPROBS,
-                    weight_version=self.weight_version,
-                    finish_reason=FinishReason.ABORT,
-                    error=error,
-                    replica=self._replica,
+            if error is not None:
+                version, end = self.weight_version, FinishReason.ABORT
+                stream.put(
+                    Chunk(request_id, weight_version=version, finish_reason=end, error=error, replica=self._replica)
                 )
-            )
         return aiter(stream)
 
     async def abort(self, request_ids: Iterable[str]) -> None:
         """End these requests before the next step; what was sampled stays."""
         if not self._closed:
-            await asyncio.wrap_future(self._abort(list(request_ids)))
+            await asyncio.wrap_future(self._thread.abort(list(request_ids)))
 
     async def update_weights(self, weights: str | Path | Mapping[str, torch.Tensor], version: int | None = None) -> int:
         """Load new weights between two steps; see the protocol. Tensors that are not named stay as they are.
@@ -286,31 +292,20 @@ class TransformersEngine:
                 nothing has changed.
         """
         self._check_open()
-        if not isinstance(weights, Mapping):
-            weights = await asyncio.to_thread(read_weights, weights, self._model.dtype)
-        thread, decode, tensors = self._thread, self._thread.decode, weights
-
-        def update() -> int:
-            thread.deliver(decode.flush())  # these tokens carry the old version
-            replace_weights(self._model, tensors)
-            decode.forget()
-            decode.weight_version = decode.weight_version + 1 if version is None else version
-            return decode.weight_version
-
-        return await self._order(update)
+        thread = self._thread
+        if isinstance(weights, Mapping):
+            tensors = weights
+        else:
+            tensors = await asyncio.to_thread(read_weights, weights, thread.decode.model.dtype)
+        return await self._order(lambda: thread.update(tensors, version))
 
     async def pause(self) -> None:
         """Sample nothing from now on; when this returns, everything sampled has been handed over."""
-
-        def pause() -> None:
-            self._thread.held.add("paused")
-            self._thread.deliver(self._thread.decode.flush())
-
-        await self._order(pause)
+        await self._order(self._thread.pause)
 
     async def resume(self) -> None:
         """Go on after :meth:`pause`."""
-        await self._order(lambda: self._thread.held.discard("paused"))
+        await self._order(self._thread.resume)
 
     async def sleep(self) -> None:
         """Drop the cache, and move a model on a GPU to the CPU's memory, until :meth:`wake`.
@@ -318,27 +313,11 @@ class TransformersEngine:
         Raises:
             EngineError: requests are under way and the engine is not paused.
         """
-
-        def sleep() -> None:
-            busy = len(self._thread.under_way)
-            if busy and "paused" not in self._thread.held:
-                raise EngineError(f"{busy} request(s) are under way; pause the engine before it sleeps")
-            self._thread.held.add("asleep")
-            self._thread.decode.forget()
-            if self._device.type == "cuda":
-                self._model.to("cpu")
-                torch.cuda.empty_cache()
-
-        await self._order(sleep)
+        await self._order(self._thread.sleep)
 
     async def wake(self) -> None:
         """Be ready again after :meth:`sleep`; requests under way have their cache computed again."""
-
-        def wake() -> None:
-            self._model.to(self._device)
-            self._thread.held.discard("asleep")
-
-        await self._order(wake)
+        await self._order(self._thread.wake)
 
     def load(self) -> Load:
         """Return how busy the engine was after its latest step, requests not yet seen by the model included."""
@@ -349,7 +328,7 @@ class TransformersEngine:
         """End everything with "abort", stop the model's thread and forget the model."""
         if not self._closed:
             self._closed = True
-            await asyncio.wrap_future(self._abort(self._thread.under_way))
+            await asyncio.wrap_future(self._thread.abort(self._thread.under_way))
         self._stop()
 
     def _check_open(self) -> None:
@@ -359,7 +338,3 @@ class TransformersEngine:
     async def _order(self, order: Callable[[], T]) -> T:
         self._check_open()
         return await asyncio.wrap_future(self._thread.order(order))
-
-    def _abort(self, request_ids: list[str]) -> Future[Any]:
-        thread = self._thread
-        return thread.order(lambda: thread.deliver(thread.decode.abort(request_ids)))

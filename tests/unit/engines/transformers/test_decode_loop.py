@@ -156,7 +156,7 @@ def test_after_new_weights_logprobs_are_theirs_over_the_whole_prefix(model: Any,
     decode.add([Request(str(i), as_ids(prompt(i, 5 + 9 * i)), SamplingParams(12, seed=i)) for i in range(3)], 0.0)
     decode.admit(0.0)
     first = [chunk for _ in range(4) for chunk in decode.step()]
-    decode._model = other_model  # what an update does, without touching the shared fixture
+    decode.model = other_model  # what an update does, without touching the shared fixture
     decode.forget()
     decode.weight_version = 1
     second = [chunk for chunks in run(decode, {}).values() for chunk in chunks]
