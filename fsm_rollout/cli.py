@@ -6,12 +6,12 @@ needs is imported inside it, so that each starts as fast as it can.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from fsm_rollout.errors import ConfigError, Problem, RolloutError
 
@@ -19,8 +19,22 @@ if TYPE_CHECKING:
     from fsm_rollout.jobs.runner import Progress
     from fsm_rollout.jobs.summary import Summary
 
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> object:
+        """End the program with exit code 2 where the input is wrong; every problem is a line of its own."""
+        try:
+            return super().invoke(ctx)
+        except RolloutError as error:
+            problems = error.problems if isinstance(error, ConfigError) else (error,)
+            for line in dict.fromkeys(" ".join(str(problem).split("\n")) for problem in problems):
+                typer.echo(line, err=True)
+            raise typer.Exit(2) from None
+
+
 app = typer.Typer(
     name="fsm-rollout",
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -63,17 +77,16 @@ def check(
     from fsm_rollout.agent.proof import prove
 
     problems: list[Problem] = []
-    with _one_line_per_problem():
-        for file in files:
-            reading = read_agent(file)
-            problems += reading.problems
-            if reading.graph is not None and not reading.problems:
-                try:
-                    typer.echo(f"{reading.graph.agent} ({file}): {prove(reading.graph)}")
-                except ConfigError as error:
-                    problems += error.problems
-        if problems:
-            raise ConfigError(problems)
+    for file in files:
+        reading = read_agent(file)
+        problems += reading.problems
+        if reading.graph is not None and not reading.problems:
+            try:
+                typer.echo(f"{reading.graph.agent} ({file}): {prove(reading.graph)}")
+            except ConfigError as error:
+                problems += error.problems
+    if problems:
+        raise ConfigError(problems)
 
 
 @app.command()
@@ -93,9 +106,8 @@ def draw(
     from fsm_rollout.agent.loader import load_agent
     from fsm_rollout.diagrams import draw as diagrams
 
-    with _one_line_per_problem():
-        diagrams.form_of(output)  # before any work
-        diagrams.draw(load_agent(file), output, implicit=implicit)
+    diagrams.form_of(output)  # before any work
+    diagrams.draw(load_agent(file), output, implicit=implicit)
     typer.echo(f"{_short(output)} written")
 
 
@@ -119,8 +131,7 @@ def run(
     from fsm_rollout.jobs.run_config import load_run
     from fsm_rollout.jobs.runner import execute
 
-    with _one_line_per_problem():
-        config = load_run(file, overrides or [])
+    config = load_run(file, overrides or [])
     _carry_out(config.out, lambda progress: execute(config, progress, replace=replace))
 
 
@@ -146,8 +157,7 @@ def _carry_out(out: Path, work: Callable[[Progress], Summary]) -> None:
 
     console = Console(stderr=True)
     try:
-        with _one_line_per_problem():
-            summary = work(lambda total, done: RunProgress(total, done, console))
+        summary = work(lambda total, done: RunProgress(total, done, console))
     except KeyboardInterrupt:
         hint = f"; to continue: fsm-rollout resume {_short(out)}" if (out / "journal.sqlite").exists() else ""
         typer.echo(f"interrupted{hint}", err=True)
@@ -185,8 +195,7 @@ def show(
 
     from fsm_rollout.report.show import show as view_of
 
-    with _one_line_per_problem():
-        view = view_of(folder, trajectory, output)
+    view = view_of(folder, trajectory, output)
     if view is not None:
         Console().print(view)
     elif output is not None:
@@ -216,25 +225,12 @@ def new(name: Annotated[str, typer.Argument(help="what to call the agent", show_
     """
     from fsm_rollout.agent.new_agent import new_agent
 
-    with _one_line_per_problem():
-        path = new_agent(name, Path())
+    path = new_agent(name, Path())
     typer.echo(f"{path} written; try: fsm-rollout check {path}")
 
 
 def _short(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-@contextmanager
-def _one_line_per_problem() -> Iterator[None]:
-    """End the program with exit code 2 where the input is wrong, and print every problem in a line of its own."""
-    try:
-        yield
-    except RolloutError as error:
-        problems = error.problems if isinstance(error, ConfigError) else (error,)
-        for line in dict.fromkeys(" ".join(str(problem).split("\n")) for problem in problems):
-            typer.echo(line, err=True)
-        raise typer.Exit(2) from None
 
 
 def main() -> None:

@@ -29,21 +29,20 @@ class RunProgress:
         total: trajectories of the run.
         done: how many of them had ended in an earlier part of it.
         console: where to show it.
+
+    States and counts are those of the prompts' own trajectories.
     """
 
     def __init__(self, total: int, done: int, console: Console) -> None:
-        self._total = total
+        self._total, self._done = total, done
         self._console = console
         self._states: Counter[str] = Counter()
         self._sub_agents: set[str] = set()
-        """Sub-agents that are running; the states are those of the prompts' own trajectories."""
         self._open: dict[str, Trajectory] = {}
-        self._done = done
         self._tokens = 0
         self._started = self._plain_at = time.monotonic()
-        self._bar = Progress(
-            TextColumn("trajectories"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
-        )
+        columns = TextColumn("trajectories"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        self._bar = Progress(*columns, console=console)
         self._task = self._bar.add_task("", total=total, completed=done)
         self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4, transient=True)
 
@@ -59,25 +58,24 @@ class RunProgress:
 
     def __call__(self, trajectory: Trajectory, event: AnyEvent) -> None:
         """Count one event."""
+        name, own = trajectory.trajectory_id, trajectory.parent_id is None
         match event:
             case Generated():
                 self._tokens += len(event.ids)
-            case Prompted() | Resumed() if trajectory.parent_id is not None:
-                self._sub_agents.add(trajectory.trajectory_id)
-            case Ended() | Suspended() if trajectory.parent_id is not None:
-                self._sub_agents.discard(trajectory.trajectory_id)
-            case Transitioned() if trajectory.parent_id is None:
+            case Transitioned() if own:
                 self._states[event.source] -= 1
                 self._states[event.dest] += 1
-            case Prompted() | Resumed():
-                self._open[trajectory.trajectory_id] = trajectory
+            case Prompted() | Resumed() if own:
+                self._open[name] = trajectory
                 self._states[trajectory.state] += 1
-            case Ended() | Suspended():
+            case Prompted() | Resumed():
+                self._sub_agents.add(name)
+            case Ended() | Suspended() if own:
                 self._states[trajectory.state] -= isinstance(event, Suspended)
-                self._done += self._open.pop(trajectory.trajectory_id, None) is not None  # an end may be said twice
+                self._done += self._open.pop(name, None) is not None  # an end may be reported twice
                 self._bar.update(self._task, completed=self._done)
-            case _:
-                pass
+            case Ended() | Suspended():
+                self._sub_agents.discard(name)
         if not self._console.is_terminal and time.monotonic() - self._plain_at >= PLAIN_EVERY:
             self._plain_at = time.monotonic()
             self._console.print(f"{self._done}/{self._total} trajectories, {self._speed()}")
@@ -90,13 +88,13 @@ class RunProgress:
         if not self._states:
             return Text("starting the engines …", style="dim")
         states = Table.grid(padding=(0, 2))
+        states.add_column()
+        states.add_column(justify="right")
         for state, count in self._states.items():
             if count:
-                states.add_row(Text(state), Text(f"{count:,}", justify="right"))
+                states.add_row(Text(state), f"{count:,}")
         if self._sub_agents:
-            states.add_row(
-                Text("sub-agents", style="dim"), Text(f"{len(self._sub_agents):,}", justify="right", style="dim")
-            )
+            states.add_row("sub-agents", f"{len(self._sub_agents):,}", style="dim")
         lines: list[RenderableType] = [self._bar, states, Text(self._speed(), style="dim")]
         if self._open and self._total - self._done <= max(4, self._total // 20):
             oldest = list(self._open.values())[:4]

@@ -38,9 +38,7 @@ Progress = Callable[[int, int], AbstractContextManager[Listener]]
 """Makes the listener that shows a run: from its number of trajectories, and how many of them have ended already."""
 
 JOURNAL = "journal.sqlite"
-OWN_FILES = (
-    JOURNAL, f"{JOURNAL}-wal", f"{JOURNAL}-shm", "batch", "summary.json", "report.html", "trajectories"
-)  # fmt: skip
+OWN_FILES = (JOURNAL, f"{JOURNAL}-wal", f"{JOURNAL}-shm", "batch", "summary.json", "report.html", "trajectories")
 """What a run writes into its folder, hence what the next run of that name replaces."""
 
 
@@ -53,9 +51,7 @@ def execute(config: RunConfig, progress: Progress, *, replace: bool = False) -> 
         ConfigError: something in the run, its agents, prompts or engines is wrong; nothing has been written.
         EngineError: an engine cannot start; nothing has been written.
     """
-    agents = load_agents(config)
-    prompts = read_prompts(config.prompts, limit=config.limit)
-    return _carry_out(config, agents, prompts, progress, replace=replace)
+    return _carry_out(config, _agents(config), _prompts(config), progress, replace=replace)
 
 
 def resume(folder: Path, overrides: Sequence[str], progress: Progress) -> Summary:
@@ -77,13 +73,11 @@ def resume(folder: Path, overrides: Sequence[str], progress: Progress) -> Summar
     config = recorded_run(recorded["run"], Path(recorded["base"]), overrides)
     config = config.model_copy(update={"out": folder.absolute()})
     # 2. Agents and prompts must be what they were.
-    agents = load_agents(config)
+    agents, prompts, before = _agents(config), _prompts(config), list(read(journal))
     changed = [
         f"agent '{name}' is not what it was" for name in agents if dump(agents[name]) != recorded["agents"].get(name)
     ]
-    prompts = read_prompts(config.prompts, limit=config.limit)
     messages = {prompt.prompt_id: list(prompt.messages) for prompt in prompts}
-    before = list(read(journal))
     changed += [
         f"prompt '{trajectory.group_id}' is not in {config.prompts} any more as it was"
         for trajectory in before
@@ -95,12 +89,16 @@ def resume(folder: Path, overrides: Sequence[str], progress: Progress) -> Summar
     return _carry_out(config, agents, prompts, progress, before)
 
 
-def load_agents(config: RunConfig) -> dict[str, AgentGraph]:
+def _agents(config: RunConfig) -> dict[str, AgentGraph]:
     """Load the run's agents by name, with the overrides that the command line gives for them."""
     if isinstance(config.agent, Mapping):
         return {name: load_agent(path, config.agent_overrides) for name, path in config.agent.items()}
     graph = load_agent(config.agent, config.agent_overrides)
     return {graph.agent: graph}
+
+
+def _prompts(config: RunConfig) -> list[Prompt]:
+    return read_prompts(config.prompts, limit=config.limit)
 
 
 def _carry_out(
@@ -144,7 +142,7 @@ async def _run(
         # 1. Nothing is written before the prompts are known to fit their agents.
         rollout.scheduler.check(prompts)
         if before is None:
-            make_folder(config.out, replace=replace)
+            _make_folder(config.out, replace=replace)
         # 2. The run itself.
         facts = rollout.description | {"run": config.to_json()}
         with Journal(config.out / JOURNAL, metadata=facts, append=before is not None) as journal:
@@ -178,30 +176,31 @@ def _check_engines(config: RunConfig) -> None:
         raise ConfigError(in_file_order(problems))
 
 
-def make_folder(path: Path, *, replace: bool = False) -> None:
+def _make_folder(path: Path, *, replace: bool) -> None:
     """Make the run's folder, without what an earlier run of the same name has written there.
 
     Raises:
         ConfigError: there is a file in its place, it holds files of those names that no run wrote, or (unless
             ``replace``) a run that could be resumed; or it cannot be written to.
     """
-    existing = [name for name in OWN_FILES if (path / name).exists()]
+    existing = [path / name for name in OWN_FILES if (path / name).exists()]
     if existing and not is_journal(path / JOURNAL):
         raise ConfigError(
-            f"out: '{path}' holds '{existing[0]}', and no journal of a run that wrote it; choose another, or remove it"
+            f"out: '{path}' holds '{existing[0].name}', and no journal of a run that wrote it; choose another, or "
+            f"remove it"
         )
     if existing and not replace and not (path / "summary.json").exists() and any(read(path / JOURNAL)):
         raise ConfigError(
             f"out: '{path}' holds a run that has not come to its end; resume it (fsm-rollout resume {path}), "
-            "choose another folder, or give --replace"
+            f"choose another folder, or give --replace"
         )
     try:
         path.mkdir(parents=True, exist_ok=True)
-        for name in OWN_FILES:
-            if (path / name).is_dir():
-                shutil.rmtree(path / name)
+        for file in existing:
+            if file.is_dir():
+                shutil.rmtree(file)
             else:
-                (path / name).unlink(missing_ok=True)
+                file.unlink()
     except OSError as error:
         why = error.strerror or error
         raise ConfigError(f"out: '{path}' cannot be the run's folder: {why}; choose another") from error

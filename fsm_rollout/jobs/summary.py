@@ -75,26 +75,19 @@ def summarize(
 def _parts(trajectory: Trajectory) -> dict[str, float]:
     """Return the seconds that a trajectory spent in each of :data:`PARTS`."""
     until = trajectory.latest_at if trajectory.ended_at is None else trajectory.ended_at
-    parts = {
-        "queue": trajectory.queue_seconds,
-        "generate": trajectory.generate_seconds,
-        "tool": trajectory.tool_seconds,
-        "interact": trajectory.interact_seconds,
-    }
+    parts = {name: getattr(trajectory, f"{name}_seconds") for name in PARTS[:-1]}
     return parts | {"other": max(0.0, trajectory.elapsed(until) - sum(parts.values()))}
 
 
 def _endings(trajectories: Sequence[Trajectory]) -> Summary:
     """Return how many ended for which reason, and what failed."""
-    reasons = Counter(
-        trajectory.stop_reason or ("unfinished" if trajectory.suspended is None else "suspended")
-        for trajectory in trajectories
-    )
-    failures = {
-        trajectory.stop_reason: trajectory.detail or ""
-        for trajectory in reversed(trajectories)  # the first of each kind is written last
-        if trajectory.stop_reason is not None and trajectory.stop_reason.startswith("failed:")
-    }
+    reasons: Counter[str] = Counter()
+    failures: dict[str, str] = {}
+    for trajectory in trajectories:
+        reason = trajectory.stop_reason or ("unfinished" if trajectory.suspended is None else "suspended")
+        reasons[reason] += 1
+        if reason.startswith("failed:"):
+            failures.setdefault(reason, trajectory.detail or "")
     return {"stop_reasons": dict(reasons.most_common())} | ({"failures": failures} if failures else {})
 
 
@@ -123,12 +116,12 @@ def _slowest(trajectories: Sequence[Trajectory]) -> Summary | None:
 def summary_table(summary: Summary) -> Table:
     """Return a run's summary as a table for people."""
     table = Table(show_header=False, box=None, padding=(0, 2))
-    trajectories, tokens, trained = summary["trajectories"], summary["tokens"], summary["trained_tokens"]
+    tokens, trained = summary["tokens"], summary["trained_tokens"]
     timing, called = summary["timing"], summary["sub_agents"]
     besides = f" + {called['trajectories']:,} of sub-agents" if called["trajectories"] else ""
     of_both = ", sub-agents' too" if besides else ""
-    groups = f"{trajectories:,} in {summary['groups']:,} groups{besides}, {summary['wall_seconds']:.1f} s"
-    table.add_row("trajectories", groups)
+    groups = f"{summary['trajectories']:,} in {summary['groups']:,} groups"
+    table.add_row("trajectories", f"{groups}{besides}, {summary['wall_seconds']:.1f} s")
     table.add_row("stop reasons", _counted(summary["stop_reasons"]))
     if besides:
         table.add_row("of sub-agents", _counted(called["stop_reasons"]))
@@ -144,8 +137,8 @@ def summary_table(summary: Summary) -> Table:
             table.add_row(f"{name} (s)", f"{seconds} (min / mean / max per trajectory)")
     if (slowest := timing["slowest"]) is not None:
         spent = {name: slowest[f"{name}_seconds"] for name in PARTS}
-        parts = ", ".join(f"{name} {_number(took, digits=2)}" for name, took in spent.items() if took >= SHOWN_FROM)
-        end = f"{slowest['stop_reason']} after {_number(slowest['wall_seconds'], digits=2)} s"
+        parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in spent.items() if seconds >= SHOWN_FROM)
+        end = f"{slowest['stop_reason']} after {slowest['wall_seconds']:.2f} s"
         table.add_row("slowest", f"{slowest['trajectory_id']}: {end}" + (f" ({parts})" if parts else ""))
     return table
 
