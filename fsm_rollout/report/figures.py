@@ -216,30 +216,15 @@ class Figures:
         return self._course(times, [self.clock(end) - self.clock(start) for start, end in times])
 
     def _course(self, times: Sequence[tuple[float, float]], amounts: Sequence[float]) -> list[float]:
-        """Spread each amount evenly over its time and return the sums per second, by part.
-
-        They add up to the amounts' sum. An amount's whole parts are entered as two differences, so that the cost does
-        not grow with its length.
-        """
+        """Spread each amount evenly over its time and return the sums per second, by part; they add up to all amounts."""
         width = self.seconds / BINS
         if not width > 0 or not times:
             return [0.0] * BINS
-        # 1. Where each amount begins and ends, counted in parts.
-        places = np.array([(self.clock(start), self.clock(end)) for start, end in times])
-        low, high = ((places - self.clock(self.begin)) / width).T
-        low = low.clip(0.0, BINS - 1e-9)
-        high = np.maximum(high, low).clip(max=BINS)
-        first, last = low.astype(int), np.minimum(high.astype(int), BINS - 1)
-        # 2. What lies within one part, then the first and the last part of what is longer, then the parts between.
-        amount = np.array(amounts, dtype=float)
-        within = (first == last) | (high - low < 1e-9)
-        rate = np.divide(amount, high - low, out=np.zeros_like(amount), where=~within)
-        sums, differences = np.zeros(BINS), np.zeros(BINS + 1)
-        np.add.at(sums, first, np.where(within, amount, rate * (first + 1 - low)))
-        np.add.at(sums, last, rate * (high - last))
-        np.add.at(differences, first + 1, rate)
-        np.add.at(differences, last, -rate)
-        course: list[float] = ((sums + differences[:BINS].cumsum()) / width).tolist()
+        clock = np.array([(self.clock(start), self.clock(end)) for start, end in times]) - self.clock(self.begin)
+        starts = clock[:, 0].clip(0.0, self.seconds - 1e-9 * width)
+        seconds = (clock[:, 1] - starts).clip(1e-9 * width)
+        reached = [((edge * width - starts) / seconds).clip(0.0, 1.0) @ np.array(amounts) for edge in range(BINS + 1)]
+        course: list[float] = (np.diff(reached) / width).tolist()
         return course
 
 
