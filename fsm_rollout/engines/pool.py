@@ -18,7 +18,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -149,6 +149,8 @@ class Replica(ReplicaView):
 
     state: Literal["starting", "up", "dead"] = "starting"
     engine: Engine | None = None
+    served_by: set[asyncio.Task[None]] = field(default_factory=set)
+    """What listens to its present life."""
     requests: int = 0
     """Sent to it."""
     tokens: int = 0
@@ -196,6 +198,7 @@ class Replica(ReplicaView):
         self.allowed = FIRST
         self.pace = self.worked = self.sampled = 0.0
         self.heard = now
+        self.served_by = set()
 
 
 @dataclass(eq=False, slots=True)
@@ -467,7 +470,8 @@ class PoolEngine:
             if replica.in_flight == len(batch):  # it had nothing to do
                 replica.heard = now
             replica.requests += len(batch)
-            self._spawn(self._serve(replica, batch))
+            replica.served_by.add(task := self._spawn(self._serve(replica, batch)))
+            task.add_done_callback(replica.served_by.discard)
 
     async def _serve(self, replica: Replica, batch: list[_Routed]) -> None:
         """Hand on what a replica answers to a dispatch, to its end."""
@@ -733,6 +737,9 @@ class PoolEngine:
             if self._up:
                 self._looks += 1
                 self._spawn(self._look_at_others())
+        # Nothing that this life still says is listened to: what it was asked for is sampled elsewhere from here on.
+        for task in replica.served_by - {asyncio.current_task()}:
+            task.cancel()
         # What its engine was asked for goes back to the client, what it was not asked for yet waits for another.
         not_asked: dict[str, _Routed] = {}
         for routed in self._by_replica(self._under_way.values()).get(replica, ()):

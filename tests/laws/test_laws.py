@@ -15,6 +15,7 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 
 from fsm_rollout.agent.graph import AgentGraph
+from fsm_rollout.agent.loader import load_agent
 from fsm_rollout.agent.proof import prove
 from fsm_rollout.agent.verify import verify
 from fsm_rollout.chat import ChatTemplate
@@ -27,6 +28,7 @@ from fsm_rollout.testing.simulation.simulate import Simulation, embedded_tokeniz
 from fsm_rollout.testing.strategies import engine_scripts, plans
 from fsm_rollout.testing.strategies.graphs import graphs
 from fsm_rollout.trajectory.events import Generated, MessagesAppended
+from tests.kit import ROOT
 from tests.laws.agents import agents
 from tests.laws.world import turns
 
@@ -157,6 +159,25 @@ def test_an_answer_goes_on_where_its_lost_replica_stood_with_the_weights_of_now(
     judge(lossy, [laws.keeps_running, laws.comes_back, laws.keeps_streams, laws.keeps_events])
     assert versionless(lossy) == versionless(simulate(SIMPLEST, plan))
     assert {line.what.weight_version for line in lossy.log if isinstance(line.what, Chunk) and line.what.ids} == {1}
+
+
+def test_what_a_replica_says_after_it_was_given_up_is_in_no_stream_and_in_no_log() -> None:
+    """It failed for others' dispatches, and at that moment more of its tokens were on their way."""
+    solve = '<tool_call>\n{"name": "solve", "arguments": {"task": ""}}\n</tool_call>'
+    calls = [
+        f'<tool_call>\n{{"name": "{name}", "arguments": {{"left": 0, "operator": "+", "right": 0}}}}\n</tool_call>'
+        for name in ("calculate", "calculate", "no_calculate")
+    ]
+    dies = Turn(text="Done.", crash="the engine is gone", fails=1)
+    says = {
+        "delegate/main": (Turn(text="\n".join([solve] * 3)), Turn(text="Done.")),
+        "tool_agent/main": (Turn(text="\n".join(calls[:2])), Turn(text=calls[2]), dies),
+    }
+    plan = Plan(says=(says,), schedule=Schedule(max_running=1, replicas=3))
+    run = judge(
+        simulate(load_agent(ROOT / "configs/agents/delegate.yaml"), plan), [laws.keeps_running, laws.keeps_streams]
+    )
+    assert "EngineError: 3 tries failed, the last one: the engine is gone" in {t.detail for t in run.trajectories}
 
 
 def test_a_pause_that_meets_only_the_dead_is_not_kept() -> None:
