@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,22 +26,13 @@ from fsm_rollout.batch.rows import RowId, TrainingRow, row_of, rows
 from fsm_rollout.errors import BatchError
 from fsm_rollout.trajectory.trajectory import Trajectory
 
-NON_TENSOR_KEYS = (
-    "group_id",
-    "trajectory_id",
-    "stream",
-    "context",
-    "agent",
-    "stop_reason",
-    "num_turns",
-    "metrics",
-    "turn_scores",
-    "tool_rewards",
-    "extra",
-)
+_FIELDS = tuple(field.name for field in fields(TrainingRow))
+NON_TENSOR_KEYS = _FIELDS[_FIELDS.index("group_id") :]
+"""The columns that are no tensors: all that a row holds after its arrays."""
 
 _FACTS = "batch.json"
 """Beside TensorDict's own files: what is true of the batch and of no row, and how it is stored."""
+_FACT_NAMES = ("packed", "pad_id", "state_names", "dropped", "truncated", "unrowed")
 
 Overflow = Literal["error", "drop", "truncate"]
 
@@ -105,6 +96,7 @@ class TrajectoryBatch:
             if times > 1:
                 raise BatchError(f"trajectory {trajectory_id} was given twice; each token has one row at most")
         by_id = {trajectory.trajectory_id: trajectory for trajectory in trajectories}
+        widths = {"prompt_width": prompt_width, "response_width": response_width}
         whole = rows(trajectories, state_names=state_names)
         kept: list[TrainingRow] = []
         dropped: list[RowId] = []
@@ -112,19 +104,14 @@ class TrajectoryBatch:
         for row in whole:
             if overflow == "error" or _fits(row, prompt_width, response_width):
                 kept.append(row)  # from_rows raises for all that do not fit together
-                continue
-            cut: TrainingRow | None = None
-            if overflow == "truncate":
-                widths = {"prompt_width": prompt_width, "response_width": response_width}
-                cut = row_of(by_id[row.trajectory_id], row.stream, row.state_names, **widths)
-            if cut is None:
+            elif overflow == "drop" or not (
+                cut := row_of(by_id[row.trajectory_id], row.stream, row.state_names, **widths)
+            ):
                 dropped.append(row.row_id)
             else:
                 kept.append(cut)
                 truncated.append(row.row_id)
-        batch = cls.from_rows(
-            kept, pad_id=pad_id, prompt_width=prompt_width, response_width=response_width, packed=packed
-        )
+        batch = cls.from_rows(kept, pad_id=pad_id, packed=packed, **widths)
         rowed = {row.trajectory_id for row in whole}
         batch.unrowed = {id_: trajectory.stop_reason for id_, trajectory in by_id.items() if id_ not in rowed}
         batch.dropped, batch.truncated = tuple(dropped), tuple(truncated)
@@ -214,14 +201,7 @@ class TrajectoryBatch:
         try:
             stored = _unjagged(self.tensordict) if self.packed else self.tensordict
             stored.memmap(str(draft), copy_existing=True)
-            facts = {
-                "packed": self.packed,
-                "pad_id": self.pad_id,
-                "state_names": self.state_names,
-                "dropped": self.dropped,
-                "truncated": self.truncated,
-                "unrowed": self.unrowed,
-            }
+            facts = {name: getattr(self, name) for name in _FACT_NAMES}
             (draft / _FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
             draft.chmod(0o755)
             if target.exists():
@@ -264,9 +244,9 @@ class TrajectoryBatch:
 
     def __repr__(self) -> str:
         """Say how many rows, of what shape, and what was left out."""
-        shape = "packed" if self.packed else f"P={self.tensordict['prompts'].shape[1]}"
+        shape = "packed"
         if not self.packed:
-            shape += f", R={self.tensordict['responses'].shape[1]}"
+            shape = f"P={self.tensordict['prompts'].shape[1]}, R={self.tensordict['responses'].shape[1]}"
         left_out = f"{len(self.dropped)} dropped, {len(self.truncated)} truncated, {len(self.unrowed)} without a row"
         return f"<TrajectoryBatch of {len(self)} rows, {shape}; {left_out}>"
 
@@ -279,16 +259,12 @@ def _fits(row: TrainingRow, prompt_width: int | None, response_width: int | None
 
 def _misfit_text(misfits: Sequence[TrainingRow], prompt_width: int | None, response_width: int | None) -> str:
     row, others = misfits[0], len(misfits) - 1
-    wanted = (
-        f"{name} {width}"
-        for name, width in (("prompt_width", prompt_width), ("response_width", response_width))
-        if width is not None
-    )
+    widths = {"prompt_width": prompt_width, "response_width": response_width}
+    wanted = " and ".join(f"{name} {width}" for name, width in widths.items() if width is not None)
+    more = f" ({others} more row{'s' * (others > 1)} like it)" if others else ""
     return (
         f"row {row.row_id} has a prompt of {len(row.prompt_ids)} and a response of {len(row.response_ids)} tokens, "
-        f"which do not fit {' and '.join(wanted)}"
-        + (f" ({others} more row{'s' * (others > 1)} like it)" if others else "")
-        + "; give wider ones, none, or overflow='drop' or 'truncate'"
+        f"which do not fit {wanted}{more}; give wider ones, none, or overflow='drop' or 'truncate'"
     )
 
 

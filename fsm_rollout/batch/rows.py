@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -71,10 +71,13 @@ class TrainingRow:
     num_turns: int
     """Messages in the stream, system messages apart."""
     metrics: dict[str, float | None]
+    """Seconds, calls and tokens of the trajectory; ``wall_seconds`` is ``None`` until it has ended."""
     turn_scores: list[list[float]]
     """``[turn, value]`` pairs as they were given; the turn is the index of a generation of the trajectory."""
     tool_rewards: list[float]
     extra: dict[str, object]
+    """The prompt's extra fields as JSON holds them (tuples become lists, keys text, other things their ``repr``), so
+    that a saved batch equals the one in memory."""
 
     @property
     def row_id(self) -> RowId:
@@ -156,10 +159,19 @@ def row_of(
         agent=trajectory.agent,
         stop_reason=trajectory.stop_reason,
         num_turns=turns_of(stream),
-        metrics=metrics_of(trajectory),
+        metrics={
+            "generate_seconds": trajectory.generate_seconds,
+            "tool_seconds": trajectory.tool_seconds,
+            "tool_calls": trajectory.calls_seen,
+            "tool_failures": trajectory.calls_failed,
+            "tokens": trajectory.response_tokens,
+            "trained_tokens": trajectory.trained_tokens,
+            "guarded": trajectory.guarded,
+            "wall_seconds": trajectory.wall_seconds,
+        },
         turn_scores=[list(pair) for pair in trajectory.turn_scores],
         tool_rewards=list(trajectory.tool_rewards),
-        extra=plain(trajectory.extra),
+        extra=json.loads(json.dumps(dict(trajectory.extra), default=repr)),
     )
 
 
@@ -196,26 +208,3 @@ def _finite(value: float, trajectory: Trajectory) -> float:
 def turns_of(stream: Stream) -> int:
     """Return the number of messages in a stream, system messages apart."""
     return sum(message["role"] != "system" for message in stream.messages)
-
-
-def metrics_of(trajectory: Trajectory) -> dict[str, float | None]:
-    """Return a trajectory's figures: seconds, calls, tokens. ``wall_seconds`` is ``None`` until it has ended."""
-    return {
-        "generate_seconds": trajectory.generate_seconds,
-        "tool_seconds": trajectory.tool_seconds,
-        "tool_calls": trajectory.calls_seen,
-        "tool_failures": trajectory.calls_failed,
-        "tokens": trajectory.response_tokens,
-        "trained_tokens": trajectory.trained_tokens,
-        "guarded": trajectory.guarded,
-        "wall_seconds": trajectory.wall_seconds,
-    }
-
-
-def plain(extra: Mapping[str, object]) -> dict[str, object]:
-    """Return a copy of a prompt's extra fields as JSON holds it, so that a saved batch equals the one in memory.
-
-    Tuples become lists, keys text, and what JSON does not know its ``repr``.
-    """
-    copy: dict[str, object] = json.loads(json.dumps(dict(extra), default=repr))
-    return copy

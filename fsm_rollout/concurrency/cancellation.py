@@ -11,7 +11,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import TypeVar
 
@@ -35,50 +35,38 @@ def runs_in(task: asyncio.Task[object] | None) -> bool:
         return False
 
 
-def wait_for(done: Future[T], seconds: float = float("inf")) -> T:
-    """Return the result of what another thread does.
-
-    Raises:
-        TimeoutError: it takes longer than ``seconds``.
-        CancelledError: the task that waits here was cancelled.
-        Exception: whatever the other thread has raised.
-    """
-    ended = threading.Lock()
-    ended.acquire()
-    done.add_done_callback(lambda _: ended.release())
-    wait_until_released(ended, seconds)
-    return done.result()
-
-
-def pause(seconds: float) -> None:
-    """Sleep for about so long.
-
-    Raises:
-        CancelledError: the task that waits here was cancelled.
-    """
-    with suppress(TimeoutError):
-        wait_for(Future(), seconds)
-
-
-def wait_until_released(
-    lock: threading.Lock,
+def wait_for(
+    done: Future[T],
     seconds: float = float("inf"),
     *,
     worth_it: Callable[[], bool] = lambda: True,
     look_up: bool = True,
-) -> None:
-    """Wait until another thread releases ``lock``, or the wait is not ``worth_it`` any more.
-
-    A bare lock, because what is written in Python (a Condition, say) may be interrupted while it holds its own.
+) -> T:
+    """Return the result of what another thread does.
 
     Raises:
         TimeoutError: it takes longer than ``seconds``.
-        CancelledError: the task that waits here was cancelled, unless it is not to ``look_up``.
+        asyncio.CancelledError: the task that waits here was cancelled, unless it is not to ``look_up``.
+        CancelledError: it was cancelled, or the wait is not ``worth_it`` any more.
+        Exception: whatever the other thread has raised.
     """
+    # A bare lock: what is written in Python (a Condition, say) may be interrupted while it holds its own.
+    ended = threading.Lock()
+    ended.acquire()
+    done.add_done_callback(lambda _: ended.release())
     until = time.monotonic() + seconds
-    while not lock.acquire(timeout=max(0.0, min(LOOK_UP, until - time.monotonic()))) and worth_it():
+    while not ended.acquire(timeout=max(0.0, min(LOOK_UP, until - time.monotonic()))):
         if time.monotonic() >= until:
             raise TimeoutError
+        if not worth_it():
+            raise CancelledError
         with suppress(RuntimeError):  # no event loop runs in this thread
             if look_up and being_cancelled():
                 raise asyncio.CancelledError
+    return done.result()
+
+
+def pause(seconds: float) -> None:
+    """Sleep for about so long; raises ``asyncio.CancelledError`` when the task that waits here was cancelled."""
+    with suppress(TimeoutError):
+        wait_for(Future(), seconds)

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from types import TracebackType
 
 PATIENCE = 30.0
-"""Seconds for which a block that was cancelled may clean up before that is worth a word: an engine has some for each
-abort, and tools have some to stop."""
+"""A block that takes longer than this to clean up after its cancellation is reported, in seconds: an engine has some
+for each abort, and tools have some to stop."""
 
 
 class Deadline:
@@ -22,19 +21,6 @@ class Deadline:
     ``seconds`` are counted while no hold is in force, those of ``wall`` always. ``unheard`` is called when the block
     has not ended :data:`PATIENCE` seconds after it was cancelled.
     """
-
-    __slots__ = (
-        "_cancelling",
-        "_holds",
-        "_left",
-        "_since",
-        "_task",
-        "_timer",
-        "_unheard",
-        "_wall",
-        "expired",
-        "walled",
-    )
 
     def __init__(
         self, seconds: float | None, wall: float | None = None, *, unheard: Callable[[], object] | None = None
@@ -62,9 +48,7 @@ class Deadline:
         self._schedule()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
         """Stop counting; raises TimeoutError in place of the cancellation when the deadline expired."""
         task, self._task = self._task, None
         if self._timer is not None:
@@ -76,19 +60,16 @@ class Deadline:
     def hold(self) -> None:
         """Stand still until :meth:`run`. Holds nest."""
         self._holds += 1
-        if self._holds == 1 and self._left is not None and self._live():
+        if self._holds == 1 and self._left is not None and self._task is not None and not self.expired:
             self._left -= asyncio.get_running_loop().time() - self._since
 
     def run(self) -> None:
         """Undo one :meth:`hold`; with the last one, count on."""
         self._holds -= 1
-        if self._holds == 0 and self._left is not None and self._live():
+        if self._holds == 0 and self._left is not None and self._task is not None and not self.expired:
             self._since = asyncio.get_running_loop().time()
             self._left = max(0.0, self._left)
             self._schedule()
-
-    def _live(self) -> bool:
-        return self._task is not None and not self.expired
 
     def _next(self) -> float | None:
         """Return when it expires unless it is held, or run, before."""

@@ -17,10 +17,11 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
-from concurrent.futures import CancelledError
-from typing import Any, Protocol, TypeVar
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Protocol, TypeVar
 
-from fsm_rollout.concurrency.cancellation import wait_until_released
+from fsm_rollout.concurrency.cancellation import wait_for
 from fsm_rollout.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -33,11 +34,11 @@ class LoopThread:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._enough = asyncio.Event()
-        self._calls: set[asyncio.Task[Any]] = set()
+        self._calls: set[asyncio.Task[object]] = set()
         serve = (self._loop, self._enough, self._calls)  # not this object, which could then never be collected
         self._thread = threading.Thread(target=_serve, args=serve, name="fsm-rollout-loop", daemon=True)
         self._thread.start()
-        self._end = weakref.finalize(self, _tell, self._loop, self._enough.set)
+        self._end = weakref.finalize(self, _call_soon, self._loop, self._enough.set)
         self._end.atexit = False
 
     @property
@@ -45,7 +46,7 @@ class LoopThread:
         """Whether it takes calls: a SystemExit in the loop, which is meant for the process, ends it."""
         return self._thread.is_alive()
 
-    def call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    def call(self, work: Callable[[], Coroutine[object, object, T]]) -> T:
         """Run ``work()`` on the loop and wait for its result.
 
         Raises:
@@ -56,9 +57,8 @@ class LoopThread:
             raise EngineError("a plain call cannot be made from code that it runs; await the async form there")
         if not threading.current_thread().daemon:
             _callers.add(threading.current_thread())
+        done: Future[T] = Future()
         begun: list[asyncio.Task[T]] = []
-        ended = threading.Lock()
-        ended.acquire()
 
         def begin() -> None:
             task = self._loop.create_task(work())
@@ -68,26 +68,28 @@ class LoopThread:
 
         def end(task: asyncio.Task[T]) -> None:
             self._calls.discard(task)
-            if not task.cancelled():
-                task.exception()  # is told to the caller, or gives way to the interruption
-            ended.release()
+            if task.cancelled():
+                done.cancel()
+            elif (error := task.exception()) is not None:
+                done.set_exception(error)
+            else:
+                done.set_result(task.result())
 
         def give_up() -> None:
             if begun:
                 begun[0].cancel()
             else:
-                ended.release()  # interrupted before the loop was even asked
+                done.cancel()  # interrupted before the loop was even asked
 
         try:
             self._loop.call_soon_threadsafe(begin)
-            wait_until_released(ended, worth_it=self._thread.is_alive)
+            return wait_for(done, worth_it=self._thread.is_alive)
         except BaseException:
-            if not (begun and begun[0].done()) and _tell(self._loop, give_up):
-                wait_until_released(ended, worth_it=self._thread.is_alive, look_up=False)  # for what is cleaned up
+            if not done.done():  # interrupted: what is cancelled may clean up, until a second interruption
+                _call_soon(self._loop, give_up)
+                with suppress(Exception):
+                    wait_for(done, worth_it=self._thread.is_alive, look_up=False)
             raise
-        if not begun or begun[0].cancelled():
-            raise CancelledError
-        return begun[0].result()
 
     def close(self) -> None:
         """Wait for the calls under way, and end the loop and its thread."""
@@ -95,23 +97,19 @@ class LoopThread:
         self._thread.join()
 
 
-def _serve(loop: asyncio.AbstractEventLoop, enough: asyncio.Event, calls: set[asyncio.Task[Any]]) -> None:
-    async def until_told() -> None:
+def _serve(loop: asyncio.AbstractEventLoop, enough: asyncio.Event, calls: set[asyncio.Task[object]]) -> None:
+    async def serve() -> None:
         await enough.wait()
         while calls:
             await asyncio.wait(calls)
 
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
-        runner.run(until_told())
+        runner.run(serve())
 
 
-def _tell(loop: asyncio.AbstractEventLoop, what: Callable[[], object]) -> bool:
-    try:
-        loop.call_soon_threadsafe(what)
-    except RuntimeError:  # it is closed, and all its tasks have ended
-        logger.debug("a loop had ended before it was told to")
-        return False
-    return True
+def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
+    with suppress(RuntimeError):  # the loop is closed, and all its tasks have ended
+        loop.call_soon_threadsafe(function)
 
 
 class Closeable(Protocol):

@@ -20,6 +20,14 @@ from tests.kit import ROOT
 
 AGENT = ROOT / "configs/agents/single_turn.yaml"
 HEAD = f"import fsm_rollout as fr\nagent = fr.load_agent({str(AGENT)!r})\n"
+WITHOUT_TORCH = (
+    HEAD
+    + """
+class Rollout(fr.Rollout):
+    def batch(self, groups, **options):  # tensors are not what these programs test, and torch takes seconds to import
+        return [trajectory for group in groups for trajectory in group.trajectories]
+"""
+)
 
 
 # What a shell starts in the background ignores Ctrl-C, and so would all that it starts.
@@ -34,7 +42,7 @@ def script(tmp_path: Path, text: str) -> subprocess.CompletedProcess[str]:
 
 
 INTERRUPTED = (
-    HEAD
+    WITHOUT_TORCH
     + """
 import asyncio, os, signal
 from fsm_rollout.errors import EngineError
@@ -49,13 +57,13 @@ async def reward(trajectory):
         for _ in range(3):
             await asyncio.sleep(0)  # a clean-up that awaits more than once
         cleaned.append(trajectory)
-with fr.Rollout(agent, {"kind": "scripted", "turns": ["a"]}, reward=reward) as rollout:
+with Rollout(agent, {"kind": "scripted", "turns": ["a"]}, reward=reward) as rollout:
     try:
         rollout.run(["x"])
     except KeyboardInterrupt:
         print(len(under_way), len(cleaned), rollout.carried, sorted(rollout.scheduler.groups))
     rollout.scheduler.reward = None
-    print(rollout.run(["x", "y"], n=2).tensordict["stop_reason"])
+    print(*(trajectory.stop_reason for trajectory in rollout.run(["x", "y"], n=2)))
 """
 )
 
@@ -119,29 +127,29 @@ SPECS = (
 )
 
 
-@pytest.mark.parametrize("form", ["plain", "async"])
-def test_rollouts_that_are_not_closed_keep_no_program_from_ending(form: str, tmp_path: Path) -> None:
-    ends_by_itself(SPECS, form, tmp_path)
+def test_rollouts_that_are_not_closed_keep_no_program_from_ending(tmp_path: Path) -> None:
+    ends_by_itself(SPECS, ["rollout.run(['x'])", "asyncio.run(rollout.arun(['x']))"], tmp_path)
 
 
 @pytest.mark.sglang
 def test_an_sglang_that_is_not_closed_keeps_no_program_from_ending(tmp_path: Path) -> None:
     pytest.importorskip("sglang")
-    ends_by_itself([{"kind": "sglang", "model": "embedded:early"}], "plain", tmp_path)
+    ends_by_itself([{"kind": "sglang", "model": "embedded:early"}], ["rollout.run(['x'])"], tmp_path)
 
 
-def ends_by_itself(specs: Sequence[dict[str, Any]], form: str, tmp_path: Path) -> None:
-    """Run a program that leaves a rollout of each engine open; it is to end, and no process of its may stay."""
-    run = "rollout.run(['x'])" if form == "plain" else "asyncio.run(rollout.arun(['x']))"
-    text = (
-        f"{HEAD}import asyncio, psutil\nrollouts = [fr.Rollout(agent, spec) for spec in {list(specs)!r}]\n"
-        f"print(*(len({run}) for rollout in rollouts))\n"
-        "for child in psutil.Process().children(recursive=True):\n    print(child.pid, child.create_time())\n"
-    )
+def ends_by_itself(specs: Sequence[dict[str, Any]], calls: Sequence[str], tmp_path: Path) -> None:
+    """Run a program that leaves a rollout of each engine open for each call; it ends, and no process of its stays."""
+    text = f"""{HEAD}import asyncio, psutil
+rollouts = [fr.Rollout(agent, spec) for spec in {list(specs) * len(calls)!r}]
+calls = {{{", ".join(f"{number}: lambda rollout: {call}" for number, call in enumerate(calls))}}}
+print(*(len(calls[number // {len(specs)}](rollout)) for number, rollout in enumerate(rollouts)))
+for child in psutil.Process().children(recursive=True):
+    print(child.pid, child.create_time())
+"""
     done = script(tmp_path, text)
     counts, *children = done.stdout.splitlines()
     errors = [line for line in done.stderr.splitlines() if not line.startswith("still closing")]  # of a slow machine
-    assert (done.returncode, counts.split(), errors) == (0, ["1"] * len(specs), [])
+    assert (done.returncode, counts.split(), errors) == (0, ["1"] * len(specs) * len(calls), [])
     assert not [line for line in children if running(*line.split())]
     assert bool(children) == any(spec["kind"] == "sglang" for spec in specs)
 
@@ -155,17 +163,29 @@ def running(pid: str, since: str) -> bool:
         return False
 
 
-def test_a_thread_that_the_interpreter_waits_for_may_go_on_calling(tmp_path: Path) -> None:
+def test_forks_executors_and_threads_beside_a_rollout_that_is_never_closed(tmp_path: Path) -> None:
+    """A forked child closes nothing of its parent's; the interpreter's end waits for no thread of an executor.
+
+    A thread that it does wait for may go on calling.
+    """
     text = (
-        HEAD
+        WITHOUT_TORCH
         + """
-import threading
-rollout = fr.Rollout(agent, {"kind": "scripted", "turns": ["a"]})
+import multiprocessing, threading
+from concurrent.futures import ThreadPoolExecutor
+rollout = Rollout(agent, {"kind": "scripted", "turns": ["a"]})
+rollout.run(["x"])
+child = multiprocessing.get_context("fork").Process(target=print, args=["child"])
+child.start()
+child.join()
+print(child.exitcode, len(rollout.run(["x"])))
+pool = ThreadPoolExecutor(1)
+print(len(pool.submit(rollout.run, ["x"] * 2).result()))
 def train():
     rollout.run(["x"])
     first.set()
     main_is_over_soon.wait()
-    print(len(rollout.run(["x"], n=2)))
+    print(len(rollout.run(["x"], n=3)))
 first, main_is_over_soon = threading.Event(), threading.Event()
 thread = threading.Thread(target=train)
 thread.start()
@@ -174,38 +194,7 @@ threading._register_atexit(main_is_over_soon.set)
 """
     )
     done = script(tmp_path, text)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")
-
-
-def test_a_thread_of_an_executor_is_not_waited_for(tmp_path: Path) -> None:
-    text = (
-        HEAD
-        + """
-from concurrent.futures import ThreadPoolExecutor
-rollout = fr.Rollout(agent, {"kind": "scripted", "turns": ["a"]})
-pool = ThreadPoolExecutor(1)
-print(len(pool.submit(rollout.run, ["x"]).result()))
-"""
-    )
-    done = script(tmp_path, text)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
-
-
-def test_a_forked_child_closes_nothing_of_its_parents(tmp_path: Path) -> None:
-    text = (
-        HEAD
-        + """
-import multiprocessing
-rollout = fr.Rollout(agent, {"kind": "scripted", "turns": ["a"]})
-rollout.run(["x"])
-child = multiprocessing.get_context("fork").Process(target=print, args=["child"])
-child.start()
-child.join()
-print(child.exitcode, len(rollout.run(["x"])))
-"""
-    )
-    done = script(tmp_path, text)
-    assert (done.returncode, done.stdout.split()) == (0, ["child", "0", "1"]), done.stderr
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["child", "0", "1", "2", "3"], "")
 
 
 def test_a_closed_rollout_takes_no_call() -> None:
