@@ -11,7 +11,6 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -127,33 +126,37 @@ def handler_spec(handler: str) -> HandlerSpec:
 
 @lru_cache(maxsize=256)
 def _spec_of(handler: str, found: type) -> HandlerSpec:
-    triggers = getattr(found, "triggers", None)
-    if not isinstance(triggers, tuple) or not triggers or not all(isinstance(t, str) for t in triggers):
-        raise ConfigError(f"handler '{handler}': the class must declare `triggers`, a tuple of names; got {triggers!r}")
-    raised = sorted(SCHEDULERS_TRIGGERS & set(triggers))
-    if raised:
-        raise ConfigError(f"handler '{handler}': the scheduler alone raises {', '.join(raised)}; give it another name")
-    spends = getattr(found, "spends", None)
-    if spends not in (None, *COUNTED_LIMITS):
-        hint = did_you_mean(str(spends), COUNTED_LIMITS)
-        raise ConfigError(f"handler '{handler}': `spends` must be a counted limit or None, got {spends!r}{hint}")
-    _can_run(handler, found)
-    return HandlerSpec(handler, triggers, spends=spends, keys=getattr(found, "keys", ()))
+    spec = HandlerSpec(
+        handler, getattr(found, "triggers", ()), getattr(found, "spends", None), getattr(found, "keys", ())
+    )
+    problem = _problem_with(spec, found)
+    if problem:
+        raise ConfigError(f"handler '{handler}': {problem}")
+    return spec
 
 
-def _can_run(handler: str, found: type) -> None:
+def _problem_with(spec: HandlerSpec, found: type) -> str | None:
+    # 1. What it declares.
+    triggers = spec.triggers
+    if not isinstance(triggers, tuple) or not triggers or not all(isinstance(trigger, str) for trigger in triggers):
+        return f"the class must declare `triggers`, a tuple of names; got {triggers!r}"
+    if raised := sorted(SCHEDULERS_TRIGGERS.intersection(triggers)):
+        return f"the scheduler alone raises {', '.join(raised)}; give it another name"
+    if spec.spends not in (None, *COUNTED_LIMITS):
+        hint = did_you_mean(str(spec.spends), COUNTED_LIMITS)
+        return f"`spends` must be a counted limit or None, got {spec.spends!r}{hint}"
+    # 2. That it can run.
     base = load_object("fsm_rollout.states.base:State")
-    assert isinstance(base, type)
-    if not issubclass(found, base):
-        raise ConfigError(f"handler '{handler}': derive the class from fsm_rollout.State")
-    missing = sorted(getattr(found, "__abstractmethods__", ()))
-    if missing:
-        raise ConfigError(f"handler '{handler}': the class lacks {', '.join(missing)}")
+    if not isinstance(base, type) or not issubclass(found, base):
+        return "derive the class from fsm_rollout.State"
+    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+        return f"the class lacks {', '.join(missing)}"
     wanted = "write it as `async def run(self, trajectory, ctx)`"
-    run: Callable[..., object] = getattr(found, "run", lambda: None)  # there is one: it is not abstract
+    run = getattr(found, "run")  # noqa: B009  # there is one: it is not abstract
     if not inspect.iscoroutinefunction(inspect.unwrap(run)):
-        raise ConfigError(f"handler '{handler}': its `run` is not async; {wanted}")
+        return f"its `run` is not async; {wanted}"
     try:
         inspect.signature(run).bind(None, None, None)
     except TypeError as error:
-        raise ConfigError(f"handler '{handler}': its `run` cannot be called ({error}); {wanted}") from None
+        return f"its `run` cannot be called ({error}); {wanted}"
+    return None

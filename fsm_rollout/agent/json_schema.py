@@ -17,32 +17,39 @@ Schema = dict[str, Any]
 
 _INTERPOLATION: Schema = {"type": "string", "pattern": r"\$\{", "description": "an OmegaConf interpolation"}
 _OWN_FUNCTION: Schema = {"type": "string", "pattern": r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"}
+_TEXT: Schema = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
+    ]
+}
+_AGENT: Schema = {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/AgentGraph"}]}
+_STATES: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
 
 
 def agent_schema() -> Schema:
     """Return the schema (draft 2020-12) as plain data."""
-    schema = AgentGraph.model_json_schema(ref_template="#/$defs/{model}")
-    definitions: dict[str, Schema] = schema["$defs"]
+    definitions: dict[str, Schema] = AgentGraph.model_json_schema(ref_template="#/$defs/{model}")["$defs"]
     for definition in definitions.values():
-        _interpolated(definition)
-    text: Schema = {
-        "anyOf": [
-            {"type": "string"},
-            {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
-        ]
-    }
-    _adjust(definitions["Context"], system=text)
-    _adjust(definitions["State"], prompt=text)
-    _adjust(definitions["Tool"], agent={"anyOf": [{"type": "string"}, {"$ref": "#/$defs/AgentGraph"}]})
-    names: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
-    _adjust(definitions["TransitionRow"], source=names, conditions=_conditions(), unless=_conditions())
+        _allow_interpolations(definition)
+    # 1. The short spellings.
+    for model, spellings in {
+        "Context": {"system": _TEXT},
+        "State": {"prompt": _TEXT},
+        "Tool": {"agent": _AGENT},
+        "TransitionRow": {"source": _STATES, "conditions": _conditions(), "unless": _conditions()},
+    }.items():
+        properties = definitions[model]["properties"]
+        for name, schema in spellings.items():
+            kept = {key: value for key, value in properties[name].items() if key in ("description", "title")}
+            properties[name] = {**schema, **kept}
     del definitions["Predicate"]
+    # 2. Entries may be empty, and a custom handler has keys of its own.
     state = definitions["State"]
     del state["properties"]["options"], state["additionalProperties"]
-    state["type"] = ["object", "null"]
     state["if"] = {"properties": {"handler": {"type": "string", "pattern": ":"}}, "required": ["handler"]}
-    state["else"] = {"propertyNames": {"enum": sorted(STATE_KEYS)}}  # a custom handler has keys of its own
-    definitions["Context"]["type"] = ["object", "null"]
+    state["else"] = {"propertyNames": {"enum": sorted(STATE_KEYS)}}
+    state["type"] = definitions["Context"]["type"] = ["object", "null"]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "An agent of fsm-rollout",
@@ -51,25 +58,14 @@ def agent_schema() -> Schema:
     }
 
 
-def _adjust(definition: Schema, **properties: Schema) -> None:
-    for name, schema in properties.items():
-        kept = {k: v for k, v in definition["properties"][name].items() if k in ("description", "title")}
-        definition["properties"][name] = {**schema, **kept}
-
-
 def _conditions() -> Schema:
-    arguments: dict[str, Schema] = {
-        spec.name: {"description": f"{spec.doc}; takes {spec.argument}"}
-        for spec in PREDICATES.values()
-        if spec.argument
-    }
-    plain = [spec for spec in PREDICATES.values() if not spec.argument]
+    specs = PREDICATES.values()
     forms: list[Schema] = [
-        *({"const": spec.name, "description": spec.doc} for spec in plain),
+        *({"const": spec.name, "description": spec.doc} for spec in specs if not spec.argument),
         _OWN_FUNCTION,
         {
             "type": "object",
-            "properties": arguments,
+            "properties": {s.name: {"description": f"{s.doc}; takes {s.argument}"} for s in specs if s.argument},
             "patternProperties": {_OWN_FUNCTION["pattern"]: {}},
             "additionalProperties": False,
             "minProperties": 1,
@@ -79,24 +75,17 @@ def _conditions() -> Schema:
     return {"anyOf": [*forms, {"type": "array", "items": {"anyOf": forms}}]}
 
 
-def _interpolated(schema: Any) -> None:
-    """Let every number and boolean be an interpolation too."""
+def _allow_interpolations(schema: object) -> None:
+    """Let every number and boolean below ``schema`` be an interpolation too."""
     if not isinstance(schema, dict):
         return
-    for key in ("properties", "patternProperties"):
-        for name, value in schema.get(key, {}).items():
-            schema[key][name] = _or_interpolation(value)
-            _interpolated(value)
-    for key in ("additionalProperties", "items"):
-        _interpolated(schema.get(key))
-
-
-def _or_interpolation(schema: Schema) -> Schema:
-    options = schema.get("anyOf", [schema])
-    if not any(
-        option.get("type") in ("integer", "number", "boolean") for option in options if isinstance(option, dict)
-    ):
-        return schema
-    outer: Schema = {key: schema[key] for key in ("description", "default", "title") if key in schema}
-    inner = [{k: v for k, v in option.items() if k not in outer} for option in options]
-    return {**outer, "anyOf": [*inner, _INTERPOLATION]}
+    for properties in (schema.get("properties", {}), schema.get("patternProperties", {})):
+        for name, value in properties.items():
+            options = value.get("anyOf", [value])
+            if any(option.get("type") in ("integer", "number", "boolean") for option in options):
+                outer = {key: value[key] for key in ("description", "default", "title") if key in value}
+                inner = [{key: item for key, item in option.items() if key not in outer} for option in options]
+                properties[name] = {**outer, "anyOf": [*inner, _INTERPOLATION]}
+            _allow_interpolations(value)
+    _allow_interpolations(schema.get("additionalProperties"))
+    _allow_interpolations(schema.get("items"))

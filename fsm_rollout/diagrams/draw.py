@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from html import escape, unescape
 from importlib.util import find_spec
@@ -41,10 +41,6 @@ graph = pygraphviz.AGraph(string=sys.stdin.buffer.read().decode("utf-8"))
 graph.graph_attr["dpi"] = sys.argv[2]
 sys.stdout.buffer.write(graph.draw(format=sys.argv[1], prog="dot"))
 """
-_MISSING = (
-    "drawing needs Graphviz: pip install 'fsm-rollout[diagrams]' brings one along; "
-    "only DOT (.dot) and Mermaid (.mmd) do without"
-)
 _DPI = {"svg": "72", "png": "192"}
 """Dots per inch; an SVG's coordinates are points."""
 
@@ -98,12 +94,9 @@ def source_of(svg: str) -> str | None:
     return None if found is None else unescape(found.group(1))
 
 
-_FORMS: dict[str, Callable[..., str | bytes]] = {
-    ".svg": to_svg,
-    ".png": to_png,
-    ".dot": to_dot,
-    ".mmd": to_mermaid,
-}
+_FORMS: Mapping[str, Callable[..., str | bytes]] = {
+    ".svg": to_svg, ".png": to_png, ".dot": to_dot, ".mmd": to_mermaid
+}  # fmt: skip
 
 
 def form_of(path: Path) -> Callable[..., str | bytes]:
@@ -142,54 +135,62 @@ def render(dot: str, form: Literal["svg", "png"]) -> bytes:
     Raises:
         DrawingError: there is no Graphviz, or it refuses the text.
     """
-    if find_spec("graphviz") is None:
-        raise DrawingError(_MISSING)
-    import graphviz
+    if find_spec("graphviz") is not None:
+        import graphviz
 
-    head, brace, body = dot.partition("{")
-    source = graphviz.Source(f"{head}{brace}\n\tdpi={_DPI[form]}{body}")
-    try:
-        return bytes(source.pipe(format=form, quiet=True))
-    except graphviz.CalledProcessError as error:
-        raise DrawingError(f"Graphviz (dot) failed with code {error.returncode}: {_last_line(error.stderr)}") from error
-    except graphviz.ExecutableNotFound:
-        return _render_by_the_wheel(dot, form)
-
-
-def _render_by_the_wheel(dot: str, form: str) -> bytes:
-    """Draw with the Graphviz in pygraphviz's wheel, where no ``dot`` is on the PATH."""
-    if find_spec("pygraphviz") is None:
-        raise DrawingError(_MISSING)
-    command = [sys.executable, "-c", _PYGRAPHVIZ, form, _DPI[form]]
-    done = subprocess.run(command, input=dot.encode(), capture_output=True, check=False)
-    if done.returncode != 0 or not done.stdout:
-        raise DrawingError(f"Graphviz (pygraphviz) failed with code {done.returncode}: {_last_line(done.stderr)}")
-    return done.stdout
+        head, brace, body = dot.partition("{")
+        source = graphviz.Source(f"{head}{brace}\n\tdpi={_DPI[form]}{body}")
+        try:
+            return bytes(source.pipe(format=form, quiet=True))
+        except graphviz.CalledProcessError as error:
+            raise _failed("dot", error.returncode, error.stderr) from error
+        except graphviz.ExecutableNotFound:
+            if find_spec("pygraphviz") is not None:
+                command = [sys.executable, "-c", _PYGRAPHVIZ, form, _DPI[form]]
+                done = subprocess.run(command, input=dot.encode(), capture_output=True, check=False)
+                if done.returncode != 0 or not done.stdout:
+                    raise _failed("pygraphviz", done.returncode, done.stderr) from None
+                return done.stdout
+    raise DrawingError(
+        "drawing needs Graphviz: pip install 'fsm-rollout[diagrams]' brings one along; "
+        "only DOT (.dot) and Mermaid (.mmd) do without"
+    )
 
 
-def _last_line(output: bytes | None) -> str:
-    return (output or b"").decode(errors="replace").strip().rpartition("\n")[2]
+def _failed(program: str, code: int, output: bytes | None) -> DrawingError:
+    last_line = (output or b"").decode(errors="replace").strip().rpartition("\n")[2]
+    return DrawingError(f"Graphviz ({program}) failed with code {code}: {last_line}")
+
+
+def template_environment(
+    folder: Path, filters: Mapping[str, Callable[..., object]], *, autoescape: bool
+) -> Environment:
+    """Return the environment of the Jinja templates in ``folder``: an unknown name is an error."""
+    environment = Environment(
+        loader=FileSystemLoader(folder),
+        autoescape=autoescape,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=not autoescape,
+    )
+    environment.filters |= filters
+    return environment
 
 
 @cache
 def _templates() -> Environment:
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
+    return template_environment(
+        Path(__file__).parent,
+        {
+            "shown": shown,
+            "wrap": textwrap.wrap,
+            "name": lambda name: name if name.isidentifier() and name not in _KEYWORDS else f'"{name}"',
+            "text": lambda text: escape(shown(text, _LONGEST), quote=True),
+            "entities": lambda text: _WITHOUT_MEANING.sub(lambda m: f"#{ord(m.group())};", shown(text, 2 * _LONGEST)),
+        },
+        autoescape=False,
     )
-    environment.filters |= {
-        "shown": shown,
-        "wrap": textwrap.wrap,
-        "name": lambda name: name if name.isidentifier() and name not in _KEYWORDS else f'"{name}"',
-        "text": lambda text: escape(shown(text, _LONGEST), quote=True),
-        "entities": lambda text: _WITHOUT_MEANING.sub(
-            lambda found: f"#{ord(found.group())};", shown(text, 2 * _LONGEST)
-        ),
-    }
-    return environment
 
 
 def _written(template: str, drawn: Picture) -> str:

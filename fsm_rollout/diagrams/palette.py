@@ -13,15 +13,14 @@ everybody can tell apart, so the tenth has the colour of the first, and labels h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fsm_rollout.agent.graph import GENERATING, INTERACTING, PENDING, PROCESSING_TOOLS, TERMINATED
 
 _WHITE, _BLACK = "#ffffff", "#0d1117"
 
 
-@dataclass(frozen=True, slots=True)
-class Shades:
+class Shades(NamedTuple):
     """A colour on one background, each as ``#rrggbb``."""
 
     line: str
@@ -32,8 +31,7 @@ class Shades:
     """Text on ``fill`` or on the background: at least 4.5:1."""
 
 
-@dataclass(frozen=True, slots=True)
-class Colour:
+class Colour(NamedTuple):
     """A colour in both of its variants."""
 
     light: Shades
@@ -42,8 +40,8 @@ class Colour:
 
 def _mix(colour: str, other: str, share: float) -> str:
     """Return ``colour`` with ``share`` (0 to 1) of ``other`` in it."""
-    pairs = [(int(colour[at : at + 2], 16), int(other[at : at + 2], 16)) for at in (1, 3, 5)]
-    return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)
+    pairs = zip(bytes.fromhex(colour[1:]), bytes.fromhex(other[1:]), strict=True)
+    return "#" + bytes(round(a + (b - a) * share) for a, b in pairs).hex()
 
 
 def _colour(on_white: str, on_black: str) -> Colour:
@@ -98,17 +96,17 @@ def css_variables(order: Sequence[str]) -> str:
     ``--NAME-line``, ``--NAME-fill`` and ``--NAME-ink``, where ``NAME`` is ``state-GENERATING`` and so on, ``page`` or
     ``pale``. They follow the reader's ``prefers-color-scheme``; ``<html data-theme="light">`` (or ``dark``) overrides.
     """
-    states = dict.fromkeys((*_BUILT_IN, *order))
-    colours = {f"state-{name}": colour_of(name, order) for name in states}
-    colours |= {"page": INK, "pale": PALE}
-    light = "".join(_variables(name, colour.light) for name, colour in colours.items())
-    dark = "".join(_variables(name, colour.dark) for name, colour in colours.items())
+    colours = {f"state-{name}": colour_of(name, order) for name in (*_BUILT_IN, *order)} | {"page": INK, "pale": PALE}
+    light, dark = (
+        "".join(
+            f"--{name}-{role}:{shade};"
+            for name, colour in colours.items()
+            for role, shade in colour[variant]._asdict().items()
+        )
+        for variant in (0, 1)
+    )
     return (
         f":root{{color-scheme:light;{light}}}\n"
         f"@media(prefers-color-scheme:dark){{:root:not([data-theme=light]){{color-scheme:dark;{dark}}}}}\n"
         f":root[data-theme=dark]{{color-scheme:dark;{dark}}}\n"
     )
-
-
-def _variables(name: str, shades: Shades) -> str:
-    return f"--{name}-line:{shades.line};--{name}-fill:{shades.fill};--{name}-ink:{shades.ink};"

@@ -9,6 +9,7 @@ A graph that does not pass verification can be drawn too: a picture helps to see
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ class Box:
     lines: tuple[str, ...] = ()
     """What a visit is charged for and bounded by, most telling first."""
     trained: bool | None = None
-    """Whether what it samples is trained on; ``None`` where nothing is sampled, or not known to be."""
+    """Whether what it samples is trained on; ``None`` where nothing is known to be sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,36 +95,23 @@ def picture(graph: AgentGraph, *, implicit: bool = False) -> Picture:
     return Picture(graph.agent, graph.description, graph.initial, boxes, tuple(arrows), bound)
 
 
-def _is_final(graph: AgentGraph, name: str) -> bool:
-    return name == TERMINATED or (name in graph.states and graph.states[name].final)
-
-
 def _colour(graph: AgentGraph, name: str) -> Colour:
-    return colour_of(name, tuple(graph.states)) if name in graph.states or _is_final(graph, name) else PALE
+    return colour_of(name, tuple(graph.states)) if name in graph.states or graph.is_final(name) else PALE
 
 
 def _box(structure: Structure, name: str) -> Box:
-    graph, colour = structure.graph, _colour(structure.graph, name)
-    if name == ANY:
-        return Box(name, "any", colour)
-    if _is_final(graph, name):
-        return Box(name, "final", colour)
-    spec = structure.specs.get(name)
+    graph, spec, colour = structure.graph, structure.specs.get(name), _colour(structure.graph, name)
     if spec is None:
-        return Box(name, "undefined", colour)
+        return Box(name, "any" if name == ANY else "final" if graph.is_final(name) else "undefined", colour)
     state, context = graph.states[name], graph.context(graph.states[name].context)
     samples = spec.spends == LimitName.ASSISTANT_TURNS  # a handler of the user's that spends nothing may sample or not
-    where = "" if state.context == MAIN else f" in {state.context}"
+    handler = spec.name.rpartition(":")[2]
+    if state.context != MAIN:
+        handler += f" in {state.context}"
     if samples and context.engine != POLICY:
-        where += f" by {context.engine}"
-    return Box(
-        name,
-        "working",
-        colour,
-        handler=(spec.name.rpartition(":")[2] if ":" in spec.name else spec.name) + where,
-        lines=tuple(_facts(graph, name, spec.name, spec.spends)),
-        trained=context.trained if samples else None,
-    )
+        handler += f" by {context.engine}"
+    facts = tuple(_facts(graph, name, spec.name, spec.spends))
+    return Box(name, "working", colour, handler, facts, trained=context.trained if samples else None)
 
 
 def _facts(graph: AgentGraph, name: str, handler: str, spends: str | None) -> Iterator[str]:
@@ -134,8 +122,8 @@ def _facts(graph: AgentGraph, name: str, handler: str, spends: str | None) -> It
         yield ", ".join(f"{name} (agent {agents[name]})" if name in agents else name for name in tools)
     if handler == "interact" and (interaction := state.interaction or graph.interaction):
         yield interaction.use.rpartition(":")[2]
-    for limit in (name for name, row in LIMITS.items() if name == spends or row.handler == handler):
-        if limits.get(limit) is not None:
+    for limit, row in LIMITS.items():
+        if limits.get(limit) is not None and (limit == spends or row.handler == handler):
             yield f"{limit} ≤ {limits[limit]}"
         elif limit == spends:
             yield f"{limit}, no limit"
@@ -153,11 +141,8 @@ def _arrows(structure: Structure) -> Iterator[Arrow]:
     """Yield the arrows of what the user wrote, in the order in which the rows stand."""
     graph = structure.graph
     rows = [(row, structure.sources(row)) for row in graph.transitions]
-    rows += [
-        (TransitionRow(trigger=Trigger.FAILED, source=(name,), dest=state.on_error), (name,))
-        for name, state in graph.states.items()
-        if state.on_error is not None and name in graph.working_states
-    ]
+    for name in graph.working_states:
+        rows += [(row, (name,)) for place, row in graph.rows_of(name, Trigger.FAILED) if place is None]
     rivals = Counter((source, row.trigger) for row, sources in rows for source in sources)
     seen: Counter[tuple[str, str]] = Counter()
     labels: defaultdict[tuple[str, str], list[Label]] = defaultdict(list)
@@ -175,15 +160,28 @@ def _arrows(structure: Structure) -> Iterator[Arrow]:
 
 def _label(graph: AgentGraph, row: TransitionRow, order: int | None) -> Label:
     """Return what stands on an arrow for a row; ``…`` in a stop reason stands for what only a run knows."""
-    limits = [predicate.argument for predicate in row.conditions if predicate.name == "limit"]
-    limit = limits[0] if limits and isinstance(limits[0], str) else "…"
+    limit = next((str(p.argument) for p in row.conditions if p.name == "limit"), "…")
     reason = row.stop_reason or Outcome(row.trigger, limit=limit, error="…").stop_reason
-    return Label(row.trigger, order, conditions_of(row), reason if _is_final(graph, row.dest) else None)
+    return Label(row.trigger, order, conditions_of(row), reason if graph.is_final(row.dest) else None)
 
 
 def conditions_of(row: TransitionRow) -> tuple[str, ...]:
     """Return what must all hold for a row to fire, in words."""
-    return (*map(_condition, row.conditions), *(f"not {_condition(predicate)}" for predicate in row.unless))
+    return tuple(_condition(predicate) if wanted else f"not {_condition(predicate)}" for predicate, wanted in row.tests)
+
+
+def _condition(predicate: Predicate) -> str:
+    match predicate.argument:
+        case None:
+            return predicate.name
+        case str() as name if predicate.name in ("limit", "tool_called"):  # these name something, others quote a text
+            return f"{predicate.name} {name}"
+        case str() as text:
+            return f'{predicate.name} "{text}"'
+        case dict() as counts:
+            return f"{predicate.name} {', '.join(f'{key}: {item}' for key, item in counts.items())}"
+        case value:
+            return f"{predicate.name} {json.dumps(value, ensure_ascii=False, default=str)}"
 
 
 def shown(text: str, width: int) -> str:
@@ -192,43 +190,16 @@ def shown(text: str, width: int) -> str:
     return line if len(line) <= width else f"{line[: width - 1]}…"
 
 
-def _condition(predicate: Predicate) -> str:
-    if predicate.argument is None:
-        return predicate.name
-    if predicate.name in ("limit", "tool_called"):  # these name something, the others quote a text
-        return f"{predicate.name} {predicate.argument}"
-    return f"{predicate.name} {_argument(predicate.argument)}"
-
-
-def _argument(value: object) -> str:
-    match value:
-        case str():
-            return f'"{value}"'
-        case dict():
-            return ", ".join(f"{key}: {_argument(item)}" for key, item in value.items())
-        case list() | tuple():
-            return ", ".join(map(_argument, value))
-        case None:
-            return "null"
-        case bool():
-            return str(value).lower()
-        case _:
-            return f"{value}"
-
-
 def _implicit_arrows(structure: Structure) -> Iterator[Arrow]:
     """Yield the ends that need no row: one arrow per state with all the triggers that end it where no row holds."""
-    working = structure.graph.working_states
-    if len(working) > FEW:
+    graph = structure.graph
+    if len(graph.working_states) > FEW:
         yield Arrow(ANY, TERMINATED, tuple(map(Label, IMPLICIT_TRIGGERS)), PALE, implicit=True)
         return
-    for state in working:
-        triggers = [trigger for trigger in IMPLICIT_TRIGGERS if structure.may_raise(state, trigger)]
-        labels = tuple(Label(trigger) for trigger in triggers if not _always_taken(structure, state, trigger))
+    for state in graph.working_states:
+        # A limit is routed once only; the second time it ends the run, whatever rows there are.
+        raised = [trigger for trigger in IMPLICIT_TRIGGERS if structure.may_raise(state, trigger)]
+        always = {trigger for trigger in raised for _, row in graph.rows_of(state, trigger) if not row.tests}
+        always -= {Trigger.LIMIT_REACHED, Trigger.CANCELLED}
+        labels = tuple(Label(trigger) for trigger in raised if trigger not in always)
         yield Arrow(state, TERMINATED, labels, PALE, implicit=True)
-
-
-def _always_taken(structure: Structure, state: str, trigger: str) -> bool:
-    """Whether a row takes ``trigger`` whatever holds; a limit is routed once only, the second time it ends the run."""
-    rows = structure.graph.rows_of(state, trigger)
-    return trigger not in (Trigger.LIMIT_REACHED, Trigger.CANCELLED) and any(not row.tests for _, row in rows)

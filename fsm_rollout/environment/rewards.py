@@ -13,7 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from itertools import zip_longest
-from typing import Any, cast, get_origin, get_type_hints
+from typing import SupportsFloat, cast, get_origin, get_type_hints
 
 from fsm_rollout.agent.graph import MAIN
 from fsm_rollout.agent.handlers import load_object
@@ -31,8 +31,8 @@ LOG_EVERY = 64
 """After so many dropped groups in a row, a line says that the filter keeps nothing."""
 
 
-class _UserFunction:
-    """A function of one argument that judges trajectories, sync (then it runs in a thread) or async."""
+class _Judge:
+    """A user's function of one argument that judges trajectories, sync (then it runs in a thread) or async."""
 
     kind: str
     takes: str
@@ -49,7 +49,7 @@ class _UserFunction:
             signature.bind(None)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{self.kind} '{self.name}' must take one argument, {self.takes}: {error}") from error
-        self._parameter = next(iter(signature.parameters.values()))
+        self._parameter = next(iter(signature.parameters))
 
     async def _call(self, argument: object) -> object:
         """Call it within its time; a cancellation that nobody asked for is its failure."""
@@ -62,7 +62,7 @@ class _UserFunction:
             raise RuntimeError(f"{self.kind} '{self.name}' was cancelled by its own code") from None
 
 
-class Reward(_UserFunction):
+class Reward(_Judge):
     """A reward function, of one trajectory or of a whole group, sync (then it runs in a thread) or async.
 
     It is a group's when its first parameter is called ``group`` or annotated as a sequence; it then gets the group's
@@ -76,39 +76,35 @@ class Reward(_UserFunction):
 
     kind = "reward"
     takes = "a trajectory or a group"
+    _logged = False
 
-    def __init__(self, function: Function | str, *, timeout: float | None = 600.0) -> None:
-        super().__init__(function, timeout=timeout)
-        self.of_group = self._parameter.name == "group" or _is_sequence(self._function, self._parameter)
-        self._logged = False
+    @functools.cached_property
+    def of_group(self) -> bool:
+        """Whether it scores a whole group at once."""
+        if self._parameter == "group":
+            return True
+        function = self._function
+        try:
+            hints = get_type_hints(function if inspect.isroutine(function) else type(function).__call__)
+        except Exception:  # a user's annotation that cannot be resolved says nothing
+            return False
+        hint = hints.get(self._parameter)
+        many = get_origin(hint) or hint
+        return isinstance(many, type) and issubclass(many, Iterable)
 
     async def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """Return one score per trajectory of a group, in order; the first failure of all is logged."""
-        values = await self._values(trajectories)
+        if self.of_group:
+            values = self._each(await self._result(list(trajectories)), len(trajectories))
+        else:
+            values = await asyncio.gather(*map(self._result, trajectories))
         scores = [self._read(*pair) for pair in zip(trajectories, values, strict=True)]
-        failed = [(t, score) for t, score in zip(trajectories, scores, strict=True) if isinstance(score, Exception)]
-        if failed and not self._logged:
-            self._logged = True
-            trajectory, error = failed[0]
-            kind = type(error).__name__
-            logger.warning("no score for trajectory %s: %s: %s", trajectory.trajectory_id, kind, error)
+        for trajectory, score in zip(trajectories, scores, strict=True):
+            if isinstance(score, Exception) and not self._logged:
+                self._logged = True
+                kind = type(score).__name__
+                logger.warning("no score for trajectory %s: %s: %s", trajectory.trajectory_id, kind, score)
         return scores
-
-    async def _values(self, trajectories: Sequence[Trajectory]) -> list[object]:
-        """Return what the function says of each trajectory, or raises."""
-        if not self.of_group:
-            return list(await asyncio.gather(*map(self._result, trajectories)))
-        result = await self._result(list(trajectories))
-        if isinstance(result, Exception):
-            return [result] * len(trajectories)
-        got: object = type(result).__name__
-        if isinstance(result, Iterable) and not isinstance(result, str | Mapping | Set):
-            values = list(result)
-            if len(values) == len(trajectories):
-                return values
-            got = len(values)
-        error = ValueError(f"group reward '{self.name}' must return {len(trajectories)} scores in order, got {got}")
-        return [error] * len(trajectories)
 
     async def _result(self, argument: object) -> object:
         try:
@@ -116,20 +112,32 @@ class Reward(_UserFunction):
         except Exception as error:  # whatever the user's function raises
             return error
 
-    def _read(self, trajectory: Trajectory, value: Any) -> Score:
+    def _each(self, result: object, count: int) -> Sequence[object]:
+        """Return the value of each trajectory, from what the function said of their group."""
+        if isinstance(result, Exception):
+            return [result] * count
+        got: object = type(result).__name__
+        if isinstance(result, Iterable) and not isinstance(result, str | Mapping | Set):
+            values = list(result)
+            if len(values) == count:
+                return values
+            got = len(values)
+        return [ValueError(f"group reward '{self.name}' must return {count} scores in order, got {got}")] * count
+
+    def _read(self, trajectory: Trajectory, value: object) -> Score:
         if value is None or isinstance(value, Exception):
             return value
         rule = f"reward '{self.name}' of trajectory {trajectory.trajectory_id} must be a finite number or None"
         try:
             if isinstance(value, str):
                 raise TypeError("a string")
-            number = float(value)
+            number = float(cast(SupportsFloat, value))
         except (TypeError, ValueError) as error:
             return TypeError(f"{rule}, got {value!r} ({error})")
         return number if math.isfinite(number) else ValueError(f"{rule}, got {number}")
 
 
-class GroupFilter(_UserFunction):
+class GroupFilter(_Judge):
     """Says which groups are worth training on: a function of a group's trajectories, sync (in a thread) or async.
 
     It may be given as ``module:function``. A filter that fails, or takes longer than ``timeout`` seconds, keeps the
@@ -153,22 +161,9 @@ class GroupFilter(_UserFunction):
             return True
         self._dropped = 0 if kept else self._dropped + 1
         if self._dropped and self._dropped % LOG_EVERY == 0:
-            logger.warning(
-                "group filter '%s' has dropped %d groups in a row; the last one's scores: %s",
-                self.name, self._dropped, [trajectory.score for trajectory in trajectories],
-            )  # fmt: skip
+            message = "group filter '%s' has dropped %d groups in a row; the last one's scores: %s"
+            logger.warning(message, self.name, self._dropped, [trajectory.score for trajectory in trajectories])
         return kept
-
-
-def _is_sequence(function: Function, parameter: inspect.Parameter) -> bool:
-    """Return whether a function's parameter is annotated as many of something."""
-    target = function if inspect.isroutine(function) else type(function).__call__
-    try:
-        hint = get_type_hints(target).get(parameter.name)
-    except Exception:  # a user's annotation that cannot be resolved says nothing
-        return False
-    origin = get_origin(hint) or hint
-    return isinstance(origin, type) and issubclass(origin, Iterable)
 
 
 def scores_differ(group: Sequence[Trajectory]) -> bool:
@@ -211,20 +206,13 @@ def _correct(trajectory: Trajectory) -> list[bool]:
     """Return of each expected answer whether it was given in its place."""
     if "answer" not in trajectory.extra:
         raise ValueError("the prompt has no `answer` to compare with; add one, or use another reward")
-    script: Any = trajectory.extra.get("interaction_kwargs") or {}
-    expected = [trajectory.extra["answer"], *(script.get("answers") or ())]
-    texts = _answering_texts(trajectory, script.get("turns") or ())
-    return [gives_answer(texts.get(place, ""), answer) for place, answer in enumerate(expected)]
-
-
-def _answering_texts(trajectory: Trajectory, turns: Sequence[str]) -> dict[int, str]:
-    """Return the last answering text of `main` by place: before the user's first scripted turn, after it, and so on."""
+    script = cast(Mapping[str, Sequence[str]], trajectory.extra.get("interaction_kwargs") or {})
+    turns = script.get("turns") or ()
+    # 1. The last answering text of `main` by place: before the user's first scripted turn, after it, and so on.
     texts: dict[int, str] = {}
     place = 0
     for stream in trajectory.streams:
-        if stream.context != MAIN:
-            continue
-        new = stream.messages[stream.opening :]
+        new = stream.messages[stream.opening :] if stream.context == MAIN else []
         for message, following in zip_longest(new, new[1:]):
             # A broken call leaves no tool_calls, but a tool message answers it.
             called = message.get("tool_calls") or (following is not None and following["role"] == "tool")
@@ -232,4 +220,6 @@ def _answering_texts(trajectory: Trajectory, turns: Sequence[str]) -> dict[int, 
                 texts[place] = str(message.get("content") or "")
             elif message["role"] == "user" and place < len(turns) and message["content"] == turns[place]:
                 place += 1
-    return texts
+    # 2. What each should state.
+    expected = [trajectory.extra["answer"], *(script.get("answers") or ())]
+    return [gives_answer(texts.get(place, ""), answer) for place, answer in enumerate(expected)]

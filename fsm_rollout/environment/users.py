@@ -11,7 +11,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any, Protocol
+from typing import Protocol
 
 from pydantic import ValidationError
 
@@ -60,7 +60,7 @@ class Conversation:
     """The context's history so far, in OpenAI's form."""
     trajectory: Trajectory
     """To be read only."""
-    extra: Mapping[str, Any]
+    extra: Mapping[str, object]
     """The prompt's other fields; to be read only."""
     rng: Random
     """Seeded by the trajectory and the visit."""
@@ -137,10 +137,8 @@ def build_interaction(spec: InteractionSpec, kwargs: object = None) -> BoundInte
         try:
             signature.bind(**merged)
         except TypeError as error:
-            sources = (
-                f"{key} ({'interaction_kwargs of the prompt' if key in own else 'its kwargs'})" for key in merged
-            )
-            got = ", ".join(sources) or "nothing"
+            origins = {key: "interaction_kwargs of the prompt" if key in own else "its kwargs" for key in merged}
+            got = ", ".join(f"{key} ({origin})" for key, origin in origins.items()) or "nothing"
             raise ToolError(f"{where}: {error}; it takes {signature}, got {got}") from error
         source = f" (the prompt's interaction_kwargs gave {', '.join(own)})" if own else ""
         raise ToolError(f"{where}: {type(raised).__name__}: {raised}{source}") from raised
@@ -160,19 +158,16 @@ class ScriptedUser:
             raise ValueError(
                 f"`answers` must be a list with one answer for each of the {len(turns)} turns, got {answers!r}"
             )
-        self._turns = tuple(turns)
-        self._answers = None if answers is None else tuple(answers)
+        self._turns, self._answers = turns, answers
 
     async def reply(self, conversation: Conversation) -> Reply:
         """Judge the latest turn and say the next line, if there is one."""
         number, score = conversation.replies, None
-        if self._answers is not None and "answer" in conversation.extra:
-            expected = (conversation.extra["answer"], *self._answers)
-            if number < len(expected):
-                score = float(gives_answer(conversation.text, expected[number]))
-        if number < len(self._turns):
-            return Reply(self._turns[number], score)
-        return Reply(None, score, done=True)
+        if self._answers is not None and "answer" in conversation.extra and number <= len(self._answers):
+            expected = (conversation.extra["answer"], *self._answers)[number]
+            score = float(gives_answer(conversation.text, expected))
+        content = self._turns[number] if number < len(self._turns) else None
+        return Reply(content, score, done=content is None)
 
 
 class ModelUser:
@@ -205,20 +200,15 @@ class ModelUser:
         except ValidationError as error:
             message = error.errors(include_url=False)[0]["msg"]
             raise ValueError(f"`sampling` is wrong: {message}; got {sampling!r}") from None
-        self._engine = engine
-        self._max_turns = max_turns
-        self._system = system
-        self._opening = opening
-        self._stop = stop
+        self._engine, self._max_turns, self._stop = engine, max_turns, stop
+        self._system, self._opening = system, opening
 
     async def reply(self, conversation: Conversation) -> Reply:
         """Ask the model for the user's next message."""
         if conversation.replies >= self._max_turns:
             return Reply(None, done=True)
         text = (await conversation.ask(self._engine, self.seen(conversation.messages), self._sampling)).strip()
-        if not text or self._stop in text:
-            return Reply(None, done=True)
-        return Reply(text)
+        return Reply(None, done=True) if not text or self._stop in text else Reply(text)
 
     def seen(self, messages: Sequence[Message]) -> list[Message]:
         """Return the conversation from the user's side: roles swapped, tools and system messages out of sight.

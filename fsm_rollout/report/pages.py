@@ -22,9 +22,10 @@ from functools import cache
 from pathlib import Path
 from urllib.parse import quote
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment
 from markupsafe import Markup
 
+from fsm_rollout.diagrams.draw import template_environment
 from fsm_rollout.diagrams.palette import css_variables
 from fsm_rollout.diagrams.picture import shown
 from fsm_rollout.report.recording import kind_of_end
@@ -122,26 +123,22 @@ def page_path(folder: Path, trajectory_id: str) -> Path:
 
 @cache
 def _environment() -> Environment:
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
+    return template_environment(
+        TEMPLATES,
+        {
+            "visible": visible,
+            "folded": folded,
+            "kind_of_end": kind_of_end,
+            "duration": lambda seconds: duration(seconds).replace(" ", "\u00a0"),  # never broken over two lines
+            "number": number,
+            "as_json": as_json,
+            "state_class": state_class,
+            "shown": shown,
+            "dot_string": _dot_string,
+            "replica": replica_name,
+        },
         autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
     )
-    environment.filters |= {
-        "visible": visible,
-        "folded": folded,
-        "kind_of_end": kind_of_end,
-        "duration": lambda seconds: duration(seconds).replace(" ", "\u00a0"),  # never broken over two lines
-        "number": number,
-        "as_json": as_json,
-        "state_class": state_class,
-        "shown": shown,
-        "dot_string": _dot_string,
-        "replica": replica_name,
-    }
-    return environment
 
 
 @cache

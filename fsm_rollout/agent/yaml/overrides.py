@@ -7,6 +7,8 @@ stands in the file, and only the strings that hold one pass through it.
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -25,19 +27,18 @@ def apply_overrides(data: ConfigData, overrides: Sequence[str], source: SourceMa
     for override in overrides:
         shown = f"override '{override}'"
         key, equals, text = override.partition("=")
-        path: ConfigPath = tuple(
-            int(part) if part.isdecimal() else part for part in re.split(r"[.\[]", key.strip().replace("]", ""))
-        )
+        parts = re.split(r"[.\[]", key.strip().replace("]", ""))
+        path: ConfigPath = tuple(int(part) if part.isdecimal() else part for part in parts)
         if not equals or "" in path:
             problems.append(Problem("is not of the form key=value, say limits.assistant_turns=4", shown))
             continue
         value, wrong = read_yaml(text, SourceMap(shown))
-        problem = _set(data, path, value)
+        problems += [Problem(problem.message, shown) for problem in wrong]
         if wrong:
-            problems.extend(Problem(p.message, shown) for p in wrong)
             source.wrong.add(path)
-        if problem is not None:
-            problems.append(Problem(problem, shown))
+        no_place = _set(data, path, value)
+        if no_place is not None:
+            problems.append(Problem(no_place, shown))
         source.overrides[path] = shown
         for length in range(1, len(path)):  # what it had to create on its way is its own too
             if path[:length] not in source.lines:
@@ -47,94 +48,78 @@ def apply_overrides(data: ConfigData, overrides: Sequence[str], source: SourceMa
 
 def _set(data: ConfigData, path: ConfigPath, value: object) -> str | None:
     """Set one value; returns what is wrong instead when there is no such place."""
-    here: Any = data
+    holder: Any = data
     for depth, part in enumerate(path):
-        last = depth == len(path) - 1
         above = ".".join(map(str, path[:depth])) or "the agent"
-        if isinstance(here, list):
-            if not isinstance(part, int) or part >= len(here):
-                return f"'{above}' is a list of {len(here)}; there is no item '{part}' in it"
-        elif not isinstance(here, dict):
+        if isinstance(holder, list):
+            if not isinstance(part, int) or part >= len(holder):
+                return f"'{above}' is a list of {len(holder)}; there is no item '{part}' in it"
+        elif not isinstance(holder, dict):
             return f"'{above}' holds no further keys, so there is no '{part}' in it"
         else:
             part = str(part)
-            if path[:depth] in {(name,) for name in _NAMED} and part not in here:
-                return f"'{above}' has no '{part}'{did_you_mean(part, here)}"
-            if not last and here.get(part) is None:
-                here[part] = {}
-        if last:
-            here[part] = value
+            if depth == 1 and path[0] in _NAMED and part not in holder:
+                return f"'{above}' has no '{part}'{did_you_mean(part, holder)}"
+            if depth < len(path) - 1 and holder.get(part) is None:
+                holder[part] = {}
+        if depth == len(path) - 1:
+            holder[part] = value
         else:
-            here = here[part]
+            holder = holder[part]
     return None
 
 
 def interpolate(data: ConfigData, source: SourceMap) -> list[Problem]:
     r"""Resolve every ``${…}`` of ``data`` in place; write ``\${`` for the two characters themselves."""
-    found = list(_interpolations(data, ()))
-    if not found:
+    holders = dict(_interpolations(data, ()))
+    if not holders:
         return []
     from omegaconf import Container, OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
-    problems: list[Problem] = []
-
-    def wrong(path: ConfigPath, error: Exception) -> None:
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if isinstance(error, RecursionError):
-            text = "it refers to itself"
-        message = f"interpolation failed: {text}; write \\${{ for a literal ${{"
-        problems.append(source.problem(path, message))
-        source.wrong.add(path)
-        _put(data, path, "")
-
-    readable = []
-    for path, text in found:
+    failures: dict[ConfigPath, str] = {}
+    # 1. A text that cannot even be read would spoil all others.
+    for path, holder in holders.items():
         try:
-            OmegaConf.create({"text": text})
-            readable.append(path)
-        except OmegaConfBaseException as error:
-            wrong(path, error)
+            OmegaConf.create({"text": holder[path[-1]]})
+        except Exception as error:  # a resolver is code of the user's, here and below
+            failures[path], holder[path[-1]] = _reason(error), ""
+    # 2. All are resolved before any is put into its place, because they refer to one another.
     config = OmegaConf.create(data)
-    resolved: list[tuple[ConfigPath, object]] = []
-    for path in readable:
+    values: dict[ConfigPath, object] = {}
+    for path in holders.keys() - failures.keys():
         try:
-            value: Any = config
-            for part in path:
-                value = value[part]
+            value: object = functools.reduce(operator.getitem, path, config)
             if isinstance(value, Container):
                 value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
-            resolved.append((path, value))
-        except (OmegaConfBaseException, RecursionError) as error:
-            wrong(path, error)
-        except Exception as error:  # a resolver is code of the user's
-            wrong(path, error)
-    for path, value in resolved:
-        if isinstance(value, str | int | float | list | dict | None):
-            _put(data, path, value)
-        else:
-            wrong(path, TypeError(f"it gives a {type(value).__name__}, not plain data"))
-    return problems
+            if not isinstance(value, str | int | float | list | dict | None):
+                raise TypeError(f"it gives a {type(value).__name__}, not plain data")
+            values[path] = value
+        except Exception as error:
+            failures[path], values[path] = _reason(error), ""
+    for path, value in values.items():
+        holders[path][path[-1]] = value
+    source.wrong.update(failures)
+    hint = "write \\${ for a literal ${"
+    return [
+        source.problem(path, f"interpolation failed: {failures[path]}; {hint}") for path in holders if path in failures
+    ]
+
+
+def _interpolations(holder: Any, path: ConfigPath) -> Iterator[tuple[ConfigPath, Any]]:
+    """Yield the path of every text with an interpolation, and the mapping or list that holds it."""
+    for key, value in holder.items() if isinstance(holder, dict) else enumerate(holder):
+        if isinstance(value, str) and "${" in value:
+            yield (*path, key), holder
+        elif isinstance(value, dict | list):
+            yield from _interpolations(value, (*path, key))
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it refers to itself"
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def escape_interpolation(text: str) -> str:
     """Return ``text`` so that :func:`interpolate` gives it back: OmegaConf halves backslashes before ``${``."""
     return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + "\\${", text)
-
-
-def _interpolations(data: object, path: ConfigPath) -> Iterator[tuple[ConfigPath, str]]:
-    if isinstance(data, str):
-        if "${" in data:
-            yield path, data
-    elif isinstance(data, dict):
-        for key, value in data.items():
-            yield from _interpolations(value, (*path, key))
-    elif isinstance(data, list):
-        for index, value in enumerate(data):
-            yield from _interpolations(value, (*path, index))
-
-
-def _put(data: Any, path: ConfigPath, value: object) -> None:
-    for part in path[:-1]:
-        data = data[part]
-    data[path[-1]] = value
