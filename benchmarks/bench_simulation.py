@@ -14,7 +14,7 @@ from random import Random
 
 from fsm_rollout.agent.loader import load_agent
 from fsm_rollout.engines.scripted.script import Turn
-from fsm_rollout.testing.plugin.agent_checks import Subject, search
+from fsm_rollout.testing.plugin.agent_checks import Subject
 from fsm_rollout.testing.simulation.plan import Plan
 from fsm_rollout.testing.simulation.simulate import simulate
 
@@ -28,7 +28,7 @@ def drawn(path: Path) -> list[Plan]:
     """Return a hundred plans as the items of the plugin draw them."""
     subject = Subject(path, examples=100, seed=1)
     plans: list[Plan] = []
-    search(subject, subject.plans(), plans.append)
+    subject.search(plans.append)
     return plans
 
 

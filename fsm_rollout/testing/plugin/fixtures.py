@@ -1,15 +1,14 @@
 """What the plugin's fixtures make; plain functions, so they serve outside of pytest too.
 
-Invariant: everything here is the real thing (scheduler, dispatcher, engine protocol, the agent's own tools and
-handlers); only the engine's words and the time are given.
+Invariant: everything here is the real thing (scheduler, engine client, engine protocol, the agent's own tools and
+handlers); only the engine's words and the time are made up.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from fsm_rollout.agent.graph import AgentGraph
@@ -19,7 +18,7 @@ from fsm_rollout.engines.scripted.script import Script
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from fsm_rollout.testing.simulation.simulated import OneEngine
-from fsm_rollout.testing.simulation.virtual_time import VirtualTimeLoop, run_virtual
+from fsm_rollout.testing.simulation.virtual_time import run_virtual
 from fsm_rollout.trajectory.prompt import Prompt, as_prompts
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -31,32 +30,16 @@ RunOne = Callable[..., Trajectory]
 
 
 class FakeClock:
-    """An event loop in virtual time that keeps its clock between runs."""
+    """An event loop in virtual time that keeps its clock between runs: sleeping takes no time."""
 
-    def __init__(self) -> None:
-        self._loop = VirtualTimeLoop()
-
-    def __enter__(self) -> FakeClock:
-        """Give the clock."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Close the loop, with what still runs on it."""
-        left = asyncio.all_tasks(self._loop)
-        for task in left:
-            task.cancel()
-        if left:
-            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        self._loop.close()
+    def __init__(self, runner: asyncio.Runner) -> None:
+        self.run = runner.run
+        self._loop = runner.get_loop()
 
     @property
     def now(self) -> float:
         """The virtual time, in seconds."""
         return self._loop.time()
-
-    def run(self, coroutine: Coroutine[object, object, T]) -> T:
-        """Run a coroutine to its end; sleeping takes no time."""
-        return self._loop.run_until_complete(coroutine)
 
 
 def script_engine(turns: Script, **options: Any) -> ScriptedEngine:
@@ -76,8 +59,7 @@ def make_scheduler(
         options: those of :class:`Scheduler`.
     """
     graph = agent if isinstance(agent, AgentGraph) else load_agent(agent)
-    made = script_engine(turns) if engine is None else engine
-    return Scheduler({graph.agent: graph}, OneEngine(made), **options)
+    return Scheduler({graph.agent: graph}, OneEngine(engine or script_engine(turns)), **options)
 
 
 def run_one(
@@ -92,10 +74,11 @@ def run_one(
         options: those of :class:`Scheduler`.
     """
 
-    async def main() -> Sequence[Trajectory]:
+    async def main() -> Trajectory:
         scheduler = make_scheduler(agent, turns, **options)
         prompts = as_prompts([prompt])
         scheduler.check(prompts)
-        return [trajectory async for group in scheduler.run(prompts) for trajectory in group.trajectories]
+        (group,) = [group async for group in scheduler.run(prompts)]
+        return group.trajectories[0]
 
-    return run_virtual(main())[0]
+    return run_virtual(main())

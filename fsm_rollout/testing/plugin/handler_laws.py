@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
-from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.errors import PromptTooLong, RolloutError
 from fsm_rollout.testing.simulation.laws import LawBroken
 from fsm_rollout.testing.simulation.simulate import Simulation
@@ -31,18 +30,18 @@ def handlers_stay(run: Simulation) -> None:
 def handlers_behave(run: Simulation) -> None:
     """Hold handlers to this: they return what they declare, let cancellation pass, and fail only where a row is."""
     for visit in run.visits:
+        returned = f"returned {getattr(visit.outcome, 'trigger', visit.outcome)!r}"
         if visit.cancelled and not isinstance(visit.outcome, BaseException):
-            went_on = f"was told to stop and went on: it returned {_trigger(visit)!r}"
-            advice = "instead of letting the cancellation pass; catch Exception, not CancelledError, or raise it again"
-            raise _blame(visit, f"{went_on} {advice}")
+            advice = "catch Exception, not CancelledError, or raise it again"
+            went_on = f"was told to stop and went on: it {returned} instead of letting the cancellation pass"
+            raise _blame(visit, f"{went_on}; {advice}")
         if visit.undeclared:
-            undeclared = f"returned {_trigger(visit)!r}, an undeclared outcome"
-            raise _blame(visit, f"{undeclared}; it declares triggers = {visit.declared!r}")
+            raise _blame(visit, f"{returned}, an undeclared outcome; it declares triggers = {visit.declared!r}")
     for visit in _raised(run):
         if not isinstance(visit.outcome, RolloutError | TimeoutError):
             raise _failed(visit)
-    for name, events in run.events.items():
-        for event in events:
+    for name, history in run.events.items():
+        for event in history:
             if isinstance(event, Transitioned) and str(event.detail).startswith("predicate '"):
                 raise LawBroken(0, f"a predicate raised: {event.detail}", trajectory_id=name)
 
@@ -56,11 +55,9 @@ def handlers_manage(calm: Simulation) -> None:
     """Hold handlers to this in a world where nothing fails and all is at once: they return, by themselves."""
     for visit in calm.visits:
         if visit.stopped:
-            raise _blame(
-                visit,
-                "never returns by itself: it was stopped by its timeout, though the engine, the tools and the users "
-                f"answered at once{f'{chr(10)}  it waits at {visit.where}' if visit.where else ''}",
-            )
+            never = "never returns by itself: it was stopped by its timeout"
+            waits = f"\n  it waits at {visit.where}" if visit.where else ""
+            raise _blame(visit, f"{never}, though the engine, the tools and the users answered at once{waits}")
     for visit in _raised(calm):
         raise _failed(visit)
 
@@ -71,39 +68,24 @@ def fails_as_drawn(run: Simulation) -> None:
     for trajectory in run.trajectories:
         failed, _, kind = str(trajectory.stop_reason).partition(":")
         if failed == "failed" and kind not in DRAWN_FAILURES | raised:
-            raise LawBroken(
-                0,
-                f"it failed, though nothing was drawn to fail: {kind}: {trajectory.detail}",
-                trajectory_id=trajectory.trajectory_id,
-            )
+            what = f"it failed, though nothing was drawn to fail: {kind}: {trajectory.detail}"
+            raise LawBroken(0, what, trajectory_id=trajectory.trajectory_id)
 
 
 def _raised(run: Simulation) -> Iterator[Visit]:
     """Yield the visits that raised something of their own where no row takes ``failed``."""
     for visit in run.visits:
-        error = visit.outcome
+        error, graph = visit.outcome, run.graph
         own = isinstance(error, asyncio.CancelledError) and not visit.cancelled
-        its_own = own or (isinstance(error, Exception) and not isinstance(error, PromptTooLong))
-        if its_own and not _routes_failures(run.graph, visit.state):
+        own = own or (isinstance(error, Exception) and not isinstance(error, PromptTooLong))
+        if own and not (visit.state in graph.states and any(graph.rows_of(visit.state, Trigger.FAILED))):
             yield visit
-
-
-def _routes_failures(graph: AgentGraph, state: str) -> bool:
-    return state in graph.states and any(graph.rows_of(state, Trigger.FAILED))
 
 
 def _failed(visit: Visit) -> LawBroken:
     error = visit.outcome
-    said = f": {error}" if str(error) else ""
-    return _blame(
-        visit,
-        f"raised {type(error).__name__}{said}\n  at {visit.where}\n"
-        "  no row takes 'failed' there: handle it in the handler, or write a row",
-    )
-
-
-def _trigger(visit: Visit) -> object:
-    return getattr(visit.outcome, "trigger", visit.outcome)
+    what = f"raised {type(error).__name__}{f': {error}' if str(error) else ''}\n  at {visit.where}"
+    return _blame(visit, f"{what}\n  no row takes 'failed' there: handle it in the handler, or write a row")
 
 
 def _blame(visit: Visit, what: str) -> LawBroken:

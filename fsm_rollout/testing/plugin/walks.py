@@ -7,7 +7,6 @@ raises, limits hold as they do in a run.
 
 from __future__ import annotations
 
-from collections import Counter
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from random import Random
@@ -17,6 +16,7 @@ from fsm_rollout.agent.limits import reachable_while_running, reached_on_entry
 from fsm_rollout.agent.machine import AgentMachine
 from fsm_rollout.agent.predicates import PREDICATES
 from fsm_rollout.agent.rules.structure import Structure
+from fsm_rollout.diagrams.picture import conditions_of
 from fsm_rollout.trajectory.events import AnyEvent, Ended, LimitCharged, Prompted, Transitioned
 from fsm_rollout.trajectory.reasons import Trigger
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
@@ -29,53 +29,46 @@ def coin(trajectory: Trajectory) -> bool:
     return _coins.get().random() < 0.5
 
 
-def with_free_predicates(graph: AgentGraph) -> AgentGraph:
-    """Return the agent with every predicate that is no counter replaced by a coin."""
-
-    def freed(predicates: tuple[Predicate, ...]) -> tuple[Predicate, ...]:
-        return tuple(p if p.name in PREDICATES and PREDICATES[p.name].counter else _COIN for p in predicates)
-
-    rows = [
-        row.model_copy(update={"conditions": freed(row.conditions), "unless": freed(row.unless)})
-        for row in graph.transitions
-    ]
-    return graph.model_copy(update={"transitions": tuple(rows)})
-
-
 _COIN = Predicate(name=f"{__name__}:coin")
+
+
+def _freed(predicates: tuple[Predicate, ...]) -> tuple[Predicate, ...]:
+    """Replace every predicate that is no counter by a coin."""
+    return tuple(p if p.name in PREDICATES and PREDICATES[p.name].counter else _COIN for p in predicates)
 
 
 @dataclass(slots=True)
 class Walk:
     """One walk: the rows that fired (``None``: the machine's own), and the states that they led to."""
 
+    path: list[str]
     rows: list[int | None] = field(default_factory=list)
-    path: list[str] = field(default_factory=list)
     ended: bool = False
-
-    def __len__(self) -> int:
-        """Return how many transitions it took."""
-        return len(self.rows)
 
 
 class Walker:
     """Walks one agent."""
 
     def __init__(self, graph: AgentGraph) -> None:
-        self.graph = with_free_predicates(graph)
+        rows = tuple(
+            row.model_copy(update={"conditions": _freed(row.conditions), "unless": _freed(row.unless)})
+            for row in graph.transitions
+        )
+        self.graph = graph.model_copy(update={"transitions": rows})
         self.machine = AgentMachine(self.graph)
         structure = Structure(self.graph)
-        self.outcomes = {state: list(self._outcomes(structure, state)) for state in graph.working_states}
+        self.outcomes = {state: self._outcomes(structure, state) for state in graph.working_states}
 
     def _outcomes(self, structure: Structure, state: str) -> list[Outcome]:
-        """Return what a handler that runs may come to, but for ``cancelled``."""
-        spec, limits = structure.specs[state], self.graph.limits
+        """Return what a handler that runs may come to, but for ``cancelled``; its own outcomes first."""
         custom = structure.is_custom(state)
-        triggers = dict.fromkeys((*spec.triggers, Trigger.TIMED_OUT, *((Trigger.TRUNCATED,) if custom else ())))
+        triggers = dict.fromkeys((*structure.specs[state].triggers, *((Trigger.TRUNCATED,) if custom else ())))
+        limits = reachable_while_running(self.graph.limits, custom=custom)
         return [
             *(Outcome(trigger) for trigger in triggers),
+            Outcome(Trigger.TIMED_OUT),
             Outcome(Trigger.FAILED, error="RuntimeError"),
-            *(Outcome(Trigger.LIMIT_REACHED, limit=name) for name in reachable_while_running(limits, custom=custom)),
+            *(Outcome(Trigger.LIMIT_REACHED, limit=name) for name in limits),
         ]
 
     def walk(self, rng: Random, most: int, eager: float = 0.8) -> Walk:
@@ -86,8 +79,13 @@ class Walker:
             most: transitions after which the walk is given up (``ended`` stays false).
             eager: how often a visit comes to what its handler declares; the rest is failures and limits.
         """
-        walk = Walk(path=[self.graph.initial])
-        trajectory = Trajectory.fold([self._prompted()])
+        graph, walk = self.graph, Walk([self.graph.initial])
+        prompted = Prompted(
+            at=0.0, trajectory_id="walk", group_id="walk", sample=0, agent=graph.agent, initial=graph.initial,
+            messages=[{"role": "user", "content": "?"}], extra={}, limits=graph.limits.model_dump(), seed=0,
+            date="2020-01-01T00:00:00",
+        )  # fmt: skip
+        trajectory = Trajectory.fold([prompted])
 
         def emit(event: AnyEvent) -> None:
             trajectory.apply(event)
@@ -95,11 +93,11 @@ class Walker:
                 walk.rows.append(event.row)
                 walk.path.append(event.dest)
 
-        for limit, amount in self.machine.charge_of(self.graph.initial)(trajectory).items():
+        for limit, amount in self.machine.charge_of(graph.initial)(trajectory).items():
             trajectory.apply(LimitCharged(at=0.0, limit=limit, amount=amount))
         token = _coins.set(rng)
         try:
-            while not trajectory.ended and len(walk) < most:
+            while not trajectory.ended and len(walk.rows) < most:
                 self.machine.fire(trajectory, self._outcome(trajectory, rng, eager), at=0.0, emit=emit)
                 if trajectory.exit is not None:
                     trajectory.apply(Ended(at=0.0, stop_reason="walked"))
@@ -117,25 +115,8 @@ class Walker:
         declared = [o for o in possible if o.trigger not in (Trigger.FAILED, Trigger.TIMED_OUT, Trigger.LIMIT_REACHED)]
         return rng.choice(declared if declared and rng.random() < eager else possible)
 
-    def _prompted(self) -> Prompted:
-        return Prompted(
-            at=0.0, trajectory_id="walk", group_id="walk", sample=0, agent=self.graph.agent, initial=self.graph.initial,
-            messages=[{"role": "user", "content": "?"}], extra={}, limits=self.graph.limits.model_dump(), seed=0,
-            date="2020-01-01T00:00:00",
-        )  # fmt: skip
-
 
 def row_name(row: TransitionRow) -> str:
     """Return a row in one line: ``GENERATING --generated [has_tool_calls]--> PROCESSING_TOOLS``."""
-    held = [_predicate_name(p) for p in row.conditions] + [f"not {_predicate_name(p)}" for p in row.unless]
-    condition = f" [{', '.join(held)}]" if held else ""
-    return f"{'|'.join(row.source)} --{row.trigger}{condition}--> {row.dest}"
-
-
-def _predicate_name(predicate: Predicate) -> str:
-    return predicate.name if predicate.argument is None else f"{predicate.name}: {predicate.argument}"
-
-
-def taken(walks: list[Walk]) -> Counter[int | None]:
-    """Return how often each row fired."""
-    return Counter(row for walk in walks for row in walk.rows)
+    conditions = ", ".join(conditions_of(row))
+    return f"{'|'.join(row.source)} --{row.trigger}{f' [{conditions}]' if conditions else ''}--> {row.dest}"
