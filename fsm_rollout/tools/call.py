@@ -29,15 +29,15 @@ _slot: contextvars.ContextVar[_Slot | None] = contextvars.ContextVar("slot", def
 """The slot that the present code runs in."""
 
 
-class Expired(Exception):
-    """The code did not end within its time. Not a TimeoutError: code may raise those of its own."""
+class Expired(TimeoutError):
+    """The code did not end within its time. A class of its own: code may raise a TimeoutError too."""
 
 
 class ToolDied(Exception):
     """The process that ran a tool ended without an answer, or the call could not be sent to it."""
 
 
-class NoSlot(Exception):
+class NoSlot(TimeoutError):
     """Every slot is held by a call that was given up and still runs."""
 
 
@@ -145,11 +145,7 @@ class Slots:
 
     @asynccontextmanager
     async def hold(self, seconds: float | None) -> AsyncIterator[None]:
-        """Hold a slot, after waiting for one: as long as it takes, but ``seconds`` from when all of them are lost.
-
-        Raises:
-            NoSlot: that time is up.
-        """
+        """Hold a slot, after waiting for one. ``seconds`` after all of them are lost NoSlot is raised."""
         # 1. Wait for a slot.
         try:
             async with asyncio.timeout(None) as timeout:

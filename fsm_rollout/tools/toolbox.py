@@ -460,8 +460,7 @@ class ToolSession:
         return [failure for failure in failures if failure is not None]
 
     async def _run(self, tool: BoundTool, call: ToolCall) -> CallResult:
-        retry = tool.spec.retry
-        number = 0
+        retry, number = tool.spec.retry, 0
         while True:
             number += 1
             # 1. Arguments: read anew for each try, since the one before may have changed what it was given.
@@ -471,65 +470,57 @@ class ToolSession:
                 text = error_text(f"{tool.name}: {error}", "correct the arguments and try again")
                 return CallResult(text, failure="bad_arguments", bad=True)
             except Exception as error:  # a validator of the tool's own types
-                return _failed(error_text(described(error), CORRECT), error, bad=True)[0]
-            # 2. One try, in one of the tool's slots.
+                return CallResult(error_text(described(error), CORRECT), failure=type(error).__name__, bad=True)
+            # 2. One try, in one of the tool's slots. What cannot be made text raises.
             try:
                 async with self.toolbox.slot(tool):
-                    result, errors = await self._try(tool, call.id, arguments, number)
-            except NoSlot:
-                text = error_text(f"{tool.name} is still busy with calls that did not end", GO_ON_LATER)
-                result, errors = _failed(text, TimeoutError(), "timed_out")
+                    work = tool.call(self, arguments, partial(self._context, call.id, number))
+                    value = await bounded(
+                        work, tool.spec.timeout, name=f"tool '{tool.name}'", stop_seconds=tool.stop_seconds
+                    )
+                if isinstance(value, ToolResult):
+                    return CallResult(tool_messages.result(value.text), reward=value.reward, tries=number)
+                if not isinstance(value, AgentAnswer):
+                    return CallResult(tool_messages.result(value), tries=number)
+                if value.failure is None:
+                    return CallResult(tool_messages.clean(value.text), tries=number, child_id=value.child_id)
+                text = error_text(f"{tool.name} ended without an answer ({value.failure})", GO_ON)
+                result = CallResult(text, value.failure, child_id=value.child_id)
+                names = frozenset({value.failure, value.failure.rpartition(":")[2]})
+            except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
+                raise
+            except BaseException as error:  # tools may raise anything, pytest's and trio's own kinds included
+                result, names = _failure(tool, error)
             # 3. Done, unless it failed in a way that is to be tried again.
-            if not errors or number >= retry.attempts or (retry.errors and errors.isdisjoint(retry.errors)):
+            if number >= retry.attempts or (retry.errors and names.isdisjoint(retry.errors)):
                 return replace(result, tries=number)
             jitter = Random(derive_seed(self.seed, "tool", call.id, number, "pause")).uniform(0.5, 1.0)
             await asyncio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (number - 1)) * jitter)
 
-    async def _try(
-        self, tool: BoundTool, call_id: str, arguments: Arguments, number: int
-    ) -> tuple[CallResult, frozenset[str]]:
-        """Run the tool once; return the result, and the names of the errors that a retry may be for."""
-        name = tool.name
-
-        def context(purpose: str) -> ToolContext:
-            rng = Random(derive_seed(self.seed, "tool", call_id, number, purpose))
-            return ToolContext(self.trajectory_id, self.group_id, rng, self.extra)
-
-        try:
-            work = tool.call(self, arguments, context)
-            value = await bounded(work, tool.spec.timeout, name=f"tool '{name}'", stop_seconds=tool.stop_seconds)
-            # What it returned; what cannot be made text raises.
-            if isinstance(value, AgentAnswer) and value.failure is not None:
-                text = error_text(f"{name} ended without an answer ({value.failure})", GO_ON)
-                errors = frozenset({value.failure, value.failure.rpartition(":")[2]})
-                return CallResult(text, failure=value.failure, child_id=value.child_id), errors
-            if isinstance(value, AgentAnswer):
-                return CallResult(tool_messages.clean(value.text), child_id=value.child_id), frozenset()
-            if isinstance(value, ToolResult):
-                return CallResult(tool_messages.result(value.text), reward=value.reward), frozenset()
-            return CallResult(tool_messages.result(value)), frozenset()
-        except Expired:
-            return _failed(tool_messages.timed_out(name, tool.spec.timeout), TimeoutError(), "timed_out")
-        except NotReady as error:
-            cause = error.__cause__ or error
-            return _failed(error_text(f"{name} is not available ({type(cause).__name__})", GO_ON_LATER), cause)
-        except ToolDied as error:
-            return _failed(error_text(f"{name}: the tool broke down", GO_ON_WITHOUT), error)
-        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
-            raise
-        except BaseException as error:  # tools may raise anything, pytest's and trio's own kinds included
-            of_the_world = isinstance(error, OF_THE_WORLD) and not isinstance(error, OF_THE_CALL)
-            if of_the_world or not _class_names(error).isdisjoint(tool.spec.retry.errors):
-                return _failed(error_text(f"{name} failed: {described(error)}", GO_ON_WITHOUT), error)
-            return _failed(error_text(described(error), CORRECT), error, bad=True)
+    def _context(self, call_id: str, number: int, purpose: str) -> ToolContext:
+        rng = Random(derive_seed(self.seed, "tool", call_id, number, purpose))
+        return ToolContext(self.trajectory_id, self.group_id, rng, self.extra)
 
 
-def _failed(
-    text: str, error: BaseException, slug: str | None = None, *, bad: bool = False
-) -> tuple[CallResult, frozenset[str]]:
-    """Return the result of a failed try, and the names that a retry may know its error by."""
-    return CallResult(text, failure=slug or type(error).__name__, bad=bad), _class_names(error)
-
-
-def _class_names(error: BaseException) -> frozenset[str]:
-    return frozenset(cls.__name__ for cls in type(error).__mro__)
+def _failure(tool: BoundTool, error: BaseException) -> tuple[CallResult, frozenset[str]]:
+    """Return the result of a try that raised, and the names that a retry may know the error by."""
+    name, failure, bad = tool.name, type(error).__name__, False
+    names = frozenset(cls.__name__ for cls in type(error).__mro__)
+    of_the_world = isinstance(error, OF_THE_WORLD) and not isinstance(error, OF_THE_CALL)
+    match error:
+        case NotReady(__cause__=BaseException() as cause):
+            result, names = _failure(tool, cause)
+            text = error_text(f"{name} is not available ({result.failure})", GO_ON_LATER)
+            return replace(result, text=text, bad=False), names
+        case Expired():
+            failure, text = "timed_out", tool_messages.timed_out(name, tool.spec.timeout)
+        case NoSlot():
+            failure = "timed_out"
+            text = error_text(f"{name} is still busy with calls that did not end", GO_ON_LATER)
+        case ToolDied():
+            text = error_text(f"{name}: the tool broke down", GO_ON_WITHOUT)
+        case _ if of_the_world or not names.isdisjoint(tool.spec.retry.errors):
+            text = error_text(f"{name} failed: {described(error)}", GO_ON_WITHOUT)
+        case _:
+            text, bad = error_text(described(error), CORRECT), True
+    return CallResult(text, failure, bad), names
