@@ -46,7 +46,7 @@ def interleaved(several: list[list[AnyEvent]]) -> Iterator[tuple[str, AnyEvent]]
         yield from ((i, event) for i, event in zip(ids, round_, strict=True) if event is not None)
 
 
-@settings(max_examples=40)
+@settings(max_examples=min(20, settings().max_examples))  # each writes a file
 @given(several=several_event_sequences, data=st.data())
 def test_what_was_appended_is_what_is_read_at_any_moment(
     several: list[list[AnyEvent]], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
@@ -260,7 +260,7 @@ def test_what_is_no_journal_is_left_alone(tmp_path: Path) -> None:
     with sqlite3.connect(other) as connection:
         connection.execute("CREATE TABLE events (id)")
     connection.close()
-    for path, said in (
+    for path, message in (
         (text, "is not a journal that can be read: file is not a database"),
         (empty, "is not a journal: it is empty, or an SQLite file of something else"),
         (other, "is not a journal: it is empty, or an SQLite file of something else"),
@@ -268,7 +268,7 @@ def test_what_is_no_journal_is_left_alone(tmp_path: Path) -> None:
         (tmp_path / "missing", "there is no journal at"),
     ):
         for use in (lambda p: list(read(p)), lambda p: events(p, "t"), metadata):
-            with pytest.raises(JournalError, match=said):
+            with pytest.raises(JournalError, match=message):
                 use(path)
         if path.exists():
             before = path.read_bytes() if path.is_file() else None
@@ -296,12 +296,12 @@ def test_damage_names_the_event(tmp_path: Path) -> None:
         journal.append("t", LimitCharged(at=1.0, limit="tool_calls"))
     with pytest.raises(JournalError, match="has no trajectory 'x'"):
         events(path, "x")
-    for payload, said in (
+    for payload, message in (
         (b"\x00", "event 1 of trajectory t cannot be read"),
         (encode(prompted()), "t cannot be rebuilt"),
     ):
         with sqlite3.connect(path) as connection:
             connection.execute("UPDATE events SET payload = ? WHERE seq = 1", (payload,))
         connection.close()
-        with pytest.raises(JournalError, match=said):
+        with pytest.raises(JournalError, match=message):
             list(read(path))

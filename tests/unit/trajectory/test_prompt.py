@@ -57,23 +57,23 @@ def problems(path: Path, limit: int | None = None) -> list[str]:
     return [str(problem).removeprefix(str(path)) for problem in caught.value.problems]
 
 
-@settings(max_examples=50)
-@given(given_=st.lists(records, min_size=1, max_size=4), data=st.data())
+@settings(max_examples=min(50, settings().max_examples))
+@given(drawn=st.lists(records, min_size=1, max_size=4), data=st.data())
 def test_jsonl_json_and_python_say_the_same(
-    given_: list[dict[str, Any]], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+    drawn: list[dict[str, Any]], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("prompts")
     blank = st.sampled_from(["", "\n", "  \n\r\n"])
     bom, ascii_ = data.draw(st.sampled_from(["", "\ufeff"])), data.draw(st.booleans())
-    lines = [data.draw(blank) + json.dumps(record, ensure_ascii=ascii_) for record in given_]
+    lines = [data.draw(blank) + json.dumps(record, ensure_ascii=ascii_) for record in drawn]
     jsonl = written(folder / "p.jsonl", bom + "\r\n".join(lines) + data.draw(blank))
     whole = written(
-        folder / "p.JSON", bom + json.dumps(given_, ensure_ascii=ascii_, indent=data.draw(st.none() | st.just(1)))
+        folder / "p.JSON", bom + json.dumps(drawn, ensure_ascii=ascii_, indent=data.draw(st.none() | st.just(1)))
     )
     prompts = read_prompts(jsonl)
-    assert prompts == read_prompts(whole) == as_prompts(given_)
+    assert prompts == read_prompts(whole) == as_prompts(drawn)
     assert as_prompts(prompts) == prompts
-    for index, (record, prompt) in enumerate(zip(given_, prompts, strict=True)):
+    for index, (record, prompt) in enumerate(zip(drawn, prompts, strict=True)):
         assert prompt.prompt_id == str(index)
         assert list(prompt.messages) == record["messages"]
         assert prompt.agent == record.get("agent")
@@ -113,7 +113,7 @@ def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("record", "said"),
+    ("record", "expected"),
     [
         ({}, ["'messages' is missing"]),
         ({"prompt": "?"}, ["'messages' is missing; is it 'prompt'?"]),
@@ -155,16 +155,16 @@ def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ),
     ],
 )  # fmt: skip
-def test_wrong_fields(record: Any, said: list[str], tmp_path: Path) -> None:
+def test_wrong_fields(record: Any, expected: list[str], tmp_path: Path) -> None:
     good = json.dumps(ASK)
     jsonl = written(tmp_path / "p.jsonl", f"{good}\n\n{json.dumps(record)}\n{good}\n")
-    assert problems(jsonl) == [f":3: {line}" for line in said]
+    assert problems(jsonl) == [f":3: {line}" for line in expected]
     whole = written(tmp_path / "p.json", f"[{good},\n {good},\n\n{json.dumps(record)}\n]")
-    assert problems(whole) == [f":4: {line}" for line in said]
+    assert problems(whole) == [f":4: {line}" for line in expected]
     if not isinstance(record, str):
         with pytest.raises(ConfigError) as caught:
             as_prompts([ASK, record])
-        assert [str(problem) for problem in caught.value.problems] == [f"prompts[1]: {line}" for line in said]
+        assert [str(problem) for problem in caught.value.problems] == [f"prompts[1]: {line}" for line in expected]
 
 
 def test_an_assistants_message_may_have_calls_for_content() -> None:
@@ -174,7 +174,7 @@ def test_an_assistants_message_may_have_calls_for_content() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ('{"messages": }', [":2: not JSON (column 14): Expecting value"]),
         ('{"messages": []', [":2: not JSON (column 16): Expecting ',' delimiter"]),
@@ -184,13 +184,13 @@ def test_an_assistants_message_may_have_calls_for_content() -> None:
         ("[" * 100_000, [":2: is nested too deeply to be read"]),
     ],
 )
-def test_lines_that_are_not_json(text: str, said: list[str], tmp_path: Path) -> None:
+def test_lines_that_are_not_json(text: str, expected: list[str], tmp_path: Path) -> None:
     path = written(tmp_path / "p.jsonl", f"{json.dumps(ASK)}\n{text}\n{json.dumps(ASK)}\n")
-    assert problems(path) == said
+    assert problems(path) == expected
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("[{},\n {},]", "not JSON (column 5): Illegal trailing comma before end of array"),
         ("[\n{} {}]", "not JSON (column 4): Expecting ',' or ']'"),
@@ -200,15 +200,15 @@ def test_lines_that_are_not_json(text: str, said: list[str], tmp_path: Path) -> 
         ("[\n" + "[" * 100_000, "is nested too deeply to be read"),
     ],
 )
-def test_files_that_are_not_json(text: str, said: str, tmp_path: Path) -> None:
-    assert problems(written(tmp_path / "p.json", text))[-1] == f":2: {said}"
+def test_files_that_are_not_json(text: str, expected: str, tmp_path: Path) -> None:
+    assert problems(written(tmp_path / "p.json", text))[-1] == f":2: {expected}"
 
 
 def test_files_that_hold_no_prompts(tmp_path: Path) -> None:
     for name, text in (("a.jsonl", ""), ("b.jsonl", "\ufeff \n\n"), ("c.json", "[]"), ("d.json", " ")):
         assert problems(written(tmp_path / name, text)) == [": holds no prompts"]
-    one = ": a .json file of prompts holds one list of them; one prompt per line is .jsonl"
-    assert problems(written(tmp_path / "e.json", json.dumps(ASK))) == [one]
+    not_a_list = ": a .json file of prompts holds one list of them; one prompt per line is .jsonl"
+    assert problems(written(tmp_path / "e.json", json.dumps(ASK))) == [not_a_list]
     assert problems(tmp_path / "missing.jsonl") == [": no such file"]
     (tmp_path / "folder.json").mkdir()
     assert problems(tmp_path / "folder.json") == [": is a directory"]
@@ -226,9 +226,9 @@ def test_bytes_that_are_not_utf8(name: str, before: str, tmp_path: Path) -> None
 
 def test_all_problems_in_one_go_but_not_hundreds_of_them(tmp_path: Path) -> None:
     path = written(tmp_path / "p.jsonl", "{}\nx\n" * 13)
-    said = problems(path)
-    assert said[:2] == [":1: 'messages' is missing", ":2: not JSON (column 1): Expecting value"]
-    assert (len(said), said[-1]) == (21, ": and 6 more")
+    expected = problems(path)
+    assert expected[:2] == [":1: 'messages' is missing", ":2: not JSON (column 1): Expecting value"]
+    assert (len(expected), expected[-1]) == (21, ": and 6 more")
     assert len(problems(path, limit=4)) == 4, "what is not read is not judged"
 
 

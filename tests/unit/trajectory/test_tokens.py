@@ -60,8 +60,8 @@ def test_spans_cover_the_stream_without_gap_or_overlap(prompt: list[int], histor
     assert [span.start for span in spans] == [0, *(span.end for span in spans[:-1])]
     assert spans[-1].end == len(stream)
     assert all(len(span) for span in spans[1:])
-    told = [(s.owner, s.state, s.turn, s.version) for s in spans for _ in range(len(s))]
-    assert told == [facts[2:] for facts in oracle]
+    facts_of_tokens = [(s.owner, s.state, s.turn, s.version) for s in spans for _ in range(len(s))]
+    assert facts_of_tokens == [facts[2:] for facts in oracle]
 
 
 def test_neighbours_are_one_span_when_they_differ_in_nothing() -> None:

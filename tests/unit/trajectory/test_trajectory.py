@@ -33,12 +33,12 @@ from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 
 def opened(context: str = "main", **facts: Any) -> ContextOpened:
-    given = {"state": "PENDING", "messages": [], "ids": array("i", [1, 2]), "trained": True, "engine": "policy"}
-    return ContextOpened(at=1.0, context=context, **(given | facts))
+    defaults = {"state": "PENDING", "messages": [], "ids": array("i", [1, 2]), "trained": True, "engine": "policy"}
+    return ContextOpened(at=1.0, context=context, **(defaults | facts))
 
 
 def generated(context: str = "main", sampled: int = 2, **facts: Any) -> Generated:
-    given = {
+    defaults = {
         "state": "GENERATING",
         "ids": array("i", range(10, 10 + sampled)),
         "logprobs": array("f", [-0.5] * sampled),
@@ -46,7 +46,7 @@ def generated(context: str = "main", sampled: int = 2, **facts: Any) -> Generate
         "finish_reason": "stop",
         "message": {"role": "assistant", "content": "hi"},
     }
-    return Generated(at=2.0, context=context, **(given | facts))
+    return Generated(at=2.0, context=context, **(defaults | facts))
 
 
 PROMPTED = Prompted(
@@ -193,7 +193,7 @@ def test_a_stream_knows_which_of_its_tokens_were_guarded(events: list[AnyEvent])
 
 
 @pytest.mark.parametrize(
-    ("event", "said"),
+    ("event", "message"),
     [
         (PROMPTED, "cannot take a second 'prompted'"),
         (generated("critic"), "context 'critic' of trajectory t has no open stream"),
@@ -205,9 +205,9 @@ def test_a_stream_knows_which_of_its_tokens_were_guarded(events: list[AnyEvent])
         ),
     ],
 )
-def test_an_event_that_does_not_fit_is_refused(event: AnyEvent, said: str) -> None:
+def test_an_event_that_does_not_fit_is_refused(event: AnyEvent, message: str) -> None:
     trajectory = Trajectory.fold([PROMPTED, opened()])
-    with pytest.raises(StreamError, match=said):
+    with pytest.raises(StreamError, match=message):
         trajectory.apply(event)
 
 
