@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.testing import strategies
-from fsm_rollout.testing.strategies.call_texts import call_text
+from fsm_rollout.testing.strategies.conversations import call_text
 
 
 def call(name: str, text: str) -> str:

@@ -4,9 +4,9 @@ Each strategy draws data that is right by construction and shrinks towards the l
 """
 
 from fsm_rollout.testing.strategies.broken_graphs import broken_graphs
-from fsm_rollout.testing.strategies.conversations import conversations
+from fsm_rollout.testing.strategies.conversations import broken_calls, conversations, tool_calls
 from fsm_rollout.testing.strategies.graphs import graphs
-from fsm_rollout.testing.strategies.histories import event_sequences, trajectories
+from fsm_rollout.testing.strategies.histories import Piece, event_sequences, token_streams, trajectories
 from fsm_rollout.testing.strategies.plans import (
     engine_scripts,
     fault_schedules,
@@ -18,8 +18,6 @@ from fsm_rollout.testing.strategies.plans import (
     turns,
 )
 from fsm_rollout.testing.strategies.schema_values import json_values
-from fsm_rollout.testing.strategies.streams import Piece, token_streams
-from fsm_rollout.testing.strategies.tool_calls import broken_calls, tool_calls
 from fsm_rollout.testing.strategies.vocabulary import vocabularies
 
 __all__ = [

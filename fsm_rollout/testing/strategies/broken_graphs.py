@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from fsm_rollout.agent.graph import TERMINATED, AgentGraph
 from fsm_rollout.agent.handlers import handler_spec
-from fsm_rollout.testing.strategies.graphs import FINALS, Data, Draw, graphs
+from fsm_rollout.testing.strategies.graphs import FINALS, Data, graphs
 
 
 @st.composite
-def broken_graphs(draw: Draw) -> tuple[AgentGraph, int]:
+def broken_graphs(draw: st.DrawFn) -> tuple[AgentGraph, int]:
     """Draw an agent with one mistake, and the number of the rule of :mod:`fsm_rollout.agent.verify` that it breaks.
 
     What follows from the mistake may break other rules too.

@@ -1,21 +1,25 @@
-"""Valid event sequences, and thereby trajectories, without running anything.
+"""Valid event sequences, and thereby trajectories and token streams, without running anything.
 
 Invariant: every sequence is one that the scheduler could have journalled: :meth:`Trajectory.fold` takes it. A sequence
-is drawn as a *plan*: a list of small steps that mean something in any order, so that shrinking may leave
-out any of them. :func:`events_of` turns a plan into events, adding what a step needs to be valid (a context is opened
-before it is written to, pending messages enter the stream before a generation, …).
+is drawn as small steps, each an event or two that mean something in any order, so that shrinking may leave out any of
+them; :func:`events_of` adds what a step needs to be valid (a context is opened before it is written to, pending
+messages enter the stream before a generation, …).
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from operator import add
-from typing import Any
+from typing import Any, TypeVar
 
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from fsm_rollout.testing.strategies.schema_values import plain_data
 from fsm_rollout.trajectory.events import (
     AnyEvent,
     Called,
@@ -34,7 +38,10 @@ from fsm_rollout.trajectory.events import (
     UserReplied,
 )
 from fsm_rollout.trajectory.reasons import FinishReason, LimitName, Trigger
+from fsm_rollout.trajectory.tokens import TokenStream
 from fsm_rollout.trajectory.trajectory import Trajectory
+
+G = TypeVar("G", ContextOpened, PromptExtended)
 
 TRAINED = {"main": True, "critic": False, "notes": True}
 """The contexts that occur, and whether each is trained."""
@@ -50,42 +57,47 @@ seconds = st.floats(0, 1e6)
 texts = st.text(max_size=4)
 words = st.sampled_from(["", "a", "two words", "é 漢字 🙂", "line\nbreak"])
 """What is said and called; few, so that a failure soon shrinks to what matters."""
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts,
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(texts, inner, max_size=2),
-    max_leaves=5,
-)
+json_values = plain_data(texts, st.integers() | st.floats(allow_nan=False, allow_infinity=False), max_leaves=5)
 """Plain data as JSON has it. Integers are of any size: what a user puts into a prompt need not fit 64 bits."""
-msgpack_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | texts,
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(texts, inner, max_size=2),
-    max_leaves=5,
-)
+msgpack_values = plain_data(texts, st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False), max_leaves=5)
 extras = st.dictionaries(st.sampled_from(["answer", "tools_kwargs", "data_source"]) | texts, msgpack_values, max_size=3)
 
 
-def messages(*roles: str) -> st.SearchStrategy[list[dict[str, Any]]]:
-    """One or two messages with roles among ``roles``."""
+# -- steps: events that are made valid later ------------------------------------------------------------------------
+
+
+def _event(kind: Callable[..., AnyEvent], **facts: st.SearchStrategy[object]) -> st.SearchStrategy[AnyEvent]:
+    return st.builds(kind, at=st.just(0.0), **facts)
+
+
+def _messages(*roles: str) -> st.SearchStrategy[list[dict[str, str]]]:
     message = st.fixed_dictionaries({"role": st.sampled_from(roles), "content": words})
     return st.lists(message, min_size=1, max_size=2)
 
 
+_ids = ids.map(lambda drawn: array("i", drawn))
+_places = st.sets(st.integers(0, 2), max_size=2).map(sorted)
+"""Places of guarded tokens, as far as there are so many tokens."""
 _run = st.tuples(st.lists(st.tuples(token, logprob), min_size=1, max_size=3), st.integers(0, 3))
-pieces = st.lists(_run, min_size=1, max_size=2) | st.lists(_run, max_size=2)
+_runs = st.lists(_run, min_size=1, max_size=2) | st.lists(_run, max_size=2)
 """Runs of (token, logprob) pairs, each with the weight version that sampled it; no runs at all are an empty turn."""
 
 
-@dataclass(frozen=True)
-class Step:
-    """One thing that happens: a kind, and what it is made of."""
+def _sampled(runs: list[tuple[list[tuple[int, float]], int]], text: str, **facts: Any) -> Generated:
+    pairs = [pair for run, _ in runs for pair in run]
+    return Generated(
+        ids=array("i", [token for token, _ in pairs]),
+        logprobs=array("f", [logprob for _, logprob in pairs]),
+        versions=[(len(run), version) for run, version in runs],
+        finish_reason=FinishReason.STOP,
+        message={"role": "assistant", "content": text},
+        seconds=0.25,
+        **facts,
+    )
 
-    kind: str
-    facts: dict[str, object] = field(default_factory=dict)
 
-
-def _step(kind: str, **facts: st.SearchStrategy[object]) -> st.SearchStrategy[Step]:
-    return st.builds(Step, st.just(kind), st.fixed_dictionaries(facts))
+def _generation(**facts: st.SearchStrategy[object]) -> st.SearchStrategy[AnyEvent]:
+    return _event(_sampled, runs=_runs, context=contexts, state=states, text=words, **facts)
 
 
 _attempts = st.lists(
@@ -93,39 +105,54 @@ _attempts = st.lists(
     | st.builds(MalformedCall, id=words, kind=words, message=words),
     max_size=2,
 )
-_generate = _step("generate", context=contexts, state=states, pieces=pieces, text=words, attempts=_attempts)
-guarded = st.sets(st.integers(0, 2), max_size=2).map(sorted)
-"""Places of guarded tokens, as far as there are so many tokens."""
-_write = _step(
-    "write",
-    context=contexts,
-    state=states,
-    messages=messages("user", "tool"),
-    ids=ids,
-    glue=st.booleans(),
-    guarded=guarded,
+_generate = _generation(attempts=_attempts).map(lambda event: [event])
+_write = st.builds(
+    lambda written, glue: [written, *glue],
+    _event(MessagesAppended, context=contexts, state=states, messages=_messages("user", "tool")),
+    st.lists(_event(PromptExtended, context=st.just(""), state=st.just(""), ids=_ids, guarded_at=_places), max_size=1),
 )
-_score = _step("score", value=score, turn=st.none() | st.integers(0, 3))
-_open = _step("open", context=contexts, state=states, messages=messages("system", "user"), ids=ids, guarded=guarded)
+_score = _event(Scored, value=score, turn=st.none() | st.integers(0, 3)).map(lambda event: [event])
 _rest = st.one_of(
-    _open,
-    _step("transition", dest=states, limit=st.none() | st.just("tool_calls"), spent=st.integers(0, 2)),
-    _step("call", state=states, failure=st.none() | st.just("unknown_tool"), reward=st.none() | score, seconds=seconds),
-    _step("continue", context=contexts, pieces=pieces, text=words, resumed=st.booleans()),
-    _step("charge", amount=st.integers(1, 2)),
-    _step("interact", state=states, seconds=seconds),
-    _step("pause"),
-)
+    _event(
+        partial(ContextOpened, trained=True, engine=""),
+        context=contexts,
+        state=states,
+        messages=_messages("system", "user"),
+        ids=_ids,
+        guarded_at=_places,
+    ),
+    _event(
+        partial(Transitioned, source=""),
+        trigger=st.just(Trigger.GENERATED),
+        dest=states,
+        limit=st.none() | st.just("tool_calls"),
+        spent=st.fixed_dictionaries({"assistant_turns": st.integers(0, 2)}),
+    ),
+    _event(
+        partial(Called, id="c", name="calculate", arguments={"expression": "1"}, result="1"),
+        state=states,
+        failure=st.none() | st.just("unknown_tool"),
+        reward=st.none() | score,
+        seconds=seconds,
+    ),
+    _generation(continued=st.just(True), resumed=st.booleans()),
+    _event(LimitCharged, limit=st.just(LimitName.TOOL_CALLS), amount=st.integers(1, 2)),
+    _event(UserReplied, context=st.just("main"), state=states, seconds=seconds),
+    _event(Suspended, reason=st.just("weights")),
+).map(lambda event: [event])
 # `one_of` counts equal branches once, so weights go this way: most trajectories have several turns and a score or two.
 steps = st.sampled_from([_generate] * 4 + [_write] * 3 + [_score] * 2 + [_rest] * 3).flatmap(lambda kind: kind)
+
+
+# -- trajectories ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Plan:
     """A whole trajectory to be."""
 
-    steps: list[Step]
-    extra: dict[str, Any]
+    steps: list[list[AnyEvent]]
+    extra: dict[str, object]
     ending: str | None
     late_scores: list[float]
 
@@ -137,7 +164,82 @@ plans = st.builds(
     st.none() | st.sampled_from(["answered", "limit:tool_calls", "failed:ToolError"]),
     st.lists(score, max_size=2),
 )
-event_sequences = plans.map(lambda plan: events_of(plan))
+
+
+def events_of(plan: Plan, trajectory_id: str = "t0") -> list[AnyEvent]:
+    """Return the events of a plan."""
+    return [replace(event, at=float(number)) for number, event in enumerate(_valid(plan, trajectory_id))]
+
+
+_OPENING = ContextOpened(
+    at=0.0, context="", state="", messages=[{"role": "user", "content": ""}], ids=array("i", [1]), trained=True,
+    engine="",
+)  # fmt: skip
+_GLUE = PromptExtended(at=0.0, context="", state="", ids=array("i", [2, 3]))
+
+
+def _valid(plan: Plan, trajectory_id: str) -> Iterator[AnyEvent]:
+    """Yield the events of a plan and what they need; knows nothing of the code under test."""
+    yield Prompted(
+        at=0.0, trajectory_id=trajectory_id, group_id="g0", sample=0, agent="solver", initial=STATES[0],
+        messages=[{"role": "user", "content": "?"}], extra=plan.extra,
+        limits={"tool_calls": 3, "wall_seconds": None}, seed=7, date="2020-01-01T00:00:00",
+    )  # fmt: skip
+    state = STATES[0]
+    pending: dict[str, bool] = {}
+    """Whether an open context has messages that are in no stream yet."""
+    answered: set[str] = set()
+    written = MessagesAppended(at=0.0, context="", state="", messages=[])
+    for event in chain.from_iterable(plan.steps):
+        if isinstance(event, Generated | MessagesAppended) and event.context not in pending:
+            if isinstance(event, Generated) and event.continued:
+                continue
+            yield _opened(replace(_OPENING, context=event.context, state=event.state))
+            pending[event.context] = False
+        match event:
+            case Generated(continued=True) if event.context not in answered:
+                continue
+            case Generated(continued=True):
+                event = replace(event, state=state)
+            case Generated():
+                if pending[event.context]:
+                    yield replace(_GLUE, context=event.context, state=event.state)
+                pending[event.context] = False
+                answered.add(event.context)
+            case MessagesAppended():
+                written = event
+                pending[event.context] = True
+                answered.discard(event.context)
+            case PromptExtended():
+                event = _guarded(replace(event, context=written.context, state=written.state))
+                pending[event.context] = False
+            case ContextOpened():
+                event = _opened(event)
+                pending[event.context] = False
+                answered.discard(event.context)
+            case Transitioned():
+                trigger = Trigger.LIMIT_REACHED if event.limit else event.trigger
+                event = replace(event, source=state, trigger=trigger)
+                state = event.dest
+            case Called():
+                event = replace(event, bad=event.failure is not None)
+        yield event
+    if plan.ending:
+        yield Ended(at=0.0, stop_reason=plan.ending)
+        yield from (Scored(at=0.0, value=value) for value in plan.late_scores)
+
+
+def _opened(event: ContextOpened) -> ContextOpened:
+    trained = TRAINED[event.context]
+    return _guarded(replace(event, trained=trained, engine="policy" if trained else "judge"))
+
+
+def _guarded(event: G) -> G:
+    places = [place for place in event.guarded_at if place < len(event.ids)]
+    return replace(event, guarded=min(1, len(places)), guarded_at=places)
+
+
+event_sequences = plans.map(events_of)
 """Events of one trajectory, ``Prompted`` first; most have not ended, some have scores after their end."""
 trajectories = event_sequences.map(Trajectory.fold)
 several_event_sequences = st.lists(plans, max_size=3).map(
@@ -147,137 +249,36 @@ several_event_sequences = st.lists(plans, max_size=3).map(
 several_trajectories = several_event_sequences.map(lambda several: [Trajectory.fold(events) for events in several])
 
 
-def events_of(plan: Plan, trajectory_id: str = "t0") -> list[AnyEvent]:
-    """Return the events of a plan."""
-    return _Writer(plan, trajectory_id).events
+# -- token streams --------------------------------------------------------------------------------------------------
 
 
-def _guarded(places: Sequence[int], ids: Sequence[int]) -> dict[str, object]:
-    guarded = [place for place in places if place < len(ids)]
-    return {"guarded": min(1, len(guarded)), "guarded_at": guarded}
+@dataclass(frozen=True)
+class Piece:
+    """A run of tokens that went into a stream; ``logprobs`` is ``None`` for what the environment wrote."""
+
+    ids: Sequence[int]
+    logprobs: Sequence[float] | None
+    turn: int
+    version: int
 
 
-class _Writer:
-    """Keeps just enough of a trajectory's state to say what is valid next; knows nothing of the code under test."""
+_pieces = st.builds(
+    lambda pairs, turn, version: Piece(tuple(t for t, _ in pairs), tuple(p for _, p in pairs), turn, version),
+    st.lists(st.tuples(token, logprob), max_size=4),
+    st.integers(0, 2),
+    st.integers(0, 3),
+) | st.builds(Piece, ids.map(tuple), st.none(), st.integers(0, 2), st.just(-1))
 
-    def __init__(self, plan: Plan, trajectory_id: str) -> None:
-        self.events: list[AnyEvent] = []
-        self.state = STATES[0]
-        self.pending: dict[str, bool] = {}
-        self.answered: set[str] = set()
-        self.add(
-            Prompted,
-            trajectory_id=trajectory_id,
-            group_id="g0",
-            sample=0,
-            agent="solver",
-            initial=self.state,
-            messages=[{"role": "user", "content": "?"}],
-            extra=plan.extra,
-            limits={"tool_calls": 3, "wall_seconds": None},
-            seed=7,
-            date="2020-01-01T00:00:00",
-        )
-        for step in plan.steps:
-            getattr(self, f"on_{step.kind}")(**step.facts)
-        if plan.ending:
-            self.add(Ended, stop_reason=plan.ending)
-            for value in plan.late_scores:
-                self.add(Scored, value=value)
 
-    def add(self, kind: type[Any], **facts: Any) -> None:
-        self.events.append(kind(at=float(len(self.events)), **facts))
-
-    def on_open(
-        self, context: str, state: str, messages: list[Any], ids: list[int], guarded: Sequence[int] = ()
-    ) -> None:
-        trained = TRAINED[context]
-        self.add(
-            ContextOpened,
-            context=context,
-            state=state,
-            messages=messages,
-            ids=array("i", ids),
-            trained=trained,
-            engine="policy" if trained else "judge",
-            **_guarded(guarded, ids),
-        )
-        self.pending[context] = False
-        self.answered.discard(context)
-
-    def ensure_open(self, context: str, state: str) -> None:
-        if context not in self.pending:
-            self.on_open(context, state, [{"role": "user", "content": ""}], [1])
-
-    def on_write(
-        self, context: str, state: str, messages: list[Any], ids: list[int], glue: bool, guarded: Sequence[int] = ()
-    ) -> None:
-        self.ensure_open(context, state)
-        self.add(MessagesAppended, context=context, state=state, messages=messages)
-        self.pending[context] = True
-        self.answered.discard(context)
-        if glue:
-            self.glue(context, state, ids, guarded)
-
-    def glue(self, context: str, state: str, ids: list[int], guarded: Sequence[int] = ()) -> None:
-        self.add(PromptExtended, context=context, state=state, ids=array("i", ids), **_guarded(guarded, ids))
-        self.pending[context] = False
-
-    def on_generate(self, context: str, state: str, pieces: list[Any], text: str, attempts: list[Any]) -> None:
-        self.ensure_open(context, state)
-        if self.pending[context]:
-            self.glue(context, state, [2, 3])
-        self.generated(context, state, pieces, text, attempts=attempts)
-        self.answered.add(context)
-
-    def on_continue(self, context: str, pieces: list[Any], text: str, resumed: bool) -> None:
-        if context in self.answered:
-            self.generated(context, self.state, pieces, text, continued=True, resumed=resumed)
-
-    def generated(self, context: str, state: str, pieces: list[Any], text: str, **facts: Any) -> None:
-        pairs = [pair for run, _ in pieces for pair in run]
-        self.add(
-            Generated,
-            context=context,
-            state=state,
-            ids=array("i", [token for token, _ in pairs]),
-            logprobs=array("f", [logprob for _, logprob in pairs]),
-            versions=[(len(run), version) for run, version in pieces],
-            finish_reason=FinishReason.STOP,
-            message={"role": "assistant", "content": text},
-            seconds=0.25,
-            **facts,
-        )
-
-    def on_score(self, value: float, turn: int | None) -> None:
-        self.add(Scored, value=value, turn=turn)
-
-    def on_transition(self, dest: str, limit: str | None, spent: int) -> None:
-        trigger = Trigger.LIMIT_REACHED if limit else Trigger.GENERATED
-        self.add(
-            Transitioned, trigger=trigger, source=self.state, dest=dest, spent={"assistant_turns": spent}, limit=limit
-        )
-        self.state = dest
-
-    def on_call(self, state: str, failure: str | None, reward: float | None, seconds: float) -> None:
-        self.add(
-            Called,
-            state=state,
-            id="c",
-            name="calculate",
-            arguments={"expression": "1"},
-            result="1",
-            failure=failure,
-            bad=failure is not None,
-            reward=reward,
-            seconds=seconds,
-        )
-
-    def on_charge(self, amount: int) -> None:
-        self.add(LimitCharged, limit=LimitName.TOOL_CALLS, amount=amount)
-
-    def on_interact(self, state: str, seconds: float) -> None:
-        self.add(UserReplied, context="main", state=state, seconds=seconds)
-
-    def on_pause(self) -> None:
-        self.add(Suspended, reason="weights")
+@st.composite
+def token_streams(draw: st.DrawFn, *, max_pieces: int = 6) -> tuple[TokenStream, list[Piece]]:
+    """Draw a stream, and the pieces that :class:`TokenStream` itself has put together, the opening prompt first."""
+    prompt = draw(ids)
+    stream = TokenStream(prompt, state="PENDING", trained=draw(st.booleans()))
+    pieces = draw(st.lists(_pieces, max_size=max_pieces))
+    for piece in pieces:
+        if piece.logprobs is None:
+            stream.write(piece.ids, state="PROCESSING_TOOLS", turn=piece.turn)
+        else:
+            stream.sample(piece.ids, piece.logprobs, state="GENERATING", turn=piece.turn, version=piece.version)
+    return stream, [Piece(tuple(prompt), None, 0, -1), *pieces]

@@ -14,16 +14,19 @@ from hypothesis import strategies as st
 
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.handlers import handler_spec
-from fsm_rollout.engines.scripted.script import Script, Turn
+from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.testing.simulation.plan import Fault, Plan, ReplyFate, Schedule, ToolFate
 from fsm_rollout.testing.strategies.vocabulary import vocabularies
 from fsm_rollout.trajectory.reasons import LimitName, Trigger
 from fsm_rollout.trajectory.trajectory import Outcome
 
-DELAYS = (0.0, 0.1, 0.5, 2.0)
-"""Seconds before a piece of an answer, a tool's result or a reply."""
-MOST_TURNS = 6
+Turns = Mapping[str, tuple[Turn, ...]]
+"""What an engine says, by ``agent/context``."""
 
+# Strategies are made once where they can be: making and checking one costs Hypothesis as much as drawing from it.
+_delays = st.sampled_from((0.0, 0.1, 0.5, 2.0))
+"""Seconds before a piece of an answer, a tool's result or a reply."""
+_calm: st.SearchStrategy[dict[str, Any]] = st.just({})
 _endings: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
     [
         {},
@@ -35,36 +38,28 @@ _endings: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
         {"hang": True},
     ]
 )
-# Strategies are made once where they can be: making and checking one costs Hypothesis as much as drawing from it.
-_one_in_four = st.integers(0, 3).map(lambda number: number == 3)
-_delays = st.sampled_from(DELAYS)
-_pieces = st.integers(1, 3)
-_seeds = st.integers(0, 3)
-_kills = st.integers(0, 60)
+_pace = st.fixed_dictionaries({"delay": _delays, "chunks": st.integers(1, 3)})
+_paces = st.integers(0, 3).flatmap(lambda number: _pace if number == 3 else _calm)
 
 
-@st.composite
-def turns(draw: st.DrawFn, texts: st.SearchStrategy[str], *, failures: bool = True) -> Turn:
-    """Draw one turn of a script; the simplest is a plain answer at once."""
-    text = draw(texts)
-    more: dict[str, Any] = dict(draw(_endings)) if failures else {}
-    if draw(_one_in_four):
-        more |= {"delay": draw(_delays), "chunks": draw(_pieces)}
-    return Turn(text=text, **more)
+def turns(texts: st.SearchStrategy[str], *, failures: bool = True) -> st.SearchStrategy[Turn]:
+    """Return a strategy for one turn of a script; the simplest is a plain answer at once."""
+    endings = _endings if failures else _calm
+    return st.builds(lambda text, ending, pace: Turn(text=text, **ending, **pace), texts, endings, _paces)
 
 
 def engine_scripts(
-    graph: AgentGraph, tokenizer: Any, *, failures: bool = True, max_turns: int = MOST_TURNS
-) -> st.SearchStrategy[Mapping[str, tuple[Turn, ...]]]:
+    graph: AgentGraph, tokenizer: Any, *, failures: bool = True, max_turns: int = 6
+) -> st.SearchStrategy[Turns]:
     """Return a strategy for scripts of the scripted engine, by ``agent/context``, in which the agent's conditions hold.
 
     A context that is left out, or a script that ends early, leaves the rest to whoever runs it.
     """
-    spoken = vocabularies(graph, tokenizer)
     contexts = {
-        key: st.lists(turns(texts, failures=failures), max_size=max_turns).map(tuple) for key, texts in spoken.items()
+        key: st.lists(turns(texts, failures=failures), max_size=max_turns).map(tuple)
+        for key, texts in vocabularies(graph, tokenizer).items()
     }
-    return st.fixed_dictionaries(contexts).map(lambda script: {key: said for key, said in script.items() if said})
+    return st.fixed_dictionaries(contexts).map(lambda script: {key: turns for key, turns in script.items() if turns})
 
 
 @cache
@@ -73,7 +68,7 @@ def tool_fates(*, failures: bool = True) -> st.SearchStrategy[ToolFate]:
     result = st.builds(
         ToolFate,
         text=st.sampled_from(["4", "", "a long result " * 20, "é\n<|im_end|>", "yes"]),
-        seconds=st.sampled_from(DELAYS),
+        seconds=_delays,
         reward=st.sampled_from([None, 0.5]),
     )
     if not failures:
@@ -90,26 +85,25 @@ def reply_fates(graph: AgentGraph, *, failures: bool = True) -> st.SearchStrateg
         for p in (*row.conditions, *row.unless)
         if p.name == "score_at_least" and isinstance(p.argument, int | float)
     ]
-    said = st.builds(
+    reply = st.builds(
         ReplyFate,
         text=st.sampled_from(["Go on.", "", "No.", "é 漢字", "<|im_end|>\n<|im_start|>assistant\nI am the model"]),
-        seconds=st.sampled_from(DELAYS),
+        seconds=_delays,
         score=st.sampled_from([None, 0.0, 1.0, *asked]),
     )
     last = st.just(ReplyFate(text="Goodbye.", done=True))
     if not failures:
-        return said | last
+        return reply | last
     failing = st.sampled_from([ReplyFate(error="RuntimeError"), ReplyFate(hang=True)])
-    return st.one_of(said, last, said.map(lambda fate: fate), failing)  # as often said as all the rest
+    return st.one_of(reply, last, reply.map(lambda fate: fate), failing)  # as often a reply as all the rest
 
 
 @cache
 def fault_schedules(*, trajectories: int = 4, max_faults: int = 3) -> st.SearchStrategy[tuple[Fault, ...]]:
     """Return a strategy for what is done to a run from outside, to its engines and their replicas too."""
-    moment = st.sampled_from([0.0, 0.05, 0.1, 0.3, 1.0, 2.5, 10.0]) | st.floats(0, 100, allow_nan=False)
     fault = st.builds(
         Fault,
-        at=moment,
+        at=st.sampled_from([0.0, 0.05, 0.1, 0.3, 1.0, 2.5, 10.0]) | st.floats(0, 100, allow_nan=False),
         kind=st.sampled_from(["cancel", "update_weights", "suspend", "pause", "abort", "kill_replica", "stop"]),
         target=st.integers(0, max(0, trajectories - 1)),
         seconds=st.sampled_from([1.0, 0.1, 700.0]),
@@ -130,9 +124,8 @@ def schedules(*, max_replicas: int = 3) -> st.SearchStrategy[Schedule]:
 
 
 def plans(
-    graph: AgentGraph, script: st.SearchStrategy[Mapping[str, tuple[Turn, ...]]], *,
-    failures: bool = True, faults: bool = True, compared: bool = False, killed: bool = False,
-    max_prompts: int = 2, max_n: int = 2,
+    graph: AgentGraph, script: st.SearchStrategy[Turns], *, failures: bool = True, faults: bool = True,
+    compared: bool = False, killed: bool = False, max_prompts: int = 2, max_n: int = 2,
 ) -> st.SearchStrategy[Plan]:  # fmt: skip
     """Return a strategy for plans of an agent.
 
@@ -146,26 +139,28 @@ def plans(
         max_prompts: the most prompts.
         max_n: the most trajectories per prompt.
     """
+    parts: dict[str, st.SearchStrategy[object]] = {
+        "seed": st.integers(0, 3),
+        "tools": st.lists(tool_fates(failures=failures), min_size=1, max_size=3).map(tuple),
+        "replies": st.lists(reply_fates(graph, failures=failures), max_size=3).map(tuple),
+        "schedule": schedules(),
+    }
+    if not graph.tools:
+        del parts["tools"]
+    if compared:
+        parts["other_schedule"] = schedules()
+    if killed:
+        parts["killed_after"] = st.integers(0, 60)
+    rest = st.fixed_dictionaries(parts)
     counts = st.tuples(st.integers(1, max_prompts), st.integers(1, max_n))
     scripts = [st.lists(script, min_size=1, max_size=most).map(tuple) for most in (1, 2, 3)]
-    fates = st.lists(tool_fates(failures=failures), min_size=1, max_size=3).map(tuple)
-    replies = st.lists(reply_fates(graph, failures=failures), max_size=3).map(tuple)
 
     @st.composite
     def plan(draw: st.DrawFn) -> Plan:
         prompts, n = draw(counts)
-        return Plan(
-            says=draw(scripts[min(3, prompts * n) - 1]),
-            seed=draw(_seeds),
-            prompts=prompts,
-            n=n,
-            tools=draw(fates) if graph.tools else (ToolFate(),),
-            replies=draw(replies),
-            faults=draw(fault_schedules(trajectories=prompts * n)) if faults else (),
-            schedule=draw(schedules()),
-            other_schedule=draw(schedules()) if compared else Schedule(),
-            killed_after=draw(_kills) if killed else 0,
-        )
+        says = draw(scripts[min(3, prompts * n) - 1])
+        interference = draw(fault_schedules(trajectories=prompts * n)) if faults else ()
+        return Plan(prompts=prompts, n=n, says=says, faults=interference, **draw(rest))
 
     return plan()
 
@@ -173,27 +168,16 @@ def plans(
 def outcomes(graph: AgentGraph, state: str) -> st.SearchStrategy[Outcome]:
     """Return a strategy for all that a visit of a working state may come to, the scheduler's own triggers included."""
     spec = handler_spec(graph.handler_of(state))
-    declared = [Outcome(trigger) for trigger in spec.triggers]
-    if spec.spends == LimitName.ASSISTANT_TURNS and Trigger.TRUNCATED not in spec.triggers:
-        declared.append(Outcome(Trigger.TRUNCATED))
-    limits = [name for name, bound in graph.limits.model_dump().items() if bound is not None] + ["context_tokens"]
-    reached = [Outcome(Trigger.LIMIT_REACHED, limit=limit) for limit in dict.fromkeys(limits)]
-    ended = [
-        Outcome(Trigger.FAILED, error="RuntimeError", detail="drawn"),
-        Outcome(Trigger.TIMED_OUT),
-        Outcome(Trigger.CANCELLED),
-    ]
-    return st.sampled_from([*declared, *reached, *ended])
-
-
-__all__ = [
-    "Script",
-    "engine_scripts",
-    "fault_schedules",
-    "outcomes",
-    "plans",
-    "reply_fates",
-    "schedules",
-    "tool_fates",
-    "turns",
-]
+    triggers = dict.fromkeys(
+        [*spec.triggers, *([Trigger.TRUNCATED] if spec.spends == LimitName.ASSISTANT_TURNS else [])]
+    )
+    limits = [name for name, bound in graph.limits.model_dump().items() if bound is not None]
+    return st.sampled_from(
+        [
+            *map(Outcome, triggers),
+            *(Outcome(Trigger.LIMIT_REACHED, limit=limit) for limit in dict.fromkeys([*limits, "context_tokens"])),
+            Outcome(Trigger.FAILED, error="RuntimeError", detail="drawn"),
+            Outcome(Trigger.TIMED_OUT),
+            Outcome(Trigger.CANCELLED),
+        ]
+    )

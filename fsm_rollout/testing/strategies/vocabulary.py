@@ -8,83 +8,68 @@ that take anything.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
 from hypothesis import strategies as st
 
-from fsm_rollout.agent.graph import MAIN, AgentGraph, Context, Predicate
+from fsm_rollout.agent.graph import MAIN, AgentGraph, Predicate
 from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.chat.formats import detect_format
 from fsm_rollout.errors import ChatTemplateError, ConfigError
-from fsm_rollout.testing.strategies.call_texts import WRITERS, call_text_of_template
-from fsm_rollout.testing.strategies.tool_calls import broken_calls, tool_calls
+from fsm_rollout.testing.strategies.conversations import WRITERS, broken_calls, call_text_of_template, tool_calls
+from fsm_rollout.testing.strategies.schema_values import Schema
 from fsm_rollout.tools import Toolbox
 
 ANSWERS = ("Done.", "", "The answer is 4.", "é 漢字 🙂 done")
-PRINTABLE = st.characters(min_codepoint=32, max_codepoint=126)
+_ALPHABETS = (st.characters(min_codepoint=32, max_codepoint=126), st.characters(exclude_categories=["Cs", "Cc"]))
+"""Tried in turn: the first may not spell a pattern."""
 
 
 def vocabularies(graph: AgentGraph, tokenizer: Any) -> Mapping[str, st.SearchStrategy[str]]:
     """Return what may be said, by ``agent/context``; the agents used as tools included."""
     toolbox = Toolbox(graph)
-    hints = st.sampled_from([*ANSWERS, *_texts(graph)])
-    patterns = _patterns(graph)
-    names = dict.fromkeys([MAIN, *graph.contexts, *(graph.states[s].context for s in graph.working_states)])
+    plain = st.one_of(st.sampled_from([*ANSWERS, *_texts(graph)]), *_patterns(graph))
     found: dict[str, st.SearchStrategy[str]] = {}
-    for name in names:
-        said: st.SearchStrategy[str] = st.one_of(hints, *patterns)
-        tools = toolbox.schemas(name)
-        if tools:
-            calls = _Calls(tools, _format(graph.context(name), tokenizer), tokenizer)
-            called = st.one_of(calls.one(), calls.one(called=_called(graph)), calls.several(), calls.broken())
-            said = said.flatmap(st.just) | called  # each half: one_of() would take said's own branches apart
-        found[f"{graph.agent}/{name}"] = said
+    for name in dict.fromkeys([MAIN, *graph.contexts, *(graph.states[s].context for s in graph.working_states)]):
+        key = f"{graph.agent}/{name}"
+        found[key] = plain
+        if tools := toolbox.schemas(name):
+            tool_format = graph.context(name).tool_format
+            if tool_format == "auto":
+                tool_format = detect_format(ChatTemplate(tokenizer).source)
+            wanted = [str(p.argument) for p in _predicates(graph) if p.name == "tool_called"]
+            # Each half: one_of() would take apart the branches of what is said.
+            found[key] = plain.flatmap(st.just) | _calls(tools, wanted, tool_format, tokenizer)
     for tool in graph.tools.values():
         if tool.agent is not None:
             found |= vocabularies(tool.agent, tokenizer)
     return found
 
 
-@dataclass(frozen=True)
-class _Calls:
-    """Calls of a context's tools, in its format."""
-
-    tools: tuple[Any, ...]
-    tool_format: str
-    tokenizer: Any
-
-    def one(self, called: tuple[str, ...] = ()) -> st.SearchStrategy[str]:
-        shown = [tool["function"]["name"] for tool in self.tools]
-        named = [name for name in called if name in shown]
-        if self.tool_format not in WRITERS:
-            return st.sampled_from([self._of_template(name) for name in named or shown])
-        if not named:
-            return tool_calls(self.tools, self.tool_format)
-        return st.sampled_from(named).flatmap(lambda name: tool_calls(self.tools, self.tool_format, only=name))
-
-    def several(self) -> st.SearchStrategy[str]:
-        return st.lists(self.one(), min_size=2, max_size=3).map("\n".join)
-
-    def broken(self) -> st.SearchStrategy[str]:
-        if self.tool_format not in WRITERS:
-            return self.one().flatmap(lambda text: st.integers(1, len(text)).map(lambda end: text[:end]))
-        return broken_calls(self.tools, self.tool_format)
-
-    def _of_template(self, name: str) -> str:
-        try:
-            return call_text_of_template(self.tokenizer, self.tools, name, {})
-        except ChatTemplateError:
-            return f"(a call of {name})"
+def _calls(tools: Sequence[Schema], wanted: list[str], tool_format: str, tokenizer: Any) -> st.SearchStrategy[str]:
+    """Return a strategy for calls of a context's tools, those that rows ask for more often than others."""
+    shown = [tool["function"]["name"] for tool in tools]
+    if tool_format in WRITERS:
+        calls = {name: tool_calls(tools, tool_format, only=name) for name in shown}
+        broken = broken_calls(tools, tool_format)
+    else:
+        calls = {name: st.just(_call_of_template(tokenizer, tools, name)) for name in shown}
+        cut = st.one_of(list(calls.values())).flatmap(lambda text: st.tuples(st.just(text), st.integers(1, len(text))))
+        broken = cut.map(lambda drawn: drawn[0][: drawn[1]])
+    one = st.one_of(list(calls.values()))
+    several = st.lists(one, min_size=2, max_size=3).map("\n".join)
+    asked = st.one_of([calls[name] for name in wanted if name in calls] or list(calls.values()))
+    return st.one_of([strategy.flatmap(st.just) for strategy in (one, asked, several, broken)])
 
 
-def _format(context: Context, tokenizer: Any) -> str:
-    if context.tool_format != "auto":
-        return context.tool_format
-    return detect_format(ChatTemplate(tokenizer).source)
+def _call_of_template(tokenizer: Any, tools: Sequence[Schema], name: str) -> str:
+    try:
+        return call_text_of_template(tokenizer, tools, name, {})
+    except ChatTemplateError:
+        return f"(a call of {name})"
 
 
 def _predicates(graph: AgentGraph) -> Iterator[Predicate]:
@@ -95,59 +80,46 @@ def _predicates(graph: AgentGraph) -> Iterator[Predicate]:
 def _texts(graph: AgentGraph) -> list[str]:
     """Return texts that predicates look for, and texts as long as their thresholds."""
     found: list[str] = []
+    lengths: list[float] = []
     for predicate in _predicates(graph):
         argument = predicate.argument
         if predicate.name == "text_contains" and isinstance(argument, str):
             found += [argument, f"I say {argument} here."]
         elif predicate.name in ("context_over", "response_over"):
             limit = graph.limits.context_tokens if predicate.name == "context_over" else graph.limits.response_tokens
-            tokens = argument if isinstance(argument, int) else int((argument or 0) * (limit or 0))
-            found.append("many words " * min(400, max(1, tokens // 3)))
+            lengths.append((argument if isinstance(argument, int) else (argument or 0) * (limit or 0)) // 3)
         elif ":" in predicate.name:
             found += _constants(predicate.name)
             found += [argument] if isinstance(argument, str) else []
-    lengths = [graph.states[state].sampling.max_tokens for state in graph.working_states]
-    found += ["many words " * min(400, length) for length in lengths if length is not None]
     for state in graph.working_states:
+        lengths += [length for length in [graph.states[state].sampling.max_tokens] if length is not None]
         if ":" in graph.handler_of(state):
             found += _constants(graph.handler_of(state))
+    found += ["many words " * min(400, max(1, int(length))) for length in lengths]
     return list(dict.fromkeys(found))
 
 
-def _patterns(graph: AgentGraph) -> list[st.SearchStrategy[str]]:
-    patterns = [str(p.argument) for p in _predicates(graph) if p.name == "text_matches"]
-    found = []
-    for pattern in dict.fromkeys(patterns):
-        for alphabet in (PRINTABLE, st.characters(exclude_categories=["Cs", "Cc"])):
+def _patterns(graph: AgentGraph) -> Iterator[st.SearchStrategy[str]]:
+    for pattern in dict.fromkeys(str(p.argument) for p in _predicates(graph) if p.name == "text_matches"):
+        for alphabet in _ALPHABETS:
             strategy = st.from_regex(re.compile(pattern), alphabet=alphabet)
             try:
                 strategy.validate()
             except Exception:  # the alphabet cannot spell it; the next, larger one may
                 continue
-            found.append(strategy)
+            yield strategy
             break
-    return found
 
 
-def _called(graph: AgentGraph) -> tuple[str, ...]:
-    return tuple(str(p.argument) for p in _predicates(graph) if p.name == "tool_called")
-
-
-def _constants(path: str) -> list[str]:
-    """Return the strings in the code of a user's function or class: what it compares with is likely among them."""
+def _constants(path: str) -> Iterator[str]:
+    """Yield the strings in the code of a user's function or class: what it compares with is likely among them."""
     try:
         found = load_object(path)
     except ConfigError:
-        return []
-    codes: list[CodeType] = []
-    for each in (found, *vars(found).values()) if isinstance(found, type) else (found,):
-        code = getattr(each, "__code__", None)
-        if isinstance(code, CodeType):
-            codes.append(code)
-    texts: list[str] = []
-    while codes:
-        code = codes.pop()
+        return
+    functions = (found, *vars(found).values()) if isinstance(found, type) else (found,)
+    codes = [code for each in functions if isinstance(code := getattr(each, "__code__", None), CodeType)]
+    for code in codes:  # it grows
         doc = code.co_consts[0] if code.co_consts and isinstance(code.co_consts[0], str) else None
-        texts += [c for c in code.co_consts if isinstance(c, str) and c and c is not doc and len(c) <= 200]
+        yield from (c for c in code.co_consts if isinstance(c, str) and c and c is not doc and len(c) <= 200)
         codes += [c for c in code.co_consts if isinstance(c, CodeType)]
-    return texts
