@@ -216,7 +216,7 @@ class Figures:
         return self._course(times, [self.clock(end) - self.clock(start) for start, end in times])
 
     def _course(self, times: Sequence[tuple[float, float]], amounts: Sequence[float]) -> list[float]:
-        """Spread each amount evenly over its time and return the sums per second by part, which add up to all amounts."""
+        """Spread each amount evenly over its time; return the sums per second by part, which add up to all amounts."""
         width = self.seconds / BINS
         if not width > 0 or not times:
             return [0.0] * BINS
