@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -30,19 +30,11 @@ if TYPE_CHECKING:
 TURN = "zqTurnProbe7"
 NEXT = "zqNextProbe8"
 KEY = "zqKeyProbe9"
+USER: Message = {"role": "user", "content": NEXT}
+PROPERTIES = {KEY: {"type": "string", "description": "A value."}}
+PARAMETERS = {"type": "object", "properties": PROPERTIES, "required": [KEY]}
 PROBE_TOOLS: tuple[Message, ...] = (
-    {
-        "type": "function",
-        "function": {
-            "name": "probe",
-            "description": "A probe.",
-            "parameters": {
-                "type": "object",
-                "properties": {KEY: {"type": "string", "description": "A value."}},
-                "required": [KEY],
-            },
-        },
-    },
+    {"type": "function", "function": {"name": "probe", "description": "A probe.", "parameters": PARAMETERS}},
 )
 
 
@@ -65,11 +57,24 @@ class Closes:
         return frozenset(marker.id for marker in (self.text, self.tool) if marker)
 
 
+@dataclass(frozen=True, slots=True)
+class Tails:
+    """Markers behind a turn: written whether it is the last or not (``both``), only if it is, only if it is not."""
+
+    both: list[Marker]
+    only_last: list[Marker]
+    only_followed: list[Marker]
+    shared: str
+    """The text that is written in both cases."""
+    region: str
+    """All that stands before the next message's text."""
+
+
 def probe_call(dialect: Dialect, value: str = TURN) -> Message:
     """Return an assistant turn that calls the probe tool."""
     arguments: object = {KEY: value}
     if dialect.arguments_as_text:
-        arguments = f'{{"{KEY}": "{value}"}}'
+        arguments = json.dumps(arguments)
     call = {"id": "c00001000", "type": "function", "function": {"name": "probe", "arguments": arguments}}
     return {"role": "assistant", "content": None if dialect.empty_as_none else "", "tool_calls": [call]}
 
@@ -85,12 +90,10 @@ def learn_dialect(renderer: Renderer, now: datetime) -> Dialect:
     A dict printed by Python's ``repr`` (single quotes) is not what any model was trained on, so such a
     template gets text.
     """
-    forms = [Dialect(text, none) for none in (False, True) for text in (False, True)]
-    for form in forms:
+    for form in (Dialect(text, none) for none in (False, True) for text in (False, True)):
+        messages = [{"role": "user", "content": "u"}, probe_call(form), probe_result()]
         try:
-            shown = renderer.render(
-                [{"role": "user", "content": "u"}, probe_call(form), probe_result()], PROBE_TOOLS, now
-            )
+            shown = renderer.render(messages, PROBE_TOOLS, now)
         except ChatTemplateError:
             continue
         if TURN in shown and f"'{KEY}'" not in shown:
@@ -98,184 +101,140 @@ def learn_dialect(renderer: Renderer, now: datetime) -> Dialect:
     return Dialect()
 
 
-def learn_closes(
-    renderer: Renderer, encoder: MarkerEncoder, dialect: Dialect, known: frozenset[int], now: datetime
-) -> Closes:
-    """Probe a text turn followed by a user message, and a tool turn followed by its result."""
-    user: Message = {"role": "user", "content": NEXT}
-    system: Message = {"role": "system", "content": "s"}
-    header: frozenset[int] = frozenset()
-    text: Marker | None = None
-    tool: Marker | None = None
-    openers: set[int] = set()
-    lead: frozenset[int] = frozenset()
-    for base in ([user], [system, user]):
-        try:
-            shown = renderer.render(base, None, now, generation=False)
-            asked = renderer.render(base, None, now)
-        except ChatTemplateError:
-            continue
-        header = _last_run(shown.partition(NEXT)[0], encoder) - known
+class CloseFinder:
+    """Probes a text turn followed by a user message, and a tool turn followed by its result."""
+
+    def __init__(
+        self, renderer: Renderer, encoder: MarkerEncoder, dialect: Dialect, known: frozenset[int], now: datetime
+    ) -> None:
+        self._renderer = renderer
+        self._encoder = encoder
+        self._call = probe_call(dialect)
+        self._known = known
+        self._now = now
+
+    def closes(self) -> Closes:
+        """Return what is found after a user message or, if the template insists on one, a system message before it."""
+        for base in ([USER], [{"role": "system", "content": "s"}, USER]):
+            try:
+                shown, asked = self._render(base, None), self._renderer.render(base, None, self._now)
+            except ChatTemplateError:
+                continue
+            return self._closes_after(base, shown, asked)
+        return Closes(None, None, frozenset())
+
+    def _closes_after(self, base: list[Message], shown: str, asked: str) -> Closes:
+        """Return the closes of turns after ``base``, which is ``asked`` with the header of the next turn."""
+        header = self._last_run(shown.partition(NEXT)[0]) - self._known
         # What opens the model's own turn cannot be what it says when it is done.
-        own = frozenset(marker.id for _, marker in encoder.find(asked[len(common_prefix(shown, asked)) :]))
-        turn: Message = {"role": "assistant", "content": TURN}
-        found = _probe(renderer, encoder, [*base, turn], user, None, now)
-        if found and text is None:
-            text, is_opener = _text_close(*found[:4], known, header)
-            if text and is_opener and text.id in own:
+        own = {marker.id for _, marker in self._encoder.find(asked[len(common_prefix(shown, asked)) :])}
+        text: Marker | None = None
+        tool: Marker | None = None
+        opens_text = opens_tool = False
+        lead: frozenset[int] = frozenset()
+        if tails := self._tails([*base, {"role": "assistant", "content": TURN}], USER, None):
+            text, opens_text = self._text_close(tails, header)
+            if text and opens_text and text.id in own:
                 text = None
-            if text and is_opener:
-                openers.add(text.id)
-            elif text and text in found[0]:
-                lead = _last_run(found[3].partition(text.text)[0], encoder)
-        also = known | ({text.id} if text and text.id not in openers else frozenset())
-        found = _probe(renderer, encoder, [*base, probe_call(dialect)], probe_result(), PROBE_TOOLS, now)
-        if found and tool is None:
-            each = _written_per_call(renderer, encoder, base, dialect, now) - also
-            both, only_last, only_followed = ([m for m in markers if m.id not in each] for markers in found[:3])
-            tool, is_opener = _tool_close(both, only_last, only_followed, found[4], also)
-            if tool and is_opener and tool.id in own:
+            if text and text in tails.both:
+                lead = self._last_run(tails.shared.partition(text.text)[0])
+        if tails := self._tails([*base, self._call], probe_result(), PROBE_TOOLS):
+            known = self._known | ({text.id} if text and not opens_text else set())
+            tool, opens_tool = self._tool_close(tails, known, self._written_per_call(base) - known)
+            if tool and opens_tool and tool.id in own:
                 tool = None
-            if tool and is_opener:
-                openers.add(tool.id)
-    return Closes(text, tool, frozenset(openers), lead)
+        openers = {close.id for close, opens in ((text, opens_text), (tool, opens_tool)) if close and opens}
+        return Closes(text, tool, frozenset(openers), lead)
 
+    def _render(self, messages: list[Message], tools: Sequence[Message] | None) -> str:
+        return self._renderer.render(messages, tools, self._now, generation=False)
 
-def _last_run(opening: str, encoder: MarkerEncoder) -> frozenset[int]:
-    """Return the unbroken run of markers nearest to the end of ``opening``."""
-    ids: set[int] = set()
-    follower = None
-    for at, marker in reversed(encoder.find(opening)):
-        if follower is not None and at + len(marker.text) != follower:
-            break
-        ids.add(marker.id)
-        follower = at
-    return frozenset(ids)
-
-
-def _probe(
-    renderer: Renderer,
-    encoder: MarkerEncoder,
-    messages: list[Message],
-    after: Message,
-    tools: Sequence[Message] | None,
-    now: datetime,
-) -> tuple[list[Marker], list[Marker], list[Marker], str, str] | None:
-    """Return the markers written after the turn, by both renders, only when it is last and only when not.
-
-    With them the text that both write there, and all that stands before the next message's text.
-    """
-    try:
-        last = renderer.render(messages, tools, now, generation=False)
-        followed = renderer.render([*messages, after], tools, now)
-    except ChatTemplateError:
-        return None
-    if TURN not in last or TURN not in followed:
-        return None
-    tail = last.rpartition(TURN)[2]
-    region = followed.rpartition(TURN)[2].partition(NEXT)[0]
-    shared = common_prefix(tail, region)
-    tail_markers, region_markers = encoder.find(tail), encoder.find(region)
-    # Compared as markers, since two markers may share their first characters.
-    both = [
-        marker for at, marker in region_markers if (at, marker) in tail_markers and at + len(marker.text) <= len(shared)
-    ]
-    return both, [m for _, m in tail_markers[len(both) :]], [m for _, m in region_markers[len(both) :]], shared, region
-
-
-def _text_close(
-    both: list[Marker],
-    only_last: list[Marker],
-    only_followed: list[Marker],
-    shared: str,
-    known: frozenset[int],
-    header: frozenset[int],
-) -> tuple[Marker | None, bool]:
-    """Return what ends a text turn, and whether it is an opener."""
-    for marker in both:
-        if marker.id in known:
-            return marker, False
-    candidates = [marker for marker in both if marker.id not in header]
-    candidates = _flagged(candidates)
-    if candidates:
-        # Of a run such as <|END_RESPONSE|><|END_OF_TURN_TOKEN|> the last one ends the turn.
-        close = candidates[0]
-        for marker in candidates[1:]:
-            if close.text + marker.text not in shared:
+    def _last_run(self, opening: str) -> frozenset[int]:
+        """Return the unbroken run of markers nearest to the end of ``opening``."""
+        ids: set[int] = set()
+        follower = None
+        for at, marker in reversed(self._encoder.find(opening)):
+            if follower is not None and at + len(marker.text) != follower:
                 break
-            close = marker
-        return close, False
-    if any(marker.id not in header for marker in _flagged(only_last)):
-        # The last turn ends with a token of its own (gpt-oss: <|return|>), a followed one with another.
-        unlike = _flagged([marker for marker in only_followed if marker.id not in header])
-        return (unlike[0], False) if unlike else (None, False)
-    remaining = _flagged([*both, *only_followed])
-    # What is written after the last turn too ends it, even where user turns seem to open with it.
-    return (remaining[0], remaining[0] not in both) if remaining else (None, False)
+            ids.add(marker.id)
+            follower = at
+        return frozenset(ids)
+
+    def _tails(self, messages: list[Message], after: Message, tools: Sequence[Message] | None) -> Tails | None:
+        """Return what stands behind the turn that ends ``messages``; None if the template does not write the turn."""
+        try:
+            last = self._render(messages, tools)
+            followed = self._renderer.render([*messages, after], tools, self._now)
+        except ChatTemplateError:
+            return None
+        if TURN not in last or TURN not in followed:
+            return None
+        tail = last.rpartition(TURN)[2]
+        region = followed.rpartition(TURN)[2].partition(NEXT)[0]
+        shared = common_prefix(tail, region)
+        in_tail, in_region = self._encoder.find(tail), self._encoder.find(region)
+        # Compared as markers, since two markers may share their first characters.
+        both = [m for at, m in in_region if (at, m) in in_tail and at + len(m.text) <= len(shared)]
+        only_last, only_followed = ([m for _, m in found[len(both) :]] for found in (in_tail, in_region))
+        return Tails(both, only_last, only_followed, shared, region)
+
+    def _text_close(self, tails: Tails, header: frozenset[int]) -> tuple[Marker | None, bool]:
+        """Return what ends a text turn, and whether it is an opener."""
+        for marker in tails.both:
+            if marker.id in self._known:
+                return marker, False
+        # 1. Of a run such as <|END_RESPONSE|><|END_OF_TURN_TOKEN|> the last one ends the turn.
+        candidates = _without(tails.both, header)
+        # Some vocabularies flag none of their control tokens.
+        candidates = [marker for marker in candidates if marker.special] or candidates
+        if candidates:
+            close = candidates[0]
+            for marker in candidates[1:]:
+                if close.text + marker.text not in tails.shared:
+                    break
+                close = marker
+            return close, False
+        # 2. The last turn ends with a token of its own (gpt-oss: <|return|>), a followed one with another.
+        if _without(tails.only_last, header):
+            return next(iter(_without(tails.only_followed, header)), None), False
+        # 3. What is written after the last turn too ends it, even where user turns seem to open with it.
+        first = next(iter([*tails.both, *tails.only_followed]), None)
+        return first, first not in tails.both
+
+    def _tool_close(self, tails: Tails, known: Container[int], per_call: Container[int]) -> tuple[Marker | None, bool]:
+        """Return what ends a tool turn, and whether it is an opener: a header of one control token, not of a run."""
+        every = [_without(markers, per_call) for markers in (tails.both, tails.only_last, tails.only_followed)]
+        for marker in every[0]:
+            if marker.id in known:
+                return marker, False
+        for ends, last, following in ([[m for m in some if m.special] for some in every], every):
+            if ends:
+                return ends[-1], not following
+            if following and not last:
+                first, *others = following
+                if not any(first.text + other.text in tails.region for other in others):
+                    return first, True
+        return None, False
+
+    def _written_per_call(self, base: list[Message]) -> frozenset[int]:
+        """Return the markers written once per call rather than once per turn."""
+        (call,) = self._call["tool_calls"]
+        double = {**self._call, "tool_calls": [call, {**call, "id": "c00001001"}]}
+        try:
+            shown = [self._render([*base, turn], PROBE_TOOLS) for turn in (self._call, double)]
+        except ChatTemplateError:  # one call at a time is all this template allows
+            return frozenset()
+        fewer, more = (Counter(marker.id for _, marker in self._encoder.find(text)) for text in shown)
+        return frozenset(more - fewer)
 
 
-def _tool_close(
-    both: list[Marker], only_last: list[Marker], only_followed: list[Marker], region: str, known: frozenset[int]
-) -> tuple[Marker | None, bool]:
-    """Return what ends a tool turn, and whether it is an opener: a header of one control token, not of a run."""
-    for marker in both:
-        if marker.id in known:
-            return marker, False
-    every = (both, only_last, only_followed)
-    for ends, last, following in ([[m for m in some if m.special] for some in every], every):
-        if ends:
-            return ends[-1], not following
-        if following and not last and not any(following[0].text + other.text in region for other in following[1:]):
-            return following[0], True
-    return None, False
-
-
-def _flagged(markers: list[Marker]) -> list[Marker]:
-    """Return those flagged special, or all: some vocabularies flag none of their control tokens."""
-    return [marker for marker in markers if marker.special] or markers
-
-
-def _written_per_call(
-    renderer: Renderer, encoder: MarkerEncoder, base: list[Message], dialect: Dialect, now: datetime
-) -> frozenset[int]:
-    """Return the markers written once per call rather than once per turn."""
-    single = probe_call(dialect)
-    (call,) = single["tool_calls"]
-    double = {**single, "tool_calls": [call, {**call, "id": "c00001001"}]}
-    try:
-        fewer, more = (
-            Counter(
-                marker.id
-                for _, marker in encoder.find(renderer.render([*base, turn], PROBE_TOOLS, now, generation=False))
-            )
-            for turn in (single, double)
-        )
-    except ChatTemplateError:  # one call at a time is all this template allows
-        return frozenset()
-    return frozenset(more - fewer)
+def _without(markers: Iterable[Marker], ids: Container[int]) -> list[Marker]:
+    return [marker for marker in markers if marker.id not in ids]
 
 
 def common_prefix(first: str, second: str) -> str:
     """Return the longest text both start with."""
     return os.path.commonprefix([first, second])  # noqa: RUF071 (characters are meant)
-
-
-def first_close(
-    found: Sequence[tuple[int, Marker]], preference: Iterable[frozenset[int]], lead: frozenset[int] = frozenset()
-) -> tuple[int, Marker] | None:
-    """Choose the close among the markers between a turn's text and the next message's: first set wins.
-
-    With ``lead`` the choice moves back over those of its markers that stand right before the close.
-    """
-    for wanted in preference:
-        for index, (position, marker) in enumerate(found):
-            if marker.id in wanted:
-                for before, leading in reversed(found[:index]):
-                    if leading.id not in lead or before + len(leading.text) != position:
-                        break
-                    position, marker = before, leading
-                return position, marker
-    return None
 
 
 def generation_config_stops(tokenizer: PreTrainedTokenizerFast) -> list[int]:

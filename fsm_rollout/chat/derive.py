@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from fsm_rollout.chat.closes import Closes, first_close
+from fsm_rollout.chat.closes import Closes
 from fsm_rollout.chat.markers import Encoded, Injection, Marker, MarkerEncoder, Part
 from fsm_rollout.chat.render import Renderer, Tools
 from fsm_rollout.errors import ChatTemplateError
@@ -100,16 +100,18 @@ class Step:
 class Glue:
     """What stands between two generations: the close token, then the template's text and the messages' (``parts``).
 
-    ``opener`` says that the close token is the header of the next message too.
+    ``opener`` says that the close token is the header of the next message too, ``close_sampled`` that the turn ended in
+    a token that stands for it.
     """
 
     close: Marker
     opener: bool
+    close_sampled: bool
     parts: tuple[Part, ...] = field(compare=False)
     text: str
     """What follows the close token."""
 
-    def encode(self, encoder: MarkerEncoder, injection: Injection, *, close_sampled: bool) -> Encoded:
+    def encode(self, encoder: MarkerEncoder, injection: Injection) -> Encoded:
         """Encode the glue as it stands after the close token, and drop that token where it was sampled.
 
         Encoded together, since white space beside a token may belong to it (``rstrip``).
@@ -117,25 +119,16 @@ class Glue:
         whole = encoder.encode_parts([Part(self.close.text), *self.parts], injection)
         if whole.ids[:1] != [self.close.id]:
             raise ChatTemplateError("no-close-token", f"{self.close.text!r} is not encoded as one token")
-        return whole.after(1) if close_sampled else whole
+        return whole.after(1) if self.close_sampled else whole
 
 
-@dataclass(frozen=True, slots=True)
-class Sentinels:
-    """Unguessable words, one pair for the last turn and one per new message."""
+def draw_word() -> str:
+    """Draw the unguessable word that sentinels begin with.
 
-    first: str
-    second: str
-    word: str
-
-    @classmethod
-    def draw(cls) -> Sentinels:
-        """Draw fresh ones. They end in different letters, so no common suffix reaches into them."""
-        return cls(f"zq{secrets.token_hex(12)}x", f"zq{secrets.token_hex(12)}y", f"zq{secrets.token_hex(12)}n")
-
-    def new(self, index: int) -> str:
-        """Return the sentinel of new message ``index``."""
-        return f"{self.word}{index}m"
+    Those of the last turn end in ``x`` and ``y``, so that no common suffix reaches into them; that of a message is its
+    ``{index}m``. None is the start of another.
+    """
+    return f"zq{secrets.token_hex(12)}"
 
 
 def marked_turns(message: Message, sentinel: str) -> Iterator[Message]:
@@ -187,9 +180,9 @@ class Deriver:
 
         """
         # 1. What follows the turn, whatever it says; and where the new messages stand in it.
-        sentinels = Sentinels.draw()
-        marked_turn, after = self._common_suffix(step, sentinels)
-        pattern = self._pattern(step, marked_turn, sentinels)
+        word = draw_word()
+        marked_turn, after = self._common_suffix(step, word)
+        pattern = self._pattern(step, marked_turn, word)
         # 2. The close: what ends the turn before the first new message.
         region = str(pattern[0])
         close_at, close = self._close(region, step.sampled)
@@ -200,39 +193,47 @@ class Deriver:
             )
         # 3. The same must stand after the turn's own text.
         text = after[cut:]
-        if not self.renderer.render([*step.base, step.turn, *step.new], step.tools, step.now).endswith(
-            close.text + text
-        ):
+        whole = self.renderer.render([*step.base, step.turn, *step.new], step.tools, step.now)
+        if not whole.endswith(close.text + text):
             raise ChatTemplateError(
                 "text-moved", "the text after the turn is not the same once the turn's own text stands in it"
             )
         # 4. The template's text told from the messages'.
-        pieces = fit([region[cut:], *pattern[1:]], step.contents, text)
-        parts = filled(pieces, step.contents) if pieces else locate(step.contents, text)
-        return Glue(close, close.id in self.closes.openers, tuple(parts), text)
+        parts = told_apart([region[cut:], *pattern[1:]], step.contents, text) or locate(step.contents, text)
+        # 5. A turn that stopped on another stop token needs no close, unless that is the next message's header too.
+        opener, sampled = close.id in self.closes.openers, step.sampled
+        close_sampled = sampled == close.id
+        if sampled is not None and not close_sampled and not opener:
+            close_sampled = sampled in self.known | self.closes.ids or self.encoder.by_id[sampled].special
+        return Glue(close, opener, close_sampled, tuple(parts), text)
 
     def _close(self, region: str, sampled: int | None) -> tuple[int, Marker]:
         """Return the close token in what stands before the next message, and its place."""
-        closes = self.closes
-        text = frozenset({closes.text.id}) if closes.text else frozenset()
-        usual = text if sampled is not None else text | closes.ids
-        sampled_first = frozenset() if sampled is None else frozenset({sampled})
-        preference = (sampled_first, self.known, usual - closes.openers, closes.openers)
-        lead = closes.lead if sampled is None else frozenset()
-        chosen = first_close(self.encoder.find(region), preference, lead)
+        closes, found = self.closes, self.encoder.find(region)
+        if sampled is None:
+            preference = [self.known, closes.ids - closes.openers, closes.openers]
+        else:
+            text = frozenset({closes.text.id} if closes.text else ())
+            preference = [frozenset({sampled}), self.known, text - closes.openers, closes.openers]
+        ids = [marker.id for _, marker in found]
+        chosen = next((at for wanted in preference for at, id_ in enumerate(ids) if id_ in wanted), None)
         if chosen is None:
             raise ChatTemplateError(
                 "no-close-token",
                 f"the template writes no known stop token after an assistant turn, only {region[:80]!r}; "
                 "without one the end of the turn and the next message cannot be told apart",
             )
-        return chosen
+        while sampled is None and chosen:  # a turn that was cut lacks the markers too that come right before its stop
+            position, marker = found[chosen - 1]
+            if ids[chosen - 1] not in closes.lead or position + len(marker.text) != found[chosen][0]:
+                break
+            chosen -= 1
+        return found[chosen]
 
-    def _common_suffix(self, step: Step, sentinels: Sentinels) -> tuple[Message, str]:
+    def _common_suffix(self, step: Step, word: str) -> tuple[Message, str]:
         """Return the marked turn that worked, and what both renders have in common after the sentinel."""
         failure: ChatTemplateError | None = None
-        words = (sentinels.first, sentinels.second)
-        for turns in zip(*(marked_turns(step.turn, word) for word in words), strict=True):
+        for turns in zip(marked_turns(step.turn, f"{word}x"), marked_turns(step.turn, f"{word}y"), strict=True):
             try:
                 first, second = (
                     self.renderer.render([*step.base, turn, *step.new], step.tools, step.now) for turn in turns
@@ -240,28 +241,28 @@ class Deriver:
             except ChatTemplateError as error:
                 failure = failure or error
                 continue
-            if sentinels.first in first and sentinels.second in second:
-                tails = first.rpartition(sentinels.first)[2], second.rpartition(sentinels.second)[2]
-                return turns[0], common_suffix(*tails)
-        if failure is not None:
-            raise failure
-        raise ChatTemplateError("turn-dropped", "the template writes neither the text nor the calls of the last turn")
+            if f"{word}x" in first and f"{word}y" in second:
+                return turns[0], common_suffix(first.rpartition(f"{word}x")[2], second.rpartition(f"{word}y")[2])
+        raise failure or ChatTemplateError(
+            "turn-dropped", "the template writes neither the text nor the calls of the last turn"
+        )
 
-    def _pattern(self, step: Step, marked_turn: Message, sentinels: Sentinels) -> list[str | int]:
+    def _pattern(self, step: Step, marked_turn: Message, word: str) -> list[str | int]:
         """Return what follows the turn when the new messages are sentinels: text, and indices of messages."""
-        marked = [{**message, "content": sentinels.new(index)} for index, message in enumerate(step.new)]
-        whole = self.renderer.render([*step.base, marked_turn, *marked], step.tools, step.now)
-        pattern = _cut(whole.rpartition(sentinels.first)[2], sentinels.word)
+        whole = self.renderer.render(
+            [*step.base, marked_turn, *marked(step.new, range(len(step.new)), word)], step.tools, step.now
+        )
+        pattern = _cut(whole.rpartition(f"{word}x")[2], word)
         for index, message in enumerate(step.new):
-            if index not in pattern:
-                if sentinels.new(index) in whole:
-                    raise ChatTemplateError(
-                        "text-moved",
-                        f"the template writes new message {index} before the text of the turn it follows",
-                    )
+            if index in pattern:
+                continue
+            if f"{word}{index}m" in whole:
                 raise ChatTemplateError(
-                    "message-dropped", f"the template silently drops the new {message['role']!r} message {index}"
+                    "text-moved", f"the template writes new message {index} before the text of the turn it follows"
                 )
+            raise ChatTemplateError(
+                "message-dropped", f"the template silently drops the new {message['role']!r} message {index}"
+            )
         return pattern
 
     def prompt_parts(
@@ -273,44 +274,44 @@ class Deriver:
             ChatTemplateError: ``message-dropped`` or ``message-altered``.
 
         """
-        self._refuse_dropped_orders(messages, tools, now, text)
-        word = Sentinels.draw().word
-        marked = list(messages)
-        for index in foreign:
-            marked[index] = {**messages[index], "content": f"{word}{index}m"}
+        word = draw_word()
         contents = [str(message["content"] or "") for message in messages]
+        # 1. No system or developer message may be lost. A template may move its text (into the first user message) or
+        # take flags out of it, so what is looked for is a sentinel behind the text, anywhere.
+        for index, message in enumerate(messages):
+            order = contents[index].strip()
+            if message["role"] not in ORDERS or not order or (len(order) >= UNMISTAKABLE and order in text):
+                continue
+            ordered = [*messages[:index], {**message, "content": f"{order} {word}"}, *messages[index + 1 :]]
+            try:
+                kept = word in self.renderer.render(ordered, tools, now)
+            except ChatTemplateError:  # it insists on what is said there
+                kept = order in text
+            if not kept:
+                raise _dropped(messages, index)
+        # 2. Nor may a foreign one; where it stands, its text is told from the template's.
         try:
-            pattern = _cut(self.renderer.render(marked, tools, now), word)
+            pattern = _cut(self.renderer.render(marked(messages, foreign, word), tools, now), word)
         except ChatTemplateError:
             return locate([contents[index] for index in foreign], text)
         for index in foreign:
             if index not in pattern and contents[index]:
-                raise ChatTemplateError(
-                    "message-dropped", f"the template silently drops the {messages[index]['role']!r} message {index}"
-                )
-        pieces = fit(pattern, contents, text)
-        return filled(pieces, contents) if pieces else locate([contents[index] for index in foreign], text)
+                raise _dropped(messages, index)
+        return told_apart(pattern, contents, text) or locate([contents[index] for index in foreign], text)
 
-    def _refuse_dropped_orders(self, messages: list[Message], tools: Tools | None, now: datetime, text: str) -> None:
-        """Refuse a prompt whose system or developer message is nowhere in it.
 
-        A template may move its text (into the first user message) or take flags out of it, so what is looked
-        for is a sentinel behind the text, anywhere.
-        """
-        for index, message in enumerate(messages):
-            order = str(message["content"] or "").strip()
-            if message["role"] not in ORDERS or not order or (len(order) >= UNMISTAKABLE and order in text):
-                continue
-            word = Sentinels.draw().word
-            marked = [*messages[:index], {**message, "content": f"{order} {word}"}, *messages[index + 1 :]]
-            try:
-                kept = word in self.renderer.render(marked, tools, now)
-            except ChatTemplateError:  # it insists on what is said there
-                kept = order in text
-            if not kept:
-                raise ChatTemplateError(
-                    "message-dropped", f"the template silently drops the {message['role']!r} message {index}"
-                )
+def _dropped(messages: Sequence[Message], index: int) -> ChatTemplateError:
+    return ChatTemplateError(
+        "message-dropped", f"the template silently drops the {messages[index]['role']!r} message {index}"
+    )
+
+
+def marked(messages: Sequence[Message], indices: Iterable[int], word: str) -> list[Message]:
+    """Return the messages with sentinels instead of text in those at the indices."""
+    copy = list(messages)
+    for index in indices:
+        copy[index] = {**copy[index], "content": f"{word}{index}m"}
+    return copy
 
 
 def _cut(text: str, word: str) -> list[str | int]:
@@ -355,6 +356,11 @@ def fit(pattern: Sequence[str | int], texts: Sequence[str], whole: str) -> Piece
         return None
 
     return walk(0, 0)
+
+
+def told_apart(pattern: Sequence[str | int], texts: Sequence[str], whole: str) -> list[Part]:
+    """Return ``whole`` in parts, told apart by its pattern; none if the texts are not there in any known form."""
+    return filled(fit(pattern, texts, whole) or (), texts)
 
 
 def locate(contents: Sequence[str], text: str) -> list[Part]:

@@ -10,19 +10,19 @@ Command-R): no name is listed. After :meth:`GlueCache.distrust` nothing is answe
 
 from __future__ import annotations
 
-import json
 import marshal
+import re
 import secrets
-import string
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from itertools import chain, islice, pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fsm_rollout.chat.closes import probe_call, probe_result
-from fsm_rollout.chat.derive import Deriver, Glue, Pieces, Sentinels, Slot, Step, filled, fit
+from fsm_rollout.chat.derive import Deriver, Glue, Pieces, Step, draw_word, filled, fit
 from fsm_rollout.chat.markers import CacheEntry, Encoded, Injection, MarkerEncoder
-from fsm_rollout.chat.messages import Dialect, Messages, made_id
+from fsm_rollout.chat.messages import Dialect, Messages, conform, made_id
 from fsm_rollout.chat.render import Tools
 from fsm_rollout.errors import ChatTemplateError
 from fsm_rollout.trajectory.events import Message
@@ -40,23 +40,22 @@ _TEXT_METHODS = frozenset({"startswith", "endswith", "split", "rsplit", "replace
 _TEXT_METHODS |= {"partition", "rpartition", "removeprefix", "removesuffix"}
 _TURN_KEYS = frozenset({"role", "content", "tool_calls", "reasoning_content", "reasoning", "thinking"})
 _NEW_KEYS = frozenset({"role", "content", "name", "tool_call_id"})
-
-
-# --- a learned template ------------------------------------------------------------------------------------------
+_PLAIN = Dialect()
 
 
 class GlueTemplate(CacheEntry):
-    """Text of the chat template with slots for messages' text; what is fixed between two slots is encoded once.
+    """Text of the chat template with slots for messages' text; what lies before and behind the slots is encoded once.
 
-    Text between two markers is encoded on its own only if that is seen to make no difference on ``probes``:
-    SentencePiece-like tokenizers, whose first word is special, fail, and their templates save the render only. A slot
-    whose text turns out to hold a marker goes the long way, through :meth:`MarkerEncoder.encode_parts`.
+    Only what lies between the nearest markers (``_middle``) is encoded each time, if that is seen to make no difference
+    on ``probes``: SentencePiece-like tokenizers, whose first word is special, fail, and their templates save the render
+    only. Where it holds other markers than the chat template's (``_markers``), all is encoded the long way, through
+    :meth:`MarkerEncoder.encode_parts`.
 
     The first ``dropped`` ids are encoded with the rest, but are not part of the result: the close token that was
     sampled already.
     """
 
-    __slots__ = ("_encoder", "_injection", "dropped", "pieces", "steps")
+    __slots__ = ("_dropped", "_encoder", "_fast", "_head", "_injection", "_markers", "_middle", "_tail", "pieces")
 
     def __init__(
         self,
@@ -68,20 +67,19 @@ class GlueTemplate(CacheEntry):
     ) -> None:
         super().__init__()
         self._encoder = encoder
-        self._injection = injection
+        self._injection: Injection = injection
+        self._dropped = dropped
+        self._fast = False
         self.pieces = pieces
-        self.dropped = dropped
-        self.steps: list[list[int] | tuple[str | Slot, ...]] = []
-        """Ids, and what lies between two markers and holds a slot; none if all is to be encoded together."""
-        if injection == "allow":
-            return
         whole = [self.encode(probe) for probe in probes]
-        self.steps = _encoded_where_fixed(pieces, encoder)
-        first = self.steps[0]
-        if dropped and isinstance(first, list):
-            self.steps[0] = first[dropped:]
-        if (dropped and len(first) < dropped) or [self.encode(probe) for probe in probes] != whole:
-            self.steps = []
+        first, last = str(pieces[0]), str(pieces[-1])
+        start, end = encoder.cut(first)[-1][0], encoder.cut(last)[0][0]
+        self._head = encoder.encode(first.removesuffix(start))[dropped:]
+        self._tail = encoder.encode(last.removeprefix(end))
+        self._middle = [start, *pieces[1:-1], end]
+        self._markers = [m.id for piece in self._middle if isinstance(piece, str) for _, m in encoder.find(piece)]
+        self._fast = not encoder.overlapping
+        self._fast &= [self.encode(probe) for probe in probes] == whole
 
     def text(self, texts: Sequence[str]) -> str:
         """Return the text with its slots filled."""
@@ -89,65 +87,24 @@ class GlueTemplate(CacheEntry):
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         """Return the ids, and how many injected markers were neutralised."""
-        ids: list[int] = []
-        for step in self.steps:
-            if isinstance(step, list):
-                ids += step
-                continue
-            found = self._encoder.encode(
-                "".join([piece if isinstance(piece, str) else piece.fill(texts) for piece in step])
+        if self._fast:
+            ids = self._encoder.encode(
+                "".join([piece if isinstance(piece, str) else piece.fill(texts) for piece in self._middle])
             )
-            if not self._encoder.ids.isdisjoint(found):
-                break
-            ids += found
-        else:
-            if self.steps:
-                return Encoded(ids, entry=self)
-        encoded = self._encoder.encode_parts(filled(self.pieces, texts), self._injection).after(self.dropped)
+            if self._encoder.markers_of(ids) == self._markers:
+                return Encoded([*self._head, *ids, *self._tail], entry=self)
+        encoded = self._encoder.encode_parts(filled(self.pieces, texts), self._injection).after(self._dropped)
         encoded.entry = self
         return encoded
 
 
-def _encoded_where_fixed(pieces: Pieces, encoder: MarkerEncoder) -> list[list[int] | tuple[str | Slot, ...]]:
-    """Cut the pieces at every marker; encode what lies between two of them and has no slot."""
-    between: list[list[str | Slot]] = [[]]
-    markers: list[list[int]] = []
-    for piece in pieces:
-        if isinstance(piece, Slot):
-            between[-1].append(piece)
-            continue
-        start = 0
-        for position, marker in encoder.find(piece):
-            between[-1].append(piece[start:position])
-            markers.append([marker.id])
-            between.append([])
-            start = position + len(marker.text)
-        between[-1].append(piece[start:])
-    steps: list[list[int] | tuple[str | Slot, ...]] = []
-    for run, marker_id in zip(between, [*markers, []], strict=True):
-        if any(isinstance(piece, Slot) for piece in run):
-            steps += [tuple(run), marker_id]
-            continue
-        ids = encoder.encode("".join(map(str, run))) + marker_id
-        if steps and isinstance(steps[-1], list):
-            steps[-1] += ids
-        else:
-            steps.append(ids)
-    return steps
-
-
-# --- the cache ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(NamedTuple):
     """A step without its text. ``general`` leaves out the tools and the order of roles before it."""
 
     key: Hashable
     general: Hashable
     texts: list[str]
     """What fills the slots: each new message's content, then each one's tool call id."""
-    contents: list[str]
 
 
 class GlueCache:
@@ -157,27 +114,45 @@ class GlueCache:
         self._deriver = deriver
         self._dialect = dialect
         self._injection: Injection = injection
-        self._tested = TestedText(deriver.renderer.trees())
+        self._tested, self._compared = tested_texts(deriver.renderer.trees())
         self._distrusted = False
         self._forget()
 
     def _forget(self) -> None:
         self.histories = Histories()
-        # None: only the reference can serve it.
-        self.glues: dict[Hashable, GlueTemplate | None] = {}
-        self.prompts: dict[Hashable, GlueTemplate | None] = {}
-        self._by_shape: dict[Hashable, GlueTemplate | None] = {}
-        self._tools: dict[tuple[int, ...], tuple[int, tuple[object, ...]]] = {}
-        self._digests: dict[Hashable, int] = {}
+        # By shape (with tools and order, and without) and by prompt key. None: only the reference can serve it.
+        self._templates: dict[Hashable, GlueTemplate | None] = {}
+        self._tools: dict[tuple[int, ...], tuple[Hashable, tuple[object, ...]]] = {}
 
     def distrust(self) -> None:
         """Give no answer from here on."""
         self._distrusted = True
         self._forget()
 
+    def _may_matter(self, texts: Sequence[str]) -> bool:
+        """Return whether the chat template may treat one of the texts unlike others."""
+        # A list: a generator costs more than the searches.
+        return any(text in self._compared or True in [word in text for word in self._tested] for text in texts)
+
+    def _tools_digest(self, tools: Tools | None) -> Hashable:
+        """Return what is equal for equal schemas.
+
+        They are known by identity, so the cost does not grow with what they say, and kept alive, so that an identity
+        is not taken over.
+        """
+        if not tools:
+            return None
+        identity = tuple(map(id, tools))
+        if identity not in self._tools:
+            try:
+                digest: Hashable = marshal.dumps(list(tools), 2)
+            except ValueError:
+                digest = identity
+            self._tools[identity] = digest, tuple(tools)
+        return self._tools[identity][0]
+
     def _make_room(self) -> None:
-        """Begin anew when there is too much; all at once, since shapes hold numbers of tools."""
-        if max(len(self.glues), len(self.prompts), len(self._by_shape), len(self._tools)) >= MOST_ENTRIES:
+        if max(len(self._templates), len(self._tools)) >= MOST_ENTRIES:
             self._forget()
 
     # --- glue
@@ -189,113 +164,103 @@ class GlueCache:
         if self._distrusted:
             return None
         try:
-            turn = history[-1]
-            content = turn["content"]
-            if turn["role"] != "assistant" or not turn.keys() <= _TURN_KEYS or len(new_messages) == 0:
-                return None
-            if content is not None and type(content) is not str:
-                return None
-            # 1. The turn: its keys, whether it says anything, the names of its calls.
-            position = len(history) - 1
-            key: list[Hashable] = [sampled, tuple(turn), bool(content)]
-            call_ids: list[str] = []
-            for number, call in enumerate(turn.get("tool_calls") or ()):
-                function = call["function"]
-                arguments, name, id_ = function["arguments"], function["name"], call.get("id")
-                if type(arguments) is str:
-                    arguments = json.loads(arguments)
-                if type(arguments) is not dict or len(call) > 3 or len(function) > 2:
-                    return None
-                if type(name) is not str or not (id_ is None or type(id_) is str):
-                    return None
-                call_ids.append(id_ or made_id(position, number))
-                key.append(name)
-            # 2. The new messages: roles, keys, names, whether they say anything, how long their ids are.
-            open_ids = call_ids.copy()
-            contents: list[str] = []
-            ids: list[str] = []
-            for index, message in enumerate(new_messages, position + 1):
-                role, content = message["role"], message["content"]
-                name, id_ = message.get("name"), message.get("tool_call_id")
-                if type(content) is not str or type(role) is not str or not (name is None or type(name) is str):
-                    return None
-                if role == "assistant" or (content and content.isspace()) or not message.keys() <= _NEW_KEYS:
-                    return None
-                if role == "tool":
-                    if id_ is None:
-                        id_ = open_ids.pop(0) if open_ids else made_id(index, 0)
-                    elif id_ in open_ids:
-                        open_ids.remove(id_)
-                    if not id_.isalnum():
-                        return None
-                elif id_ is not None:
-                    return None
-                contents.append(content)
-                ids.append(id_ or "")
-                key.append((role, tuple(message), name, bool(content), len(id_ or "")))
-            # 3. Which ids are the same.
-            every_id = call_ids + ids
-            key.append(tuple([every_id.index(id_) for id_ in every_id]))
-            general = tuple(key)
-            hash(general)
-            whole = (general, self._tools_number(tools), self.histories.pairs(history))
-        except (KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError):
+            pairs = self.histories.pairs(history)
+            turn, *new = conform([history[-1], *new_messages], _PLAIN, len(history) - 1)
+        except (ChatTemplateError, KeyError, IndexError, TypeError, AttributeError):
             return None
-        return Shape(whole, general, contents + ids, contents)
+        # 1. The turn: its keys, whether it says anything, the names of its calls.
+        calls = turn.get("tool_calls", ())
+        functions = [call["function"] for call in calls]
+        if turn["role"] != "assistant" or not new or not turn.keys() <= _TURN_KEYS:
+            return None
+        if any(len(function) > 2 or type(function["arguments"]) is not dict for function in functions):
+            return None
+        key = [sampled, tuple(turn), bool(turn["content"]), *[function["name"] for function in functions]]
+        # 2. The new messages: roles, keys, names, whether they say anything, how long their ids are.
+        contents: list[str] = []
+        ids: list[str] = []
+        for message in new:
+            role, content = message["role"], message["content"]
+            name, id_ = message.get("name"), message.get("tool_call_id")
+            if role == "assistant" or content.isspace() or not message.keys() <= _NEW_KEYS:
+                return None
+            if not isinstance(name, (str, type(None))) or (role == "tool") != (id_ is not None):
+                return None
+            contents.append(content)
+            ids.append(id_ or "")
+            key.append((role, tuple(message), name, bool(content), len(ids[-1])))
+        # 3. Which ids are the same.
+        every_id = [call["id"] for call in calls] + ids
+        key.append(tuple([every_id.index(id_) for id_ in every_id]))
+        if self._may_matter(contents) or not all(id_.isalnum() for id_ in every_id if id_):
+            return None
+        general = tuple(key)
+        return Shape((general, self._tools_digest(tools), pairs), general, contents + ids)
 
     def glue(self, shape: Shape) -> Encoded | None:
-        """Return the glue, if a template was learned and the text is like any other to the chat template."""
-        template = self.glues.get(shape.key)
-        if template is None or self._tested.may_matter(shape.contents):
-            return None
-        return template.encode(shape.texts)
+        """Return the glue, if a template was learned."""
+        template = self._templates.get(shape.key)
+        return template.encode(shape.texts) if template else None
 
-    def serves(self, shape: Shape) -> bool:
-        """Return whether :meth:`glue` would answer."""
-        return self.glues.get(shape.key) is not None and not self._tested.may_matter(shape.contents)
-
-    def learn(self, shape: Shape, step: Step, glue: Glue, result: Encoded, *, close_sampled: bool) -> None:
+    def learn(self, shape: Shape, step: Step, glue: Glue, result: Encoded) -> None:
         """Learn from a step that the reference answered, for the next one of its shape.
 
         A template learned with other tools or after another order of roles is taken over if it gives what the
         reference gives.
         """
-        if shape.key in self.glues or self._tested.may_matter(shape.contents):
-            return  # served by the reference for good; or wait for text that the chat template does not look at
+        if shape.key in self._templates:
+            return  # served by the reference for good
         self._make_room()
-        template = self._by_shape.get(shape.general)
+        template = self._templates.get(shape.general)
         if template is None or template.text(shape.texts) != glue.close.text + glue.text:
-            template = self._learned(step, glue, dropped=int(close_sampled))
-            if template is not None and template.encode(shape.texts) != result:
-                template = None
-            self._by_shape[shape.general] = template
-        self.glues[shape.key] = template
+            template = self._learned(step, glue, result)
+            self._templates[shape.general] = template
+        self._templates[shape.key] = template
 
-    def _learned(self, step: Step, glue: Glue, dropped: int) -> GlueTemplate | None:
+    def _learned(self, step: Step, glue: Glue, result: Encoded) -> GlueTemplate | None:
         """Return a template for all glue of this shape, or None if there is none that can be trusted."""
         # 1. Unguessable words for text and ids; as they are, and with white space and quotes around them.
-        words = Sentinels.draw()
         named = _with_other_ids(step)
-        plain = replace(named, new=_saying(named.new, words, "", ""))
-        decorated = replace(named, new=_saying(named.new, words, BEFORE, AFTER))
+        word = draw_word()
+        plain, decorated = (
+            replace(
+                named,
+                new=[
+                    {**message, "content": f"{before}{word}{index}m{after}" if message["content"] else ""}
+                    for index, message in enumerate(named.new)
+                ],
+            )
+            for before, after in (("", ""), (BEFORE, AFTER))
+        )
         # 2. The glue must be the same after every history, whatever the turn said, and whenever.
         same = self._same_everywhere(plain)
-        if same is None or (same.close, same.opener) != (glue.close, glue.opener):
+        if same is None:
             return None
         try:
             dressed = self._deriver.derive(decorated)
         except ChatTemplateError:
             return None
-        if (dressed.close, dressed.opener) != (glue.close, glue.opener):
+        if not (same.close, same.opener) == (dressed.close, dressed.opener) == (glue.close, glue.opener):
             return None
         # 3. How the words entered it says how text will.
-        pieces = fit(_split(same.text, _texts(plain)), _texts(decorated), dressed.text)
+        shown = (glue.close.text + same.text, glue.close.text + dressed.text)
+        return self._fitted(shown, (_texts(plain), _texts(decorated)), _texts(step), result, int(glue.close_sampled))
+
+    def _fitted(
+        self,
+        shown: tuple[str, str],
+        words: tuple[list[str], list[str]],
+        texts: Sequence[str],
+        result: Encoded,
+        dropped: int = 0,
+    ) -> GlueTemplate | None:
+        """Return the template that shows plain and decorated words so, if it gives ``result`` for the real texts."""
+        pieces = fit(_split(shown[0], words[0]), words[1], shown[1])
         if pieces is None:
             return None
-        probes = [_texts(step), _texts(plain), _texts(decorated), [f" {text}" for text in _texts(plain)]]
-        pieces = [glue.close.text, *pieces]
+        probes = [texts, *words, [f" {word}" for word in words[0]]]
         template = GlueTemplate(pieces, self._deriver.encoder, self._injection, probes, dropped)
-        return template if template.text(_texts(step)) == glue.close.text + glue.text else None
+        return template if template.encode(texts) == result else None
 
     def _same_everywhere(self, step: Step) -> Glue | None:
         """Return the glue if it is the same after all probe histories, last turns and clocks, else None."""
@@ -333,67 +298,36 @@ class GlueCache:
             return None
         if roles not in (["user"], ["system", "user"]) or [type(text) for text in texts] != [str] * len(roles):
             return None
-        if not texts[-1].strip():
+        if not texts[-1].strip() or self._may_matter(texts[-1:]):
             return None
         clock = now if self._deriver.renderer.uses_clock else None
-        return (self._tools_number(tools), tuple(texts[:-1]), clock)
+        return self._tools_digest(tools), tuple(texts[:-1]), clock
 
     def prompt(self, key: Hashable, content: str) -> Encoded | None:
         """Return the prompt whose last message says ``content``, if a template was learned for it."""
-        template = self.prompts.get(key)
-        return None if template is None or self._tested.may_matter([content]) else template.encode([content])
+        template = self._templates.get(key)
+        return template.encode([content]) if template else None
 
     def learn_prompt(
         self, key: Hashable, messages: list[Message], tools: Tools | None, now: datetime, result: Encoded
     ) -> None:
         """Learn from a prompt that the reference answered, for those that differ in their last message's text."""
-        *before, last = messages
-        if key in self.prompts or self._tested.may_matter([last["content"]]):
+        if key in self._templates:
             return
         self._make_room()
-        word = Sentinels.draw().word
-        decorated = BEFORE + word + AFTER
-        template = None
+        *before, last = messages
+        words = [word := draw_word()], [BEFORE + word + AFTER]
         try:
             plain, dressed = (
-                self._deriver.renderer.render([*before, {**last, "content": text}], tools, now)
-                for text in (word, decorated)
+                self._deriver.renderer.render([*before, {**last, "content": text}], tools, now) for (text,) in words
             )
         except ChatTemplateError:
-            pieces = None
+            self._templates[key] = None
         else:
-            pieces = fit(_split(plain, [word]), [decorated], dressed)
-        if pieces is not None and any(isinstance(piece, Slot) for piece in pieces):
-            probes = [[last["content"]], [word], [decorated], [" "]]
-            template = GlueTemplate(pieces, self._deriver.encoder, self._injection, probes)
-            if template.encode([last["content"]]) != result:
-                template = None
-        self.prompts[key] = template
-
-    # --- tools
-
-    def _tools_number(self, tools: Tools | None) -> int:
-        """Return a number that is the same for the same tool schemas.
-
-        Known by identity, so the cost does not grow with what the schemas say; the objects are kept alive,
-        so an identity is not taken over. Equal schemas in other objects get the same number once.
-        """
-        if not tools:
-            return 0
-        identity = tuple(map(id, tools))
-        known = self._tools.get(identity)
-        if known is None:
-            self._make_room()
-            try:
-                digest: Hashable = marshal.dumps(list(tools), 2)
-            except ValueError:
-                digest = identity
-            number = self._digests.setdefault(digest, len(self._digests) + 1)
-            known = self._tools[identity] = (number, tuple(tools))
-        return known[0]
+            self._templates[key] = self._fitted((plain, dressed), words, [last["content"]], result)
 
 
-# --- what decides whether the reference would answer the same ------------------------------------------------------
+# --- what decides whether the reference would answer the same
 
 Pairs = frozenset[tuple[str, str]]
 
@@ -406,7 +340,7 @@ class Histories:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[Mapping[str, object], int, Pairs]] = {}
+        self._seen: dict[tuple[int, int], tuple[Mapping[str, object], Pairs]] = {}
         self._characters = 0
 
     def pairs(self, history: Messages) -> Pairs:
@@ -417,27 +351,21 @@ class Histories:
 
         """
         last = len(history) - 1
-        start, known = 0, frozenset[tuple[str, str]]()
-        for position in range(last, -1, -1):
-            message = history[position]
-            if message["role"] != "assistant":
-                continue
-            seen = self._seen.get(id(message))
-            if seen is not None and seen[0] is message and seen[1] == position:
-                start, known = position + 1, seen[2]
-                break
-            if position < last:  # the turn before the last was not seen: nothing before it will be
+        start, known = 0, Pairs()
+        turns = (at for at in range(last, -1, -1) if history[at]["role"] == "assistant")
+        for at in islice(turns, 2):  # if the turn before the last was not seen, nothing before it was
+            if seen := self._seen.get((id(history[at]), at)):
+                start, known = at + 1, seen[1]
                 break
         if start > last:
             return known
         before = _kind(history[start - 1]) if start else ""
-        kinds = [_kind(message) for message in history[start:]]
-        pairs = known.union(zip([before, *kinds], kinds, strict=False))
+        pairs = known.union(pairwise([before, *map(_kind, history[start:])]))
         self._characters += len(repr(history[-1]))
         if self._characters > MOST_CHARACTERS or len(self._seen) > MOST_ENTRIES:
             self._seen.clear()  # what still goes on is scanned once more
-            self._characters = len(repr(history[-1]))
-        self._seen[id(history[-1])] = (history[-1], last, pairs)
+            self._characters = 0
+        self._seen[id(history[-1]), last] = history[-1], pairs
         return pairs
 
 
@@ -451,59 +379,44 @@ def _kind(message: Mapping[str, Any]) -> str:
     return f"{role}{min(len(names), 2)}" if names else role
 
 
-class TestedText:
-    """What text a chat template looks for in messages: the literals that can make it treat one text unlike another.
+def tested_texts(trees: Sequence[nodes.Template]) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Return what a chat template looks for in texts, and what it compares whole texts with.
 
-    Invariant: if a message's text holds none of them, the template's own string tests (``in``, ``startswith``,
-    ``split``, …) cannot tell it from any other ordinary text. Tests written in ways not seen here are what the audit is
-    for; white space is left to the probes, since every text has some.
+    If a message's text holds none of the first and is none of the second, the template's own string tests (``in``,
+    ``startswith``, ``split``, …) cannot tell it from any other ordinary text. Tests written in ways not seen here are
+    what the audit is for; white space is left to the probes, since every text has some.
     """
-
-    def __init__(self, trees: Sequence[nodes.Template]) -> None:
-        from jinja2 import nodes
-
-        whole: set[str] = set()
-        inside: set[str] = set()
-        for tree in trees:
-            assigned: dict[str, set[str]] = {}
-            for assign in tree.find_all(nodes.Assign):
-                if isinstance(assign.target, nodes.Name):
-                    assigned.setdefault(assign.target.name, set()).update(_literals(assign.node, {}))
-            for compare in tree.find_all(nodes.Compare):
-                for operand in compare.ops:
-                    if operand.op in ("in", "notin"):
-                        inside.update(_literals(compare.expr, assigned))
-                    else:
-                        whole.update(_literals(operand.expr, assigned), _literals(compare.expr, assigned))
-            for call in tree.find_all(nodes.Call):
-                if isinstance(call.node, nodes.Getattr) and call.node.attr in _TEXT_METHODS:
-                    inside.update(text for argument in call.args for text in _literals(argument, assigned))
-            for applied in tree.find_all(nodes.Filter):
-                if applied.name in _TEXT_METHODS:
-                    inside.update(text for argument in applied.args for text in _literals(argument, assigned))
-        self._whole = frozenset(whole)
-        self._inside = tuple(sorted(text for text in inside if text.strip()))
-
-    def may_matter(self, texts: Sequence[str]) -> bool:
-        """Return whether the chat template may treat one of the texts unlike others."""
-        # A list: a generator costs more than the searches.
-        return any(text in self._whole or True in [literal in text for literal in self._inside] for text in texts)
-
-
-def _literals(node: nodes.Node | None, assigned: Mapping[str, set[str]]) -> Iterator[str]:
-    """Yield the strings that an expression may be: a literal, a name for one, a choice of several."""
     from jinja2 import nodes
 
-    if isinstance(node, nodes.Const) and isinstance(node.value, str):
-        yield node.value
-    elif isinstance(node, nodes.Name):
-        yield from assigned.get(node.name, ())
-    elif isinstance(node, (nodes.List, nodes.Tuple, nodes.CondExpr)):
-        for child in node.iter_child_nodes(exclude=("test",)):
-            yield from _literals(child, assigned)
+    inside: set[str] = set()
+    whole: set[str] = set()
+    assigned: dict[str, set[str]] = {}
+
+    def literals(node: nodes.Node) -> set[str]:
+        """Return the strings that an expression may be: a literal, a name for one, a choice of several."""
+        if isinstance(node, nodes.Name):
+            return assigned.get(node.name, set())
+        if isinstance(node, (nodes.List, nodes.Tuple, nodes.CondExpr)):
+            return set().union(*map(literals, node.iter_child_nodes(exclude=("test",))))
+        return {node.value} if isinstance(node, nodes.Const) and isinstance(node.value, str) else set()
+
+    for assign in chain.from_iterable(tree.find_all(nodes.Assign) for tree in trees):
+        if isinstance(assign.target, nodes.Name):
+            assigned[assign.target.name] = literals(assign.target) | literals(assign.node)
+    for compare in chain.from_iterable(tree.find_all(nodes.Compare) for tree in trees):
+        for operand in compare.ops:
+            (inside if operand.op in ("in", "notin") else whole).update(literals(compare.expr))
+            whole.update(literals(operand.expr))
+    for call in chain.from_iterable(tree.find_all(nodes.Call) for tree in trees):
+        if isinstance(call.node, nodes.Getattr) and call.node.attr in _TEXT_METHODS:
+            inside.update(*map(literals, call.args))
+    for applied in chain.from_iterable(tree.find_all(nodes.Filter) for tree in trees):
+        if applied.name in _TEXT_METHODS:
+            inside.update(*map(literals, applied.args))
+    return tuple(sorted(text for text in inside if text.strip())), frozenset(whole)
 
 
-# --- probes ------------------------------------------------------------------------------------------------------
+# --- probes
 
 
 def _probe_histories(dialect: Dialect, *, tools: bool) -> Iterator[list[Message]]:
@@ -535,48 +448,24 @@ def _texts(step: Step) -> list[str]:
     return step.contents + [message.get("tool_call_id") or "" for message in step.new]
 
 
-def _saying(new: Sequence[Message], words: Sentinels, before: str, after: str) -> list[Message]:
-    """Return the messages with a word of its own in each that says anything."""
-    return [
-        {**message, "content": before + words.new(index) + after if message["content"] else ""}
-        for index, message in enumerate(new)
-    ]
-
-
 def _with_other_ids(step: Step) -> Step:
     """Return the step with unguessable call ids, of the same length where that may matter."""
     calls = step.turn.get("tool_calls", ())
-    ids = [call["id"] for call in calls] + [message.get("tool_call_id") for message in step.new]
-    letters = string.ascii_letters
-    named = {
-        id_: "".join(secrets.choice(letters) for _ in range(len(id_) if id_.isalnum() and len(id_) >= 8 else 24))
-        for id_ in ids
-        if id_
-    }
+    named: dict[str | None, str] = {}
+    for id_ in [call["id"] for call in calls] + [message.get("tool_call_id") for message in step.new]:
+        if id_:
+            size = len(id_) if len(id_) >= 8 else 24
+            named[id_] = secrets.token_hex(size)[:size]
     turn = {**step.turn, "tool_calls": [{**call, "id": named[call["id"]]} for call in calls]} if calls else step.turn
-    return replace(
-        step,
-        turn=turn,
-        new=[
-            {**message, "tool_call_id": named[message["tool_call_id"]]} if message.get("tool_call_id") else message
-            for message in step.new
-        ],
-    )
+    new = [
+        {**message, "tool_call_id": named[message["tool_call_id"]]} if message.get("tool_call_id") else message
+        for message in step.new
+    ]
+    return replace(step, turn=turn, new=new)
 
 
 def _split(text: str, words: Sequence[str]) -> list[str | int]:
-    """Cut ``text`` at every occurrence of a word; words stand for their index."""
-    pattern: list[str | int] = [text]
-    for index, word in enumerate(words):
-        if not word or word in words[:index]:
-            continue
-        cut: list[str | int] = []
-        for piece in pattern:
-            if isinstance(piece, str):
-                for between in piece.split(word):
-                    cut += [between, index]
-                cut.pop()
-            else:
-                cut.append(piece)
-        pattern = cut
-    return pattern
+    """Cut ``text`` at every occurrence of a word; words stand for their index, equal ones for the first one's."""
+    numbers = {word: index for index, word in reversed(list(enumerate(words))) if word}
+    pieces = re.split(f"({'|'.join(map(re.escape, numbers))})", text) if numbers else [text]
+    return [numbers.get(piece, piece) for piece in pieces]

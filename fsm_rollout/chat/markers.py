@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import json
 import re
-from bisect import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from functools import cached_property
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Literal
 from weakref import WeakKeyDictionary
 
@@ -83,7 +83,6 @@ class MarkerEncoder:
         self._backend: Tokenizer = Tokenizer.from_str(backend.to_str())
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._bare: tuple[Tokenizer, dict[int, int]] | None = None
         self.by_id: dict[int, Marker] = {
             id_: Marker(id_, token.content, token.special, token.lstrip, token.rstrip)
             for id_, token in self._backend.get_added_tokens_decoder().items()
@@ -95,7 +94,7 @@ class MarkerEncoder:
         longest_first = sorted(self.by_text, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         # A marker that overlaps itself ("##") can move without changing the sequence of marker ids.
-        self._overlapping = any(text[:size] == text[-size:] for text in self.by_text for size in range(1, len(text)))
+        self.overlapping = any(text[:size] == text[-size:] for text in self.by_text for size in range(1, len(text)))
 
     def encode(self, text: str) -> list[int]:
         """Encode canonically: one call of the tokenizer, no tokens added around it.
@@ -120,9 +119,14 @@ class MarkerEncoder:
         """Return the markers written in ``text`` with their positions, left to right."""
         return [(match.start(), self.by_text[match.group()]) for match in self._pattern.finditer(text)]
 
-    def count(self, ids: Iterable[int]) -> int:
-        """Count the marker ids among ``ids``."""
-        return sum(id_ in self.ids for id_ in ids)
+    def cut(self, text: str) -> list[tuple[str, Marker | None]]:
+        """Return the text before each marker with that marker, then the rest with None."""
+        pieces: list[tuple[str, Marker | None]] = []
+        start = 0
+        for at, marker in self.find(text):
+            pieces.append((text[start:at], marker))
+            start = at + len(marker.text)
+        return [*pieces, (text[start:], None)]
 
     def encode_parts(self, parts: Sequence[Part], injection: Injection) -> Encoded:
         """Encode the joined parts.
@@ -132,21 +136,10 @@ class MarkerEncoder:
 
         """
         ids = self.encode("".join(part.text for part in parts))
-        if injection == "allow":
-            return Encoded(ids)
-        own = [marker.id for part in parts if not part.environment for _, marker in self.find(part.text)]
-        found = [id_ for id_ in ids if id_ in self.ids]
-        if found == own and not (self._overlapping and self._moved(parts)):
-            return Encoded(ids)
-        if found != own and not self._injected(parts, found):
+        if injection == "allow" or not self._injected(parts, self.markers_of(ids)):
             return Encoded(ids)
         if injection == "raise":
-            texts = [
-                self.by_text[match].text
-                for part in parts
-                if part.environment
-                for match in self._pattern.findall(part.text)
-            ]
+            texts = [match for part in parts if part.environment for match in self._pattern.findall(part.text)]
             raise ChatTemplateError(
                 "injected-marker",
                 f"a message holds control tokens as text: {', '.join(map(repr, dict.fromkeys(texts)))}; "
@@ -154,72 +147,68 @@ class MarkerEncoder:
             )
         return self._encode_between_markers(parts)
 
-    def _injected(self, parts: Sequence[Part], found: list[int]) -> bool:
-        """Return whether markers come from the environment's text, or the tokenizer just reads the template's text so.
+    def markers_of(self, ids: Sequence[int]) -> list[int]:
+        """Return the marker ids among ``ids``."""
+        return [id_ for id_ in ids if id_ in self.ids]
 
-        A token flagged ``normalized`` behind a normalizer that prepends a space (older Llama tokenizers) is
-        found at the start of a text and nowhere else: what the template writes is then not what is encoded.
-        """
+    def _injected(self, parts: Sequence[Part], found: list[int]) -> bool:
+        """Return whether the markers ``found`` are not just those that the template wrote, where it wrote them."""
+        own = [marker.id for part in parts if not part.environment for _, marker in self.find(part.text)]
+        if found == own:
+            return self.overlapping and self._moved(parts)
         if any(part.environment and self._pattern.search(part.text) for part in parts):
             return True
+        # A token flagged ``normalized`` behind a normalizer that prepends a space (older Llama tokenizers) is found at
+        # the start of a text and nowhere else: what the template writes is then not what is encoded.
         neutral = "".join("x" if part.environment and part.text else part.text for part in parts)
-        return found != [id_ for id_ in self.encode(neutral) if id_ in self.ids]
+        return found != self.markers_of(self.encode(neutral))
 
     def _moved(self, parts: Sequence[Part]) -> bool:
         """Return whether a marker was found elsewhere than where the template has it."""
         own: list[int] = []
-        start = 0
+        text = ""
         for part in parts:
-            own += [start + position for position, _ in self.find(part.text) if not part.environment]
-            start += len(part.text)
-        encoding = self._backend.encode("".join(part.text for part in parts), add_special_tokens=False)
-        return own != [at for id_, (at, _) in zip(encoding.ids, encoding.offsets, strict=True) if id_ in self.ids]
+            own += [len(text) + position for position, _ in self.find(part.text) if not part.environment]
+            text += part.text
+        return own != [start for id_, start, _ in self._placed(self._backend, text, 0) if id_ in self.ids]
 
     def _encode_between_markers(self, parts: Sequence[Part]) -> Encoded:
         """Take the template's own markers as they are and encode what lies between them, free of markers."""
+        # 1. Text between two of the template's markers, with the one behind it.
+        segments: list[tuple[str, Marker | None]] = [("", None)]
+        for part in parts:
+            before = segments.pop()[0]
+            (text, marker), *rest = [(part.text, None)] if part.environment else self.cut(part.text)
+            segments += [(before + text, marker), *rest]
+        # 2. The ids of each, with their places in the whole text.
         placed: list[Placed] = []
         spelt: list[tuple[int, int]] = []
-        pending: list[str] = []
+        at = 0
         strip_left = False
-        at = 0  # where ``pending`` begins in the joined text
-
-        def flush(strip_right: bool) -> None:
-            nonlocal at
-            text, start = "".join(pending), at
-            pending.clear()
+        for text, marker in segments:
+            kept = text.lstrip() if strip_left else text
+            start = at + len(text) - len(kept)
+            kept = kept.rstrip() if marker and marker.lstrip else kept
+            canonical = self._placed(self._backend, kept, start) if kept else []
+            found = self._written(canonical, kept, start)
+            spelt += found
+            placed += self._bare_placed(kept, start) if found else canonical
             at += len(text)
-            if strip_left:
-                start += len(text) - len(text.lstrip())
-                text = text.lstrip()
-            if strip_right:
-                text = text.rstrip()
-            if text:
-                canonical = self._placed(self._backend, text, start)
-                found = self._written(canonical, text, start)
-                spelt.extend(found)
-                placed.extend(self._bare_placed(text, start) if found else canonical)
-
-        for part in parts:
-            start = 0
-            for position, marker in [] if part.environment else self.find(part.text):
-                pending.append(part.text[start:position])
-                flush(marker.lstrip)
+            if marker:
                 placed.append((marker.id, at, at + len(marker.text)))
                 strip_left = marker.rstrip
-                start = position + len(marker.text)
                 at += len(marker.text)
-            pending.append(part.text[start:])
-        flush(False)
         if not spelt:  # it overlaps one of the template's own
             whole = "".join(part.text for part in parts)
             own = {(start, end) for id_, start, end in placed if id_ in self.ids}
             spelt = [span for span in self._written(self._placed(self._backend, whole, 0), whole, 0) if span not in own]
-        ends = [end for _, end in spelt]
-        guarded_at = []
-        for index, (id_, start, end) in enumerate(placed):
-            place = bisect(ends, start)  # of the first that ends behind the token's start
-            if place < len(spelt) and spelt[place][0] < end and id_ not in self.ids:
-                guarded_at.append(index)
+        # 3. Which of the ids spell a marker.
+        guarded = set(chain.from_iterable(range(start, end) for start, end in spelt))
+        guarded_at = [
+            index
+            for index, (id_, start, end) in enumerate(placed)
+            if id_ not in self.ids and not guarded.isdisjoint(range(start, end))
+        ]
         return Encoded([id_ for id_, _, _ in placed], max(len(spelt), 1), tuple(guarded_at))
 
     @staticmethod
@@ -239,24 +228,21 @@ class MarkerEncoder:
 
     def _bare_placed(self, text: str, start: int) -> list[Placed]:
         """Encode ``text`` so that no marker id comes out, whatever it holds."""
-        placed = self._bare_piece(text, start)
-        if not self.count(id_ for id_, _, _ in placed):
-            return placed
-        # A marker may also be an ordinary entry of the model's vocabulary (Unigram). Cut it in two.
-        cuts = [0, *(match.start() + 1 for match in self._pattern.finditer(text)), len(text)]
-        placed = [token for a, b in pairwise(cuts) for token in self._bare_piece(text[a:b], start + a)]
-        if self.count(id_ for id_, _, _ in placed):
-            raise ChatTemplateError("injected-marker", "this vocabulary cannot spell a marker as plain text")
-        return placed
+        # A marker may also be an ordinary entry of the model's vocabulary (Unigram). Then it is cut in two.
+        halves = [0, *(match.start() + 1 for match in self._pattern.finditer(text)), len(text)]
+        for cuts in ([0, len(text)], halves):
+            placed = [token for a, b in pairwise(cuts) for token in self._bare_piece(text[a:b], start + a)]
+            if self.ids.isdisjoint(id_ for id_, _, _ in placed):
+                return placed
+        raise ChatTemplateError("injected-marker", "this vocabulary cannot spell a marker as plain text")
 
     def _bare_piece(self, text: str, start: int) -> list[Placed]:
-        if self._bare is None:
-            self._bare = self._without_markers()
         bare, renamed = self._bare
         return [(renamed.get(id_, id_), first, last) for id_, first, last in self._placed(bare, text, start)]
 
-    def _without_markers(self) -> tuple[Tokenizer, dict[int, int]]:
-        """Return the tokenizer without markers, and the ids it numbers otherwise (those of white space)."""
+    @cached_property
+    def _bare(self) -> tuple[Tokenizer, dict[int, int]]:
+        """The tokenizer without markers, and the ids it numbers otherwise (those of white space)."""
         from tokenizers import Tokenizer
 
         state = json.loads(self._backend.to_str())
@@ -264,8 +250,7 @@ class MarkerEncoder:
         state["added_tokens"] = kept
         state["post_processor"] = None  # may name markers; nothing is added around our text anyway
         bare = Tokenizer.from_str(json.dumps(state))
-        renamed = {bare.token_to_id(token["content"]): token["id"] for token in kept}
-        return bare, {ours: theirs for ours, theirs in renamed.items() if ours != theirs}
+        return bare, {bare.token_to_id(token["content"]): token["id"] for token in kept}
 
 
 _encoders: WeakKeyDictionary[PreTrainedTokenizerFast, tuple[int, MarkerEncoder]] = WeakKeyDictionary()

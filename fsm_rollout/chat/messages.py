@@ -17,6 +17,8 @@ from fsm_rollout.trajectory.prompt import ROLES
 
 Messages = Sequence[Mapping[str, Any]]
 """Messages as callers give them: only read."""
+MAPPING = (dict, Mapping)
+"""For ``isinstance``: a dict is seen at once, an abstract class takes far longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +29,8 @@ class Dialect:
     empty_as_none: bool = False
 
 
-def conform(messages: Messages, dialect: Dialect) -> list[Message]:
-    """Return templates' view of ``messages``.
+def conform(messages: Messages, dialect: Dialect, start: int = 0) -> list[Message]:
+    """Return templates' view of ``messages``, the first of which has the place ``start`` in its conversation.
 
     Tool messages without a ``tool_call_id`` answer the calls of the preceding assistant turn in order.
 
@@ -38,15 +40,15 @@ def conform(messages: Messages, dialect: Dialect) -> list[Message]:
     """
     view: list[Message] = []
     open_ids: list[str] = []
-    for index, (role, message) in enumerate(zip(roles_of(messages), messages, strict=True)):
+    for index, (role, message) in enumerate(zip(roles_of(messages), messages, strict=True), start):
         if not isinstance(role, str) or not role:
             raise malformed(index, f"needs a role, got {role!r}")
         # Exact strings: a str that is an Enum prints as Role.USER.
         copy: Message = {key: str.__str__(value) if isinstance(value, str) else value for key, value in message.items()}
-        copy["content"] = text_of(message.get("content"), index)
+        copy["content"] = _text_of(message.get("content"), index)
         calls = copy.pop("tool_calls", None)
         if calls:
-            copy["tool_calls"] = conform_calls(calls, dialect, index)
+            copy["tool_calls"] = _conform_calls(calls, dialect, index)
             open_ids = [call["id"] for call in copy["tool_calls"]]
             if dialect.empty_as_none and not copy["content"]:
                 copy["content"] = None
@@ -64,16 +66,14 @@ def conform(messages: Messages, dialect: Dialect) -> list[Message]:
     return view
 
 
-def text_of(content: object, index: int) -> str:
+def _text_of(content: object, index: int) -> str:
     """Return the text of a message's content; a list is joined if all of it is text."""
-    if content is None:
-        return ""
     if isinstance(content, str):
         return str.__str__(content)
-    if not isinstance(content, (list, tuple)):
+    if not isinstance(content, (list, tuple, type(None))):
         raise malformed(index, f"content must be a string, got {type(content).__name__}")
     texts = []
-    for item in content:
+    for item in content or ():
         kind = item.get("type") if isinstance(item, Mapping) else type(item).__name__
         text = item.get("text") if isinstance(item, Mapping) else None
         if kind != "text" or not isinstance(text, str):
@@ -85,43 +85,40 @@ def text_of(content: object, index: int) -> str:
     return "".join(texts)
 
 
-def conform_calls(calls: object, dialect: Dialect, index: int) -> list[Message]:
+def _conform_calls(calls: object, dialect: Dialect, index: int) -> list[Message]:
     """Return OpenAI-style tool calls with ids, their arguments in the template's dialect."""
     if not isinstance(calls, (list, tuple)):
         raise malformed(index, f"tool_calls must be a list, got {type(calls).__name__}")
     view: list[Message] = []
     for number, call in enumerate(calls):
-        function = call.get("function", call) if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        function = call.get("function", call) if isinstance(call, MAPPING) else None
+        if not isinstance(function, MAPPING) or not isinstance(function.get("name"), str):
             raise malformed(index, f"tool call {number} needs function.name")
-        arguments = function.get("arguments")
-        if not isinstance(arguments, (str, Mapping, type(None))):
+        arguments, id_ = function.get("arguments"), call.get("id")
+        if not isinstance(arguments, (str, dict, type(None), Mapping)):
             raise malformed(index, f"arguments of tool call {number} must be a dict or JSON text")
-        id_ = call.get("id")
-        if id_ is not None and not isinstance(id_, str):
+        if not isinstance(id_, (str, type(None))):
             raise malformed(index, f"id of tool call {number} must be a string")
-        shown = {**function, "name": str.__str__(function["name"]), "arguments": in_dialect(arguments, dialect)}
-        id_ = str.__str__(id_) if id_ else made_id(index, number)
-        view.append({"id": id_, "type": "function", "function": shown})
+        shown = {**function, "name": str.__str__(function["name"]), "arguments": _in_dialect(arguments, dialect)}
+        view.append({"id": str.__str__(id_ or made_id(index, number)), "type": "function", "function": shown})
     return view
 
 
-def in_dialect(arguments: str | Mapping[str, object] | None, dialect: Dialect) -> object:
+def _in_dialect(arguments: str | Mapping[str, object] | None, dialect: Dialect) -> object:
     """Return call arguments as the template takes them; text that is not a JSON object stays text."""
+    try:
+        if not isinstance(arguments, str):
+            plain = dict(arguments or {})
+            return json.dumps(plain, ensure_ascii=False) if dialect.arguments_as_text else plain
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ChatTemplateError("malformed-message", f"arguments are not JSON: {error}") from None
     if dialect.arguments_as_text:
-        if isinstance(arguments, str):
-            return arguments
-        try:
-            return json.dumps(dict(arguments or {}), ensure_ascii=False)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ChatTemplateError("malformed-message", f"arguments are not JSON: {error}") from None
-    if isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return arguments
-        return parsed if isinstance(parsed, dict) else arguments
-    return dict(arguments or {})
+        return arguments
+    try:
+        parsed = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
 
 
 def made_id(message: int, call: int) -> str:
@@ -141,10 +138,12 @@ def roles_of(messages: Messages) -> list[object]:
         ChatTemplateError: ``malformed-message`` for what is not a list of dicts.
 
     """
-    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+    if not isinstance(messages, list) and (
+        isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence)
+    ):
         raise malformed(0, f"messages must be a list, got {type(messages).__name__}")
     for index, message in enumerate(messages):
-        if not isinstance(message, Mapping):
+        if not isinstance(message, MAPPING):
             raise malformed(index, f"must be a dict, got {type(message).__name__}")
     return [message.get("role") for message in messages]
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from datetime import datetime
 from operator import index
 from typing import TYPE_CHECKING, Literal, NotRequired, TypedDict, Unpack, get_args
 
-from fsm_rollout.chat.closes import generation_config_stops, learn_closes, learn_dialect
+from fsm_rollout.chat.closes import CloseFinder, generation_config_stops, learn_dialect
 from fsm_rollout.chat.derive import Deriver, Glue, Step
 from fsm_rollout.chat.glue_cache import GlueCache
 from fsm_rollout.chat.markers import CacheEntry, Encoded, Injection, encoder_for
@@ -87,7 +86,7 @@ class ChatTemplate:
         self._renderer = Renderer(tokenizer, chat_template, template_kwargs)
         known = self._known_stops(close_tokens)
         self._dialect = learn_dialect(self._renderer, self.now)
-        closes = learn_closes(self._renderer, self._encoder, self._dialect, known, self.now)
+        closes = CloseFinder(self._renderer, self._encoder, self._dialect, known, self.now).closes()
         self._deriver = Deriver(self._renderer, self._encoder, known, closes)
         self._cache = GlueCache(self._deriver, self._dialect, injection)
         self.audit_failures: deque[str] = deque(maxlen=16)
@@ -187,30 +186,21 @@ class ChatTemplate:
         """Return what :meth:`glue` does, with the guarded control tokens, and the cache entry that was used."""
         sampled, tools = self._stop_of(turn), shown_tools(tools)
         shape = self._cache.shape(history, new_messages, tools, sampled)
-        encoded = None if shape is None else self._cache.glue(shape)
-        if encoded is not None:
-            return encoded
-        step, glue = self._derive(history, new_messages, tools, sampled, turn.get("now"))
-        close_sampled = self._close_was_sampled(glue, sampled)
-        encoded = glue.encode(self._encoder, self.injection, close_sampled=close_sampled)
-        if shape is not None:
-            self._cache.learn(shape, step, glue, encoded, close_sampled=close_sampled)
+        encoded = self._cache.glue(shape) if shape else None
+        if encoded is None:
+            step, glue = self._derive(history, new_messages, tools, sampled, turn.get("now"))
+            encoded = glue.encode(self._encoder, self.injection)
+            if shape:
+                self._cache.learn(shape, step, glue, encoded)
         return encoded
 
     def glue_reference(
         self, history: Messages, new_messages: Messages, tools: Tools | None, **turn: Unpack[SampledTurn]
     ) -> Encoded:
         """Return the glue from full renders of the whole history, without any cache."""
-        sampled = self._stop_of(turn)
-        _, glue = self._derive(history, new_messages, shown_tools(tools), sampled, turn.get("now"))
-        return glue.encode(self._encoder, self.injection, close_sampled=self._close_was_sampled(glue, sampled))
-
-    def cached(
-        self, history: Messages, new_messages: Messages, tools: Tools | None, **turn: Unpack[SampledTurn]
-    ) -> bool:
-        """Return whether :meth:`glue` would answer this from the cache, without a render."""
-        shape = self._cache.shape(history, new_messages, shown_tools(tools), self._stop_of(turn))
-        return shape is not None and self._cache.serves(shape)
+        sampled, tools = self._stop_of(turn), shown_tools(tools)
+        _, glue = self._derive(history, new_messages, tools, sampled, turn.get("now"))
+        return glue.encode(self._encoder, self.injection)
 
     def _derive(
         self, history: Messages, new_messages: Messages, tools: Tools | None, sampled: int | None, now: datetime | None
@@ -219,24 +209,20 @@ class ChatTemplate:
         check_turns(history, new_messages)
         last = len(history) - 1
         own = self._dialect
-        failure: ChatTemplateError | None = None
-        for dialect in (
-            own,
-            replace(own, arguments_as_text=not own.arguments_as_text),
-            replace(own, empty_as_none=not own.empty_as_none),
-            Dialect(not own.arguments_as_text, not own.empty_as_none),
-        ):
+        as_text = (own.arguments_as_text, not own.arguments_as_text)
+        as_none = (own.empty_as_none, not own.empty_as_none)
+        failures: list[ChatTemplateError] = []
+        for dialect in (Dialect(text, none) for none in as_none for text in as_text):
             view = conform([*history, *new_messages], dialect)
             self._refuse_marked_names(view[last:])
             step = Step(view[:last], view[last], view[last + 1 :], tools, sampled, now or self.now)
             try:
                 return step, self._deriver.derive(step)
             except ChatTemplateError as error:
-                failure = failure or error
+                failures.append(error)
                 if error.rule not in RETRIED or not any(message.get("tool_calls") for message in view):
                     break
-        assert failure is not None
-        raise failure
+        raise failures[0]
 
     def _stop_of(self, turn: SampledTurn) -> int | None:
         """Return the stop token a turn ended in, or None if it was cut."""
@@ -258,15 +244,6 @@ class ChatTemplate:
                 "keep the stop token in sampled_ids, or name it in close_tokens",
             )
         return last
-
-    def _close_was_sampled(self, glue: Glue, sampled: int | None) -> bool:
-        """Return whether the sampled stop token stands for the close.
-
-        A turn that stopped on another stop token needs no close, unless that is also the next message's header.
-        """
-        if sampled is None or sampled == glue.close.id:
-            return sampled is not None
-        return not glue.opener and (sampled in self.stop_ids or self._encoder.by_id[sampled].special)
 
     def _refuse_marked_names(self, messages: Sequence[Message]) -> None:
         """Names and ids of calls are written by templates as they are: one with a control token is refused."""

@@ -154,7 +154,7 @@ def test_dependence_on_history_is_found_out(name: str, served: bool) -> None:
     arguments: dict[str, Any] = {"sampled_ids": [chat.tokenizer.eos_token_id], "finish_reason": "stop"}
     step = [zoo.user(), zoo.called("k", content="see")], [zoo.result("r")]
     chat.glue(*step, zoo.TOOLS, **arguments)
-    assert chat.cached(*step, zoo.TOOLS, **arguments) is served
+    assert (chat.glue_detailed(*step, zoo.TOOLS, **arguments).entry is not None) is served
 
 
 def test_an_empty_turn_that_is_skipped_is_refused_after_an_empty_history_too() -> None:
@@ -180,8 +180,8 @@ def test_text_the_template_looks_at_takes_the_long_way() -> None:
     arguments: dict[str, Any] = {"sampled_ids": [chat.tokenizer.eos_token_id], "finish_reason": "stop"}
     history = [zoo.user(), zoo.said()]
     chat.glue(history, [zoo.user("plain")], None, **arguments)
-    assert chat.cached(history, [zoo.user("other")], None, **arguments)
-    assert not chat.cached(history, [zoo.user("a /think b")], None, **arguments)
+    assert chat.glue_detailed(history, [zoo.user("other")], None, **arguments).entry is not None
+    assert chat.glue_detailed(history, [zoo.user("a /think b")], None, **arguments).entry is None
     assert "thinking: a /think b" in chat.decode(chat.glue(history, [zoo.user("a /think b")], None, **arguments))
 
 
@@ -194,9 +194,9 @@ def test_equal_tools_in_other_objects_share_and_unequal_ones_do_not() -> None:
         return [{"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}]
 
     chat.glue(*step, tools("one"), **arguments)
-    assert chat.cached(*step, tools("one"), **arguments)
-    assert chat.cached(*step, tuple(tools("one")), **arguments)
-    assert not chat.cached(*step, tools("two"), **arguments)
+    assert chat.glue_detailed(*step, tools("one"), **arguments).entry is not None
+    assert chat.glue_detailed(*step, tuple(tools("one")), **arguments).entry is not None
+    assert chat.glue_detailed(*step, tools("two"), **arguments).entry is None
     assert '"two"' in chat.decode(chat.glue(*step, tools("two"), **arguments))
     for value in (1, True, 1.0):  # equal in Python, not in JSON
         odd = tools("n")

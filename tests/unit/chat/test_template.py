@@ -330,7 +330,6 @@ def test_odd_containers_give_the_same_ids_or_a_refusal_also_from_a_warm_cache(da
     slow = outcome(lambda: CHAT.glue_reference(outer(history), inner(new), tools, **arguments).ids)
     assert fast == slow
     outcome(lambda: CHAT.must_split(outer(history), inner(new), tools))
-    outcome(lambda: CHAT.cached(outer(history), inner(new), tools, **arguments))
     prompts = [outcome(lambda: CHAT.prompt(outer([*history, *new]), tools)) for _ in range(2)]
     assert prompts[0] == prompts[1]
     prompt = outcome(lambda: CHAT.prompt(outer(history[:1]), tools))
@@ -521,7 +520,7 @@ def test_an_audit_that_fails_turns_the_cache_off_and_is_kept(caplog: pytest.LogC
     assert rendered.entry is None
     assert served.entry is not None
     assert served.entry is again.entry
-    assert chat.cached(TEXT, MORE, None, **arguments)
+    assert chat.glue_detailed(TEXT, MORE, None, **arguments).entry is not None
     assert chat.audit(TEXT, MORE, None, served, **arguments) is None
     assert not chat.audit_failures
     wrong = replace(served, ids=[*served.ids, 7])
@@ -532,9 +531,9 @@ def test_an_audit_that_fails_turns_the_cache_off_and_is_kept(caplog: pytest.LogC
     assert mismatch.rule == "glue-mismatch"
     assert len(chat.audit_failures) == 1
     assert "audit failed" in caplog.text
-    assert not chat.cached(TEXT, MORE, None, **arguments)
+    assert chat.glue_detailed(TEXT, MORE, None, **arguments).entry is None
     assert chat.glue_detailed(TEXT, MORE, None, **arguments) == served
-    assert not chat.cached(TEXT, MORE, None, **arguments)
+    assert chat.glue_detailed(TEXT, MORE, None, **arguments).entry is None
     refused = ChatTemplate(TOKENIZER).audit(TEXT, [], None, served, **arguments)
     assert refused is not None
     assert "no-new-message" in str(refused)
