@@ -24,9 +24,8 @@ logger = logging.getLogger(__name__)
 
 CONNECT = 5.0
 """Seconds that a Ray cluster's address has to answer in."""
-_FRAME_HEAD, _SETTINGS = 9, 4
-"""The bytes of the head of an HTTP/2 frame, and the number of its kind that opens a connection."""
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0])
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""How a connection of gRPC begins: with a frame of settings (kind 4, the fourth of nine bytes) from either side."""
 _lock = threading.Lock()
 
 
@@ -73,13 +72,12 @@ def connect(address: str | None = None) -> bool:
 def _start(ray: Any, address: str | None, done: Future[bool]) -> None:
     """Start or join Ray, unless it is there, and stay for as long as the process does."""
     with _lock:
-        ours = False
         try:
-            if ray.is_initialized():
-                _check_same(ray, address)
-            else:
+            ours = not ray.is_initialized()
+            if ours:
                 _init(ray, address or os.environ.get("RAY_ADDRESS") or "local")
-                ours = True
+            elif address not in (None, "auto"):
+                _check_same(ray, address)
         except BaseException as error:
             with suppress(InvalidStateError):
                 done.set_exception(error)
@@ -93,33 +91,27 @@ def _start(ray: Any, address: str | None, done: Future[bool]) -> None:
         threading.Event().wait()
 
 
-def _check_same(ray: Any, address: str | None) -> None:
+def _check_same(ray: Any, address: str) -> None:
     """Check that what is connected is what was asked for.
 
     Raises:
         EngineError: it is another cluster.
     """
-    if address is None or address == "auto":
-        return
-    connected = ray.get_runtime_context().gcs_address
+    connected: str = ray.get_runtime_context().gcs_address
     try:
         host, port = _host_and_port(connected)
-        if address == "local":  # one on this machine
-            same = bool(_addresses(ray, host) & _addresses(ray, "localhost"))
-        else:
-            wanted, wanted_port = _host_and_port(address)
-            through_client = address.startswith("ray://")  # at a port of its own
-            same = bool(_addresses(ray, host) & _addresses(ray, wanted)) and (through_client or port == wanted_port)
+        wanted, wanted_port = ("localhost", port) if address == "local" else _host_and_port(address)
+        same_host = bool(_names(ray, host) & _names(ray, wanted))
     except (OSError, ValueError) as error:
         raise EngineError(f"Ray's address '{address}' is wrong: {error}; correct it, or leave it out") from None
-    if not same:
+    if not same_host or (port != wanted_port and not address.startswith("ray://")):  # the client has a port of its own
         raise EngineError(
             f"asked for the Ray at '{address}', but this process is connected to the one at '{connected}', and can "
             f"be to one only; call ray.shutdown() first, or leave the address out to use what is connected"
         )
 
 
-def _addresses(ray: Any, host: str) -> set[str]:
+def _names(ray: Any, host: str) -> set[str]:
     """Return the addresses of a host; Ray and its users call this machine by several."""
     found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
     here = {"127.0.0.1", "::1", ray.util.get_node_ip_address()}
@@ -139,17 +131,15 @@ def _init(ray: Any, address: str) -> None:
             f"'{address}' is reached through Ray's client, which is not installed; pip install 'ray[client]', or give "
             f"the address of the cluster itself (host:port)"
         )
-    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    options: dict[str, object] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address == "local":
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        options["include_dashboard"] = False
+    started = time.monotonic()
     try:
-        if address == "local":
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            started = time.monotonic()
-            ray.init(address="local", include_dashboard=False, **quiet)
-            logger.info("started a local Ray in %.1f s", time.monotonic() - started)
-        else:
-            if address != "auto":
-                _knock(address)
-            ray.init(address=address, **quiet)
+        if address not in ("local", "auto"):
+            _knock(address)
+        ray.init(address=address, **options)
     except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         message = str(error).strip()
         # Ray's client shows what the server printed.
@@ -158,23 +148,22 @@ def _init(ray: Any, address: str) -> None:
             f"no Ray could be reached at '{address}': {why}; start one there (ray start --head), correct the "
             f"address (engine: {{ray: {{address: …}}}}, or RAY_ADDRESS), or leave it out for a Ray of this run's own"
         ) from error
+    if address == "local":
+        logger.info("started a local Ray in %.1f s", time.monotonic() - started)
 
 
 def _knock(address: str) -> None:
-    """See whether a Ray may listen at ``host:port``, because Ray itself takes long to find out that none does.
-
-    Whatever Ray has there speaks gRPC, and that begins with a settings frame of HTTP/2 from either side.
-    """
+    """See whether a Ray may listen at ``host:port``: Ray itself tries for minutes before it says that none does."""
     with socket.create_connection(_host_and_port(address), timeout=CONNECT) as connection:
         if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
             return
         try:
             connection.sendall(_PREFACE)
             with connection.makefile("rb") as answer:
-                frame = answer.read(_FRAME_HEAD)
+                frame = answer.read(9)
         except TimeoutError:
             raise OSError(f"what listens there says nothing for {CONNECT:g} s") from None
-        if len(frame) < _FRAME_HEAD or frame[3] != _SETTINGS:
+        if frame[3:4] != b"\4":
             reaction = f"answers {frame!r}" if frame else "hangs up"
             raise OSError(f"what listens there is no Ray: asked in Ray's protocol (gRPC) it {reaction}")
 

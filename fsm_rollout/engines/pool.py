@@ -172,13 +172,8 @@ class Replica(ReplicaView):
 
     @property
     def live(self) -> Engine:
-        """The present engine.
-
-        Raises:
-            EngineError: there is none yet.
-        """
-        if self.engine is None:
-            raise EngineError(f"{self.name} has not been started")
+        """The present engine of a replica that is up."""
+        assert self.engine is not None
         return self.engine
 
     def measure(self, tokens: int, now: float) -> None:
@@ -260,6 +255,8 @@ class PoolEngine:
         self._looks = 0
         """How many looks at the other replicas go on, because one has just been lost and more may have gone with it."""
         self._paused = self._asleep = self._closed = self._assigning = False
+        self._fallen: EngineError | None = None
+        """The error when no replica will ever come back."""
         self._tasks: set[asyncio.Task[object]] = set()
         try:
             with start_blocking_portal() as portal:  # this may be called from within an event loop, or without any
@@ -330,17 +327,16 @@ class PoolEngine:
 
     def load(self) -> Load:
         """Return how busy all replicas are, with ``NAME.running`` and ``NAME.in_flight`` of each in the details."""
-        loads = {replica.name: replica.live.load() for replica in self._up}
-        in_flight = {replica.name: replica.in_flight for replica in self.replicas}
-        running = {name: min(loads[name].running if name in loads else 0, count) for name, count in in_flight.items()}
-        total = sum(running.values())
+        loads = [(replica, replica.live.load()) for replica in self._up]
+        details = {f"{replica.name}.{what}": 0 for what in ("running", "in_flight") for replica in self.replicas}
+        details |= {f"{replica.name}.running": min(load.running, replica.in_flight) for replica, load in loads}
+        running = sum(details.values())
         return Load(
-            running=total,
-            waiting=len(self._under_way) - total,
-            used_tokens=sum(load.used_tokens for name, load in loads.items() if in_flight[name]),
-            max_tokens=sum(load.max_tokens or 0 for load in loads.values()) or None,
-            details={f"{name}.running": count for name, count in running.items()}
-            | {f"{name}.in_flight": count for name, count in in_flight.items()},
+            running=running,
+            waiting=len(self._under_way) - running,
+            used_tokens=sum(load.used_tokens for replica, load in loads if replica.in_flight),
+            max_tokens=sum(load.max_tokens or 0 for _, load in loads) or None,
+            details=details | {f"{replica.name}.in_flight": replica.in_flight for replica, _ in loads},
         )
 
     async def aclose(self) -> None:
@@ -412,14 +408,6 @@ class PoolEngine:
     @property
     def _up(self) -> list[Replica]:
         return [replica for replica in self.replicas if replica.state == "up"]
-
-    @property
-    def _fallen(self) -> EngineError | None:
-        """The error when no replica will ever come back."""
-        if any(replica.state != "dead" for replica in self.replicas):
-            return None
-        causes = "; ".join(f"{replica.name}: {replica.cause}" for replica in self.replicas)
-        return EngineError(f"all {len(self.replicas)} replica(s) are lost for good: {causes}")
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -553,13 +541,12 @@ class PoolEngine:
         known = [self._under_way[request_id] for request_id in request_ids if request_id in self._under_way]
         for replica, batch in self._by_replica(known).items():
             if self.loop is not None and not self.loop.is_closed():
-                self._spawn(self._abort_at(replica, batch))
+                self._spawn(self._abort_at(replica, replica.live, batch))
         for routed in known:
             if routed.replica is None:
                 self._end(routed)
 
-    async def _abort_at(self, replica: Replica, batch: list[_Routed]) -> None:
-        engine = replica.live
+    async def _abort_at(self, replica: Replica, engine: Engine, batch: list[_Routed]) -> None:
         try:
             await engine.abort([routed.request.request_id for routed in batch])
         except Exception as error:  # an engine that cannot even abort has failed these requests
@@ -791,13 +778,15 @@ class PoolEngine:
                 self._assign()
                 return
         replica.state = "dead"
-        self._news.set()
         logger.error("%s was lost %d times in a row and stays away: %s", replica.name, replica.losses, replica.cause)
-        if (fallen := self._fallen) is not None:
+        if all(other.state == "dead" for other in self.replicas):
+            causes = "; ".join(f"{other.name}: {other.cause}" for other in self.replicas)
+            self._fallen = EngineError(f"all {len(self.replicas)} replica(s) are lost for good: {causes}")
             for routed in self._under_way.values():
-                routed.stream.fail(fallen)
+                routed.stream.fail(self._fallen)
             self._under_way.clear()
             self._waiting.clear()
+        self._news.set()
 
     async def _join(self, replica: Replica) -> None:
         """Bring a new engine to where the others are, and let it take part."""
