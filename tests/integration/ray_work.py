@@ -41,8 +41,8 @@ class ByTrajectory:
         return Turn(text=f"{request.trajectory_id}: {TEXT}", chunks=PIECES, delay=self.delay)
 
 
-def ask(index: int) -> Request:
-    params = SamplingParams(100, stop_ids=frozenset({256}))
+def ask(index: int, eos: int = 256) -> Request:
+    params = SamplingParams(100, stop_ids=frozenset({eos}))
     return Request(f"r{index}", as_ids([65, 66]), params, trajectory_id=f"t{index}", group_id=f"{index}", agent="x")
 
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -41,63 +41,69 @@ def node_of(replica: Any) -> str:
     return str(ray.get(where, timeout=30))
 
 
-def test_a_node_dies_in_the_middle_of_a_run():
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+@pytest.fixture(scope="module")
+def client_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def cluster(client_port: int) -> Iterator[Cluster]:
+    """Three nodes, the first of them with a server for Ray's client; the tests connect and let go by themselves."""
     quick = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000}  # else it takes fifteen seconds
-    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": quick}
-    ray.shutdown()  # of what an earlier test of this process has left connected
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    nodes = [cluster.add_node(num_cpus=2) for _ in range(3)]
-    try:
-        # The pool connects by itself, and lets go by itself.
-        options = RayOptions(address=cluster.address, nodes=[node.node_id for node in nodes])
-        pool = PoolEngine(RayPlacement(ByTrajectory(0.5), 3, options), 3, times=PoolTimes(start=60, backoff=0.05))
-        replicas = pool.replicas
-        assert [node_of(replica) for replica in replicas] == [node.node_id for node in nodes]
+    head: dict[str, Any] = {"num_cpus": 2, "include_dashboard": False, "_system_config": quick}
+    if find_spec("grpc") is not None:
+        head["ray_client_server_port"] = client_port
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("GRPC_ENABLE_FORK_SUPPORT", "false")  # or now and then it fails to start a server for a client
+        ray.shutdown()  # of what an earlier test of this process has left connected
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        try:
+            for _ in range(2):
+                cluster.add_node(num_cpus=2, wait=False)
+            cluster.wait_for_nodes()
+            yield cluster
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
 
-        async def main() -> None:
-            def kill() -> None:
-                cluster.remove_node(nodes[1], allow_graceful=False)
 
-            for ticket in await through(pool, [ask(i) for i in range(48)], kill):
-                right(ticket)
-            async with asyncio.timeout(60):
-                while (stats := pool.replicas[1]).restarts < 1 or stats.state != "up":  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
-            assert stats.moved > 0, "an answer takes four seconds, so some were under way"
-            assert node_of(replicas[1]) in {nodes[0].node_id, nodes[2].node_id}
-            for ticket in await through(pool, [ask(i) for i in range(100, 124)]):
-                right(ticket)
-            await pool.aclose()
+def test_a_node_dies_in_the_middle_of_a_run(cluster: Cluster):
+    nodes = [cluster.head_node, *sorted(cluster.worker_nodes, key=lambda node: node.node_id)]
+    options = RayOptions(address=cluster.address, nodes=[node.node_id for node in nodes])
+    pool = PoolEngine(RayPlacement(ByTrajectory(0.5), 3, options), 3, times=PoolTimes(start=60, backoff=0.05))
+    assert [node_of(replica) for replica in pool.replicas] == [node.node_id for node in nodes]
 
-        asyncio.run(main())
-        assert not ray.is_initialized()
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+    async def main() -> None:
+        def kill() -> None:
+            cluster.remove_node(nodes[1], allow_graceful=False)
+
+        for ticket in await through(pool, [ask(i) for i in range(48)], kill):
+            right(ticket)
+        async with asyncio.timeout(60):
+            while (stats := pool.replicas[1]).restarts < 1 or stats.state != "up":  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert stats.moved > 0, "an answer takes four seconds, so some were under way"
+        assert node_of(stats) in {nodes[0].node_id, nodes[2].node_id}
+        for ticket in await through(pool, [ask(i) for i in range(100, 124)]):
+            right(ticket)
+        await pool.aclose()
+
+    asyncio.run(main())
+    assert not ray.is_initialized()
 
 
 @pytest.fixture
-def client_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Of the client server of a cluster's head."""
+def client_address(cluster: Cluster, client_port: int) -> str:
+    """Of the client server of the cluster's head."""
     pytest.importorskip("grpc", reason="Ray's client needs ray[client]")
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    monkeypatch.setenv("GRPC_ENABLE_FORK_SUPPORT", "false")  # or now and then it fails to start a server for a client
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    ray.shutdown()  # of what an earlier test of this process has left connected
-    head = {"num_cpus": 4, "include_dashboard": False, "ray_client_server_port": port}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    try:
-        until = time.monotonic() + 120
-        while time.monotonic() < until:
-            with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), timeout=60):
-                break
-        yield f"ray://127.0.0.1:{port}"
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", client_port), timeout=60):
+            break
+    return f"ray://127.0.0.1:{client_port}"
 
 
 def test_a_pool_through_rays_client(client_address: str, caplog: pytest.LogCaptureFixture):

@@ -19,6 +19,7 @@ import pytest
 import ray
 import torch
 
+from fsm_rollout.agent.handlers import look_in
 from fsm_rollout.concurrency import ray_session
 from fsm_rollout.engines.client import EngineClient, PendingRequest
 from fsm_rollout.engines.pool import PoolEngine, PoolTimes
@@ -223,7 +224,7 @@ def is_there(actor: Any) -> bool:
 
 @pytest.mark.usefixtures("cluster")
 def test_a_pool_of_scripted_actors_conforms():
-    pool = scripted(2, delay=0.02, router=LeastLoadedRouter())
+    pool = scripted(2, delay=0.01, router=LeastLoadedRouter())
     handles = actors(pool)
 
     async def main() -> None:
@@ -287,6 +288,38 @@ def test_the_only_actor_is_killed_twice():
         for ticket in tickets:
             right(ticket)
         assert pool.replicas[0].restarts == 2
+        await pool.aclose()
+
+    asyncio.run(main())
+
+
+OWN_ENGINE = """
+from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
+from fsm_rollout.model.folders import load_tokenizer, model_folder
+
+class Echo(ScriptedEngine):
+    def __init__(self, says: str) -> None:
+        super().__init__([Turn(text=says, chunks=4, delay=0.2)], tokenizer=load_tokenizer(model_folder("embedded")))
+"""
+
+
+@pytest.mark.usefixtures("cluster")
+def test_an_engine_of_ones_own_runs_over_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its module lies in a folder that only the driver has been told of; one of two actors is killed and comes back."""
+    (tmp_path / "own_engine.py").write_text(OWN_ENGINE)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    look_in(str(tmp_path))
+    own = {"kind": "own_engine:Echo", "says": "hello, world", "placement": "ray", "replicas": 2, "cpus": 0.5}
+    pool = build_engine(own, Path())
+    assert isinstance(pool, PoolEngine)
+    expected = [*pool.tokenizer.encode("hello, world"), *pool.eos_ids]
+
+    async def main() -> None:
+        for ticket in await through(pool, [ask(i, *pool.eos_ids) for i in range(8)], lambda: ray.kill(actors(pool)[0])):
+            assert (ticket.error, ticket.finish_reason, list(ticket.ids)) == (None, "stop", expected)
+        async with asyncio.timeout(60):
+            while pool.replicas[0].state != "up":  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         await pool.aclose()
 
     asyncio.run(main())
