@@ -369,26 +369,16 @@ class EngineClient:
             self._end(pending, FinishReason.ABORT, error)  # not tried again: an engine that miscounts would do so again
             return True
         if chunk.error is not None:
-            self._take_error(pending, chunk.error)
+            failure = _failure(chunk.error)
+            if isinstance(failure, PromptTooLong) or failure.kind in FOR_GOOD:
+                self._end(pending, FinishReason.ABORT, failure)
+            else:
+                self._failed(pending, failure)
         elif chunk.finish_reason == FinishReason.ABORT and not pending.aborted:
             self._failed(pending, EngineError(f"the engine aborted request {pending.request_id} by itself"))
         elif chunk.finish_reason is not None:
             self._end(pending, FinishReason(chunk.finish_reason))
         return chunk.finish_reason is not None or chunk.error is not None
-
-    def _take_error(self, pending: PendingRequest, error: str) -> None:
-        """End or try again a request that the engine failed; ``error`` is ``Class: message``."""
-        kind, colon, message = error.partition(": ")
-        if kind == "ReplicaLost":
-            self._failed(pending, ReplicaLost(message))
-        elif kind == "PromptTooLong":
-            self._end(pending, FinishReason.ABORT, PromptTooLong(error))
-        else:
-            failure = EngineError(error, kind=kind if colon and kind.isidentifier() else None)
-            if kind in FOR_GOOD:
-                self._end(pending, FinishReason.ABORT, failure)
-            else:
-                self._failed(pending, failure)
 
     def _failed(self, pending: PendingRequest, error: EngineError) -> None:
         """Try a request again from where its tokens stand, or give it up."""
@@ -474,3 +464,13 @@ class EngineClient:
             task.cancel()
         if self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _failure(error: str) -> EngineError:
+    """Return the error of a chunk, ``Class: message``, as an exception."""
+    kind, colon, message = error.partition(": ")
+    if kind == "ReplicaLost":
+        return ReplicaLost(message)
+    if kind == "PromptTooLong":
+        return PromptTooLong(error)
+    return EngineError(error, kind=kind if colon and kind.isidentifier() else None)

@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fsm_rollout.concurrency.cancellation import pause
 from fsm_rollout.concurrency.ray_session import answer_to, connect, import_ray
@@ -28,6 +28,8 @@ ray = import_ray()
 if TYPE_CHECKING:
     from fsm_rollout.engines.protocol import Weights
 
+Remote: TypeAlias = Any
+"""What is Ray's: it has no types."""
 FAREWELL = 5.0
 """Seconds that an actor has to close its engine before it is killed."""
 
@@ -56,7 +58,7 @@ class ReplicaActor:
         self._placement = LocalPlacement(build)
         self._contexts = Contexts()
         self._heard = 0
-        self._early: dict[int, tuple[str, Any]] = {}
+        self._early: dict[int, bytes | Sequence[str]] = {}
         self._chunks: list[Chunk] = []
         self._failures: list[Failure] = []
         self._news = asyncio.Event()
@@ -69,14 +71,16 @@ class ReplicaActor:
         engine = self._engine = await self._placement.start(self._name)
         return engine.max_context, engine.eos_ids, engine.weight_version, engine.tokenizer if with_tokenizer else None
 
-    async def tell(self, number: int, what: str, content: Any) -> None:
-        """Take a message, in the order of ``number``: Ray may bring a small one before a large one."""
-        self._early[number] = (what, content)
+    async def tell(self, number: int, message: bytes | Sequence[str]) -> None:
+        """Take requests, or ids to abort, in the order of ``number``: Ray may bring a small one before a large one."""
+        self._early[number] = message
         while self._heard in self._early:
-            what, content = self._early.pop(self._heard)
+            message = self._early.pop(self._heard)
             self._heard += 1
-            work = self._abort(content) if what == "abort" else self._serve(unpack_requests(content, self._contexts))
-            task = asyncio.ensure_future(work)
+            if isinstance(message, bytes):
+                task = asyncio.ensure_future(self._serve(unpack_requests(message, self._contexts)))
+            else:
+                task = asyncio.ensure_future(self._abort(message))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -124,7 +128,7 @@ class ReplicaActor:
             self._failures.append((request_ids, describe(error)))
             self._news.set()
 
-    async def ask(self, method: str, *arguments: Any) -> None:
+    async def ask(self, method: str, *arguments: object) -> None:
         """Call a method of the engine.
 
         Raises:
@@ -148,11 +152,11 @@ class RayEngine:
     eos_ids: frozenset[int]
     weight_version: int
 
-    def __init__(self, name: str, actor: Any) -> None:
+    def __init__(self, name: str, actor: Remote) -> None:
         self.actor = actor
         self.failure: EngineError | None = None
         """Why the actor is gone, once it is."""
-        self.tokenizer: Any = None
+        self.tokenizer: Remote = None
         self._name = name
         self._tell = actor.tell.options(num_returns=0)
         self._contexts = Contexts()
@@ -162,7 +166,7 @@ class RayEngine:
         """The dispatch of each request under way."""
         self._listener: asyncio.Task[None] | None = None
 
-    async def start(self, tokenizer: Any) -> None:
+    async def start(self, tokenizer: object) -> None:
         """Build the engine over there; ``tokenizer``: what another one had, if any, and need not travel again."""
         facts = await _answer(self.actor.start.remote(tokenizer is None))
         self.max_context, self.eos_ids, self.weight_version, made = facts
@@ -177,14 +181,14 @@ class RayEngine:
             self._streams.clear()  # whatever an earlier loop has left
             self._listener = stream.loop.create_task(self._listen())
         self._streams |= dict.fromkeys(stream.request_ids, stream)
-        self._send("submit", pack_requests(requests, self._contexts))
+        self._send(pack_requests(requests, self._contexts))
         return aiter(stream)
 
     async def abort(self, request_ids: Iterable[str]) -> None:
         """Send the abort after all that was sent before."""
         self._abort(list(request_ids))
 
-    async def update_weights(self, weights: Any, version: int | None = None) -> int:
+    async def update_weights(self, weights: object, version: int | None = None) -> int:
         """Let the actor read the weights from the object store or a folder."""
         await self._ask("update_weights", weights, version)
         self.weight_version = self.weight_version + 1 if version is None else version
@@ -256,14 +260,14 @@ class RayEngine:
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         if self.failure is None:
-            self._send("abort", request_ids)
+            self._send(request_ids)
 
-    def _send(self, what: str, content: bytes | Sequence[str]) -> None:
-        self._tell.remote(self._told, what, content)  # a dead actor is noticed by the call that is open
+    def _send(self, message: bytes | Sequence[str]) -> None:
+        self._tell.remote(self._told, message)  # a dead actor is noticed by the call that is open
         self._told += 1
 
 
-async def _answer(reference: object) -> Any:
+async def _answer(reference: object) -> Remote:
     """Wait for a call's result; its errors as they were raised there, Ray's own as :class:`ReplicaLost`."""
     try:
         return await answer_to(reference)
@@ -294,9 +298,9 @@ class RayPlacement(LocalPlacement):
         super().__init__(build)
         self._options = options or RayOptions()
         self._count = count
-        self._group: Any = None
+        self._group: Remote = None
         self._numbers: dict[str, int] = {}
-        self._tokenizer: Any = None
+        self._tokenizer: object = None
         self._ours = connect(self._options.address)
         try:
             self._check_resources()
@@ -320,7 +324,7 @@ class RayPlacement(LocalPlacement):
         self._tokenizer = engine.tokenizer
         return engine
 
-    def share(self, weights: Weights) -> Any:
+    def share(self, weights: Weights) -> Remote:
         """Put tensors into the object store, once for all replicas."""
         if not isinstance(weights, Mapping):
             return str(weights)
@@ -345,7 +349,7 @@ class RayPlacement(LocalPlacement):
         if ours:
             ray.shutdown()
 
-    def _create(self, name: str, number: int) -> Any:
+    def _create(self, name: str, number: int) -> Remote:
         from ray.util import scheduling_strategies
 
         options = self._options
@@ -396,7 +400,7 @@ def _amounts(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in shown.items()) or "nothing"
 
 
-def _alive() -> list[dict[str, Any]]:
+def _alive() -> list[Remote]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 

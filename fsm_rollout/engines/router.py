@@ -73,18 +73,17 @@ def choose(router: Router, request: Request, replicas: Sequence[V]) -> V:
         chosen = router.choose(request, replicas)
     except Exception as error:  # a router may be the user's
         raise EngineError(f"router {name} failed: {type(error).__name__}: {error}", kind="RouterFailed") from error
-    found = next((view for view in replicas if view is chosen), None)
-    if found is None:
-        if inspect.iscoroutine(chosen):
-            chosen.close()  # or Python warns that nobody awaited it
-            hint = "; choose() is called, not awaited: drop its 'async'"
-        else:
-            hint = ""
-        raise EngineError(
-            f"router {name} returned {chosen!r:.120}; choose() must return one of the replicas that it is given{hint}",
-            kind="RouterFailed",
-        )
-    return found
+    for view in replicas:
+        if view is chosen:
+            return view
+    hint = ""
+    if inspect.iscoroutine(chosen):
+        chosen.close()  # or Python warns that nobody awaited it
+        hint = "; choose() is called, not awaited: drop its 'async'"
+    raise EngineError(
+        f"router {name} returned {chosen!r:.120}; choose() must return one of the replicas that it is given{hint}",
+        kind="RouterFailed",
+    )
 
 
 def allowance(load: Load) -> int:
@@ -103,36 +102,33 @@ class StickyRouter:
 
     Args:
         spread: the bound's constant part.
-        memory: how many sessions, and how many groups, are remembered; the least recent ones are forgotten.
+        memory: how many sessions and groups are remembered in all; the least recent ones are forgotten.
     """
 
-    def __init__(self, spread: int = 16, memory: int = 65_536) -> None:
+    def __init__(self, spread: int = 16, memory: int = 131_072) -> None:
         self.spread = spread
         self.memory = memory
-        self._sessions: OrderedDict[str, str] = OrderedDict()
-        self._groups: OrderedDict[str, str] = OrderedDict()
+        self._pins: OrderedDict[tuple[str, str], str] = OrderedDict()
+        """The replica of each session, and of each group's latest request."""
 
     def choose(self, request: Request, replicas: Sequence[ReplicaView]) -> ReplicaView:
         """Return the replica of the request's session, else of its group, unless that breaks the bound."""
         least = min((replica for replica in replicas if replica.has_room), key=lambda replica: replica.load)
-        session = request.session if request.trajectory_id else ""
-        name = self._sessions.get(session) or self._groups.get(request.group_id)
+        keys = [("session", request.session)] if request.trajectory_id else []
+        keys += [("group", request.group_id)] if request.group_id else []
+        name = next((self._pins[key] for key in keys if key in self._pins), None)
         pinned = next((replica for replica in replicas if replica.name == name), None)
         chosen = pinned if pinned is not None and self._worth_it(pinned, least) else least
-        self._pin(self._sessions, session, chosen.name)
-        self._pin(self._groups, request.group_id, chosen.name)
+        for key in keys:
+            self._pins[key] = chosen.name
+            self._pins.move_to_end(key)
+        while len(self._pins) > self.memory:
+            self._pins.popitem(last=False)
         return chosen
 
     def _worth_it(self, pinned: ReplicaView, least: ReplicaView) -> bool:
         slow = 0 < 2 * pinned.pace < least.pace
         return pinned.load <= least.load + (0 if slow else self.spread + least.load // 4)
-
-    def _pin(self, pins: OrderedDict[str, str], key: str, name: str) -> None:
-        if key:
-            pins[key] = name
-            pins.move_to_end(key)
-            if len(pins) > self.memory:
-                pins.popitem(last=False)
 
 
 class LeastLoadedRouter:

@@ -68,7 +68,7 @@ class RaySpec(StrictModel):
     )
     strategy: Literal["DEFAULT", "SPREAD", "PACK"] = "DEFAULT"
     nodes: tuple[str, ...] = Field((), description="ids or addresses of nodes that the replicas go to in turn")
-    runtime_env: Mapping[str, Any] = Field(default_factory=dict, description="of the actors, as Ray takes it")
+    runtime_env: Mapping[str, object] = Field(default_factory=dict, description="of the actors, as Ray takes it")
 
 
 class PoolSpec(StrictModel):
@@ -115,10 +115,10 @@ class EngineSpec(StrictModel):
         """Whether this is one engine in this process, hence no pool."""
         return self.replica_count == 1 and self.placement == "local"
 
-    def engine_arguments(self, base: Path) -> dict[str, Any]:
+    def engine_arguments(self, base: Path) -> dict[str, object]:
         """Return what the engine's class is called with; a model's folder is relative to ``base``."""
         own = {name: getattr(self, name) for name in type(self).model_fields if name not in EngineSpec.model_fields}
-        return own | ({"model": model_folder(own["model"], base)} if "model" in own else {})
+        return own | ({"model": model_folder(str(own["model"]), base)} if "model" in own else {})
 
 
 class ScriptedSpec(EngineSpec):
@@ -138,11 +138,11 @@ class ScriptedSpec(EngineSpec):
             raise ValueError("a scripted engine needs either 'turns' or 'script' (a file with them)")
         return self
 
-    def engine_arguments(self, base: Path) -> dict[str, Any]:
+    def engine_arguments(self, base: Path) -> dict[str, object]:
         """Read the script and the tokenizer."""
         own = super().engine_arguments(base)
-        script = own.pop("script")
-        turns = self.turns if script is None else _read_script(base / script)
+        del own["script"]
+        turns = self.turns if self.script is None else _read_script(base / self.script)
         return own | {"turns": turns, "tokenizer": load_tokenizer(model_folder(self.tokenizer, base))}
 
 
@@ -155,7 +155,7 @@ class ReplaySpec(EngineSpec):
     engine: str = Field(POLICY, description="the earlier run's name for the engine whose answers these are")
     max_context: Count | None = Field(None, description="default: that engine's")
 
-    def engine_arguments(self, base: Path) -> dict[str, Any]:
+    def engine_arguments(self, base: Path) -> dict[str, object]:
         """Find the run."""
         return super().engine_arguments(base) | {"run": base / self.run}
 
@@ -191,7 +191,7 @@ class SGLangSpec(EngineSpec):
     send_every: Count = 8
     deterministic: bool = False
     start_timeout: Annotated[float, Field(gt=0)] = 300.0
-    args: Mapping[str, Any] = Field(default_factory=dict, description="further arguments of SGLang's ServerArgs")
+    args: Mapping[str, object] = Field(default_factory=dict, description="further arguments of SGLang's ServerArgs")
 
     @property
     def stands_alone(self) -> bool:
@@ -219,7 +219,7 @@ class SGLangHTTPSpec(EngineSpec):
         """One for each url."""
         return len(self.urls)
 
-    def engine_arguments(self, base: Path) -> dict[str, Any]:
+    def engine_arguments(self, base: Path) -> dict[str, object]:
         """Give each replica its url."""
         own = super().engine_arguments(base)
         del own["urls"]
@@ -231,7 +231,7 @@ class OwnSpec(EngineSpec):
 
     model_config = ConfigDict(validate_default=False)  # defaults are the class's own business
 
-    def engine_arguments(self, base: Path) -> dict[str, Any]:
+    def engine_arguments(self, base: Path) -> dict[str, object]:
         """Return what was set; the class knows its own defaults."""
         own = {name: value for name, value in self if name in self.model_fields_set - set(EngineSpec.model_fields)}
         return {name: base / value if isinstance(value, Path) else value for name, value in own.items()}
@@ -288,7 +288,7 @@ def _signature_model(engine_class: Callable[..., object]) -> type[BaseModel]:
     return create_model("Signature", __config__=config, **fields)
 
 
-def build_engine(spec: Mapping[str, Any], base: Path) -> Engine:
+def build_engine(spec: Mapping[str, object], base: Path) -> Engine:
     """Build the engine that ``spec`` (a mapping with ``kind``) describes; its files are relative to ``base``.
 
     Raises:
@@ -298,7 +298,7 @@ def build_engine(spec: Mapping[str, Any], base: Path) -> Engine:
     if found := faults(spec):
         raise ConfigError([Problem(message) for _, message in found])
     spec = _without_nulls(spec)
-    checked = spec_class(spec["kind"]).model_validate(spec)
+    checked = spec_class(str(spec["kind"])).model_validate(spec)
     if checked.stands_alone:
         return _build(checked, base)
     own = {key: value for key, value in spec.items() if key == "kind" or key not in EngineSpec.model_fields}
@@ -307,7 +307,7 @@ def build_engine(spec: Mapping[str, Any], base: Path) -> Engine:
     return pool
 
 
-def faults(spec: Mapping[str, Any]) -> list[tuple[ConfigPath, str]]:
+def faults(spec: Mapping[str, object]) -> list[tuple[ConfigPath, str]]:
     """Return what is wrong with a spec, as far as can be said without building the engine: where in it, and what."""
     spec = _without_nulls(spec)
     kind = str(spec.get("kind", ""))
@@ -323,20 +323,19 @@ def faults(spec: Mapping[str, Any]) -> list[tuple[ConfigPath, str]]:
     except ValidationError as error:
         found += explanations(error, model)
     try:
-        if isinstance(spec.get("router"), str):
-            build_router(spec["router"])
+        if isinstance(router := spec.get("router"), str):
+            build_router(router)
     except ConfigError as error:
         found += [(("router",), problem.message) for problem in error.problems]
     return found
 
 
-def _without_nulls(spec: Mapping[str, Any]) -> dict[str, Any]:
+def _without_nulls(spec: Mapping[str, object]) -> dict[str, object]:
     """Return what a spec sets; the keys of its own parts count, those of ``args`` and ``turns`` are the engine's."""
-    present = {key: value for key, value in spec.items() if value is not None}
-    return present | {
-        part: {key: value for key, value in present[part].items() if value is not None}
-        for part in ("pool", "ray")
-        if isinstance(present.get(part), Mapping)
+    return {
+        key: _without_nulls(value) if key in ("pool", "ray") and isinstance(value, Mapping) else value
+        for key, value in spec.items()
+        if value is not None
     }
 
 
@@ -363,13 +362,13 @@ def _build(spec: EngineSpec, base: Path) -> Engine:
     return engine
 
 
-def _build_replica(spec: Mapping[str, Any], base: Path, folders: Sequence[str], name: str) -> Engine:
+def _build_replica(spec: Mapping[str, object], base: Path, folders: Sequence[str], name: str) -> Engine:
     """Build the engine of one replica of a pool, maybe in another process: a user's code is found in ``folders``."""
     for folder in folders:
         look_in(folder)
-    if "urls" in spec:  # one for each replica
-        spec = {**spec, "urls": [spec["urls"][int(name.rpartition("-")[2])]]}
-    return _build(spec_class(spec["kind"]).model_validate(spec), base)
+    if isinstance(urls := spec.get("urls"), Sequence):  # one for each replica
+        spec = {**spec, "urls": [urls[int(name.rpartition("-")[2])]]}
+    return _build(spec_class(str(spec["kind"])).model_validate(spec), base)
 
 
 def build_router(router: str) -> Router:

@@ -295,11 +295,16 @@ def test_the_only_actor_is_killed_twice():
 
 OWN_ENGINE = """
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
-from fsm_rollout.model.folders import load_tokenizer, model_folder
+
+class Letters:
+    eos_token_id = 0
+
+    def encode(self, text, add_special_tokens=True):
+        return list(text.encode())
 
 class Echo(ScriptedEngine):
     def __init__(self, says: str) -> None:
-        super().__init__([Turn(text=says, chunks=4, delay=0.2)], tokenizer=load_tokenizer(model_folder("embedded")))
+        super().__init__([Turn(text=says, chunks=4, delay=0.2)], tokenizer=Letters())
 """
 
 

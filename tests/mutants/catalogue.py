@@ -293,7 +293,7 @@ MUTANTS = (
     ),
     Mutant(
         "a session goes everywhere", "engines/router.py",
-        "name = self._sessions.get(session) or self._groups.get(request.group_id)", "name = None",
+        "name = next((self._pins[key] for key in keys if key in self._pins), None)", "name = None",
         "requests stay where their prefix is cached",
         ROUTER,
     ),
