@@ -224,7 +224,7 @@ def is_there(actor: Any) -> bool:
 
 @pytest.mark.usefixtures("cluster")
 def test_a_pool_of_scripted_actors_conforms():
-    pool = scripted(2, delay=0.01, router=LeastLoadedRouter())
+    pool = scripted(2, delay=0.005, router=LeastLoadedRouter())
     handles = actors(pool)
 
     async def main() -> None:
