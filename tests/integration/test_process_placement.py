@@ -329,7 +329,7 @@ def test_ray_starts_before_the_time_of_the_first_call(tmp_path: Path) -> None:
         "utf-8",
     )
     script.write_text(
-        "import sys\n"
+        "import asyncio, sys\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "import ray, fsm_rollout as fr\n"
         "from fsm_rollout.trajectory.events import Transitioned\n"
@@ -338,8 +338,12 @@ def test_ray_starts_before_the_time_of_the_first_call(tmp_path: Path) -> None:
         "        print('ready' if ray.is_initialized() else 'not ready')\n"
         'call = \'<tool_call>\\n{"name": "shout", "arguments": {"text": "a"}}\\n</tool_call>\'\n'
         f"agent = fr.load_agent({str(agent)!r})\n"
-        "with fr.Rollout(agent, {'kind': 'scripted', 'turns': [call, 'done']}, on_event=[look]) as rollout:\n"
-        "    print(rollout.run(['x']).tensordict['stop_reason'])\n",
+        "async def main():\n"
+        "    spec = {'kind': 'scripted', 'turns': [call, 'done']}\n"
+        "    async with fr.Rollout(agent, spec, on_event=[look]) as rollout:\n"
+        "        async for group in rollout.stream(['x']):\n"  # a batch would import torch
+        "            print([trajectory.stop_reason for trajectory in group.trajectories])\n"
+        "asyncio.run(main())\n",
         "utf-8",
     )
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
