@@ -8,8 +8,7 @@ from typing import Any
 
 @cache
 def tokenizer() -> Any:
-    from transformers import AutoTokenizer
-
     from fsm_rollout.model import embedded_model
+    from fsm_rollout.model.folders import load_tokenizer  # without transformers' models, which take seconds to import
 
-    return AutoTokenizer.from_pretrained(embedded_model())
+    return load_tokenizer(embedded_model())

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import fsm_rollout as fr
 from fsm_rollout.agent.graph import AgentGraph, Interaction
+from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
@@ -40,6 +41,10 @@ from tests.laws.world import call, scripted, turns
 SCRIPTS = st.lists(turns(failures=False), min_size=1, max_size=6)
 
 
+CHATS: dict[object, ChatTemplate] = {}
+"""Those of the one tokenizer: a template is read once for all tests."""
+
+
 class Replying:
     """Replies twice, by what the trajectory says, then is done; asks a model in between."""
 
@@ -61,9 +66,12 @@ class Bench:
             )
         self.engine = ScriptedEngine(script, tokenizer=tokenizer(), log=True)
         self.log: list[tuple[str, AnyEvent]] = []
+        clients = {name: EngineClient(self.engine) for name in ("policy", "judge")}
+        for client in clients.values():
+            client.chats = CHATS
         self.scheduler = Scheduler(
             {graph.agent: graph},
-            {name: EngineClient(self.engine) for name in ("policy", "judge")},
+            clients,
             listeners=[lambda trajectory, event: self.log.append((trajectory.trajectory_id, event))],
             **options,
         )

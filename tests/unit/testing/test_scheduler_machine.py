@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,6 +111,22 @@ class Mortal(ScriptedEngine):
         if answer.plan.error is not None and answer.emitted + 1 >= len(answer.plan.pieces):
             self.losses.add(answer.request)
         super()._next_piece(answer)
+
+    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
+        return self._heard(requests, super().generate(requests))
+
+    async def _heard(self, requests: Sequence[Request], chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+        """Count what nobody listens to any more as lost: its replica fell for other requests' failures."""
+        unended = {request.request_id: request for request in requests}
+        try:
+            async for chunk in chunks:
+                if chunk.finish_reason is not None:
+                    unended.pop(chunk.request_id, None)
+                yield chunk
+        except (asyncio.CancelledError, GeneratorExit):
+            for request in unended.values():
+                self.losses.add(request)
+            raise
 
     def _crash(self, answers: ChunkStream, message: str) -> None:
         under_way = self._running | self._waiting
