@@ -5,8 +5,8 @@
 
 from fsm_rollout.tools.base import AgentAnswer, CallResult, Hidden, Tool, ToolContext, ToolResult
 from fsm_rollout.tools.schema import tool_schema, validate_arguments
+from fsm_rollout.tools.tool_messages import truncate
 from fsm_rollout.tools.toolbox import RunAgent, Toolbox, ToolSession, tool_schema_of
-from fsm_rollout.tools.truncation import truncate
 
 __all__ = [
     "AgentAnswer",

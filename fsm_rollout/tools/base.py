@@ -61,14 +61,14 @@ class Tool(ABC):
     Calls of one turn may run at the same time on the one instance; ``parallel: 1`` of the state forbids it.
     """
 
-    def create(self, *args: Any, **kwargs: Any) -> Any:  # noqa: B027  # many tools need none
+    def create(self, *args: Any, **kwargs: Any) -> object:  # noqa: B027  # many tools need none
         """Get ready for one trajectory."""
 
     @abstractmethod
-    def execute(self, *args: Any, **kwargs: Any) -> Any:
+    def execute(self, *args: Any, **kwargs: Any) -> object:
         """Carry out one call; return a `str`, a number, plain data, or a :class:`ToolResult`."""
 
-    def release(self) -> Any:  # noqa: B027
+    def release(self) -> object:  # noqa: B027
         """Give back what `create` took. An error raised here is reported and ends nothing."""
 
 

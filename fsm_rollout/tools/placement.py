@@ -29,6 +29,7 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeAlias, cast
 
 from fsm_rollout.agent.handlers import load_object
@@ -215,30 +216,22 @@ async def _ray_result(reference: object, *, force: bool) -> object:
         raise ToolDied(f"it ended without an answer: {type(lost).__name__}") from lost
 
 
-class RayInstance:
-    """An instance of a tool's class in an actor of its own; its methods are the tool's."""
+async def ray_instance(use: str, /, **kwargs: object) -> SimpleNamespace:
+    """Start an actor, which makes an instance of a tool's class at its first call; return the instance's methods."""
+    ray = await _connected()
+    actor = ray.remote(_Holder).options(max_restarts=0, max_concurrency=1000, **RAY_OPTIONS)
+    instance = actor.remote(use, kwargs, sys.path)
 
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
-        self.create = partial(self._run, "create")
-        self.execute = partial(self._run, "execute")
+    async def run(method: str, /, **arguments: object) -> object:
+        return await _ray_result(instance.run.remote(method, arguments), force=False)
 
-    @classmethod
-    async def make(cls, use: str, /, **kwargs: object) -> RayInstance:
-        """Start the actor; the instance is made at its first call."""
-        ray = await _connected()
-        actor = ray.remote(_Holder).options(max_restarts=0, max_concurrency=1000, **RAY_OPTIONS)
-        return cls(actor.remote(use, kwargs, sys.path))
-
-    async def release(self) -> None:
-        """Release it, and end the actor."""
+    async def release() -> None:
         try:
-            await self._run("release")
+            await run("release")
         finally:
-            import_ray().kill(self._actor)
+            ray.kill(instance)
 
-    async def _run(self, method: str, /, **arguments: object) -> object:
-        return await _ray_result(self._actor.run.remote(method, arguments), force=False)
+    return SimpleNamespace(create=partial(run, "create"), execute=partial(run, "execute"), release=release)
 
 
 class _Holder:

@@ -32,10 +32,12 @@ from fsm_rollout.tools import tool_messages
 from fsm_rollout.tools.base import AgentAnswer, CallResult, ToolContext, ToolResult, fresh
 from fsm_rollout.tools.call import STOP_SECONDS, Expired, NoSlot, Slots, ToolDied, bounded, invoke, is_async
 from fsm_rollout.tools.schema import Arguments, Function, Parameters, Schema, context_parameters, parameters_of
-from fsm_rollout.tools.tool_messages import CORRECT, GO_ON, GO_ON_LATER, GO_ON_WITHOUT, described, error_text
-from fsm_rollout.tools.truncation import Tokenizer, truncate
+from fsm_rollout.tools.tool_messages import GO_ON, Tokenizer, described, error_text, truncate
 from fsm_rollout.trajectory.events import MalformedCall, ToolCall
 
+CORRECT = "correct the call and try again"
+GO_ON_LATER = "try again later or go on without it"
+GO_ON_WITHOUT = "try again, or go on without it"
 FIRST_PAUSE = 0.5
 """Seconds before the second try, at most; doubled for each further one."""
 LONGEST_PAUSE = 30.0
@@ -212,9 +214,9 @@ class ClassTool(BoundTool):
     async def _create(self, tools_kwargs: Mapping[str, object], context: MakeContext) -> Instance:
         make: Function = self.cls
         if self.spec.placement == "ray":
-            from fsm_rollout.tools.placement import RayInstance  # Ray: only for those who ask for it
+            from fsm_rollout.tools.placement import ray_instance  # Ray: only for those who ask for it
 
-            make = partial(RayInstance.make, str(self.spec.use))
+            make = partial(ray_instance, str(self.spec.use))
         instance: Instance = await invoke(make, fresh(self.spec.kwargs))
         if self.create is not None:
             contexts = {name: context("create") for name in self.create_contexts}

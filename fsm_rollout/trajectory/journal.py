@@ -21,11 +21,10 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -64,7 +63,7 @@ _Insertion = tuple[str, tuple[object, ...]]
 """A statement and its values."""
 
 
-class Journal:
+class Journal(AbstractContextManager["Journal"]):
     """Writes the events of one run to a file.
 
     Args:
@@ -175,11 +174,7 @@ class Journal:
         if self._failure is not None:
             self._check()
 
-    def __enter__(self) -> Journal:
-        """Use as a context manager to close it."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close."""
         self.close()
 

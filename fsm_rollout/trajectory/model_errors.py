@@ -7,14 +7,15 @@ and what may stand there.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, get_args, get_origin
+from typing import get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from fsm_rollout.errors import did_you_mean
+from fsm_rollout.trajectory.events import PlainData
 
-ConfigData = dict[str, Any]
+ConfigData = PlainData
 """A configuration as plain data, not checked yet."""
 ConfigPath = tuple[str | int, ...]
 """Keys and list positions from the top of a configuration, say ``("transitions", 3, "dest")``."""

@@ -14,13 +14,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, NoReturn
+from typing import Annotated, NamedTuple, NoReturn
 
 import msgspec
 from pydantic import ConfigDict, Field, ValidationError, field_validator
 
 from fsm_rollout.errors import ConfigError, Problem, did_you_mean
-from fsm_rollout.trajectory.events import Message, unwritable
+from fsm_rollout.trajectory.events import Message, PlainData, unwritable
 from fsm_rollout.trajectory.model_errors import explanations
 from fsm_rollout.trajectory.settings import Limits, Sampling, StrictModel
 
@@ -60,7 +60,7 @@ class Prompt(StrictModel):
         return messages
 
     @property
-    def extra(self) -> dict[str, Any]:
+    def extra(self) -> PlainData:
         """All other fields, a copy."""
         return dict(self.model_extra or {})
 

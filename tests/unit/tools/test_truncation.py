@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from fsm_rollout.agent import graph
 from fsm_rollout.testing.simulation.virtual_time import run_virtual
 from fsm_rollout.tools import AgentAnswer, CallResult, Toolbox, ToolSession, truncate
-from fsm_rollout.tools.truncation import EXACT_CHARACTERS
+from fsm_rollout.tools.tool_messages import EXACT_CHARACTERS
 from fsm_rollout.trajectory.events import ToolCall
 
 MARKER = re.compile(r"…\[(\d+) tokens cut\]…")
