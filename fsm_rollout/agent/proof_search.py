@@ -9,6 +9,7 @@ them, and only as far as it can tell them apart; ``routed`` is a bit set of the 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from typing import NamedTuple
@@ -65,62 +66,53 @@ class _Search:
         self.structure, self.graph = structure, structure.graph
         reachable = structure.reachable()
         self.states = [state for state in structure.specs if state in reachable]
-        self.visits: dict[str, int] = {}
-        """Slots in which visits are counted, by state."""
-        self.spent: dict[str, int] = {}
-        """Slots in which spendings are counted, by limit."""
-        self.caps: list[int] = []
-        """How far each slot counts."""
+        self._check_known(self.graph.initial, is_initial=True)
+        # 1. What is counted, and how far: visits by the state's name, spendings by the limit's.
+        caps: dict[str, int] = {}
+        for state in self.states:
+            for key, most in self._counted(state):
+                caps[key] = max(caps.get(key, 0), most + 1)
+        self.slots = {key: slot for slot, key in enumerate(caps)}
+        self.caps = [*caps.values()]
+        # 2. What each state may come to; a limit that a row may route has a bit.
         self.bits: dict[str, int] = {}
-        """The bit of each limit that a row may route."""
-        self._check_known(self.graph.initial)
-        self._find_slots()
-        self.bounds: dict[str, tuple[int | None, str | None]] = {}
-        """By state, its ``max_visits`` and the limit that it spends, where that is set."""
+        self.limit: dict[str, str | None] = {}
+        """The limit that each state spends, where it is set."""
         self.charged: dict[str, list[int]] = {}
         """The slots that count one more when a state is entered."""
-        self.at_max_visits: dict[str, _Raised] = {}
-        self.at_limit: dict[str, _Raised] = {}
         self.raises: dict[str, list[_Raised]] = {}
+        self.reached: dict[tuple[str, str], _Raised] = {}
+        """What is raised in a state instead of running its handler, by state and limit."""
         for state in self.states:
-            max_visits, limit = self.graph.states[state].max_visits, structure.spends(state)
-            self.bounds[state] = max_visits, limit if limit in self.spent else None
-            self.charged[state] = [self.visits[state]] if state in self.visits else []
+            limit = structure.spends(state)
+            self.limit[state] = limit if limit and _spent(limit) in self.slots else None
+            self.charged[state] = [self.slots[key] for key in (state, _spent(limit)) if key in self.slots]
             self.raises[state] = self._raises(state)
-            if limit in self.spent:
-                self.charged[state].append(self.spent[limit])
-                self.at_limit[state] = self._raised(state, Trigger.LIMIT_REACHED, limit)
-            if max_visits is not None:
-                self.at_max_visits[state] = self._raised(state, Trigger.LIMIT_REACHED, LimitName.MAX_VISITS)
+            for name in (self.limit[state], self.graph.states[state].max_visits and LimitName.MAX_VISITS):
+                if name:
+                    self.reached[state, name] = self._raised(state, Trigger.LIMIT_REACHED, name)
+        # 3. What is seen on the way.
         self.rows: set[int] = set()
         self.ran: set[str] = set()
         self.exempt: set[tuple[str, str]] = set()
 
-    def _check_known(self, state: str) -> None:
-        if state not in self.states and not (self.graph.is_final(state) and state != self.graph.initial):
+    def _check_known(self, state: str, *, is_initial: bool = False) -> None:
+        if state not in self.states and (is_initial or not self.graph.is_final(state)):
             raise ConfigError(f"agent '{self.graph.agent}' does not pass verification; there is nothing to prove")
 
-    def _find_slots(self) -> None:
-        """Make room for all counts that visits of states, or rows that leave them, ask for."""
-
-        def count_to(slots: dict[str, int], key: str, most: int) -> None:
-            if key not in slots:
-                slots[key] = len(self.caps)
-                self.caps.append(0)
-            self.caps[slots[key]] = max(self.caps[slots[key]], most + 1)
-
-        for state in self.states:
-            max_visits, limit = self.graph.states[state].max_visits, self.structure.spends(state)
-            if max_visits is not None:
-                count_to(self.visits, state, max_visits)
-            if limit is not None and (allowed := getattr(self.graph.limits, limit)) is not None:
-                count_to(self.spent, limit, allowed)
-            for _, row in self.structure.edges[state]:
-                for predicate, _ in row.tests:
-                    if predicate.name == "visits_over":
-                        named, number = visits_argument(predicate.argument, self.graph)
-                        if (named or state) in self.states:
-                            count_to(self.visits, named or state, number)
+    def _counted(self, state: str) -> Iterator[tuple[str, int]]:
+        """Yield what visits of a state, and the rows that leave it, ask to be counted, and how far."""
+        max_visits, limit = self.graph.states[state].max_visits, self.structure.spends(state)
+        if max_visits is not None:
+            yield state, max_visits
+        if limit is not None and (allowed := getattr(self.graph.limits, limit)) is not None:
+            yield _spent(limit), allowed
+        for _, row in self.structure.edges[state]:
+            for predicate, _ in row.tests:
+                if predicate.name == "visits_over":
+                    other, number = visits_argument(predicate.argument, self.graph)
+                    if (other or state) in self.states:
+                        yield other or state, number
 
     def _raises(self, state: str) -> list[_Raised]:
         """Return what a handler that runs may come to, as far as a row takes it."""
@@ -142,9 +134,9 @@ class _Search:
                 elif predicate.name == "limit":
                     possible &= (predicate.argument == limit) is wanted
                 else:
-                    named, number = visits_argument(predicate.argument, self.graph)
-                    if (named or state) in self.visits:
-                        tests.append((self.visits[named or state], number, wanted))
+                    other, number = visits_argument(predicate.argument, self.graph)
+                    if (other or state) in self.slots:
+                        tests.append((self.slots[other or state], number, wanted))
                     else:  # a state that is never entered
                         possible &= not wanted
             if possible:
@@ -166,17 +158,17 @@ class _Search:
     def onward(self, situation: Situation) -> tuple[dict[Situation, bool], bool]:
         """Return each next situation with whether the handler may have run before it, and whether it may run at all."""
         state, counts, routed = situation
-        max_visits, limit = self.bounds[state]
+        max_visits, limit = self.graph.states[state].max_visits, self.limit[state]
         after: dict[Situation, bool] = {}
-        if max_visits is not None and counts[self.visits[state]] > max_visits:
-            self._follow(self.at_max_visits[state], situation, False, after)
+        if max_visits is not None and counts[self.slots[state]] > max_visits:
+            self._follow(self.reached[state, LimitName.MAX_VISITS], situation, False, after)
             return after, False
         was_routed = limit is not None and routed & self.bits.get(limit, 0)
         if limit is not None and not (was_routed and max_visits is not None):
             if was_routed:
                 return after, False  # still reached, so the run ends
-            self._follow(self.at_limit[state], situation, False, after)
-            if counts[self.spent[limit]] > getattr(self.graph.limits, limit):
+            self._follow(self.reached[state, limit], situation, False, after)
+            if counts[self.slots[_spent(limit)]] > getattr(self.graph.limits, limit):
                 return after, False
         self.ran.add(state)
         if routed and max_visits is not None:
@@ -197,6 +189,10 @@ class _Search:
                     after[self.enter(way.dest, counts, routed | raised.routes)] = ran
                 if not way.free:
                     return
+
+
+def _spent(limit: str | None) -> str:
+    return f"spent {limit}"  # no state has such a name
 
 
 def search(structure: Structure, budget: int) -> Counts | None:
@@ -260,11 +256,11 @@ def ranking(structure: Structure) -> Counts:
     bounded: dict[str, int] = {}
     free = []
     for state in prepared.states:
-        max_visits, limit = graph.states[state].max_visits, structure.spends(state)
+        max_visits, limit = graph.states[state].max_visits, prepared.limit[state]
         if max_visits is not None:
             bounded[state] = max_visits + 2
-        elif limit in prepared.spent:
-            bounded[limit] = getattr(graph.limits, limit) + 2
+        elif limit is not None:
+            bounded[_spent(limit)] = getattr(graph.limits, limit) + 2
         else:
             free.append(state)
     # 2. The longest path through those.
