@@ -52,16 +52,14 @@ class Limit:
     """How much of it a trajectory has spent at a time; ``None``: what was charged for it."""
 
 
-def _attempts(trajectory: Trajectory) -> int:
-    return max(1, len(trajectory.attempts))
-
-
 LIMITS: Mapping[str, Limit] = {
     limit.name: limit
     for limit in (
         Limit(LimitName.MAX_VISITS, "visit", implied=True, spent=lambda t, at: t.visits[t.state]),
         Limit(LimitName.ASSISTANT_TURNS, "generation", "generate", counted=True),
-        Limit(LimitName.TOOL_CALLS, "attempted call", "call_tools", counted=True, price=_attempts),
+        Limit(
+            LimitName.TOOL_CALLS, "attempted call", "call_tools", counted=True, price=lambda t: max(1, len(t.attempts))
+        ),
         Limit(LimitName.USER_TURNS, "reply", "interact", counted=True),
         Limit(LimitName.WALL_SECONDS, "second", spent=lambda t, at: t.elapsed(at)),
         Limit(LimitName.RESPONSE_TOKENS, "token", spent=lambda t, at: t.response_tokens),

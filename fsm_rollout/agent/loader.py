@@ -66,7 +66,7 @@ def loads(text: str, base: str | Path = ".", overrides: Sequence[str] = (), name
 
 def read_agent(path: str | Path, overrides: Sequence[str] = ()) -> Reading:
     """Read and verify without raising: for reports that want the places, or all problems of several files."""
-    text = read_text(Path(path), str(path))
+    text = read_text(path)
     source = SourceMap(str(path))
     if isinstance(text, Problem):
         return Reading(None, source, (text,))

@@ -125,7 +125,7 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: the file or an override is wrong; holds every problem, in file order.
     """
-    text = read_text(Path(path), str(path))
+    text = read_text(path)
     if isinstance(text, Problem):
         raise ConfigError(text)
     source = SourceMap(str(path))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import yaml
 
-from fsm_rollout.agent.graph import AgentGraph, Predicate, State, TransitionRow
+from fsm_rollout.agent.graph import AgentGraph, Predicate, TransitionRow
 from fsm_rollout.agent.yaml.normal_form import TEXT_FILE
 from fsm_rollout.agent.yaml.overrides import escape_interpolation
 from fsm_rollout.agent.yaml.source import STRICTER
@@ -34,56 +34,43 @@ for _kind, _pattern, _first in STRICTER:
 
 def dump(graph: AgentGraph) -> str:
     """Return the graph as YAML that :func:`fsm_rollout.agent.loader.loads` turns into an equal graph."""
-    return yaml.dump(
-        _escaped(_agent(graph)),
-        Dumper=_Dumper,
-        sort_keys=False,
-        allow_unicode=True,
-        default_flow_style=None,
-        width=120,
-    )
+    data = _escaped(_agent(graph))
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
 
 
 def _agent(graph: AgentGraph) -> ConfigData:
     data = graph.model_dump(exclude_defaults=True)
-    for name, context in data.get("contexts", {}).items():
-        if "system" in context:
-            context["system"] = _literal(graph.contexts[name].system)
+    for name, context in graph.contexts.items():
+        if context.system is not None:
+            data["contexts"][name]["system"] = _literal(context.system)
     for name, tool in graph.tools.items():
         if tool.agent is not None:
             data["tools"][name]["agent"] = _agent(tool.agent)
-    data["states"] = {name: _state(state, data["states"][name]) for name, state in graph.states.items()}
+    for name, state in graph.states.items():
+        entry = data["states"][name]
+        if state.prompt is not None:
+            entry["prompt"] = _literal(state.prompt)
+        entry.update(entry.pop("options", {}))
     data["transitions"] = [_row(row) for row in graph.transitions]
     return data
 
 
-def _state(state: State, data: ConfigData) -> ConfigData:
-    options = data.pop("options", {})
-    if "prompt" in data:
-        data["prompt"] = _literal(state.prompt)
-    return {**data, **options}
-
-
 def _row(row: TransitionRow) -> ConfigData:
-    data: ConfigData = {
-        "trigger": row.trigger,
-        "source": row.source[0] if len(row.source) == 1 else list(row.source),
-        "dest": row.dest,
-    }
-    for key, predicates in (("conditions", row.conditions), ("unless", row.unless)):
-        if predicates:
-            data[key] = _predicate(predicates[0]) if len(predicates) == 1 else [_predicate(p) for p in predicates]
-    if row.stop_reason is not None:
-        data["stop_reason"] = row.stop_reason
-    return data
+    """Return a row in the short spellings: a list of one stands without its brackets, a predicate without its keys."""
+    source: list[object] = [*row.source]
+    conditions, unless = ([_predicate(p) for p in predicates] for predicates in (row.conditions, row.unless))
+    lists = {"source": source, "conditions": conditions, "unless": unless}
+    short = {key: items[0] if len(items) == 1 else items for key, items in lists.items() if items or key == "source"}
+    reason = {} if row.stop_reason is None else {"stop_reason": row.stop_reason}
+    return {"trigger": row.trigger, "source": short.pop("source"), "dest": row.dest, **short, **reason}
 
 
 def _predicate(predicate: Predicate) -> object:
     return predicate.name if predicate.argument is None else {predicate.name: predicate.argument}
 
 
-def _literal(text: str | None) -> object:
-    return {"text": text} if text is not None and TEXT_FILE.fullmatch(text) else text
+def _literal(text: str) -> object:
+    return {"text": text} if TEXT_FILE.fullmatch(text) else text
 
 
 def _escaped(value: object) -> object:
@@ -92,6 +79,4 @@ def _escaped(value: object) -> object:
         return escape_interpolation(value)
     if isinstance(value, dict):
         return {key: _escaped(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_escaped(item) for item in value]
-    return value
+    return [_escaped(item) for item in value] if isinstance(value, list | tuple) else value

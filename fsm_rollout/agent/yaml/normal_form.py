@@ -27,6 +27,8 @@ STATE_KEYS = frozenset(State.model_fields) - {"options"}
 TEXT_FILE = re.compile(r"\S+\.(md|txt|jinja|j2)")
 """A text that is one such word names a file."""
 
+_AGENT_FILE = re.compile(r".+\.yaml")
+
 
 class Normaliser:
     """Writes out one YAML and the agents it takes in; adds what it finds wrong to ``problems``."""
@@ -64,19 +66,19 @@ class Normaliser:
                 self._report(at, "must be text, the name of a text file, or {text: …}")
                 entry[key] = ""
         elif isinstance(value, str) and TEXT_FILE.fullmatch(value):
-            text = self._file(base / value, at, "*.*") or ""
+            text = self._file(base / value, at, TEXT_FILE) or ""
             source, inner = self.source.within(at)
             source.texts[inner] = (str(base / value), 1)
             entry[key] = text.removesuffix("\n")  # the one that editors end a file with says nothing
 
-    def _file(self, file: Path, at: ConfigPath, neighbours: str) -> str | None:
-        """Return the text of a file, or report what is wrong with it, with the closest of its ``neighbours``."""
+    def _file(self, file: Path, at: ConfigPath, kind: re.Pattern[str]) -> str | None:
+        """Return the text of a file, or report what is wrong with it, with the closest name of its ``kind`` there."""
         text = read_text(file)
         if isinstance(text, str):
             return text
-        near = [path.name for path in file.parent.glob(neighbours)] if file.parent.is_dir() else []
-        near = [name for name in near if TEXT_FILE.fullmatch(name) or neighbours != "*.*"]
-        self._report(at, f"'{file}' {text.message}{did_you_mean(file.name, near)}")
+        names = [path.name for path in file.parent.iterdir()] if file.parent.is_dir() else []
+        hint = did_you_mean(file.name, filter(kind.fullmatch, names))
+        self._report(at, f"'{file}' {text.message}{hint}")
         return None
 
     def _options(self, entry: ConfigData, at: ConfigPath) -> None:
@@ -112,7 +114,7 @@ class Normaliser:
             circle = [*inside[inside.index(file.resolve()) :], file]
             self._report(at, f"agents call one another in a circle: {' -> '.join(path.name for path in circle)}")
             return
-        text = self._file(file, at, "*.yaml")
+        text = self._file(file, at, _AGENT_FILE)
         if text is None:
             return
         source = SourceMap(str(file))

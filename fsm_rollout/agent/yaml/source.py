@@ -11,7 +11,6 @@ interpolation) has the place of its nearest ancestor that was.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,7 +27,6 @@ MAX_VALUES = 100_000
 _TAG = "tag:yaml.org,2002:"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
-_SPECIAL_FLOATS = {".inf": math.inf, "+.inf": math.inf, "-.inf": -math.inf, ".nan": math.nan}
 
 # What some YAML reader takes for something else than text: `y` and `n` (booleans in YAML 1.1, text to PyYAML) and
 # `1e3` (a float in YAML 1.2, text to PyYAML). The dumper shares these, so it quotes such text.
@@ -100,9 +98,9 @@ for _kind, _pattern, _first in STRICTER:
     _Loader.add_implicit_resolver(_TAG + _kind, _pattern, _first)
 
 
-def read_text(path: Path, shown: str | None = None) -> str | Problem:
+def read_text(path: str | Path) -> str | Problem:
     """Return a file's text (UTF-8, a byte order mark dropped), or what is wrong with the file."""
-    shown = shown or str(path)
+    shown, path = str(path), Path(path)
     try:
         if path.is_dir():
             return Problem("is a directory; give a file", shown)
@@ -122,23 +120,23 @@ def read_text(path: Path, shown: str | None = None) -> str | Problem:
 
 def read_yaml(text: str, source: SourceMap) -> tuple[object, list[Problem]]:
     """Turn YAML into plain data and fill ``source`` with its lines; ``None`` when it cannot be parsed or is empty."""
+    line = None
     try:
         node = yaml.compose(text, Loader=_Loader)
         reader = _Reader(source)
-        data = None if node is None else reader.value(node, ())
+        return None if node is None else reader.value(node, ()), reader.problems
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         message = f"YAML does not allow the character U+{ord(text[error.position]):04X}"
-        return None, [Problem(message, source.file, line)]
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        what = ", ".join(part for part in (error.context, error.problem) if part)
-        return None, [Problem(f"not YAML: {what}", source.file, mark.line + 1 if mark else None)]
+        line = mark.line + 1 if mark else None
+        message = f"not YAML: {', '.join(part for part in (error.context, error.problem) if part)}"
     except RecursionError:
-        return None, [Problem("is nested too deeply to be read", source.file)]
+        message = "is nested too deeply to be read"
     except _TooManyError:
-        return None, [Problem(f"has more than {MAX_VALUES:,} values once its aliases are followed", source.file)]
-    return data, reader.problems
+        message = f"has more than {MAX_VALUES:,} values once its aliases are followed"
+    return None, [Problem(message, source.file, line)]
 
 
 class _TooManyError(Exception):
@@ -161,81 +159,71 @@ class _Reader:
         self._count += 1
         if self._count > MAX_VALUES:
             raise _TooManyError
-        self.source.lines.setdefault(path, node.start_mark.line + 1)
+        line = node.start_mark.line + 1
+        self.source.lines.setdefault(path, line)
         if isinstance(node, yaml.ScalarNode):
             if node.style == "|":
-                self.source.texts[path] = (self.source.file, node.start_mark.line + 2)
-            before = len(self.problems)
+                self.source.texts[path] = (self.source.file, line + 1)
+            problems = len(self.problems)
             scalar = self._scalar(node)
-            if len(self.problems) > before:
+            if len(self.problems) > problems:
                 self.source.wrong.add(path)
             return scalar
         if id(node) in self._open:
             self._report(node, "an alias stands inside the very value that it names")
             return None
+        if node.tag not in (_TAG + "map", _TAG + "seq"):
+            self._report(node, f"the tag {node.tag.replace(_TAG, '!!')} is not supported; write plain values")
         self._open.add(id(node))
         try:
             if isinstance(node, yaml.MappingNode):
                 return self._mapping(node, path)
-            if node.tag != _TAG + "seq":
-                self._report(node, f"the tag {_short(node.tag)} is not supported; write plain values")
             return [self.value(child, (*path, index)) for index, child in enumerate(node.value)]
         finally:
             self._open.discard(id(node))
 
     def _mapping(self, node: yaml.MappingNode, path: ConfigPath) -> dict[str, object]:
-        if node.tag != _TAG + "map":
-            self._report(node, f"the tag {_short(node.tag)} is not supported; write plain values")
-        written: dict[str, int] = {}
         merged: dict[str, object] = {}
         data: dict[str, object] = {}
+        written: dict[str, int] = {}
         for key_node, value_node in node.value:
-            if key_node.tag == _TAG + "merge":
-                merged = {**self._merged(value_node, path), **merged}
+            if key_node.tag == _TAG + "merge":  # `<<: *one` or `<<: [*one, *other]`; the first that has a key wins
+                for part in value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]:
+                    value = self.value(part, path)
+                    if isinstance(value, dict):
+                        merged = {**value, **merged}
+                    else:
+                        self._report(part, "`<<` takes a mapping (or a list of them) to merge in")
                 continue
-            key = self._key(key_node)
-            line = key_node.start_mark.line + 1
+            key, line = self._key(key_node), key_node.start_mark.line + 1
             if key in written:
                 self._report(key_node, f"key '{key}' is written twice in one mapping (before in line {written[key]})")
-            written[key] = line
-            self.source.lines[(*path, key)] = line
+            written[key] = self.source.lines[(*path, key)] = line
             data[key] = self.value(value_node, (*path, key))
         return {**merged, **data}
-
-    def _merged(self, node: yaml.Node, path: ConfigPath) -> dict[str, object]:
-        """Return what ``<<: *other`` or ``<<: [*one, *other]`` stands for; the first that has a key wins."""
-        parts = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        data: dict[str, object] = {}
-        for part in parts:
-            value = self.value(part, path)
-            if isinstance(value, dict):
-                data = {**value, **data}
-            else:
-                self._report(part, "`<<` takes a mapping (or a list of them) to merge in")
-        return data
 
     def _key(self, node: yaml.Node) -> str:
         if not isinstance(node, yaml.ScalarNode):
             self._report(node, "a key must be one word; text that begins with `{` or `[` needs quotes")
             return f"?{len(self.problems)}"
-        if node.tag == _TAG + "bool" and node.value in STRICTER[0][2]:
+        is_boolean = node.tag == _TAG + "bool"
+        if is_boolean and node.value in STRICTER[0][2]:
             return str(node.value)  # `n` is a run's own key; text to PyYAML and to YAML 1.2
         value = self._scalar(node)
-        if not isinstance(value, str) and node.tag != _TAG + "bool":
+        if not isinstance(value, str) and not is_boolean:
             self._report(node, f'the key `{node.value}` is not text in YAML; write "{node.value}"')
         return value if isinstance(value, str) else str(node.value)
 
     def _scalar(self, node: yaml.ScalarNode) -> object:
         text = str(node.value)
-        kind = node.tag.removeprefix(_TAG)
-        match kind:
+        match node.tag.removeprefix(_TAG):
             case "null":
                 return None
             case "bool":
                 if text.lower() not in ("true", "false"):
                     self._report(node, f'`{text}` is a boolean in YAML 1.1; write true or false, or "{text}" for text')
                 return text.lower() in ("true", "on", "yes", "y")
-            case "int" | "float":
+            case "int" | "float" as kind:
                 return self._number(node, kind)
             case "str" | "timestamp" | "value":
                 try:  # JSON writes what is beyond U+FFFF as a pair of surrogates
@@ -243,16 +231,14 @@ class _Reader:
                 except UnicodeDecodeError:
                     self._report(node, "half of a surrogate pair is not a character")
                     return ""
-            case _:
-                self._report(node, f"the tag {_short(node.tag)} is not supported; write plain values")
-                return text
+        self._report(node, f"the tag {node.tag.replace(_TAG, '!!')} is not supported; write plain values")
+        return text
 
     def _number(self, node: yaml.ScalarNode, kind: str) -> int | float:
         text = str(node.value)
         try:
             if kind == "float" and ":" not in text:
-                special = _SPECIAL_FLOATS.get(text.lower())
-                return float(text.replace("_", "")) if special is None else special
+                return float(text.replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan"))
             if _DECIMAL.fullmatch(text):
                 return int(text.replace("_", ""))
             meant = yaml.safe_load(text)
@@ -260,7 +246,3 @@ class _Reader:
         except ValueError:
             self._report(node, f"`{text[:40]}` is not a number that can be read")
         return 0
-
-
-def _short(tag: str) -> str:
-    return tag.replace(_TAG, "!!")
