@@ -24,22 +24,14 @@ import secrets
 import threading
 import time
 from array import array
-from collections.abc import Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from fsm_rollout.engines.chunk_stream import (
-    NO_IDS,
-    NO_LOGPROBS,
-    ChunkStream,
-    check_unique,
-    fail_all,
-    hand_over,
-    refusal,
-)
+from fsm_rollout.engines.chunk_stream import ChunkStream, check_unique, fail_all, hand_over, refusal
 from fsm_rollout.engines.protocol import Chunk, Load, Request
 from fsm_rollout.engines.sglang.server import MEMORY_WITHIN, Meta, Server, WeightsRefused
 from fsm_rollout.errors import EngineError
@@ -131,17 +123,17 @@ class Connection(threading.Thread):
         self._chunks: list[tuple[ChunkStream, Chunk]] = []
         """What has come in this turn of the loop."""
         self._held: set[str] = set()
-        """Why SGLang may have no requests: "paused", "asleep", "updating", "doubted", "closed"."""
+        """Why SGLang may have no requests: "paused", "asleep", "updating", "doubted"."""
         self._heard = 0.0
         """When SGLang last said something of a request, or was given one (the loop's time)."""
         # All ids have one length: SGLang aborts every request whose id *begins* with the one that it is given.
         prefix = secrets.token_hex(4)
         self._rids = (f"{prefix}-{number:012d}" for number in itertools.count())
         self._orders = asyncio.Lock()
-        """Orders are carried out one at a time, as they come."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._looking: asyncio.Task[None] | None = None
-        self._ending: asyncio.Task[None] | None = None
+        self._ending: asyncio.TimerHandle | None = None
+        """Gives up what is under way when the process has not ended by then."""
         self._enough = asyncio.Event()
         if process is None:  # else the next connection cannot meet another server
             server.doubt = self._doubt
@@ -218,11 +210,7 @@ class Connection(threading.Thread):
         return task
 
     async def meet(self) -> None:
-        """Learn what the server is.
-
-        Raises:
-            EngineError: it is not there, or is no SGLang.
-        """
+        """Learn what the server is."""
         info = await self.server.ask_info()
         self.max_context = info.max_req_input_len
         self._mask_tokens = info.sampling_mask_max_tokens
@@ -342,8 +330,6 @@ class Connection(threading.Thread):
             entry.admitted = True
             admission = Chunk(
                 request_id,
-                NO_IDS,
-                NO_LOGPROBS,
                 weight_version=self.version,
                 cached_tokens=meta.cached_tokens,
                 queue_seconds=time.monotonic() - entry.since,
@@ -361,15 +347,8 @@ class Connection(threading.Thread):
             self._put(entry, self._last_chunk(entry.request, reason, error))
 
     def _last_chunk(self, request: Request, reason: FinishReason, error: str | None) -> Chunk:
-        return Chunk(
-            request.request_id,
-            NO_IDS,
-            NO_LOGPROBS,
-            weight_version=self.version,
-            finish_reason=reason,
-            error=error,
-            replica=self._replica,
-        )
+        name, version = request.request_id, self.version
+        return Chunk(name, weight_version=version, finish_reason=reason, error=error, replica=self._replica)
 
     def _put(self, entry: _Entry, chunk: Chunk) -> None:
         if not self._chunks:
@@ -432,6 +411,9 @@ class Connection(threading.Thread):
             if for_good and self.failure is None:
                 self.failure = error
             entries, self._entries = self._entries, {}
+        if self._ending is not None:
+            self._ending.cancel()
+            self._ending = None
         self._flush()  # what has come belongs to those who asked
         for entry in entries.values():
             if entry.task is not None and entry.task is not asyncio.current_task():
@@ -443,8 +425,8 @@ class Connection(threading.Thread):
         """End everything under way with "abort" and with what it has; refuse all that comes later with ``error``."""
         if self._entries:
             with suppress(TimeoutError):
-                async with asyncio.timeout(LAST_TOKENS), self._orders:
-                    await self._hold("closed")
+                async with asyncio.timeout(LAST_TOKENS):
+                    await self.carry_out(self.pause)
         for entry in list(self._entries.values()):
             if entry.task is not None:
                 entry.task.cancel()
@@ -461,17 +443,16 @@ class Connection(threading.Thread):
     def _look_if_doubted(self) -> None:
         looking = self._looking is not None and not self._looking.done()
         if "doubted" in self._held and self._entries and not looking:
-            self._looking = self._spawn(self._look_again())
+            self._looking = self._spawn(self.carry_out(self._look_again))
 
     async def _look_again(self) -> None:
         """See whether the server has our weights, give it those it lacks, and let the requests go."""
-        async with self._orders:
-            try:
-                await self._check_weights()
-            except EngineError as error:
-                self._give_up(error)
-            else:
-                self._release("doubted")
+        try:
+            await self._check_weights()
+        except EngineError as error:
+            self._give_up(error)
+        else:
+            self._release("doubted")
 
     async def _check_weights(self) -> None:
         """Give a server that lost our weights the last ones again.
@@ -499,14 +480,8 @@ class Connection(threading.Thread):
         """End what is under way: the server has failed."""
         if self._process is None:
             self._give_up(error)
-        elif self._ending is None or self._ending.done():
-            self._ending = self._spawn(self._await_reason(self._process, error))
-
-    async def _await_reason(self, process: ServerProcess, error: EngineError) -> None:
-        """Give up with what a process said that has ended or is about to; else its server may be asked again."""
-        exited = asyncio.shield(asyncio.wrap_future(process.exited))
-        ended, _ = await asyncio.wait([exited], timeout=EXIT_WITHIN)
-        self._give_up(process.failure() if ended else error, for_good=bool(ended))
+        elif self._ending is None:  # a process that is about to end says why, and :meth:`_await_exit` hears of that
+            self._ending = self._loop.call_later(EXIT_WITHIN, self._give_up, error)
 
     async def _await_exit(self, process: ServerProcess) -> None:
         """Hear when the process ends, also while it owes nothing."""
@@ -534,37 +509,34 @@ class Connection(threading.Thread):
             except EngineError as error:
                 self._give_up(error)
 
-    # -- orders ---------------------------------------------------------------------------------------------------
+    # -- orders, carried out one at a time, as they come --------------------------------------------------------------
+
+    async def carry_out(self, order: Callable[[], Coroutine[object, object, None]]) -> None:
+        """Carry out one of what follows."""
+        async with self._orders:
+            await order()
 
     async def pause(self) -> None:
         """Take all requests back."""
-        async with self._orders:
-            await self._hold("paused")
+        await self._hold("paused")
 
     async def resume(self) -> None:
         """Send them again."""
-        async with self._orders:
-            self._release("paused")
+        self._release("paused")
 
     async def sleep(self) -> None:
-        """Have the server give memory back.
-
-        Raises:
-            EngineError: requests are under way and the engine is not paused, or the server refuses.
-        """
-        async with self._orders:
-            if self._entries and "paused" not in self._held:
-                raise EngineError(f"{len(self._entries)} request(s) are under way; pause the engine before it sleeps")
-            if "asleep" not in self._held:
-                await self._empty("asleep")
-                await self.server.call("/release_memory_occupation", {"tags": self._memory}, within=MEMORY_WITHIN)
+        """Have the server give memory back."""
+        if self._entries and "paused" not in self._held:
+            raise EngineError(f"{len(self._entries)} request(s) are under way; pause the engine before it sleeps")
+        if "asleep" not in self._held:
+            await self._empty("asleep")
+            await self.server.call("/release_memory_occupation", {"tags": self._memory}, within=MEMORY_WITHIN)
 
     async def wake(self) -> None:
         """Have it take the memory again."""
-        async with self._orders:
-            if "asleep" in self._held:
-                await self.server.call("/resume_memory_occupation", {"tags": self._memory}, within=MEMORY_WITHIN)
-                self._release("asleep")
+        if "asleep" in self._held:
+            await self.server.call("/resume_memory_occupation", {"tags": self._memory}, within=MEMORY_WITHIN)
+            self._release("asleep")
 
     async def update(self, folder: Path | None, version: int) -> None:
         """Load the weights of a folder, or (without) give the present ones a new version.
@@ -572,30 +544,29 @@ class Connection(threading.Thread):
         Raises:
             EngineError: the server refuses, or is not there. One of ours that may have half of the weights is ended.
         """
-        async with self._orders:
-            if folder is None:
-                await self._hold("updating")
+        if folder is None:
+            await self._hold("updating")
+        else:
+            await self._empty("updating")
+        try:
+            if folder is not None:
+                await self.server.load_weights(folder, str(version))
+                self._folder = folder
             else:
-                await self._empty("updating")
-            try:
-                if folder is not None:
-                    await self.server.load_weights(folder, str(version))
-                    self._folder = folder
-                else:
-                    if "doubted" in self._held:
-                        await self._check_weights()  # or those of a restarted server would get the new label
-                    label = {"new_version": str(version), "abort_all_requests": False}
-                    await self.server.call("/update_weight_version", label)
-                self.version = version
-                self.server.label, self.server.ours = str(version), True
-            except BaseException as error:
-                if self._process is not None and folder is not None and not isinstance(error, WeightsRefused):
-                    why = f"an update broke off, so nobody knows the weights any more: {error or type(error).__name__}"
-                    self._give_up(EngineError(why), for_good=True)
-                    self._process.kill()
-                raise
-            finally:
-                self._release("updating")
+                if "doubted" in self._held:
+                    await self._check_weights()  # or those of a restarted server would get the new label
+                label = {"new_version": str(version), "abort_all_requests": False}
+                await self.server.call("/update_weight_version", label)
+            self.version = version
+            self.server.label, self.server.ours = str(version), True
+        except BaseException as error:
+            if self._process is not None and folder is not None and not isinstance(error, WeightsRefused):
+                why = f"an update broke off, so nobody knows the weights any more: {error or type(error).__name__}"
+                self._give_up(EngineError(why), for_good=True)
+                self._process.kill()
+            raise
+        finally:
+            self._release("updating")
 
     async def _empty(self, why: str) -> None:
         """Hold our requests, and wait until the server has nothing else to do and has dropped its cache."""

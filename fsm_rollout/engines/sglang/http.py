@@ -175,4 +175,4 @@ class SGLangHTTPEngine:
         failure = self._refusal() if self._closed else self._connection.failure
         if failure is not None:
             raise failure
-        await asyncio.wrap_future(self._connection.do(order()))
+        await asyncio.wrap_future(self._connection.do(self._connection.carry_out(order)))

@@ -25,15 +25,23 @@ from tests.unit.engines.sglang.test_http_restart import FIRST, Handler, Tiny, on
 
 
 class Wrong(Tiny):
-    """A server that answers ``/generate``, and the paths in ``never``, in ways of its own."""
+    """A server that answers the paths in ``bodies`` (``body``: ``/generate``) wrongly, and those in ``never`` never."""
 
     def __init__(self) -> None:
-        self.body: bytes | None = None
+        self.bodies: dict[str, bytes] = {}
         self.never: set[str] = set()
         self.asked: list[str] = []
         self.over = threading.Event()
         super().__init__()
         self.RequestHandlerClass = WrongHandler
+
+    @property
+    def body(self) -> bytes | None:
+        return self.bodies.get("/generate")
+
+    @body.setter
+    def body(self, body: bytes | None) -> None:
+        self.bodies = {} if body is None else {"/generate": body}
 
     def stop(self) -> None:
         self.over.set()
@@ -54,8 +62,8 @@ class WrongHandler(Handler):
         self.server.asked.append(path)
         if path in self.server.never:
             self.server.over.wait()
-        elif path == "/generate" and self.server.body is not None:
-            self.wfile.write(self.server.body)
+        elif path in self.server.bodies:
+            self.wfile.write(self.server.bodies[path])
         else:
             answer()
 
@@ -178,6 +186,26 @@ def test_a_server_that_stands_still_does_not_keep_the_engine_from_closing(
     using(server, main)
     gc.collect()
     assert not caplog.records, "no task is left behind"
+
+
+def test_pausing_a_server_that_stands_still_takes_a_stated_time_and_loses_nothing(
+    server: Wrong, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sglang_connection, "RECALL_WITHIN", 0.2)
+
+    async def main(engine: SGLangHTTPEngine) -> None:
+        server.never = {"/generate", "/abort_request"}
+        answer = asyncio.create_task(one(engine, "a"))
+        while "/generate" not in server.asked:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        async with asyncio.timeout(20):  # it has thirty seconds to answer each abort
+            await engine.pause()
+        assert engine.load().waiting == 1
+        server.never = set()
+        await engine.resume()
+        assert (await answer).ids == [FIRST] * 3
+
+    using(server, main)
 
 
 def test_a_token_beyond_the_vocabulary_is_not_even_shown_to_the_server(server: Wrong):
