@@ -220,7 +220,7 @@ def test_aborted_requests_keep_what_they_have_and_others_go_on(engine: SGLangEng
 
 def test_a_paused_engine_has_handed_all_over_and_takes_aborts(engine: SGLangEngine) -> None:
     async def main() -> None:
-        requests = [request(engine, name, i, 600, ignore_eos=True) for i, name in enumerate(["stays", "goes"])]
+        requests = [request(engine, name, i, 400, ignore_eos=True) for i, name in enumerate(["stays", "goes"])]
         late = request(engine, "late", 0, 4)
         got = Answers(*requests, late)
         tasks = [asyncio.ensure_future(got.drain(engine.generate(requests)))]
@@ -238,7 +238,7 @@ def test_a_paused_engine_has_handed_all_over_and_takes_aborts(engine: SGLangEngi
         await engine.wake()
         await engine.resume()
         await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE)
-        assert (got["stays"].reason, len(got["stays"].ids)) == ("length", 600)
+        assert (got["stays"].reason, len(got["stays"].ids)) == ("length", 400)
         assert (got["goes"].reason, len(got["goes"].ids)) == ("abort", counts["goes"])
         assert got["late"].ids
         assert worst(got["stays"], {engine.weight_version: "final"}) < CLOSE
@@ -259,7 +259,7 @@ def test_a_second_turn_finds_the_first_in_the_cache(engine: SGLangEngine) -> Non
 
 def test_load_counts_what_is_under_way(engine: SGLangEngine) -> None:
     async def main() -> None:
-        requests = [request(engine, next(names), i, 600, ignore_eos=True) for i in range(3)]
+        requests = [request(engine, next(names), i, 400, ignore_eos=True) for i in range(3)]
         got = Answers(*requests)
         pending = asyncio.ensure_future(got.drain(engine.generate(requests)))
         load = engine.load()  # the engine's process may be quicker than this one
