@@ -12,26 +12,21 @@ Everything is imported on first use: pytest loads the plugin in every run of eve
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-_HOMES = {
-    "Checked": "conformance.runner",
-    "ConformanceError": "conformance.runner",
-    "Deadlock": "simulation.virtual_time",
-    "LawBroken": "simulation.laws",
-    "LeakedTasks": "simulation.virtual_time",
-    "Plan": "simulation.plan",
-    "Report": "conformance.engine",
-    "Simulation": "simulation.simulate",
-    "VirtualTimeLoop": "simulation.virtual_time",
-    "check_engine": "conformance.engine",
-    "check_interaction": "conformance.interaction",
-    "check_state": "conformance.state",
-    "check_tool": "conformance.tool",
-    "check_tool_format": "conformance.tool_format",
-    "run_virtual": "simulation.virtual_time",
-    "simulate": "simulation.simulate",
+_NAMES = {
+    "conformance.engine": ("Report", "check_engine"),
+    "conformance.interaction": ("check_interaction",),
+    "conformance.runner": ("Checked", "ConformanceError"),
+    "conformance.state": ("check_state",),
+    "conformance.tool": ("check_tool",),
+    "conformance.tool_format": ("check_tool_format",),
+    "simulation.laws": ("LawBroken",),
+    "simulation.plan": ("Plan",),
+    "simulation.simulate": ("Simulation", "simulate"),
+    "simulation.virtual_time": ("Deadlock", "LeakedTasks", "VirtualTimeLoop", "run_virtual"),
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 __all__ = [  # as in the table above; the type checker wants the literals
     "Checked",
@@ -65,10 +60,10 @@ if TYPE_CHECKING:
     from fsm_rollout.testing.simulation.virtual_time import Deadlock, LeakedTasks, VirtualTimeLoop, run_virtual
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'fsm_rollout.testing' has no attribute '{name}'")
-    value = getattr(import_module(f"fsm_rollout.testing.{_HOMES[name]}"), name)
+    value: object = getattr(import_module(f"fsm_rollout.testing.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
 

@@ -10,7 +10,7 @@ import asyncio
 import copy
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 
 from hypothesis import strategies as st
@@ -22,7 +22,7 @@ from fsm_rollout.errors import ToolError
 from fsm_rollout.testing.conformance.runner import Checked, ConformanceError, Subject, Suite, demand, named
 from fsm_rollout.testing.simulation.blocked_loop import CallRefused
 from fsm_rollout.tools.call import is_async
-from fsm_rollout.trajectory.events import AnyEvent, Message, Prompted, Transitioned
+from fsm_rollout.trajectory.events import Message, Prompted, Transitioned
 from fsm_rollout.trajectory.reasons import LimitName, Trigger
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
@@ -104,40 +104,33 @@ def check_interaction(
         return SUITE.hold(subject)
 
 
-@dataclass(slots=True)
 class _World:
-    """One conversation, as the trajectory that holds it."""
+    """One conversation, and the trajectory that holds it."""
 
-    script: Script
-    extra: Mapping[str, object]
-    events: list[AnyEvent] = field(default_factory=list)
-    messages: list[Message] = field(default_factory=lambda: [{"role": "user", "content": "What is 2 + 2?"}])
-    questions: int = 0
-
-    def __post_init__(self) -> None:
-        self.events.append(
-            Prompted(
-                at=0.0, trajectory_id="check/0", group_id="check", sample=0, agent="check", initial="GENERATING",
-                messages=list(self.messages), extra=dict(self.extra), limits={}, seed=self.script.seed,
-                date="2026-01-01T00:00:00",
-            )
+    def __init__(self, script: Script, extra: Mapping[str, object]) -> None:
+        self.script, self.questions = script, 0
+        self.messages: list[Message] = [{"role": "user", "content": "What is 2 + 2?"}]
+        prompted = Prompted(
+            at=0.0, trajectory_id="check/0", group_id="check", sample=0, agent="check", initial="GENERATING",
+            messages=list(self.messages), extra=dict(extra), limits={}, seed=script.seed, date="2026-01-01T00:00:00",
         )  # fmt: skip
+        self.trajectory = Trajectory.fold([prompted])
 
     def enter(self, turn: int) -> Conversation:
         """Let the model say its turn, and enter INTERACTING once more."""
         self.messages.append({"role": "assistant", "content": self.script.turns[turn % len(self.script.turns)]})
         self._go(Trigger.GENERATED, "GENERATING", "INTERACTING", {LimitName.USER_TURNS: 1})
-        trajectory, rng = Trajectory.fold(self.events), Random(f"{self.script.seed}/{turn}")
-        return Conversation(copy.deepcopy(self.messages), trajectory, trajectory.extra, rng, self.ask)
-
-    def _go(self, trigger: Trigger, source: str, dest: str, spent: dict[str, int]) -> None:
-        self.events.append(Transitioned(at=0.0, trigger=trigger, source=source, dest=dest, spent=spent))
+        messages, rng = copy.deepcopy(self.messages), Random(f"{self.script.seed}/{turn}")
+        return Conversation(messages, self.trajectory, self.trajectory.extra, rng, self.ask)
 
     def take(self, reply: Reply) -> None:
         """Take a reply in."""
         if reply.content is not None:
             self.messages.append({"role": "user", "content": reply.content})
         self._go(Trigger.REPLIED, "INTERACTING", "GENERATING", {})
+
+    def _go(self, trigger: Trigger, source: str, dest: str, spent: dict[str, int]) -> None:
+        self.trajectory.apply(Transitioned(at=0.0, trigger=trigger, source=source, dest=dest, spent=spent))
 
     async def ask(self, engine: str, messages: Sequence[Message], sampling: Sampling | None = None) -> str:
         """Answer for any model, after a while; the answer depends on how often models have been asked."""
@@ -151,15 +144,9 @@ class _Interaction(Subject):
     BLOCKING, ENDLESS, LEAKY, CANCELLED = 8, 3, 8, 7
 
     def __init__(
-        self,
-        spec: Spec,
-        name: str,
-        patience: float,
-        examples: int,
-        interaction_kwargs: Mapping[str, object],
-        extra: Mapping[str, object],
-        most_replies: int,
-    ) -> None:
+        self, spec: Spec, name: str, patience: float, examples: int, interaction_kwargs: Mapping[str, object],
+        extra: Mapping[str, object], most_replies: int,
+    ) -> None:  # fmt: skip
         super().__init__(name, f"{name}.reply", patience, examples)
         self.spec, self.interaction_kwargs, self.extra = spec, interaction_kwargs, extra
         self.most_replies = most_replies

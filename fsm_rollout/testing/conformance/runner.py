@@ -258,16 +258,13 @@ async def _cancelled_at(
         cancelled_or_ended.set()
         task.cancel()
 
+    async def run(stepped: Stepped[T]) -> T:
+        return await stepped
+
     async with begun as work:
         stepped = Stepped(work, number, cancel)
-
-        async def run() -> T:
-            try:
-                return await stepped
-            finally:
-                cancelled_or_ended.set()
-
-        task = asyncio.get_running_loop().create_task(run())
+        task = asyncio.get_running_loop().create_task(run(stepped))
+        task.add_done_callback(lambda _: cancelled_or_ended.set())
         await cancelled_or_ended.wait()
         await asyncio.wait({task}, timeout=STOP_SECONDS)
         stopped = task.done()
@@ -403,12 +400,16 @@ class Stepped(Generic[T]):
         self.cancelled = False
         self.busiest = 0.0
         """The CPU seconds of the longest step."""
+        self.seconds = 0.0
+        """The loop's seconds that it took."""
         self.ended_by: BaseException | None = None
 
     def __await__(self) -> Generator[object, object, T]:
         """Run it."""
         inner, waits = self._coroutine.__await__(), 0
         thrown: BaseException | None = None
+        clock = asyncio.get_running_loop().time
+        started = clock()
         while True:
             began = time.thread_time()
             try:
@@ -421,6 +422,7 @@ class Stepped(Generic[T]):
                 raise
             finally:
                 self.busiest = max(self.busiest, time.thread_time() - began)
+                self.seconds = clock() - started
             waits += 1
             if waits == self._cancel_at:
                 self.cancelled = True

@@ -213,90 +213,38 @@ class Story:
 # -- how a visit is seen ------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True, eq=False)
-class _Visit:
-    """One visit of the handler, seen from outside."""
-
-    stepped: Stepped[Outcome]
-    outcome: object = None
-    limit: str | None = None
-    """The limit that the visit was told is reached."""
-    changed: str = ""
-    """What the handler kept on itself."""
-    timed_out: BaseException | None = None
-    """What `timed_out` raised."""
-    forbidden: str = ""
-    """The event that it emitted in the scheduler's place."""
-    tasks: WeakSet[asyncio.Task[Any]] = field(default_factory=WeakSet)
-    """Those that it started; not kept alive, so that asyncio complains about those that fail unheard."""
-    unfinished: list[str] = field(default_factory=list)
-    """Tasks that were running when it returned."""
-    seconds: float = 0.0
-
-
 @dataclass(slots=True)
 class _Run:
     """What was seen in one run."""
 
     story: Story
-    visits: list[_Visit] = field(default_factory=list)
+    visits: list[Stepped[Outcome]] = field(default_factory=list)
+    broken: list[ConformanceError] = field(default_factory=list)
+    """What the visits broke, in order."""
     interrupt: Callable[[str], object] = lambda trajectory_id: None
     """Cancels a trajectory, or sets it aside."""
     events: dict[str, list[AnyEvent]] = field(default_factory=lambda: defaultdict(list))
 
 
-_current_visit: contextvars.ContextVar[_Visit | None] = contextvars.ContextVar("visit", default=None)
+_started: contextvars.ContextVar[WeakSet[asyncio.Task[Any]] | None] = contextvars.ContextVar("started", default=None)
+"""The tasks that a visit started; not kept alive, so that asyncio complains about those that fail unheard."""
 _SCHEDULERS_OWN = (events.Prompted, events.Transitioned, events.Suspended, events.Resumed, events.Ended)
 """The events that no handler may emit."""
 _SHARED_WORK = ("fsm_rollout/engines/", "fsm_rollout/tools/", "fsm_rollout/concurrency/")
 """Where tasks are started that serve several visits."""
 
 
-class _Watched(State):
-    """The handler, with its visits watched."""
-
-    def __init__(self, real: State, run: _Run) -> None:
-        super().__init__(real.name, real.spec)
-        self.real, self.seen = real, run
-        self.triggers, self.spends = real.triggers, real.spends  # type: ignore[misc]
-
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        """Run the handler, interrupted where the story says."""
-        run, before, name = self.seen, _kept(self.real), trajectory.trajectory_id
-        cancel_at = None if run.visits else run.story.cancel_at
-        visit = _Visit(Stepped(self.real.run(trajectory, ctx), cancel_at, lambda: run.interrupt(name)))
-        run.visits.append(visit)
-        _listen(ctx, visit)
-        token, began = _current_visit.set(visit), asyncio.get_running_loop().time()
-        try:
-            visit.outcome = outcome = await visit.stepped
-            return outcome
-        finally:
-            _current_visit.reset(token)
-            visit.seconds = asyncio.get_running_loop().time() - began
-            visit.unfinished = sorted(described(task) for task in visit.tasks if not task.done())
-            after = _kept(self.real)
-            keys = [key for key in after.keys() | before.keys() if after.get(key) != before.get(key)]
-            visit.changed = ", ".join(sorted(keys))
-
-    def timed_out(self, trajectory: Trajectory, ctx: HandlerContext) -> None:
-        """Let the handler close what it left open."""
-        try:
-            self.real.timed_out(trajectory, ctx)
-        except BaseException as error:
-            self.seen.visits[-1].timed_out = error
-            raise
-
-
-def _listen(ctx: HandlerContext, visit: _Visit) -> None:
-    """Take note of the limits that the visit is told are reached, and of what is emitted through it."""
+def _listen(ctx: HandlerContext) -> tuple[list[str], list[str]]:
+    """Return lists of the limits that a visit will be told are reached, and of the scheduler's events that it emits."""
+    reached: list[str] = []
+    forbidden: list[str] = []
 
     @contextmanager
     def noting() -> Iterator[None]:
         try:
             yield
         except LimitReached as error:
-            visit.limit = error.limit
+            reached.append(error.limit)
             raise
 
     def noted(method: Callable[..., object]) -> Callable[..., object]:
@@ -314,12 +262,13 @@ def _listen(ctx: HandlerContext, visit: _Visit) -> None:
 
     def emitting(event: AnyEvent) -> None:
         if isinstance(event, _SCHEDULERS_OWN):
-            visit.forbidden = visit.forbidden or type(event).__name__
+            forbidden.append(type(event).__name__)
         emit(event)
 
     ctx.emit = emitting  # type: ignore[method-assign]
     for name in ("charge", "check", "generate", "call_tool"):
         setattr(ctx, name, noted(getattr(ctx, name)))
+    return reached, forbidden
 
 
 def _kept(handler: State) -> dict[str, object]:
@@ -340,9 +289,9 @@ def _kept(handler: State) -> dict[str, object]:
 def _task_factory(loop: asyncio.AbstractEventLoop, work: Any, **kwargs: Any) -> asyncio.Task[Any]:
     """Make tasks as asyncio does, and note whose visit started them (not those that serve several visits)."""
     task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, **kwargs)
-    visit, code = _current_visit.get(), getattr(work, "cr_code", None)
-    if visit is not None and code is not None and not any(folder in code.co_filename for folder in _SHARED_WORK):
-        visit.tasks.add(task)
+    started, code = _started.get(), getattr(work, "cr_code", None)
+    if started is not None and code is not None and not any(folder in code.co_filename for folder in _SHARED_WORK):
+        started.add(task)
     return task
 
 
@@ -387,9 +336,9 @@ class _Handler(Subject):
             if isinstance(error, ConformanceError) and error.invariant == self.BLOCKING:
                 raise
             failure = error
-        for visit in run.visits:
-            self._look_at_visit(visit, story)
-        if isinstance(failure, ConformanceError):  # a visit itself may have said it better
+        if run.broken:  # a visit itself says it better than what came of it
+            raise run.broken[0]
+        if isinstance(failure, ConformanceError):
             raise failure
         if failure is not None:
             raise self._stuck(f"{type(failure).__name__}: {failure}; change it through ctx") from failure
@@ -422,26 +371,57 @@ class _Handler(Subject):
         engine = ScriptedEngine(lambda request: says[request.turn % len(says)], tokenizer=self.tokenizer)
         clients = OneEngine(engine, chats=self.chats, queue_timeout=self.patience / 4)
         scheduler = Scheduler({graph.agent: graph}, clients, listeners=[keep])
-        program = scheduler.program(graph)
-        program.handlers = {**program.handlers, CHECKED: _Watched(program.handlers[CHECKED], run)}
+        self._watch(scheduler.program(graph).handlers[CHECKED], run)
         return scheduler
 
-    def _look_at_visit(self, visit: _Visit, story: Story) -> None:
-        self.check_busy(visit.stepped)
-        outcome, raised, at = visit.outcome, visit.stepped.ended_by is not None, story.cancel_at
-        declared = raised or (isinstance(outcome, Outcome) and outcome.trigger in self.triggers)
-        swallowed = visit.limit is not None and not raised
-        running = ", ".join(visit.unfinished[:1])
-        self.demand_all(
-            (not running, 7, f"returned while this task was running: {running}; await it"),
-            (visit.stepped.heard, 5, f"was cancelled at its await number {at}, and went on; let CancelledError pass"),
-            (not visit.forbidden, 8, f"emitted {visit.forbidden}, which the scheduler emits; return an outcome"),
-            (visit.timed_out is None, 5, f"was timed out, and timed_out raised {visit.timed_out!r}"),
-            (not swallowed, 9, f"swallowed LimitReached ('{visit.limit}') and returned {outcome}; let it pass"),
-            (declared, 2, f"returned {outcome!r}; it declares: {', '.join(self.triggers)}"),
-            (not visit.changed, 3, f"changed {visit.changed}, which all trajectories share; "
-                                   "keep it in the trajectory, as events"),
-        )  # fmt: skip
+    def _watch(self, handler: State, run: _Run) -> None:
+        """Look at each visit of the handler from outside."""
+        real_run, real_timed_out = handler.run, handler.timed_out
+
+        async def watched(trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
+            # 1. Before: what it keeps, and whether this visit is to be interrupted.
+            before, tasks = _kept(handler), WeakSet[asyncio.Task[Any]]()
+            cancel_at, interrupt = None if run.visits else run.story.cancel_at, run.interrupt
+            visit = Stepped(real_run(trajectory, ctx), cancel_at, lambda: interrupt(trajectory.trajectory_id))
+            run.visits.append(visit)
+            reached, forbidden = _listen(ctx)
+            # 2. The visit.
+            token, outcome = _started.set(tasks), None
+            try:
+                outcome = await visit
+                return outcome
+            finally:
+                # 3. After: what still runs, what it keeps now, and what it came to.
+                _started.reset(token)
+                after, raised = _kept(handler), visit.ended_by is not None
+                running = sorted(described(task) for task in tasks if not task.done())
+                changed = sorted(key for key in after.keys() | before.keys() if after.get(key) != before.get(key))
+                declared = raised or (isinstance(outcome, Outcome) and outcome.trigger in self.triggers)
+                facts = (
+                    (not running, 7, f"returned while this task was running: {', '.join(running[:1])}; await it"),
+                    (visit.heard, 5, f"was cancelled at its await number {cancel_at}, and went on; "
+                                     "let CancelledError pass"),
+                    (not forbidden, 8, f"emitted {', '.join(forbidden)}, which the scheduler emits; return an outcome"),
+                    (not reached or raised, 9, f"swallowed LimitReached ('{', '.join(reached)}') "
+                                               f"and returned {outcome}; let it pass"),
+                    (declared, 2, f"returned {outcome!r}; it declares: {', '.join(self.triggers)}"),
+                    (not changed, 3, f"changed {', '.join(changed)}, which all trajectories share; "
+                                     "keep it in the trajectory, as events"),
+                )  # fmt: skip
+                try:
+                    self.check_busy(visit)
+                    self.demand_all(*facts)
+                except ConformanceError as error:
+                    run.broken.append(error)
+
+        def timed_out(trajectory: Trajectory, ctx: HandlerContext) -> None:
+            try:
+                real_timed_out(trajectory, ctx)
+            except BaseException as error:
+                run.broken.append(ConformanceError(5, f"{self.title}.timed_out raised {error!r}"))
+                raise
+
+        handler.run, handler.timed_out = watched, timed_out  # type: ignore[method-assign]
 
     def _look_at_record(self, trajectory: Trajectory, history: list[AnyEvent]) -> None:
         demand(trajectory.ended, 4, f"a trajectory through {self.title} did not end")
@@ -473,7 +453,7 @@ class _Handler(Subject):
         for visit in run.visits:
             took = f"a visit of {self.title} took {visit.seconds:g} s"
             demand(visit.seconds < self.patience, 4, f"{took}; {self.HOW_TIME_PASSES}")
-            error = visit.stepped.ended_by
+            error = visit.ended_by
             while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
                 error = error.exceptions[0]
             if error is not None and not isinstance(error, LimitReached | asyncio.CancelledError):
@@ -516,7 +496,7 @@ class _Handler(Subject):
         """Interrupt the first visit at each of its awaits in turn; yield where, and what came of it."""
         for number in range(1, MOST_WAITS):
             (trajectory,), run = self.tell(replace(story, cancel_at=number))
-            if not run.visits or not run.visits[0].stepped.cancelled:
+            if not run.visits or not run.visits[0].cancelled:
                 return
             yield f"at its await number {number}", trajectory, run
 

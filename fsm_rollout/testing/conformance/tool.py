@@ -97,14 +97,9 @@ class _Tool(Subject):
     BLOCKING, ENDLESS, LEAKY, CANCELLED = 6, 4, 7, 5
 
     def __init__(
-        self,
-        spec: Tool,
-        name: str,
-        patience: float,
-        examples: int,
-        tools_kwargs: Mapping[str, Mapping[str, object]],
-        extra: Mapping[str, object],
-    ) -> None:
+        self, spec: Tool, name: str, patience: float, examples: int,
+        tools_kwargs: Mapping[str, Mapping[str, object]], extra: Mapping[str, object],
+    ) -> None:  # fmt: skip
         super().__init__(name, f"a call of {name}", patience, examples)
         self.tools_kwargs, self.extra = tools_kwargs, extra
         # Each call by itself and in full: tries and truncation are the toolbox's.
@@ -175,8 +170,7 @@ class _Tool(Subject):
 
         async def main() -> CallResult:
             session = self.open()
-            late = f"{self.name}({kept}) did not return"
-            result = await self.in_time(session.call(_call(arguments)), late)
+            result = await self.in_time(session.call(_call(arguments)), f"{self.name}({kept}) did not return")
             await self.release(session)
             return result
 

@@ -22,25 +22,12 @@ Written = tuple[str, dict[str, Any]]
 """A call as it is to be written: the tool's name and its arguments."""
 Render = Callable[[Sequence[Written]], str]
 
+_TYPES = {
+    "text": "string", "count": "integer", "ratio": "number", "flag": "boolean", "items": "array", "nested": "object"
+}  # fmt: skip
+_PARAMETERS = {"type": "object", "properties": {name: {"type": kind} for name, kind in _TYPES.items()}}
 TOOLS: Sequence[dict[str, Any]] = tuple(
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": "A tool.",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "text": {"type": "string"},
-                    "count": {"type": "integer"},
-                    "ratio": {"type": "number"},
-                    "flag": {"type": "boolean"},
-                    "items": {"type": "array"},
-                    "nested": {"type": "object"},
-                },
-            },
-        },
-    }
+    {"type": "function", "function": {"name": name, "description": "A tool.", "parameters": _PARAMETERS}}
     for name in ("lookup", "write_note")
 )
 """The schemas that the format is told of: every JSON type, so that values written without quotes can be read."""
@@ -146,14 +133,9 @@ def _rendered_by(tokenizer: Any) -> Render:
 
 class _Format(Subject):
     def __init__(
-        self,
-        parser: ToolFormat,
-        render: Render,
-        tokenizer: Any,
-        calls: st.SearchStrategy[list[Written]],
-        surrounded: bool,
-        examples: int,
-    ) -> None:
+        self, parser: ToolFormat, render: Render, tokenizer: Any, calls: st.SearchStrategy[list[Written]],
+        surrounded: bool, examples: int,
+    ) -> None:  # fmt: skip
         super().__init__(parser.name, "parse", 0.0, examples)
         self.format, self.render, self.tokenizer, self.calls = parser, render, tokenizer, calls
         self.prose = _prose if surrounded else st.just("")
