@@ -9,7 +9,8 @@ Tables: ``run(key, value)``, values as JSON; ``trajectories(trajectory_id, group
 ``handed_over(group_id, yes)``, of the groups that the caller has had and is done with;
 ``events(id, trajectory_id, seq, at, kind, payload)``, where ``id`` is the place in the run, ``seq`` the place in the
 trajectory, and ``payload`` what :func:`fsm_rollout.trajectory.events.encode` gives. SQLite's ``application_id`` marks
-the file as a journal and its ``user_version`` is the format.
+the file as a journal and its ``user_version`` is the format. All functions raise
+:class:`~fsm_rollout.errors.JournalError` for a file that cannot be read or written (any more), and say why.
 """
 
 from __future__ import annotations
@@ -103,11 +104,7 @@ class Journal(AbstractContextManager["Journal"]):
         self._thread.start()
 
     def describe(self, metadata: Mapping[str, object]) -> None:
-        """Add plain data about the run, by keys; a key that is there already keeps its value.
-
-        Raises:
-            JournalError: the journal is closed or cannot be written to any more.
-        """
+        """Add plain data about the run, by keys; a key that is there already keeps its value."""
         self._put(*(("INSERT OR IGNORE INTO run VALUES (?, ?)", fact) for fact in _facts(metadata)))
 
     def append(self, trajectory_id: str, event: AnyEvent, payload: bytes | None = None) -> None:
@@ -116,8 +113,7 @@ class Journal(AbstractContextManager["Journal"]):
         ``payload`` is the event as :func:`~fsm_rollout.trajectory.events.encode` gives it, where that is known already.
 
         Raises:
-            JournalError: the journal is closed or cannot be written to any more, or a trajectory's first event is not
-                ``prompted``.
+            JournalError: a trajectory's first event, and no other, is ``prompted``.
             TypeError: the event holds something that is not plain data.
         """
         payload = encode(event) if payload is None else payload
@@ -141,29 +137,17 @@ class Journal(AbstractContextManager["Journal"]):
         return trajectory_id in self._next
 
     def handed_over(self, group_id: str, yes: bool = True) -> None:
-        """Keep that the caller has had a group and come back for more; or (``yes=False``) that it is under way again.
-
-        Raises:
-            JournalError: the journal is closed or cannot be written to any more.
-        """
+        """Keep that a group was delivered, and the caller came back for more; or that it is under way again."""
         self._put(("INSERT OR REPLACE INTO handed_over VALUES (?, ?)", (group_id, yes)))
 
     def flush(self) -> None:
-        """Commit everything appended so far. Blocks: in async code, call it in a thread.
-
-        Raises:
-            JournalError: the journal is closed or something could not be written.
-        """
+        """Commit everything appended so far. Blocks: in async code, call it in a thread."""
         if not self._closed.is_set():
             self._commit()
         self._check()
 
     def close(self) -> None:
-        """Flush, and leave one self-contained file. Safe to call twice.
-
-        Raises:
-            JournalError: something could not be written.
-        """
+        """Flush, and leave one self-contained file. Safe to call twice."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -262,11 +246,7 @@ def _facts(metadata: Mapping[str, object]) -> Iterator[tuple[str, str]]:
 
 
 def metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the data that the journal keeps about its run, and ``code_version``.
-
-    Raises:
-        JournalError: no journal at ``path``, or one that this version cannot read.
-    """
+    """Return the data that the journal keeps about its run, and ``code_version``."""
     with _reading(path) as connection:
         return {key: json.loads(value) for key, value in connection.execute("SELECT key, value FROM run")}
 
@@ -281,11 +261,7 @@ def is_journal(path: str | os.PathLike[str]) -> bool:
 
 
 def events(path: str | os.PathLike[str], trajectory_id: str) -> list[AnyEvent]:
-    """Return the events of one trajectory, in order.
-
-    Raises:
-        JournalError: as for :func:`metadata`; or no such trajectory, or an event that cannot be read.
-    """
+    """Return the events of one trajectory, in order."""
     with _reading(path) as connection:
         history = _events(connection, path, trajectory_id)
     if not history:
@@ -294,11 +270,7 @@ def events(path: str | os.PathLike[str], trajectory_id: str) -> list[AnyEvent]:
 
 
 def trajectory_ids(path: str | os.PathLike[str]) -> list[str]:
-    """Return the ids of all trajectories, in the order in which they began.
-
-    Raises:
-        JournalError: as for :func:`metadata`.
-    """
+    """Return the ids of all trajectories, in the order in which they began."""
     with _reading(path) as connection:
         return [row[0] for row in connection.execute("SELECT trajectory_id FROM trajectories ORDER BY rowid")]
 
@@ -309,9 +281,6 @@ def histories(path: str | os.PathLike[str], *, unfinished: bool = False) -> Iter
     ``unfinished``: only of groups that were not delivered, or were while a sample was set aside. A group is marked as
     delivered when the caller comes back for the next (:meth:`fsm_rollout.scheduler.scheduler.Scheduler.run`), so each
     group comes at least once.
-
-    Raises:
-        JournalError: as for :func:`metadata`; or an event that cannot be read.
     """
     with _reading(path) as connection:
         connection.execute("BEGIN")  # one snapshot for all that follows
@@ -324,9 +293,6 @@ def read(path: str | os.PathLike[str]) -> Iterator[Trajectory]:
     """Yield every trajectory, in the order in which they began, as it stood when reading began.
 
     The file may still be written to: what is read is one moment of the run.
-
-    Raises:
-        JournalError: as for :func:`metadata`; or an event that cannot be read or does not fit those before it.
     """
     for history in histories(path):
         try:

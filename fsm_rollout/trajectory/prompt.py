@@ -117,8 +117,7 @@ def read_prompts(path: str | os.PathLike[str], limit: int | None = None) -> list
 def as_prompts(items: Iterable[Prompt | Mapping[str, object] | str], *, named: bool = True) -> list[Prompt]:
     """Return prompts for what Python code gives: prompts, mappings with their fields, texts (one user message).
 
-    Raises:
-        ConfigError: all that is wrong with the items, as for :func:`read_prompts`.
+    All that is wrong with them is one ConfigError, as for :func:`read_prompts`.
     """
     if isinstance(items, str | Mapping | Prompt):
         raise ConfigError(f"prompts must come as a list, got one {'text' if isinstance(items, str) else 'prompt'}")
@@ -126,11 +125,7 @@ def as_prompts(items: Iterable[Prompt | Mapping[str, object] | str], *, named: b
 
 
 def as_prompt(item: Prompt | Mapping[str, object] | str, index: int) -> Prompt:
-    """Return the prompt that one item stands for, the ``index``-th of those that come one by one.
-
-    Raises:
-        ConfigError: all that is wrong with it.
-    """
+    """Return the prompt that an item stands for, the ``index``-th of those that come one by one, or raise ConfigError."""
     return _prompt(_Item(item, None, None, f"prompts[{index}]"))
 
 

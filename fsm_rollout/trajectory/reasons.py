@@ -76,13 +76,7 @@ class Trigger(Word):
     """The scheduler: somebody took the trajectory back. No row can take it."""
 
 
-IMPLICIT_TRIGGERS = (
-    Trigger.TRUNCATED,
-    Trigger.FAILED,
-    Trigger.TIMED_OUT,
-    Trigger.LIMIT_REACHED,
-    Trigger.CANCELLED,
-)
+IMPLICIT_TRIGGERS = (Trigger.TRUNCATED, Trigger.FAILED, Trigger.TIMED_OUT, Trigger.LIMIT_REACHED, Trigger.CANCELLED)
 """Triggers that need no row: without one they end the trajectory; ``cancelled`` always does."""
 SCHEDULERS_TRIGGERS = frozenset(IMPLICIT_TRIGGERS) - {Trigger.TRUNCATED}
 """Triggers that the scheduler alone raises."""

@@ -32,12 +32,12 @@ LAST_VERSION = 2**31 - 1
 """Batches have weight versions as int32."""
 
 
-def as_ids(ids: Sequence[int] | Ids) -> Ids:
+def as_ids(ids: Sequence[int]) -> Ids:
     """Return ``ids`` as an int32 array (the same object when it is one already)."""
     return ids if isinstance(ids, array) and ids.typecode == "i" else array("i", ids)
 
 
-def as_logprobs(values: Sequence[float] | Logprobs) -> Logprobs:
+def as_logprobs(values: Sequence[float]) -> Logprobs:
     """Return ``values`` as a float32 array (the same object when it is one already)."""
     return values if isinstance(values, array) and values.typecode == "f" else array("f", values)
 
@@ -78,26 +78,18 @@ class TokenStream:
 
     __slots__ = ("_ids", "_logprobs", "_spans", "trained")
 
-    def __init__(self, prompt: Sequence[int] | Ids, *, state: str, turn: int = 0, trained: bool = True) -> None:
+    def __init__(self, prompt: Sequence[int], *, state: str, turn: int = 0, trained: bool = True) -> None:
         self.trained = trained
         self._ids: Ids = array("i")
         self._logprobs: Logprobs = array("f")
         self._spans: list[Span] = []
         self._append(prompt, None, Owner.PROMPT, state, turn)
 
-    def write(self, ids: Sequence[int] | Ids, *, state: str, turn: int) -> None:
+    def write(self, ids: Sequence[int], *, state: str, turn: int) -> None:
         """Append tokens of the environment (mask 0, logprob 0.0)."""
         self._append(ids, None, Owner.ENVIRONMENT, state, turn)
 
-    def sample(
-        self,
-        ids: Sequence[int] | Ids,
-        logprobs: Sequence[float] | Logprobs,
-        *,
-        state: str,
-        turn: int,
-        version: int,
-    ) -> None:
+    def sample(self, ids: Sequence[int], logprobs: Sequence[float], *, state: str, turn: int, version: int) -> None:
         """Append tokens that the engine sampled under the weights ``version``.
 
         Raises:
@@ -109,8 +101,8 @@ class TokenStream:
 
     def _append(
         self,
-        ids: Sequence[int] | Ids,
-        logprobs: Sequence[float] | Logprobs | None,
+        ids: Sequence[int],
+        logprobs: Sequence[float] | None,
         owner: Owner,
         state: str,
         turn: int,
