@@ -110,6 +110,10 @@ class State(StrictModel):
     final: bool = False
 
 
+STATE_KEYS = frozenset(State.model_fields) - {"options"}
+"""The YAML keys of every state; a custom handler's options are written beside them."""
+
+
 class Predicate(StrictModel):
     """A condition by name, with its argument (``None`` when it takes none)."""
 

@@ -1,7 +1,7 @@
 """The JSON Schema of an agent's YAML, for editors.
 
 Invariant: it is made from the pydantic models, adjusted to what users type (see
-:mod:`fsm_rollout.agent.yaml.normal_form`): it accepts every agent that loads. It knows no names, so it accepts more;
+:mod:`fsm_rollout.agent.loader`): it accepts every agent that loads. It knows no names, so it accepts more;
 ``fsm-rollout check`` is the judge.
 """
 
@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsm_rollout.agent.graph import AgentGraph
+from fsm_rollout.agent.graph import STATE_KEYS, AgentGraph
 from fsm_rollout.agent.predicates import PREDICATES
-from fsm_rollout.agent.yaml.normal_form import STATE_KEYS
 
 Schema = dict[str, Any]
 

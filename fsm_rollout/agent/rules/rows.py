@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from fsm_rollout.agent.graph import BUILT_IN_STATES, MAIN, TERMINATED, State, TransitionRow
-from fsm_rollout.agent.handlers import handler_spec
+from fsm_rollout.agent.graph import MAIN, TERMINATED, TransitionRow
 from fsm_rollout.agent.predicates import PREDICATES, compile_predicate
 from fsm_rollout.agent.rules.structure import Finding, Structure
 from fsm_rollout.errors import ConfigError, did_you_mean
@@ -24,13 +23,12 @@ def names(structure: Structure) -> Iterator[Finding]:
     for name, state in graph.states.items():
         yield from _defined(("states", name, "context"), "context", state.context, contexts)
         yield from _defined(("states", name, "on_error"), "on_error", state.on_error or TERMINATED, states)
-        if not graph.is_final(name):
-            yield from _handler(name, state)
+        if name in structure.without_handler:
+            yield Finding(1, ("states", name, "handler"), structure.without_handler[name])
     triggers = _triggers(structure)
-    all_known = len(structure.specs) == len(graph.working_states)
     for index, row in enumerate(graph.transitions):
         at: ConfigPath = ("transitions", index)
-        if row.trigger not in triggers and all_known:
+        if row.trigger not in triggers and not structure.without_handler:
             hint = did_you_mean(row.trigger, triggers)
             yield Finding(1, (*at, "trigger"), f"row {index + 1}: no state raises trigger '{row.trigger}'{hint}")
         for source in row.source:
@@ -51,20 +49,6 @@ def _defined(
     if name not in known and not is_special:
         words = ": ".join(part for part in (describe_path(path[:-1]), kind) if part)
         yield Finding(1, path, f"{words} '{name}' is not defined{did_you_mean(name, known)}")
-
-
-def _handler(name: str, state: State) -> Iterator[Finding]:
-    path: ConfigPath = ("states", name, "handler")
-    handler = state.handler or BUILT_IN_STATES.get(name)
-    if handler is None:
-        hint = did_you_mean(name, BUILT_IN_STATES)
-        hint = hint if "mean" in hint else "; give it one, or `final: true`"
-        yield Finding(1, path, f"state '{name}' names no handler{hint}")
-        return
-    try:
-        handler_spec(handler)
-    except ConfigError as error:
-        yield Finding(1, path, f"state '{name}': {error}")
 
 
 def _outcomes(structure: Structure) -> Iterator[Finding]:

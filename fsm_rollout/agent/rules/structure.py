@@ -8,13 +8,12 @@ breaches (:class:`Finding`); it raises nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 
 from fsm_rollout.agent.graph import BUILT_IN_STATES, TERMINATED, AgentGraph, TransitionRow
 from fsm_rollout.agent.handlers import HandlerSpec, handler_spec
 from fsm_rollout.agent.limits import COUNTED_LIMITS
-from fsm_rollout.errors import ConfigError
+from fsm_rollout.errors import ConfigError, did_you_mean
 from fsm_rollout.trajectory.model_errors import ConfigPath
 from fsm_rollout.trajectory.reasons import IMPLICIT_TRIGGERS, Trigger
 
@@ -36,11 +35,19 @@ class Structure:
         self.graph = graph
         self.specs: dict[str, HandlerSpec] = {}
         """Declarations of the working states whose handler is known."""
+        self.without_handler: dict[str, str] = {}
+        """The other working states, with what is wrong."""
         for state in graph.working_states:
             name = graph.states[state].handler or BUILT_IN_STATES.get(state)
-            if name is not None:
-                with suppress(ConfigError):
+            try:
+                if name is not None:
                     self.specs[state] = handler_spec(name)
+                else:
+                    hint = did_you_mean(state, BUILT_IN_STATES)
+                    hint = hint if "mean" in hint else "; give it one, or `final: true`"
+                    self.without_handler[state] = f"state '{state}' names no handler{hint}"
+            except ConfigError as error:
+                self.without_handler[state] = f"state '{state}': {error}"
         self.edges = {state: tuple(self._edges(state)) for state in graph.working_states}
         """Every row (``on_error`` too) that may fire in a working state and leads somewhere, with its place."""
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import yaml
 
 from fsm_rollout.agent.graph import AgentGraph, Predicate, TransitionRow
-from fsm_rollout.agent.yaml.normal_form import TEXT_FILE
 from fsm_rollout.agent.yaml.overrides import escape_interpolation
-from fsm_rollout.agent.yaml.source import STRICTER
+from fsm_rollout.agent.yaml.source import STRICTER, TEXT_FILE
 from fsm_rollout.trajectory.model_errors import ConfigData
 
 

@@ -24,6 +24,9 @@ MAX_BYTES = 1 << 20
 MAX_VALUES = 100_000
 """Values in one file after its aliases are followed (an "alias bomb" has billions)."""
 
+TEXT_FILE = re.compile(r"\S+\.(md|txt|jinja|j2)")
+"""A text that is one such word names a file."""
+
 _TAG = "tag:yaml.org,2002:"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
