@@ -6,7 +6,7 @@ Invariant: nothing here imports torch or asks a hub.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,14 @@ def load_tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # whatever a broken file makes transformers or tokenizers raise
         raise EngineError(f"the tokenizer in '{folder}' cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def stop_tokens(*candidates: int | Sequence[int] | None) -> frozenset[int]:
+    """Return the stop tokens of the first candidate that names any: configs have one id there, or several."""
+    for eos in candidates:
+        if eos is not None:
+            return frozenset({int(eos)}) if isinstance(eos, int) else frozenset(map(int, eos))
+    return frozenset()
 
 
 def _is_plain(folder: Path) -> bool:

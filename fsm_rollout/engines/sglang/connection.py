@@ -238,7 +238,6 @@ class Connection(threading.Thread):
     # -- requests -------------------------------------------------------------------------------------------------
 
     def _begin(self, entries: Iterable[_Entry]) -> None:
-        """Start what was submitted: now, or when the engine is released."""
         for entry in entries:
             if not self._held and self._is_open(entry):
                 self._launch(entry)
@@ -260,12 +259,12 @@ class Connection(threading.Thread):
         before, error = entry.sampled, None
         reason, message = FinishReason.ABORT, None
         try:
-            arguments, sampling = self._arguments(entry)
-            async for ids, meta in self.server.stream(entry.rid, arguments, sampling):
+            body = self._body(entry)
+            async for ids, meta in self.server.stream(body):
                 self._heard = self._loop.time()
                 # Outputs may be the whole answer so far, or what is new; their ends are the same.
                 if (count := before + meta.completion_tokens - entry.sampled) > 0:
-                    self._take(entry, ids[-count:], meta, count, renormalised="return_sampling_mask" in arguments)
+                    self._take(entry, ids[-count:], meta, count, renormalised="return_sampling_mask" in body)
                 if meta.finish_reason is not None:
                     reason, message = FinishReason(meta.finish_reason.type), meta.finish_reason.message
         except EngineError as failure:
@@ -286,8 +285,8 @@ class Connection(threading.Thread):
         entry.task = None
         self._end(entry, reason, error)
 
-    def _arguments(self, entry: _Entry) -> tuple[dict[str, object], dict[str, object]]:
-        """Write a request in SGLang's words: its arguments, and those of its sampling.
+    def _body(self, entry: _Entry) -> dict[str, object]:
+        """Write a request in SGLang's words.
 
         Raises:
             ValueError: SGLang cannot say the logprobs of such sampling.
@@ -298,10 +297,12 @@ class Connection(threading.Thread):
             "temperature": params.temperature,
             "ignore_eos": params.ignore_eos,
             "sampling_seed": params.seed % 2**63,
+            "stream_interval": self.server.send_every,
         }
         if not params.ignore_eos:
             sampling["stop_token_ids"] = list(params.stop_ids)
-        arguments: dict[str, object] = {"input_ids": entry.ids.tolist(), "return_logprob": True}
+        body: dict[str, object] = {"rid": entry.rid, "input_ids": entry.ids.tolist(), "sampling_params": sampling}
+        body |= {"return_logprob": True, "stream": True}
         if params.temperature > 0 and (params.top_p < 1 or params.top_k > 0):
             if params.top_k > self._mask_tokens:
                 raise ValueError(
@@ -313,8 +314,8 @@ class Connection(threading.Thread):
             if self._vocabulary is not None and self._vocabulary <= self._mask_tokens:
                 most = self._vocabulary
             sampling |= {"top_p": params.top_p, "top_k": params.top_k or most}
-            arguments |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
-        return arguments, sampling
+            body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
+        return body
 
     def _take(self, entry: _Entry, ids: Sequence[int], meta: Meta, count: int, *, renormalised: bool) -> None:
         """Pass on the last ``count`` tokens that an output brought; the first ones say that it was admitted."""
@@ -356,7 +357,6 @@ class Connection(threading.Thread):
         self._chunks.append((entry.stream, chunk))
 
     def _flush(self) -> None:
-        """Send on what has come."""
         chunks, self._chunks = self._chunks, []
         hand_over(chunks, self._unheard)
 

@@ -31,16 +31,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OWN_ARGUMENTS = {
-    "model_path",
-    "skip_tokenizer_init",
-    "incremental_streaming_output",
-    "weight_version",
-    "stream_interval",
-    "host",
-    "port",
-    "api_key",
-}
+ADDRESS = {"host", "port", "api_key"}
+STREAMING = {"skip_tokenizer_init", "incremental_streaming_output", "stream_interval"}
+OWN_ARGUMENTS = {"model_path", "weight_version"} | ADDRESS | STREAMING
 """Arguments of SGLang that this engine sets itself."""
 KEPT_BY_SGLANG = 6
 """Tokens of the window that SGLang does not use."""
@@ -106,10 +99,8 @@ class SGLangEngine(SGLangHTTPEngine):
             check_weights_there(folder)
         self._read_model(folder)
         # 2. SGLang's arguments; what is not said here is its own choice.
-        context = max_context
-        if max_context is not None:
-            window = config_number(folder, "max_position_embeddings") or sys.maxsize
-            context = min(max_context + KEPT_BY_SGLANG, window)
+        window = config_number(folder, "max_position_embeddings") or sys.maxsize
+        context = None if max_context is None else min(max_context + KEPT_BY_SGLANG, window)
         choices = {
             "device": device,
             "dtype": dtype,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsm_rollout.errors import EngineError
+from fsm_rollout.model.folders import stop_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -49,10 +50,7 @@ def stop_tokens_in(folder: Path, tokenizer: Any) -> frozenset[int]:
         EngineError: a file of the folder is broken.
     """
     of_generation = _config(folder / "generation_config.json").get("eos_token_id")
-    for eos in (of_generation, _text_config(folder).get("eos_token_id"), tokenizer.eos_token_id):
-        if eos is not None:
-            return frozenset(map(int, eos)) if isinstance(eos, list) else frozenset({int(eos)})
-    return frozenset()
+    return stop_tokens(of_generation, _text_config(folder).get("eos_token_id"), tokenizer.eos_token_id)
 
 
 def shapes_in(folder: Path) -> Mapping[str, list[int]]:

@@ -100,7 +100,7 @@ class Server:
         """Whether we gave the weights that label. Until then others may update them without our knowing."""
         self.doubt: Callable[[], None] = lambda: None
         """Called when the next connection may meet another server, or other weights."""
-        self._send_every = send_every
+        self.send_every = send_every
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -193,9 +193,7 @@ class Server:
 
     # -- generating -----------------------------------------------------------------------------------------------
 
-    async def stream(
-        self, rid: str, arguments: Mapping[str, object], sampling: Mapping[str, object]
-    ) -> AsyncIterator[tuple[list[int], Meta]]:
+    async def stream(self, body: Mapping[str, object]) -> AsyncIterator[tuple[list[int], Meta]]:
         """Generate, and yield tokens and what is said about them: the whole answer so far, or what is new in it.
 
         The last one has a ``finish_reason``.
@@ -203,11 +201,9 @@ class Server:
         Raises:
             ValueError: it refuses this request. EngineError: it is gone, or no SGLang.
         """
-        sampling = {**sampling, "stream_interval": self._send_every}
-        body = _encode({**arguments, "sampling_params": sampling, "rid": rid, "stream": True})
         answered = finished = False
         try:
-            async with self._client.post(f"{self.url}/generate", data=body) as answer:
+            async with self._client.post(f"{self.url}/generate", data=_encode(body)) as answer:
                 if answer.status >= HTTPStatus.BAD_REQUEST:
                     kind = ValueError if answer.status == HTTPStatus.BAD_REQUEST else EngineError
                     raise kind(f"{self.url}/generate answered {answer.status}: {_shown(await answer.read())}")
@@ -229,12 +225,7 @@ class Server:
             raise self.gone(EOFError("the answer broke off"))
 
     def _output(self, text: bytes) -> tuple[list[int], Meta]:
-        """Return one of SGLang's outputs.
-
-        Raises:
-            ValueError: it is SGLang's refusal of the request. EngineError: it is nothing that SGLang says, or was
-                sampled by other weights than ours; connections may break while nobody looks.
-        """
+        """Return one of SGLang's outputs; one of other weights than ours is an error, as of a restarted server."""
         try:
             line = _decode_line(text)
         except msgspec.MsgspecError as error:

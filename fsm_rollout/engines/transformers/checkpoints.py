@@ -32,9 +32,8 @@ def load_checkpoint(
         EngineError: there is none, transformers cannot load it, or ``device`` cannot take it.
     """
     folder = model_folder(model)
-    with _BUILDING:
-        tokenizer = load_tokenizer(folder)
-        return _load_model(folder, dtype, device), tokenizer
+    tokenizer = load_tokenizer(folder)
+    return _load_model(folder, dtype, device), tokenizer
 
 
 def read_weights(folder: str | Path, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
@@ -43,35 +42,33 @@ def read_weights(folder: str | Path, dtype: torch.dtype) -> Mapping[str, torch.T
     Raises:
         EngineError: the folder cannot be loaded.
     """
-    path = model_folder(folder)
-    with _BUILDING:
-        tensors: Mapping[str, torch.Tensor] = _load_model(path, dtype, torch.device("cpu")).state_dict()
+    tensors: Mapping[str, torch.Tensor] = _load_model(model_folder(folder), dtype, torch.device("cpu")).state_dict()
     return tensors
 
 
 def _load_model(folder: Path, dtype: torch.dtype | str, device: torch.device) -> PreTrainedModel:
-    """Build a folder's model; the caller holds ``_BUILDING``."""
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # it would be drawn across whatever the caller shows
-    try:
-        loaded, found = AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
-        )
-        if missing := sorted(found["missing_keys"]):  # transformers makes them up, at random
-            named = ", ".join(missing[:NAMED])
-            more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
-            raise EngineError(
-                f"model '{folder}' lacks {len(missing)} of its tensors: {named}{more}; save all of it with "
-                f"save_pretrained"
+    with _BUILDING:
+        bars = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()  # it would be drawn across whatever the caller shows
+        try:
+            loaded, found = AutoModelForCausalLM.from_pretrained(
+                folder, local_files_only=True, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
             )
-        return loaded.to(device).eval()
-    except EngineError:
-        raise
-    except Exception as error:  # whatever a broken file makes transformers, torch or safetensors raise
-        raise EngineError(f"model '{folder}' cannot be loaded: {type(error).__name__}: {error}") from error
-    finally:
-        if bars:
-            logging.enable_progress_bar()
+            if missing := sorted(found["missing_keys"]):  # transformers makes them up, at random
+                named = ", ".join(missing[:NAMED])
+                more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+                raise EngineError(
+                    f"model '{folder}' lacks {len(missing)} of its tensors: {named}{more}; save all of it with "
+                    f"save_pretrained"
+                )
+            return loaded.to(device).eval()
+        except EngineError:
+            raise
+        except Exception as error:  # whatever a broken file makes transformers, torch or safetensors raise
+            raise EngineError(f"model '{folder}' cannot be loaded: {type(error).__name__}: {error}") from error
+        finally:
+            if bars:
+                logging.enable_progress_bar()
 
 
 def check_supported(model: PreTrainedModel) -> None:
@@ -93,27 +90,6 @@ def check_supported(model: PreTrainedModel) -> None:
         raise EngineError(
             f"the model was loaded with attn_implementation='{config._attn_implementation}'; load it with 'sdpa'"
         )
-
-
-def window_of(model: PreTrainedModel) -> int:
-    """Return the longest context the model's config allows, in tokens.
-
-    Raises:
-        EngineError: the config does not say.
-    """
-    window = getattr(model.config, "max_position_embeddings", None)
-    if window is None:
-        raise EngineError(f"{type(model).__name__}'s config has no max_position_embeddings; give max_context")
-    return int(window)
-
-
-def stop_tokens_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the stop tokens of the generation config, else the config's, else the tokenizer's."""
-    generation = getattr(model, "generation_config", None)
-    for eos in (getattr(generation, "eos_token_id", None), model.config.eos_token_id, tokenizer.eos_token_id):
-        if eos is not None:
-            return frozenset(map(int, eos)) if isinstance(eos, list | tuple) else frozenset({int(eos)})
-    return frozenset()
 
 
 def replace_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:

@@ -19,6 +19,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,11 +33,10 @@ from fsm_rollout.engines.transformers.checkpoints import (
     load_checkpoint,
     read_weights,
     replace_weights,
-    stop_tokens_of,
-    window_of,
 )
 from fsm_rollout.engines.transformers.decode_loop import DecodeLoop
 from fsm_rollout.errors import EngineError
+from fsm_rollout.model.folders import stop_tokens
 from fsm_rollout.trajectory.reasons import FinishReason
 
 T = TypeVar("T")
@@ -240,9 +240,13 @@ class TransformersEngine:
         check_supported(model)
         self.tokenizer = tokenizer
         """The model's tokenizer."""
-        self.max_context = max_context or window_of(model)
+        window = max_context or getattr(model.config, "max_position_embeddings", None)
+        if window is None:
+            raise EngineError(f"{type(model).__name__}'s config has no max_position_embeddings; give max_context")
+        self.max_context = int(window)
         """The longest input plus output, in tokens."""
-        self.eos_ids = stop_tokens_of(model, tokenizer)
+        of_generation = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+        self.eos_ids = stop_tokens(of_generation, model.config.eos_token_id, tokenizer.eos_token_id)
         """The stop tokens that the model's generation config names."""
         self._vocabulary = len(model.get_input_embeddings().weight)
         self._replica = replica
@@ -292,12 +296,9 @@ class TransformersEngine:
                 nothing has changed.
         """
         self._check_open()
-        thread = self._thread
-        if isinstance(weights, Mapping):
-            tensors = weights
-        else:
-            tensors = await asyncio.to_thread(read_weights, weights, thread.decode.model.dtype)
-        return await self._order(lambda: thread.update(tensors, version))
+        if not isinstance(weights, Mapping):
+            weights = await asyncio.to_thread(read_weights, weights, self._thread.decode.model.dtype)
+        return await self._order(partial(self._thread.update, weights, version))
 
     async def pause(self) -> None:
         """Sample nothing from now on; when this returns, everything sampled has been handed over."""
