@@ -173,13 +173,13 @@ async def answer_to(reference: Any) -> Any:
 
     Who gives this wait up leaves the call alone: Ray's client dies of an answer to a call that was cancelled here.
     """
-    loop, come = asyncio.get_running_loop(), asyncio.Event()
+    loop, answered = asyncio.get_running_loop(), asyncio.Event()
 
     def tell(_: object) -> None:
         with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(come.set)
+            loop.call_soon_threadsafe(answered.set)
 
     future = reference.future()
     future.add_done_callback(tell)
-    await come.wait()
+    await answered.wait()
     return future.result()

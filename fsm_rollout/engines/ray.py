@@ -160,7 +160,7 @@ class RayEngine:
         self._name = name
         self._tell = actor.tell.options(num_returns=0)
         self._contexts = Contexts()
-        self._told = self._received = 0
+        self._sent = self._received = 0
         self._load = Load()
         self._streams: dict[str, ChunkStream] = {}
         """The dispatch of each request under way."""
@@ -263,8 +263,8 @@ class RayEngine:
             self._send(request_ids)
 
     def _send(self, message: bytes | Sequence[str]) -> None:
-        self._tell.remote(self._told, message)  # a dead actor is noticed by the call that is open
-        self._told += 1
+        self._tell.remote(self._sent, message)  # a dead actor is noticed by the call that is open
+        self._sent += 1
 
 
 async def _answer(reference: object) -> Remote:

@@ -132,7 +132,7 @@ class ScriptedEngine:
             if error is None:
                 self._waiting[request.request_id] = answer
             else:
-                self._finish(answer, FinishReason.ABORT, error)
+                self._emit(answer, finish_reason=FinishReason.ABORT, error=error)
         self._admit()
         return aiter(stream)
 
@@ -228,29 +228,16 @@ class ScriptedEngine:
         ids, logprobs = todo.pieces[answer.emitted]
         version = todo.versions[answer.emitted] if todo.versions else None
         answer.emitted += 1
-        last = answer.emitted == len(todo.pieces)
-        if last and not todo.hang and todo.crash is None:
-            reason = FinishReason.ABORT if todo.error is not None else todo.finish_reason
-            self._finish(answer, reason, todo.error, ids, logprobs, version)
-            return
-        self._emit(answer, ids, logprobs, version=version)
-        if not last:
+        if answer.emitted < len(todo.pieces):
+            self._emit(answer, ids, logprobs, version=version)
             self._schedule(answer, todo.delay)
         elif todo.crash is not None:
+            self._emit(answer, ids, logprobs, version=version)
             self._crash(answer.stream, todo.crash)
-
-    def _finish(
-        self,
-        answer: _Answer,
-        reason: FinishReason,
-        error: str | None = None,
-        ids: Ids = NO_IDS,
-        logprobs: Logprobs = NO_LOGPROBS,
-        version: int | None = None,
-    ) -> None:
-        self._forget(answer.request.request_id)
-        self._emit(answer, ids, logprobs, finish_reason=reason, error=error, version=version)
-        self._admit()
+        elif todo.hang:
+            self._emit(answer, ids, logprobs, version=version)
+        else:
+            self._emit(answer, ids, logprobs, version=version, finish_reason=todo.finish_reason, error=todo.error)
 
     def _crash(self, stream: ChunkStream, message: str) -> None:
         for request_id in stream.request_ids:
@@ -262,7 +249,7 @@ class ScriptedEngine:
         for request_id in request_ids:
             answer = self._running.get(request_id) or self._waiting.get(request_id)
             if answer is not None:
-                self._finish(answer, FinishReason.ABORT)
+                self._emit(answer, finish_reason=FinishReason.ABORT)
 
     def _forget(self, request_id: str) -> None:
         answer = self._running.pop(request_id, None) or self._waiting.pop(request_id, None)
@@ -280,12 +267,15 @@ class ScriptedEngine:
         version: int | None = None,
         queue_seconds: float = 0.0,
     ) -> None:
+        """Give a chunk; the last one makes room for another request."""
+        if finish_reason is not None:
+            self._forget(answer.request.request_id)
         chunk = Chunk(
             answer.request.request_id,
             ids,
             logprobs,
             weight_version=self.weight_version if version is None else version,
-            finish_reason=finish_reason,
+            finish_reason=finish_reason if error is None else FinishReason.ABORT,
             error=error,
             queue_seconds=queue_seconds,
             replica=self._replica,
@@ -293,6 +283,8 @@ class ScriptedEngine:
         answer.tokens += len(ids)
         self._record(answer.stream, chunk)
         answer.stream.put(chunk)
+        if finish_reason is not None:
+            self._admit()
 
     def _record(self, stream: ChunkStream, what: Request | Chunk) -> None:
         if self._log is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import accumulate, groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ Place = tuple[str, str, int]
 
 @dataclass(slots=True)
 class Recorded:
-    """One generation of the run, and where its input ended in the stream."""
+    """One generation of the run (of several parts, if it was interrupted), and where its input ended in the stream."""
 
     stream: Stream
     start: int
@@ -43,13 +43,6 @@ class Recorded:
     versions: list[int] = field(default_factory=list)
     """Of each token."""
     finish_reason: FinishReason = FinishReason.ABORT
-
-    def add(self, event: Generated) -> None:
-        """Take in a part of it; one that was interrupted has several."""
-        self.ids.extend(event.ids)
-        self.logprobs.extend(event.logprobs)
-        self.versions += [version for count, version in event.versions for _ in range(count)]
-        self.finish_reason = event.finish_reason
 
 
 def recorded(path: Path) -> dict[Place, Recorded]:
@@ -65,7 +58,11 @@ def recorded(path: Path) -> dict[Place, Recorded]:
             if isinstance(event, Generated) and (stream := trajectory.stream(event.context)) is not None:
                 index = trajectory.context_turns.get(event.context, 0) - event.resumed
                 place = (trajectory.trajectory_id, event.context, index)
-                found.setdefault(place, Recorded(stream, len(stream.tokens))).add(event)
+                generation = found.setdefault(place, Recorded(stream, len(stream.tokens)))
+                generation.ids.extend(event.ids)
+                generation.logprobs.extend(event.logprobs)
+                generation.versions += [version for count, version in event.versions for _ in range(count)]
+                generation.finish_reason = event.finish_reason
             trajectory.apply(event)
     return found
 
@@ -120,10 +117,10 @@ class ReplayEngine(ScriptedEngine):
             return Plan(error=wrong)
         start = request.sampled
         end = min(len(found.ids), start + request.sampling.max_tokens)
-        runs = [(version, len(list(run))) for version, run in groupby(found.versions[start:end])]
-        bounds = list(accumulate((length for _, length in runs), initial=start))
+        changes = [at for at in range(start + 1, end) if found.versions[at] != found.versions[at - 1]]
+        bounds = [start, *changes, end]
         pieces = tuple((found.ids[at:to], found.logprobs[at:to]) for at, to in pairwise(bounds))
-        versions = tuple(version for version, _ in runs)
+        versions = tuple(found.versions[at] for at in bounds[:-1]) if end > start else ()
         if end < len(found.ids):
             return Plan(pieces, versions=versions, finish_reason=FinishReason.LENGTH)
         if found.finish_reason != FinishReason.ABORT:
