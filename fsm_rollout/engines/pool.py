@@ -251,7 +251,6 @@ class PoolEngine:
         self._weights: list[tuple[frozenset[str] | None, Weights, int]] = []
         """What makes the present weights of those an engine is built with: the names of tensors (``None``: all that
         there are), as shared, and the version."""
-        self._updates = 0
         self._looks = 0
         """How many looks at the other replicas go on, because one has just been lost and more may have gone with it."""
         self._paused = self._asleep = self._closed = self._assigning = False
@@ -420,10 +419,10 @@ class PoolEngine:
     def _assign(self) -> None:
         """Send what waits, in order, as far as replicas have room: one dispatch per replica."""
         self._assigning = False
-        if not self._waiting or self._closed:
+        if not self._waiting or self._closed or self._looks:
             return
         # 1. See who is there, and who has room; nobody is given anything while it is in doubt who is there.
-        for replica in () if self._looks else self._up:
+        for replica in self._up:
             if (failure := failure_of(replica.live)) is not None:
                 self._lose(replica, replica.engine, str(failure))
             else:
@@ -626,7 +625,6 @@ class PoolEngine:
             # 3. Remember what makes the present weights: the last folder, and the tensors since.
             earlier = [] if names is None else [u for u in self._weights if u[0] is None or not u[0] <= names]
             self._weights = [*earlier, (names, shared, number)]
-            self._updates += 1
             self.weight_version = number
             for replica, error in failed.items():
                 self._lose(replica, replica.engine, f"could not load weights that others could: {describe(error)}")
@@ -791,13 +789,13 @@ class PoolEngine:
     async def _join(self, replica: Replica) -> None:
         """Bring a new engine to where the others are, and let it take part."""
         while True:
-            updates = self._updates
+            weights = self._weights
             async with asyncio.timeout(self._times.update):
-                for _, shared, version in self._weights:
+                for _, shared, version in weights:
                     await replica.live.update_weights(shared, version)
             async with self._change:
-                if updates != self._updates:
-                    continue  # there are newer weights by now
+                if weights is not self._weights:
+                    continue  # there are newer ones by now
                 async with asyncio.timeout(self._times.order):
                     if self._paused:
                         await replica.live.pause()
