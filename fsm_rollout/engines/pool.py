@@ -379,7 +379,7 @@ class PoolEngine:
             return loop
         if self.loop is not None and not self.loop.is_closed():
             raise EngineError("the pool serves another event loop; close that first, or build a pool for each")
-        left_over = self._by_replica(self._under_way.values())
+        left_over = list(self._under_way)
         self.loop, self._assigning, self._looks = loop, False, 0
         self._under_way.clear()
         self._waiting.clear()
@@ -391,8 +391,8 @@ class PoolEngine:
             replica.begin(loop.time())
             if replica.state == "starting":
                 self._spawn(self._revive(replica))
-            elif replica.state == "up" and replica in left_over:
-                self._spawn(replica.live.abort([routed.request.request_id for routed in left_over[replica]]))
+            elif replica.state == "up" and left_over:
+                self._spawn(replica.live.abort(left_over))
         self._spawn(self._watch())
         return loop
 
@@ -537,28 +537,22 @@ class PoolEngine:
 
     def _abort(self, request_ids: Iterable[str]) -> None:
         """End what waits here, and have the replicas end what they have."""
-        known = [self._under_way[request_id] for request_id in request_ids if request_id in self._under_way]
-        for replica, batch in self._by_replica(known).items():
-            if self.loop is not None and not self.loop.is_closed():
-                self._spawn(self._abort_at(replica, replica.live, batch))
-        for routed in known:
-            if routed.replica is None:
+        batches: dict[Replica, list[_Routed]] = {}
+        for request_id in request_ids:
+            routed = self._under_way.get(request_id)
+            if routed is not None and routed.replica is not None:
+                batches.setdefault(routed.replica, []).append(routed)
+            elif routed is not None:
                 self._end(routed)
+        if self.loop is not None and not self.loop.is_closed():
+            for replica, batch in batches.items():
+                self._spawn(self._abort_at(replica, replica.live, batch))
 
     async def _abort_at(self, replica: Replica, engine: Engine, batch: list[_Routed]) -> None:
         try:
             await engine.abort([routed.request.request_id for routed in batch])
         except Exception as error:  # an engine that cannot even abort has failed these requests
             self._dispatch_failed(replica, engine, batch, describe(error))
-
-    @staticmethod
-    def _by_replica(requests: Iterable[_Routed]) -> dict[Replica, list[_Routed]]:
-        """Return those of ``requests`` that are at a replica, by it."""
-        found: dict[Replica, list[_Routed]] = {}
-        for routed in requests:
-            if routed.replica is not None:
-                found.setdefault(routed.replica, []).append(routed)
-        return found
 
     # -- orders to all replicas -----------------------------------------------------------------------------------
 
@@ -727,7 +721,7 @@ class PoolEngine:
             task.cancel()
         # What its engine was asked for goes back to the client, what it was not asked for yet waits for another.
         not_asked: dict[str, _Routed] = {}
-        for routed in self._by_replica(self._under_way.values()).get(replica, ()):
+        for routed in [routed for routed in self._under_way.values() if routed.replica is replica]:
             if routed.asked:
                 self._give_back(routed, replica, why)
             else:

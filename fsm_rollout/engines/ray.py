@@ -128,21 +128,17 @@ class ReplicaActor:
             self._failures.append((request_ids, describe(error)))
             self._news.set()
 
-    async def ask(self, method: str, *arguments: object) -> None:
-        """Call a method of the engine.
+    async def ping(self) -> None:
+        """Answer, if the engine is there; raise :class:`ReplicaLost` if it is not."""
+        await ping(self._engine)
 
-        Raises:
-            ReplicaLost: the engine is gone.
-        """
+    async def ask(self, method: str, *arguments: object) -> None:
+        """Call a method of the engine; the error of one that is gone is that it is."""
         try:
             await getattr(self._engine, method)(*arguments)
         except EngineError:
-            await ping(self._engine)
+            await self.ping()
             raise
-
-    async def ping(self) -> None:
-        """Answer, if the engine is there."""
-        await ping(self._engine)
 
 
 class RayEngine:
