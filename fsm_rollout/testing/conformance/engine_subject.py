@@ -116,7 +116,7 @@ class Answer:
         went_on = stops and (stops[0] < len(ids) - 1 or not stopped)
         at = f"{ids[stops[0]]} at {stops[0]}" if stops else ""
         self._demand(
-            (not dropped, 3, f"stopped, and its last token is {ids[-1:]}: the stop token was dropped"),
+            (not dropped, 3, f"stopped, and its last token is {ids[-1] if ids else None}: the stop token was dropped"),
             (not went_on, 3, f"sampled the stop token {at} and did not stop there"),
         )
 
@@ -155,11 +155,6 @@ class Dispatch:
         """The answer to the first request."""
         return next(iter(self.answers.values()))
 
-    @property
-    def unfinished(self) -> str:
-        """The requests that have not ended, in words."""
-        return ", ".join(name for name, answer in self.answers.items() if answer.finish_reason is None)
-
     async def next(self, until: float) -> Chunk | None:
         """Take the next chunk and return it; ``None`` at the end.
 
@@ -190,8 +185,8 @@ class Dispatch:
         try:
             await self.drain(self.subject.now + self.subject.patience, each)
         except TimeoutError:
-            if not late:
-                late = f"no last chunk for {self.unfinished}" if self.unfinished else "the iterator did not end"
+            unfinished = ", ".join(name for name, answer in self.answers.items() if answer.finish_reason is None)
+            late = late or (f"no last chunk for {unfinished}" if unfinished else "the iterator did not end")
             raise ConformanceError(number, f"{late} within {self.subject.patience:g} s") from None
         return self.check_whole()
 

@@ -164,10 +164,10 @@ class Subject:
         """Run ``hold`` on generated values, on one of ``part`` examples: see :func:`search`."""
         return search(strategy, hold, self.examples // part)
 
-    def demand_all(self, *facts: tuple[object, int, str], who: str | None = None) -> None:
+    def demand_all(self, *facts: tuple[object, int, str]) -> None:
         """Raise for the first fact (what holds, the promise, what is wrong otherwise) that does not hold."""
         for holds, number, message in facts:
-            demand(holds, number, f"{who or self.name} {message}")
+            demand(holds, number, f"{self.name} {message}")
 
     async def in_time(self, work: Coroutine[object, object, T], late: str) -> T:
         """Await ``work``, which must end in time and leave the loop to others; ``late`` says what it did not do."""
@@ -197,7 +197,8 @@ class Subject:
         try:
             with blocked_loop.blocking_detected(lambda: loop.beat) as blockages:
                 result = run_virtual(work, loop=loop)
-            demand(not unheard, self.LEAKY, f"what {self.name} started failed, and nobody heard: {unheard[:1]}")
+            first = ", ".join(unheard[:1])
+            demand(not unheard, self.LEAKY, f"what {self.name} started failed, and nobody heard: {first}")
             return result
         except blocked_loop.LoopInterrupted:
             pass  # the blockage says where

@@ -318,14 +318,14 @@ class _Handler(Subject):
     def tell_all(self, hold: Callable[[Story], object], part: int = 1, says: Any = _says, **strategies: Any) -> int:
         """Run ``hold`` on drawn stories, on one of ``part`` examples; what breaks is said with its story."""
 
-        def told(story: Story) -> None:
+        def hold_and_name(story: Story) -> None:
             try:
                 hold(story)
             except ConformanceError as error:
                 error.message += f"; {story}"
                 raise
 
-        return self.search(st.builds(Story, says, **strategies), told, part)
+        return self.search(st.builds(Story, says, **strategies), hold_and_name, part)
 
     def tell(self, story: Story, n: int = 1) -> tuple[list[Trajectory], _Run]:
         """Run a story in virtual time and look at everything that holds of any run."""

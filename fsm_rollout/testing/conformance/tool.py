@@ -160,7 +160,7 @@ class _Tool(Subject):
     def calls_are_answered(self) -> int:
         """Make calls, and look at what each came to."""
         ran = self.search(self.calls, self._answers)
-        all_failed = f"raised on all {ran} calls that follow its schema, at last: {self.failures[-1:]}"
+        all_failed = f"raised on all {ran} calls that follow its schema, at last: {', '.join(self.failures[-1:])}"
         demand(not ran or len(self.failures) < ran, 2, f"{self.name} {all_failed}")
         return ran
 
@@ -224,8 +224,8 @@ class _Tool(Subject):
             refused = result.failure is not None and not result.tries
             demand(refused, 3, f"{self.name} took {arguments}, though {mistake}")
             wrong = mistake.split("'")[1]
-            said = result.bad and result.text.startswith("error: ") and wrong in result.text
-            demand(said, 3, f"{self.name} refused {arguments} without naming '{wrong}': {result.text}")
+            named = result.bad and result.text.startswith("error: ") and wrong in result.text
+            demand(named, 3, f"{self.name} refused {arguments} without naming '{wrong}': {result.text}")
 
         return self.search(schema_values.spoiled(self.parameters), refuses)
 

@@ -208,8 +208,8 @@ class _Format(Subject):
         before, calls = drawn
         text = f"{before}\n{self.render(calls)}" if before else self.render(calls)
         parsed = self.parse(text)
-        refused = f"well-written calls were read with the problem {parsed.problems[:1]}: {text!r}"
-        demand(not parsed.problems, 3, refused)
+        for problem in parsed.problems:
+            raise ConformanceError(3, f"well-written calls were read with the problem {problem}: {text!r}")
         got = [(call.name, call.arguments) for call in parsed.calls]
         # Compared as JSON text: 1 is not True, and 1.0 is another number than 1.
         same = [(name, _json(args)) for name, args in got] == [(name, _json(args)) for name, args in calls]

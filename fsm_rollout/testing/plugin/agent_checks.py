@@ -195,14 +195,14 @@ def coverage(subject: Subject) -> str:
     if not fired.keys() - {None}:
         raise LawBroken(2, f"no row was ever taken in {runs} runs: every trajectory ended as {_listed(reasons)}")
     missed = [name for number, name in names.items() if not fired[number]]
-    taken = f"{len(names) - len(missed)} of {len(names)} rows taken in {runs} runs"
-    lines = [taken]
+    summary = f"{len(names) - len(missed)} of {len(names)} rows taken in {runs} runs"
+    lines = [summary]
     for number, name in names.items():
         never = "" if fired[number] else "   NEVER TAKEN" + ("" if walked[number] else ", nor in walks without engines")
         lines.append(f"  {fired[number]:>6}  {name}{never}")
     lines.append(f"  {fired[None]:>6}  (rows of the machine's own: failures, time-outs and limits without a row)")
     subject.notes["coverage"] = "\n".join(lines)
-    return f"{taken}; never: {'; '.join(missed)}" if missed else taken
+    return f"{summary}; never: {'; '.join(missed)}" if missed else summary
 
 
 def ends(subject: Subject) -> str:
@@ -246,8 +246,9 @@ def schedule(subject: Subject) -> str:
 
     def holds(plan: Plan) -> None:
         other = subject.simulate(plan.rescheduled(), graph=graph)
-        one, two = plan.schedule.model_dump(), plan.other_schedule.model_dump()
-        what = ", ".join(f"{key} {one[key]} or {two[key]}" for key in one if one[key] != two[key]) or "a second run"
+        schedules = zip(plan.schedule, plan.other_schedule, strict=True)  # of (field, value) each
+        changes = [f"{name} {first} or {second}" for (name, first), (_, second) in schedules if first != second]
+        what = ", ".join(changes) or "a second run"
         subject.simulate(plan, lambda run: laws.same_results(run, other, what), graph=graph)
 
     runs = subject.search(holds, failures=False, faults=False, compared=True)

@@ -58,18 +58,15 @@ class Walker:
         self.machine = AgentMachine(self.graph)
         structure = Structure(self.graph)
         self.outcomes = {state: self._outcomes(structure, state) for state in graph.working_states}
+        """What a handler declares, and all that a visit may come to but for ``cancelled``, by state."""
 
-    def _outcomes(self, structure: Structure, state: str) -> list[Outcome]:
-        """Return what a handler that runs may come to, but for ``cancelled``; its own outcomes first."""
+    def _outcomes(self, structure: Structure, state: str) -> tuple[list[Outcome], list[Outcome]]:
         custom = structure.is_custom(state)
         triggers = dict.fromkeys((*structure.specs[state].triggers, *((Trigger.TRUNCATED,) if custom else ())))
         limits = reachable_while_running(self.graph.limits, custom=custom)
-        return [
-            *(Outcome(trigger) for trigger in triggers),
-            Outcome(Trigger.TIMED_OUT),
-            Outcome(Trigger.FAILED, error="RuntimeError"),
-            *(Outcome(Trigger.LIMIT_REACHED, limit=name) for name in limits),
-        ]
+        declared = [Outcome(trigger) for trigger in triggers]
+        raised = [Outcome(Trigger.TIMED_OUT), Outcome(Trigger.FAILED, error="RuntimeError")]
+        return declared, declared + raised + [Outcome(Trigger.LIMIT_REACHED, limit=name) for name in limits]
 
     def walk(self, rng: Random, most: int, eager: float = 0.8) -> Walk:
         """Walk until the end, or ``most`` transitions.
@@ -107,13 +104,11 @@ class Walker:
         return walk
 
     def _outcome(self, trajectory: Trajectory, rng: Random, eager: float) -> Outcome:
-        state = trajectory.state
-        limit = reached_on_entry(self.graph, trajectory, self.machine.spends[state], 0.0)
+        limit = reached_on_entry(self.graph, trajectory, self.machine.spends[trajectory.state], 0.0)
         if limit is not None:
             return Outcome(Trigger.LIMIT_REACHED, limit=limit)
-        possible = self.outcomes[state]
-        declared = [o for o in possible if o.trigger not in (Trigger.FAILED, Trigger.TIMED_OUT, Trigger.LIMIT_REACHED)]
-        return rng.choice(declared if declared and rng.random() < eager else possible)
+        declared, possible = self.outcomes[trajectory.state]
+        return rng.choice(declared if rng.random() < eager else possible)
 
 
 def row_name(row: TransitionRow) -> str:
