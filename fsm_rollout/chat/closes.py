@@ -239,18 +239,11 @@ def common_prefix(first: str, second: str) -> str:
 
 def generation_config_stops(tokenizer: PreTrainedTokenizerFast) -> list[int]:
     """Return the eos ids of the ``generation_config.json`` beside the tokenizer, if it is on this machine."""
-    name = str(getattr(tokenizer, "name_or_path", "") or "")
-    path: object = Path(name) / "generation_config.json" if name else None
-    if name and not Path(name).is_dir():
-        from huggingface_hub import try_to_load_from_cache
+    from transformers.utils import cached_file
 
-        try:
-            path = try_to_load_from_cache(name, "generation_config.json")
-        except ValueError:  # not a repository's name
-            path = None
     try:
-        stops = json.loads(Path(path).read_text("utf-8")).get("eos_token_id") if isinstance(path, (str, Path)) else None
-    except (OSError, ValueError, AttributeError):
+        path = cached_file(tokenizer.name_or_path, "generation_config.json", local_files_only=True)
+        stops = json.loads(Path(path).read_text("utf-8"))["eos_token_id"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # none, or not one
         return []
-    found = stops if isinstance(stops, list) else [stops]
-    return [stop for stop in found if isinstance(stop, int)]
+    return [stop for stop in (stops if isinstance(stops, list) else [stops]) if isinstance(stop, int)]

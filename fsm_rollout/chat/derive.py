@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from fsm_rollout.chat.closes import Closes
+from fsm_rollout.chat.closes import Closes, common_prefix
 from fsm_rollout.chat.markers import Encoded, Injection, Marker, MarkerEncoder, Part
 from fsm_rollout.chat.render import Renderer, Tools
 from fsm_rollout.errors import ChatTemplateError
@@ -27,16 +27,12 @@ from fsm_rollout.trajectory.events import Message
 Transform = Callable[[str], str]
 
 
-def _as_is(text: str) -> str:
-    return text
-
-
 def _as_json(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 TRANSFORMS: tuple[Transform, ...] = (
-    _as_is,
+    str,
     str.strip,
     str.rstrip,
     str.lstrip,
@@ -60,7 +56,7 @@ class Slot:
     """Where text number ``index`` goes, and how the template writes it."""
 
     index: int
-    transform: Transform = _as_is
+    transform: Transform
 
     def fill(self, texts: Sequence[str]) -> str:
         """Return what stands in this slot."""
@@ -199,7 +195,7 @@ class Deriver:
                 "text-moved", "the text after the turn is not the same once the turn's own text stands in it"
             )
         # 4. The template's text told from the messages'.
-        parts = told_apart([region[cut:], *pattern[1:]], step.contents, text) or locate(step.contents, text)
+        parts = told_apart([region[cut:], *pattern[1:]], step.contents, range(len(step.new)), text)
         # 5. A turn that stopped on another stop token needs no close, unless that is the next message's header too.
         opener, sampled = close.id in self.closes.openers, step.sampled
         close_sampled = sampled == close.id
@@ -242,16 +238,16 @@ class Deriver:
                 failure = failure or error
                 continue
             if f"{word}x" in first and f"{word}y" in second:
-                return turns[0], common_suffix(first.rpartition(f"{word}x")[2], second.rpartition(f"{word}y")[2])
+                tail, other = first.rpartition(f"{word}x")[2], second.rpartition(f"{word}y")[2]
+                return turns[0], tail if tail == other else common_prefix(tail[::-1], other[::-1])[::-1]
         raise failure or ChatTemplateError(
             "turn-dropped", "the template writes neither the text nor the calls of the last turn"
         )
 
     def _pattern(self, step: Step, marked_turn: Message, word: str) -> list[str | int]:
         """Return what follows the turn when the new messages are sentinels: text, and indices of messages."""
-        whole = self.renderer.render(
-            [*step.base, marked_turn, *marked(step.new, range(len(step.new)), word)], step.tools, step.now
-        )
+        new = marked(step.new, range(len(step.new)), word)
+        whole = self.renderer.render([*step.base, marked_turn, *new], step.tools, step.now)
         pattern = _cut(whole.rpartition(f"{word}x")[2], word)
         for index, message in enumerate(step.new):
             if index in pattern:
@@ -292,12 +288,12 @@ class Deriver:
         # 2. Nor may a foreign one; where it stands, its text is told from the template's.
         try:
             pattern = _cut(self.renderer.render(marked(messages, foreign, word), tools, now), word)
-        except ChatTemplateError:
-            return locate([contents[index] for index in foreign], text)
+        except ChatTemplateError:  # it insists on what is said there
+            pattern = []
         for index in foreign:
-            if index not in pattern and contents[index]:
+            if pattern and index not in pattern and contents[index]:
                 raise _dropped(messages, index)
-        return told_apart(pattern, contents, text) or locate([contents[index] for index in foreign], text)
+        return told_apart(pattern, contents, foreign, text)
 
 
 def _dropped(messages: Sequence[Message], index: int) -> ChatTemplateError:
@@ -324,18 +320,6 @@ def _cut(text: str, word: str) -> list[str | int]:
     return pattern
 
 
-def common_suffix(first: str, second: str) -> str:
-    """Return the longest text both end with."""
-    low, high = 0, min(len(first), len(second))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if first[-middle:] == second[-middle:]:
-            low = middle
-        else:
-            high = middle - 1
-    return first[len(first) - low :]
-
-
 def fit(pattern: Sequence[str | int], texts: Sequence[str], whole: str) -> Pieces | None:
     """Find how each slot of ``pattern`` writes its text such that all of it is ``whole``; None if no way fits."""
 
@@ -358,26 +342,23 @@ def fit(pattern: Sequence[str | int], texts: Sequence[str], whole: str) -> Piece
     return walk(0, 0)
 
 
-def told_apart(pattern: Sequence[str | int], texts: Sequence[str], whole: str) -> list[Part]:
-    """Return ``whole`` in parts, told apart by its pattern; none if the texts are not there in any known form."""
-    return filled(fit(pattern, texts, whole) or (), texts)
-
-
-def locate(contents: Sequence[str], text: str) -> list[Part]:
-    """Find the contents in ``text`` in order, whatever stands between them.
+def told_apart(pattern: Sequence[str | int], texts: Sequence[str], foreign: Iterable[int], whole: str) -> list[Part]:
+    """Return ``whole`` in parts: by its pattern or, where that fits in no way, by looking for the texts in order.
 
     Raises:
-        ChatTemplateError: ``message-altered`` when one is not there in any known form.
+        ChatTemplateError: ``message-altered`` when a foreign text is not there in any known form.
 
     """
+    pieces = fit(pattern, texts, whole)
+    if pieces is not None:
+        return filled(pieces, texts)
     parts: list[Part] = []
     start = 0
-    for index, content in enumerate(contents):
-        forms = [transform(content) for transform in TRANSFORMS]
-        form = next((form for form in forms if text.find(form, start) >= 0), None)
-        if form is None:
-            raise ChatTemplateError("message-altered", f"the template rewrites the text of new message {index}")
-        at = text.find(form, start)
-        parts += [Part(text[start:at]), Part(form, environment=True)]
+    for number, index in enumerate(foreign):
+        forms = (transform(texts[index]) for transform in TRANSFORMS)
+        at, form = next(((at, form) for form in forms if (at := whole.find(form, start)) >= 0), (-1, ""))
+        if at < 0:
+            raise ChatTemplateError("message-altered", f"the template rewrites the text of new message {number}")
+        parts += [Part(whole[start:at]), Part(form, environment=True)]
         start = at + len(form)
-    return [*parts, Part(text[start:])]
+    return [*parts, Part(whole[start:])]

@@ -14,6 +14,7 @@ import marshal
 import re
 import secrets
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
 from itertools import chain, islice, pairwise
@@ -54,8 +55,6 @@ class GlueTemplate(CacheEntry):
     The first ``dropped`` ids are encoded with the rest, but are not part of the result: the close token that was
     sampled already.
     """
-
-    __slots__ = ("_dropped", "_encoder", "_fast", "_head", "_injection", "_markers", "_middle", "_tail", "pieces")
 
     def __init__(
         self,
@@ -122,7 +121,7 @@ class GlueCache:
         self.histories = Histories()
         # By shape (with tools and order, and without) and by prompt key. None: only the reference can serve it.
         self._templates: dict[Hashable, GlueTemplate | None] = {}
-        self._tools: dict[tuple[int, ...], tuple[Hashable, tuple[object, ...]]] = {}
+        self._tools: dict[tuple[int, ...], tuple[bytes, tuple[object, ...]]] = {}
 
     def distrust(self) -> None:
         """Give no answer from here on."""
@@ -134,8 +133,8 @@ class GlueCache:
         # A list: a generator costs more than the searches.
         return any(text in self._compared or True in [word in text for word in self._tested] for text in texts)
 
-    def _tools_digest(self, tools: Tools | None) -> Hashable:
-        """Return what is equal for equal schemas.
+    def _tools_digest(self, tools: Tools | None) -> bytes | None:
+        """Return what is equal for equal schemas; raise ValueError if they hold what is not plain data.
 
         They are known by identity, so the cost does not grow with what they say, and kept alive, so that an identity
         is not taken over.
@@ -144,11 +143,8 @@ class GlueCache:
             return None
         identity = tuple(map(id, tools))
         if identity not in self._tools:
-            try:
-                digest: Hashable = marshal.dumps(list(tools), 2)
-            except ValueError:
-                digest = identity
-            self._tools[identity] = digest, tuple(tools)
+            self._make_room()
+            self._tools[identity] = marshal.dumps(list(tools), 2), tuple(tools)
         return self._tools[identity][0]
 
     def _make_room(self) -> None:
@@ -161,12 +157,13 @@ class GlueCache:
         self, history: Messages, new_messages: Messages, tools: Tools | None, sampled: int | None
     ) -> Shape | None:
         """Return the shape of a step, in time that does not grow with a known history; None for what is unusual."""
-        if self._distrusted:
+        sequences = (list, tuple, Sequence)
+        if self._distrusted or not isinstance(history, sequences) or not isinstance(new_messages, sequences):
             return None
         try:
-            pairs = self.histories.pairs(history)
+            pairs, digest = self.histories.pairs(history), self._tools_digest(tools)
             turn, *new = conform([history[-1], *new_messages], _PLAIN, len(history) - 1)
-        except (ChatTemplateError, KeyError, IndexError, TypeError, AttributeError):
+        except (ChatTemplateError, KeyError, IndexError, TypeError, AttributeError, ValueError):
             return None
         # 1. The turn: its keys, whether it says anything, the names of its calls.
         calls = turn.get("tool_calls", ())
@@ -195,7 +192,7 @@ class GlueCache:
         if self._may_matter(contents) or not all(id_.isalnum() for id_ in every_id if id_):
             return None
         general = tuple(key)
-        return Shape((general, self._tools_digest(tools), pairs), general, contents + ids)
+        return Shape((general, digest, pairs), general, contents + ids)
 
     def glue(self, shape: Shape) -> Encoded | None:
         """Return the glue, if a template was learned."""
@@ -222,16 +219,15 @@ class GlueCache:
         # 1. Unguessable words for text and ids; as they are, and with white space and quotes around them.
         named = _with_other_ids(step)
         word = draw_word()
-        plain, decorated = (
-            replace(
-                named,
-                new=[
-                    {**message, "content": f"{before}{word}{index}m{after}" if message["content"] else ""}
-                    for index, message in enumerate(named.new)
-                ],
-            )
-            for before, after in (("", ""), (BEFORE, AFTER))
-        )
+
+        def saying(before: str, after: str) -> Step:
+            new = [
+                {**message, "content": f"{before}{word}{index}m{after}" if message["content"] else ""}
+                for index, message in enumerate(named.new)
+            ]
+            return replace(named, new=new)
+
+        plain, decorated = saying("", ""), saying(BEFORE, AFTER)
         # 2. The glue must be the same after every history, whatever the turn said, and whenever.
         same = self._same_everywhere(plain)
         if same is None:
@@ -294,14 +290,14 @@ class GlueCache:
         try:
             texts = [message["content"] for message in messages if len(message) == 2]
             roles = [message["role"] for message in messages]
-        except (KeyError, TypeError):
+            digest = self._tools_digest(tools)
+        except (KeyError, TypeError, ValueError):
             return None
         if roles not in (["user"], ["system", "user"]) or [type(text) for text in texts] != [str] * len(roles):
             return None
         if not texts[-1].strip() or self._may_matter(texts[-1:]):
             return None
-        clock = now if self._deriver.renderer.uses_clock else None
-        return self._tools_digest(tools), tuple(texts[:-1]), clock
+        return digest, tuple(texts[:-1]), now if self._deriver.renderer.uses_clock else None
 
     def prompt(self, key: Hashable, content: str) -> Encoded | None:
         """Return the prompt whose last message says ``content``, if a template was learned for it."""
@@ -317,13 +313,11 @@ class GlueCache:
         self._make_room()
         *before, last = messages
         words = [word := draw_word()], [BEFORE + word + AFTER]
-        try:
+        self._templates[key] = None
+        with suppress(ChatTemplateError):
             plain, dressed = (
                 self._deriver.renderer.render([*before, {**last, "content": text}], tools, now) for (text,) in words
             )
-        except ChatTemplateError:
-            self._templates[key] = None
-        else:
             self._templates[key] = self._fitted((plain, dressed), words, [last["content"]], result)
 
 

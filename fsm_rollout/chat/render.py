@@ -30,11 +30,9 @@ def shown_tools(tools: Tools | None) -> Tools | None:
         ChatTemplateError: ``malformed-tools`` for anything but a sequence of schemas.
 
     """
-    if tools is None or type(tools) is list or type(tools) is tuple:
-        return tools or None
-    if isinstance(tools, (str, bytes)) or not isinstance(tools, Sequence):
+    if isinstance(tools, (str, bytes)) or not isinstance(tools, (list, tuple, type(None), Sequence)):
         raise ChatTemplateError("malformed-tools", f"tools must be a list of schemas, got {type(tools).__name__}")
-    return list(tools) or None
+    return tools or None
 
 
 class Renderer:

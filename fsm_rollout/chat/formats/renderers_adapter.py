@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsm_rollout.chat.formats.base import Call, CallProblem, Parsed, ProblemKind, Span, outside
+from fsm_rollout.chat.render import Tools
 from fsm_rollout.errors import ChatTemplateError
 
 RENDERERS: dict[str, str] = {
@@ -62,7 +63,7 @@ class RendererFormat:
         self._before_call = re.compile(rf"(?:\s*(?:{marks}))+\s*\Z")
         self._after_call = re.compile(rf"\A(?:\s*(?:{marks}))+")
 
-    def parse(self, text: str, ids: Sequence[int] = (), tools: Sequence[Any] | None = None) -> Parsed:
+    def parse(self, text: str, ids: Sequence[int] = (), tools: Tools | None = None) -> Parsed:
         """Parse one assistant turn from its ids; see :class:`~fsm_rollout.chat.formats.base.ToolFormat`."""
         tokens = list(ids)
         if text and not tokens:

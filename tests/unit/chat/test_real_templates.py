@@ -12,7 +12,7 @@ from tests.unit.chat import chat_oracle as oracle
 from tests.unit.chat import chat_zoo as zoo
 
 LARGE = "75 kB"
-"""Seconds of work for templates that walk through a text by its characters, so not every template gets it."""
+"""Seconds of work for templates that walk through a text by its characters; they have no answer to a short one."""
 NO_ANSWER = {"template-raised", "message-dropped", "no-close-token", "turn-dropped", "text-moved"}
 
 
@@ -29,13 +29,15 @@ def test_glue_is_exact_or_refused_for_a_reason(name: str) -> None:
 
 
 @zoo.needs_zoo
-@pytest.mark.parametrize("name", zoo.NAMES[::8])
+@pytest.mark.parametrize("name", zoo.NAMES)
 def test_glue_of_a_large_result_is_exact(name: str) -> None:
-    check_glue(name, [LARGE])
+    if check_glue(name, ["one tool message"]):
+        assert check_glue(name, [LARGE]) == [LARGE]
 
 
-def check_glue(name: str, labels: list[str]) -> None:
-    """Compare the glue in some scenarios with the oracle's."""
+def check_glue(name: str, labels: list[str]) -> list[str]:
+    """Compare the glue in some scenarios with the oracle's; return those that have an answer."""
+    answered = []
     tokenizer = zoo.tokenizer_of(name)
     chat = chat_of(name)
     learned = oracle.learned_close(tokenizer)
@@ -55,20 +57,22 @@ def check_glue(name: str, labels: list[str]) -> None:
                 chat.glue(scenario.history, scenario.new, tools, **arguments)
             assert refusal.value.rule in NO_ANSWER, (label, refusal.value)
             continue
+        answered.append(label)
         close, text = want
         whole = text if stop is not None else close + text
-        # Three times: from the reference, while the cache learns, and from the cache.
-        got = [
-            method(scenario.history, scenario.new, tools, **arguments)
-            for method in (chat.glue_reference, chat.glue_detailed, chat.glue_detailed)
-        ]
-        assert got[0] == got[1] == got[2], label
-        assert chat.decode(got[0].ids) == whole, label
+        # From the reference, which the cache learns from, and from the cache; a large text once, as it comes.
+        got = chat.glue_detailed(scenario.history, scenario.new, tools, **arguments)
+        if label != LARGE:
+            assert chat.glue_detailed(scenario.history, scenario.new, tools, **arguments) == got, label
+            if got.entry is not None:  # learned in another scenario
+                assert chat.glue_reference(scenario.history, scenario.new, tools, **arguments) == got, label
+        assert chat.decode(got.ids) == whole, label
         canonical = tokenizer(whole, add_special_tokens=False).input_ids
         injected = zoo.MARKERS.findall("".join(message["content"] for message in scenario.new))
         foreign = [marker for marker in injected if marker in tokenizer.get_vocab()]
-        assert (got[0].guarded > 0) == bool(foreign), label
-        assert (got[0].ids == canonical) == (not foreign), label
+        assert (got.guarded > 0) == bool(foreign), label
+        assert (got.ids == canonical) == (not foreign), label
+    return answered
 
 
 @zoo.needs_zoo

@@ -6,8 +6,6 @@ import copy
 import enum
 import json
 import logging
-import subprocess
-import sys
 from array import array
 from collections import OrderedDict, UserDict, UserList, deque
 from dataclasses import replace
@@ -25,7 +23,6 @@ from transformers import PreTrainedTokenizerFast
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.chat.markers import CacheEntry
 from fsm_rollout.errors import ChatTemplateError
-from tests.kit import ROOT
 from tests.unit.chat import chat_zoo as zoo
 
 TOKENIZER = zoo.tokenizer_for(zoo.CHATML + "{#- <tool_call></tool_call> -#}")
@@ -544,11 +541,3 @@ def test_the_first_uses_of_each_entry_are_audited_and_then_one_in_so_many() -> N
     for entry in (CacheEntry(), CacheEntry()):
         due = [use for use in range(1, 200) if chat.audit_due(entry)]
         assert due == [1, 2, 64, 128, 192]
-
-
-def test_importing_it_loads_neither_torch_nor_transformers() -> None:
-    heavy = "print([name in sys.modules for name in ('torch', 'transformers')])"
-    code = f"import sys, fsm_rollout.chat, fsm_rollout.chat.formats\n{heavy}"
-    root = ROOT
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
-    assert shown.stdout.strip() == "[False, False]"
