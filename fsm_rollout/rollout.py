@@ -291,12 +291,8 @@ class Rollout:
     def engine_stats(self) -> dict[str, Any]:
         """Return per engine: requests, dispatches, and the version of its weights."""
         return {
-            name: {
-                "requests": client.requests,
-                "dispatches": client.dispatches,
-                "weight_version": client.engine.weight_version,
-            }
-            for name, client in self.clients.items()
+            name: {"requests": c.requests, "dispatches": c.dispatches, "weight_version": c.engine.weight_version}
+            for name, c in self.clients.items()
         }
 
     async def aupdate_weights(self, weights: Any, version: int | None = None) -> int:
@@ -379,19 +375,15 @@ class Rollout:
             self._loop_thread = None
 
     async def __aenter__(self) -> Rollout:
-        """Use as an async context manager to close what was built."""
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        """Close."""
         await self.aclose()
 
     def __enter__(self) -> Rollout:
-        """Use as a context manager to close what was built."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close."""
         self.close()
 
 

@@ -85,29 +85,29 @@ class Group:
         attempt = self.attempts.get(sample, 0)
         return f"{self.group_id}/{sample}" + (f"~{attempt}" if attempt else "")
 
-    def give_up(self, sample: int) -> None:
-        """Count an attempt out, so that the sample is begun anew."""
-        self.attempts[sample] = self.attempts.get(sample, 0) + 1
+    def standing(self, sample: int) -> Trajectory | None:
+        """Return the attempt at a sample that stands, if it has begun."""
+        return next((trajectory for trajectory in self.trajectories if trajectory.sample == sample), None)
 
-    def standing(self) -> dict[int, Trajectory]:
-        """Return the attempts that stand, by sample: those that have begun and were not given up."""
-        return {t.sample: t for t in self.trajectories if t.trajectory_id == self.next_id(t.sample)}
+    def add(self, trajectory: Trajectory) -> None:
+        """Take the attempt at a sample in; samples stand in their order."""
+        self.trajectories.append(trajectory)
+        self.trajectories.sort(key=lambda trajectory: trajectory.sample)
+
+    def give_up(self, sample: int) -> None:
+        """Discard the attempt at a sample, so that it is begun anew."""
+        self.attempts[sample] = self.attempts.get(sample, 0) + 1
+        if (trajectory := self.standing(sample)) is not None:
+            self.trajectories.remove(trajectory)
+            self._discard(trajectory)
 
     def begin(self) -> list[int]:
         """Let it run, and return the samples to start: what has not begun, was set aside or was given up."""
-        standing = self.standing()
-        samples = [k for k in range(self.n) if k not in standing or not standing[k].ended]
+        ended = {trajectory.sample for trajectory in self.trajectories if trajectory.ended}
+        samples = [sample for sample in range(self.n) if sample not in ended]
         self.unfinished = len(samples)
         self.state = GroupState.RUNNING
         return samples
-
-    def add(self, new: Trajectory) -> None:
-        """Take the attempt at a sample in, in the place of one that was given up; samples stand in their order."""
-        for old in [trajectory for trajectory in self.trajectories if trajectory.sample == new.sample]:
-            self.trajectories.remove(old)
-            self._discard(old)
-        self.trajectories.append(new)
-        self.trajectories.sort(key=lambda trajectory: trajectory.sample)
 
     def discard_unread(self, parent: Trajectory) -> None:
         """Take sub-agents' trajectories out that were cut off with their parent, whose call will be made again."""
@@ -125,10 +125,6 @@ class Group:
         """Return the sub-agents' trajectories that a trajectory has called, and those that these have."""
         prefix = f"{trajectory.trajectory_id}/"
         return [child for child in self.children if child.trajectory_id.startswith(prefix)]
-
-    def with_glue_of(self, entry: object) -> list[Trajectory]:
-        """Return the trajectories, discarded ones apart, some of whose glue came from a cache entry."""
-        return [t for t in self.all if entry in self.glue_entries.get(t.trajectory_id, ())]
 
 
 async def score_group(group: Group, reward: Reward | None, record: Callable[[Trajectory, AnyEvent], None]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterable, Sequence
 from typing import Any
 
-import msgspec
 from pydantic import ValidationError
 
 from fsm_rollout.errors import ConfigError, Problem, did_you_mean
@@ -61,21 +60,18 @@ def resumed_groups(
         except ConfigError as error:
             problems += error.problems
             continue
-        latest = {trajectory.sample: trajectory for trajectory in samples}  # a later attempt stands for earlier ones
-        group = Group(group_id, len(groups), prompt, bound[samples[0].agent], max(n, *(k + 1 for k in latest)))
-        group.attempts = {sample: _attempt(trajectory) for sample, trajectory in latest.items()}
+        n = max(n, *(trajectory.sample + 1 for trajectory in samples))
+        group = Group(group_id, len(groups), prompt, bound[samples[0].agent], n)
         group.children = [trajectory for trajectory in members if trajectory.parent_id is not None]
         for trajectory in samples:
+            if group.standing(trajectory.sample) is not None:
+                group.give_up(trajectory.sample)  # a later attempt stands for earlier ones
             group.add(trajectory)
+            group.attempts[trajectory.sample] = _attempt(trajectory)
         groups.append(group)
     if problems:
         raise ConfigError(problems)
     return groups
-
-
-def same_prompt(one: Prompt, other: Prompt) -> bool:
-    """Say whether two prompts ask the same, wherever they were read."""
-    return bool(msgspec.to_builtins(one.messages) == msgspec.to_builtins(other.messages))
 
 
 def _attempt(trajectory: Trajectory) -> int:

@@ -22,6 +22,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 from weakref import WeakSet
 
+from msgspec import to_builtins
+
 from fsm_rollout.agent.graph import POLICY, AgentGraph
 from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.engines.client import EngineClient
@@ -29,7 +31,7 @@ from fsm_rollout.environment.rewards import GroupFilter, Reward
 from fsm_rollout.environment.users import build_interaction
 from fsm_rollout.errors import ConfigError, GlueMismatchError, Problem, ToolError, did_you_mean, single
 from fsm_rollout.scheduler.group import Group, GroupState, score_group
-from fsm_rollout.scheduler.resume import History, resumed_groups, same_prompt
+from fsm_rollout.scheduler.resume import History, resumed_groups
 from fsm_rollout.scheduler.staleness import Staleness
 from fsm_rollout.scheduler.trajectory_runner import Program, run_trajectory
 from fsm_rollout.states.active import CARRIED, CUT_OFF, INTERRUPTED, ActiveTrajectory, Stop, Suspension
@@ -478,7 +480,7 @@ class Scheduler:
             index, self._prompts = self._prompts, self._prompts + 1
             group_id = prompt.prompt_id or str(index)
             resumed = run.resumed.get(group_id)
-            if resumed is not None and same_prompt(resumed.prompt, prompt):
+            if resumed is not None and to_builtins(resumed.prompt.messages) == to_builtins(prompt.messages):
                 run.resumed.pop(group_id).index = index
                 continue
             program = self.program_of(prompt)
@@ -515,7 +517,7 @@ class Scheduler:
 
     async def _start_sample(self, group: Group, sample: int) -> ActiveTrajectory:
         """Begin a sample, or let it go on (unless it has fallen too far behind the weights meanwhile)."""
-        trajectory = group.standing().get(sample)
+        trajectory = group.standing(sample)
         if trajectory is not None:
             live = group.active.get(trajectory.trajectory_id) or self._activate(group, trajectory)
             now = asyncio.get_running_loop().time()
@@ -737,12 +739,13 @@ class Scheduler:
         outcome = Outcome(Trigger.FAILED, error=type(mismatch).__name__, detail=str(mismatch))
         number = delivered = 0
         for group in [*self.groups.values(), *self._held]:
-            for trajectory in group.with_glue_of(mismatch.entry):
-                group.dropped = True
-                number += 1
-                delivered += group.state is GroupState.DELIVERED
-                live = group.active.get(trajectory.trajectory_id) or self._activate(group, trajectory)
-                live.fail(outcome)
+            for trajectory in group.all:
+                if mismatch.entry in group.glue_entries.get(trajectory.trajectory_id, ()):
+                    group.dropped = True
+                    number += 1
+                    delivered += group.state is GroupState.DELIVERED
+                    live = group.active.get(trajectory.trajectory_id) or self._activate(group, trajectory)
+                    live.fail(outcome)
         logger.error(
             "%d trajectories hold tokens of a wrong glue; they end as %s, and their groups are in no batch%s: %s",
             number, outcome.stop_reason,

@@ -73,8 +73,7 @@ class Staleness:
         if self.most is None or group.dropped:
             return []
         done = group.state is GroupState.DONE
-        standing = group.standing().values()
-        old = [trajectory for trajectory in standing if (done or trajectory.ended) and self.end_of(group, trajectory)]
+        old = [t for t in group.trajectories if (done or t.ended) and self.end_of(group, t) is not None]
         group.dropped = not all(t.ended and self.may_restart(group, t.sample) for t in old)
         samples = [] if group.dropped else [trajectory.sample for trajectory in old]
         for sample in samples:

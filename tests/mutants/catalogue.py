@@ -215,7 +215,7 @@ MUTANTS = (
     ),
     Mutant(
         "what has ended does not grow old", "scheduler/staleness.py",
-        "if (done or trajectory.ended) and self.end_of(group, trajectory)]", "if False]",
+        "if (done or t.ended) and self.end_of(group, t) is not None]", "if False]",
         "nothing older than `max_staleness` is handed over",
         LOOP,
     ),
