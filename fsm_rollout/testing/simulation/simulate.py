@@ -14,7 +14,7 @@ import gc
 import logging
 from array import array
 from collections import defaultdict
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -70,8 +70,7 @@ def _shared_chats(tokenizer: object) -> dict[object, ChatTemplate]:
 
 
 @cache
-def _settled() -> None:
-    """Tell the collector, once, that what is loaded by now stays: looking at it all again took a third of each run."""
+def _freeze_what_is_loaded() -> None:
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)
@@ -79,8 +78,8 @@ def _settled() -> None:
 
 @contextmanager
 def _rarely_collected() -> Iterator[None]:
-    """Let the collector look at a run's many small objects less often; it took an eighth of the time."""
-    _settled()
+    """Let the collector look at what stays no more, and at a run's objects less often: it took nearly half the time."""
+    _freeze_what_is_loaded()
     before = gc.get_threshold()
     if before[0]:  # somebody may have switched it off
         gc.set_threshold(1_000_000, *before[1:])
@@ -127,7 +126,9 @@ class Simulation:
     tokenizer: Any
     engine: ScriptedEngine | PoolEngine
     log: Sequence[Logged] = ()
-    """What reached and left the engine; of a pool, each of its replicas (:class:`MortalReplicas`)."""
+    """What reached and left the engine; of a pool, each of its replicas."""
+    replicas: MortalReplicas | None = None
+    """Those of a pool."""
     groups: list[Group] = field(default_factory=list)
     events: dict[str, list[AnyEvent]] = field(default_factory=lambda: defaultdict(list))
     """Every event, by trajectory, as the listeners heard it."""
@@ -213,37 +214,47 @@ def simulate(
         resume: trajectories to go on with, of an earlier simulation of the same agent and plan.
         blocking_seconds: real seconds that one callback may keep the event loop.
     """
-    world = _World(graph, plan, tokenizer or embedded_tokenizer(), real_tools, max_context)
+    # 1. The world: the agent with simulated users, and an engine, or several that can be killed.
+    tokenizer = tokenizer or embedded_tokenizer()
+    build = partial(
+        ScriptedEngine, partial(_says, plan), tokenizer=tokenizer, max_context=max_context,
+        max_running=plan.schedule.max_running, log=True,
+    )  # fmt: skip
+    if plan.pooled:
+        replicas = MortalReplicas(lambda name: build(replica=name))
+        result = Simulation(graph, plan, tokenizer, PoolEngine(replicas, plan.schedule.replicas), replicas.told)
+        result.replicas = replicas
+    else:
+        engine = build()
+        result = Simulation(graph, plan, tokenizer, engine, engine.log)
+    played = graph if real_tools else with_simulated_users(graph, plan.replies)
+    # 2. What to begin from.
     asked = [
         prompts[number % len(prompts)].model_copy(update={"prompt_id": f"p{number}"})
         if prompts
         else Prompt(prompt_id=f"p{number}", messages=({"role": "user", "content": f"Question {number}?"},))
         for number in range(plan.prompts)
     ]
-    run = world.run(asked, sampling, journal, resume)
+    # 3. The run.
+    run = _run(result, played, asked, real_tools=real_tools, sampling=sampling, journal=journal, resume=resume)
     loop = VirtualTimeLoop(horizon=max(HORIZON, 2 * (graph.limits.wall_seconds or 0)))
-    result = world.result
     try:
         with quietly(), _rarely_collected(), blocking_detected(lambda: loop.beat, blocking_seconds) as blockages:
             result.blockages = blockages
             run_virtual(run, loop=loop)
     except (Exception, LoopInterrupted, SystemExit) as error:
         result.crash = error
+    # 4. What a crash has left half-way is closed; in closing it may ask for the loop.
     finally:
-        _close(run, loop)
+        asyncio.set_event_loop(loop)
+        try:
+            run.close()
+        finally:
+            asyncio.set_event_loop(None)
+            loop.set_exception_handler(lambda *_: None)  # a pool knows its loop for long, which need not know the run
+            if not loop.is_closed():
+                loop.close()
     return result
-
-
-def _close(run: Coroutine[object, object, None], loop: VirtualTimeLoop) -> None:
-    """Close what a crash has left half-way; what it does in closing may ask for the loop."""
-    asyncio.set_event_loop(loop)
-    try:
-        run.close()
-    finally:
-        asyncio.set_event_loop(None)
-        loop.set_exception_handler(lambda *_: None)  # a pool knows its loop for long, which need not know the run
-        if not loop.is_closed():
-            loop.close()
 
 
 def _says(plan: Plan, request: Request) -> Turn:
@@ -255,105 +266,77 @@ def _says(plan: Plan, request: Request) -> Turn:
     return turn if slow == 1.0 or not turn.delay else turn.model_copy(update={"delay": turn.delay * slow})
 
 
-class _World:
-    """A run while it is going on."""
+async def _run(
+    result: Simulation, played: AgentGraph, prompts: Sequence[Prompt], *, real_tools: bool,
+    sampling: Sampling | None, journal: str | Path | None, resume: Sequence[History],
+) -> None:  # fmt: skip
+    plan, engine = result.plan, result.engine
+    loop = asyncio.get_running_loop()
 
-    def __init__(self, graph: AgentGraph, plan: Plan, tokenizer: Any, real_tools: bool, max_context: int) -> None:
-        self.plan, self.real_tools = plan, real_tools
-        self.played = graph if real_tools else with_simulated_users(graph, plan.replies)
-        self.replicas: MortalReplicas | None = None
-        says = partial(_says, plan)  # not a method of this world: it and its engine would be one cycle, freed late
-        options = {"tokenizer": tokenizer, "max_context": max_context, "max_running": plan.schedule.max_running}
+    def listen(trajectory: Trajectory, event: AnyEvent) -> None:
+        result.events[trajectory.trajectory_id].append(event)
+        result.order.append((trajectory.trajectory_id, event))
+        result.live[trajectory.trajectory_id] = trajectory
 
-        def build(name: str) -> ScriptedEngine:
-            return ScriptedEngine(says, **options, log=True, replica=name)
-
-        if plan.pooled:
-            self.replicas = MortalReplicas(build)
-            self.result = Simulation(graph, plan, tokenizer, PoolEngine(self.replicas, plan.schedule.replicas))
-        else:
-            engine = build("")
-            self.result = Simulation(graph, plan, tokenizer, engine, engine.log)
-
-    async def run(
-        self, prompts: Sequence[Prompt], sampling: Sampling | None, journal: str | Path | None,
-        resume: Sequence[History],
-    ) -> None:  # fmt: skip
-        result, engine = self.result, self.result.engine
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(self._complain)
-        with nullcontext() if journal is None else closing(Journal(journal)) as book:
-            # 1. The scheduler, with what is drawn in the place of what is real.
-            scheduler = Scheduler(
-                {self.played.agent: self.played},
-                OneEngine(engine, chats=_shared_chats(engine.tokenizer)),
-                seed=self.plan.seed,
-                concurrency=self.plan.schedule.concurrency,
-                sampling=sampling,
-                listeners=[self._listen],
-                journal=book,
-            )
-            self._prepare(scheduler)
-            # 2. The run, and what interferes with it.
-            faults = [loop.create_task(self._interfere(scheduler, fault)) for fault in self.plan.faults]
-            try:
-                async for group in scheduler.run(prompts, self.plan.n, resume=resume):
-                    result.groups.append(group)
-            # 3. The end, however it came.
-            finally:
-                result.seconds = loop.time()
-                for task in faults:
-                    task.cancel()
-                await asyncio.gather(*faults, return_exceptions=True)
-                if self.replicas is not None and isinstance(engine, PoolEngine):
-                    result.log = self.replicas.log(stats.name for stats in engine.replicas if stats.state == "up")
-                await engine.aclose()
-
-    def _listen(self, trajectory: Trajectory, event: AnyEvent) -> None:
-        self.result.events[trajectory.trajectory_id].append(event)
-        self.result.order.append((trajectory.trajectory_id, event))
-        self.result.live[trajectory.trajectory_id] = trajectory
-
-    def _complain(self, loop: asyncio.AbstractEventLoop, context: Mapping[str, object]) -> None:
+    def complain(loop: asyncio.AbstractEventLoop, context: Mapping[str, object]) -> None:
         error = context.get("exception")
         about = f": {type(error).__name__}: {error}" if error is not None else ""
-        self.result.complaints.append(f"{context.get('message')}{about}")
+        result.complaints.append(f"{context.get('message')}{about}")
 
-    def _prepare(self, scheduler: Scheduler) -> None:
-        """Put simulated tools in the place of real ones, and watch the user's handlers."""
-        for program in {id(graph): scheduler.program(graph) for graph in agents_of(self.played)}.values():
-            if not self.real_tools:
-                program.toolbox.replace(partial(simulated_tool, fates=self.plan.tools))
+    loop.set_exception_handler(complain)
+    with nullcontext() if journal is None else closing(Journal(journal)) as book:
+        # 1. The scheduler, with simulated tools in the place of real ones; users' handlers are watched.
+        scheduler = Scheduler(
+            {played.agent: played}, OneEngine(engine, chats=_shared_chats(engine.tokenizer)), seed=plan.seed,
+            concurrency=plan.schedule.concurrency, sampling=sampling, listeners=[listen], journal=book,
+        )  # fmt: skip
+        for program in {id(graph): scheduler.program(graph) for graph in agents_of(played)}.values():
+            if not real_tools:
+                program.toolbox.replace(partial(simulated_tool, fates=plan.tools))
             for state, handler in program.handlers.items():
                 if ":" in program.graph.handler_of(state):
-                    watch_visits(handler, self.result.visits)
+                    watch_visits(handler, result.visits)
+        # 2. The run, and what interferes with it.
+        faults = [loop.create_task(_interfere(result, scheduler, fault)) for fault in plan.faults]
+        try:
+            async for group in scheduler.run(prompts, plan.n, resume=resume):
+                result.groups.append(group)
+        # 3. The end, however it came.
+        finally:
+            result.seconds = loop.time()
+            for task in faults:
+                task.cancel()
+            await asyncio.gather(*faults, return_exceptions=True)
+            if result.replicas is not None and isinstance(engine, PoolEngine):
+                result.log = result.replicas.log(replica.name for replica in engine.replicas if replica.state == "up")
+            await engine.aclose()
 
-    async def _interfere(self, scheduler: Scheduler, fault: Fault) -> None:
-        await asyncio.sleep(fault.at)
-        prompt, sample = divmod(fault.target % (self.plan.prompts * self.plan.n), self.plan.n)
-        trajectory_id = f"p{prompt}/{sample}"
-        policy = scheduler.clients[POLICY]
-        match fault.kind:
-            case "cancel":
-                scheduler.cancel(trajectory_id)
-            case "suspend":
-                scheduler.suspend(trajectory_id, "drawn")
-            case "stop":
-                scheduler.stop()
-            case "update_weights":
-                await scheduler.update_weights({})
-            case "pause":
-                await policy.pause()
-                with suppress(asyncio.CancelledError):
-                    await asyncio.sleep(fault.seconds)
-                await policy.resume()
-            case "abort":
-                log = self.result.log if self.replicas is None else self.replicas.told
-                asked = [line.what for line in log if isinstance(line.what, Request)]
-                await self.result.engine.abort([r.request_id for r in asked if r.trajectory_id == trajectory_id])
-            case "kill_replica":
-                assert self.replicas is not None, "a plan that kills replicas has some"
-                self.replicas.kill(fault.target)
+
+async def _interfere(result: Simulation, scheduler: Scheduler, fault: Fault) -> None:
+    await asyncio.sleep(fault.at)
+    prompt, sample = divmod(fault.target % (result.plan.prompts * result.plan.n), result.plan.n)
+    trajectory_id = f"p{prompt}/{sample}"
+    policy = scheduler.clients[POLICY]
+    match fault.kind:
+        case "cancel":
+            scheduler.cancel(trajectory_id)
+        case "suspend":
+            scheduler.suspend(trajectory_id, "drawn")
+        case "stop":
+            scheduler.stop()
+        case "update_weights":
+            await scheduler.update_weights({})
+        case "pause":
+            await policy.pause()
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(fault.seconds)
+            await policy.resume()
+        case "abort":
+            asked = [line.what for line in result.log if isinstance(line.what, Request)]
+            await result.engine.abort([r.request_id for r in asked if r.trajectory_id == trajectory_id])
+        case "kill_replica":
+            assert result.replicas is not None, "a plan that kills replicas has some"
+            result.replicas.kill(fault.target)
 
 
 def without_clocks(graph: AgentGraph) -> AgentGraph:

@@ -1,9 +1,9 @@
 """Valid event sequences, and thereby trajectories and token streams, without running anything.
 
 Invariant: every sequence is one that the scheduler could have journalled: :meth:`Trajectory.fold` takes it. A sequence
-is drawn as small steps, each an event or two that mean something in any order, so that shrinking may leave out any of
-them; :func:`events_of` adds what a step needs to be valid (a context is opened before it is written to, pending
-messages enter the stream before a generation, …).
+is drawn as events that mean something in any order, so that shrinking may leave out any of them; :func:`events_of` adds
+what each needs to be valid (a context is opened before it is written to, pending messages enter the stream before a
+generation, …).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from operator import add
 from typing import Any, TypeVar
 
@@ -20,28 +19,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from fsm_rollout.testing.strategies.schema_values import plain_data
-from fsm_rollout.trajectory.events import (
-    AnyEvent,
-    Called,
-    ContextOpened,
-    Ended,
-    Generated,
-    LimitCharged,
-    MalformedCall,
-    MessagesAppended,
-    Prompted,
-    PromptExtended,
-    Scored,
-    Suspended,
-    ToolCall,
-    Transitioned,
-    UserReplied,
-)
+from fsm_rollout.trajectory import events
+from fsm_rollout.trajectory.events import AnyEvent
 from fsm_rollout.trajectory.reasons import FinishReason, LimitName, Trigger
 from fsm_rollout.trajectory.tokens import TokenStream
 from fsm_rollout.trajectory.trajectory import Trajectory
 
-G = TypeVar("G", ContextOpened, PromptExtended)
+G = TypeVar("G", events.ContextOpened, events.PromptExtended)
 
 TRAINED = {"main": True, "critic": False, "notes": True}
 """The contexts that occur, and whether each is trained."""
@@ -83,9 +67,9 @@ _runs = st.lists(_run, min_size=1, max_size=2) | st.lists(_run, max_size=2)
 """Runs of (token, logprob) pairs, each with the weight version that sampled it; no runs at all are an empty turn."""
 
 
-def _sampled(runs: list[tuple[list[tuple[int, float]], int]], text: str, **facts: Any) -> Generated:
+def _sampled(runs: list[tuple[list[tuple[int, float]], int]], text: str, **facts: Any) -> events.Generated:
     pairs = [pair for run, _ in runs for pair in run]
-    return Generated(
+    return events.Generated(
         ids=array("i", [token for token, _ in pairs]),
         logprobs=array("f", [logprob for _, logprob in pairs]),
         versions=[(len(run), version) for run, version in runs],
@@ -101,47 +85,37 @@ def _generation(**facts: st.SearchStrategy[object]) -> st.SearchStrategy[AnyEven
 
 
 _attempts = st.lists(
-    st.builds(ToolCall, id=words, name=words, arguments=st.dictionaries(words, msgpack_values, max_size=1))
-    | st.builds(MalformedCall, id=words, kind=words, message=words),
+    st.builds(events.ToolCall, id=words, name=words, arguments=st.dictionaries(words, msgpack_values, max_size=1))
+    | st.builds(events.MalformedCall, id=words, kind=words, message=words),
     max_size=2,
 )
-_generate = _generation(attempts=_attempts).map(lambda event: [event])
-_write = st.builds(
-    lambda written, glue: [written, *glue],
-    _event(MessagesAppended, context=contexts, state=states, messages=_messages("user", "tool")),
-    st.lists(_event(PromptExtended, context=st.just(""), state=st.just(""), ids=_ids, guarded_at=_places), max_size=1),
-)
-_score = _event(Scored, value=score, turn=st.none() | st.integers(0, 3)).map(lambda event: [event])
+_generate = _generation(attempts=_attempts)
+_write = _event(events.MessagesAppended, context=contexts, state=states, messages=_messages("user", "tool"))
+_glue = _event(partial(events.PromptExtended, context="", state=""), ids=_ids, guarded_at=_places)
+"""Of what was written last."""
+_score = _event(events.Scored, value=score, turn=st.none() | st.integers(0, 3))
 _rest = st.one_of(
     _event(
-        partial(ContextOpened, trained=True, engine=""),
-        context=contexts,
-        state=states,
-        messages=_messages("system", "user"),
-        ids=_ids,
-        guarded_at=_places,
+        partial(events.ContextOpened, trained=True, engine=""),
+        context=contexts, state=states, messages=_messages("system", "user"), ids=_ids, guarded_at=_places,
     ),
     _event(
-        partial(Transitioned, source=""),
-        trigger=st.just(Trigger.GENERATED),
-        dest=states,
-        limit=st.none() | st.just("tool_calls"),
+        partial(events.Transitioned, source="", trigger=Trigger.GENERATED),
+        dest=states, limit=st.none() | st.just("tool_calls"),
         spent=st.fixed_dictionaries({"assistant_turns": st.integers(0, 2)}),
     ),
     _event(
-        partial(Called, id="c", name="calculate", arguments={"expression": "1"}, result="1"),
-        state=states,
-        failure=st.none() | st.just("unknown_tool"),
-        reward=st.none() | score,
-        seconds=seconds,
+        partial(events.Called, id="c", name="calculate", arguments={"expression": "1"}, result="1"),
+        state=states, failure=st.none() | st.just("unknown_tool"), reward=st.none() | score, seconds=seconds,
     ),
     _generation(continued=st.just(True), resumed=st.booleans()),
-    _event(LimitCharged, limit=st.just(LimitName.TOOL_CALLS), amount=st.integers(1, 2)),
-    _event(UserReplied, context=st.just("main"), state=states, seconds=seconds),
-    _event(Suspended, reason=st.just("weights")),
-).map(lambda event: [event])
+    _event(events.LimitCharged, limit=st.just(LimitName.TOOL_CALLS), amount=st.integers(1, 2)),
+    _event(events.UserReplied, context=st.just("main"), state=states, seconds=seconds),
+    _event(events.Suspended, reason=st.just("weights")),
+)  # fmt: skip
 # `one_of` counts equal branches once, so weights go this way: most trajectories have several turns and a score or two.
-steps = st.sampled_from([_generate] * 4 + [_write] * 3 + [_score] * 2 + [_rest] * 3).flatmap(lambda kind: kind)
+_KINDS = [_generate] * 5 + [_write] * 3 + [_glue] * 2 + [_score] * 2 + [_rest] * 3
+steps = st.sampled_from(_KINDS).flatmap(lambda kind: kind)
 
 
 # -- trajectories ---------------------------------------------------------------------------------------------------
@@ -151,7 +125,7 @@ steps = st.sampled_from([_generate] * 4 + [_write] * 3 + [_score] * 2 + [_rest] 
 class Plan:
     """A whole trajectory to be."""
 
-    steps: list[list[AnyEvent]]
+    steps: list[AnyEvent]
     extra: dict[str, object]
     ending: str | None
     late_scores: list[float]
@@ -171,16 +145,16 @@ def events_of(plan: Plan, trajectory_id: str = "t0") -> list[AnyEvent]:
     return [replace(event, at=float(number)) for number, event in enumerate(_valid(plan, trajectory_id))]
 
 
-_OPENING = ContextOpened(
+_OPENING = events.ContextOpened(
     at=0.0, context="", state="", messages=[{"role": "user", "content": ""}], ids=array("i", [1]), trained=True,
     engine="",
 )  # fmt: skip
-_GLUE = PromptExtended(at=0.0, context="", state="", ids=array("i", [2, 3]))
+_GLUE = events.PromptExtended(at=0.0, context="", state="", ids=array("i", [2, 3]))
 
 
 def _valid(plan: Plan, trajectory_id: str) -> Iterator[AnyEvent]:
     """Yield the events of a plan and what they need; knows nothing of the code under test."""
-    yield Prompted(
+    yield events.Prompted(
         at=0.0, trajectory_id=trajectory_id, group_id="g0", sample=0, agent="solver", initial=STATES[0],
         messages=[{"role": "user", "content": "?"}], extra=plan.extra,
         limits={"tool_calls": 3, "wall_seconds": None}, seed=7, date="2020-01-01T00:00:00",
@@ -189,47 +163,49 @@ def _valid(plan: Plan, trajectory_id: str) -> Iterator[AnyEvent]:
     pending: dict[str, bool] = {}
     """Whether an open context has messages that are in no stream yet."""
     answered: set[str] = set()
-    written = MessagesAppended(at=0.0, context="", state="", messages=[])
-    for event in chain.from_iterable(plan.steps):
-        if isinstance(event, Generated | MessagesAppended) and event.context not in pending:
-            if isinstance(event, Generated) and event.continued:
+    written = events.MessagesAppended(at=0.0, context="", state="", messages=[])
+    for event in plan.steps:
+        if isinstance(event, events.Generated | events.MessagesAppended) and event.context not in pending:
+            if isinstance(event, events.Generated) and event.continued:
                 continue
             yield _opened(replace(_OPENING, context=event.context, state=event.state))
             pending[event.context] = False
         match event:
-            case Generated(continued=True) if event.context not in answered:
+            case events.Generated(continued=True) if event.context not in answered:
                 continue
-            case Generated(continued=True):
+            case events.Generated(continued=True):
                 event = replace(event, state=state)
-            case Generated():
+            case events.Generated():
                 if pending[event.context]:
                     yield replace(_GLUE, context=event.context, state=event.state)
                 pending[event.context] = False
                 answered.add(event.context)
-            case MessagesAppended():
+            case events.MessagesAppended():
                 written = event
                 pending[event.context] = True
                 answered.discard(event.context)
-            case PromptExtended():
+            case events.PromptExtended() if not pending.get(written.context):
+                continue
+            case events.PromptExtended():
                 event = _guarded(replace(event, context=written.context, state=written.state))
                 pending[event.context] = False
-            case ContextOpened():
+            case events.ContextOpened():
                 event = _opened(event)
                 pending[event.context] = False
                 answered.discard(event.context)
-            case Transitioned():
+            case events.Transitioned():
                 trigger = Trigger.LIMIT_REACHED if event.limit else event.trigger
                 event = replace(event, source=state, trigger=trigger)
                 state = event.dest
-            case Called():
+            case events.Called():
                 event = replace(event, bad=event.failure is not None)
         yield event
     if plan.ending:
-        yield Ended(at=0.0, stop_reason=plan.ending)
-        yield from (Scored(at=0.0, value=value) for value in plan.late_scores)
+        yield events.Ended(at=0.0, stop_reason=plan.ending)
+        yield from (events.Scored(at=0.0, value=value) for value in plan.late_scores)
 
 
-def _opened(event: ContextOpened) -> ContextOpened:
+def _opened(event: events.ContextOpened) -> events.ContextOpened:
     trained = TRAINED[event.context]
     return _guarded(replace(event, trained=trained, engine="policy" if trained else "judge"))
 

@@ -1,10 +1,8 @@
 """Virtual time: it passes only when nothing can run, timers keep their order, and nothing waits for ever."""
 
 import asyncio
-import os
 import selectors
 import socket
-import subprocess
 import threading
 from collections.abc import Callable
 
@@ -216,26 +214,6 @@ def test_the_main_coroutines_error_comes_through(fail: Callable[[], object]):
         run_virtual(main())
 
 
-def test_a_process_takes_no_virtual_time_and_is_waited_for():
-    async def main() -> tuple[bytes, float]:
-        async with asyncio.timeout(30):
-            process = await asyncio.create_subprocess_exec("expr", "2", "+", "2", stdout=subprocess.PIPE)
-            said, _ = await process.communicate()
-        return said, asyncio.get_running_loop().time()
-
-    assert run_virtual(main()) == (b"4\n", 0.0)
-
-
-def test_a_process_without_pipes_is_waited_for():
-    async def main() -> tuple[int, float]:
-        async with asyncio.timeout(30):
-            process = await asyncio.create_subprocess_shell("exit 3")
-            code = await process.wait()
-        return code, asyncio.get_running_loop().time()
-
-    assert run_virtual(main()) == (3, 0.0)
-
-
 def test_an_answer_from_a_connection_comes_before_the_timeout_that_waits_for_it():
     here, there = socket.socketpair()
 
@@ -269,32 +247,6 @@ class Rests(VirtualTimeLoop):
     def _rest(self, seconds: float) -> list[tuple[selectors.SelectorKey, int]]:
         self.rests.append(seconds)
         return super()._rest(seconds if self.really else 0.0)
-
-
-def test_a_process_that_is_silent_does_not_stop_time_for_ever():
-    loop = Rests()
-
-    async def main() -> float:
-        process = await asyncio.create_subprocess_exec("cat", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        for _ in range(1000):
-            await asyncio.sleep(3600)
-        assert loop.rests == [60.0]  # for the first of them
-        loop.really = True
-        assert process.stdin is not None
-        process.stdin.close()
-        await process.wait()
-        return loop.time()
-
-    assert run_virtual(main(), loop=loop) == 3_600_000.0
-
-
-def test_a_process_that_is_left_is_ended_with_the_loop():
-    async def main() -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec("cat", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-    process = run_virtual(main())
-    with pytest.raises(ChildProcessError):
-        os.waitpid(process.pid, os.WNOHANG)  # it has ended, and was waited for
 
 
 def test_a_server_that_only_listens_stops_time_for_no_moment():
