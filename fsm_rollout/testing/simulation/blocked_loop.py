@@ -27,6 +27,8 @@ from weakref import WeakSet
 
 from fsm_rollout.testing.simulation.source_lines import is_users, place
 
+_Process = subprocess.Popen[Any]
+
 BLOCKING_SECONDS = 5.0
 """Seconds that one callback may keep the event loop, computing or waiting, before it counts as blocking."""
 GLANCE_SECONDS = 0.1
@@ -74,7 +76,7 @@ class _Watch:
 
     def __init__(self, beats: Callable[[], int | None], seconds: float) -> None:
         self.found: list[Blockage] = []
-        self.processes: WeakSet[subprocess.Popen[Any]] = WeakSet()
+        self.processes: WeakSet[_Process] = WeakSet()
         """Those whose end was not waited for; ``subprocess.run`` kills such a one and waits again, rightly."""
         self._beats, self._seconds = beats, seconds
         self._last: tuple[int | None, object, float] = (None, None, 0.0)
@@ -180,17 +182,17 @@ def _sleep(seconds: float) -> None:
     _REAL[time, "sleep"](seconds)
 
 
-def _wait(process: subprocess.Popen[Any], timeout: float | None = None) -> object:
+def _wait(process: _Process, timeout: float | None = None) -> object:
     _refuse_process(process, "wait", timeout)
     return _REAL[subprocess.Popen, "wait"](process, timeout)
 
 
-def _communicate(process: subprocess.Popen[Any], input: object = None, timeout: float | None = None) -> object:
+def _communicate(process: _Process, input: object = None, timeout: float | None = None) -> object:
     _refuse_process(process, "communicate", timeout)
     return _REAL[subprocess.Popen, "communicate"](process, input, timeout)
 
 
-def _refuse_process(process: subprocess.Popen[Any], method: str, timeout: float | None) -> None:
+def _refuse_process(process: _Process, method: str, timeout: float | None) -> None:
     watch = _watches.get(threading.get_ident())
     # Not `poll()`: whether a short process has ended by now is a matter of luck.
     if watch is None or process.returncode is not None or timeout == 0 or process in watch.processes:

@@ -6,7 +6,9 @@ unchanged, so one line of text replays a run exactly.
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import builtins
 import json
 import zlib
 from collections.abc import Mapping
@@ -21,25 +23,39 @@ from fsm_rollout.trajectory.settings import StrictModel
 Moment = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class ToolFate(StrictModel):
-    """What one call of a tool comes to, after ``seconds``: a text, an error of its own, or nothing ever."""
+class Fate(StrictModel):
+    """What a call or a reply comes to after ``seconds``: a result, an error of its own, or nothing ever."""
+
+    seconds: Moment = 0.0
+    error: str | None = Field(None, description="it raises this class of error: a built-in one, or RuntimeError")
+    hang: bool = False
+
+    async def meet(self) -> None:
+        """Let it happen."""
+        if self.seconds:
+            await asyncio.sleep(self.seconds)
+        if self.hang:
+            await asyncio.Event().wait()
+        if self.error is not None:
+            kind = getattr(builtins, self.error, None)
+            if not (isinstance(kind, type) and issubclass(kind, Exception)):
+                kind = RuntimeError
+            raise kind("drawn by the plan")
+
+
+class ToolFate(Fate):
+    """What one call of a tool comes to."""
 
     text: str = "4"
-    seconds: Moment = 0.0
-    error: str | None = Field(None, description="the tool raises this class of error: a built-in one, or RuntimeError")
-    hang: bool = False
     reward: float | None = None
 
 
-class ReplyFate(StrictModel):
-    """What one reply of an interaction comes to, after ``seconds``. After the last one of a plan it is ``done``."""
+class ReplyFate(Fate):
+    """What one reply of an interaction comes to. After the last one of a plan it is ``done``."""
 
     text: str | None = Field("Go on.", description="none: the conversation is over")
-    seconds: Moment = 0.0
     score: float | None = None
     done: bool = False
-    error: str | None = None
-    hang: bool = False
 
 
 class Fault(StrictModel):
@@ -47,11 +63,7 @@ class Fault(StrictModel):
 
     at: Moment
     kind: Literal["cancel", "suspend", "stop", "update_weights", "pause", "abort", "kill_replica"]
-    target: int = Field(
-        0,
-        ge=0,
-        description="which trajectory (`cancel`, `suspend`, `abort`) or replica (`kill_replica`), by its number",
-    )
+    target: int = Field(0, ge=0, description="the number of the trajectory, or (`kill_replica`) of the replica")
     seconds: Moment = Field(1.0, description="how long a `pause` lasts")
 
 

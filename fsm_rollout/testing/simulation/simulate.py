@@ -35,13 +35,14 @@ from fsm_rollout.testing.simulation.plan import Fault, Plan
 from fsm_rollout.testing.simulation.simulated import (
     MortalReplicas,
     OneEngine,
+    SimulatedTool,
     agents_of,
-    simulated_tool,
     with_agents,
     with_simulated_users,
 )
 from fsm_rollout.testing.simulation.virtual_time import VirtualTimeLoop, run_virtual
 from fsm_rollout.testing.simulation.visits import Visit, watch_visits
+from fsm_rollout.tools.toolbox import AgentTool
 from fsm_rollout.trajectory.events import AnyEvent
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.prompt import Prompt
@@ -292,7 +293,7 @@ async def _run(
         )  # fmt: skip
         for program in {id(graph): scheduler.program(graph) for graph in agents_of(played)}.values():
             if not real_tools:
-                program.toolbox.replace(partial(simulated_tool, fates=plan.tools))
+                program.toolbox.replace(lambda t: t if isinstance(t, AgentTool) else SimulatedTool(t, plan.tools))
             for state, handler in program.handlers.items():
                 if ":" in program.graph.handler_of(state):
                     watch_visits(handler, result.visits)

@@ -9,11 +9,10 @@ over all lives, in the order in which that happened.
 from __future__ import annotations
 
 import asyncio
-import builtins
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import TypeAdapter
 
@@ -26,9 +25,10 @@ from fsm_rollout.engines.scripted.engine import Logged, ScriptedEngine
 from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.testing.simulation.plan import ReplyFate, ToolFate
 from fsm_rollout.tools.base import ToolResult
-from fsm_rollout.tools.toolbox import AgentTool, BoundTool, MakeContext, ToolSession
+from fsm_rollout.tools.toolbox import BoundTool, MakeContext, ToolSession
 
-W = TypeVar("W")
+if TYPE_CHECKING:
+    from fsm_rollout.engines.protocol import Weights
 
 
 def agents_of(graph: AgentGraph) -> Iterator[AgentGraph]:
@@ -65,25 +65,9 @@ class SimulatedTool(BoundTool):
 
     async def call(self, session: ToolSession, arguments: dict[str, object], context: MakeContext) -> object:
         """Do what the plan says."""
-        chosen = 0 if len(self.fates) == 1 else context("fate").rng.randrange(len(self.fates))
-        fate = self.fates[chosen]
-        await _meet(fate)
+        fate = self.fates[0] if len(self.fates) == 1 else context("fate").rng.choice(self.fates)
+        await fate.meet()
         return ToolResult(fate.text, fate.reward)
-
-
-async def _meet(fate: ToolFate | ReplyFate) -> None:
-    if fate.seconds:
-        await asyncio.sleep(fate.seconds)
-    if fate.hang:
-        await asyncio.Event().wait()
-    if fate.error is not None:
-        kind = getattr(builtins, fate.error, RuntimeError)
-        raise (kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError)("drawn by the plan")
-
-
-def simulated_tool(tool: BoundTool, fates: Sequence[ToolFate]) -> BoundTool:
-    """Return what stands in for a tool; an agent used as a tool is run as it is."""
-    return tool if isinstance(tool, AgentTool) else SimulatedTool(tool, fates)
 
 
 # -- users ----------------------------------------------------------------------------------------------------------
@@ -103,7 +87,7 @@ class SimulatedUser:
         if conversation.replies >= len(self._fates):
             return Reply(None, done=True)
         fate = self._fates[conversation.replies]
-        await _meet(fate)
+        await fate.meet()
         return Reply(fate.text, fate.score, done=fate.done or fate.text is None)
 
 
@@ -119,8 +103,7 @@ def with_simulated_users(graph: AgentGraph, replies: Sequence[ReplyFate]) -> Age
             name: state if state.interaction is None else state.model_copy(update={"interaction": user})
             for name, state in graph.states.items()
         }
-        interaction = graph.interaction and user
-        return graph.model_copy(update={"interaction": interaction, "states": states})
+        return graph.model_copy(update={"interaction": graph.interaction and user, "states": states})
 
     return with_agents(graph, replaced)
 
@@ -176,8 +159,7 @@ class MortalReplica:
         """Start a dispatch; what is sent to the dead reaches nobody."""
         if self.failure is not None:
             raise self.failure
-        now = asyncio.get_running_loop().time()
-        self._told += [Logged(now, request) for request in requests]
+        self._told += [Logged(asyncio.get_running_loop().time(), request) for request in requests]
         return self._heard(self.scripted.generate(requests))
 
     async def _heard(self, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
@@ -208,7 +190,7 @@ class MortalReplicas(LocalPlacement):
         self.lives[name].append(life)
         return cast(Engine, life)
 
-    def share(self, weights: W) -> W:
+    def share(self, weights: Weights) -> Weights:
         """Hand the weights on as they are: scripted engines count updates and look at no tensor."""
         return weights
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from fsm_rollout.agent.graph import TERMINATED, AgentGraph
 from fsm_rollout.agent.handlers import handler_spec
-from fsm_rollout.testing.strategies.graphs import FINALS, Data, graphs
+from fsm_rollout.testing.strategies.graphs import FINALS, graphs
+from fsm_rollout.trajectory.events import PlainData
 
 
 @st.composite
@@ -19,7 +20,7 @@ def broken_graphs(draw: st.DrawFn) -> tuple[AgentGraph, int]:
     What follows from the mistake may break other rules too.
     """
     graph = draw(graphs(max_states=4))
-    data: Data = graph.model_dump()
+    data: PlainData = graph.model_dump()
     data["transitions"] = rows = [dict(row) for row in data["transitions"]]
     working = list(graph.working_states)
     state = draw(st.sampled_from(working))
@@ -67,7 +68,7 @@ def broken_graphs(draw: st.DrawFn) -> tuple[AgentGraph, int]:
         case 13:
             rows[mine[-1]].update(dest=state, stop_reason="lost")
         case 16:
-            key: Data = {"sampling": {"top_k": 3}} if graph.handler_of(state) != "generate" else {"parallel": 3}
+            key: PlainData = {"sampling": {"top_k": 3}} if graph.handler_of(state) != "generate" else {"parallel": 3}
             data["states"][state] = {**data["states"][state], **key}
         case 17:
             rows.append({"trigger": "failed", "source": [TERMINATED], "dest": state})

@@ -7,7 +7,6 @@ handler needs. ``verify(graph)`` finds nothing wrong with any of them.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from hypothesis import strategies as st
 
@@ -16,10 +15,10 @@ from fsm_rollout.agent.handlers import handler_spec
 from fsm_rollout.agent.rules.paths import nothing_new
 from fsm_rollout.agent.rules.structure import Structure
 from fsm_rollout.testing.strategies.schema_values import plain_data
+from fsm_rollout.trajectory.events import PlainData as Data
 from fsm_rollout.trajectory.reasons import Trigger
 from fsm_rollout.trajectory.settings import FrozenMap
 
-Data = dict[str, Any]
 Strategy = st.SearchStrategy[Data]
 Leads = dict[tuple[str, str], list[str]]
 """Where the rows of a state and trigger lead, in order."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from fsm_rollout.agent.handlers import handler_spec
 from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.testing.simulation.plan import Fault, Plan, ReplyFate, Schedule, ToolFate
 from fsm_rollout.testing.strategies.vocabulary import vocabularies
+from fsm_rollout.trajectory.events import PlainData as Data
 from fsm_rollout.trajectory.reasons import LimitName, Trigger
 from fsm_rollout.trajectory.trajectory import Outcome
 
@@ -26,8 +26,8 @@ Turns = Mapping[str, tuple[Turn, ...]]
 # Strategies are made once where they can be: making and checking one costs Hypothesis as much as drawing from it.
 _delays = st.sampled_from((0.0, 0.1, 0.5, 2.0))
 """Seconds before a piece of an answer, a tool's result or a reply."""
-_calm: st.SearchStrategy[dict[str, Any]] = st.just({})
-_endings: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
+_calm: st.SearchStrategy[Data] = st.just({})
+_endings: st.SearchStrategy[Data] = st.sampled_from(
     [
         {},
         {},
@@ -49,7 +49,7 @@ def turns(texts: st.SearchStrategy[str], *, failures: bool = True) -> st.SearchS
 
 
 def engine_scripts(
-    graph: AgentGraph, tokenizer: Any, *, failures: bool = True, max_turns: int = 6
+    graph: AgentGraph, tokenizer: object, *, failures: bool = True, max_turns: int = 6
 ) -> st.SearchStrategy[Turns]:
     """Return a strategy for scripts of the scripted engine, by ``agent/context``, in which the agent's conditions hold.
 

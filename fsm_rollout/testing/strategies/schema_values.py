@@ -53,24 +53,24 @@ _FORMATS: Mapping[str, st.SearchStrategy[str]] = {
 }
 
 
-def json_values(schema: Schema) -> st.SearchStrategy[Any]:
+def json_values(schema: Schema) -> st.SearchStrategy[object]:
     """Return a strategy for values that a JSON schema takes; an empty schema takes anything."""
     return _value(schema, schema.get("$defs", {}))
 
 
-def arguments(parameters: Schema) -> st.SearchStrategy[dict[str, Any]]:
+def arguments(parameters: Schema) -> st.SearchStrategy[dict[str, object]]:
     """Draw the arguments of a call from the ``parameters`` of a tool's schema."""
     return _object(parameters, parameters.get("$defs", {}))
 
 
-def spoiled(parameters: Schema) -> st.SearchStrategy[tuple[str, dict[str, Any]]]:
+def spoiled(parameters: Schema) -> st.SearchStrategy[tuple[str, dict[str, object]]]:
     """Draw arguments that break the schema, each with what is wrong: a name too many, one missing, a wrong type."""
     good = arguments(parameters)
 
-    def without(name: str) -> st.SearchStrategy[tuple[str, dict[str, Any]]]:
+    def without(name: str) -> st.SearchStrategy[tuple[str, dict[str, object]]]:
         return good.map(lambda args: (f"'{name}' is missing", {k: v for k, v in args.items() if k != name}))
 
-    def with_value(name: str, value: object, what: str) -> st.SearchStrategy[tuple[str, dict[str, Any]]]:
+    def with_value(name: str, value: object, what: str) -> st.SearchStrategy[tuple[str, dict[str, object]]]:
         return good.map(lambda args: (f"'{name}' {what}", args | {name: value}))
 
     ways = [with_value("no_such_parameter", 1, "is no parameter"), *map(without, parameters.get("required", ()))]
@@ -81,7 +81,7 @@ def spoiled(parameters: Schema) -> st.SearchStrategy[tuple[str, dict[str, Any]]]
     return st.one_of(ways)
 
 
-def _value(schema: Schema | bool, defs: Schema) -> st.SearchStrategy[Any]:
+def _value(schema: Schema | bool, defs: Schema) -> st.SearchStrategy[object]:
     if isinstance(schema, bool) or not schema:
         return _ANYTHING
     if "$ref" in schema:
@@ -121,7 +121,7 @@ def _value(schema: Schema | bool, defs: Schema) -> st.SearchStrategy[Any]:
             return _ANYTHING
 
 
-def _object(schema: Schema, defs: Schema) -> st.SearchStrategy[dict[str, Any]]:
+def _object(schema: Schema, defs: Schema) -> st.SearchStrategy[dict[str, object]]:
     properties: Schema = schema.get("properties", {})
     if not properties and schema.get("additionalProperties", False) is not False:
         return st.dictionaries(plain_texts, _value(schema["additionalProperties"], defs), max_size=2)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType
-from typing import Any
 
 from hypothesis import strategies as st
 
@@ -28,7 +27,7 @@ _ALPHABETS = (st.characters(min_codepoint=32, max_codepoint=126), st.characters(
 """Tried in turn: the first may not spell a pattern."""
 
 
-def vocabularies(graph: AgentGraph, tokenizer: Any) -> Mapping[str, st.SearchStrategy[str]]:
+def vocabularies(graph: AgentGraph, tokenizer: object) -> Mapping[str, st.SearchStrategy[str]]:
     """Return what may be said, by ``agent/context``; the agents used as tools included."""
     toolbox = Toolbox(graph)
     plain = st.one_of(st.sampled_from([*ANSWERS, *_texts(graph)]), *_patterns(graph))
@@ -49,7 +48,7 @@ def vocabularies(graph: AgentGraph, tokenizer: Any) -> Mapping[str, st.SearchStr
     return found
 
 
-def _calls(tools: Sequence[Schema], wanted: list[str], tool_format: str, tokenizer: Any) -> st.SearchStrategy[str]:
+def _calls(tools: Sequence[Schema], wanted: list[str], tool_format: str, tokenizer: object) -> st.SearchStrategy[str]:
     """Return a strategy for calls of a context's tools, those that rows ask for more often than others."""
     shown = [tool["function"]["name"] for tool in tools]
     if tool_format in WRITERS:
@@ -65,7 +64,7 @@ def _calls(tools: Sequence[Schema], wanted: list[str], tool_format: str, tokeniz
     return st.one_of([strategy.flatmap(st.just) for strategy in (one, asked, several, broken)])
 
 
-def _call_of_template(tokenizer: Any, tools: Sequence[Schema], name: str) -> str:
+def _call_of_template(tokenizer: object, tools: Sequence[Schema], name: str) -> str:
     try:
         return call_text_of_template(tokenizer, tools, name, {})
     except ChatTemplateError:
