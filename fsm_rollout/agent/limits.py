@@ -29,7 +29,6 @@ from dataclasses import dataclass
 
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.trajectory.reasons import LimitName
-from fsm_rollout.trajectory.settings import Limits
 from fsm_rollout.trajectory.trajectory import Trajectory, routing_key
 
 
@@ -75,16 +74,6 @@ LIMITS: Mapping[str, Limit] = {
 """Every limit, in the order in which they are checked."""
 COUNTED_LIMITS = tuple(name for name, limit in LIMITS.items() if limit.counted)
 """The limits that a state may be charged for when it is entered."""
-
-
-def reachable_while_running(limits: Limits, *, custom: bool) -> tuple[str, ...]:
-    """Return the limits that may be reached at any time while a handler runs; a ``custom`` one may spend any."""
-    bounded = limits.model_dump(exclude_none=True)
-    return tuple(
-        name
-        for name, limit in LIMITS.items()
-        if (name in bounded or name == LimitName.CONTEXT_TOKENS) and (custom or not limit.counted)
-    )
 
 
 class LimitReached(Exception):  # control flow between a visit and the scheduler, not an error

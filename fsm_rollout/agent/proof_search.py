@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from typing import NamedTuple
 
-from fsm_rollout.agent.limits import LIMITS, reachable_while_running
+from fsm_rollout.agent.limits import LIMITS
 from fsm_rollout.agent.predicates import PREDICATES, visits_argument
 from fsm_rollout.agent.rules.structure import Structure
 from fsm_rollout.errors import ConfigError
@@ -87,7 +87,8 @@ class _Search:
             limit = structure.spends(state)
             self.limit[state] = limit if limit and _spent(limit) in self.slots else None
             self.charged[state] = [self.slots[key] for key in (state, _spent(limit)) if key in self.slots]
-            self.raises[state] = self._raises(state)
+            outcomes = [self._raised(state, *outcome) for outcome in structure.outcomes(state)]
+            self.raises[state] = [raised for raised in outcomes if raised.ways]
             for name in (self.limit[state], self.graph.states[state].max_visits and LimitName.MAX_VISITS):
                 if name:
                     self.reached[state, name] = self._raised(state, Trigger.LIMIT_REACHED, name)
@@ -113,15 +114,6 @@ class _Search:
                     other, number = visits_argument(predicate.argument, self.graph)
                     if (other or state) in self.states:
                         yield other or state, number
-
-    def _raises(self, state: str) -> list[_Raised]:
-        """Return what a handler that runs may come to, as far as a row takes it."""
-        custom = self.structure.is_custom(state)
-        triggers = (*self.structure.specs[state].triggers, Trigger.FAILED, Trigger.TIMED_OUT)
-        raised = [self._raised(state, t) for t in dict.fromkeys((*triggers, *([Trigger.TRUNCATED] if custom else [])))]
-        limits = reachable_while_running(self.graph.limits, custom=custom)
-        raised += [self._raised(state, Trigger.LIMIT_REACHED, limit) for limit in limits]
-        return [each for each in raised if each.ways]
 
     def _raised(self, state: str, trigger: str, limit: str | None = None) -> _Raised:
         ways = []

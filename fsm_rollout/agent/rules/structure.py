@@ -7,15 +7,15 @@ breaches (:class:`Finding`); it raises nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from fsm_rollout.agent.graph import BUILT_IN_STATES, TERMINATED, AgentGraph, TransitionRow
 from fsm_rollout.agent.handlers import HandlerSpec, handler_spec
-from fsm_rollout.agent.limits import COUNTED_LIMITS
+from fsm_rollout.agent.limits import COUNTED_LIMITS, LIMITS
 from fsm_rollout.errors import ConfigError, did_you_mean
 from fsm_rollout.trajectory.model_errors import ConfigPath
-from fsm_rollout.trajectory.reasons import IMPLICIT_TRIGGERS, Trigger
+from fsm_rollout.trajectory.reasons import IMPLICIT_TRIGGERS, LimitName, Trigger
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,19 @@ class Structure:
         if state not in self.specs or trigger in self.specs[state].triggers:
             return True
         return trigger in IMPLICIT_TRIGGERS and (trigger != Trigger.TRUNCATED or self.is_custom(state))
+
+    def outcomes(self, state: str) -> Iterator[tuple[str, str | None]]:
+        """Yield the triggers that may be raised while a handler runs, each limit with ``limit_reached``.
+
+        A custom handler may spend any limit. ``cancelled`` is left out: no row can take it.
+        """
+        custom, bounded = self.is_custom(state), self.graph.limits.model_dump(exclude_none=True)
+        scheduler = (Trigger.FAILED, Trigger.TIMED_OUT, *((Trigger.TRUNCATED,) if custom else ()))
+        for trigger in dict.fromkeys((*self.specs[state].triggers, *scheduler)):
+            yield trigger, None
+        for name, limit in LIMITS.items():
+            if (name in bounded or name == LimitName.CONTEXT_TOKENS) and (custom or not limit.counted):
+                yield Trigger.LIMIT_REACHED, name
 
     def sources(self, row: TransitionRow) -> tuple[str, ...]:
         """Return the working states that a row leaves; ``*`` stands for all of them that may raise its trigger."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from fsm_rollout.agent.graph import AgentGraph, Predicate, TransitionRow
-from fsm_rollout.agent.limits import reachable_while_running, reached_on_entry
+from fsm_rollout.agent.limits import reached_on_entry
 from fsm_rollout.agent.machine import AgentMachine
 from fsm_rollout.agent.predicates import PREDICATES
 from fsm_rollout.agent.rules.structure import Structure
@@ -57,16 +57,12 @@ class Walker:
         self.graph = graph.model_copy(update={"transitions": rows})
         self.machine = AgentMachine(self.graph)
         structure = Structure(self.graph)
-        self.outcomes = {state: self._outcomes(structure, state) for state in graph.working_states}
+        self.outcomes: dict[str, tuple[list[Outcome], list[Outcome]]] = {}
         """What a handler declares, and all that a visit may come to but for ``cancelled``, by state."""
-
-    def _outcomes(self, structure: Structure, state: str) -> tuple[list[Outcome], list[Outcome]]:
-        custom = structure.is_custom(state)
-        triggers = dict.fromkeys((*structure.specs[state].triggers, *((Trigger.TRUNCATED,) if custom else ())))
-        limits = reachable_while_running(self.graph.limits, custom=custom)
-        declared = [Outcome(trigger) for trigger in triggers]
-        raised = [Outcome(Trigger.TIMED_OUT), Outcome(Trigger.FAILED, error="RuntimeError")]
-        return declared, declared + raised + [Outcome(Trigger.LIMIT_REACHED, limit=name) for name in limits]
+        for state in graph.working_states:
+            outcomes = [Outcome(trigger, limit=limit) for trigger, limit in structure.outcomes(state)]
+            scheduler = (Trigger.FAILED, Trigger.TIMED_OUT, Trigger.LIMIT_REACHED)
+            self.outcomes[state] = [outcome for outcome in outcomes if outcome.trigger not in scheduler], outcomes
 
     def walk(self, rng: Random, most: int, eager: float = 0.8) -> Walk:
         """Walk until the end, or ``most`` transitions.
