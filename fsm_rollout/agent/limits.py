@@ -34,11 +34,9 @@ from fsm_rollout.trajectory.trajectory import Trajectory, routing_key
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """One row of the table."""
+    """One row of the table; its name says what one of it is."""
 
     name: LimitName
-    unit: str
-    """What one of it is."""
     handler: str | None = None
     """The built-in handler whose work is charged for it, where it is one handler's."""
     counted: bool = False
@@ -54,21 +52,18 @@ class Limit:
 LIMITS: Mapping[str, Limit] = {
     limit.name: limit
     for limit in (
-        Limit(LimitName.MAX_VISITS, "visit", implied=True, spent=lambda t, at: t.visits[t.state]),
-        Limit(LimitName.ASSISTANT_TURNS, "generation", "generate", counted=True),
-        Limit(
-            LimitName.TOOL_CALLS, "attempted call", "call_tools", counted=True, price=lambda t: max(1, len(t.attempts))
-        ),
-        Limit(LimitName.USER_TURNS, "reply", "interact", counted=True),
-        Limit(LimitName.WALL_SECONDS, "second", spent=lambda t, at: t.elapsed(at)),
-        Limit(LimitName.RESPONSE_TOKENS, "token", spent=lambda t, at: t.response_tokens),
+        Limit(LimitName.MAX_VISITS, implied=True, spent=lambda t, at: t.visits[t.state]),
+        Limit(LimitName.ASSISTANT_TURNS, "generate", counted=True),
+        Limit(LimitName.TOOL_CALLS, "call_tools", counted=True, price=lambda t: max(1, len(t.attempts))),
+        Limit(LimitName.USER_TURNS, "interact", counted=True),
+        Limit(LimitName.WALL_SECONDS, spent=lambda t, at: t.elapsed(at)),
+        Limit(LimitName.RESPONSE_TOKENS, spent=lambda t, at: t.response_tokens),
         Limit(
             LimitName.CONTEXT_TOKENS,
-            "token",
             implied=True,  # by the engine's window
             spent=lambda t, at: max((len(stream.tokens) for stream in t.streams), default=0),
         ),
-        Limit(LimitName.BAD_CALLS, "call the model is to blame for", "call_tools"),
+        Limit(LimitName.BAD_CALLS, "call_tools"),
     )
 }
 """Every limit, in the order in which they are checked."""
