@@ -60,7 +60,10 @@ class Walker:
         self.outcomes: dict[str, tuple[list[Outcome], list[Outcome]]] = {}
         """What a handler declares, and all that a visit may come to but for ``cancelled``, by state."""
         for state in graph.working_states:
-            outcomes = [Outcome(trigger, limit=limit) for trigger, limit in structure.outcomes(state)]
+            outcomes = [
+                Outcome(trigger, limit=limit, error="RuntimeError" if trigger == Trigger.FAILED else None)
+                for trigger, limit in structure.outcomes(state)
+            ]
             scheduler = (Trigger.FAILED, Trigger.TIMED_OUT, Trigger.LIMIT_REACHED)
             self.outcomes[state] = [outcome for outcome in outcomes if outcome.trigger not in scheduler], outcomes
 
