@@ -12,11 +12,11 @@ import contextvars
 import inspect
 import pickle
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import Any, cast
+from typing import Any
 from weakref import WeakSet
 
 from hypothesis import strategies as st
@@ -39,7 +39,7 @@ from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.events import AnyEvent
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.reasons import LimitName, StopReason
-from fsm_rollout.trajectory.settings import FrozenMap
+from fsm_rollout.trajectory.settings import FrozenMap, Sampling
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 CHECKED = "CHECKED"
@@ -247,27 +247,19 @@ def _listen(ctx: HandlerContext) -> tuple[list[str], list[str]]:
             reached.append(error.limit)
             raise
 
-    def noted(method: Callable[..., object]) -> Callable[..., object]:
-        def plain(*args: object, **kwargs: object) -> object:
-            with noting():
-                return method(*args, **kwargs)
+    generate, emit = ctx.generate, ctx.emit
 
-        async def waiting(*args: object, **kwargs: object) -> object:
-            with noting():
-                return await cast(Awaitable[object], method(*args, **kwargs))
-
-        return waiting if inspect.iscoroutinefunction(method) else plain
-
-    emit = ctx.emit
+    async def generating(context: str, sampling: Sampling | None = None) -> events.Generated:
+        with noting():
+            return await generate(context, sampling)
 
     def emitting(event: AnyEvent) -> None:
         if isinstance(event, _SCHEDULERS_OWN):
             forbidden.append(type(event).__name__)
         emit(event)
 
-    ctx.emit = emitting  # type: ignore[method-assign]
-    for name in ("charge", "check", "generate", "call_tool"):
-        setattr(ctx, name, noted(getattr(ctx, name)))
+    ctx.generate, ctx.emit = generating, emitting  # type: ignore[method-assign]
+    ctx.check, ctx.charge = noting()(ctx.check), noting()(ctx.charge)  # type: ignore[method-assign]
     return reached, forbidden
 
 

@@ -670,7 +670,7 @@ def by_seed(request: Request) -> Turn:
 
 
 def by_length(request: Request) -> Turn:
-    return Turn(text=TEXT, chunks=request.sampling.max_tokens, delay=0.01)
+    return Turn(text=TEXT, chunks=max(1, request.sampling.max_tokens // 4), delay=0.04)
 
 
 def test_whether_seeds_matter_is_reported(tokenizer: Any):
