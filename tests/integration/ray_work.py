@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fsm_rollout.engines.client import EngineClient, PendingRequest
 from fsm_rollout.engines.pool import PoolEngine
-from fsm_rollout.engines.protocol import Engine, Request, SamplingParams
+from fsm_rollout.engines.protocol import NO_IDS, NO_LOGPROBS, Engine, Request, SamplingParams
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn, scripted_logprob
-from fsm_rollout.trajectory.tokens import as_ids
+from fsm_rollout.trajectory.tokens import Ids, Logprobs, as_ids, as_logprobs
 
 TEXT = "hello, wonderful world"
 PIECES = 8
@@ -41,8 +43,32 @@ class ByTrajectory:
         return Turn(text=f"{request.trajectory_id}: {TEXT}", chunks=PIECES, delay=self.delay)
 
 
+class Weighted(ScriptedEngine):
+    """Its weights are one number, and so is each logprob: the weights that sampled the token, negated."""
+
+    weight = 0.0
+
+    def __init__(self, name: str) -> None:
+        turn = partial(Turn, chunks=60, delay=0.02)
+        super().__init__(lambda request: turn(text=TEXT * 4 + request.trajectory_id), tokenizer=Bytes(), replica=name)
+
+    @staticmethod
+    def answer(request: Request) -> list[int]:
+        return [*Bytes().encode(TEXT * 4 + request.trajectory_id), Bytes.eos_token_id]
+
+    async def update_weights(self, weights: Any, version: int | None = None) -> int:
+        if isinstance(weights, Mapping):
+            self.weight = float(weights["weight"])
+        else:
+            self.weight = float((Path(weights) / "weight").read_text())
+        return await super().update_weights(weights, version)
+
+    def _emit(self, answer: Any, ids: Ids = NO_IDS, logprobs: Logprobs = NO_LOGPROBS, **end: Any) -> None:
+        super()._emit(answer, ids, as_logprobs([-self.weight] * len(ids)), **end)
+
+
 def ask(index: int, eos: int = 256) -> Request:
-    params = SamplingParams(100, stop_ids=frozenset({eos}))
+    params = SamplingParams(200, stop_ids=frozenset({eos}))
     return Request(f"r{index}", as_ids([65, 66]), params, trajectory_id=f"t{index}", group_id=f"{index}", agent="x")
 
 

@@ -135,8 +135,11 @@ def test_a_pool_through_rays_client(client_address: str, caplog: pytest.LogCaptu
             await asyncio.gather(*(ticket.done.wait() for ticket in tickets))
         assert [ticket.error for ticket in tickets] == [None] * 4
         assert pool.replicas[0].restarts == 1
+        found.append([list(ticket.ids) for ticket in tickets])
+        assert await pool.update_weights(str(model_folder("embedded"))) == 2
+        found.append(await answers(pool, "c"))
         await pool.aclose()
-        return [*found, [list(ticket.ids) for ticket in tickets]]
+        return found
 
     async def alone(model: str) -> list[list[int]]:
         engine = TransformersEngine(model)
@@ -146,5 +149,6 @@ def test_a_pool_through_rays_client(client_address: str, caplog: pytest.LogCaptu
 
     through_client = asyncio.run(main())
     assert not ray.is_initialized()
-    assert through_client == [asyncio.run(alone(model)) for model in ("embedded", "embedded:early")]
+    embedded, early_answers = (asyncio.run(alone(model)) for model in ("embedded", "embedded:early"))
+    assert through_client == [embedded, early_answers, embedded]
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
