@@ -125,7 +125,7 @@ def as_prompts(items: Iterable[Prompt | Mapping[str, object] | str], *, named: b
 
 
 def as_prompt(item: Prompt | Mapping[str, object] | str, index: int) -> Prompt:
-    """Return the prompt that an item stands for, the ``index``-th of those that come one by one, or raise ConfigError."""
+    """Return the prompt of one item, the ``index``-th of those that come one by one, or raise ConfigError."""
     return _prompt(_Item(item, None, None, f"prompts[{index}]"))
 
 
