@@ -124,7 +124,7 @@ def call_all(
             run_agent=no_agent,
         )
         results = [
-            await session.call(ToolCall(id=f"c{i}", name="tool", arguments=given)) for i, given in enumerate(arguments)
+            await session.call(ToolCall(id=f"c{i}", name="tool", arguments=sent)) for i, sent in enumerate(arguments)
         ]
         await session.release()
         return results
@@ -148,14 +148,14 @@ PLACES = [
 @pytest.mark.parametrize("placement", PLACES)
 def test_a_function_elsewhere_gives_what_it_gives_here(placement: str) -> None:
     (here,) = call_all({"use": f"{HERE}:whoami"}, {"text": "hi"})
-    there, again = call_all({"use": f"{HERE}:whoami", "placement": placement}, *[{"text": "hi"}] * 2)
-    said, pid, number = here.text.rsplit(" ", 2)
+    elsewhere, again = call_all({"use": f"{HERE}:whoami", "placement": placement}, *[{"text": "hi"}] * 2)
+    text, pid, number = here.text.rsplit(" ", 2)
     assert pid == str(os.getpid())
-    for result in (there, again):
+    for result in (elsewhere, again):
         assert result.reward == 0.5
-        assert result.text.rsplit(" ", 2)[0] == said == "hi t"
+        assert result.text.rsplit(" ", 2)[0] == text == "hi t"
         assert result.text.rsplit(" ", 2)[1] != pid
-    assert there.text.rsplit(" ", 1)[1] == number, "its randomness is that of the call, wherever it runs"
+    assert elsewhere.text.rsplit(" ", 1)[1] == number, "its randomness is that of the call, wherever it runs"
     (shouted,) = call_all({"use": f"{HERE}:shout", "placement": placement}, {"text": "hé"})
     assert shouted.text == '{"text": "HÉ"}'
 
@@ -223,9 +223,9 @@ def threading_wait(seconds: float) -> None:
 @pytest.mark.ray
 def test_a_class_on_ray_has_an_actor_for_each_trajectory() -> None:
     tool = {"use": f"{HERE}:Counter", "placement": "ray"}
-    one, two = call_all(tool, {"by": 2}, {"by": 3}, tool={"start": 10})
-    assert [result.text.split()[0] for result in (one, two)] == ["12", "15"]
-    assert one.text.split()[1] == two.text.split()[1] != str(os.getpid())
+    first, second = call_all(tool, {"by": 2}, {"by": 3}, tool={"start": 10})
+    assert [result.text.split()[0] for result in (first, second)] == ["12", "15"]
+    assert first.text.split()[1] == second.text.split()[1] != str(os.getpid())
 
 
 @pytest.mark.parametrize(
@@ -268,9 +268,11 @@ def test_the_callers_script_is_not_run_again(tmp_path: Path) -> None:
         f"print(call_all({{'use': '{HERE}:shout', 'placement': 'process'}}, {{'text': 'a'}})[0].text)\n",
         "utf-8",
     )
-    said = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=120).stdout
-    assert said.split("\n")[:2] == ["training", '{"text": "A"}']
-    assert said.count("training") == 1
+    printed = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
+    assert printed.split("\n")[:2] == ["training", '{"text": "A"}']
+    assert printed.count("training") == 1
 
 
 def test_a_hanging_tool_does_not_keep_the_interpreter_from_exiting():
