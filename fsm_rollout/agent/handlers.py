@@ -12,7 +12,6 @@ import inspect
 import os
 import sys
 from dataclasses import dataclass
-from functools import lru_cache
 
 from fsm_rollout.agent.limits import COUNTED_LIMITS
 from fsm_rollout.errors import ConfigError, did_you_mean
@@ -121,16 +120,12 @@ def handler_spec(handler: str) -> HandlerSpec:
         ConfigError: as :func:`load_handler`; or it is not a class of :class:`fsm_rollout.State` that declares
             ``triggers`` and can run.
     """
-    return _spec_of(handler, load_handler(handler))
-
-
-@lru_cache(maxsize=256)
-def _spec_of(handler: str, found: type) -> HandlerSpec:
+    found = load_handler(handler)
     spec = HandlerSpec(
         handler, getattr(found, "triggers", ()), getattr(found, "spends", None), getattr(found, "keys", ())
     )
     problem = _problem_with(spec, found)
-    if problem:
+    if problem is not None:
         raise ConfigError(f"handler '{handler}': {problem}")
     return spec
 

@@ -73,9 +73,7 @@ class Arrow:
 class Picture:
     """All that is drawn."""
 
-    agent: str
-    description: str
-    initial: str
+    graph: AgentGraph
     boxes: tuple[Box, ...]
     arrows: tuple[Arrow, ...]
     bound: str
@@ -92,7 +90,7 @@ def picture(graph: AgentGraph, *, implicit: bool = False) -> Picture:
     except ConfigError:
         bound = "not proven to end"
     boxes = tuple(_box(structure, name) for name in names)
-    return Picture(graph.agent, graph.description, graph.initial, boxes, tuple(arrows), bound)
+    return Picture(graph, boxes, tuple(arrows), bound)
 
 
 def _colour(graph: AgentGraph, name: str) -> Colour:
