@@ -172,8 +172,9 @@ _turns = st.builds(
 _failures = st.sampled_from(
     [Turn(text="half", error="Overload: try later"), Turn(text="half", crash="gone"), Turn(text="half", hang=True)]
 )
-_says = st.lists(_turns, min_size=1, max_size=4).map(tuple)
-_says_or_fails = st.lists(_turns | _failures, min_size=1, max_size=4).map(tuple)
+Says = st.SearchStrategy[tuple[Turn, ...]]
+_says: Says = st.lists(_turns, min_size=1, max_size=4).map(tuple)
+_says_or_fails: Says = st.lists(_turns | _failures, min_size=1, max_size=4).map(tuple)
 
 
 @dataclass(frozen=True)
@@ -226,7 +227,7 @@ class _Run:
     events: dict[str, list[AnyEvent]] = field(default_factory=lambda: defaultdict(list))
 
 
-_started: contextvars.ContextVar[WeakSet[asyncio.Task[Any]] | None] = contextvars.ContextVar("started", default=None)
+_started: contextvars.ContextVar[WeakSet[asyncio.Task[object]] | None] = contextvars.ContextVar("started", default=None)
 """The tasks that a visit started; not kept alive, so that asyncio complains about those that fail unheard."""
 _SCHEDULERS_OWN = (events.Prompted, events.Transitioned, events.Suspended, events.Resumed, events.Ended)
 """The events that no handler may emit."""
@@ -280,7 +281,7 @@ def _kept(handler: State) -> dict[str, object]:
 
 def _task_factory(loop: asyncio.AbstractEventLoop, work: Any, **kwargs: Any) -> asyncio.Task[Any]:
     """Make tasks as asyncio does, and note whose visit started them (not those that serve several visits)."""
-    task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, **kwargs)
+    task: asyncio.Task[object] = asyncio.Task(work, loop=loop, **kwargs)
     started, code = _started.get(), getattr(work, "cr_code", None)
     if started is not None and code is not None and not any(folder in code.co_filename for folder in _SHARED_WORK):
         started.add(task)
@@ -307,7 +308,9 @@ class _Handler(Subject):
 
     # A story, run and looked at.
 
-    def tell_all(self, hold: Callable[[Story], object], part: int = 1, says: Any = _says, **strategies: Any) -> int:
+    def tell_all(
+        self, hold: Callable[[Story], object], part: int = 1, says: Says = _says, **more: st.SearchStrategy[object]
+    ) -> int:
         """Run ``hold`` on drawn stories, on one of ``part`` examples; what breaks is said with its story."""
 
         def hold_and_name(story: Story) -> None:
@@ -317,7 +320,7 @@ class _Handler(Subject):
                 error.message += f"; {story}"
                 raise
 
-        return self.search(st.builds(Story, says, **strategies), hold_and_name, part)
+        return self.search(st.builds(Story, says, **more), hold_and_name, part)
 
     def tell(self, story: Story, n: int = 1) -> tuple[list[Trajectory], _Run]:
         """Run a story in virtual time and look at everything that holds of any run."""
@@ -372,7 +375,7 @@ class _Handler(Subject):
 
         async def watched(trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
             # 1. Before: what it keeps, and whether this visit is to be interrupted.
-            before, tasks = _kept(handler), WeakSet[asyncio.Task[Any]]()
+            before, tasks = _kept(handler), WeakSet[asyncio.Task[object]]()
             cancel_at, interrupt = None if run.visits else run.story.cancel_at, run.interrupt
             visit = Stepped(real_run(trajectory, ctx), cancel_at, lambda: interrupt(trajectory.trajectory_id))
             run.visits.append(visit)

@@ -18,7 +18,7 @@ from fsm_rollout.chat.formats import Call, CallProblem, Parsed, ToolFormat, get_
 from fsm_rollout.errors import ChatTemplateError
 from fsm_rollout.testing.conformance.runner import Checked, ConformanceError, Subject, Suite, demand
 
-Written = tuple[str, dict[str, Any]]
+Written = tuple[str, dict[str, object]]
 """A call as it is to be written: the tool's name and its arguments."""
 Render = Callable[[Sequence[Written]], str]
 
@@ -26,7 +26,7 @@ _TYPES = {
     "text": "string", "count": "integer", "ratio": "number", "flag": "boolean", "items": "array", "nested": "object"
 }  # fmt: skip
 _PARAMETERS = {"type": "object", "properties": {name: {"type": kind} for name, kind in _TYPES.items()}}
-TOOLS: Sequence[dict[str, Any]] = tuple(
+TOOLS: Sequence[dict[str, object]] = tuple(
     {"type": "function", "function": {"name": name, "description": "A tool.", "parameters": _PARAMETERS}}
     for name in ("lookup", "write_note")
 )

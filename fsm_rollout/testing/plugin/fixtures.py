@@ -63,7 +63,7 @@ def make_scheduler(
 
 
 def run_one(
-    agent: Agent, turns: Script = (), *, prompt: str | Mapping[str, Any] | Prompt = "What is 2 + 2?", **options: Any
+    agent: Agent, turns: Script = (), *, prompt: str | Mapping[str, object] | Prompt = "What is 2 + 2?", **options: Any
 ) -> Trajectory:
     """Run one trajectory of an agent in virtual time, to its end, and return it.
 

@@ -15,7 +15,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from _pytest._code.code import ReprEntryNative, ReprExceptionInfo, ReprFileLocation, ReprTraceback
@@ -46,14 +46,14 @@ class CheckItem(pytest.Item):
         """Return what to say of a failure, ``None`` where its traceback says it."""
         raise NotImplementedError
 
-    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> str | TerminalRepr:
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: object = None) -> str | TerminalRepr:
         """Say what is broken, once, with its first line in pytest's summary.
 
         Of a plain string the summary would repeat everything where pytest thinks it is on a CI machine.
         """
         text = self.explain(excinfo.value)
         if text is None:
-            return super().repr_failure(excinfo, style)
+            return super().repr_failure(excinfo)
         return ReprExceptionInfo(
             reprtraceback=ReprTraceback([ReprEntryNative([f"{self.nodeid}: {text}", "\n"])], None, "native"),
             reprcrash=ReprFileLocation(str(self.path), 0, text.partition("\n")[0]),
@@ -115,8 +115,8 @@ def _tokenizer(folder: str) -> object:
 class AgentItem(CheckItem):
     """One thing that an agent is held to."""
 
-    def __init__(self, *, subject: Subject, **more: Any) -> None:
-        super().__init__(**more)
+    def __init__(self, *, name: str, parent: AgentFile, subject: Subject) -> None:
+        super().__init__(name, parent)
         self.subject = subject
 
     def runtest(self) -> None:
@@ -225,8 +225,8 @@ class EngineItem(CheckItem):
 
     parent: EngineFile
 
-    def __init__(self, *, number: int, **more: Any) -> None:
-        super().__init__(**more)
+    def __init__(self, *, name: str, parent: EngineFile, number: int) -> None:
+        super().__init__(name, parent)
         self.number = number
 
     def runtest(self) -> None:
