@@ -39,12 +39,13 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from fsm_rollout.batch.batch import TrajectoryBatch
+    from fsm_rollout.engines.protocol import Weights
     from fsm_rollout.report.notebook import Page
 
 T = TypeVar("T")
 P = ParamSpec("P")
 EngineLike = Engine | Mapping[str, Any]
-PromptLike = Prompt | Mapping[str, Any] | str
+PromptLike = Prompt | Mapping[str, object] | str
 
 
 def _plain(
@@ -103,15 +104,15 @@ class Rollout:
         *,
         engines: Mapping[str, EngineLike] | None = None,
         seed: int = 0,
-        sampling: Sampling | Mapping[str, Any] | None = None,
+        sampling: Sampling | Mapping[str, object] | None = None,
         validate: bool = False,
-        validation_sampling: Sampling | Mapping[str, Any] | None = None,
-        reward: str | Callable[..., Any] | None = None,
+        validation_sampling: Sampling | Mapping[str, object] | None = None,
+        reward: str | Callable[..., object] | None = None,
         concurrency: int = 1024,
         engine_attempts: int = 3,
         queue_timeout: float = 600.0,
         on_tool_failure: OnToolFailure = "tell_model",
-        group_filter: str | Callable[..., Any] | None = None,
+        group_filter: str | Callable[..., object] | None = None,
         max_staleness: int | None = None,
         max_restarts: int = MAX_RESTARTS,
         on_event: Sequence[Listener] = (),
@@ -288,14 +289,14 @@ class Rollout:
 
     run = _plain(arun)
 
-    def engine_stats(self) -> dict[str, Any]:
+    def engine_stats(self) -> dict[str, dict[str, int]]:
         """Return per engine: requests, dispatches, and the version of its weights."""
         return {
             name: {"requests": c.requests, "dispatches": c.dispatches, "weight_version": c.engine.weight_version}
             for name, c in self.clients.items()
         }
 
-    async def aupdate_weights(self, weights: Any, version: int | None = None) -> int:
+    async def aupdate_weights(self, weights: Weights, version: int | None = None) -> int:
         """Load new policy weights (a model folder, or tensors by name) and return their version (default: one more).
 
         May be called while trajectories run: generations pause and go on, each token carries the version that sampled
@@ -387,8 +388,8 @@ class Rollout:
         self.close()
 
 
-def _sampling(value: Sampling | Mapping[str, Any] | None) -> Sampling:
-    return value if isinstance(value, Sampling) else Sampling(**(value or {}))
+def _sampling(value: Sampling | Mapping[str, object] | None) -> Sampling:
+    return value if isinstance(value, Sampling) else Sampling.model_validate(dict(value or {}))
 
 
 def _describe(engine: Engine, spec: EngineLike) -> dict[str, object]:
