@@ -101,23 +101,21 @@ def learn_dialect(renderer: Renderer, now: datetime) -> Dialect:
     return Dialect()
 
 
+@dataclass(frozen=True, slots=True)
 class CloseFinder:
     """Probes a text turn followed by a user message, and a tool turn followed by its result."""
 
-    def __init__(
-        self, renderer: Renderer, encoder: MarkerEncoder, dialect: Dialect, known: frozenset[int], now: datetime
-    ) -> None:
-        self._renderer = renderer
-        self._encoder = encoder
-        self._call = probe_call(dialect)
-        self._known = known
-        self._now = now
+    renderer: Renderer
+    encoder: MarkerEncoder
+    dialect: Dialect
+    known: frozenset[int]
+    now: datetime
 
     def closes(self) -> Closes:
         """Return what is found after a user message or, if the template insists on one, a system message before it."""
         for base in ([USER], [{"role": "system", "content": "s"}, USER]):
             try:
-                shown, asked = self._render(base, None), self._renderer.render(base, None, self._now)
+                shown, asked = self._render(base, None), self.renderer.render(base, None, self.now)
             except ChatTemplateError:
                 continue
             return self._closes_after(base, shown, asked)
@@ -125,9 +123,9 @@ class CloseFinder:
 
     def _closes_after(self, base: list[Message], shown: str, asked: str) -> Closes:
         """Return the closes of turns after ``base``, which is ``asked`` with the header of the next turn."""
-        header = self._last_run(shown.partition(NEXT)[0]) - self._known
+        header = self._last_run(shown.partition(NEXT)[0]) - self.known
         # What opens the model's own turn cannot be what it says when it is done.
-        own = {marker.id for _, marker in self._encoder.find(asked[len(common_prefix(shown, asked)) :])}
+        own = {marker.id for _, marker in self.encoder.find(asked[len(common_prefix(shown, asked)) :])}
         text: Marker | None = None
         tool: Marker | None = None
         opens_text = opens_tool = False
@@ -138,8 +136,8 @@ class CloseFinder:
                 text = None
             if text and text in tails.both:
                 lead = self._last_run(tails.shared.partition(text.text)[0])
-        if tails := self._tails([*base, self._call], probe_result(), PROBE_TOOLS):
-            known = self._known | ({text.id} if text and not opens_text else set())
+        if tails := self._tails([*base, probe_call(self.dialect)], probe_result(), PROBE_TOOLS):
+            known = self.known | ({text.id} if text and not opens_text else set())
             tool, opens_tool = self._tool_close(tails, known, self._written_per_call(base) - known)
             if tool and opens_tool and tool.id in own:
                 tool = None
@@ -147,13 +145,13 @@ class CloseFinder:
         return Closes(text, tool, frozenset(openers), lead)
 
     def _render(self, messages: list[Message], tools: Sequence[Message] | None) -> str:
-        return self._renderer.render(messages, tools, self._now, generation=False)
+        return self.renderer.render(messages, tools, self.now, generation=False)
 
     def _last_run(self, opening: str) -> frozenset[int]:
         """Return the unbroken run of markers nearest to the end of ``opening``."""
         ids: set[int] = set()
         follower = None
-        for at, marker in reversed(self._encoder.find(opening)):
+        for at, marker in reversed(self.encoder.find(opening)):
             if follower is not None and at + len(marker.text) != follower:
                 break
             ids.add(marker.id)
@@ -164,7 +162,7 @@ class CloseFinder:
         """Return what stands behind the turn that ends ``messages``; None if the template does not write the turn."""
         try:
             last = self._render(messages, tools)
-            followed = self._renderer.render([*messages, after], tools, self._now)
+            followed = self.renderer.render([*messages, after], tools, self.now)
         except ChatTemplateError:
             return None
         if TURN not in last or TURN not in followed:
@@ -172,7 +170,7 @@ class CloseFinder:
         tail = last.rpartition(TURN)[2]
         region = followed.rpartition(TURN)[2].partition(NEXT)[0]
         shared = common_prefix(tail, region)
-        in_tail, in_region = self._encoder.find(tail), self._encoder.find(region)
+        in_tail, in_region = self.encoder.find(tail), self.encoder.find(region)
         # Compared as markers, since two markers may share their first characters.
         both = [m for at, m in in_region if (at, m) in in_tail and at + len(m.text) <= len(shared)]
         only_last, only_followed = ([m for _, m in found[len(both) :]] for found in (in_tail, in_region))
@@ -181,7 +179,7 @@ class CloseFinder:
     def _text_close(self, tails: Tails, header: frozenset[int]) -> tuple[Marker | None, bool]:
         """Return what ends a text turn, and whether it is an opener."""
         for marker in tails.both:
-            if marker.id in self._known:
+            if marker.id in self.known:
                 return marker, False
         # 1. Of a run such as <|END_RESPONSE|><|END_OF_TURN_TOKEN|> the last one ends the turn.
         candidates = _without(tails.both, header)
@@ -218,13 +216,14 @@ class CloseFinder:
 
     def _written_per_call(self, base: list[Message]) -> frozenset[int]:
         """Return the markers written once per call rather than once per turn."""
-        (call,) = self._call["tool_calls"]
-        double = {**self._call, "tool_calls": [call, {**call, "id": "c00001001"}]}
+        single = probe_call(self.dialect)
+        (call,) = single["tool_calls"]
+        double = {**single, "tool_calls": [call, {**call, "id": "c00001001"}]}
         try:
-            shown = [self._render([*base, turn], PROBE_TOOLS) for turn in (self._call, double)]
+            shown = [self._render([*base, turn], PROBE_TOOLS) for turn in (single, double)]
         except ChatTemplateError:  # one call at a time is all this template allows
             return frozenset()
-        fewer, more = (Counter(marker.id for _, marker in self._encoder.find(text)) for text in shown)
+        fewer, more = (Counter(marker.id for _, marker in self.encoder.find(text)) for text in shown)
         return frozenset(more - fewer)
 
 

@@ -159,14 +159,14 @@ def _marked(arguments: object, sentinel: str) -> object:
     return json.dumps(_marked(parsed, sentinel)) if isinstance(parsed, dict) else sentinel
 
 
+@dataclass(frozen=True, slots=True)
 class Deriver:
     """Derives glue for one template. ``known`` are the stop tokens given by tokenizer, config and caller."""
 
-    def __init__(self, renderer: Renderer, encoder: MarkerEncoder, known: frozenset[int], closes: Closes) -> None:
-        self.renderer = renderer
-        self.encoder = encoder
-        self.closes = closes
-        self.known = known
+    renderer: Renderer
+    encoder: MarkerEncoder
+    known: frozenset[int]
+    closes: Closes
 
     def derive(self, step: Step) -> Glue:
         """Return the glue between the step's turn and the next generation.

@@ -10,6 +10,7 @@ Command-R): no name is listed. After :meth:`GlueCache.distrust` nothing is answe
 
 from __future__ import annotations
 
+import json
 import marshal
 import re
 import secrets
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fsm_rollout.chat.closes import probe_call, probe_result
 from fsm_rollout.chat.derive import Deriver, Glue, Pieces, Step, draw_word, filled, fit
 from fsm_rollout.chat.markers import CacheEntry, Encoded, Injection, MarkerEncoder
-from fsm_rollout.chat.messages import Dialect, Messages, conform, made_id
+from fsm_rollout.chat.messages import Dialect, Messages, made_id
 from fsm_rollout.chat.render import Tools
 from fsm_rollout.errors import ChatTemplateError
 from fsm_rollout.trajectory.events import Message
@@ -41,7 +42,6 @@ _TEXT_METHODS = frozenset({"startswith", "endswith", "split", "rsplit", "replace
 _TEXT_METHODS |= {"partition", "rpartition", "removeprefix", "removesuffix"}
 _TURN_KEYS = frozenset({"role", "content", "tool_calls", "reasoning_content", "reasoning", "thinking"})
 _NEW_KEYS = frozenset({"role", "content", "name", "tool_call_id"})
-_PLAIN = Dialect()
 
 
 class GlueTemplate(CacheEntry):
@@ -119,8 +119,8 @@ class GlueCache:
 
     def _forget(self) -> None:
         self.histories = Histories()
-        # By shape (with tools and order, and without) and by prompt key. None: only the reference can serve it.
-        self._templates: dict[Hashable, GlueTemplate | None] = {}
+        self.templates: dict[Hashable, GlueTemplate | None] = {}
+        """By shape (with tools and order, and without) and by prompt key. None: only the reference can serve it."""
         self._tools: dict[tuple[int, ...], tuple[bytes, tuple[object, ...]]] = {}
 
     def distrust(self) -> None:
@@ -148,7 +148,7 @@ class GlueCache:
         return self._tools[identity][0]
 
     def _make_room(self) -> None:
-        if max(len(self._templates), len(self._tools)) >= MOST_ENTRIES:
+        if max(len(self.templates), len(self._tools)) >= MOST_ENTRIES:
             self._forget()
 
     # --- glue
@@ -157,47 +157,59 @@ class GlueCache:
         self, history: Messages, new_messages: Messages, tools: Tools | None, sampled: int | None
     ) -> Shape | None:
         """Return the shape of a step, in time that does not grow with a known history; None for what is unusual."""
-        sequences = (list, tuple, Sequence)
-        if self._distrusted or not isinstance(history, sequences) or not isinstance(new_messages, sequences):
+        if self._distrusted or not isinstance(history, (list, tuple)) or not isinstance(new_messages, (list, tuple)):
             return None
         try:
-            pairs, digest = self.histories.pairs(history), self._tools_digest(tools)
-            turn, *new = conform([history[-1], *new_messages], _PLAIN, len(history) - 1)
-        except (ChatTemplateError, KeyError, IndexError, TypeError, AttributeError, ValueError):
-            return None
-        # 1. The turn: its keys, whether it says anything, the names of its calls.
-        calls = turn.get("tool_calls", ())
-        functions = [call["function"] for call in calls]
-        if turn["role"] != "assistant" or not new or not turn.keys() <= _TURN_KEYS:
-            return None
-        if any(len(function) > 2 or type(function["arguments"]) is not dict for function in functions):
-            return None
-        key = [sampled, tuple(turn), bool(turn["content"]), *[function["name"] for function in functions]]
-        # 2. The new messages: roles, keys, names, whether they say anything, how long their ids are.
-        contents: list[str] = []
-        ids: list[str] = []
-        for message in new:
-            role, content = message["role"], message["content"]
-            name, id_ = message.get("name"), message.get("tool_call_id")
-            if role == "assistant" or content.isspace() or not message.keys() <= _NEW_KEYS:
+            turn, position = history[-1], len(history) - 1
+            content = turn["content"]
+            # Read here and not by conform, which takes twice as long.
+            if turn["role"] != "assistant" or not turn.keys() <= _TURN_KEYS or not new_messages:
                 return None
-            if not isinstance(name, (str, type(None))) or (role == "tool") != (id_ is not None):
+            if content is not None and type(content) is not str:
                 return None
-            contents.append(content)
-            ids.append(id_ or "")
-            key.append((role, tuple(message), name, bool(content), len(ids[-1])))
-        # 3. Which ids are the same.
-        every_id = [call["id"] for call in calls] + ids
-        key.append(tuple([every_id.index(id_) for id_ in every_id]))
-        if self._may_matter(contents) or not all(id_.isalnum() for id_ in every_id if id_):
+            # 1. The turn: its keys, whether it says anything, the names of its calls.
+            key: list[Hashable] = [sampled, tuple(turn), bool(content)]
+            call_ids: list[str] = []
+            for number, call in enumerate(turn.get("tool_calls") or ()):
+                function = call["function"]
+                arguments, name, id_ = function["arguments"], function["name"], call.get("id")
+                if type(arguments) is str:
+                    arguments = json.loads(arguments)
+                if type(arguments) is not dict or type(name) is not str or len(call) > 3 or len(function) > 2:
+                    return None
+                call_ids.append(id_ or made_id(position, number))
+                key.append(name)
+            # 2. The new messages: roles, keys, names, whether they say anything, how long their ids are.
+            open_ids = call_ids.copy()
+            contents: list[str] = []
+            ids: list[str] = []
+            for index, message in enumerate(new_messages, position + 1):
+                role, content = message["role"], message["content"]
+                name, id_ = message.get("name"), message.get("tool_call_id")
+                if type(content) is not str or type(role) is not str or not (name is None or type(name) is str):
+                    return None
+                if role == "assistant" or content.isspace() or not message.keys() <= _NEW_KEYS:
+                    return None
+                if role != "tool" and id_ is not None:
+                    return None
+                if role == "tool" and id_ is None:
+                    id_ = open_ids.pop(0) if open_ids else made_id(index, 0)
+                elif id_ in open_ids:
+                    open_ids.remove(id_)
+                contents.append(content)
+                ids.append(id_ or "")
+                key.append((role, tuple(message), name, bool(content), len(ids[-1])))
+            # 3. Which ids are the same.
+            every_id = call_ids + ids
+            key.append(tuple([every_id.index(id_) for id_ in every_id]))
+            if self._may_matter(contents) or any(
+                type(id_) is not str or (id_ and not id_.isalnum()) for id_ in every_id
+            ):
+                return None
+            general = tuple(key)
+            return Shape((general, self._tools_digest(tools), self.histories.pairs(history)), general, contents + ids)
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError):
             return None
-        general = tuple(key)
-        return Shape((general, digest, pairs), general, contents + ids)
-
-    def glue(self, shape: Shape) -> Encoded | None:
-        """Return the glue, if a template was learned."""
-        template = self._templates.get(shape.key)
-        return template.encode(shape.texts) if template else None
 
     def learn(self, shape: Shape, step: Step, glue: Glue, result: Encoded) -> None:
         """Learn from a step that the reference answered, for the next one of its shape.
@@ -205,14 +217,14 @@ class GlueCache:
         A template learned with other tools or after another order of roles is taken over if it gives what the
         reference gives.
         """
-        if shape.key in self._templates:
+        if shape.key in self.templates:
             return  # served by the reference for good
         self._make_room()
-        template = self._templates.get(shape.general)
+        template = self.templates.get(shape.general)
         if template is None or template.text(shape.texts) != glue.close.text + glue.text:
             template = self._learned(step, glue, result)
-            self._templates[shape.general] = template
-        self._templates[shape.key] = template
+            self.templates[shape.general] = template
+        self.templates[shape.key] = template
 
     def _learned(self, step: Step, glue: Glue, result: Encoded) -> GlueTemplate | None:
         """Return a template for all glue of this shape, or None if there is none that can be trusted."""
@@ -299,26 +311,21 @@ class GlueCache:
             return None
         return digest, tuple(texts[:-1]), now if self._deriver.renderer.uses_clock else None
 
-    def prompt(self, key: Hashable, content: str) -> Encoded | None:
-        """Return the prompt whose last message says ``content``, if a template was learned for it."""
-        template = self._templates.get(key)
-        return template.encode([content]) if template else None
-
     def learn_prompt(
         self, key: Hashable, messages: list[Message], tools: Tools | None, now: datetime, result: Encoded
     ) -> None:
         """Learn from a prompt that the reference answered, for those that differ in their last message's text."""
-        if key in self._templates:
+        if key in self.templates:
             return
         self._make_room()
         *before, last = messages
         words = [word := draw_word()], [BEFORE + word + AFTER]
-        self._templates[key] = None
+        self.templates[key] = None
         with suppress(ChatTemplateError):
             plain, dressed = (
                 self._deriver.renderer.render([*before, {**last, "content": text}], tools, now) for (text,) in words
             )
-            self._templates[key] = self._fitted((plain, dressed), words, [last["content"]], result)
+            self.templates[key] = self._fitted((plain, dressed), words, [last["content"]], result)
 
 
 # --- what decides whether the reference would answer the same

@@ -128,11 +128,10 @@ class ChatTemplate:
         """Return what :meth:`prompt` does, with the guarded control tokens: how many, and where."""
         now, tools = now or self.now, shown_tools(tools)
         key = self._cache.prompt_key(messages, tools, now)
-        if key is None:
-            return self.prompt_reference(messages, tools, now=now)
-        encoded = self._cache.prompt(key, messages[-1]["content"])
-        if encoded is None:
-            encoded = self.prompt_reference(messages, tools, now=now)
+        if key and (learned := self._cache.templates.get(key)):
+            return learned.encode([messages[-1]["content"]])
+        encoded = self.prompt_reference(messages, tools, now=now)
+        if key:
             self._cache.learn_prompt(key, conform(messages, self._dialect), tools, now, encoded)
         return encoded
 
@@ -186,12 +185,12 @@ class ChatTemplate:
         """Return what :meth:`glue` does, with the guarded control tokens, and the cache entry that was used."""
         sampled, tools = self._stop_of(turn), shown_tools(tools)
         shape = self._cache.shape(history, new_messages, tools, sampled)
-        encoded = self._cache.glue(shape) if shape else None
-        if encoded is None:
-            step, glue = self._derive(history, new_messages, tools, sampled, turn.get("now"))
-            encoded = glue.encode(self._encoder, self.injection)
-            if shape:
-                self._cache.learn(shape, step, glue, encoded)
+        if shape and (learned := self._cache.templates.get(shape.key)):
+            return learned.encode(shape.texts)
+        step, glue = self._derive(history, new_messages, tools, sampled, turn.get("now"))
+        encoded = glue.encode(self._encoder, self.injection)
+        if shape:
+            self._cache.learn(shape, step, glue, encoded)
         return encoded
 
     def glue_reference(

@@ -115,11 +115,8 @@ class RendererFormat:
 
 
 def _finite(value: object) -> bool:
-    """Say whether all numbers of plain data are numbers to JSON."""
+    """Say whether all numbers of plain data are numbers to JSON; what else there is, others judge."""
     try:
-        json.dumps(value, allow_nan=False)
-    except ValueError:
-        return False
-    except TypeError:  # not plain data; what it is instead is for others to say
-        pass
-    return True
+        return bool(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        return isinstance(error, TypeError)
