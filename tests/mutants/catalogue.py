@@ -145,14 +145,14 @@ MUTANTS = (
         "ignore response_tokens", "states/generation.py", "LimitName.RESPONSE_TOKENS: visit.remaining(LimitName.RESPONSE_TOKENS),",
         'LimitName.RESPONSE_TOKENS: float("inf"),',
         "2: no more response tokens than allowed",
-        TOOLS,
+        (*LIMITS, *TOOLS),
     ),
     Mutant(
         "ignore context_tokens", "states/generation.py",
         'LimitName.CONTEXT_TOKENS: visit.room_in_context(bound, length),\n        }',
         'LimitName.CONTEXT_TOKENS: bound.client.engine.max_context - length,\n        }',
         "2: no stream is longer than allowed",
-        TOOLS,
+        (*LIMITS, *TOOLS),
     ),
     Mutant(
         "ignore wall_seconds", "scheduler/trajectory_runner.py", 'timeout, None if wall == float("inf") else wall, ', "timeout, None, ",

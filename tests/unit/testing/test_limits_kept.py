@@ -100,3 +100,17 @@ def test_glue_that_leaves_no_room_for_a_token_is_not_written(room: int) -> None:
     trajectory, asked = run({"assistant_turns": 2, "tool_calls": 9, "response_tokens": bound}, GOOD)
     assert (trajectory.stop_reason, asked) == ("limit:response_tokens", 1)
     assert trajectory.response_tokens == len(first)
+
+
+@pytest.mark.parametrize("bound", [1, 3, 8])
+def test_no_more_response_tokens_are_sampled_than_allowed(bound: int) -> None:
+    trajectory, _ = run({"assistant_turns": 2, "tool_calls": 9, "response_tokens": bound}, GOOD)
+    assert trajectory.response_tokens == bound
+
+
+@pytest.mark.parametrize("room", [1, 3, 8])
+def test_no_stream_is_longer_than_allowed(room: int) -> None:
+    free, _ = run({"assistant_turns": 1, "tool_calls": 9}, GOOD)
+    bound = free.streams[0].tokens.prompt_length + room
+    trajectory, _ = run({"assistant_turns": 2, "tool_calls": 9, "context_tokens": bound}, GOOD)
+    assert len(trajectory.streams[0].tokens) == bound
