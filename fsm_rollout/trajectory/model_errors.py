@@ -66,7 +66,10 @@ def _explained(path: ConfigPath, item: ErrorDetails, model: type[BaseModel] | No
         case "missing":
             return above, f"{where}'{key}' is missing"
         case "value_error":
-            return path, ": ".join(part for part in (words, str(context["error"])) if part)
+            what, wrong = str(context["error"]), item["input"]
+            if "got" not in what and isinstance(wrong, str | int | float):  # a check of a user's own class
+                what += f", got {got}"
+            return path, ": ".join(part for part in (words, what) if part)
         case "literal_error":
             expected = str(context["expected"])
             hint = did_you_mean(str(item["input"]), expected.replace("'", "").replace(" or ", ", ").split(", "))

@@ -199,7 +199,7 @@ def test_an_engine_of_ones_own_has_replicas(tmp_path: Path):
             ],
         ),
         ({"kind": f"{HERE}:Choosy", "says": "please", "times": 4}, ["times should be less than or equal to 3, got 4"]),
-        ({"kind": f"{HERE}:Choosy", "says": "now"}, ["says: say please"]),
+        ({"kind": f"{HERE}:Choosy", "says": "now"}, ["says: say please, got 'now'"]),
         ({"kind": f"{HERE}:Choosy", "says": "please", "notes": "x"}, ["unknown key 'notes'"]),
         ({"kind": f"{HERE}:Shouting", "says": "a", "gpus": 1}, ["gpus: for placement 'ray' only"]),
     ],

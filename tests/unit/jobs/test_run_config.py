@@ -160,7 +160,8 @@ out: runs/x
 @pytest.mark.parametrize("agent", ["[a.yaml]", "{}", "{a: }", "3", '""', "{a: [b.yaml]}"])
 def test_what_is_no_agent(agent: str, folder: Path) -> None:
     message = "agent: give the path of an agent's YAML, or a mapping from names to such paths"
-    assert problems(folder, SMALLEST.replace("a.yaml", agent)) == [f":1: {message}"]
+    got = {"3": ", got 3", '""': ", got ''"}.get(agent, "")
+    assert problems(folder, SMALLEST.replace("a.yaml", agent)) == [f":1: {message}{got}"]
 
 
 @pytest.mark.parametrize(
