@@ -325,6 +325,8 @@ class Scheduler:
         if run.stop is None:
             run.stop = CARRIED if keep else self._cut_off
             for live in self.running.values():
+                if live.stop is not None and live.task is not None and not keep:
+                    live.task.cancel()  # its handler may have swallowed the first cancellation
                 live.request_stop(run.stop)
             for task in run.scoring:
                 task.cancel()
