@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.testing.plugin_agents import GOOD, GRADED, RAISES
-from tests.unit.testing.test_plugin import FEW, agent, assert_told_once
+from tests.laws.plugin_agents import GOOD, GRADED, RAISES
+from tests.laws.test_plugin import FEW, agent, assert_told_once
 
 pytestmark = pytest.mark.process
 

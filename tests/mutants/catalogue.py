@@ -15,7 +15,7 @@ LIMITS = ("tests/unit/testing/test_limits_kept.py",)
 ROWS = ("tests/unit/batch/test_batch.py",)
 DISPATCH = ("tests/unit/engines/test_client.py",)
 RESUME = (
-    "tests/unit/testing/test_check_state.py::test_a_good_handler_that_does_everything_conforms",
+    "tests/laws/test_check_state.py::test_a_good_handler_that_does_everything_conforms",
     "tests/unit/scheduler/test_resume.py",
 )
 AGAIN = ("tests/unit/scheduler/test_resume.py::test_a_handler_of_many_steps_goes_on_from_any_of_them",)
@@ -24,7 +24,7 @@ REPLICAS = (
     "tests/laws/test_laws.py::test_results_do_not_depend_on_which_replicas_are_lost",
 )
 ROUTER = ("tests/unit/engines/test_router.py",)
-MACHINE = ("tests/unit/testing/test_scheduler_machine.py",)
+MACHINE = ("tests/laws/test_scheduler_machine.py",)
 SCHEDULER = ("tests/unit/scheduler/test_scheduler.py",)
 LOOP = ("tests/unit/scheduler/test_training_loop.py",)
 
@@ -249,7 +249,7 @@ MUTANTS = (
         "                collector.problem(broken, (opening.start(), at))",
         "                if broken.kind != \"unclosed\":\n                    collector.problem(broken, (opening.start(), at))",
         "no broken call is dropped",
-        ("tests/unit/testing/test_check_tool_format.py",),
+        ("tests/laws/test_check_tool_format.py",),
     ),
     # -- resume (law 6)
     Mutant(

@@ -15,7 +15,7 @@ from fsm_rollout.testing.plugin.agent_checks import CHECKS, Subject
 from fsm_rollout.testing.plugin.items import ITEMS
 from fsm_rollout.testing.simulation.laws import LawBroken
 from tests.kit import ROOT
-from tests.unit.testing.plugin_agents import (
+from tests.laws.plugin_agents import (
     ASKS,
     BLOCKS,
     BOTH,
