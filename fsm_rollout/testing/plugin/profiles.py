@@ -8,7 +8,7 @@ Hypothesis calls :func:`register` when it is imported (an entry point), so ``--h
 
 from __future__ import annotations
 
-EXAMPLES = {"fast": 20, "ci": 100, "nightly": 2000}
+EXAMPLES = {"fast": 10, "ci": 100, "nightly": 2000}
 """Profile → how many examples."""
 
 

@@ -113,14 +113,17 @@ def test_what_replicas_did_adds_up_to_what_was_done(histories: list[list[AnyEven
     figures = Figures(map(Recording.of, histories))
     sampled = [event for events in histories for event in events if isinstance(event, Generated)]
     replicas = figures.replicas()
-    assert [one.name for one in replicas] == sorted({event.replica for event in sampled})
-    for one in replicas:
-        own = [event for event in sampled if event.replica == one.name]
-        assert (one.generations, one.tokens) == (len(own), sum(len(event.ids) for event in own))
-        assert 0 <= one.busy <= figures.end - figures.begin + 1e-6
-    for place in range(BINS):
-        assert sum(one.throughput[place] for one in replicas) == pytest.approx(figures.throughput()[place], abs=1e-6)
-        assert sum(one.under_way[place] for one in replicas) == pytest.approx(figures.load()[place], abs=1e-6)
+    assert [replica.name for replica in replicas] == sorted({event.replica for event in sampled})
+    for replica in replicas:
+        own = [event for event in sampled if event.replica == replica.name]
+        assert (replica.generations, replica.tokens) == (len(own), sum(len(event.ids) for event in own))
+        assert 0 <= replica.busy <= figures.end - figures.begin + 1e-6
+    for course, parts in (
+        (figures.throughput(), [replica.throughput for replica in replicas]),
+        (figures.load(), [replica.under_way for replica in replicas]),
+    ):
+        together = [sum(values) for values in zip(*parts, strict=True)] or [0.0] * BINS
+        assert together == pytest.approx(course, abs=1e-6)
 
 
 def test_replicas_have_lanes_on_one_scale_where_there_are_several(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def test_what_changed_is_named_where_it_first_shows(journal: Path, caplog: pytes
     assert "is followed by '3?" in (other.detail or "")
     assert "trying again" not in caplog.text, "it would come to the same"
     text = dump(AGENT).replace(
-        "fsm_rollout.tools.calculator:calculate", "tests.unit.engines.scripted.test_replay:miscalculate"
+        "fsm_rollout.tools.calculator:calculate", "tests.laws.test_replay:miscalculate"
     )
     later = replayed(journal, loads(text))
     assert later.stop_reason == "failed:ReplayDiverged"
