@@ -346,8 +346,10 @@ class Rollout:
     async def aclose(self) -> None:
         """Let go of what was set aside, and close the engines that this rollout built. Safe to call twice."""
         self._closed = True
-        await self.scheduler.drop_carried()
-        await self._close_engines()
+        try:
+            await self.scheduler.drop_carried()
+        finally:
+            await self._close_engines()
 
     async def _close_engines(self) -> None:
         while self._owned:

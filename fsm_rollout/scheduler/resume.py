@@ -60,14 +60,17 @@ def resumed_groups(
         except ConfigError as error:
             problems += error.problems
             continue
-        n = max(n, *(trajectory.sample + 1 for trajectory in samples))
-        group = Group(group_id, len(groups), prompt, bound[samples[0].agent], n)
+        sample_count = max(n, *(trajectory.sample + 1 for trajectory in samples))
+        group = Group(group_id, len(groups), prompt, bound[samples[0].agent], sample_count)
         group.children = [trajectory for trajectory in members if trajectory.parent_id is not None]
         for trajectory in samples:
             if group.standing(trajectory.sample) is not None:
                 group.give_up(trajectory.sample)  # a later attempt stands for earlier ones
             group.add(trajectory)
             group.attempts[trajectory.sample] = _attempt(trajectory)
+        for trajectory in members:
+            if trajectory.ended:  # what an earlier resumption made again is not known as discarded any more
+                group.discard_unread(trajectory)
         groups.append(group)
     if problems:
         raise ConfigError(problems)

@@ -422,8 +422,9 @@ class Scheduler:
         if samples and group.state is GroupState.DONE:
             self._done.remove(group)
         if samples and (run is None or run.stop is not None):
-            group.state = GroupState.WAITING
-            self._waiting.append(group)
+            if group.group_id not in self._open:  # what is open is kept or dropped by `_end`
+                group.state = GroupState.WAITING
+                self._waiting.append(group)
         elif samples:
             group.state = GroupState.RUNNING
             group.unfinished += len(samples)
@@ -481,13 +482,14 @@ class Scheduler:
         for prompt in run.prompts:
             index, self._prompts = self._prompts, self._prompts + 1
             group_id = prompt.prompt_id or str(index)
+            if group_id in run.prompt_ids and run.target is None:
+                raise ConfigError(f"prompt id '{group_id}' is used twice; it names the group")
             resumed = run.resumed.get(group_id)
             if resumed is not None and to_builtins(resumed.prompt.messages) == to_builtins(prompt.messages):
                 run.resumed.pop(group_id).index = index
+                run.prompt_ids.add(group_id)
                 continue
             program = self.program_of(prompt)
-            if group_id in run.prompt_ids and run.target is None:
-                raise ConfigError(f"prompt id '{group_id}' is used twice; it names the group")
             group = Group(self._free_id(group_id), index, prompt, program, run.n)
             self.groups[group.group_id] = group
             run.prompt_ids |= {group_id, group.group_id}
@@ -670,12 +672,11 @@ class Scheduler:
 
     async def drop_carried(self) -> list[Group]:
         """Give up what waits for the next run and return it, as it stands; its tools are released."""
-        groups = self.carried
-        for group in groups:
-            await self._drop(group)
-        if groups:
-            self._done.clear()
-            self._waiting.clear()
+        groups: list[Group] = []
+        for waiting in (self._done, self._waiting) if self._run is None else ():
+            while waiting:  # an interruption leaves the rest for another call
+                groups.append(waiting.popleft())
+                await self._drop(groups[-1])
         return groups
 
     def record(self, trajectory: Trajectory, event: AnyEvent, payload: bytes | None = None) -> None:

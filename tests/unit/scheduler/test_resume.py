@@ -310,8 +310,62 @@ def test_a_sub_agent_that_was_cut_off_is_ended_and_its_call_made_again() -> None
         ends = [(child.stop_reason, child.detail) for child in everyone]
         assert ends.count(("answered", None)) >= 2
         assert len(ends) <= 3, "only the call under way is made again"
-        cut_children += ("cancelled", "the run was interrupted") in ends
+        if ("cancelled", "the run was interrupted") in ends:
+            cut_children += 1
+            last = Bench(graph, choose)
+            (group,) = run_virtual(last.run(n=1, prompts=1, resume=histories(again.log)))
+            assert outline([group]) == expected
+            assert all(child.stop_reason == "answered" for child in group.children), "nor after a second interruption"
     assert cut_children
+
+
+def test_each_resumed_group_has_as_many_samples_as_it_had_or_as_the_run_has() -> None:
+    large, small = Bench(single(), slow({})), Bench(single(), slow({}))
+    run_virtual(large.run(n=3, prompts=1))
+    run_virtual(small.run(n=1, prompts=2))
+    second = [(trajectory_id, event) for trajectory_id, event in small.log if trajectory_id.startswith("p1/")]
+    resuming = Bench(single(), slow({}))
+    groups = run_virtual(resuming.run(n=2, prompts=0, resume=histories([*large.log, *second])))
+    assert {group.group_id: len(group.trajectories) for group in groups} == {"p0": 3, "p1": 2}
+
+
+def test_a_prompt_that_a_resumed_group_belongs_to_cannot_come_twice() -> None:
+    before, after = Bench(single(), slow({})), Bench(single(), slow({}))
+    run_virtual(before.run(n=1, prompts=1))
+
+    async def twice() -> list[Group]:
+        run = after.scheduler.run([*listed(1), *listed(1)], 1, resume=histories(before.log))
+        return [group async for group in run]
+
+    with pytest.raises(ConfigError, match="prompt id 'p0' is used twice"):
+        run_virtual(twice())
+
+
+def test_what_waits_can_be_dropped_after_an_interruption_of_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(single(), slow({}))
+    interrupted: list[Group] = []
+    drop = bench.scheduler._drop
+
+    async def first_is_interrupted(group: Group) -> None:
+        await drop(group)
+        if not interrupted:
+            interrupted.append(group)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench.scheduler, "_drop", first_is_interrupted)
+
+    async def main() -> list[Group]:
+        async for _ in bench.scheduler.run(listed(6), 1, target_groups=4):
+            pass
+        assert len(bench.scheduler.carried) > 1
+        with pytest.raises(KeyboardInterrupt):
+            await bench.scheduler.drop_carried()
+        return await bench.scheduler.drop_carried()
+
+    rest = run_virtual(main())
+    assert rest
+    assert interrupted[0] not in rest
+    assert not bench.scheduler.carried
 
 
 def test_a_reopened_group_keeps_its_place_its_prompts_own_sampling_and_its_attempt() -> None:
