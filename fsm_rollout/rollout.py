@@ -397,5 +397,5 @@ def _sampling(value: Sampling | Mapping[str, object] | None) -> Sampling:
 def _describe(engine: Engine, spec: EngineLike) -> dict[str, object]:
     if not isinstance(spec, Mapping) or ":" in spec["kind"]:
         spec = {"tokenizer": getattr(engine.tokenizer, "name_or_path", None)}
-    known = {key: str(spec[key]) for key in ("kind", "tokenizer", "model", "run", "engine") if spec.get(key)}
-    return known | {"max_context": engine.max_context, "eos_ids": sorted(engine.eos_ids)}
+    description = {key: str(spec[key]) for key in ("kind", "tokenizer", "model", "run", "engine") if spec.get(key)}
+    return description | {"max_context": engine.max_context, "eos_ids": sorted(engine.eos_ids)}

@@ -85,18 +85,18 @@ def load_object(path: str) -> object:
     """
     module_name, _, attribute = path.partition(":")
     try:
-        found: object = importlib.import_module(module_name)
+        target: object = importlib.import_module(module_name)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever a user's module does at import, sys.exit too, is their mistake to see
         raise ConfigError(f"cannot import '{module_name}' (from '{path}'): {type(error).__name__}: {error}") from error
     for part in attribute.split("."):
         try:
-            found = getattr(found, part)
+            target = getattr(target, part)
         except AttributeError as error:
-            hint = did_you_mean(part, (n for n in dir(found) if not n.startswith("_")))
+            hint = did_you_mean(part, (n for n in dir(target) if not n.startswith("_")))
             raise ConfigError(f"'{module_name}' has no '{part}' (from '{path}'){hint}") from error
-    return found
+    return target
 
 
 def load_handler(handler: str) -> type:
@@ -120,17 +120,20 @@ def handler_spec(handler: str) -> HandlerSpec:
         ConfigError: as :func:`load_handler`; or it is not a class of :class:`fsm_rollout.State` that declares
             ``triggers`` and can run.
     """
-    found = load_handler(handler)
+    handler_class = load_handler(handler)
     spec = HandlerSpec(
-        handler, getattr(found, "triggers", ()), getattr(found, "spends", None), getattr(found, "keys", ())
+        handler,
+        getattr(handler_class, "triggers", ()),
+        getattr(handler_class, "spends", None),
+        getattr(handler_class, "keys", ()),
     )
-    problem = _problem_with(spec, found)
+    problem = _problem_with(spec, handler_class)
     if problem is not None:
         raise ConfigError(f"handler '{handler}': {problem}")
     return spec
 
 
-def _problem_with(spec: HandlerSpec, found: type) -> str | None:
+def _problem_with(spec: HandlerSpec, handler_class: type) -> str | None:
     # 1. What it declares.
     triggers = spec.triggers
     if not isinstance(triggers, tuple) or not triggers or not all(isinstance(trigger, str) for trigger in triggers):
@@ -142,16 +145,16 @@ def _problem_with(spec: HandlerSpec, found: type) -> str | None:
         return f"`spends` must be a counted limit or None, got {spec.spends!r}{hint}"
     # 2. That it can run.
     base = load_object("fsm_rollout.states.base:State")
-    if not isinstance(base, type) or not issubclass(found, base):
+    if not isinstance(base, type) or not issubclass(handler_class, base):
         return "derive the class from fsm_rollout.State"
-    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+    if missing := sorted(getattr(handler_class, "__abstractmethods__", ())):
         return f"the class lacks {', '.join(missing)}"
-    wanted = "write it as `async def run(self, trajectory, ctx)`"
-    run = getattr(found, "run")  # noqa: B009  # there is one: it is not abstract
+    remedy = "write it as `async def run(self, trajectory, ctx)`"
+    run = getattr(handler_class, "run")  # noqa: B009  # there is one: it is not abstract
     if not inspect.iscoroutinefunction(inspect.unwrap(run)):
-        return f"its `run` is not async; {wanted}"
+        return f"its `run` is not async; {remedy}"
     try:
         inspect.signature(run).bind(None, None, None)
     except TypeError as error:
-        return f"its `run` cannot be called ({error}); {wanted}"
+        return f"its `run` cannot be called ({error}); {remedy}"
     return None

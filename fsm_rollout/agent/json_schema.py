@@ -40,8 +40,8 @@ def agent_schema() -> Schema:
     }.items():
         properties = definitions[model]["properties"]
         for name, schema in spellings.items():
-            kept = {key: value for key, value in properties[name].items() if key in ("description", "title")}
-            properties[name] = {**schema, **kept}
+            annotations = {key: value for key, value in properties[name].items() if key in ("description", "title")}
+            properties[name] = {**schema, **annotations}
     del definitions["Predicate"]
     # 2. Entries may be empty, and a custom handler has keys of its own.
     state = definitions["State"]

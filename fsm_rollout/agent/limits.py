@@ -1,4 +1,4 @@
-"""The limits of a trajectory: one table of what each counts, and when a trajectory has had enough.
+"""The limits of a trajectory: one table of what each counts, and when it is reached.
 
 Invariant: a limit N allows N and is reached at N + 1. :data:`LIMITS` is all that the machine, the proof, the handlers'
 context, simulations, pictures and pages know of a limit.
@@ -34,7 +34,7 @@ from fsm_rollout.trajectory.trajectory import Trajectory, routing_key
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """One row of the table; its name says what one of it is."""
+    """One row of the table; its name says what is counted."""
 
     name: LimitName
     handler: str | None = None
@@ -44,9 +44,9 @@ class Limit:
     implied: bool = False
     """Whether it may be reached although the agent does not set it."""
     price: Callable[[Trajectory], int] = lambda trajectory: 1
-    """What entering a state that spends it is charged."""
+    """How much is charged for entering a state that spends it."""
     spent: Callable[[Trajectory, float], float] | None = None
-    """How much of it a trajectory has spent at a time; ``None``: what was charged for it."""
+    """Computes how much of it a trajectory has spent at a given time; ``None``: the sum of its charges."""
 
 
 LIMITS: Mapping[str, Limit] = {

@@ -40,7 +40,7 @@ _AGENT_FILE = re.compile(r".+\.yaml")
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What became of a YAML: its graph (when its form is right), where its parts stand, and every problem."""
+    """The result of reading a YAML: its graph (if its form is right), the lines of its parts, and every problem."""
 
     graph: AgentGraph | None
     source: SourceMap
@@ -97,10 +97,10 @@ def _read(text: str, source: SourceMap, base: Path, overrides: Sequence[str], in
     problems += apply_overrides(data, overrides, source)
     problems += interpolate(data, source)
     _NormalForm(source, problems).agent(data, (), base, inside)
-    # 3. The form. Names are looked at even where it is wrong, in what is left without the wrong pieces.
+    # 3. The form. Where it is wrong, the wrong pieces are taken out, and the names in the rest are still checked.
     graph = None
     left_out: set[ConfigPath] = set()
-    for _ in range(5):  # what hid behind a wrong piece may be wrong too
+    for _ in range(5):  # taking one wrong piece out may uncover another
         try:
             # Through JSON, because pydantic is strict there in the right way: no "8" for 8, but lists for tuples.
             graph = AgentGraph.model_validate_json(json.dumps(data), strict=True)
@@ -112,13 +112,13 @@ def _read(text: str, source: SourceMap, base: Path, overrides: Sequence[str], in
             pieces = error.errors(include_url=False)
             if not all(_leave_out(data, item["loc"], left_out, item["type"] == "missing") for item in pieces):
                 break
-    # 4. The rules. The structure of an agent that is not what was meant is not worth judging yet.
+    # 4. The rules; where something else is wrong, those about names alone.
     if graph is not None and not problems:
         problems = verify(graph, source)
     elif graph is not None:
-        for found in findings(graph, names_only=True):
-            if not any(found.path[: len(path)] == path for path in left_out):
-                problems.append(source.problem(found.path, found.message, found.rule))
+        for finding in findings(graph, names_only=True):
+            if not any(finding.path[: len(path)] == path for path in left_out):
+                problems.append(source.problem(finding.path, finding.message, finding.rule))
     return Reading(None if left_out else graph, source, tuple(in_file_order(problems)))
 
 
@@ -197,7 +197,7 @@ class _NormalForm:
             text = self._file(base / value, at, TEXT_FILE) or ""
             source, inner = self.source.within(at)
             source.texts[inner] = (str(base / value), 1)
-            entry[key] = text.removesuffix("\n")  # the one that editors end a file with says nothing
+            entry[key] = text.removesuffix("\n")  # editors end a file with a line break, which is not part of the text
 
     def _file(self, file: Path, at: ConfigPath, kind: re.Pattern[str]) -> str | None:
         """Return the text of a file, or report what is wrong with it, with the closest name of its ``kind`` there."""
@@ -221,17 +221,17 @@ class _NormalForm:
             model: type[BaseModel] | None = getattr(load_object(handler), "Options", None)
         except ConfigError:
             return  # verification reports the import
-        known = set() if model is None else {field.alias or name for name, field in model.model_fields.items()}
-        unknown = [key for key in options if key not in known]
+        option_names = set() if model is None else {field.alias or name for name, field in model.model_fields.items()}
+        unknown = [key for key in options if key not in option_names]
         for key in unknown:
             none = f"; '{handler}' takes no keys of its own" if model is None else ""
-            message = f"{describe_path(at)}: unknown key '{key}'{none}{did_you_mean(key, known | STATE_KEYS)}"
+            message = f"{describe_path(at)}: unknown key '{key}'{none}{did_you_mean(key, option_names | STATE_KEYS)}"
             self.problems.append(self.source.problem((*at, key), message))
         if model is None:
             entry.pop("options", None)
             return
         try:
-            model.model_validate_json(json.dumps({k: options[k] for k in options if k in known}), strict=True)
+            model.model_validate_json(json.dumps({k: options[k] for k in options if k in option_names}), strict=True)
         except ValidationError as error:
             self.problems += [self.source.problem(*explained) for explained in explanations(error, model, at)]
 
@@ -277,4 +277,4 @@ def _predicate(item: object) -> object:
     if isinstance(item, dict) and len(item) == 1:
         ((name, argument),) = item.items()
         return {"name": name, "argument": argument}
-    return str(item)  # no predicate: pydantic says so of a string
+    return str(item)  # not a predicate: pydantic reports that for a string

@@ -73,8 +73,8 @@ def compile_predicate(predicate: Predicate, graph: AgentGraph) -> Condition:
 
 
 def _wrong_argument(name: str, argument: object) -> ConfigError:
-    got = "nothing" if argument is None else repr(argument)
-    return ConfigError(f"predicate '{name}' takes {PREDICATES[name].argument or 'no argument'}, got {got}")
+    shown_argument = "nothing" if argument is None else repr(argument)
+    return ConfigError(f"predicate '{name}' takes {PREDICATES[name].argument or 'no argument'}, got {shown_argument}")
 
 
 def _own_function(path: str, argument: object) -> Condition:

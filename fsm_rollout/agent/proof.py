@@ -90,9 +90,9 @@ def _proven(graph: AgentGraph, situations: int) -> Bound:
     children = [prove(tool.agent, situations=situations) for tool in tools if tool.agent is not None]
     calls = bound.tool_calls * max(tool.retry.attempts for tool in tools)
 
-    def with_children(own: int | None, each: Sequence[int | None]) -> int | None:
-        known = [number for number in each if number is not None]
-        return None if own is None or len(known) < len(each) else own + calls * max(known)
+    def with_children(own: int | None, additions: Sequence[int | None]) -> int | None:
+        numbers = [number for number in additions if number is not None]
+        return None if own is None or len(numbers) < len(additions) else own + calls * max(numbers)
 
     return replace(
         bound,

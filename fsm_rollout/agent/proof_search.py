@@ -111,26 +111,26 @@ class _Search:
         for _, row in self.structure.edges[state]:
             for predicate, _ in row.tests:
                 if predicate.name == "visits_over":
-                    other, number = visits_argument(predicate.argument, self.graph)
-                    if (other or state) in self.states:
-                        yield other or state, number
+                    state_named, number = visits_argument(predicate.argument, self.graph)
+                    if (state_named or state) in self.states:
+                        yield state_named or state, number
 
     def _raised(self, state: str, trigger: str, limit: str | None = None) -> _Raised:
         ways = []
         for place, row in self.graph.rows_of(state, trigger):
             self._check_known(row.dest)
             tests, free, possible = [], False, True
-            for predicate, wanted in row.tests:
+            for predicate, answer in row.tests:
                 if predicate.name not in PREDICATES or not PREDICATES[predicate.name].counter:
                     free = True
                 elif predicate.name == "limit":
-                    possible &= (predicate.argument == limit) is wanted
+                    possible &= (predicate.argument == limit) is answer
                 else:
-                    other, number = visits_argument(predicate.argument, self.graph)
-                    if (other or state) in self.slots:
-                        tests.append((self.slots[other or state], number, wanted))
+                    state_named, number = visits_argument(predicate.argument, self.graph)
+                    if (state_named or state) in self.slots:
+                        tests.append((self.slots[state_named or state], number, answer))
                     else:  # a state that is never entered
-                        possible &= not wanted
+                        possible &= not answer
             if possible:
                 ways.append(_Way(place, None if self.graph.is_final(row.dest) else row.dest, tests, free))
                 if not free and not tests:
@@ -141,35 +141,35 @@ class _Search:
 
     def enter(self, state: str, counts: tuple[int, ...], routed: int) -> Situation:
         """Charge the entry of a working state."""
-        after = list(counts)
+        new_counts = list(counts)
         for slot in self.charged[state]:
-            if after[slot] < self.caps[slot]:
-                after[slot] += 1
-        return state, tuple(after), routed
+            if new_counts[slot] < self.caps[slot]:
+                new_counts[slot] += 1
+        return state, tuple(new_counts), routed
 
     def onward(self, situation: Situation) -> tuple[dict[Situation, bool], bool]:
         """Return each next situation with whether the handler may have run before it, and whether it may run at all."""
         state, counts, routed = situation
         max_visits, limit = self.graph.states[state].max_visits, self.limit[state]
-        after: dict[Situation, bool] = {}
+        next_situations: dict[Situation, bool] = {}
         if max_visits is not None and counts[self.slots[state]] > max_visits:
-            self._follow(self.reached[state, LimitName.MAX_VISITS], situation, False, after)
-            return after, False
+            self._follow(self.reached[state, LimitName.MAX_VISITS], situation, False, next_situations)
+            return next_situations, False
         was_routed = limit is not None and routed & self.bits.get(limit, 0)
         if limit is not None and not (was_routed and max_visits is not None):
             if was_routed:
-                return after, False  # still reached, so the run ends
-            self._follow(self.reached[state, limit], situation, False, after)
+                return next_situations, False  # still reached, so the run ends
+            self._follow(self.reached[state, limit], situation, False, next_situations)
             if counts[self.slots[_spent(limit)]] > getattr(self.graph.limits, limit):
-                return after, False
+                return next_situations, False
         self.ran.add(state)
         if routed and max_visits is not None:
             self.exempt.update((limit, state) for limit, bit in self.bits.items() if routed & bit)
         for raised in self.raises[state]:  # last, so that what follows a handler that runs is noted as such
-            self._follow(raised, situation, True, after)
-        return after, True
+            self._follow(raised, situation, True, next_situations)
+        return next_situations, True
 
-    def _follow(self, raised: _Raised, situation: Situation, ran: bool, after: dict[Situation, bool]) -> None:
+    def _follow(self, raised: _Raised, situation: Situation, ran: bool, next_situations: dict[Situation, bool]) -> None:
         _, counts, routed = situation
         if raised.routes & routed:
             return  # each limit once: the run ends
@@ -178,7 +178,7 @@ class _Search:
                 if way.place is not None:
                     self.rows.add(way.place)
                 if way.dest is not None:
-                    after[self.enter(way.dest, counts, routed | raised.routes)] = ran
+                    next_situations[self.enter(way.dest, counts, routed | raised.routes)] = ran
                 if not way.free:
                     return
 
@@ -205,8 +205,8 @@ def search(structure: Structure, budget: int) -> Counts | None:
         if situation not in onward and situation not in best:
             if len(onward) + len(best) >= budget:
                 return None
-            after, runs = onward[situation] = prepared.onward(situation)
-            for following in after:
+            next_situations, runs = onward[situation] = prepared.onward(situation)
+            for following in next_situations:
                 if following in onward:
                     cycle = [state for state, *_ in [*onward][[*onward].index(following) :]]
                     raise _endless(structure, [*cycle, cycle[0]])
@@ -217,11 +217,11 @@ def search(structure: Structure, budget: int) -> Counts | None:
         stack.pop()
         if situation in best:
             continue
-        after, runs = onward.pop(situation)
+        next_situations, runs = onward.pop(situation)
         handler = structure.specs[situation[0]].name
         generates, interacts = int(runs and handler == "generate"), int(runs and handler == "interact")
         transitions, generations, turns = 1, generates, interacts
-        for following, handler_ran in after.items():
+        for following, handler_ran in next_situations.items():
             further = best[following]
             transitions = max(transitions, 1 + further[0])
             generations = max(generations, generates * handler_ran + further[1])

@@ -50,7 +50,9 @@ def verify(graph: AgentGraph, source: SourceMap | None = None) -> list[Problem]:
     if graph in _sound:
         return []
     source = source or SourceMap()
-    problems = [source.problem(found.path, found.message, found.rule, found.text_line) for found in findings(graph)]
+    problems = [
+        source.problem(finding.path, finding.message, finding.rule, finding.text_line) for finding in findings(graph)
+    ]
     if not problems:
         _sound.add(graph)
     return in_file_order(problems)
@@ -66,6 +68,6 @@ def findings(graph: AgentGraph, *, names_only: bool = False) -> Iterator[Finding
         yield from rule(structure)
     for name, tool in graph.tools.items():
         if tool.agent is not None:
-            for found in findings(tool.agent, names_only=names_only):
-                message = f"tool '{name}': agent: {found.message}"
-                yield replace(found, path=("tools", name, "agent", *found.path), message=message)
+            for finding in findings(tool.agent, names_only=names_only):
+                message = f"tool '{name}': agent: {finding.message}"
+                yield replace(finding, path=("tools", name, "agent", *finding.path), message=message)

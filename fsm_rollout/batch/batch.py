@@ -97,25 +97,25 @@ class TrajectoryBatch:
                 raise BatchError(f"trajectory {trajectory_id} was given twice; each token has one row at most")
         by_id = {trajectory.trajectory_id: trajectory for trajectory in trajectories}
         widths = {"prompt_width": prompt_width, "response_width": response_width}
-        whole = rows(trajectories, state_names=state_names)
-        kept: list[TrainingRow] = []
+        all_rows = rows(trajectories, state_names=state_names)
+        kept_rows: list[TrainingRow] = []
         dropped: list[RowId] = []
         truncated: list[RowId] = []
-        for row in whole:
+        for row in all_rows:
             if overflow == "error" or _fits(row, prompt_width, response_width):
-                kept.append(row)  # from_rows raises for all that do not fit together
+                kept_rows.append(row)  # from_rows raises for all that do not fit together
             elif overflow == "drop" or not (
                 cut := row_of(by_id[row.trajectory_id], row.stream, row.state_names, **widths)
             ):
                 dropped.append(row.row_id)
             else:
-                kept.append(cut)
+                kept_rows.append(cut)
                 truncated.append(row.row_id)
-        batch = cls.from_rows(kept, pad_id=pad_id, packed=packed, **widths)
-        rowed = {row.trajectory_id for row in whole}
+        batch = cls.from_rows(kept_rows, pad_id=pad_id, packed=packed, **widths)
+        rowed = {row.trajectory_id for row in all_rows}
         batch.unrowed = {id_: trajectory.stop_reason for id_, trajectory in by_id.items() if id_ not in rowed}
         batch.dropped, batch.truncated = tuple(dropped), tuple(truncated)
-        batch.state_names = whole[0].state_names if whole else tuple(dict.fromkeys(state_names))
+        batch.state_names = all_rows[0].state_names if all_rows else tuple(dict.fromkeys(state_names))
         return batch
 
     @classmethod
@@ -258,13 +258,13 @@ def _fits(row: TrainingRow, prompt_width: int | None, response_width: int | None
 
 
 def _misfit_text(misfits: Sequence[TrainingRow], prompt_width: int | None, response_width: int | None) -> str:
-    row, others = misfits[0], len(misfits) - 1
+    row, further = misfits[0], len(misfits) - 1
     widths = {"prompt_width": prompt_width, "response_width": response_width}
-    wanted = " and ".join(f"{name} {width}" for name, width in widths.items() if width is not None)
-    more = f" ({others} more row{'s' * (others > 1)} like it)" if others else ""
+    requested = " and ".join(f"{name} {width}" for name, width in widths.items() if width is not None)
+    more = f" ({further} more row{'s' * (further > 1)} like it)" if further else ""
     return (
         f"row {row.row_id} has a prompt of {len(row.prompt_ids)} and a response of {len(row.response_ids)} tokens, "
-        f"which do not fit {wanted}{more}; give wider ones, none, or overflow='drop' or 'truncate'"
+        f"which do not fit {requested}{more}; give wider ones, none, or overflow='drop' or 'truncate'"
     )
 
 

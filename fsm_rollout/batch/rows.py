@@ -114,8 +114,8 @@ def rows(trajectories: Iterable[Trajectory], *, state_names: Sequence[str] = ())
         for span in stream.tokens.spans[1:]
     }
     names = (*dict.fromkeys(state_names), *sorted(seen.difference(state_names)))
-    found = (row_of(t, number, names) for t in trajectories for number in range(len(t.streams)))
-    return [row for row in found if row is not None]
+    candidates = (row_of(t, number, names) for t in trajectories for number in range(len(t.streams)))
+    return [row for row in candidates if row is not None]
 
 
 def row_of(

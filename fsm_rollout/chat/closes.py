@@ -93,10 +93,10 @@ def learn_dialect(renderer: Renderer, now: datetime) -> Dialect:
     for form in (Dialect(text, none) for none in (False, True) for text in (False, True)):
         messages = [{"role": "user", "content": "u"}, probe_call(form), probe_result()]
         try:
-            shown = renderer.render(messages, PROBE_TOOLS, now)
+            rendered = renderer.render(messages, PROBE_TOOLS, now)
         except ChatTemplateError:
             continue
-        if TURN in shown and f"'{KEY}'" not in shown:
+        if TURN in rendered and f"'{KEY}'" not in rendered:
             return form
     return Dialect()
 
@@ -108,24 +108,24 @@ class CloseFinder:
     renderer: Renderer
     encoder: MarkerEncoder
     dialect: Dialect
-    known: frozenset[int]
+    configured_stops: frozenset[int]
     now: datetime
 
     def closes(self) -> Closes:
         """Return what is found after a user message or, if the template insists on one, a system message before it."""
         for base in ([USER], [{"role": "system", "content": "s"}, USER]):
             try:
-                shown, asked = self._render(base, None), self.renderer.render(base, None, self.now)
+                rendered, with_header = self._render(base, None), self.renderer.render(base, None, self.now)
             except ChatTemplateError:
                 continue
-            return self._closes_after(base, shown, asked)
+            return self._closes_after(base, rendered, with_header)
         return Closes(None, None, frozenset())
 
-    def _closes_after(self, base: list[Message], shown: str, asked: str) -> Closes:
+    def _closes_after(self, base: list[Message], rendered: str, with_header: str) -> Closes:
         """Return the closes of turns after ``base``, which is ``asked`` with the header of the next turn."""
-        header = self._last_run(shown.partition(NEXT)[0]) - self.known
-        # What opens the model's own turn cannot be what it says when it is done.
-        own = {marker.id for _, marker in self.encoder.find(asked[len(common_prefix(shown, asked)) :])}
+        header = self._last_run(rendered.partition(NEXT)[0]) - self.configured_stops
+        # A marker that opens the model's own turn cannot be the one that ends it.
+        own = {marker.id for _, marker in self.encoder.find(with_header[len(common_prefix(rendered, with_header)) :])}
         text: Marker | None = None
         tool: Marker | None = None
         opens_text = opens_tool = False
@@ -137,8 +137,8 @@ class CloseFinder:
             if text and text in tails.both:
                 lead = self._last_run(tails.shared.partition(text.text)[0])
         if tails := self._tails([*base, probe_call(self.dialect)], probe_result(), PROBE_TOOLS):
-            known = self.known | ({text.id} if text and not opens_text else set())
-            tool, opens_tool = self._tool_close(tails, known, self._written_per_call(base) - known)
+            stop_ids = self.configured_stops | ({text.id} if text and not opens_text else set())
+            tool, opens_tool = self._tool_close(tails, stop_ids, self._written_per_call(base) - stop_ids)
             if tool and opens_tool and tool.id in own:
                 tool = None
         openers = {close.id for close, opens in ((text, opens_text), (tool, opens_tool)) if close and opens}
@@ -158,11 +158,11 @@ class CloseFinder:
             follower = at
         return frozenset(ids)
 
-    def _tails(self, messages: list[Message], after: Message, tools: Sequence[Message] | None) -> Tails | None:
+    def _tails(self, messages: list[Message], follower: Message, tools: Sequence[Message] | None) -> Tails | None:
         """Return what stands behind the turn that ends ``messages``; None if the template does not write the turn."""
         try:
             last = self._render(messages, tools)
-            followed = self.renderer.render([*messages, after], tools, self.now)
+            followed = self.renderer.render([*messages, follower], tools, self.now)
         except ChatTemplateError:
             return None
         if TURN not in last or TURN not in followed:
@@ -179,7 +179,7 @@ class CloseFinder:
     def _text_close(self, tails: Tails, header: frozenset[int]) -> tuple[Marker | None, bool]:
         """Return what ends a text turn, and whether it is an opener."""
         for marker in tails.both:
-            if marker.id in self.known:
+            if marker.id in self.configured_stops:
                 return marker, False
         # 1. Of a run such as <|END_RESPONSE|><|END_OF_TURN_TOKEN|> the last one ends the turn.
         candidates = _without(tails.both, header)
@@ -199,13 +199,15 @@ class CloseFinder:
         first = next(iter([*tails.both, *tails.only_followed]), None)
         return first, first not in tails.both
 
-    def _tool_close(self, tails: Tails, known: Container[int], per_call: Container[int]) -> tuple[Marker | None, bool]:
+    def _tool_close(
+        self, tails: Tails, stop_ids: Container[int], per_call: Container[int]
+    ) -> tuple[Marker | None, bool]:
         """Return what ends a tool turn, and whether it is an opener: a header of one control token, not of a run."""
-        every = [_without(markers, per_call) for markers in (tails.both, tails.only_last, tails.only_followed)]
-        for marker in every[0]:
-            if marker.id in known:
+        marker_lists = [_without(markers, per_call) for markers in (tails.both, tails.only_last, tails.only_followed)]
+        for marker in marker_lists[0]:
+            if marker.id in stop_ids:
                 return marker, False
-        for ends, last, following in ([[m for m in some if m.special] for some in every], every):
+        for ends, last, following in ([[m for m in some if m.special] for some in marker_lists], marker_lists):
             if ends:
                 return ends[-1], not following
             if following and not last:
@@ -220,10 +222,10 @@ class CloseFinder:
         (call,) = single["tool_calls"]
         double = {**single, "tool_calls": [call, {**call, "id": "c00001001"}]}
         try:
-            shown = [self._render([*base, turn], PROBE_TOOLS) for turn in (single, double)]
+            renders = [self._render([*base, turn], PROBE_TOOLS) for turn in (single, double)]
         except ChatTemplateError:  # one call at a time is all this template allows
             return frozenset()
-        fewer, more = (Counter(marker.id for _, marker in self.encoder.find(text)) for text in shown)
+        fewer, more = (Counter(marker.id for _, marker in self.encoder.find(text)) for text in renders)
         return frozenset(more - fewer)
 
 

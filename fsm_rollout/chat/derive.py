@@ -112,10 +112,10 @@ class Glue:
 
         Encoded together, since white space beside a token may belong to it (``rstrip``).
         """
-        whole = encoder.encode_parts([Part(self.close.text), *self.parts], injection)
-        if whole.ids[:1] != [self.close.id]:
+        encoded = encoder.encode_parts([Part(self.close.text), *self.parts], injection)
+        if encoded.ids[:1] != [self.close.id]:
             raise ChatTemplateError("no-close-token", f"{self.close.text!r} is not encoded as one token")
-        return whole.after(1) if self.close_sampled else whole
+        return encoded.after(1) if self.close_sampled else encoded
 
 
 def draw_word() -> str:
@@ -161,11 +161,11 @@ def _marked(arguments: object, sentinel: str) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Deriver:
-    """Derives glue for one template. ``known`` are the stop tokens given by tokenizer, config and caller."""
+    """Derives glue for one template. ``configured_stops`` are those that tokenizer, config and caller name."""
 
     renderer: Renderer
     encoder: MarkerEncoder
-    known: frozenset[int]
+    configured_stops: frozenset[int]
     closes: Closes
 
     def derive(self, step: Step) -> Glue:
@@ -177,20 +177,20 @@ class Deriver:
         """
         # 1. What follows the turn, whatever it says; and where the new messages stand in it.
         word = draw_word()
-        marked_turn, after = self._common_suffix(step, word)
+        marked_turn, suffix = self._common_suffix(step, word)
         pattern = self._pattern(step, marked_turn, word)
         # 2. The close: what ends the turn before the first new message.
         region = str(pattern[0])
         close_at, close = self._close(region, step.sampled)
         cut = close_at + len(close.text)
-        if not after.startswith(region[:cut]):
+        if not suffix.startswith(region[:cut]):
             raise ChatTemplateError(
                 "text-moved", "what stands between the turn and its close token depends on the next message's text"
             )
         # 3. The same must stand after the turn's own text.
-        text = after[cut:]
-        whole = self.renderer.render([*step.base, step.turn, *step.new], step.tools, step.now)
-        if not whole.endswith(close.text + text):
+        text = suffix[cut:]
+        rendered = self.renderer.render([*step.base, step.turn, *step.new], step.tools, step.now)
+        if not rendered.endswith(close.text + text):
             raise ChatTemplateError(
                 "text-moved", "the text after the turn is not the same once the turn's own text stands in it"
             )
@@ -200,19 +200,19 @@ class Deriver:
         opener, sampled = close.id in self.closes.openers, step.sampled
         close_sampled = sampled == close.id
         if sampled is not None and not close_sampled and not opener:
-            close_sampled = sampled in self.known | self.closes.ids or self.encoder.by_id[sampled].special
+            close_sampled = sampled in self.configured_stops | self.closes.ids or self.encoder.by_id[sampled].special
         return Glue(close, opener, close_sampled, tuple(parts), text)
 
     def _close(self, region: str, sampled: int | None) -> tuple[int, Marker]:
         """Return the close token in what stands before the next message, and its place."""
-        closes, found = self.closes, self.encoder.find(region)
+        closes, markers = self.closes, self.encoder.find(region)
         if sampled is None:
-            preference = [self.known, closes.ids - closes.openers, closes.openers]
+            preference = [self.configured_stops, closes.ids - closes.openers, closes.openers]
         else:
             text = frozenset({closes.text.id} if closes.text else ())
-            preference = [frozenset({sampled}), self.known, text - closes.openers, closes.openers]
-        ids = [marker.id for _, marker in found]
-        chosen = next((at for wanted in preference for at, id_ in enumerate(ids) if id_ in wanted), None)
+            preference = [frozenset({sampled}), self.configured_stops, text - closes.openers, closes.openers]
+        ids = [marker.id for _, marker in markers]
+        chosen = next((at for preferred in preference for at, id_ in enumerate(ids) if id_ in preferred), None)
         if chosen is None:
             raise ChatTemplateError(
                 "no-close-token",
@@ -220,11 +220,11 @@ class Deriver:
                 "without one the end of the turn and the next message cannot be told apart",
             )
         while sampled is None and chosen:  # a turn that was cut lacks the markers too that come right before its stop
-            position, marker = found[chosen - 1]
-            if ids[chosen - 1] not in closes.lead or position + len(marker.text) != found[chosen][0]:
+            position, marker = markers[chosen - 1]
+            if ids[chosen - 1] not in closes.lead or position + len(marker.text) != markers[chosen][0]:
                 break
             chosen -= 1
-        return found[chosen]
+        return markers[chosen]
 
     def _common_suffix(self, step: Step, word: str) -> tuple[Message, str]:
         """Return the marked turn that worked, and what both renders have in common after the sentinel."""
@@ -247,12 +247,12 @@ class Deriver:
     def _pattern(self, step: Step, marked_turn: Message, word: str) -> list[str | int]:
         """Return what follows the turn when the new messages are sentinels: text, and indices of messages."""
         new = marked(step.new, range(len(step.new)), word)
-        whole = self.renderer.render([*step.base, marked_turn, *new], step.tools, step.now)
-        pattern = _cut(whole.rpartition(f"{word}x")[2], word)
+        rendered = self.renderer.render([*step.base, marked_turn, *new], step.tools, step.now)
+        pattern = _cut(rendered.rpartition(f"{word}x")[2], word)
         for index, message in enumerate(step.new):
             if index in pattern:
                 continue
-            if f"{word}{index}m" in whole:
+            if f"{word}{index}m" in rendered:
                 raise ChatTemplateError(
                     "text-moved", f"the template writes new message {index} before the text of the turn it follows"
                 )
@@ -280,10 +280,10 @@ class Deriver:
                 continue
             ordered = [*messages[:index], {**message, "content": f"{order} {word}"}, *messages[index + 1 :]]
             try:
-                kept = word in self.renderer.render(ordered, tools, now)
+                is_kept = word in self.renderer.render(ordered, tools, now)
             except ChatTemplateError:  # it insists on what is said there
-                kept = order in text
-            if not kept:
+                is_kept = order in text
+            if not is_kept:
                 raise _dropped(messages, index)
         # 2. Nor may a foreign one; where it stands, its text is told from the template's.
         try:
@@ -320,18 +320,18 @@ def _cut(text: str, word: str) -> list[str | int]:
     return pattern
 
 
-def fit(pattern: Sequence[str | int], texts: Sequence[str], whole: str) -> Pieces | None:
+def fit(pattern: Sequence[str | int], texts: Sequence[str], rendered: str) -> Pieces | None:
     """Find how each slot of ``pattern`` writes its text such that all of it is ``whole``; None if no way fits."""
 
     def walk(index: int, position: int) -> list[str | Slot] | None:
         if index == len(pattern):
-            return [] if position == len(whole) else None
+            return [] if position == len(rendered) else None
         item = pattern[index]
         options: Pieces = [item] if isinstance(item, str) else [Slot(item, transform) for transform in TRANSFORMS]
         tried: set[str] = set()
         for option in options:
             form = option if isinstance(option, str) else option.fill(texts)
-            if form in tried or not whole.startswith(form, position):
+            if form in tried or not rendered.startswith(form, position):
                 continue
             tried.add(form)
             rest = walk(index + 1, position + len(form))
@@ -342,23 +342,23 @@ def fit(pattern: Sequence[str | int], texts: Sequence[str], whole: str) -> Piece
     return walk(0, 0)
 
 
-def told_apart(pattern: Sequence[str | int], texts: Sequence[str], foreign: Iterable[int], whole: str) -> list[Part]:
+def told_apart(pattern: Sequence[str | int], texts: Sequence[str], foreign: Iterable[int], rendered: str) -> list[Part]:
     """Return ``whole`` in parts: by its pattern or, where that fits in no way, by looking for the texts in order.
 
     Raises:
         ChatTemplateError: ``message-altered`` when a foreign text is not there in any known form.
 
     """
-    pieces = fit(pattern, texts, whole)
+    pieces = fit(pattern, texts, rendered)
     if pieces is not None:
         return filled(pieces, texts)
     parts: list[Part] = []
     start = 0
     for number, index in enumerate(foreign):
         forms = (transform(texts[index]) for transform in TRANSFORMS)
-        at, form = next(((at, form) for form in forms if (at := whole.find(form, start)) >= 0), (-1, ""))
+        at, form = next(((at, form) for form in forms if (at := rendered.find(form, start)) >= 0), (-1, ""))
         if at < 0:
             raise ChatTemplateError("message-altered", f"the template rewrites the text of new message {number}")
-        parts += [Part(whole[start:at]), Part(form, environment=True)]
+        parts += [Part(rendered[start:at]), Part(form, environment=True)]
         start = at + len(form)
-    return [*parts, Part(whole[start:])]
+    return [*parts, Part(rendered[start:])]

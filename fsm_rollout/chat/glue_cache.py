@@ -250,7 +250,7 @@ class GlueCache:
             return None
         if not (same.close, same.opener) == (dressed.close, dressed.opener) == (glue.close, glue.opener):
             return None
-        # 3. How the words entered it says how text will.
+        # 3. Later texts are written in the way in which these words were.
         shown = (glue.close.text + same.text, glue.close.text + dressed.text)
         return self._fitted(shown, (_texts(plain), _texts(decorated)), _texts(step), result, int(glue.close_sampled))
 
@@ -352,19 +352,19 @@ class Histories:
 
         """
         last = len(history) - 1
-        start, known = 0, Pairs()
+        start, known_pairs = 0, Pairs()
         turns = (at for at in range(last, -1, -1) if history[at]["role"] == "assistant")
-        for at in islice(turns, 2):  # if the turn before the last was not seen, nothing before it was
-            if seen := self._seen.get((id(history[at]), at)):
-                start, known = at + 1, seen[1]
+        for at in islice(turns, 2):  # if the last two turns are unknown, so are all before them
+            if entry := self._seen.get((id(history[at]), at)):
+                start, known_pairs = at + 1, entry[1]
                 break
         if start > last:
-            return known
-        before = _kind(history[start - 1]) if start else ""
-        pairs = known.union(pairwise([before, *map(_kind, history[start:])]))
+            return known_pairs
+        previous_kind = _kind(history[start - 1]) if start else ""
+        pairs = known_pairs.union(pairwise([previous_kind, *map(_kind, history[start:])]))
         self._characters += len(repr(history[-1]))
         if self._characters > MOST_CHARACTERS or len(self._seen) > MOST_ENTRIES:
-            self._seen.clear()  # what still goes on is scanned once more
+            self._seen.clear()  # conversations under way are then scanned once more
             self._characters = 0
         self._seen[id(history[-1]), last] = history[-1], pairs
         return pairs

@@ -151,17 +151,17 @@ class MarkerEncoder:
         """Return the marker ids among ``ids``."""
         return [id_ for id_ in ids if id_ in self.ids]
 
-    def _injected(self, parts: Sequence[Part], found: list[int]) -> bool:
+    def _injected(self, parts: Sequence[Part], marker_ids: list[int]) -> bool:
         """Return whether the markers ``found`` are not just those that the template wrote, where it wrote them."""
         own = [marker.id for part in parts if not part.environment for _, marker in self.find(part.text)]
-        if found == own:
+        if marker_ids == own:
             return self.overlapping and self._moved(parts)
         if any(part.environment and self._pattern.search(part.text) for part in parts):
             return True
         # A token flagged ``normalized`` behind a normalizer that prepends a space (older Llama tokenizers) is found at
         # the start of a text and nowhere else: what the template writes is then not what is encoded.
         neutral = "".join("x" if part.environment and part.text else part.text for part in parts)
-        return found != self.markers_of(self.encode(neutral))
+        return marker_ids != self.markers_of(self.encode(neutral))
 
     def _moved(self, parts: Sequence[Part]) -> bool:
         """Return whether a marker was found elsewhere than where the template has it."""
@@ -186,22 +186,24 @@ class MarkerEncoder:
         at = 0
         strip_left = False
         for text, marker in segments:
-            kept = text.lstrip() if strip_left else text
-            start = at + len(text) - len(kept)
-            kept = kept.rstrip() if marker and marker.lstrip else kept
-            canonical = self._placed(self._backend, kept, start) if kept else []
-            found = self._written(canonical, kept, start)
+            stripped = text.lstrip() if strip_left else text
+            start = at + len(text) - len(stripped)
+            stripped = stripped.rstrip() if marker and marker.lstrip else stripped
+            canonical = self._placed(self._backend, stripped, start) if stripped else []
+            found = self._written(canonical, stripped, start)
             spelt += found
-            placed += self._bare_placed(kept, start) if found else canonical
+            placed += self._bare_placed(stripped, start) if found else canonical
             at += len(text)
             if marker:
                 placed.append((marker.id, at, at + len(marker.text)))
                 strip_left = marker.rstrip
                 at += len(marker.text)
         if not spelt:  # it overlaps one of the template's own
-            whole = "".join(part.text for part in parts)
+            joined = "".join(part.text for part in parts)
             own = {(start, end) for id_, start, end in placed if id_ in self.ids}
-            spelt = [span for span in self._written(self._placed(self._backend, whole, 0), whole, 0) if span not in own]
+            spelt = [
+                span for span in self._written(self._placed(self._backend, joined, 0), joined, 0) if span not in own
+            ]
         # 3. Which of the ids spell a marker.
         guarded = set(chain.from_iterable(range(start, end) for start, end in spelt))
         guarded_at = [
@@ -246,11 +248,11 @@ class MarkerEncoder:
         from tokenizers import Tokenizer
 
         state = json.loads(self._backend.to_str())
-        kept = [token for token in state["added_tokens"] if not token["content"].strip()]
-        state["added_tokens"] = kept
+        white_space_tokens = [token for token in state["added_tokens"] if not token["content"].strip()]
+        state["added_tokens"] = white_space_tokens
         state["post_processor"] = None  # may name markers; nothing is added around our text anyway
         bare = Tokenizer.from_str(json.dumps(state))
-        return bare, {bare.token_to_id(token["content"]): token["id"] for token in kept}
+        return bare, {bare.token_to_id(token["content"]): token["id"] for token in white_space_tokens}
 
 
 _encoders: WeakKeyDictionary[PreTrainedTokenizerFast, tuple[int, MarkerEncoder]] = WeakKeyDictionary()

@@ -84,25 +84,25 @@ class ChatTemplate:
         self.now = now or datetime.now()
         self._encoder = encoder_for(tokenizer)
         self._renderer = Renderer(tokenizer, chat_template, template_kwargs)
-        known = self._known_stops(close_tokens)
+        configured_stops = self._known_stops(close_tokens)
         self._dialect = learn_dialect(self._renderer, self.now)
-        closes = CloseFinder(self._renderer, self._encoder, self._dialect, known, self.now).closes()
-        self._deriver = Deriver(self._renderer, self._encoder, known, closes)
+        closes = CloseFinder(self._renderer, self._encoder, self._dialect, configured_stops, self.now).closes()
+        self._deriver = Deriver(self._renderer, self._encoder, configured_stops, closes)
         self._cache = GlueCache(self._deriver, self._dialect, injection)
         self.audit_failures: deque[str] = deque(maxlen=16)
         self.close_ids: frozenset[int] = closes.ids
-        self.stop_ids: frozenset[int] = known | closes.ids
+        self.stop_ids: frozenset[int] = configured_stops | closes.ids
 
     def _known_stops(self, close_tokens: Sequence[str | int]) -> frozenset[int]:
         """Return the ids of the tokenizer's eos, of a generation config lying beside it, and of the caller."""
-        known = {self.tokenizer.eos_token_id, *generation_config_stops(self.tokenizer)} - {None}
+        stop_ids = {self.tokenizer.eos_token_id, *generation_config_stops(self.tokenizer)} - {None}
         for token in close_tokens:
             marker = self._encoder.by_text.get(token) if isinstance(token, str) else None
             id_ = marker.id if marker else token
             if not isinstance(id_, int) or id_ not in self._encoder.by_id:
                 raise ChatTemplateError("unknown-close-token", f"{token!r} is not a control token of this tokenizer")
-            known.add(id_)
-        return frozenset(known)
+            stop_ids.add(id_)
+        return frozenset(stop_ids)
 
     @property
     def source(self) -> str:

@@ -1,1 +1,1 @@
-"""Time, threads, cancellation and Ray's session: what every other room may wait with."""
+"""Time, threads, cancellation and Ray's session: the means of waiting that every other folder uses."""

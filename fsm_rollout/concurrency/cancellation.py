@@ -1,4 +1,4 @@
-"""Who is being cancelled, and waiting for another thread while a Ctrl-C is heard.
+"""Which task is being cancelled, and how to wait for another thread without missing a Ctrl-C.
 
 Invariant: whoever waits here looks up every :data:`LOOK_UP` seconds. A signal that came just before the wait, or was
 given to another thread, does not end a wait by itself; and within ``asyncio.run`` a Ctrl-C does nothing but cancel the
@@ -22,7 +22,7 @@ LOOK_UP = 0.25
 
 
 def being_cancelled() -> bool:
-    """Return whether somebody cancels the present task; if not, a CancelledError is the failure of who raised it."""
+    """Return whether the present task is being cancelled; else a CancelledError is a failure of its raiser."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

@@ -25,7 +25,7 @@ class Deadline:
     def __init__(
         self, seconds: float | None, wall: float | None = None, *, unheard: Callable[[], object] | None = None
     ) -> None:
-        self._left = seconds
+        self._remaining = seconds
         self._wall = wall
         self._holds = 0
         self._since = 0.0
@@ -58,22 +58,22 @@ class Deadline:
             raise TimeoutError from error
 
     def hold(self) -> None:
-        """Stand still until :meth:`run`. Holds nest."""
+        """Stop the count until :meth:`run`. Holds nest."""
         self._holds += 1
-        if self._holds == 1 and self._left is not None and self._task is not None and not self.expired:
-            self._left -= asyncio.get_running_loop().time() - self._since
+        if self._holds == 1 and self._remaining is not None and self._task is not None and not self.expired:
+            self._remaining -= asyncio.get_running_loop().time() - self._since
 
     def run(self) -> None:
-        """Undo one :meth:`hold`; with the last one, count on."""
+        """Undo one :meth:`hold`; after the last one, the deadline counts again."""
         self._holds -= 1
-        if self._holds == 0 and self._left is not None and self._task is not None and not self.expired:
+        if self._holds == 0 and self._remaining is not None and self._task is not None and not self.expired:
             self._since = asyncio.get_running_loop().time()
-            self._left = max(0.0, self._left)
+            self._remaining = max(0.0, self._remaining)
             self._schedule()
 
     def _next(self) -> float | None:
         """Return when it expires unless it is held, or run, before."""
-        ends = [] if self._left is None or self._holds else [self._since + self._left]
+        ends = [] if self._remaining is None or self._holds else [self._since + self._remaining]
         return min(ends if self._wall is None else [self._wall, *ends], default=None)
 
     def _schedule(self) -> None:

@@ -113,7 +113,7 @@ def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) 
 
 
 class Closeable(Protocol):
-    """What is closed at the interpreter's end, if it has not been by then."""
+    """Objects that are closed when the interpreter ends, unless they were closed before."""
 
     def close(self) -> None:
         """Close; safe to call twice."""
@@ -125,7 +125,7 @@ _callers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def close_at_exit(closeable: Closeable) -> None:
-    """See to it that something is closed before the interpreter ends; it is not kept from being collected."""
+    """Close an object before the interpreter ends; until then it may be garbage-collected."""
     _open.add(closeable)
 
 

@@ -73,8 +73,8 @@ def _start(ray: Any, address: str | None, done: Future[bool]) -> None:
     """Start or join Ray, unless it is there, and stay for as long as the process does."""
     with _lock:
         try:
-            ours = not ray.is_initialized()
-            if ours:
+            started_here = not ray.is_initialized()
+            if started_here:
                 _init(ray, address or os.environ.get("RAY_ADDRESS") or "local")
             elif address not in (None, "auto"):
                 _check_same(ray, address)
@@ -83,11 +83,11 @@ def _start(ray: Any, address: str | None, done: Future[bool]) -> None:
                 done.set_exception(error)
             return
         if done.set_running_or_notify_cancel():
-            done.set_result(ours)
-        elif ours:
+            done.set_result(started_here)
+        elif started_here:
             ray.shutdown()  # nobody waits for it any more
             return
-    if ours:
+    if started_here:
         threading.Event().wait()
 
 
@@ -100,8 +100,8 @@ def _check_same(ray: Any, address: str) -> None:
     connected: str = ray.get_runtime_context().gcs_address
     try:
         host, port = _host_and_port(connected)
-        wanted, wanted_port = ("localhost", port) if address == "local" else _host_and_port(address)
-        same_host = bool(_names(ray, host) & _names(ray, wanted))
+        wanted_host, wanted_port = ("localhost", port) if address == "local" else _host_and_port(address)
+        same_host = bool(_names(ray, host) & _names(ray, wanted_host))
     except (OSError, ValueError) as error:
         raise EngineError(f"Ray's address '{address}' is wrong: {error}; correct it, or leave it out") from None
     if not same_host or (port != wanted_port and not address.startswith("ray://")):  # the client has a port of its own
@@ -113,9 +113,9 @@ def _check_same(ray: Any, address: str) -> None:
 
 def _names(ray: Any, host: str) -> set[str]:
     """Return the addresses of a host; Ray and its users call this machine by several."""
-    found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
-    here = {"127.0.0.1", "::1", ray.util.get_node_ip_address()}
-    return found | here if found & here else found
+    addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+    local_addresses = {"127.0.0.1", "::1", ray.util.get_node_ip_address()}
+    return addresses | local_addresses if addresses & local_addresses else addresses
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

@@ -147,10 +147,10 @@ def render(dot: str, form: Literal["svg", "png"]) -> bytes:
         except graphviz.ExecutableNotFound:
             if find_spec("pygraphviz") is not None:
                 command = [sys.executable, "-c", _PYGRAPHVIZ, form, _DPI[form]]
-                done = subprocess.run(command, input=dot.encode(), capture_output=True, check=False)
-                if done.returncode != 0 or not done.stdout:
-                    raise _failed("pygraphviz", done.returncode, done.stderr) from None
-                return done.stdout
+                process = subprocess.run(command, input=dot.encode(), capture_output=True, check=False)
+                if process.returncode != 0 or not process.stdout:
+                    raise _failed("pygraphviz", process.returncode, process.stderr) from None
+                return process.stdout
     raise DrawingError(
         "drawing needs Graphviz: pip install 'fsm-rollout[diagrams]' brings one along; "
         "only DOT (.dot) and Mermaid (.mmd) do without"

@@ -165,7 +165,7 @@ def _label(graph: AgentGraph, row: TransitionRow, order: int | None) -> Label:
 
 def conditions_of(row: TransitionRow) -> tuple[str, ...]:
     """Return what must all hold for a row to fire, in words."""
-    return tuple(_condition(predicate) if wanted else f"not {_condition(predicate)}" for predicate, wanted in row.tests)
+    return tuple(_condition(predicate) if answer else f"not {_condition(predicate)}" for predicate, answer in row.tests)
 
 
 def _condition(predicate: Predicate) -> str:

@@ -2,7 +2,7 @@
 
 Invariant: chunks come out in the order in which they went in, until every request has had its last one; then the
 iteration ends. Closing the iteration early tells the engine which requests nobody listens to any more, so none goes on
-sampling unheard.
+sampling without a reader.
 """
 
 from __future__ import annotations

@@ -63,21 +63,21 @@ class PendingRequest:
     """Whether the engine is."""
     waits: bool = False
     """Whether nobody works on it: between two tries, or as the engine says."""
-    held: bool = False
+    deadline_held: bool = False
     """Whether the deadline stands still."""
-    heard: bool = False
+    has_chunk: bool = False
     """Whether the present try has had a chunk."""
     lost: bool = False
-    """Whether the try before was lost with its replica: then silence only means that no other one has room yet."""
+    """Whether the previous try was lost with its replica: silence then only means that no other replica has room."""
     watch: asyncio.TimerHandle | None = None
-    """Gives the try up when the engine says nothing of it for too long; gone with the first chunk."""
+    """Gives the try up when its first chunk does not come in time; ``None`` from that chunk on."""
 
     def keep_time(self) -> None:
         """Let the deadline run while somebody works on the request, and stand still otherwise."""
-        held = not self.done.is_set() and (self.admitted_at is None or self.waits or self.paused)
-        if self.deadline is not None and held != self.held:
-            self.held = held
-            if held:
+        stands_still = not self.done.is_set() and (self.admitted_at is None or self.waits or self.paused)
+        if self.deadline is not None and stands_still != self.deadline_held:
+            self.deadline_held = stands_still
+            if stands_still:
                 self.deadline.hold()
             else:
                 self.deadline.run()
@@ -112,7 +112,7 @@ class PendingRequest:
             )
         if self.admitted_at is None:
             self.admitted_at = now
-        self.heard, self.waits = True, chunk.waits
+        self.has_chunk, self.waits = True, chunk.waits
         self.keep_time()
         if len(chunk.ids):
             self.ids.extend(chunk.ids)
@@ -166,7 +166,7 @@ class EngineClient:
         """Those that the engine has, or is about to get, by the id of the present try."""
         self._waiting: list[PendingRequest] = []
         """Those of them that go out with the next flush."""
-        self._asked: set[str] = set()
+        self._engine_ids: set[str] = set()
         """The ids that the engine may still have: also of requests that it did not end in time."""
         self._aborts: list[str] = []
         """The ids that the engine is told to end in this turn of the loop."""
@@ -229,7 +229,7 @@ class EngineClient:
             if self.paused and not self._reasons:
                 try:
                     await self.engine.resume()
-                finally:  # an engine that cannot go on has failed; then at least the clocks do
+                finally:  # an engine that cannot be resumed has failed; the deadlines run again all the same
                     self._set_paused(False)
 
     def _set_paused(self, paused: bool) -> None:
@@ -240,7 +240,7 @@ class EngineClient:
             pending.keep_time()
             if paused:
                 pending.stop_watch()
-            elif pending.request_id in self._sent and pending not in self._waiting and not pending.heard:
+            elif pending.request_id in self._sent and pending not in self._waiting and not pending.has_chunk:
                 self._watch(pending)
 
     async def update_weights(self, weights: Weights, version: int | None = None) -> int:
@@ -281,9 +281,9 @@ class EngineClient:
     # -- requests -------------------------------------------------------------------------------------------------
 
     def _free_id(self, request_id: str, number: int = 1) -> str:
-        """Return an id that nothing goes by which is under way, or which an engine slow to abort still has."""
+        """Return an id that no request under way has, and none that the engine is still aborting."""
         name = request_id if number == 1 else f"{request_id}#{number}"
-        while name in self._sent or name in self._asked:
+        while name in self._sent or name in self._engine_ids:
             number += 1
             name = f"{request_id}#{number}"
         return name
@@ -329,11 +329,11 @@ class EngineClient:
             return
         self.dispatches += 1
         open_ids = {pending.request_id: pending for pending in batch}
-        self._asked |= open_ids.keys()
-        asked = list(open_ids)
+        self._engine_ids |= open_ids.keys()
+        batch_ids = list(open_ids)
         failure: EngineError | None = None
         for pending in batch:
-            pending.heard = False
+            pending.has_chunk = False
             self._watch(pending)
         # 2. Give every chunk to its request.
         try:
@@ -344,14 +344,14 @@ class EngineClient:
                 elif self._take(answered, chunk, loop.time()):
                     open_ids.pop(chunk.request_id, None)
                 if chunk.finish_reason is not None:
-                    self._asked.discard(chunk.request_id)
+                    self._engine_ids.discard(chunk.request_id)
         except (Exception, asyncio.CancelledError) as error:  # whatever an engine raises is the engine's failure
             if isinstance(error, asyncio.CancelledError) and being_cancelled():
                 raise
             name = type(error).__name__
             failure = error if isinstance(error, EngineError) else EngineError(f"{name}: {error}", kind=name)
         # 3. Whatever has no end now has failed.
-        self._asked.difference_update(asked)
+        self._engine_ids.difference_update(batch_ids)
         for pending in [self._sent[request_id] for request_id in open_ids if request_id in self._sent]:
             self._failed(pending, failure or EngineError(f"the engine never finished request {pending.request_id}"))
 
@@ -388,7 +388,7 @@ class EngineClient:
         pending.stop_watch()
         pending.lost = isinstance(error, ReplicaLost)
         pending.failures += not pending.lost
-        # 1. Nothing is left to ask for: only the last word was lost.
+        # 1. All tokens have arrived; only the finish reason was lost.
         if (ended := pending.ended_as) is not None:
             self._end(pending, ended)
         # 2. It has been tried often enough.
@@ -407,7 +407,8 @@ class EngineClient:
             if pending.lost:
                 self._enqueue(pending)
                 return
-            level = logging.INFO if error.kind in self._warned else logging.WARNING  # of a thousand alike, the first
+            # Only the first of many alike is a warning.
+            level = logging.INFO if error.kind in self._warned else logging.WARNING
             self._warned.add(error.kind)
             logger.log(level, "request %s failed (%s); trying again", name, str(error).partition("\n")[0])
             delay = self.backoff * 2 ** (pending.failures - 1)
@@ -456,8 +457,8 @@ class EngineClient:
 
     async def drain(self) -> None:
         """End every request and every task; the engine itself stays open (whoever made it closes it)."""
-        if self._asked:
-            await self._abort_quietly(sorted(self._asked))
+        if self._engine_ids:
+            await self._abort_quietly(sorted(self._engine_ids))
         for pending in list(self._open):
             self._end(pending, FinishReason.ABORT)
         for task in list(self._tasks):

@@ -51,7 +51,7 @@ class Contexts:
         while self.tokens > self.capacity:
             self.tokens -= len(self._ids.popitem(last=False)[1])
 
-    def known(self, session: str, ids: Ids) -> int:
+    def shared_length(self, session: str, ids: Ids) -> int:
         """Return how many of the first ``ids`` are the session's latest input: all of that, or 0."""
         old = self.get(session)
         if not old or len(old) > len(ids):
@@ -66,10 +66,10 @@ def pack_requests(requests: Iterable[Request], contexts: Contexts) -> bytes:
     rows: list[tuple[object, ...]] = []
     for request in requests:
         session, sampling = request.session, request.sampling
-        known = contexts.known(session, request.ids)
+        shared = contexts.shared_length(session, request.ids)
         contexts.put(session, request.ids)
         rows.append((
-            known, memoryview(request.ids)[known:].tobytes(),
+            shared, memoryview(request.ids)[shared:].tobytes(),
             sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k, sampling.stop_ids,
             sampling.ignore_eos, sampling.seed,
             request.request_id, request.trajectory_id, request.group_id, request.agent, request.context,
@@ -85,16 +85,16 @@ def unpack_requests(block: bytes, contexts: Contexts) -> list[Request]:
         EngineError: a request goes on from what this end does not have: the ends have seen different blocks.
     """
     requests = []
-    for known, new, most, temperature, top_p, top_k, stops, ignore_eos, seed, request_id, *names in _decode(block):
+    for shared, new, most, temperature, top_p, top_k, stops, ignore_eos, seed, request_id, *names in _decode(block):
         ids = array("i", new)
         sampling = SamplingParams(most, temperature, top_p, top_k, frozenset(stops), ignore_eos, seed)
         request = Request(request_id, ids, sampling, *names)
-        if known:
+        if shared:
             past = contexts.get(request.session)
-            if len(past) != known:
+            if len(past) != shared:
                 have = f"{len(past)} tokens" if past else "nothing"
                 raise EngineError(
-                    f"request '{request_id}' goes on from {known} tokens of '{request.session}'; here is {have}"
+                    f"request '{request_id}' goes on from {shared} tokens of '{request.session}'; here is {have}"
                 )
             request = Request(request_id, past + ids, sampling, *names)
         contexts.put(request.session, request.ids)

@@ -53,7 +53,7 @@ TELL_AFTER = 2.0
 _BUILDING = threading.Lock()
 """Loading a model changes process-wide defaults for a while, so engines are built one after another."""
 _threads = DaemonThreads("fsm-rollout-replica")
-"""Whoever gives a start up need not wait for it, not even to end the process."""
+"""Engines start in these threads; nothing waits for a start that was given up, not even the end of the process."""
 
 
 def failure_of(engine: Engine) -> EngineError | None:
@@ -145,7 +145,7 @@ class PoolTimes:
 
 @dataclass(eq=False, slots=True)
 class Replica(ReplicaView):
-    """One place in a pool: an engine, and when that is lost, the next one."""
+    """One slot of a pool: an engine, and after its loss the engine that replaces it."""
 
     state: Literal["starting", "up", "dead"] = "starting"
     engine: Engine | None = None
@@ -164,8 +164,8 @@ class Replica(ReplicaView):
     """Dispatches it failed since it last finished a request."""
     losses: int = 0
     """Lives it lost since it last finished a request."""
-    heard: float = 0.0
-    """When it last sent something, was given something to do, or was let go on."""
+    last_active: float = 0.0
+    """When it last sent a chunk, was given a request, or was resumed."""
     worked: float = 0.0
     """Seconds of work in which it sampled :attr:`sampled` tokens, the older ones counted less."""
     sampled: float = 0.0
@@ -180,8 +180,8 @@ class Replica(ReplicaView):
         """Note that it sent ``tokens``, and learn how fast it works."""
         self.tokens += tokens
         self.sampled += tokens
-        self.worked += max(1, self.in_flight) * (now - self.heard)
-        self.heard = now
+        self.worked += max(1, self.in_flight) * (now - self.last_active)
+        self.last_active = now
         if self.worked > 1.0:
             self.pace = self.sampled / self.worked
         if self.worked > PACE_MEMORY:
@@ -192,7 +192,7 @@ class Replica(ReplicaView):
         self.in_flight = self.waiting = self.strikes = 0
         self.allowed = FIRST
         self.pace = self.worked = self.sampled = 0.0
-        self.heard = now
+        self.last_active = now
         self.served_by = set()
 
 
@@ -206,8 +206,8 @@ class _Routed:
     replica: Replica | None = None
     """``None`` while it waits here."""
     queued: float | None = None
-    """Seconds that it waited here, until its first chunk has told them."""
-    asked: bool = False
+    """Seconds that it waited here, from its dispatch until its first chunk has reported them."""
+    sent: bool = False
     """Whether the replica's engine was asked for it: only then is losing the replica a failed try."""
 
 
@@ -249,8 +249,8 @@ class PoolEngine:
         self._waiting: dict[str, _Routed] = {}
         """Those of them that are at no replica, in order."""
         self._weights: list[tuple[frozenset[str] | None, Weights, int]] = []
-        """What makes the present weights of those an engine is built with: the names of tensors (``None``: all that
-        there are), as shared, and the version."""
+        """The updates that turn the weights an engine is built with into the present ones: the names of tensors
+        (``None``: all that there are), as shared, and the version."""
         self._looks = 0
         """How many looks at the other replicas go on, because one has just been lost and more may have gone with it."""
         self._paused = self._asleep = self._closed = self._assigning = False
@@ -411,7 +411,7 @@ class PoolEngine:
     # -- requests -------------------------------------------------------------------------------------------------
 
     def _assign_soon(self) -> None:
-        """Send what waits once all that is said in this turn of the loop has been heard."""
+        """Send the waiting requests after the other callbacks of this turn of the loop."""
         if self._waiting and not self._assigning:
             self._assigning = True
             asyncio.get_running_loop().call_soon(self._assign)
@@ -421,7 +421,7 @@ class PoolEngine:
         self._assigning = False
         if not self._waiting or self._closed or self._looks:
             return
-        # 1. See who is there, and who has room; nobody is given anything while it is in doubt who is there.
+        # 1. Find the replicas that are up and have room; nothing is sent while it is in doubt which are up.
         for replica in self._up:
             if (failure := failure_of(replica.live)) is not None:
                 self._lose(replica, replica.engine, str(failure))
@@ -455,7 +455,7 @@ class PoolEngine:
                 del self._waiting[routed.request.request_id]
                 routed.replica, routed.queued = replica, now - routed.since
             if replica.in_flight == len(batch):  # it had nothing to do
-                replica.heard = now
+                replica.last_active = now
             replica.requests += len(batch)
             replica.served_by.add(task := self._spawn(self._serve(replica, batch)))
             task.add_done_callback(replica.served_by.discard)
@@ -466,7 +466,7 @@ class PoolEngine:
         if not served:
             return
         for routed in served.values():
-            routed.asked = True
+            routed.sent = True
         engine, loop = replica.live, asyncio.get_running_loop()
         why = "the engine's answer ended without a last chunk"
         try:
@@ -575,11 +575,11 @@ class PoolEngine:
         failed = await self._on_each(lambda engine: getattr(engine, order)(), self._times.order)
         for replica, error in failed.items():
             self._lose(replica, replica.engine, f"could not {order}: {describe(error)}")
-        if failed and self._fallen is not None:  # else those that come back are told
+        if failed and self._fallen is not None:  # else replicas that start again are given the order
             raise EngineError(f"no replica could {order}: {_first(failed)}")
         now = asyncio.get_running_loop().time()
         for replica in self._up:
-            replica.heard = now
+            replica.last_active = now
 
     async def _update(self, weights: Weights, version: int | None) -> int:
         """Do what :meth:`update_weights` does."""
@@ -608,11 +608,11 @@ class PoolEngine:
             await self._order("pause")
         try:
             # 2. Load them everywhere; when nobody took them, nothing has changed.
-            asked = self._up
-            if not asked and not self._asleep:
+            replicas = self._up
+            if not replicas and not self._asleep:
                 raise ReplicaLost("no replica took the weights, so nothing has changed: all were lost meanwhile")
             failed = await self._on_each(lambda engine: engine.update_weights(shared, number), self._times.update)
-            if failed and len(failed) == len(asked):
+            if failed and len(failed) == len(replicas):
                 lost = all(isinstance(error, ReplicaLost) for error in failed.values())
                 kind = ReplicaLost if lost else EngineError
                 raise kind(f"no replica took the weights, so nothing has changed: {_first(failed)}")
@@ -716,13 +716,13 @@ class PoolEngine:
             if self._up:
                 self._looks += 1
                 self._spawn(self._look_at_others())
-        # Nothing that this life still says is listened to: what it was asked for is sampled elsewhere from here on.
+        # Later chunks of this life are ignored: its requests are sampled elsewhere from here on.
         for task in replica.served_by - {asyncio.current_task()}:
             task.cancel()
         # What its engine was asked for goes back to the client, what it was not asked for yet waits for another.
         not_asked: dict[str, _Routed] = {}
         for routed in [routed for routed in self._under_way.values() if routed.replica is replica]:
-            if routed.asked:
+            if routed.sent:
                 self._give_back(routed, replica, why)
             else:
                 not_asked[routed.request.request_id] = routed
@@ -800,7 +800,7 @@ class PoolEngine:
                 return
 
     async def _watch(self) -> None:
-        """Ping every replica now and then, and mind those that have work and say nothing."""
+        """Ping every replica regularly, and give up those that have work and send nothing for too long."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self._times.ping_every)
@@ -808,7 +808,7 @@ class PoolEngine:
             for replica, error in failed.items():
                 self._lose(replica, replica.engine, f"it does not answer: {describe(error)}")
             for replica in self._up:
-                silent, count = loop.time() - replica.heard, replica.in_flight
+                silent, count = loop.time() - replica.last_active, replica.in_flight
                 if count and not self._paused and not self._asleep and silent > self._times.silence:
                     why = f"it has {count} request(s) and said nothing for {silent:.0f} s"
                     self._lose(replica, replica.engine, why)

@@ -85,13 +85,13 @@ class Request:
 
     def continued(self, sampled: Ids, request_id: str) -> Request:
         """Return the request for the rest of this one, after ``sampled`` tokens of it have been streamed."""
-        rest = self.sampling.max_tokens - len(sampled)
+        remaining = self.sampling.max_tokens - len(sampled)
         return replace(
             self,
             request_id=request_id,
             ids=self.ids + sampled,
             sampled=self.sampled + len(sampled),
-            sampling=replace(self.sampling, max_tokens=rest),
+            sampling=replace(self.sampling, max_tokens=remaining),
         )
 
 

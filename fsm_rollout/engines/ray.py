@@ -46,8 +46,8 @@ class RayOptions(RaySpec):
     @property
     def demand(self) -> dict[str, float]:
         """What one replica takes."""
-        wanted = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
-        return {name: amount for name, amount in wanted.items() if amount}
+        amounts = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
+        return {name: amount for name, amount in amounts.items() if amount}
 
 
 class ReplicaActor:
@@ -57,7 +57,7 @@ class ReplicaActor:
         self._name = name
         self._placement = LocalPlacement(build)
         self._contexts = Contexts()
-        self._heard = 0
+        self._next_number = 0
         self._early: dict[int, bytes | Sequence[str]] = {}
         self._chunks: list[Chunk] = []
         self._failures: list[Failure] = []
@@ -74,9 +74,9 @@ class ReplicaActor:
     async def tell(self, number: int, message: bytes | Sequence[str]) -> None:
         """Take requests, or ids to abort, in the order of ``number``: Ray may bring a small one before a large one."""
         self._early[number] = message
-        while self._heard in self._early:
-            message = self._early.pop(self._heard)
-            self._heard += 1
+        while self._next_number in self._early:
+            message = self._early.pop(self._next_number)
+            self._next_number += 1
             if isinstance(message, bytes):
                 task = asyncio.ensure_future(self._serve(unpack_requests(message, self._contexts)))
             else:
@@ -85,7 +85,7 @@ class ReplicaActor:
             task.add_done_callback(self._tasks.discard)
 
     async def flush(self, received: int) -> bytes:
-        """Wait until there is something to tell, and return all of it.
+        """Wait until there is something to send, and return all of it.
 
         A caller that has not received the latest flush gets that one again: it may have been on its way to an event
         loop that is closed by now.
@@ -97,7 +97,7 @@ class ReplicaActor:
 
     async def _pack(self) -> bytes:
         await self._news.wait()
-        await asyncio.sleep(0)  # whoever else has something to say in this turn of the loop says it now
+        await asyncio.sleep(0)  # other callbacks of this turn of the loop add their chunks first
         self._news.clear()
         if not (self._chunks or self._failures):
             await ping(self._engine)
@@ -133,7 +133,7 @@ class ReplicaActor:
         await ping(self._engine)
 
     async def ask(self, method: str, *arguments: object) -> None:
-        """Call a method of the engine; the error of one that is gone is that it is."""
+        """Call a method of the engine; where the engine is gone, the error says so."""
         try:
             await getattr(self._engine, method)(*arguments)
         except EngineError:
@@ -163,10 +163,10 @@ class RayEngine:
         self._listener: asyncio.Task[None] | None = None
 
     async def start(self, tokenizer: object) -> None:
-        """Build the engine over there; ``tokenizer``: what another one had, if any, and need not travel again."""
+        """Build the engine in the actor; ``tokenizer`` is another replica's, if there is one, and is not sent again."""
         facts = await _answer(self.actor.start.remote(tokenizer is None))
-        self.max_context, self.eos_ids, self.weight_version, made = facts
-        self.tokenizer = made if tokenizer is None else tokenizer
+        self.max_context, self.eos_ids, self.weight_version, built_tokenizer = facts
+        self.tokenizer = built_tokenizer if tokenizer is None else tokenizer
 
     def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
         """Send all requests in one call."""
@@ -242,8 +242,8 @@ class RayEngine:
             chunks, failures, self._load = unpack_flush(block, self._name)
             self._received += 1
             for chunk in chunks:
-                if (asked := self._streams.get(chunk.request_id)) is not None:
-                    asked.put(chunk)
+                if (addressee := self._streams.get(chunk.request_id)) is not None:
+                    addressee.put(chunk)
                     if chunk.finish_reason is not None:
                         del self._streams[chunk.request_id]
             for request_ids, why in failures:
@@ -297,7 +297,7 @@ class RayPlacement(LocalPlacement):
         self._group: Remote = None
         self._numbers: dict[str, int] = {}
         self._tokenizer: object = None
-        self._ours = connect(self._options.address)
+        self._started_here = connect(self._options.address)
         try:
             self._check_resources()
             self._nodes = [_node_id(name) for name in self._options.nodes]
@@ -338,11 +338,11 @@ class RayPlacement(LocalPlacement):
 
     def close(self) -> None:
         """Free the placement group, and shut Ray down if it was started here."""
-        group, ours, self._group, self._ours = self._group, self._ours, None, False
+        group, started_here, self._group, self._started_here = self._group, self._started_here, None, False
         if group is not None:
             with suppress(Exception):
                 ray.util.remove_placement_group(group)
-        if ours:
+        if started_here:
             ray.shutdown()
 
     def _create(self, name: str, number: int) -> Remote:
@@ -355,9 +355,9 @@ class RayPlacement(LocalPlacement):
                 self._group, placement_group_bundle_index=number % self._count
             )
         elif self._nodes:
-            wanted = self._nodes[number % len(self._nodes)]
-            if any(node["NodeID"] == wanted for node in _alive()):
-                strategy = scheduling_strategies.NodeAffinitySchedulingStrategy(wanted, soft=True)
+            node_id = self._nodes[number % len(self._nodes)]
+            if any(node["NodeID"] == node_id for node in _alive()):
+                strategy = scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=True)
         actor = ray.remote(ReplicaActor).options(
             num_cpus=options.cpus,
             num_gpus=options.gpus,
@@ -369,7 +369,7 @@ class RayPlacement(LocalPlacement):
         return actor.remote(name, self._shared_build)
 
     def _check_resources(self) -> None:
-        until = time.monotonic() + (0.0 if self._ours else self._options.patience)
+        until = time.monotonic() + (0.0 if self._started_here else self._options.patience)
         while True:
             nodes = [node["Resources"] for node in _alive()]
             fit = sum(fitting(node, self._options.demand) for node in nodes)
@@ -378,10 +378,10 @@ class RayPlacement(LocalPlacement):
             if time.monotonic() >= until:
                 break
             pause(0.5)
-        each = "; ".join(_amounts(node) for node in nodes) or "no node at all"
+        node_resources = "; ".join(_amounts(node) for node in nodes) or "no node at all"
         raise EngineError(
             f"Ray has too few resources: {self._count} replica(s) take {_amounts(self._options.demand)} each, and only "
-            f"{fit} fit into {len(nodes)} node(s) ({each}); ask for less (replicas, cpus, gpus), or add nodes"
+            f"{fit} fit into {len(nodes)} node(s) ({node_resources}); ask for less (replicas, cpus, gpus), or add nodes"
         )
 
 
@@ -406,5 +406,5 @@ def _node_id(name: str) -> str:
     for node in alive:
         if name in (node["NodeID"], node["NodeManagerAddress"], node["NodeManagerHostname"]):
             return str(node["NodeID"])
-    known = ", ".join(node["NodeManagerAddress"] for node in alive)
-    raise EngineError(f"Ray has no node '{name}'; known: {known}")
+    addresses = ", ".join(node["NodeManagerAddress"] for node in alive)
+    raise EngineError(f"Ray has no node '{name}'; known: {addresses}")

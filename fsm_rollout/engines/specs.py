@@ -265,11 +265,11 @@ def spec_class(kind: str) -> type[EngineSpec]:
     options = getattr(engine_class, "Options", None)
     declared = isinstance(options, type) and issubclass(options, BaseModel)
     make: Any = create_model  # whose bases the type checker cannot follow here
-    made: type[EngineSpec] = make(
+    spec_model: type[EngineSpec] = make(
         "OwnSpec", __base__=(options if declared else _signature_model(engine_class), OwnSpec)
     )
-    made.engine_class = kind
-    return made
+    spec_model.engine_class = kind
+    return spec_model
 
 
 def _signature_model(engine_class: Callable[..., object]) -> type[BaseModel]:
@@ -281,9 +281,9 @@ def _signature_model(engine_class: Callable[..., object]) -> type[BaseModel]:
     fields: dict[str, Any] = {}
     for name, parameter in signature.parameters.items():
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) and not name.startswith("_"):
-            known = parameter.annotation is not parameter.empty and not isinstance(parameter.annotation, str)
+            has_type = parameter.annotation is not parameter.empty and not isinstance(parameter.annotation, str)
             default = ... if parameter.default is parameter.empty else parameter.default
-            fields[name] = (parameter.annotation if known else Any, default)
+            fields[name] = (parameter.annotation if has_type else Any, default)
     config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
     return create_model("Signature", __config__=config, **fields)
 
@@ -377,19 +377,19 @@ def build_router(router: str) -> Router:
     Raises:
         ConfigError: there is none, it cannot be made without arguments, or it is no router.
     """
-    known: dict[str, Callable[[], Router]] = {"sticky": StickyRouter, "least_loaded": LeastLoadedRouter}
-    if router in known:
-        return known[router]()
+    built_in: dict[str, Callable[[], Router]] = {"sticky": StickyRouter, "least_loaded": LeastLoadedRouter}
+    if router in built_in:
+        return built_in[router]()
     if ":" not in router:
-        raise ConfigError(f"router '{router}' does not exist{did_you_mean(router, known)}; or give 'module:Class'")
+        raise ConfigError(f"router '{router}' does not exist{did_you_mean(router, built_in)}; or give 'module:Class'")
     router_class = load_object(router)
     try:
-        made = router_class()  # type: ignore[operator]  # whatever is not callable says so itself
+        instance = router_class()  # type: ignore[operator]  # whatever is not callable says so itself
     except Exception as error:
         raise ConfigError(f"router '{router}' cannot be made: {type(error).__name__}: {error}") from error
-    if not isinstance(made, Router):
+    if not isinstance(instance, Router):
         raise ConfigError(f"router '{router}' has no method choose(request, replicas); see fsm_rollout.engines.router")
-    return made
+    return instance
 
 
 def _read_script(path: Path) -> Script:

@@ -155,15 +155,15 @@ class GroupFilter(_Judge):
     async def keeps(self, trajectories: Sequence[Trajectory]) -> bool:
         """Return whether a scored group counts."""
         try:
-            kept = bool(await self._call(list(trajectories)))
+            verdict = bool(await self._call(list(trajectories)))
         except Exception:  # whatever the user's function raises
             logger.exception("group filter '%s' failed; the group is kept", self.name)
             return True
-        self._dropped = 0 if kept else self._dropped + 1
+        self._dropped = 0 if verdict else self._dropped + 1
         if self._dropped and self._dropped % LOG_EVERY == 0:
             message = "group filter '%s' has dropped %d groups in a row; the last one's scores: %s"
             logger.warning(message, self.name, self._dropped, [trajectory.score for trajectory in trajectories])
-        return kept
+        return verdict
 
 
 def scores_differ(group: Sequence[Trajectory]) -> bool:

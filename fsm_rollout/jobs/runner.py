@@ -73,20 +73,20 @@ def resume(folder: Path, overrides: Sequence[str], progress: Progress) -> Summar
     config = recorded_run(recorded["run"], Path(recorded["base"]), overrides)
     config = config.model_copy(update={"out": folder.absolute()})
     # 2. Agents and prompts must be what they were.
-    agents, prompts, before = _agents(config), _prompts(config), list(read(journal))
+    agents, prompts, earlier = _agents(config), _prompts(config), list(read(journal))
     changed = [
         f"agent '{name}' is not what it was" for name in agents if dump(agents[name]) != recorded["agents"].get(name)
     ]
     messages = {prompt.prompt_id: list(prompt.messages) for prompt in prompts}
     changed += [
         f"prompt '{trajectory.group_id}' is not in {config.prompts} any more as it was"
-        for trajectory in before
+        for trajectory in earlier
         if trajectory.parent_id is None and messages.get(trajectory.group_id) != list(trajectory.messages)
     ]
     if changed:
         raise ConfigError(f"{changed[0]} when the run in '{folder}' began; put it back, or start a new run")
     # 3. The rest of the run.
-    return _carry_out(config, agents, prompts, progress, before)
+    return _carry_out(config, agents, prompts, progress, earlier)
 
 
 def _agents(config: RunConfig) -> dict[str, AgentGraph]:
@@ -106,13 +106,13 @@ def _carry_out(
     agents: Mapping[str, AgentGraph],
     prompts: list[Prompt],
     progress: Progress,
-    before: Sequence[Trajectory] | None = None,
+    earlier: Sequence[Trajectory] | None = None,
     *,
     replace: bool = False,
 ) -> Summary:
     """Run ``prompts``, or what is left of them after the trajectories ``before``."""
     _check_engines(config)
-    ended = sum(trajectory.ended for trajectory in before or () if trajectory.parent_id is None)
+    ended = sum(trajectory.ended for trajectory in earlier or () if trajectory.parent_id is None)
     with progress(len(prompts) * config.n, ended) as listener:
         # Engines are built outside the event loop, in which a Ctrl-C would wait until a model has been loaded.
         rollout = Rollout(
@@ -132,20 +132,20 @@ def _carry_out(
             group_filter=config.group_filter,
             on_event=[listener],
         )
-        return asyncio.run(_run(rollout, config, prompts, before, replace=replace))
+        return asyncio.run(_run(rollout, config, prompts, earlier, replace=replace))
 
 
 async def _run(
-    rollout: Rollout, config: RunConfig, prompts: list[Prompt], before: Sequence[Trajectory] | None, *, replace: bool
+    rollout: Rollout, config: RunConfig, prompts: list[Prompt], earlier: Sequence[Trajectory] | None, *, replace: bool
 ) -> Summary:
     try:
         # 1. Nothing is written before the prompts are known to fit their agents.
         rollout.scheduler.check(prompts)
-        if before is None:
+        if earlier is None:
             _make_folder(config.out, replace=replace)
         # 2. The run itself.
         facts = rollout.description | {"run": config.to_json()}
-        with Journal(config.out / JOURNAL, metadata=facts, append=before is not None) as journal:
+        with Journal(config.out / JOURNAL, metadata=facts, append=earlier is not None) as journal:
             rollout.journal = journal
             started = time.monotonic()
             stream = rollout.stream(
@@ -153,7 +153,7 @@ async def _run(
                 config.n,
                 target_groups=config.target_groups,
                 over_sample=config.over_sample,
-                resume=before or (),
+                resume=earlier or (),
             )
             groups = [group async for group in stream]
             seconds = time.monotonic() - started

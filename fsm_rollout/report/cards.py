@@ -63,7 +63,7 @@ class Card:
     step: Transitioned | None = None
     pause: str | None = None
     """Why it was set aside, or when it resumed."""
-    asked: list[ModelQueried] = field(default_factory=list)
+    queries: list[ModelQueried] = field(default_factory=list)
     """What the environment asked other models after it."""
 
     @property
@@ -135,7 +135,7 @@ class _Dealer:
             case Scored() if event.turn is not None and event.turn in self.generations:
                 self.generations[event.turn].scores.append((event.value, event.source))
             case ModelQueried() if self.latest is not None:
-                self.latest.asked.append(event)
+                self.latest.queries.append(event)
             case Suspended():
                 self.cards.append(Card("pause", self.state, pause=f"set aside: {event.reason}"))
             case Resumed():

@@ -45,7 +45,7 @@ class Edge:
     source: str
     trigger: str
     dest: str
-    asked: str = ""
+    conditions: str = ""
     """The row's conditions, where other rows lead from the same state by the same trigger to the same place."""
     shared: bool = False
     """Whether its row leaves any state, and there are many: drawn where it was taken only."""
@@ -72,7 +72,7 @@ class Flow:
         self._rows: defaultdict[tuple[str, str, str], list[_Key]] = defaultdict(list)
         """The rows of each triple."""
         self._states: dict[str, None] = dict.fromkeys(graph.states if graph is not None else ())
-        self._left: Counter[str] = Counter()
+        self._departures: Counter[str] = Counter()
         if graph is not None:
             self._declare(graph)
 
@@ -90,7 +90,7 @@ class Flow:
         for key, row in rows.items():
             edge = self._edge(key)
             edge.shared = many and ANY in row.source
-            edge.asked = " and ".join(conditions_of(row)) if len(self._rows[key[:3]]) > 1 else ""
+            edge.conditions = " and ".join(conditions_of(row)) if len(self._rows[key[:3]]) > 1 else ""
 
     def add(self, recording: Recording) -> None:
         """Count one trajectory in."""
@@ -98,19 +98,19 @@ class Flow:
         self.visits.update(recording.trajectory.visits)
         self._states |= dict.fromkeys(recording.state_names)
         rows_known = any(step.row is not None for step in recording.steps)
-        taken: set[_Key] = set()
+        edges_taken: set[_Key] = set()
         for place, step in enumerate(recording.steps, 1):
             triple = (step.source, step.trigger, step.dest)
             candidates = self._rows.get(triple, [])
             key = candidates[0] if not rows_known and len(candidates) == 1 else (*triple, step.row)
             edge = self._edge(key)
             edge.count += 1
-            self._left[step.source] += 1
+            self._departures[step.source] += 1
             if self.trajectories == 1:
                 edge.order.append(place)
-            taken.add(key)
+            edges_taken.add(key)
         if recording.trajectory.score is not None:
-            for key in taken:
+            for key in edges_taken:
                 self._edges[key].scored += 1
                 self._edges[key].score_sum += recording.trajectory.score
 
@@ -126,7 +126,7 @@ class Flow:
 
     def share(self, edge: Edge) -> float:
         """Return of all the times that the edge's source was left, how many went this way; 0 when it never was."""
-        return edge.count / self._left[edge.source] if self._left[edge.source] else 0.0
+        return edge.count / self._departures[edge.source] if self._departures[edge.source] else 0.0
 
     def _edge(self, key: _Key) -> Edge:
         self._states |= {key[0]: None, key[2]: None}

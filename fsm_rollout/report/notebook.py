@@ -118,19 +118,19 @@ def _recording_of(trajectory: Trajectory | str, journal: Journal | None) -> Reco
     from fsm_rollout.report.recording import Recording
     from fsm_rollout.trajectory.journal import events, trajectory_ids
 
-    wanted = trajectory if isinstance(trajectory, str) else trajectory.trajectory_id
+    trajectory_id = trajectory if isinstance(trajectory, str) else trajectory.trajectory_id
     if journal is None:
         if isinstance(trajectory, str):
             raise ConfigError(
-                f"this rollout keeps no journal to find trajectory '{wanted}' in; "
+                f"this rollout keeps no journal to find trajectory '{trajectory_id}' in; "
                 "give the trajectory itself, or Rollout(…, journal=Journal('journal.sqlite'))"
             )
         return Recording(trajectory)
     with suppress(JournalError):  # a closed journal has all of it on disk already
         journal.flush()
-    known = trajectory_ids(journal.path)
-    if wanted in known:
-        return Recording.of(events(journal.path, wanted))
+    journal_ids = trajectory_ids(journal.path)
+    if trajectory_id in journal_ids:
+        return Recording.of(events(journal.path, trajectory_id))
     if isinstance(trajectory, str):
-        raise ConfigError(f"the journal has no trajectory '{wanted}'{did_you_mean(wanted, known)}")
+        raise ConfigError(f"the journal has no trajectory '{trajectory_id}'{did_you_mean(trajectory_id, journal_ids)}")
     return Recording(trajectory)

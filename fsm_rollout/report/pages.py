@@ -66,12 +66,12 @@ def state_class(state: str) -> str:
 
 def state_styles(states: Sequence[str]) -> str:
     """Return the CSS of :func:`state_class` for these states; names that no graph allows have no colour of theirs."""
-    known = [state for state in states if _IDENTIFIER.fullmatch(state)]
+    drawn_states = [state for state in states if _IDENTIFIER.fullmatch(state)]
     rules = (
         f".n-{state}{{--line:var(--state-{state}-line);--fill:var(--state-{state}-fill);--ink:var(--state-{state}-ink);}}\n"
-        for state in known
+        for state in drawn_states
     )
-    return css_variables(known) + "".join(rules)
+    return css_variables(drawn_states) + "".join(rules)
 
 
 def write_page(path: Path, text: str) -> None:

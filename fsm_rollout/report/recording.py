@@ -134,9 +134,11 @@ class RunFolder:
         Raises:
             ConfigError: there is none of that id; names the closest.
         """
-        known = trajectory_ids(self.journal)
-        if trajectory_id not in known:
-            hint = did_you_mean(trajectory_id, known) or (f"; the first is '{known[0]}'" if known else "; it has none")
+        journal_ids = trajectory_ids(self.journal)
+        if trajectory_id not in journal_ids:
+            hint = did_you_mean(trajectory_id, journal_ids) or (
+                f"; the first is '{journal_ids[0]}'" if journal_ids else "; it has none"
+            )
             raise ConfigError(f"{self.folder} has no trajectory '{trajectory_id}'{hint}")
         return Recording.of(events(self.journal, trajectory_id))
 

@@ -193,10 +193,10 @@ def _card(
 
 def _ribbon(card: Card, recording: Recording, texts: dict[str, TokenTexts | None]) -> Text:
     stream = recording.trajectory.streams[card.stream]
-    tokens, known = stream.tokens, texts[stream.engine]
+    tokens, token_texts = stream.tokens, texts[stream.engine]
     ids = tokens.ids[card.start : card.end]
     logprobs = tokens.response_logprobs()[max(0, card.start - tokens.prompt_length) :]
-    vocabulary, spread = (known.vocabulary(ids), known.spread(tokens)) if known else ({}, {})
+    vocabulary, spread = (token_texts.vocabulary(ids), token_texts.spread(tokens)) if token_texts else ({}, {})
     ribbon, half = Text(), TOKENS_SHOWN // 2
     for place, id_ in enumerate(ids):
         if half <= place < len(ids) - half:
@@ -207,10 +207,10 @@ def _ribbon(card: Card, recording: Recording, texts: dict[str, TokenTexts | None
         if card.kind == "model":
             surprise = -float(logprobs[place])
             style += " red" if surprise > 3 else " yellow" if surprise > 1 else ""
-        elif known is not None and id_ in known.markers:
+        elif token_texts is not None and id_ in token_texts.markers:
             style = "dim"
         text = spread.get(card.start + place, vocabulary.get(id_, ""))
-        ribbon.append(visible(text) if known else f"{id_} ", style.strip())
+        ribbon.append(visible(text) if token_texts else f"{id_} ", style.strip())
     ribbon.rstrip()
     return ribbon
 

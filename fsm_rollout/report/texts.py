@@ -107,30 +107,34 @@ class TokenTexts:
 
     def vocabulary(self, ids: Iterable[int]) -> dict[int, str]:
         """Return the text of each different id, as it stands (not made visible)."""
-        return {id_: self._one(id_) for id_ in sorted(set(ids))}
+        return {id_: self._text_of(id_) for id_ in sorted(set(ids))}
 
     def spread(self, stream: TokenStream) -> dict[int, str]:
         """Return the texts, by position, of tokens that hold only part of a character."""
-        ids, found = stream.ids, {}
+        ids, spread = stream.ids, {}
         partial = {id_ for id_, text in self.vocabulary(ids).items() if "\ufffd" in text}
         for span in stream.spans if partial else ():
             at = span.start
             while at < span.end:
-                size = self._whole(ids[at : min(span.end, at + 2 * _LONGEST_CHARACTER)]) if ids[at] in partial else 1
+                size = (
+                    self._whole_characters(ids[at : min(span.end, at + 2 * _LONGEST_CHARACTER)])
+                    if ids[at] in partial
+                    else 1
+                )
                 if size > 1:
-                    found[at] = self._decode(list(ids[at : at + size]))
-                    found.update(dict.fromkeys(range(at + 1, at + size), GOES_ON))
+                    spread[at] = self._decode(list(ids[at : at + size]))
+                    spread.update(dict.fromkeys(range(at + 1, at + size), GOES_ON))
                 at += size
-        return found
+        return spread
 
-    def _whole(self, ids: Sequence[int]) -> int:
+    def _whole_characters(self, ids: Sequence[int]) -> int:
         """Return how many of the first tokens make up whole characters together; 1 when none do."""
         for size in range(2, len(ids) + 1):
             if "\ufffd" not in self._decode(list(ids[:size])):
                 return size
         return 1
 
-    def _one(self, id_: int) -> str:
+    def _text_of(self, id_: int) -> str:
         text = self.markers.get(id_)
         if text is not None:
             return text

@@ -108,7 +108,7 @@ def token_data(trajectory: Trajectory, texts: Texts) -> dict[str, object]:
     markers: dict[str, list[int]] = {}
     used: dict[str, set[int]] = {}
     for stream in trajectory.streams:
-        tokens, known = stream.tokens, texts(stream.engine)
+        tokens, token_texts = stream.tokens, texts(stream.engine)
         used.setdefault(stream.engine, set()).update(tokens.ids)
         logprobs = np.concatenate([np.zeros(tokens.prompt_length), tokens.response_logprobs()])
         streams.append(
@@ -119,15 +119,15 @@ def token_data(trajectory: Trajectory, texts: Texts) -> dict[str, object]:
                 "ids": base64.b64encode(np.asarray(tokens.ids, "<i4").tobytes()).decode(),
                 "logprobs": base64.b64encode(logprobs.astype("<f4").tobytes()).decode(),
                 "spans": [(s.start, s.end, s.owner.value, s.state, s.turn, s.version) for s in tokens.spans],
-                "spread": {at: visible(text) for at, text in known.spread(tokens).items()} if known else {},
+                "spread": {at: visible(text) for at, text in token_texts.spread(tokens).items()} if token_texts else {},
                 "guarded": stream.guarded_at,
             }
         )
     for engine, ids in used.items():
-        known = texts(engine)
-        if known is not None:
-            vocabularies[engine] = {id_: visible(text) for id_, text in known.vocabulary(ids).items()}
-            markers[engine] = sorted(ids & set(known.markers))
+        token_texts = texts(engine)
+        if token_texts is not None:
+            vocabularies[engine] = {id_: visible(text) for id_, text in token_texts.vocabulary(ids).items()}
+            markers[engine] = sorted(ids & set(token_texts.markers))
     return {"kind": "trajectory", "streams": streams, "vocabularies": vocabularies, "markers": markers}
 
 
@@ -155,11 +155,11 @@ def _gist(trajectory: Trajectory) -> list[tuple[str, str]]:
     spoken = [stream for stream in trajectory.streams if stream.turn is not None]
     spoken = [stream for stream in spoken if stream.tokens.trained] or spoken
     latest = max(spoken, key=lambda stream: stream.turn or 0).messages if spoken else []
-    asked, asked_last = _last_of("user", trajectory.messages), _last_of("user", latest)
+    first_request, last_request = _last_of("user", trajectory.messages), _last_of("user", latest)
     gist = [
-        ("asked", asked),
+        ("asked", first_request),
         ("answer", _text(trajectory.extra.get("answer"))),
-        ("asked last", asked_last if asked_last != asked else ""),
+        ("asked last", last_request if last_request != first_request else ""),
         ("said last", _last_of("assistant", latest)),
     ]
     return [(name, shown(" ".join(text.split()), GIST)) for name, text in gist if text.strip()]

@@ -57,7 +57,7 @@ class Group:
     it fell behind the weights once too often, or tokens of it are wrong (``failed:GlueMismatchError``)."""
     state: GroupState = GroupState.WAITING
     active: dict[str, ActiveTrajectory] = field(default_factory=dict, repr=False)
-    """What runs of it or can go on at once, by trajectory id."""
+    """Its trajectories that run or can go on in this process, by trajectory id."""
     attempts: dict[int, int] = field(default_factory=dict, repr=False)
     """How many attempts of a sample were given up."""
     unfinished: int = 0
@@ -115,7 +115,7 @@ class Group:
             self._discard(child)
 
     def _discard(self, trajectory: Trajectory) -> None:
-        """Discard a trajectory, all that served it, and what served those."""
+        """Discard a trajectory with its sub-agents' trajectories, and theirs."""
         discarded = [trajectory, *self.servants(trajectory)]
         ids = {t.trajectory_id for t in discarded}
         self.discarded += discarded

@@ -82,11 +82,11 @@ def _attempt(trajectory: Trajectory) -> int:
     return int(trajectory.trajectory_id.removeprefix(f"{trajectory.group_id}/").partition("~")[2] or 0)
 
 
-def _program(trajectory: Trajectory, known: Collection[Program]) -> Program:
+def _program(trajectory: Trajectory, programs_of_run: Collection[Program]) -> Program:
     agent = trajectory.agent
-    programs = [program for program in known if program.graph.agent == agent]
+    programs = [program for program in programs_of_run if program.graph.agent == agent]
     if not programs:
-        hint = did_you_mean(agent, {program.graph.agent for program in known})
+        hint = did_you_mean(agent, {program.graph.agent for program in programs_of_run})
         raise ConfigError(f"agent '{agent}' of a trajectory to resume is not one of the run's{hint}")
     if any(program.graph != programs[0].graph for program in programs):
         raise ConfigError(

@@ -66,18 +66,18 @@ class _Run:
     deliver_at_end: bool
     slots: asyncio.Semaphore
     carried: frozenset[str]
-    """The groups that earlier runs have left over."""
+    """The groups that earlier runs carried over."""
     feeder: asyncio.Task[None] = field(init=False)
     resumed: dict[str, Group] = field(default_factory=dict)
-    """Groups resumed in this run whose prompt has not come up."""
+    """Groups resumed in this run whose prompt has not been read yet."""
     prompt_ids: set[str] = field(default_factory=set)
-    """The ids of the prompts that have come up, and of their groups."""
+    """The ids of the prompts that have been read, and of their groups."""
     counted: int = 0
     """How many groups that count were delivered."""
     exhausted: bool = False
     """Whether there are no further prompts."""
     stop: Stop | None = None
-    """How all of it is being stopped: it is set aside (:data:`CARRIED`), cancelled or interrupted."""
+    """How the run is being stopped: its groups are set aside (:data:`CARRIED`), cancelled or interrupted."""
     closing: bool = False
     """Whether nobody listens any more."""
     scoring: set[asyncio.Task[None]] = field(default_factory=set)
@@ -153,8 +153,8 @@ class Scheduler:
         """The samples of open groups that have still to begin, or to go on."""
         self._done: deque[Group] = deque()
         self._delivered: list[str] = []
-        """Groups that were delivered; the caller has not come back for more."""
-        self._held: WeakSet[Group] = WeakSet()
+        """Groups that were delivered and are not marked yet: the caller has not asked for more."""
+        self._with_caller: WeakSet[Group] = WeakSet()
         """Groups that were delivered and that the caller still holds."""
         self._run: _Run | None = None
         self._run_number = -1
@@ -287,7 +287,7 @@ class Scheduler:
     async def _until_free(self) -> None:
         """Wait for a run that is being closed; refuse to begin beside another one."""
         if self._run is not None:
-            for _ in range(2):  # steps in which a generator that nobody holds any more begins to close
+            for _ in range(2):  # a generator without references takes a few steps of the loop to begin to close
                 await asyncio.sleep(0)
         run = self._run
         if run is not None and run.closing:
@@ -354,9 +354,9 @@ class Scheduler:
         trajectories = [h if isinstance(h, Trajectory) else Trajectory.fold(h) for h in histories]
         agents, programs = self.agents.values(), self.programs.values()
         groups = resumed_groups(trajectories, run.n, agents=agents, programs=programs, under_way=self.groups)
-        for trajectory, history in zip(trajectories, histories, strict=True):  # now that all of them are good
-            known = self.journal is not None and trajectory.trajectory_id in self.journal
-            if not isinstance(history, Trajectory) and not known:
+        for trajectory, history in zip(trajectories, histories, strict=True):  # only after all histories were checked
+            journalled = self.journal is not None and trajectory.trajectory_id in self.journal
+            if not isinstance(history, Trajectory) and not journalled:
                 for event in history:
                     self.record(trajectory, event)
         now = asyncio.get_running_loop().time()
@@ -395,13 +395,13 @@ class Scheduler:
                         del self.groups[group.group_id]
                         group.state = GroupState.DELIVERED
                         group.active.clear()
-                        self._held.add(group)
+                        self._with_caller.add(group)
                     run.counted = counted
                     run.changed.set()
                     return groups
 
     def _deliverable(self, run: _Run) -> list[Group]:
-        """Return what may be delivered now: the next group; or, at the end, all that are enough, or all there are."""
+        """Return the groups to deliver now: the next one; or, at the end, as many as the target takes, or all."""
         if not run.deliver_at_end:
             return list(itertools.islice(self._done, 1))
         counted = list(itertools.accumulate(int(group.counts) for group in self._done))
@@ -410,14 +410,14 @@ class Scheduler:
         return list(self._done) if run.exhausted and not (self._open or self._waiting) else []
 
     def _mark_delivered(self) -> None:
-        """Write down that the caller has had what was delivered, and has come back."""
+        """Mark the delivered groups in the journal: the caller has asked for more."""
         if self.journal is not None:
             for group_id in self._delivered:
                 self.journal.handed_over(group_id)
         self._delivered.clear()
 
     def _renew(self, group: Group) -> bool:
-        """Let what of a group has ended and is too old begin anew; say whether that changes anything."""
+        """Restart the ended samples of a group that are too old; return whether that changes anything."""
         run, dropped, samples = self._run, group.dropped, self.staleness.give_up(group)
         if samples and group.state is GroupState.DONE:
             self._done.remove(group)
@@ -703,7 +703,7 @@ class Scheduler:
         return version
 
     async def _give_up_stale(self) -> None:
-        """Let nothing be too old: what runs, what has ended, what waits for the next run."""
+        """Give up all samples that are too old, whether they run, have ended or wait for the next run."""
         under_way = self.clients[POLICY].sampling_since()
         for live in list(self.running.values()):
             group, sample = self.groups[live.trajectory.group_id], live.trajectory.sample
@@ -741,7 +741,7 @@ class Scheduler:
         """
         outcome = Outcome(Trigger.FAILED, error=type(mismatch).__name__, detail=str(mismatch))
         number = delivered = 0
-        for group in [*self.groups.values(), *self._held]:
+        for group in [*self.groups.values(), *self._with_caller]:
             for trajectory in group.all:
                 if mismatch.entry in group.glue_entries.get(trajectory.trajectory_id, ()):
                     group.dropped = True

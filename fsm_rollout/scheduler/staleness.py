@@ -1,7 +1,7 @@
 """How far sampled tokens may be behind the weights, and what becomes of what is further behind.
 
 Invariant: a trajectory is as old as the oldest of its policy tokens that are trained: recorded already or still in a
-generation under way, its own or a sub-agent's. What no batch trains on (a critic's words, say) makes nobody old. No
+generation under way, its own or a sub-agent's. Tokens that no batch trains on (a critic's, say) do not count. No
 sample that is too old is in a group that is delivered, unless as dropped.
 """
 
@@ -30,7 +30,7 @@ class Staleness:
     restarts: int
     """How often a sample is begun anew."""
     version: Callable[[], int]
-    """Returns that of the policy's weights."""
+    """Returns the version of the policy's weights."""
 
     def __post_init__(self) -> None:
         """Check the numbers."""

@@ -138,7 +138,7 @@ async def _run_handler(live: ActiveTrajectory, handler: State, ctx: HandlerConte
 
 
 def _warn_of_blocking(handler: type[State], trajectory: Trajectory, seconds: float) -> None:
-    level = logging.INFO if handler in _logged else logging.WARNING  # of a thousand alike, the first
+    level = logging.INFO if handler in _logged else logging.WARNING  # only the first of many alike is a warning
     _logged.add(handler)
     logger.log(
         level,

@@ -1,4 +1,4 @@
-"""A trajectory that runs: the way of its events, what it holds open for its visits, and how it is stopped.
+"""A running trajectory: where its events go, what it holds open for its visits, and how it is stopped.
 
 Invariant: what is held open is released exactly once, however the trajectory ends; an event that cannot be written down
 is never applied, so a trajectory never holds what its journal cannot; and one that is stopped either has its one stop

@@ -200,14 +200,14 @@ class HandlerContext(Visit):
         room = client.engine.max_context - len(ids)
         if room < 1:
             raise PromptTooLong(f"engine '{engine}': a prompt of {len(ids)} tokens leaves no room to answer")
-        wanted = sampling or Sampling()
+        settings = sampling or Sampling()
         stop_ids = chat.stop_ids | client.engine.eos_ids
         request = Request(
             request_id=f"{self.trajectory.trajectory_id}/ask:{engine}/{index}",
             ids=ids,
             sampling=sampling_params(
-                wanted,
-                max_tokens=min(room, wanted.max_tokens or room),
+                settings,
+                max_tokens=min(room, settings.max_tokens or room),
                 stop_ids=stop_ids,
                 seed=derive_seed(self.trajectory.seed, "ask", engine, index),
             ),
@@ -249,8 +249,8 @@ class HandlerContext(Visit):
         latest = self.trajectory.turn - 1
         turn = latest - self._effects.turns_ahead() if turn is None else turn
         if not isinstance(turn, int) or not 0 <= turn <= latest:
-            known = "none has been generated yet" if latest < 0 else f"the first is 0, the latest {latest}"
-            raise StreamError(f"there is no turn {turn} to score; {known}")
+            turns_there_are = "none has been generated yet" if latest < 0 else f"the first is 0, the latest {latest}"
+            raise StreamError(f"there is no turn {turn} to score; {turns_there_are}")
         if self._effects.take(events.Scored, turn) is not None:
             return
         self.emit(events.Scored(at=self.clock(), value=float(value), turn=turn, source=self.state))

@@ -26,7 +26,7 @@ _KEYS: Mapping[type[Event], Callable[[AnyEvent], object]] = {
     events.LimitCharged: attrgetter("limit"),
     events.Scored: attrgetter("turn"),
 }
-"""What an operation asks for its event by."""
+"""The key under which an operation finds its recorded event."""
 
 
 class EffectLog:

@@ -132,10 +132,10 @@ class Generation:
         visit, bound, trajectory = self.visit, self.bound, self.visit.trajectory
         length = len(stream.tokens)
         self._check_room(length, 0)
-        wanted = self._sampling(sampling)
+        settings = self._sampling(sampling)
         sampled = sum(len(span) for span in stream.tokens.sampled() if span.turn == stream.turn) if resumed else 0
         bounds: dict[str | None, float] = {
-            None: float("inf") if wanted.max_tokens is None else wanted.max_tokens - sampled,
+            None: float("inf") if settings.max_tokens is None else settings.max_tokens - sampled,
             LimitName.RESPONSE_TOKENS: visit.remaining(LimitName.RESPONSE_TOKENS),
             LimitName.CONTEXT_TOKENS: visit.room_in_context(bound, length),
         }
@@ -145,7 +145,7 @@ class Generation:
             request_id=f"{trajectory.trajectory_id}/{bound.name}/{index}/{length}",
             ids=stream.tokens.ids,
             sampling=sampling_params(
-                wanted,
+                settings,
                 max_tokens=max(1, int(bounds[cut_by])),
                 stop_ids=bound.stop_ids,
                 seed=derive_seed(trajectory.seed, bound.name, index),
@@ -162,14 +162,14 @@ class Generation:
     def _sampling(self, sampling: Sampling | None) -> Sampling:
         """Return what the agent, the run, the handler and (in the policy's contexts) the prompt say about sampling."""
         visit, bound = self.visit, self.bound
-        wanted = visit.program.samplings[visit.state, bound.name]
+        settings = visit.program.samplings[visit.state, bound.name]
         if sampling is not None:
-            wanted = sampling.over(wanted)
+            settings = sampling.over(settings)
         lowered = visit.active.sampling
         if lowered is None or bound.spec.engine != POLICY:
-            return wanted
-        most = [n for n in (wanted.max_tokens, lowered.max_tokens) if n is not None]
-        return lowered.over(wanted).model_copy(update={"max_tokens": min(most, default=None)})
+            return settings
+        most = [n for n in (settings.max_tokens, lowered.max_tokens) if n is not None]
+        return lowered.over(settings).model_copy(update={"max_tokens": min(most, default=None)})
 
     def _record(
         self, pending: PendingRequest, stream: Stream, cut_by: str | None, *, continued: bool, resumed: bool
@@ -178,7 +178,7 @@ class Generation:
         # 1. How it ended.
         finish_reason = pending.finish_reason or FinishReason.ABORT
         if finish_reason == FinishReason.ABORT and len(pending.ids) == pending.request.sampling.max_tokens:
-            finish_reason = FinishReason.LENGTH  # all that was asked for had come; only the last word was lost
+            finish_reason = FinishReason.LENGTH  # all tokens had arrived; only the finish reason was lost
         if finish_reason == FinishReason.ABORT and not len(pending.ids):
             return None
         # 2. What the turn says. A tokenizer or tool format that fails loses no token: the turn stands, unread.
@@ -216,15 +216,15 @@ class Generation:
         return event
 
 
-def sampling_params(wanted: Sampling, *, max_tokens: int, stop_ids: frozenset[int], seed: int) -> SamplingParams:
+def sampling_params(settings: Sampling, *, max_tokens: int, stop_ids: frozenset[int], seed: int) -> SamplingParams:
     """Return complete sampling parameters: what is not said is temperature 1 over all tokens."""
     return SamplingParams(
         max_tokens=max_tokens,
-        temperature=1.0 if wanted.temperature is None else wanted.temperature,
-        top_p=wanted.top_p or 1.0,
-        top_k=wanted.top_k or 0,
+        temperature=1.0 if settings.temperature is None else settings.temperature,
+        top_p=settings.top_p or 1.0,
+        top_k=settings.top_k or 0,
         stop_ids=stop_ids,
-        ignore_eos=bool(wanted.ignore_eos),
+        ignore_eos=bool(settings.ignore_eos),
         seed=seed,
     )
 

@@ -192,5 +192,5 @@ class Visit:
 
     def room_in_context(self, bound: BoundContext, length: int) -> float:
         """Return how many tokens ``context_tokens`` and the engine's window leave a stream of that length."""
-        left = remaining(self.program.graph, self.trajectory, LimitName.CONTEXT_TOKENS, length)
-        return min(left, bound.client.engine.max_context - length)
+        room = remaining(self.program.graph, self.trajectory, LimitName.CONTEXT_TOKENS, length)
+        return min(room, bound.client.engine.max_context - length)

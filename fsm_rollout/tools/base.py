@@ -27,7 +27,7 @@ class Hidden:
 
 @dataclass(frozen=True, slots=True)
 class ToolContext:
-    """Who calls. A parameter annotated with this class is filled in, and the model does not see it."""
+    """The call's context. A parameter annotated with this class is filled in, and the model does not see it."""
 
     trajectory_id: str
     group_id: str

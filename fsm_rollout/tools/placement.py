@@ -84,14 +84,14 @@ class _Worker:
     """A worker process, in a session of its own, so that it can be killed with all that it started."""
 
     def __init__(self) -> None:
-        self._pipe, theirs = Pipe()
+        self._pipe, child_end = Pipe()
         package = str(Path(__file__).parents[2])
-        with theirs:
+        with child_end:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _START, package, str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-c", _START, package, str(child_end.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_end.fileno()],
                 start_new_session=True,
             )
         self._pipe.send(sys.path)

@@ -340,7 +340,7 @@ def tidy(schema: Schema) -> Schema:
     }
     for _ in definitions:  # each step reaches one reference further
         reached = {name: names.union(*(reached[other] for other in names)) for name, names in reached.items()}
-    kept: dict[str, object] = {}
+    reached_defs: dict[str, object] = {}
 
     def clean(node: object) -> object:
         if isinstance(node, list):
@@ -351,9 +351,9 @@ def tidy(schema: Schema) -> Schema:
             name = str(node["$ref"]).removeprefix("#/$defs/")
             if name not in reached[name]:
                 return clean(definitions[name] | {key: value for key, value in node.items() if key != "$ref"})
-            if name not in kept:
-                kept[name] = {}  # before going in, where it is referred to again
-                kept[name] = clean(definitions[name])
+            if name not in reached_defs:
+                reached_defs[name] = {}  # before going in, where it is referred to again
+                reached_defs[name] = clean(definitions[name])
         cleaned: Schema = {}
         for key in sorted(node, key=lambda key: _ORDER.index(key if key in _ORDER else None)):
             value = node[key]
@@ -365,4 +365,4 @@ def tidy(schema: Schema) -> Schema:
         return cleaned
 
     result = cast(Schema, clean(schema))
-    return result | {"$defs": kept} if kept else result
+    return result | {"$defs": reached_defs} if reached_defs else result

@@ -114,40 +114,40 @@ def truncate(text: str, tokenizer: Tokenizer, limit: int, side: Side = "middle")
         return encoded["offset_mapping"]
 
     # 1. Whether it fits. Of a very long text only the ends that may be kept are looked at.
-    seen, unseen = text, max(0, len(text) - EXACT_CHARACTERS)
+    examined, unseen = text, max(0, len(text) - EXACT_CHARACTERS)
     if unseen:
         first = _beginning(EXACT_CHARACTERS, side)
-        seen = text[:first] + text[first + unseen :]
-    offsets = offsets_of(seen)
+        examined = text[:first] + text[first + unseen :]
+    offsets = offsets_of(examined)
     if unseen and len(offsets) <= limit:
-        seen, unseen = text, 0
+        examined, unseen = text, 0
         offsets = offsets_of(text)
     if len(offsets) <= limit:
         return text, 0
     # 2. The room that the marker takes.
-    beyond = round(unseen * len(offsets) / len(seen))
+    beyond = round(unseen * len(offsets) / len(examined))
     marker_size = len(offsets_of(_marker(len(offsets) + beyond)))
     if marker_size * 2 > limit:
         marker_size = 0
-    kept = limit - marker_size
+    kept_size = limit - marker_size
     while True:
         # 3. A cut, in whole characters. The tokens of one character share its place in the text, so the first dropped
         # token's start and the last dropped token's end are never inside a character.
-        first = _beginning(kept, side)
-        last = kept - first
-        head = seen[: offsets[first][0]] if first else ""
-        tail = seen[offsets[len(offsets) - last - 1][1] :] if last else ""
-        dropped = beyond + sum(1 for start, end in offsets if end > len(head) and start < len(seen) - len(tail))
+        first = _beginning(kept_size, side)
+        last = kept_size - first
+        head = examined[: offsets[first][0]] if first else ""
+        tail = examined[offsets[len(offsets) - last - 1][1] :] if last else ""
+        dropped = beyond + sum(1 for start, end in offsets if end > len(head) and start < len(examined) - len(tail))
         shorter = head + (_marker(dropped) if marker_size else "") + tail
         excess = len(offsets_of(shorter)) - limit
         if excess <= 0:
             return shorter, dropped
         # 4. Cutting may have changed how the edges encode; a few tokens less will do. Should the marker alone be too
         # long (its number is not the one it was measured with), it goes too; in the end nothing is left, which fits.
-        if kept == 0:
-            marker_size, kept = 0, limit
+        if kept_size == 0:
+            marker_size, kept_size = 0, limit
         else:
-            kept = max(0, kept - excess)
+            kept_size = max(0, kept_size - excess)
 
 
 def _short(text: str, length: int) -> str:

@@ -337,10 +337,10 @@ class Toolbox:
     def schemas(self, context: str) -> tuple[Schema, ...]:
         """Return the schemas shown in a context; the same object each time, to be used as a cache key."""
         if context not in self._schemas:
-            self._schemas[context] = tuple(tool.schema for tool in self.known(context).values())
+            self._schemas[context] = tuple(tool.schema for tool in self.tools_of(context).values())
         return self._schemas[context]
 
-    def known(self, context: str) -> Mapping[str, BoundTool]:
+    def tools_of(self, context: str) -> Mapping[str, BoundTool]:
         """Return the tools that may be called in a context."""
         return {name: self._tools[name] for name in self._agent.tools_of(context)}
 
@@ -430,10 +430,10 @@ class ToolSession:
                 f"the tool call cannot be read: {attempt.message}", "write it again, in the format of the tools"
             )
             return CallResult(text, failure=attempt.kind, bad=True)
-        known = self.toolbox.known(context)
-        tool = known.get(attempt.name)
+        tools = self.toolbox.tools_of(context)
+        tool = tools.get(attempt.name)
         if tool is None:
-            return CallResult(tool_messages.unknown_tool(attempt.name, list(known)), failure="unknown_tool", bad=True)
+            return CallResult(tool_messages.unknown_tool(attempt.name, list(tools)), failure="unknown_tool", bad=True)
         # 2. Run, as often as its retry allows.
         result = replace(await self._run(tool, attempt), seconds=loop.time() - begun)
         # 3. Cut to size.

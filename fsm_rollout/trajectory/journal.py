@@ -6,7 +6,7 @@ the disk: a thread commits what was appended. A crash of the process loses what 
 ``interval`` and was not yet flushed.
 
 Tables: ``run(key, value)``, values as JSON; ``trajectories(trajectory_id, group_id, sample, agent, parent_id)``;
-``handed_over(group_id, yes)``, of the groups that the caller has had and is done with;
+``handed_over(group_id, yes)``, of the groups that were delivered and after which the caller asked for more;
 ``events(id, trajectory_id, seq, at, kind, payload)``, where ``id`` is the place in the run, ``seq`` the place in the
 trajectory, and ``payload`` what :func:`fsm_rollout.trajectory.events.encode` gives. SQLite's ``application_id`` marks
 the file as a journal and its ``user_version`` is the format. All functions raise

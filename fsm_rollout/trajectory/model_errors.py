@@ -60,9 +60,9 @@ def _explained(path: ConfigPath, item: ErrorDetails, model: type[BaseModel] | No
         return above, f"{place}'{above[-1]}' is not a name; use letters, digits and _"
     match item["type"]:
         case "extra_forbidden":
-            known = {field.alias or name for name, field in model.model_fields.items()} if model else set()
+            field_names = {field.alias or name for name, field in model.model_fields.items()} if model else set()
             # a custom handler's `options` are written beside the state's other keys, never under that name
-            return path, f"{where}unknown key '{key}'{did_you_mean(str(key), known - {'options'})}"
+            return path, f"{where}unknown key '{key}'{did_you_mean(str(key), field_names - {'options'})}"
         case "missing":
             return above, f"{where}'{key}' is missing"
         case "value_error":

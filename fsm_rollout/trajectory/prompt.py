@@ -29,7 +29,7 @@ SHOWN_PROBLEMS = 20
 
 
 class Prompt(StrictModel):
-    """One prompt: chat messages in OpenAI's form, and what this prompt says for itself.
+    """One prompt: chat messages in OpenAI's form, and settings of its own.
 
     Fields beyond these are kept (``answer``, ``tools_kwargs``, ``interaction_kwargs``, whatever a reward wants to see)
     and are found in :attr:`extra`.
@@ -145,8 +145,8 @@ def _checked(items: Iterable[_Item | Problem], *, named: bool = True) -> list[Pr
             continue
         prompt_id = str(index) if prompt.prompt_id is None else prompt.prompt_id
         if prompt_id in used:
-            before = used[prompt_id]
-            where = f"line {before.line}" if before.line else before.name
+            first_place = used[prompt_id]
+            where = f"line {first_place.line}" if first_place.line else first_place.name
             problems.append(item.problem(f"prompt_id '{prompt_id}' was used before ({where})"))
         used[prompt_id] = item
         prompts.append(prompt.model_copy(update={"prompt_id": prompt_id}) if named else prompt)
@@ -245,12 +245,14 @@ def _after_blanks(text: str, at: int) -> int:
 
 def _syntax_problem(error: Exception, path: Path, line: int) -> Problem:
     """Say what is wrong with a text that is not JSON, or not even text; ``line`` is that of the item read last."""
-    whole = path.suffix.lower() == ".json"  # the parser saw the whole file, and counts its lines itself
+    is_json = path.suffix.lower() == ".json"  # the parser saw the whole file, and counts its lines itself
     match error:
         case json.JSONDecodeError():
-            return Problem(f"not JSON (column {error.colno}): {error.msg}", str(path), error.lineno if whole else line)
+            return Problem(
+                f"not JSON (column {error.colno}): {error.msg}", str(path), error.lineno if is_json else line
+            )
         case UnicodeDecodeError():
-            line = error.object.count(b"\n", 0, error.start) + 1 if whole else line
+            line = error.object.count(b"\n", 0, error.start) + 1 if is_json else line
             return Problem(f"is not UTF-8 (byte 0x{error.object[error.start]:02x})", str(path), line)
         case RecursionError():
             return Problem("is nested too deeply to be read", str(path), line)

@@ -59,7 +59,7 @@ class StrictModel(BaseModel):
 
 
 class Sampling(StrictModel):
-    """Sampling parameters; ``None`` means "not said here", so settings can be laid over one another."""
+    """Sampling parameters; ``None`` means "not set here", so settings can be laid over one another."""
 
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -68,7 +68,7 @@ class Sampling(StrictModel):
     ignore_eos: bool | None = None
 
     def over(self, base: Sampling) -> Sampling:
-        """Return ``base`` with everything this one says laid over it."""
+        """Return ``base``, overridden by every value that is set here."""
         return base.model_copy(update=self.model_dump(exclude_none=True))
 
 
@@ -85,9 +85,9 @@ class Limits(StrictModel):
     context_tokens: AtLeastOne | None = Field(None, description="length of any one stream")
     wall_seconds: Seconds | None = None
 
-    def lowered(self, other: Limits) -> Limits:
+    def lowered(self, prompt_limits: Limits) -> Limits:
         """Return the smaller of each limit: a prompt may lower a limit, never raise it."""
-        mine, theirs = self.model_dump(), other.model_dump()
+        own, lower = self.model_dump(), prompt_limits.model_dump()
         return Limits(
-            **{name: min((v for v in (mine[name], theirs[name]) if v is not None), default=None) for name in mine}
+            **{name: min((v for v in (own[name], lower[name]) if v is not None), default=None) for name in own}
         )

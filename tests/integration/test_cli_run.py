@@ -196,11 +196,11 @@ class Grade(State):
 
 @pytest.mark.parametrize("beside", ["the agent", "the command"])
 def test_code_is_found_beside_the_agent_and_where_the_command_is_given(place: Path, beside: str) -> None:
-    there = place / "elsewhere"
-    there.mkdir()
+    folder = place / "elsewhere"
+    folder.mkdir()
     (place / "agent.yaml").write_text(GRADED, "utf-8")
     (place / "prompts.jsonl").write_text(json.dumps({"messages": PROMPT["messages"]}) + "\n", "utf-8")
-    (place if beside == "the agent" else there).joinpath("grader_of_mine.py").write_text(GRADER, "utf-8")
+    (place if beside == "the agent" else folder).joinpath("grader_of_mine.py").write_text(GRADER, "utf-8")
 
     def command(*arguments: str, cwd: Path) -> str:
         # -P: as the console script, which knows nothing of the working directory
@@ -209,8 +209,8 @@ def test_code_is_found_beside_the_agent_and_where_the_command_is_given(place: Pa
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    assert "ends within" in command("check", "../agent.yaml", cwd=there)
-    assert "graded 1" in command("run", "../run.yaml", cwd=there)
+    assert "ends within" in command("check", "../agent.yaml", cwd=folder)
+    assert "graded 1" in command("run", "../run.yaml", cwd=folder)
     page = place / "page.html"
     command("show", "out", "-o", "page.html", cwd=place)
     assert "which fails here" not in page.read_text("utf-8"), "pages find it again"
@@ -223,8 +223,10 @@ def test_wrong_keys_of_engines_are_named_with_their_line(place: Path) -> None:
     first, second = refused(place).splitlines()
     assert f"{place / 'run.yaml'}:4: engine 'policy': unknown key 'trns'; did you mean 'turns'" in first
     assert f"{place / 'run.yaml'}:7: engine 'judge': engine kind 'skripted' does not exist" in second
-    told = refused(place, "engine={kind: scripted, turns: [a], tps: 1}", "engines={}")
-    assert told.startswith("override 'engine={kind: scripted, turns: [a], tps: 1}': engine 'policy': unknown key 'tps'")
+    problems = refused(place, "engine={kind: scripted, turns: [a], tps: 1}", "engines={}")
+    assert problems.startswith(
+        "override 'engine={kind: scripted, turns: [a], tps: 1}': engine 'policy': unknown key 'tps'"
+    )
 
 
 OWN_ENGINE = """

@@ -248,10 +248,10 @@ def test_a_paused_engine_has_handed_all_over_and_takes_aborts(engine: SGLangEngi
 
 def test_a_second_turn_finds_the_first_in_the_cache(engine: SGLangEngine) -> None:
     async def main() -> None:
-        (one,) = await ask(engine, request(engine, next(names), 2, 40, ignore_eos=True))
-        again = one.request.continued(one.chunks[1].ids, next(names))
+        (answer,) = await ask(engine, request(engine, next(names), 2, 40, ignore_eos=True))
+        again = answer.request.continued(answer.chunks[1].ids, next(names))
         (two,) = await ask(engine, again)
-        assert two.chunks[0].cached_tokens >= len(one.request.ids)
+        assert two.chunks[0].cached_tokens >= len(answer.request.ids)
         assert two.chunks[0].queue_seconds > 0
 
     asyncio.run(main())

@@ -127,10 +127,10 @@ class Crowded(Base):
     async def reply(self, conversation: Conversation) -> Any:
         Crowded.present += 1
         await asyncio.sleep(1.0)
-        said = f"We are {Crowded.present}."
+        greeting = f"We are {Crowded.present}."
         await asyncio.sleep(1.0)
         Crowded.present -= 1
-        return Reply(said, done=conversation.replies > 0)
+        return Reply(greeting, done=conversation.replies > 0)
 
 
 class Recognises(Base):

@@ -72,8 +72,8 @@ class Several(Base):
         ctx.write([{"role": "user", "content": f"Think {ctx.rng.randint(0, 9)}."}], context="main")
         await ctx.generate("main", Sampling(max_tokens=8))
         ctx.score_turn(0.5)
-        said = await ctx.ask("policy", [{"role": "user", "content": "Is it good?"}])
-        ctx.write([{"role": "user", "content": said or "Nothing."}], context="main")
+        verdict = await ctx.ask("policy", [{"role": "user", "content": "Is it good?"}])
+        ctx.write([{"role": "user", "content": verdict or "Nothing."}], context="main")
         return Outcome("done")
 
 
@@ -85,8 +85,8 @@ class Asks(Base):
     """Asks a model that no context of the agent has."""
 
     async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        said = await ctx.ask("judge", [{"role": "user", "content": "Right?"}])
-        ctx.write([{"role": "user", "content": f"They said {len(said)} letters."}], context="main")
+        verdict = await ctx.ask("judge", [{"role": "user", "content": "Right?"}])
+        ctx.write([{"role": "user", "content": f"They said {len(verdict)} letters."}], context="main")
         return Outcome("done")
 
 
@@ -100,12 +100,12 @@ class RunsACommand(Base):
     async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         process = await asyncio.create_subprocess_exec("expr", "2", "+", "2", stdout=subprocess.PIPE)
         try:
-            said, _ = await process.communicate()
+            output, _ = await process.communicate()
         finally:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
-        ctx.write([{"role": "user", "content": said.decode()}], context="main")
+        ctx.write([{"role": "user", "content": output.decode()}], context="main")
         return Outcome("done")
 
 

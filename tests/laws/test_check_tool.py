@@ -91,12 +91,12 @@ async def computes(expression: Literal["2 + 2", "37 + 58"]) -> str:
     process = await asyncio.create_subprocess_exec("expr", *expression.split(), stdout=subprocess.PIPE)
     try:
         async with asyncio.timeout(20.0):
-            said, _ = await process.communicate()
+            output, _ = await process.communicate()
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    return said.decode()
+    return output.decode()
 
 
 async def asks_a_shell(number: Annotated[int, Field(ge=0, le=99)]) -> str:
@@ -108,11 +108,11 @@ async def asks_a_shell(number: Annotated[int, Field(ge=0, le=99)]) -> str:
     assert process.stdout is not None
     try:
         process.stdin.write(f"{number}\n".encode())
-        said = await process.stdout.readline()
+        line = await process.stdout.readline()
     finally:
         process.stdin.close()
         await process.wait()
-    return said.decode()
+    return line.decode()
 
 
 async def draws_by_its_schema(

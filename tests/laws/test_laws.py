@@ -142,8 +142,8 @@ def test_results_do_not_depend_on_which_replicas_are_lost(
     assert versionless(whole) == versionless(lossy)
     latest = sum(fault.kind == "update_weights" and fault.at < lossy.seconds for fault in faults)
     assert lossy.engine.weight_version >= latest
-    told = [line.what for line in lossy.log if isinstance(line.what, Chunk)]
-    for earlier, later in pairwise(told):
+    chunks_sent = [line.what for line in lossy.log if isinstance(line.what, Chunk)]
+    for earlier, later in pairwise(chunks_sent):
         assert earlier.weight_version <= later.weight_version, "a replica came back with weights that are over"
 
 
@@ -225,9 +225,9 @@ def answers_every_call(run: Simulation) -> None:
                 turn_text = turn_text * event.continued + tok.decode(event.ids)
             elif isinstance(event, MessagesAppended) and event.messages[0]["role"] == "tool":
                 assert len(event.messages) == turn_text.count("<tool_call>")
-                said = re.findall(r'"text": "(\w+)"}}\n</tool_call>', turn_text)
-                if turn_text.count("<tool_call>") == turn_text.count('"echo"') == len(said):
-                    assert [m["content"] for m in event.messages] == said or "stopped" in str(event.messages)
+                texts = re.findall(r'"text": "(\w+)"}}\n</tool_call>', turn_text)
+                if turn_text.count("<tool_call>") == turn_text.count('"echo"') == len(texts):
+                    assert [m["content"] for m in event.messages] == texts or "stopped" in str(event.messages)
                 for message, text in zip(event.messages, turn_text.split("<tool_call>")[1:], strict=True):
                     if "echo" not in text or not text.rstrip().removesuffix("<|im_end|>").endswith("</tool_call>"):
                         assert message["content"].startswith("error:")

@@ -41,12 +41,12 @@ def check_glue(name: str, labels: list[str]) -> list[str]:
     tokenizer = zoo.tokenizer_of(name)
     chat = chat_of(name)
     learned = oracle.learned_close(tokenizer)
-    known = {tokenizer.eos_token_id, learned} - {None}
+    stop_ids = {tokenizer.eos_token_id, learned} - {None}
     for label in labels:
         scenario = zoo.SCENARIOS[label]
         tools = zoo.TOOLS if scenario.tools else None
         stop = None if scenario.cut else zoo.stop_of(name, tokenizer, scenario.tool_turn)
-        stops = [{stop} if stop is not None else set(), known, zoo.stops_of(name, tokenizer)]
+        stops = [{stop} if stop is not None else set(), stop_ids, zoo.stops_of(name, tokenizer)]
         want = oracle.glue(tokenizer, scenario.history, scenario.new, tools, stops)
         arguments = {
             "sampled_ids": [7] if stop is None else [7, stop],

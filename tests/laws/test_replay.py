@@ -150,9 +150,7 @@ def test_what_changed_is_named_where_it_first_shows(journal: Path, caplog: pytes
     assert "is followed by '2?" in (other.detail or "")
     assert "is followed by '3?" in (other.detail or "")
     assert "trying again" not in caplog.text, "it would come to the same"
-    text = dump(AGENT).replace(
-        "fsm_rollout.tools.calculator:calculate", "tests.laws.test_replay:miscalculate"
-    )
+    text = dump(AGENT).replace("fsm_rollout.tools.calculator:calculate", "tests.laws.test_replay:miscalculate")
     later = replayed(journal, loads(text))
     assert later.stop_reason == "failed:ReplayDiverged"
     assert "generation 1 (from 0)" in (later.detail or "")
@@ -166,8 +164,8 @@ def test_what_the_run_never_asked_is_named(journal: Path) -> None:
         async def go() -> list[Trajectory]:
             return [group.trajectories[0] async for group in rollout.stream(["What is 1 + 2?", "And 1 + 2?"])]
 
-        one, two = sorted(asyncio.run(go()), key=lambda t: t.trajectory_id)
-    assert (one.stop_reason, two.stop_reason) == ("answered", "failed:ReplayDiverged")
+        first_trajectory, two = sorted(asyncio.run(go()), key=lambda t: t.trajectory_id)
+    assert (first_trajectory.stop_reason, two.stop_reason) == ("answered", "failed:ReplayDiverged")
     assert "has no generation 0 (from 0) of trajectory '1/0' in 'main'" in (two.detail or "")
 
 
@@ -176,13 +174,13 @@ def requests(journal: Path, **sampling: Any) -> list[Request]:
     return [
         Request(
             request_id=f"r{turn}",
-            ids=one.stream.tokens.ids[: one.start],
+            ids=generation.stream.tokens.ids[: generation.start],
             sampling=SamplingParams(**({"max_tokens": 500} | sampling)),
             trajectory_id=trajectory_id,
             context=context,
             turn=turn,
         )
-        for (trajectory_id, context, turn), one in found.items()
+        for (trajectory_id, context, turn), generation in found.items()
     ]
 
 

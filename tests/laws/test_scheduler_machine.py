@@ -352,7 +352,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @property
     def under_way(self) -> list[str]:
-        return [f"{name}/{k}" for name, one in self.prompts.items() if one.due for k in range(one.n)]
+        return [f"{name}/{k}" for name, prompt in self.prompts.items() if prompt.due for k in range(prompt.n)]
 
     @precondition(lambda self: self.under_way)
     @rule(data=st.data(), suspend=st.booleans())

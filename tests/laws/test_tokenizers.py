@@ -121,12 +121,12 @@ def test_a_prompt_has_the_bos_the_template_writes_and_no_other(kind: str) -> Non
 def test_prompts_and_glue_are_the_tokenizers_own(name: str, kind: str) -> None:
     tokenizer = KINDS[kind](zoo.source(name))
     chat = ChatTemplate(tokenizer)
-    known = {tokenizer.eos_token_id, oracle.learned_close(tokenizer)} - {None}
+    stop_ids = {tokenizer.eos_token_id, oracle.learned_close(tokenizer)} - {None}
     compared = 0
     for label, step in STEPS.items():
         tools = zoo.TOOLS if step.tools else None
         stop = None if step.cut else zoo.stop_of(name, tokenizer, step.tool_turn)
-        stops = [{stop} - {None}, known, zoo.stops_of(name, tokenizer) - {tokenizer.unk_token_id}]
+        stops = [{stop} - {None}, stop_ids, zoo.stops_of(name, tokenizer) - {tokenizer.unk_token_id}]
         want = oracle.glue(tokenizer, step.history, step.new, tools, stops)
         if want is None:
             continue

@@ -72,8 +72,8 @@ def _agents_as_tools(structure: Structure) -> Iterator[Finding]:
 def _routes_calls(row: TransitionRow) -> bool:
     """Whether a row may take ``tool_calls`` when it was reached."""
     return row.trigger == Trigger.LIMIT_REACHED and all(
-        (predicate.argument == LimitName.TOOL_CALLS) is wanted
-        for predicate, wanted in row.tests
+        (predicate.argument == LimitName.TOOL_CALLS) is answer
+        for predicate, answer in row.tests
         if predicate.name == "limit"
     )
 

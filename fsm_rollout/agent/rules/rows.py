@@ -34,8 +34,8 @@ def names(structure: Structure) -> Iterator[Finding]:
         for source in row.source:
             yield from _defined((*at, "source"), "source", source, states, source == "*")
         yield from _defined((*at, "dest"), "dest", row.dest, states)
-        for predicate, wanted in row.tests:
-            path = (*at, "conditions" if wanted else "unless")
+        for predicate, answer in row.tests:
+            path = (*at, "conditions" if answer else "unless")
             yield from _defined(path, "predicate", predicate.name, PREDICATES.keys(), ":" in predicate.name)
 
 
@@ -44,11 +44,11 @@ def _triggers(structure: Structure) -> set[str]:
 
 
 def _defined(
-    path: ConfigPath, kind: str, name: str, known: Collection[str], is_special: bool = False
+    path: ConfigPath, kind: str, name: str, defined_names: Collection[str], is_special: bool = False
 ) -> Iterator[Finding]:
-    if name not in known and not is_special:
+    if name not in defined_names and not is_special:
         words = ": ".join(part for part in (describe_path(path[:-1]), kind) if part)
-        yield Finding(1, path, f"{words} '{name}' is not defined{did_you_mean(name, known)}")
+        yield Finding(1, path, f"{words} '{name}' is not defined{did_you_mean(name, defined_names)}")
 
 
 def _outcomes(structure: Structure) -> Iterator[Finding]:
@@ -70,10 +70,10 @@ def _outcomes(structure: Structure) -> Iterator[Finding]:
 
 
 def _never_raised(structure: Structure) -> Iterator[Finding]:
-    known = _triggers(structure)
+    raised_triggers = _triggers(structure)
     for index, row in enumerate(structure.graph.transitions):
         at: ConfigPath = ("transitions", index, "source")
-        if row.trigger not in known:
+        if row.trigger not in raised_triggers:
             continue  # rule 1 says so
         for state in row.source:
             if state in structure.specs and not structure.may_raise(state, row.trigger):
@@ -88,9 +88,11 @@ def _shadowed(structure: Structure) -> Iterator[Finding]:
     graph = structure.graph
     for index, row in enumerate(graph.transitions):
         at: ConfigPath = ("transitions", index)
-        both = [predicate.name for predicate in row.conditions if predicate in row.unless]
-        if both:
-            yield Finding(7, at, f"row {index + 1} never fires: it wants '{both[0]}' both to hold and not to hold")
+        contradictory = [predicate.name for predicate in row.conditions if predicate in row.unless]
+        if contradictory:
+            yield Finding(
+                7, at, f"row {index + 1} never fires: it wants '{contradictory[0]}' both to hold and not to hold"
+            )
             continue
         # 1. Which earlier row takes all cases of this one, by the state that it leaves.
         sources = structure.sources(row)
@@ -126,8 +128,8 @@ def _single_rows(structure: Structure) -> Iterator[Finding]:
         if row.trigger == Trigger.CANCELLED:
             message = f"row {index + 1}: 'cancelled' cannot be routed; it always ends the trajectory"
             yield Finding(8, (*at, "trigger"), message)
-        for predicate, wanted in row.tests:
-            path: ConfigPath = (*at, "conditions" if wanted else "unless")
+        for predicate, answer in row.tests:
+            path: ConfigPath = (*at, "conditions" if answer else "unless")
             if predicate.name not in PREDICATES and ":" not in predicate.name:
                 continue  # rule 1 says so
             if predicate.name == "limit" and row.trigger != Trigger.LIMIT_REACHED:

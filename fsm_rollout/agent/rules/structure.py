@@ -119,23 +119,23 @@ class Structure:
         }
         cycles = []
         for state in states:
-            before = _paths(state, onward.__getitem__)
-            last = next((other for other in before if state in onward[other]), None)
+            predecessors = _paths(state, onward.__getitem__)
+            last = next((other for other in predecessors if state in onward[other]), None)
             if last is not None:
                 cycle = [state, last]
                 while cycle[-1] != state:
-                    cycle.append(before[cycle[-1]])
+                    cycle.append(predecessors[cycle[-1]])
                 cycles.append(tuple(reversed(cycle)))
         return min(cycles, key=len, default=None)
 
 
 def _paths(start: str, onward: Callable[[str], Iterable[str]]) -> dict[str, str]:
     """Return every state on a path from ``start``, nearest first, with the one before it on a shortest path."""
-    before = {start: start}
+    predecessors = {start: start}
     queue = [start]
     for state in queue:  # which grows meanwhile
         for dest in onward(state):
-            if dest not in before:
-                before[dest] = state
+            if dest not in predecessors:
+                predecessors[dest] = state
                 queue.append(dest)
-    return before
+    return predecessors

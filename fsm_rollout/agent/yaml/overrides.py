@@ -25,24 +25,24 @@ def apply_overrides(data: ConfigData, overrides: Sequence[str], source: SourceMa
     """Set each ``a.b=value`` in ``data``; values are read as YAML, list items are ``rows.0`` or ``rows[0]``."""
     problems: list[Problem] = []
     for override in overrides:
-        shown = f"override '{override}'"
+        place = f"override '{override}'"
         key, equals, text = override.partition("=")
         parts = re.split(r"[.\[]", key.strip().replace("]", ""))
         path: ConfigPath = tuple(int(part) if part.isdecimal() else part for part in parts)
         if not equals or "" in path:
-            problems.append(Problem("is not of the form key=value, say limits.assistant_turns=4", shown))
+            problems.append(Problem("is not of the form key=value, say limits.assistant_turns=4", place))
             continue
-        value, wrong = read_yaml(text, SourceMap(shown))
-        problems += [Problem(problem.message, shown) for problem in wrong]
+        value, wrong = read_yaml(text, SourceMap(place))
+        problems += [Problem(problem.message, place) for problem in wrong]
         if wrong:
             source.wrong.add(path)
         no_place = _set(data, path, value)
         if no_place is not None:
-            problems.append(Problem(no_place, shown))
-        source.overrides[path] = shown
-        for length in range(1, len(path)):  # what it had to create on its way is its own too
+            problems.append(Problem(no_place, place))
+        source.overrides[path] = place
+        for length in range(1, len(path)):  # the mappings that this override had to create belong to it too
             if path[:length] not in source.lines:
-                source.overrides.setdefault(path[:length], shown)
+                source.overrides.setdefault(path[:length], place)
     return problems
 
 

@@ -47,7 +47,7 @@ class SourceMap:
         self.lines: dict[ConfigPath, int] = {}
         """1-based line of each key and list item."""
         self.overrides: dict[ConfigPath, str] = {}
-        """What was said on the command line instead, by path."""
+        """The override on the command line that set a value, by path."""
         self.wrong: set[ConfigPath] = set()
         """What has been found wrong already, so that nothing more needs to be said about its value."""
         self.parts: dict[ConfigPath, SourceMap] = {}
@@ -73,7 +73,7 @@ class SourceMap:
             return file, first + text_line - 1
         prefixes = [path[:length] for length in range(len(path), -1, -1)]
         for prefix in prefixes:
-            if prefix in source.overrides:  # everything below it was said there
+            if prefix in source.overrides:  # everything below an overridden path comes from the override
                 return source.overrides[prefix], None
         return source.file, next((source.lines[prefix] for prefix in prefixes if prefix in source.lines), None)
 
@@ -244,8 +244,8 @@ class _Reader:
                 return float(text.replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan"))
             if _DECIMAL.fullmatch(text):
                 return int(text.replace("_", ""))
-            meant = yaml.safe_load(text)
-            self._report(node, f'`{text}` means {meant} in YAML 1.1; write {meant}, or "{text}" for text')
+            parsed = yaml.safe_load(text)
+            self._report(node, f'`{text}` means {parsed} in YAML 1.1; write {parsed}, or "{text}" for text')
         except ValueError:
             self._report(node, f"`{text[:40]}` is not a number that can be read")
         return 0

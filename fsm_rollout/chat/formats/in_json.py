@@ -32,12 +32,12 @@ class JsonFormat(TextFormat):
         """Nothing tells where broken JSON ends: it is given all up to the next call."""
         following = self.following.search(text, opening.end())
         end = following.end() if following else len(text)
-        whole = text[:end].rstrip()
+        body = text[:end].rstrip()
         for stop in self.stops:
-            whole = whole.removesuffix(stop).rstrip()
-        if error.at is not None and error.at >= len(whole):
+            body = body.removesuffix(stop).rstrip()
+        if error.at is not None and error.at >= len(body):
             error = BadCallError("unclosed", "the JSON of the call is never closed", error.name)
-        return error, end if following else len(whole)
+        return error, end if following else len(body)
 
 
 class Llama3Json(JsonFormat):

@@ -43,14 +43,14 @@ def get_format(name: str, tokenizer: Any = None) -> ToolFormat:
             "unknown-tool-format", f"no tool format {name!r}{did_you_mean(name, FORMAT_NAMES)}; or give module:Class"
         )
     try:
-        made = load_object(name)()  # type: ignore[operator]
+        tool_format = load_object(name)()  # type: ignore[operator]
     except Exception as error:  # the class is the user's code
         raise ChatTemplateError(
             "unknown-tool-format", f"{name!r} cannot be built: {type(error).__name__}: {error}"
         ) from None
-    if not isinstance(made, ToolFormat):
+    if not isinstance(tool_format, ToolFormat):
         raise ChatTemplateError("unknown-tool-format", f"{name!r} has no name and parse(text, ids, tools)")
-    return made
+    return tool_format
 
 
 def detect_format(chat_template: str) -> str:
@@ -63,9 +63,9 @@ def detect_format(chat_template: str) -> str:
     found = [name for name, marks in MARKS.items() if marks(chat_template)]
     if len(found) == 1:
         return found[0]
-    what = f"has the marks of {', '.join(found)}" if found else "has the marks of no format known here"
+    finding = f"has the marks of {', '.join(found)}" if found else "has the marks of no format known here"
     raise ChatTemplateError(
-        "ambiguous-tool-format", f"the template {what}; set tool_format to one of {', '.join(FORMAT_NAMES)}"
+        "ambiguous-tool-format", f"the template {finding}; set tool_format to one of {', '.join(FORMAT_NAMES)}"
     )
 
 

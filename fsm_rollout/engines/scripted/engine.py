@@ -224,20 +224,20 @@ class ScriptedEngine:
         self._admit()
 
     def _next_piece(self, answer: _Answer) -> None:
-        todo, answer.timer = answer.plan, None
-        ids, logprobs = todo.pieces[answer.emitted]
-        version = todo.versions[answer.emitted] if todo.versions else None
+        plan, answer.timer = answer.plan, None
+        ids, logprobs = plan.pieces[answer.emitted]
+        version = plan.versions[answer.emitted] if plan.versions else None
         answer.emitted += 1
-        if answer.emitted < len(todo.pieces):
+        if answer.emitted < len(plan.pieces):
             self._emit(answer, ids, logprobs, version=version)
-            self._schedule(answer, todo.delay)
-        elif todo.crash is not None:
+            self._schedule(answer, plan.delay)
+        elif plan.crash is not None:
             self._emit(answer, ids, logprobs, version=version)
-            self._crash(answer.stream, todo.crash)
-        elif todo.hang:
+            self._crash(answer.stream, plan.crash)
+        elif plan.hang:
             self._emit(answer, ids, logprobs, version=version)
         else:
-            self._emit(answer, ids, logprobs, version=version, finish_reason=todo.finish_reason, error=todo.error)
+            self._emit(answer, ids, logprobs, version=version, finish_reason=plan.finish_reason, error=plan.error)
 
     def _crash(self, stream: ChunkStream, message: str) -> None:
         for request_id in stream.request_ids:
@@ -286,6 +286,6 @@ class ScriptedEngine:
         if finish_reason is not None:
             self._admit()
 
-    def _record(self, stream: ChunkStream, what: Request | Chunk) -> None:
+    def _record(self, stream: ChunkStream, entry: Request | Chunk) -> None:
         if self._log is not None:
-            self._log.append(Logged(stream.loop.time(), what))
+            self._log.append(Logged(stream.loop.time(), entry))

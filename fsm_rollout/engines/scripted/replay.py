@@ -110,30 +110,32 @@ class ReplayEngine(ScriptedEngine):
 
     def _plan(self, request: Request) -> Plan:
         """Return the recorded tokens that a request asks for, a piece for each run of one version, and their end."""
-        found = self._recorded.get((request.trajectory_id, request.context, request.turn))
-        if found is None:
+        recorded = self._recorded.get((request.trajectory_id, request.context, request.turn))
+        if recorded is None:
             return Plan(error=f"ReplayDiverged: {self._journal} has no {self._where(request)}: it went another way")
-        if (wrong := self._difference(request, found)) is not None:
+        if (wrong := self._difference(request, recorded)) is not None:
             return Plan(error=wrong)
         start = request.sampled
-        end = min(len(found.ids), start + request.sampling.max_tokens)
-        changes = [at for at in range(start + 1, end) if found.versions[at] != found.versions[at - 1]]
+        end = min(len(recorded.ids), start + request.sampling.max_tokens)
+        changes = [at for at in range(start + 1, end) if recorded.versions[at] != recorded.versions[at - 1]]
         bounds = [start, *changes, end]
-        pieces = tuple((found.ids[at:to], found.logprobs[at:to]) for at, to in pairwise(bounds))
-        versions = tuple(found.versions[at] for at in bounds[:-1]) if end > start else ()
-        if end < len(found.ids):
+        pieces = tuple((recorded.ids[at:to], recorded.logprobs[at:to]) for at, to in pairwise(bounds))
+        versions = tuple(recorded.versions[at] for at in bounds[:-1]) if end > start else ()
+        if end < len(recorded.ids):
             return Plan(pieces, versions=versions, finish_reason=FinishReason.LENGTH)
-        if found.finish_reason != FinishReason.ABORT:
-            return Plan(pieces, versions=versions, finish_reason=found.finish_reason)
-        cut_off = f"ReplayCutOff: {self._where(request)} was cut off in {self._journal}, after {len(found.ids)} tokens"
+        if recorded.finish_reason != FinishReason.ABORT:
+            return Plan(pieces, versions=versions, finish_reason=recorded.finish_reason)
+        cut_off = (
+            f"ReplayCutOff: {self._where(request)} was cut off in {self._journal}, after {len(recorded.ids)} tokens"
+        )
         return Plan(pieces, versions=versions, error=cut_off)
 
     def _where(self, request: Request) -> str:
         return f"generation {request.turn} (from 0) of trajectory '{request.trajectory_id}' in '{request.context}'"
 
-    def _difference(self, request: Request, found: Recorded) -> str | None:
+    def _difference(self, request: Request, recorded: Recorded) -> str | None:
         """Return where a request is not what the run has asked there, or ``None`` where it is."""
-        recorded_input = found.stream.tokens.ids[: found.start] + found.ids[: request.sampled]
+        recorded_input = recorded.stream.tokens.ids[: recorded.start] + recorded.ids[: request.sampled]
         if request.ids == recorded_input:
             return None
         pairs = enumerate(zip(recorded_input, request.ids, strict=False))

@@ -135,11 +135,11 @@ def plan(
     ids, stopped = _turn_ids(turn, request, encode, eos)
     budget = min(sampling.max_tokens, max_context - start)
     if sampling.ignore_eos and ids and not turn.broken:
-        rest, stopped = list(islice(cycle(ids), request.sampled, request.sampled + budget)), False
+        pending, stopped = list(islice(cycle(ids), request.sampled, request.sampled + budget)), False
     else:
-        rest = ids[request.sampled :]
-    pieces = _pieces(rest[:budget], turn.chunks, start, turn.logprob)
-    if len(rest) > budget or (len(rest) == budget and not stopped):
+        pending = ids[request.sampled :]
+    pieces = _pieces(pending[:budget], turn.chunks, start, turn.logprob)
+    if len(pending) > budget or (len(pending) == budget and not stopped):
         return Plan(pieces, turn.delay, FinishReason.LENGTH)
     if stopped:  # a stop token ends a generation, whatever the turn would have come to
         return Plan(pieces, turn.delay, FinishReason.STOP)

@@ -124,7 +124,7 @@ class Connection(threading.Thread):
         """What has come in this turn of the loop."""
         self._held: set[str] = set()
         """Why SGLang may have no requests: "paused", "asleep", "updating", "doubted"."""
-        self._heard = 0.0
+        self._last_activity = 0.0
         """When SGLang last said something of a request, or was given one (the loop's time)."""
         # All ids have one length: SGLang aborts every request whose id *begins* with the one that it is given.
         prefix = secrets.token_hex(4)
@@ -147,7 +147,7 @@ class Connection(threading.Thread):
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def stop(self) -> None:
-        """End the thread and the process; what is under way is heard of no more."""
+        """End the thread and the process; requests under way get no further chunks."""
         if self._process is not None:
             self._process.stop()
         if self.is_alive():
@@ -233,7 +233,7 @@ class Connection(threading.Thread):
         else:
             raise process.failure()
         await self.meet()
-        self.server.ours = True
+        self.server.labelled_here = True
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -250,20 +250,20 @@ class Connection(threading.Thread):
         if entry.stopped or not entry.room:  # the end came just as it was taken back
             self._end(entry, FinishReason.STOP if entry.stopped else FinishReason.LENGTH)
             return
-        self._heard = self._loop.time()
+        self._last_activity = self._loop.time()
         entry.rid = next(self._rids)
         entry.task = self._spawn(self._run_entry(entry))
 
     async def _run_entry(self, entry: _Entry) -> None:
         """Send one request to SGLang and pass on what comes, to its end."""
-        before, error = entry.sampled, None
+        sampled_before, error = entry.sampled, None
         reason, message = FinishReason.ABORT, None
         try:
             body = self._body(entry)
             async for ids, meta in self.server.stream(body):
-                self._heard = self._loop.time()
+                self._last_activity = self._loop.time()
                 # Outputs may be the whole answer so far, or what is new; their ends are the same.
-                if (count := before + meta.completion_tokens - entry.sampled) > 0:
+                if (count := sampled_before + meta.completion_tokens - entry.sampled) > 0:
                     self._take(entry, ids[-count:], meta, count, renormalised="return_sampling_mask" in body)
                 if meta.finish_reason is not None:
                     reason, message = FinishReason(meta.finish_reason.type), meta.finish_reason.message
@@ -274,7 +274,9 @@ class Connection(threading.Thread):
         except Exception as failure:  # whatever SGLang says of this request is this request's end
             reason, error = FinishReason.ABORT, f"{type(failure).__name__}: {failure}"
         else:
-            if reason is not FinishReason.ABORT and entry.sampled == before:  # else an empty answer would be one
+            if (
+                reason is not FinishReason.ABORT and entry.sampled == sampled_before
+            ):  # else an empty answer would be one
                 error = f"EngineError: SGLang ended the request with '{reason}' and without a token"
                 reason = FinishReason.ABORT
             elif reason is FinishReason.ABORT and not entry.aborted:
@@ -484,7 +486,7 @@ class Connection(threading.Thread):
             self._ending = self._loop.call_later(EXIT_WITHIN, self._give_up, error)
 
     async def _await_exit(self, process: ServerProcess) -> None:
-        """Hear when the process ends, also while it owes nothing."""
+        """Notice the end of the process, also while no request is under way."""
         await asyncio.shield(asyncio.wrap_future(process.exited))
         self._give_up(process.failure(), for_good=True)
 
@@ -496,7 +498,7 @@ class Connection(threading.Thread):
         while True:
             await asyncio.sleep(LOOK_EVERY)
             owed = len(self._entries)
-            silent = 0.0 if self._held else self._loop.time() - self._heard
+            silent = 0.0 if self._held else self._loop.time() - self._last_activity
             try:
                 if owed and silent > SILENT_FOR:
                     self._doubt()
@@ -558,7 +560,7 @@ class Connection(threading.Thread):
                 label = {"new_version": str(version), "abort_all_requests": False}
                 await self.server.call("/update_weight_version", label)
             self.version = version
-            self.server.label, self.server.ours = str(version), True
+            self.server.label, self.server.labelled_here = str(version), True
         except BaseException as error:
             if self._process is not None and folder is not None and not isinstance(error, WeightsRefused):
                 why = f"an update broke off, so nobody knows the weights any more: {error or type(error).__name__}"

@@ -110,5 +110,5 @@ def save_tensors(weights: Mapping[str, torch.Tensor], folder: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    whole = {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in weights.items()}
-    save_file(whole, folder / "model.safetensors")
+    tensors = {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in weights.items()}
+    save_file(tensors, folder / "model.safetensors")

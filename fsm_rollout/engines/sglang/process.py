@@ -178,10 +178,12 @@ def main() -> None:
     run_server(ServerArgs(**arguments))
 
 
-def _check(arguments: Mapping[str, object], known: Collection[str]) -> None:
+def _check(arguments: Mapping[str, object], parameters: Collection[str]) -> None:
     """Check arguments that SGLang would fail over without a plain word, or late."""
     problems = [
-        f"SGLang has no argument '{name}'{did_you_mean(name, known)}" for name in arguments if name not in known
+        f"SGLang has no argument '{name}'{did_you_mean(name, parameters)}"
+        for name in arguments
+        if name not in parameters
     ]
     if arguments.get("device") == "cpu" and arguments.get("enable_deterministic_inference"):
         problems.append("deterministic: SGLang draws per-request random numbers with a GPU kernel; leave it out here")

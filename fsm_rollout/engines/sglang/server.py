@@ -96,7 +96,7 @@ class Server:
         self.url = url.rstrip("/")
         self.label = ""
         """What the server should call its weights."""
-        self.ours = False
+        self.labelled_here = False
         """Whether we gave the weights that label. Until then others may update them without our knowing."""
         self.doubt: Callable[[], None] = lambda: None
         """Called when the next connection may meet another server, or other weights."""
@@ -235,7 +235,7 @@ class Server:
         if line.meta_info is None or line.output_ids is None:
             raise self._no_sglang(text, f"it lacks `{'meta_info' if line.meta_info is None else 'output_ids'}`")
         label = line.meta_info.weight_version
-        if self.ours and label is not None and str(label) != self.label:
+        if self.labelled_here and label is not None and str(label) != self.label:
             self.doubt()
             raise EngineError(
                 f"{self.url} samples with weights of version '{label}', not '{self.label}' as loaded here; it was "

@@ -139,7 +139,7 @@ class _ModelThread(threading.Thread):
 
     def _deliver(self, chunks: Sequence[Chunk]) -> None:
         """Hand chunks to the event loops that wait for them, in one callback for each loop."""
-        self._measure()  # first: who hears of an end may ask for the load
+        self._measure()  # first: the receiver of a last chunk may ask for the load
         addressed = []
         with self._lock:
             for chunk in chunks:

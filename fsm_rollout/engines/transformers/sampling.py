@@ -69,9 +69,9 @@ class Sampler:
         if not self._all_greedy:
             weights = logprobs.double().exp()
             if self._cut is not None:
-                kept = _cut(weights[self._cut], self._top_k, self._top_p)
-                weights[self._cut] = kept
-                logprobs[self._cut] -= kept.sum(-1, keepdim=True).log().float()
+                cut_weights = _cut(weights[self._cut], self._top_k, self._top_p)
+                weights[self._cut] = cut_weights
+                logprobs[self._cut] -= cut_weights.sum(-1, keepdim=True).log().float()
             drawn = self._draw(weights, positions)
             tokens = torch.where(self._greedy, tokens, drawn) if self._any_greedy else drawn
         chosen = logprobs.gather(-1, tokens[:, None]).squeeze(-1).clamp(max=0.0)

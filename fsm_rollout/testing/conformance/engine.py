@@ -322,16 +322,16 @@ async def _abort(subject: EngineSubject) -> None:
 
 async def _abort_one_of_two(subject: EngineSubject) -> float | None:
     """Abort one of two; return how many seconds later it came to its full length, ``None`` when it did not."""
-    gone, stays = subject.long(seed=3), subject.request(1, 8, ignore_eos=True, seed=4)
-    dispatch = await subject.under_way(gone, stays)
+    aborted, running = subject.long(seed=3), subject.request(1, 8, ignore_eos=True, seed=4)
+    dispatch = await subject.under_way(aborted, running)
     aborted_at = ended_at = subject.now
 
     async def abort() -> None:
-        await subject.call(4, subject.engine.abort, [gone.request_id, "no such request"])
+        await subject.call(4, subject.engine.abort, [aborted.request_id, "no such request"])
 
     async def each(chunk: Chunk) -> None:
         nonlocal ended_at
-        if chunk.request_id == gone.request_id:
+        if chunk.request_id == aborted.request_id:
             ended_at = subject.now
             await abort()
 
@@ -339,7 +339,7 @@ async def _abort_one_of_two(subject: EngineSubject) -> float | None:
     answer, other = await dispatch.read(4, "an aborted request did not end", each)
     demand(other.finish_reason != FinishReason.ABORT, 4, "aborting a request ended another one as well")
     demand(answer.error is None, 4, f"an aborted request ended with the error {answer.error!r}")
-    room = min(LONG, subject.engine.max_context - len(gone.ids))  # ending with "abort" what is whole is no abort
+    room = min(LONG, subject.engine.max_context - len(aborted.ids))  # ending with "abort" what is whole is no abort
     if answer.finish_reason == FinishReason.LENGTH or len(answer.ids) >= room:
         return ended_at - aborted_at
     await subject.as_alone(4, answer, "aborted")
@@ -374,9 +374,9 @@ async def _one_by_one(subject: EngineSubject) -> None:
                 return
         short = max([await seconds([subject.request(0, 1, ignore_eos=True)]) for _ in range(TRIES)])
         long = min([await seconds([subject.long(i) for i in range(1, count + 1)]) for _ in range(TRIES)])
-        came = f"a request for one token came only when {count if count > 1 else 'one'} for {LONG} had ended"
+        problem = f"a request for one token came only when {count if count > 1 else 'one'} for {LONG} had ended"
         took = f"in its dispatch (alone they take {short:.3g} and {long:.3g} s)"
-        demand(long <= LONGER * short + SECONDS, 6, f"{came} {took}; no request waits for another's end")
+        demand(long <= LONGER * short + SECONDS, 6, f"{problem} {took}; no request waits for another's end")
         if not SECONDS * count / MANY[-1] <= long < min(2 * SECONDS, subject.patience / MANY[1]):
             return  # more would not take long enough either, or too long
 
@@ -440,9 +440,9 @@ async def _silence(subject: EngineSubject, answer: Answer, settle: float) -> boo
     """
     began = subject.now
     while True:
-        seen, since = len(answer.chunks), subject.now
+        chunk_count, since = len(answer.chunks), subject.now
         await asyncio.sleep(settle)
-        if len(answer.chunks) == seen:
+        if len(answer.chunks) == chunk_count:
             return False
         if answer.finish_reason is not None or subject.now - began > subject.patience:
             return since - began >= LATE
@@ -486,13 +486,13 @@ async def _versions(subject: EngineSubject) -> None:
 async def _update_running(subject: EngineSubject) -> str | None:
     """Update under a request; return its version, in words, if it kept that to its end, long afterwards."""
     # 1. The update, under a request.
-    before = subject.engine.weight_version
+    version = subject.engine.weight_version
     dispatch = await subject.under_way()
     answer, renewed = dispatch.first, False
     updated = await subject.call(8, subject.engine.update_weights, subject.weights)
     now = subject.engine.weight_version
-    returned = f"after version {before}, update_weights returned {updated} and weight_version is {now}"
-    demand(now == updated == before + 1, 8, f"{returned}; by default it goes up by one")
+    returned = f"after version {version}, update_weights returned {updated} and weight_version is {now}"
+    demand(now == updated == version + 1, 8, f"{returned}; by default it goes up by one")
     # 2. What comes of the request: it ends, or it goes on with the new weights.
 
     async def each(chunk: Chunk) -> None:
@@ -505,7 +505,7 @@ async def _update_running(subject: EngineSubject) -> str | None:
     await dispatch.read(8, f"a request under way at update_weights {late}", each)
     went_on = renewed or answer.finish_reason != FinishReason.ABORT
     demand(went_on, 8, "a request under way did not go on after update_weights")
-    _carries_only(answer, before, updated)
+    _carries_only(answer, version, updated)
     return None if renewed or subject.now - since < LATE else _in_words(answer)
 
 
@@ -544,9 +544,9 @@ async def _update_paused(subject: EngineSubject, wait: float, settle: float) -> 
     return None if ended or renewed() else _in_words(answer)
 
 
-def _carries_only(answer: Answer, before: int, updated: int) -> None:
-    wrong = set(answer.versions) - {before, updated}
-    carried = f"the versions were {before} and then {updated}, and tokens carry another version, {_in_words(answer)}"
+def _carries_only(answer: Answer, old: int, updated: int) -> None:
+    wrong = set(answer.versions) - {old, updated}
+    carried = f"the versions were {old} and then {updated}, and tokens carry another version, {_in_words(answer)}"
     demand(not wrong, 8, carried)
 
 

@@ -129,8 +129,8 @@ def take(chunk: Chunk, answers: Answers) -> None:
     if not isinstance(chunk, Chunk):
         raise ConformanceError(1, f"generate() gave {chunk!r:.80}, which is no Chunk")
     if chunk.request_id not in answers:
-        known = ", ".join(answers)
-        raise ConformanceError(1, f"a chunk for '{chunk.request_id}', which is no request of this dispatch ({known})")
+        kinds = ", ".join(answers)
+        raise ConformanceError(1, f"a chunk for '{chunk.request_id}', which is no request of this dispatch ({kinds})")
     answers[chunk.request_id].take(chunk)
 
 

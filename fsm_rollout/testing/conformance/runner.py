@@ -135,8 +135,8 @@ class Suite(Generic[F]):
         """
         checks = [check for check in self.checks if not subject.unmade.issuperset(check.numbers)]
         ran = sum(check.hold(subject) or 0 for check in checks)
-        made = {number for check in checks for number in check.numbers} - subject.unmade
-        return Checked(tuple(promise.name for number, promise in self.promises.items() if number in made), ran)
+        kept_promises = {number for check in checks for number in check.numbers} - subject.unmade
+        return Checked(tuple(promise.name for number, promise in self.promises.items() if number in kept_promises), ran)
 
 
 class Subject:
@@ -240,7 +240,7 @@ class Subject:
                 return
             what = f"{self.name}, {where}{case}"
             demand(stopped, self.CANCELLED, f"{what}, did not stop within {STOP_SECONDS:g} s")
-            demand(stepped.heard, self.CANCELLED, f"{what}, swallowed it; let CancelledError pass")
+            demand(stepped.let_cancellation_out, self.CANCELLED, f"{what}, swallowed it; let CancelledError pass")
 
 
 def _complaint(context: Mapping[str, object]) -> str:
@@ -435,6 +435,6 @@ class Stepped(Generic[T]):
                 thrown = error
 
     @property
-    def heard(self) -> bool:
+    def let_cancellation_out(self) -> bool:
         """Whether the coroutine let its cancellation out, where there was one."""
         return not self.cancelled or isinstance(self.ended_by, asyncio.CancelledError)

@@ -106,9 +106,11 @@ def check_state(
             load_handler(path)(CHECKED, graph.states[CHECKED])
         except Exception as error:
             raise ConformanceError(1, f"{title} cannot be made: {type(error).__name__}: {error}") from error
-        asked = Prompt(prompt_id="p", messages=({"role": "user", "content": "What is 2 + 2?"},), **prompt or {})
+        opening_prompt = Prompt(
+            prompt_id="p", messages=({"role": "user", "content": "What is 2 + 2?"},), **prompt or {}
+        )
         tokenizer = tokenizer or embedded_tokenizer()
-        return SUITE.hold(_Handler(title, spec, graph, asked, tokenizer, patience, resumable, examples))
+        return SUITE.hold(_Handler(title, spec, graph, opening_prompt, tokenizer, patience, resumable, examples))
 
 
 def _load(path: str, title: str) -> HandlerSpec:
@@ -267,16 +269,16 @@ def _listen(ctx: HandlerContext) -> tuple[list[str], list[str]]:
 def _kept(handler: State) -> dict[str, object]:
     """Return what a handler holds, on itself and on its class, by value where that can be had."""
     cls = type(handler)
-    held = {f"self.{key}": value for key, value in vars(handler).items()}
+    attributes = {f"self.{key}": value for key, value in vars(handler).items()}
     shared = vars(cls).items()
-    held |= {f"{cls.__name__}.{key}": v for key, v in shared if not key.startswith("__") and not callable(v)}
-    kept: dict[str, object] = {}
-    for key, value in held.items():
+    attributes |= {f"{cls.__name__}.{key}": v for key, v in shared if not key.startswith("__") and not callable(v)}
+    state: dict[str, object] = {}
+    for key, value in attributes.items():
         try:
-            kept[key] = pickle.dumps(value)
+            state[key] = pickle.dumps(value)
         except Exception:  # a client, a lock: only its identity can be told
-            kept[key] = id(value)
-    return kept
+            state[key] = id(value)
+    return state
 
 
 def _task_factory(loop: asyncio.AbstractEventLoop, work: Any, **kwargs: Any) -> asyncio.Task[Any]:
@@ -304,7 +306,7 @@ class _Handler(Subject):
         self.chats: dict[object, ChatTemplate] = {}
         """What the runs have learnt about the chat template, each for the next."""
         self.first_outlines: dict[Story, Outline] = {}
-        """What a trajectory alone came to in each story when that was told for the first time."""
+        """The result of a trajectory alone in each story, when the story was first run."""
 
     # A story, run and looked at.
 
@@ -331,7 +333,7 @@ class _Handler(Subject):
             if isinstance(error, ConformanceError) and error.invariant == self.BLOCKING:
                 raise
             failure = error
-        if run.broken:  # a visit itself says it better than what came of it
+        if run.broken:  # the visit's own error is clearer than its consequences
             raise run.broken[0]
         if isinstance(failure, ConformanceError):
             raise failure
@@ -350,7 +352,7 @@ class _Handler(Subject):
         run.interrupt = scheduler.suspend if run.story.suspend else scheduler.cancel
         ended = [t async for group in scheduler.run([self.prompt], n) for t in group.trajectories]
         if run.story.suspend and any(trajectory.suspended is not None for trajectory in ended):
-            # They are told again from the beginning.
+            # The next scheduler records these histories again, from their beginning.
             histories = [run.events.pop(t.trajectory_id) for t in ended if t.suspended is not None]
             await asyncio.sleep(AWAY_SECONDS)
             again = self._scheduler(run).run([], n, resume=histories)
@@ -394,7 +396,7 @@ class _Handler(Subject):
                 declared = raised or (isinstance(outcome, Outcome) and outcome.trigger in self.triggers)
                 facts = (
                     (not running, 7, f"returned while this task was running: {', '.join(running[:1])}; await it"),
-                    (visit.heard, 5, f"was cancelled at its await number {cancel_at}, and went on; "
+                    (visit.let_cancellation_out, 5, f"was cancelled at its await number {cancel_at}, and went on; "
                                      "let CancelledError pass"),
                     (not forbidden, 8, f"emitted {', '.join(forbidden)}, which the scheduler emits; return an outcome"),
                     (not reached or raised, 9, f"swallowed LimitReached ('{', '.join(reached)}') "
@@ -428,9 +430,9 @@ class _Handler(Subject):
         changed = ", ".join(slot for slot in slots if getattr(folded, slot) != getattr(trajectory, slot))
         demand(folded == trajectory, 8, f"{self.title} changed the trajectory's {changed} without an event; use ctx")
         generations = sum(isinstance(event, events.Generated) and not event.resumed for event in history)
-        made = f"{self.title} made {generations} generations, and {trajectory.spent} was charged"
+        comparison = f"{self.title} made {generations} generations, and {trajectory.spent} was charged"
         charged = generations <= trajectory.spent.get(LimitName.ASSISTANT_TURNS, 0)
-        demand(charged, 8, f"{made}; generate through ctx")
+        demand(charged, 8, f"{comparison}; generate through ctx")
 
     def _outline(self, story: Story, n: int = 1) -> Outline:
         trajectories, run = self.tell(story, n)

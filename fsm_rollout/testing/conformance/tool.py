@@ -118,7 +118,7 @@ class _Tool(Subject):
             self.box.check(tools_kwargs)
         except ToolError as error:
             raise ConformanceError(1, f"{name} cannot be built: {error}") from error
-        self.tool = self.box.known("main")["tool"]
+        self.tool = self.box.tools_of("main")["tool"]
         function = self.tool.schema.get("function", {})
         self.description, self.parameters = function.get("description"), function.get("parameters", {})
         self.calls = schema_values.arguments(self.parameters)
@@ -153,8 +153,8 @@ class _Tool(Subject):
         except (TypeError, ValueError) as error:
             raise ConformanceError(1, f"the schema of {self.name} is no JSON: {error}") from None
         missing = set(self.parameters.get("required", ())) - set(self.parameters.get("properties", {}))
-        whole = self.description and self.parameters.get("type") == "object" and not missing
-        demand(whole, 1, f"the schema of {self.name} is incomplete: {self.tool.schema}")
+        complete = self.description and self.parameters.get("type") == "object" and not missing
+        demand(complete, 1, f"the schema of {self.name} is incomplete: {self.tool.schema}")
 
     @SUITE.check(2, 4, 7, 9)
     def calls_are_answered(self) -> int:
@@ -249,7 +249,7 @@ class _Tool(Subject):
 
         def cancelled(arguments: Arguments) -> None:
             try:
-                read = self.tool.read(arguments)
+                read_arguments = self.tool.read(arguments)
             except BadArguments:
                 return
 
@@ -257,7 +257,7 @@ class _Tool(Subject):
             async def begin(where: str) -> AsyncIterator[Coroutine[object, object, object]]:
                 session = self.open()
                 try:
-                    yield self.tool.call(session, dict(read), partial(_context, self.extra))
+                    yield self.tool.call(session, dict(read_arguments), partial(_context, self.extra))
                 finally:
                     await self.release(session, f", after a call that was {where}")
 
@@ -273,8 +273,11 @@ class _Tool(Subject):
     def _equal(self, listed: Sequence[Arguments]) -> None:
         async def calls(together: bool) -> list[CallResult]:
             session = self.open()
-            made = [session.call(_call(copy.deepcopy(each), f"c{number}")) for number, each in enumerate(listed, 1)]
-            results = await asyncio.gather(*made) if together else [await call for call in made]
+            sessions = [
+                session.call(_call(copy.deepcopy(arguments_copy), f"c{number}"))
+                for number, arguments_copy in enumerate(listed, 1)
+            ]
+            results = await asyncio.gather(*sessions) if together else [await call for call in sessions]
             await session.release()
             return [_outcome(result) for result in results]
 

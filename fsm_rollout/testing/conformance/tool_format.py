@@ -116,17 +116,17 @@ def _rendered_by(tokenizer: Any) -> Render:
     """Return how a tokenizer's chat template writes calls: what it puts between its generation prompt and the end."""
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise ChatTemplateError("no-render", "give `render`, or a tokenizer whose chat template writes tool calls")
-    asked = [{"role": "user", "content": "Go on."}]
+    question = [{"role": "user", "content": "Go on."}]
 
     def render(calls: Sequence[Written]) -> str:
         listed = [{"type": "function", "function": {"name": name, "arguments": args}} for name, args in calls]
         turn = {"role": "assistant", "content": "", "tool_calls": listed}
         more = {"tools": list(TOOLS), "tokenize": False}
-        start: str = tokenizer.apply_chat_template(asked, add_generation_prompt=True, **more)
-        whole: str = tokenizer.apply_chat_template([*asked, turn], **more)
-        if not whole.startswith(start):
+        start: str = tokenizer.apply_chat_template(question, add_generation_prompt=True, **more)
+        rendered: str = tokenizer.apply_chat_template([*question, turn], **more)
+        if not rendered.startswith(start):
             raise ChatTemplateError("no-render", "the chat template rewrites its generation prompt; give `render`")
-        return whole[len(start) :].rstrip().removesuffix(tokenizer.eos_token or "")
+        return rendered[len(start) :].rstrip().removesuffix(tokenizer.eos_token or "")
 
     return render
 
@@ -205,8 +205,8 @@ class _Format(Subject):
         return self.search(st.tuples(self.prose, self.calls), self._round_trip)
 
     def _round_trip(self, drawn: tuple[str, list[Written]]) -> None:
-        before, calls = drawn
-        text = f"{before}\n{self.render(calls)}" if before else self.render(calls)
+        text_before, calls = drawn
+        text = f"{text_before}\n{self.render(calls)}" if text_before else self.render(calls)
         parsed = self.parse(text)
         for problem in parsed.problems:
             raise ConformanceError(3, f"well-written calls were read with the problem {problem}: {text!r}")
@@ -214,8 +214,8 @@ class _Format(Subject):
         # Compared as JSON text: 1 is not True, and 1.0 is another number than 1.
         same = [(name, _json(args)) for name, args in got] == [(name, _json(args)) for name, args in calls]
         demand(same, 3, f"{calls} was written, {got} was read; the text: {text!r}")
-        around = f"the text around the calls is {before!r}, the content {parsed.content!r}"
-        demand(parsed.content.split() == before.split(), 4, around)
+        around = f"the text around the calls is {text_before!r}, the content {parsed.content!r}"
+        demand(parsed.content.split() == text_before.split(), 4, around)
         if self.tokenizer is not None and self.tokenizer.eos_token:
             stopped = self.parse(text + self.tokenizer.eos_token)
             same = [*map(_facts, stopped.attempts)] == [*map(_facts, parsed.attempts)]

@@ -96,7 +96,7 @@ class Subject:
         for _ in range(self.count * WALKS_PER_EXAMPLE):
             yield walker.walk(rng, most, rng.choice(EAGERNESS))
 
-    def simulate(self, plan: Plan, *held: Law, graph: AgentGraph | None = None, **more: Any) -> Simulation:
+    def simulate(self, plan: Plan, *laws_to_check: Law, graph: AgentGraph | None = None, **more: Any) -> Simulation:
         """Run a plan; hold the run to laws, first of all that it ends by itself.
 
         Raises:
@@ -106,7 +106,7 @@ class Subject:
             graph or self.graph, plan, tokenizer=self.tokenizer, real_tools=self.real_tools, prompts=self.prompts,
             blocking_seconds=self.blocking_seconds, **more,
         )  # fmt: skip
-        return judge(run, [handler_laws.handlers_stay, laws.keeps_running, *held])
+        return judge(run, [handler_laws.handlers_stay, laws.keeps_running, *laws_to_check])
 
     def search(self, holds: Callable[[Plan], object], *, failures: bool = True, **what: bool) -> int:
         """Run ``holds`` on drawn plans (or on the one to replay); return on how many.
@@ -127,13 +127,13 @@ def _is_slow(broken: Exception) -> bool:
     return run is not None and isinstance(run.crash, Endless | LoopInterrupted)
 
 
-def judge(run: Simulation, held: Sequence[Law]) -> Simulation:
+def judge(run: Simulation, laws_to_check: Sequence[Law]) -> Simulation:
     """Hold a run to laws.
 
     Raises:
         LawBroken: with the run.
     """
-    for law in held:
+    for law in laws_to_check:
         try:
             law(run)
         except LawBroken as broken:
@@ -207,12 +207,12 @@ def coverage(subject: Subject) -> str:
 
 def ends(subject: Subject) -> str:
     """Laws 2 and 8: whatever fails, hangs, or is cancelled, every trajectory comes back, within the bound."""
-    theirs = handler_laws.handlers_behave, handler_laws.fails_as_drawn
-    held = *theirs, laws.comes_back, laws.stays_within(subject.bound), laws.keeps_limits
+    handlers_laws = handler_laws.handlers_behave, handler_laws.fails_as_drawn
+    laws_to_check = *handlers_laws, laws.comes_back, laws.stays_within(subject.bound), laws.keeps_limits
     reasons: Counter[str] = Counter()
 
     def holds(plan: Plan) -> None:
-        run = subject.simulate(plan, *held)
+        run = subject.simulate(plan, *laws_to_check)
         if handler_laws.may_be_the_worlds(run):
             subject.simulate(plan.at_once(), handler_laws.handlers_manage)
         reasons.update(str(t.stop_reason or f"set aside: {t.suspended}") for t in run.trajectories)
@@ -245,11 +245,11 @@ def schedule(subject: Subject) -> str:
     graph = without_clocks(subject.graph)
 
     def holds(plan: Plan) -> None:
-        other = subject.simulate(plan.rescheduled(), graph=graph)
+        second_run = subject.simulate(plan.rescheduled(), graph=graph)
         schedules = zip(plan.schedule, plan.other_schedule, strict=True)  # of (field, value) each
         changes = [f"{name} {first} or {second}" for (name, first), (_, second) in schedules if first != second]
         what = ", ".join(changes) or "a second run"
-        subject.simulate(plan, lambda run: laws.same_results(run, other, what), graph=graph)
+        subject.simulate(plan, lambda run: laws.same_results(run, second_run, what), graph=graph)
 
     runs = subject.search(holds, failures=False, faults=False, compared=True)
     return f"the same rows under two schedules each, in {runs} runs"
@@ -266,9 +266,9 @@ def journalled(subject: Subject) -> str:
         with tempfile.TemporaryDirectory(prefix="fsm-journal-", dir=memory) as folder:
             file = Path(folder) / "journal.sqlite"
             run = subject.simulate(plan, laws.keeps_events, journal=file)
-            read = {trajectory.trajectory_id: trajectory for trajectory in journal.read(file)}
+            trajectories = {trajectory.trajectory_id: trajectory for trajectory in journal.read(file)}
         for name, trajectory in run.live.items():
-            if read.get(name) != trajectory:
+            if trajectories.get(name) != trajectory:
                 raise LawBroken(10, "its journal folds to something else", trajectory_id=name, run=run)
         count += sum(map(len, run.events.values()))
 
@@ -281,14 +281,14 @@ def resume(subject: Subject) -> str:
     graph = without_clocks(subject.graph)
 
     def holds(plan: Plan) -> None:
-        whole = subject.simulate(plan, graph=graph)
-        histories = whole.killed(plan.killed_after)
+        uninterrupted = subject.simulate(plan, graph=graph)
+        histories = uninterrupted.killed(plan.killed_after)
         resumed = subject.simulate(plan, laws.comes_back, graph=graph, resume=histories)
         cut = [Trajectory.fold(events) for events in histories]
         if any(trajectory.parent_id is not None and not trajectory.ended for trajectory in cut):
             return  # a sub-agent's call is made again, as another trajectory with randomness of its own
-        what = f"being killed after {min(plan.killed_after, len(whole.order))} events"
-        judge(whole, [lambda run: laws.same_results(run, resumed, what, resumed=True)])
+        what = f"being killed after {min(plan.killed_after, len(uninterrupted.order))} events"
+        judge(uninterrupted, [lambda run: laws.same_results(run, resumed, what, resumed=True)])
 
     runs = subject.search(holds, failures=False, faults=False, killed=True)
     return f"the same results after a kill, in {runs} runs"

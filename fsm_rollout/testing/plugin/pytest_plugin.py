@@ -66,10 +66,10 @@ def pytest_configure(config: pytest.Config) -> None:
     named = {(base / arg.split("::")[0]).resolve() for arg in config.args} - {(base / arg).resolve() for arg in spread}
     if not own or named & set(own):
         return  # node ids: these items and no others
-    asked = any(arg.startswith(("--fsm-agents", "--fsm-engine")) for arg in config.invocation_params.args)
+    requested = any(arg.startswith(("--fsm-agents", "--fsm-engine")) for arg in config.invocation_params.args)
     other_paths = config.args_source is pytest.Config.ArgsSource.ARGS and set(config.args) - spread
-    kept = [] if asked and not other_paths else [arg for arg in config.args if arg not in spread]
-    config.args = kept + [str(path) for path in own]
+    paths = [] if requested and not other_paths else [arg for arg in config.args if arg not in spread]
+    config.args = paths + [str(path) for path in own]
 
 
 def _is_yaml(arg: str) -> bool:
@@ -119,10 +119,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     verbose = terminalreporter.config.get_verbosity() > 0
     passed = [report for report in terminalreporter.stats.get("passed", ()) if report.when == "call"]
     findings = [finding for report in passed for finding in report.user_properties]
-    seen, covered = ([text for key, text in findings if key == wanted] for wanted in (SEEN, COVERAGE))
-    if seen and verbose:
+    seen_texts, covered = ([text for key, text in findings if key == kind] for kind in (SEEN, COVERAGE))
+    if seen_texts and verbose:
         terminalreporter.section("what was seen")
-        for line in seen:
+        for line in seen_texts:
             terminalreporter.write_line(line)
     if covered:
         terminalreporter.section("rows taken in drawn runs")

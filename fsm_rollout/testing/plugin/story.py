@@ -86,8 +86,8 @@ def _line(event: AnyEvent) -> str | None:
             content = _shortened(event.message.get("content") or "") + (f" and calls {calls}" if calls else "")
             return f"the engine {verb}{where} {content} ({len(event.ids)} tokens, {event.finish_reason})"
         case events.Called():
-            came = f"returns {_shortened(event.result, 40)}" if event.failure is None else f"fails: {event.failure}"
-            return f"{event.name or 'the broken call'} {came}"
+            result = f"returns {_shortened(event.result, 40)}" if event.failure is None else f"fails: {event.failure}"
+            return f"{event.name or 'the broken call'} {result}"
         case events.UserReplied():
             return "the user answers"
         case events.ContextOpened():
@@ -131,6 +131,6 @@ def _tokens_of(run: Simulation, trajectory_id: str, place: Place) -> Iterator[st
         span = next(s for s in tokens.spans if s.start <= at < s.end)
         facts = (mask[at - prompt], logprobs[at - prompt], versions[at - prompt]) if at >= prompt else (0, 0.0, -1)
         mark = ">" if first <= at <= last else " "
-        who = f"{span.owner.value}, {span.state}, turn {span.turn}" if span.owner is not Owner.PROMPT else "prompt"
+        owner = f"{span.owner.value}, {span.state}, turn {span.turn}" if span.owner is not Owner.PROMPT else "prompt"
         text = _shortened(run.tokenizer.decode([ids[at]]), 24)
-        yield f"{mark} {at:>8}  {ids[at]:>6}  {facts[0]:>4}  {facts[1]:>7.3f}  {facts[2]:>7}  {who}: {text}"
+        yield f"{mark} {at:>8}  {ids[at]:>6}  {facts[0]:>4}  {facts[1]:>7.3f}  {facts[2]:>7}  {owner}: {text}"

@@ -153,12 +153,12 @@ def _waiting_line(frame: FrameType | None) -> str | None:
 
     A thread that is being started is waited for, too; how long that takes is the machine's doing.
     """
-    known = False
+    waits = False
     while frame is not None and frame.f_code.co_qualname not in ("Thread.start", "Handle._run"):
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals).strip()
-        known = known or _WAITS.search(line) is not None
+        waits = waits or _WAITS.search(line) is not None
         if is_users(frame.f_code.co_filename):
-            return line if known else None
+            return line if waits else None
         frame = frame.f_back
     return None
 

@@ -95,8 +95,8 @@ def comes_back(run: Simulation) -> None:
         ends = sum(isinstance(event, Ended) for event in run.events[trajectory.trajectory_id])
         aside = trajectory.suspended is not None
         if ends != (not aside) or trajectory.ended == aside:
-            both = f"it has ended {ends} times and is {'' if aside else 'not '}set aside"
-            raise LawBroken(8, f"{both}; one of the two, once", trajectory.trajectory_id)
+            ending = f"it has ended {ends} times and is {'' if aside else 'not '}set aside"
+            raise LawBroken(8, f"{ending}; one of the two, once", trajectory.trajectory_id)
 
 
 def stays_within(bound: Bound) -> Law:

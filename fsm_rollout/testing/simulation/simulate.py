@@ -223,21 +223,21 @@ def simulate(
     )  # fmt: skip
     if plan.pooled:
         replicas = MortalReplicas(lambda name: build(replica=name))
-        result = Simulation(graph, plan, tokenizer, PoolEngine(replicas, plan.schedule.replicas), replicas.told)
+        result = Simulation(graph, plan, tokenizer, PoolEngine(replicas, plan.schedule.replicas), replicas.traffic)
         result.replicas = replicas
     else:
         engine = build()
         result = Simulation(graph, plan, tokenizer, engine, engine.log)
     played = graph if real_tools else with_simulated_users(graph, plan.replies)
     # 2. What to begin from.
-    asked = [
+    requests = [
         prompts[number % len(prompts)].model_copy(update={"prompt_id": f"p{number}"})
         if prompts
         else Prompt(prompt_id=f"p{number}", messages=({"role": "user", "content": f"Question {number}?"},))
         for number in range(plan.prompts)
     ]
     # 3. The run.
-    run = _run(result, played, asked, real_tools=real_tools, sampling=sampling, journal=journal, resume=resume)
+    run = _run(result, played, requests, real_tools=real_tools, sampling=sampling, journal=journal, resume=resume)
     loop = VirtualTimeLoop(horizon=max(HORIZON, 2 * (graph.limits.wall_seconds or 0)))
     try:
         with quietly(), _rarely_collected(), blocking_detected(lambda: loop.beat, blocking_seconds) as blockages:
@@ -333,8 +333,8 @@ async def _interfere(result: Simulation, scheduler: Scheduler, fault: Fault) -> 
                 await asyncio.sleep(fault.seconds)
             await policy.resume()
         case "abort":
-            asked = [line.what for line in result.log if isinstance(line.what, Request)]
-            await result.engine.abort([r.request_id for r in asked if r.trajectory_id == trajectory_id])
+            requests = [line.what for line in result.log if isinstance(line.what, Request)]
+            await result.engine.abort([r.request_id for r in requests if r.trajectory_id == trajectory_id])
         case "kill_replica":
             assert result.replicas is not None, "a plan that kills replicas has some"
             result.replicas.kill(fault.target)

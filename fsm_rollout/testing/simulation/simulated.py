@@ -61,7 +61,7 @@ class SimulatedTool(BoundTool):
         self.fates = tuple(fates)
 
     def check(self, tools_kwargs: Mapping[str, object]) -> None:
-        """Take what a prompt gives, and want nothing: no code needs it."""
+        """Accept whatever a prompt gives, or nothing: none of the tool's code runs."""
 
     async def call(self, session: ToolSession, arguments: dict[str, object], context: MakeContext) -> object:
         """Do what the plan says."""
@@ -126,7 +126,7 @@ class OneEngine(dict[str, EngineClient]):
         self[POLICY]  # a run wants to see it
 
     def __contains__(self, name: object) -> bool:
-        """Say yes: it will be there when it is asked for."""
+        """Return True: a client is made when it is first asked for."""
         return isinstance(name, str)
 
     def __missing__(self, name: str) -> EngineClient:
@@ -137,14 +137,14 @@ class OneEngine(dict[str, EngineClient]):
 
 
 class MortalReplica:
-    """One life of a scripted engine, which gets everything until it is killed; ``told`` is the log of all lives."""
+    """One life of a scripted engine, which gets everything until it is killed; ``log`` is that of all lives."""
 
-    def __init__(self, name: str, scripted: ScriptedEngine, told: list[Logged]) -> None:
-        self.name, self.scripted, self._told = name, scripted, told
+    def __init__(self, name: str, scripted: ScriptedEngine, log: list[Logged]) -> None:
+        self.name, self.scripted, self._traffic = name, scripted, log
         self.failure: ReplicaLost | None = None
 
     def __getattr__(self, name: str) -> Any:
-        """Return the scripted engine's; the dead take no orders."""
+        """Return the scripted engine's attribute; after a kill, orders raise the failure."""
         if self.failure is not None and name in ("update_weights", "pause", "resume", "sleep", "wake"):
             raise self.failure
         return getattr(self.scripted, name)
@@ -156,17 +156,17 @@ class MortalReplica:
             self.scripted.crash(str(self.failure))
 
     def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
-        """Start a dispatch; what is sent to the dead reaches nobody."""
+        """Start a dispatch; after a kill, raise the failure."""
         if self.failure is not None:
             raise self.failure
-        self._told += [Logged(asyncio.get_running_loop().time(), request) for request in requests]
-        return self._heard(self.scripted.generate(requests))
+        self._traffic += [Logged(asyncio.get_running_loop().time(), request) for request in requests]
+        return self._logged(self.scripted.generate(requests))
 
-    async def _heard(self, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+    async def _logged(self, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
         loop = asyncio.get_running_loop()
         async for chunk in chunks:
             if self.failure is None:  # else the error comes next
-                self._told.append(Logged(loop.time(), chunk))
+                self._traffic.append(Logged(loop.time(), chunk))
                 yield chunk
 
 
@@ -180,13 +180,13 @@ class MortalReplicas(LocalPlacement):
     def __init__(self, build: Callable[[str], ScriptedEngine]) -> None:
         super().__init__(build)
         self.lives: dict[str, list[MortalReplica]] = defaultdict(list)
-        self.told: list[Logged] = []
-        """What has reached and left them so far."""
+        self.traffic: list[Logged] = []
+        """Every request that reached a replica and every chunk that left one, so far."""
         self._scripted = build
 
     async def start(self, name: str) -> Engine:
         """Begin another life at once: a thread would end at any step of the loop, and no two runs would be the same."""
-        life = MortalReplica(name, self._scripted(name), self.told)
+        life = MortalReplica(name, self._scripted(name), self.traffic)
         self.lives[name].append(life)
         return cast(Engine, life)
 
@@ -202,10 +202,10 @@ class MortalReplicas(LocalPlacement):
     def log(self, up: Iterable[str]) -> list[Logged]:
         """Return the whole log, as it stands while the replicas named in ``up`` take part.
 
-        What a life had sampled and not told when it ended was heard by nobody, so it stands nowhere; what one that
-        still lives has kept to itself stands at the end, where a law finds it in no stream.
+        Tokens that a life had sampled and not sent when it ended are left out: nobody received them. Those that a
+        living engine has not sent come last, so a law finds that no stream has them.
         """
-        heard = {id(line.what) for line in self.told}
+        received = {id(line.what) for line in self.traffic}
         living = [life for life in (self.lives[name][-1] for name in up) if life.failure is None]
-        kept = [line for life in living for line in life.scripted.log if isinstance(line.what, Chunk)]
-        return self.told + [line for line in kept if len(line.what.ids) and id(line.what) not in heard]
+        unsent = [line for life in living for line in life.scripted.log if isinstance(line.what, Chunk)]
+        return self.traffic + [line for line in unsent if len(line.what.ids) and id(line.what) not in received]

@@ -180,7 +180,9 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         with self.external():  # being cancelled here, it waits for the process's end
             transport: asyncio.SubprocessTransport = await super()._make_subprocess_transport(*args, **kwargs)  # type: ignore[misc]
         # Those that run, or have something to say that was not read.
-        self._processes = [each for each in self._processes if _runs(each) or not each.is_closing()] + [transport]
+        self._processes = [process for process in self._processes if _runs(process) or not process.is_closing()] + [
+            transport
+        ]
         return transport
 
     def close(self) -> None:

@@ -25,11 +25,11 @@ def broken_graphs(draw: st.DrawFn) -> tuple[AgentGraph, int]:
     working = list(graph.working_states)
     state = draw(st.sampled_from(working))
     explicit = handler_spec(graph.handler_of(state)).triggers[0]
-    mine = [i for i, row in enumerate(rows) if row["trigger"] == explicit and row["source"] == (state,)]
+    explicit_rows = [i for i, row in enumerate(rows) if row["trigger"] == explicit and row["source"] == (state,)]
     rule = draw(st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 17, 18]))
     match rule:
         case 1:
-            rows[draw(st.sampled_from(mine))]["dest"] = "NOWHERE"
+            rows[draw(st.sampled_from(explicit_rows))]["dest"] = "NOWHERE"
         case 2:
             data["states"]["LOST"] = {"handler": "prompt"}
             rows.append({"trigger": "prompted", "source": ["LOST"], "dest": TERMINATED})
@@ -37,11 +37,11 @@ def broken_graphs(draw: st.DrawFn) -> tuple[AgentGraph, int]:
             for row in rows:
                 if row["dest"] in FINALS and row["source"] == (state,):
                     row.update(dest="TRAP", stop_reason=None)
-            rows[mine[-1]].update(dest="TRAP", stop_reason=None)
+            rows[explicit_rows[-1]].update(dest="TRAP", stop_reason=None)
             data["states"]["TRAP"] = {"handler": "prompt", "max_visits": 1}
             rows.append({"trigger": "prompted", "source": ["TRAP"], "dest": "TRAP"})
         case 4:
-            data["transitions"] = [row for i, row in enumerate(rows) if i not in mine]
+            data["transitions"] = [row for i, row in enumerate(rows) if i not in explicit_rows]
         case 5:
             wrong = "written" if graph.handler_of(state) != "write" else "tools_done"
             spare = {"handler": "write" if wrong == "written" else "call_tools", "prompt": "x", "timeout": 1}
@@ -51,22 +51,22 @@ def broken_graphs(draw: st.DrawFn) -> tuple[AgentGraph, int]:
                 {"trigger": wrong, "source": ["SPARE"], "dest": TERMINATED},
             ]
         case 6:
-            rows[mine[-1]]["unless"] = [{"name": "text_contains", "argument": "never drawn before"}]
+            rows[explicit_rows[-1]]["unless"] = [{"name": "text_contains", "argument": "never drawn before"}]
         case 7:
-            rows.append({**rows[mine[-1]], "conditions": [{"name": "has_tool_calls"}]})
+            rows.append({**rows[explicit_rows[-1]], "conditions": [{"name": "has_tool_calls"}]})
         case 8:
             rows.append({"trigger": "cancelled", "source": [state], "dest": TERMINATED})
         case 9:
             data["states"] |= {n: {"handler": "write", "prompt": n} for n in ("ROUND", "TRIP")}
-            rows[mine[-1]].update(dest="ROUND", stop_reason=None)
+            rows[explicit_rows[-1]].update(dest="ROUND", stop_reason=None)
             rows += [
                 {"trigger": "written", "source": ["ROUND"], "dest": "TRIP"},
                 {"trigger": "written", "source": ["TRIP"], "dest": "ROUND"},
             ]
         case 12:
-            rows[mine[-1]]["conditions"] = [{"name": "text_contains", "argument": 5}]
+            rows[explicit_rows[-1]]["conditions"] = [{"name": "text_contains", "argument": 5}]
         case 13:
-            rows[mine[-1]].update(dest=state, stop_reason="lost")
+            rows[explicit_rows[-1]].update(dest=state, stop_reason="lost")
         case 16:
             key: PlainData = {"sampling": {"top_k": 3}} if graph.handler_of(state) != "generate" else {"parallel": 3}
             data["states"][state] = {**data["states"][state], **key}

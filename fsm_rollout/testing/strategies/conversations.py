@@ -45,12 +45,14 @@ def conversations(
     for turn in range(draw(st.integers(0, max_turns))):
         answer: Data = {"role": "assistant", "content": draw(plain_texts)}
         messages.append(answer)
-        made = [_call(f"c{turn:04d}{index:04d}", name, values) for index, (name, values) in enumerate(draw(calls))]
-        if not made:
+        tool_calls = [
+            _call(f"c{turn:04d}{index:04d}", name, values) for index, (name, values) in enumerate(draw(calls))
+        ]
+        if not tool_calls:
             messages.append({"role": "user", "content": draw(texts)})
             continue
-        answer["tool_calls"] = made
-        for call in made:
+        answer["tool_calls"] = tool_calls
+        for call in tool_calls:
             name = call["function"]["name"]
             messages.append({"role": "tool", "content": draw(texts), "tool_call_id": call["id"], "name": name})
     return messages
@@ -92,9 +94,9 @@ def call_text(tool_format: str, name: str, arguments: Mapping[str, object]) -> s
         ChatTemplateError: ``unknown-tool-format``: nothing here writes it.
     """
     if tool_format not in WRITERS:
-        known = ", ".join(WRITERS)
+        names = ", ".join(WRITERS)
         raise ChatTemplateError(
-            "unknown-tool-format", f"no writer of calls for {tool_format!r} (known: {known}); let a template write them"
+            "unknown-tool-format", f"no writer of calls for {tool_format!r} (known: {names}); let a template write them"
         )
     return WRITERS[tool_format](name, dict(arguments))
 

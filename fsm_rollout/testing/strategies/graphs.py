@@ -88,11 +88,11 @@ def graphs(draw: st.DrawFn, max_states: int = 5, max_limit: int = 4, plain: bool
     for (state, trigger), places in leads.items():
         count = len(places) - ((state, trigger) not in conditional)
         drawn = limited if trigger == Trigger.LIMIT_REACHED else predicates
-        asked = draw(st.lists(drawn, min_size=count, max_size=count, unique_by=repr))
+        conditions = draw(st.lists(drawn, min_size=count, max_size=count, unique_by=repr))
         for number, dest in enumerate(places):
             row: Data = {"trigger": trigger, "source": [state], "dest": dest}
             if number < count:
-                row[draw(st.sampled_from(["conditions", "unless"]))] = [asked[number]]
+                row[draw(st.sampled_from(["conditions", "unless"]))] = [conditions[number]]
             if dest in FINALS and draw(st.integers(0, 4)) == 4:
                 row["stop_reason"] = "enough"
             rows.append(row)

@@ -151,7 +151,7 @@ def plans(
         parts["other_schedule"] = schedules()
     if killed:
         parts["killed_after"] = st.integers(0, 60)
-    rest = st.fixed_dictionaries(parts)
+    fields = st.fixed_dictionaries(parts)
     counts = st.tuples(st.integers(1, max_prompts), st.integers(1, max_n))
     scripts = [st.lists(script, min_size=1, max_size=most).map(tuple) for most in (1, 2, 3)]
 
@@ -160,7 +160,7 @@ def plans(
         prompts, n = draw(counts)
         says = draw(scripts[min(3, prompts * n) - 1])
         interference = draw(fault_schedules(trajectories=prompts * n)) if faults else ()
-        return Plan(prompts=prompts, n=n, says=says, faults=interference, **draw(rest))
+        return Plan(prompts=prompts, n=n, says=says, faults=interference, **draw(fields))
 
     return plan()
 

@@ -125,7 +125,7 @@ def _object(schema: Schema, defs: Schema) -> st.SearchStrategy[dict[str, object]
     properties: Schema = schema.get("properties", {})
     if not properties and schema.get("additionalProperties", False) is not False:
         return st.dictionaries(plain_texts, _value(schema["additionalProperties"], defs), max_size=2)
-    drawn = {name: _value(one, defs) for name, one in properties.items()}
+    drawn = {name: _value(value, defs) for name, value in properties.items()}
     required = {name: drawn.pop(name) for name in schema.get("required", ()) if name in drawn}
     return st.fixed_dictionaries(required, optional=drawn)
 

@@ -48,20 +48,22 @@ def vocabularies(graph: AgentGraph, tokenizer: object) -> Mapping[str, st.Search
     return found
 
 
-def _calls(tools: Sequence[Schema], wanted: list[str], tool_format: str, tokenizer: object) -> st.SearchStrategy[str]:
+def _calls(
+    tools: Sequence[Schema], wanted_names: list[str], tool_format: str, tokenizer: object
+) -> st.SearchStrategy[str]:
     """Return a strategy for calls of a context's tools, those that rows ask for more often than others."""
-    shown = [tool["function"]["name"] for tool in tools]
+    names = [tool["function"]["name"] for tool in tools]
     if tool_format in WRITERS:
-        calls = {name: tool_calls(tools, tool_format, only=name) for name in shown}
+        calls = {name: tool_calls(tools, tool_format, only=name) for name in names}
         broken = broken_calls(tools, tool_format)
     else:
-        calls = {name: st.just(_call_of_template(tokenizer, tools, name)) for name in shown}
+        calls = {name: st.just(_call_of_template(tokenizer, tools, name)) for name in names}
         cut = st.one_of(list(calls.values())).flatmap(lambda text: st.tuples(st.just(text), st.integers(1, len(text))))
         broken = cut.map(lambda drawn: drawn[0][: drawn[1]])
-    one = st.one_of(list(calls.values()))
-    several = st.lists(one, min_size=2, max_size=3).map("\n".join)
-    asked = st.one_of([calls[name] for name in wanted if name in calls] or list(calls.values()))
-    return st.one_of([strategy.flatmap(st.just) for strategy in (one, asked, several, broken)])
+    single = st.one_of(list(calls.values()))
+    several = st.lists(single, min_size=2, max_size=3).map("\n".join)
+    preferred = st.one_of([calls[name] for name in wanted_names if name in calls] or list(calls.values()))
+    return st.one_of([strategy.flatmap(st.just) for strategy in (single, preferred, several, broken)])
 
 
 def _call_of_template(tokenizer: object, tools: Sequence[Schema], name: str) -> str:
@@ -117,7 +119,7 @@ def _constants(path: str) -> Iterator[str]:
     except ConfigError:
         return
     functions = (found, *vars(found).values()) if isinstance(found, type) else (found,)
-    codes = [code for each in functions if isinstance(code := getattr(each, "__code__", None), CodeType)]
+    codes = [code for function in functions if isinstance(code := getattr(function, "__code__", None), CodeType)]
     for code in codes:  # it grows
         doc = code.co_consts[0] if code.co_consts and isinstance(code.co_consts[0], str) else None
         yield from (c for c in code.co_consts if isinstance(c, str) and c and c is not doc and len(c) <= 200)

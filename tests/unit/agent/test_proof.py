@@ -109,10 +109,10 @@ def enumerate_runs(graph: AgentGraph) -> tuple[int, int, int]:
             own = (runs and rules.handler[state] == "generate", runs and rules.handler[state] == "interact")
             best = (1, int(own[0]), int(own[1]))
             for event in events:
-                taken = routed | {rules.key(event, state)} if event[0] == "limit_reached" else routed
+                now_routed = routed | {rules.key(event, state)} if event[0] == "limit_reached" else routed
                 for dest in rules.ways(state, event, visits, routed):
                     if dest not in rules.final:
-                        rest = visit(dest, *enter(dest, visits, spent), taken)
+                        rest = visit(dest, *enter(dest, visits, spent), now_routed)
                         best = (
                             max(best[0], 1 + rest[0]),
                             max(best[1], own[0] + rest[1]),

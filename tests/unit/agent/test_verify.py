@@ -401,10 +401,10 @@ def test_20_templates_name_facts() -> None:
     data["states"]["GENERATING"]["prompt"] = every + "{% for i in range(turn) %}{{ loop.index }}{{ i }}{% endfor %}"
     expect(data)
     data["states"]["GENERATING"]["prompt"] = "{{ texs.main }} {{ foo.bar }}"
-    known = ", ".join(TEMPLATE_FACTS)
+    fact_names = ", ".join(TEMPLATE_FACTS)
     expect(
         data,
-        f"state 'GENERATING': prompt names 'foo', which no trajectory has; known: {known} [rule 20]",
+        f"state 'GENERATING': prompt names 'foo', which no trajectory has; known: {fact_names} [rule 20]",
         "state 'GENERATING': prompt names 'texs', which no trajectory has; did you mean 'texts'? [rule 20]",
     )
 

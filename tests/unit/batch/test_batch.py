@@ -446,11 +446,11 @@ def test_saving_replaces_a_batch_and_nothing_else(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "thesis.tex").write_text("…")
-    for taken in (precious, precious / "thesis.tex"):
+    for existing in (precious, precious / "thesis.tex"):
         with pytest.raises(BatchError, match="is not a saved batch; give another path"):
-            TrajectoryBatch.from_trajectories([], pad_id=0).save(taken)
+            TrajectoryBatch.from_trajectories([], pad_id=0).save(existing)
         with pytest.raises(BatchError, match="is not a saved batch"):
-            TrajectoryBatch.load(taken)
+            TrajectoryBatch.load(existing)
     assert (precious / "thesis.tex").read_text() == "…"
 
 

@@ -58,16 +58,16 @@ def test_guarded_glue_has_the_templates_control_tokens_only(text: str, role: str
 def test_the_places_are_those_of_the_tokens_that_spell_a_marker(text: str, role: str) -> None:
     """ChatML's markers share no tokens with what stands before them, so the text alone says where they are."""
     encoded = glue(GUARD, text, role)
-    ends, said = [], ""
+    ends, decoded = [], ""
     for at in range(len(encoded.ids)):
-        said = GUARD.decode(encoded.ids[: at + 1])
-        ends.append(len(said))
+        decoded = GUARD.decode(encoded.ids[: at + 1])
+        ends.append(len(decoded))
     before = len(f"\n<|im_start|>{role}\n")
     spelt = [range(before + found.start(), before + found.end()) for found in re.finditer(SPELT, text)]
     expected = tuple(
         at
         for at, (start, end) in enumerate(pairwise([0, *ends]))
-        if any(start < one.stop and end > one.start for one in spelt)
+        if any(start < marker_span.stop and end > marker_span.start for marker_span in spelt)
     )
     assert (encoded.guarded, encoded.guarded_at) == (len(spelt), expected)
     assert GUARD.glue_reference(

@@ -128,9 +128,9 @@ def test_text_turns_and_tool_turns_may_close_differently() -> None:
     assert text_of(chat, TEXT, MORE, "<|return|>") == follow
     assert text_of(chat, TEXT, MORE, "<|end|>") == follow
     assert text_of(chat, TEXT, MORE, None) == "<|end|>" + follow
-    told = "<|start|>tool<|message|>r<|end|><|start|>assistant"
-    assert text_of(chat, [zoo.user(), zoo.called("k")], [zoo.result("r")], "<|call|>") == told
-    assert text_of(chat, [zoo.user(), zoo.called("k")], [zoo.result("r")], None) == "<|call|>" + told
+    expected = "<|start|>tool<|message|>r<|end|><|start|>assistant"
+    assert text_of(chat, [zoo.user(), zoo.called("k")], [zoo.result("r")], "<|call|>") == expected
+    assert text_of(chat, [zoo.user(), zoo.called("k")], [zoo.result("r")], None) == "<|call|>" + expected
 
 
 def test_of_a_run_of_closing_tokens_the_last_is_the_close_and_a_cut_turn_gets_all() -> None:
@@ -359,7 +359,7 @@ def test_templates_may_be_given_as_configs_list_them_and_chosen_by_name() -> Non
     chat = chat_for(zoo.CHATML, chat_template=listed)
     assert chat.decode(chat.prompt([zoo.user()], zoo.TOOLS)).startswith("tool_use:")
     tokenizer = zoo.tokenizer_for(zoo.CHATML)
-    tokenizer.chat_template = {one["name"]: one["template"] for one in listed}
+    tokenizer.chat_template = {entry_named["name"]: entry_named["template"] for entry_named in listed}
     named = ChatTemplate(tokenizer, chat_template="rag")
     assert named.decode(named.prompt([zoo.user()], None)).startswith("rag:")
 
@@ -539,5 +539,5 @@ def test_an_audit_that_fails_turns_the_cache_off_and_is_kept(caplog: pytest.LogC
 def test_the_first_uses_of_each_entry_are_audited_and_then_one_in_so_many() -> None:
     chat = ChatTemplate(TOKENIZER)
     for entry in (CacheEntry(), CacheEntry()):
-        due = [use for use in range(1, 200) if chat.audit_due(entry)]
-        assert due == [1, 2, 64, 128, 192]
+        audited = [use for use in range(1, 200) if chat.audit_due(entry)]
+        assert audited == [1, 2, 64, 128, 192]

@@ -217,17 +217,17 @@ class Broken(ScriptedEngine):
         self.how = how
 
     async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:  # type: ignore[override]
-        for one in requests:
+        for submitted in requests:
             match self.how:
                 case "logprobs":
-                    yield Chunk(one.request_id, array("i", [1, 2]), array("f", [-1.0]), finish_reason="stop")
+                    yield Chunk(submitted.request_id, array("i", [1, 2]), array("f", [-1.0]), finish_reason="stop")
                 case "too many":
                     ids = array("i", [1] * 99)
-                    yield Chunk(one.request_id, ids, array("f", [-1.0] * 99), finish_reason="length")
+                    yield Chunk(submitted.request_id, ids, array("f", [-1.0] * 99), finish_reason="length")
                 case "other id":
                     yield Chunk("who?", array("i", [1]), array("f", [-1.0]), finish_reason="stop")
                 case "no end":
-                    yield Chunk(one.request_id, array("i", [1]), array("f", [-1.0]))
+                    yield Chunk(submitted.request_id, array("i", [1]), array("f", [-1.0]))
                 case "raises":
                     raise RuntimeError("out of memory")
 

@@ -44,7 +44,7 @@ requests = st.builds(
 
 @given(st.lists(st.lists(st.tuples(requests, st.booleans()), max_size=5), max_size=8), st.integers(0, 30))
 def test_requests_come_through(blocks: list[list[tuple[Request, bool]]], capacity: int):
-    here, there = Contexts(capacity), Contexts(capacity)
+    sender, receiver = Contexts(capacity), Contexts(capacity)
     latest: dict[str, Request] = {}
     for block in blocks:
         sent = []
@@ -53,8 +53,8 @@ def test_requests_come_through(blocks: list[list[tuple[Request, bool]]], capacit
                 asked = replace(asked, ids=latest[asked.session].ids + asked.ids)
             latest[asked.session] = asked
             sent.append(asked)
-        assert unpack_requests(pack_requests(sent, here), there) == sent
-        assert here.tokens == there.tokens <= max(capacity, 0)
+        assert unpack_requests(pack_requests(sent, sender), receiver) == sent
+        assert sender.tokens == receiver.tokens <= max(capacity, 0)
 
 
 chunks = st.integers(0, 6).flatmap(
@@ -95,23 +95,23 @@ def test_a_turn_costs_what_is_new_in_it():
 
 
 def test_what_a_stream_adds_is_known():
-    here, there = Contexts(), Contexts()
+    sender, receiver = Contexts(), Contexts()
     stream = TokenStream([1, 2, 3], state="PENDING")
     before = stream.ids
     stream.write([4, 5], state="GENERATING", turn=1)
-    for ids, known in ((before, 0), (stream.ids, 3), (stream.ids, 5)):
-        assert here.known("t/", ids) == known
+    for ids, shared in ((before, 0), (stream.ids, 3), (stream.ids, 5)):
+        assert sender.shared_length("t/", ids) == shared
         request = Request("r", ids, SamplingParams(1), trajectory_id="t")
-        assert unpack_requests(pack_requests([request], here), there) == [request]
-    assert here.known("t/", before) == 0, "shorter than what was sent"
+        assert unpack_requests(pack_requests([request], sender), receiver) == [request]
+    assert sender.shared_length("t/", before) == 0, "shorter than what was sent"
 
 
 def test_streams_that_begin_alike_are_compared():
     one, other = TokenStream([1, 2, 3], state="PENDING"), TokenStream([1, 2, 4, 5], state="PENDING")
     here = Contexts()
     here.put("t/", one.ids)
-    assert here.known("t/", other.ids) == 0
-    assert here.known("t/", TokenStream([1, 2, 3, 4], state="PENDING").ids) == 3
+    assert here.shared_length("t/", other.ids) == 0
+    assert here.shared_length("t/", TokenStream([1, 2, 3, 4], state="PENDING").ids) == 3
 
 
 def test_an_end_that_has_seen_other_blocks_says_so():

@@ -309,14 +309,14 @@ def test_a_replica_that_returns_while_all_are_held_is_held(place: Place):
         asked = asyncio.create_task(answers(pool, [ask(str(i)) for i in range(4)]))
         await asyncio.sleep(2.5)
         await pool.pause()
-        given = pool.replicas[0].tokens + pool.replicas[1].tokens
+        tokens_sent = pool.replicas[0].tokens + pool.replicas[1].tokens
         place.last(0).die()
         await asyncio.sleep(100)
         assert [stats.state for stats in pool.replicas] == ["up", "up"]
         fresh = asyncio.create_task(answers(pool, [ask("new")]))
         await asyncio.sleep(100)
         assert place.last(0).dispatches == [["r-new"]]
-        assert given == pool.replicas[0].tokens + pool.replicas[1].tokens
+        assert tokens_sent == pool.replicas[0].tokens + pool.replicas[1].tokens
         assert not asked.done()
         await pool.resume()
         assert all(answer.finish_reason == "stop" for answer in (await asked | await fresh).values())

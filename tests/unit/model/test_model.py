@@ -79,8 +79,8 @@ def test_the_split_is_the_published_one() -> None:
 @given(st.integers(min_value=0))
 def test_training_dialogues_never_meet_a_held_back_pair(seed: int) -> None:
     drawn = arithmetic.dialogue(Random(seed), held_back=False)
-    said = [message for message in drawn.messages() if message["role"] == "user"]
-    pairs = [pair for message in said for pair in neighbours(message["content"])]
+    user_messages = [message for message in drawn.messages() if message["role"] == "user"]
+    pairs = [pair for message in user_messages for pair in neighbours(message["content"])]
     for message in drawn.messages():
         for call in message.get("tool_calls", []):
             arguments = call["function"]["arguments"]

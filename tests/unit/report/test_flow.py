@@ -46,7 +46,7 @@ def numbered(row: int | None) -> list[AnyEvent]:
 
 
 def edge_of(traffic: Flow, asked: str) -> Edge:
-    return next(e for e in traffic.edges if (e.source, e.dest, e.asked) == ("GENERATING", "INTERACTING", asked))
+    return next(e for e in traffic.edges if (e.source, e.dest, e.conditions) == ("GENERATING", "INTERACTING", asked))
 
 
 def test_rows_that_differ_in_their_conditions_are_edges_of_their_own() -> None:
@@ -74,8 +74,8 @@ def test_what_took_no_row_is_on_no_rows_edge() -> None:
 def test_journals_without_rows_go_by_source_trigger_and_dest() -> None:
     traffic = Flow("tool_user", two_ways())
     traffic.add(Recording.of(history()))
-    taken = [(e.source, e.trigger, e.dest, e.asked) for e in traffic.edges if e.count]
-    assert taken == [
+    rows_taken = [(e.source, e.trigger, e.dest, e.conditions) for e in traffic.edges if e.count]
+    assert rows_taken == [
         ("PENDING", "prompted", "GENERATING", ""),
         ("GENERATING", "generated", "PROCESSING_TOOLS", ""),
         ("PROCESSING_TOOLS", "tools_done", "GENERATING", ""),

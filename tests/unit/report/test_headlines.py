@@ -95,16 +95,16 @@ def test_ends_are_coloured_by_their_kind(tmp_path: Path) -> None:
 
 
 def test_the_report_says_what_failed_and_leads_there(tmp_path: Path) -> None:
-    said = ["no 'a'", "no 'b'", "no 'a'", "no 'c'", "no 'd'"]
-    run = {f"{n}/0": ended(f"{n}/0", "failed:KeyError", detail) for n, detail in enumerate(said)}
+    messages = ["no 'a'", "no 'b'", "no 'a'", "no 'c'", "no 'd'"]
+    run = {f"{n}/0": ended(f"{n}/0", "failed:KeyError", detail) for n, detail in enumerate(messages)}
     run |= {f"{n}/0": ended(f"{n}/0", "done", "not to be told", score=n / 40) for n in range(5, 40)}
     write_report(write_run(tmp_path, run), pages=True)
     page = (tmp_path / "report.html").read_text("utf-8")
-    told = re.findall(r'<div class="said"><a href="([^"]*)"><bdi>(.*?)</bdi></a>: <bdi>(.*?)</bdi>', page)
-    assert [(id_, html.unescape(text)) for _, id_, text in told] == [
-        ("0/0", said[0]),
-        ("1/0", said[1]),
-        ("3/0", said[3]),
+    links = re.findall(r'<div class="said"><a href="([^"]*)"><bdi>(.*?)</bdi></a>: <bdi>(.*?)</bdi>', page)
+    assert [(id_, html.unescape(text)) for _, id_, text in links] == [
+        ("0/0", messages[0]),
+        ("1/0", messages[1]),
+        ("3/0", messages[3]),
     ]
     assert "not to be told" not in page
 

@@ -80,7 +80,7 @@ def test_with_a_journal_the_page_is_whole_of_sub_agents_too(tmp_path: Path) -> N
     with Journal(tmp_path / "journal.sqlite") as journal, rollout(journal) as running:
         running.run([PROMPT])
         journal.flush()
-        found = {one.agent: one for one in read(journal.path)}
+        found = {trajectory.agent: trajectory for trajectory in read(journal.path)}
         for agent, said in (("delegate", "Solved: seven."), ("tool_agent", "It is seven.")):
             whole = running.page(found[agent])
             assert whole == running.page(found[agent].trajectory_id)

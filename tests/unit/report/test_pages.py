@@ -186,11 +186,13 @@ def test_what_was_asked_and_answered_stands_at_the_top() -> None:
 def test_what_a_critic_said_is_not_what_a_trajectory_came_to() -> None:
     events = history()
     opened = next(event for event in events if isinstance(event, ContextOpened))
-    said = [event for event in events if isinstance(event, Generated)][-1]
-    at = events.index(said) + 1
+    generated = [event for event in events if isinstance(event, Generated)][-1]
+    at = events.index(generated) + 1
     verdict = [
-        replace(opened, at=said.at, context="critic", trained=False, messages=[{"role": "user", "content": "Is it?"}]),
-        replace(said, context="critic", message={"role": "assistant", "content": "ACCEPT"}),
+        replace(
+            opened, at=generated.at, context="critic", trained=False, messages=[{"role": "user", "content": "Is it?"}]
+        ),
+        replace(generated, context="critic", message={"role": "assistant", "content": "ACCEPT"}),
     ]
     page = trajectory_page(Recording.of([*events[:at], *verdict, *events[at:]]))
     top = page.partition('<dl class="gist">')[2].partition("</dl>")[0]

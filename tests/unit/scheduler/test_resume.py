@@ -52,8 +52,8 @@ class Replying:
         await asyncio.sleep(0.3)
         if conversation.replies >= 2:
             return Reply(None, score=0.25, done=True)
-        said = await conversation.ask("judge", [{"role": "user", "content": "How was it?"}], Sampling(max_tokens=8))
-        return Reply(f"Go on, {said.encode().hex()[:8]}.", score=0.5)
+        verdict = await conversation.ask("judge", [{"role": "user", "content": "How was it?"}], Sampling(max_tokens=8))
+        return Reply(f"Go on, {verdict.encode().hex()[:8]}.", score=0.5)
 
 
 class Bench:
@@ -164,8 +164,8 @@ class Thorough(State):
     async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         await ctx.generate("main")
         await asyncio.sleep(ctx.rng.random())
-        said = await ctx.ask("judge", [{"role": "user", "content": "Well?"}], Sampling(max_tokens=8))
-        ctx.write([{"role": "user", "content": f"They said {said.encode().hex()[:8]}."}], context="main")
+        verdict = await ctx.ask("judge", [{"role": "user", "content": "Well?"}], Sampling(max_tokens=8))
+        ctx.write([{"role": "user", "content": f"They said {verdict.encode().hex()[:8]}."}], context="main")
         ctx.score_turn(0.5)
         generated = await ctx.generate("main")
         for attempt in generated.attempts:
@@ -602,8 +602,8 @@ def test_what_is_carried_keeps_its_tools_open() -> None:
 
     before, (group,) = run_virtual(main())
     assert before == ["+p0/0"], "set aside in its second turn, and still open"
-    told = [m["content"] for m in group.trajectories[0].streams[0].messages if m["role"] == "tool"]
-    assert told == ["one", "one two"]
+    tool_texts = [m["content"] for m in group.trajectories[0].streams[0].messages if m["role"] == "tool"]
+    assert tool_texts == ["one", "one two"]
     assert OPENED == ["+p0/0", "-"]
 
     async def given_up() -> list[Group]:
@@ -646,11 +646,11 @@ def test_a_call_cut_off_by_an_interruption_is_made_again_only_if_it_may_be(repea
 
     (group,) = run_virtual(main())
     (trajectory,) = group.trajectories
-    told = [m["content"] for m in trajectory.streams[0].messages if m["role"] == "tool"]
+    tool_texts = [m["content"] for m in trajectory.streams[0].messages if m["role"] == "tool"]
     assert len(CALLED) == (2 if repeatable else 1)
-    assert told == (["paid bob"] if repeatable else [told[0]])
+    assert tool_texts == (["paid bob"] if repeatable else [tool_texts[0]])
     if not repeatable:
-        assert "interrupted and may have had its effect" in told[0]
+        assert "interrupted and may have had its effect" in tool_texts[0]
     assert trajectory.spent["tool_calls"] == 1
 
 
@@ -1156,10 +1156,10 @@ def test_a_call_that_had_not_begun_is_made_even_if_it_must_not_be_repeated() -> 
         return await bench.run(n=1, prompts=1, resume=groups[0].trajectories)
 
     (group,) = run_virtual(main())
-    told = [m["content"] for m in group.trajectories[0].streams[0].messages if m["role"] == "tool"]
+    tool_texts = [m["content"] for m in group.trajectories[0].streams[0].messages if m["role"] == "tool"]
     assert CALLED == ["ann", "bob"]
-    assert "may have had its effect" in told[0]
-    assert told[1] == "paid bob"
+    assert "may have had its effect" in tool_texts[0]
+    assert tool_texts[1] == "paid bob"
 
 
 def test_a_refused_resume_leaves_the_journal_alone_and_an_agent_that_changed_is_named(tmp_path: Path) -> None:

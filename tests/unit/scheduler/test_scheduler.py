@@ -198,9 +198,11 @@ def test_wrong_glue_from_the_cache_fails_all_that_it_touched_and_drops_their_gro
     first, later = "answered", ["answered"] * 4  # from the first one's glue the cache has learned
     assert reasons == [first, *["failed:GlueMismatchError"] * 5, *later]
     assert [group.dropped for group in groups] == [True, True, True, False, False]
-    said = [record.getMessage() for record in caplog.records if "5 trajectories hold tokens" in record.getMessage()]
-    assert len(said) == 1
-    assert ("of 3 were delivered before" in said[0]) == (not deliver_at_end)
+    log_lines = [
+        record.getMessage() for record in caplog.records if "5 trajectories hold tokens" in record.getMessage()
+    ]
+    assert len(log_lines) == 1
+    assert ("of 3 were delivered before" in log_lines[0]) == (not deliver_at_end)
 
 
 def test_a_second_run_at_once_is_refused_but_one_that_is_left_behind_is_closed_first() -> None:
@@ -314,10 +316,10 @@ def test_results_are_told_in_the_order_of_the_calls() -> None:
     )
     groups, _ = run(agent(TOOLS, tools=tools), [turn, "done"])
     trajectory = only(groups)
-    told = [m["content"] for m in trajectory.streams[0].messages if m["role"] == "tool"]
-    assert told[:2] == ["abcd", "ab"]
-    assert [text.startswith("error:") for text in told[2:]] == [True, True]
-    assert "ValueError: no" in told[3]
+    tool_texts = [m["content"] for m in trajectory.streams[0].messages if m["role"] == "tool"]
+    assert tool_texts[:2] == ["abcd", "ab"]
+    assert [text.startswith("error:") for text in tool_texts[2:]] == [True, True]
+    assert "ValueError: no" in tool_texts[3]
     assert trajectory.spent == {"assistant_turns": 2, "tool_calls": 4, "bad_calls": 2}
     assert trajectory.tool_rewards == [0.2, 0.4], "in the order in which they came"
 
@@ -778,9 +780,9 @@ def test_a_handler_that_keeps_the_event_loop_is_named_once(
     monkeypatch.setattr(steps, "monotonic", lambda: CLOCK[0])
     groups, _ = run(custom("Sleeps"), ["hm"], prompts(3))
     assert {t.stop_reason for g in groups for t in g.trajectories} == {"said"}
-    (said,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    (log_line,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert (
-        said
+        log_line
         == "the handler of 'OWN' kept the event loop for 2.5 s (trajectory p0/0), and all else waited; use a thread"
     )
 
@@ -800,8 +802,8 @@ class Stubborn(State):
 def test_a_handler_that_ignores_its_cancellation_is_named(caplog: pytest.LogCaptureFixture) -> None:
     groups, _ = run(custom("Stubborn"), ["hm"])
     assert only(groups).stop_reason == "said"
-    (said,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert said.startswith("the handler of 'OWN' ignores its cancellation (trajectory p0/0, 30 s so far)")
+    (log_line,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert log_line.startswith("the handler of 'OWN' ignores its cancellation (trajectory p0/0, 30 s so far)")
 
 
 def test_an_interruption_goes_through(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -351,7 +351,7 @@ def test_a_loop_that_is_killed_at_any_event_gets_what_it_has_not_had_and_only_th
     """What it was at work on comes again; the rest goes on in the same journal, or in a new one."""
     folder = tmp_path_factory.mktemp("loop")
     path, copy = folder / "journal.sqlite", folder / "copy.sqlite"
-    had: set[str] = set()
+    delivered_ids: set[str] = set()
     in_hand: set[str] = set()
     at_the_cut: list[set[str]] = []
 
@@ -359,7 +359,7 @@ def test_a_loop_that_is_killed_at_any_event_gets_what_it_has_not_had_and_only_th
         return Turn(text="word " * 4, delay=speeds[int(request.group_id[1:]) % len(speeds)], chunks=2)
 
     def come_back() -> None:
-        had.update(in_hand)
+        delivered_ids.update(in_hand)
         in_hand.clear()
 
     def watch(trajectory: Trajectory, event: AnyEvent) -> None:
@@ -367,7 +367,7 @@ def test_a_loop_that_is_killed_at_any_event_gets_what_it_has_not_had_and_only_th
             kept.flush()
             with closing(sqlite3.connect(path)) as one, closing(sqlite3.connect(copy)) as other:
                 one.backup(other)
-            at_the_cut.extend([set(had), set(in_hand)])
+            at_the_cut.extend([set(delivered_ids), set(in_hand)])
 
     with journal.Journal(path, interval=0.0) as kept:
         bench = Bench(single(), choose, journal=kept)

@@ -68,9 +68,9 @@ def test_a_bound_of_n_allows_n_bad_calls(bound: int) -> None:
 def test_a_broken_call_is_answered_and_never_an_answer() -> None:
     trajectory, asked = run({"assistant_turns": 2, "tool_calls": 9}, BROKEN)
     assert (trajectory.stop_reason, asked) == ("limit:assistant_turns", 2)
-    told = [message["content"] for message in trajectory.streams[0].messages if message["role"] == "tool"]
-    assert len(told) == 2
-    assert all(text.startswith("error: ") for text in told)
+    tool_texts = [message["content"] for message in trajectory.streams[0].messages if message["role"] == "tool"]
+    assert len(tool_texts) == 2
+    assert all(text.startswith("error: ") for text in tool_texts)
 
 
 @pytest.mark.parametrize("bound", [1, 2, 4])

@@ -47,5 +47,5 @@ def test_a_run_that_is_over_leaves_no_cycles(plan: Plan) -> None:
 
 def alive() -> dict[type, int]:
     """Count what the collector knows of."""
-    kinds = [type(known) for known in gc.get_objects()]
+    kinds = [type(live_object) for live_object in gc.get_objects()]
     return {kind: kinds.count(kind) for kind in (ActiveTrajectory, Trajectory, Simulation)}

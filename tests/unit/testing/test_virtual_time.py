@@ -215,23 +215,23 @@ def test_the_main_coroutines_error_comes_through(fail: Callable[[], object]):
 
 
 def test_an_answer_from_a_connection_comes_before_the_timeout_that_waits_for_it():
-    here, there = socket.socketpair()
+    near_end, far_end = socket.socketpair()
 
     def answer() -> None:
-        there.sendall(there.recv(1).upper())
-        there.close()
+        far_end.sendall(far_end.recv(1).upper())
+        far_end.close()
 
     async def main() -> tuple[bytes, float]:
-        reader, writer = await asyncio.open_connection(sock=here)
+        reader, writer = await asyncio.open_connection(sock=near_end)
         thread = threading.Thread(target=answer)
         async with asyncio.timeout(30):
             thread.start()
             writer.write(b"a")
-            said = await reader.read()
+            received = await reader.read()
         writer.close()
         await writer.wait_closed()
         thread.join()
-        return said, asyncio.get_running_loop().time()
+        return received, asyncio.get_running_loop().time()
 
     assert run_virtual(main()) == (b"A", 0.0)
 
@@ -260,10 +260,10 @@ def test_a_server_that_only_listens_stops_time_for_no_moment():
 
 
 def test_an_open_connection_is_waited_for_no_longer_than_the_next_timer_is_away():
-    here, there = socket.socketpair()
+    near_end, far_end = socket.socketpair()
 
     async def main() -> None:
-        _, writer = await asyncio.open_connection(sock=here)
+        _, writer = await asyncio.open_connection(sock=near_end)
         await asyncio.sleep(2.5)
         await asyncio.sleep(3600)
         writer.close()
@@ -271,7 +271,7 @@ def test_an_open_connection_is_waited_for_no_longer_than_the_next_timer_is_away(
 
     loop = Rests()
     run_virtual(main(), loop=loop)
-    there.close()
+    far_end.close()
     assert loop.rests[0] == 2.5
     assert max(loop.rests) <= 5.0
 

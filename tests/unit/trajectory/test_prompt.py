@@ -251,9 +251,9 @@ def test_texts_and_prompts_from_python() -> None:
     assert list(text.messages) == [{"role": "user", "content": "what is 1 + 1?"}]
     assert (text.prompt_id, own.prompt_id) == ("0", "own")
     assert as_prompts([]) == []
-    for one, kind in (("what is 1 + 1?", "text"), (ASK, "prompt"), (own, "prompt")):
+    for item, kind in (("what is 1 + 1?", "text"), (ASK, "prompt"), (own, "prompt")):
         with pytest.raises(ConfigError, match=f"must come as a list, got one {kind}"):
-            as_prompts(one)  # type: ignore[arg-type]
+            as_prompts(item)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="holds something that is not plain data"):
         as_prompts([{**ASK, "answer": object()}])
 

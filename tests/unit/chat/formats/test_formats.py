@@ -97,7 +97,7 @@ def test_calls_come_back_as_they_were_written(name: str, data: st.DataObject) ->
     wanted = data.draw(st.lists(arguments, min_size=1, max_size=3))
     before, after = data.draw(st.sampled_from([("", ""), ("I will look.", ""), ("first", "and then")]))
     between = "; " if name == "llama3_json" else "\n"
-    text = f"{before}\n{between.join(write(name, one) for one in wanted)}\n{after}"
+    text = f"{before}\n{between.join(write(name, call_wanted) for call_wanted in wanted)}\n{after}"
     parsed = parse(name, text)
     check(parsed, text)
     assert [call.arguments for call in parsed.calls] == wanted
@@ -105,7 +105,9 @@ def test_calls_come_back_as_they_were_written(name: str, data: st.DataObject) ->
     assert parsed.problems == ()
     assert parsed.content.split() == f"{before} {after}".split()
     if name != "mistral":
-        assert [text[slice(*call.span)] for call in parsed.calls] == [write(name, one) for one in wanted]
+        assert [text[slice(*call.span)] for call in parsed.calls] == [
+            write(name, call_wanted) for call_wanted in wanted
+        ]
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -424,7 +426,7 @@ def test_renderers_reads_the_same_calls(names: tuple[str, str], wanted: list[Any
     tokenizer = oracle_tokenizer()
     config = type(renderers.config_from_name(names[1]))()
     theirs = renderers.create_renderer(tokenizer, config)
-    text = before + "\n".join(write(names[0], one) for one in wanted)
+    text = before + "\n".join(write(names[0], call_wanted) for call_wanted in wanted)
     response = theirs.parse_response(tokenizer(text, add_special_tokens=False).input_ids, tools=TOOLS)
     ours = parse(names[0], text)
     assert [(call.name, call.arguments) for call in response.tool_calls] == [(c.name, c.arguments) for c in ours.calls]

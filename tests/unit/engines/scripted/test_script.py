@@ -37,17 +37,17 @@ digits = st.lists(st.integers(0, 9), max_size=12)
 def test_a_turn_is_cut_by_whichever_comes_first(ids: list[int], max_tokens: int, chunks: int, stops: frozenset[int]):
     """Oracle: walk over the turn and what ends it, one token at a time."""
     got, reason = tokens(Turn(ids=tuple(ids), chunks=chunks), request(max_tokens, stop_ids=stops))
-    said: list[int] = []
+    sampled_ids: list[int] = []
     expected = None
     for token in [*ids, EOS if EOS in stops else min(stops)]:
-        said.append(token)
+        sampled_ids.append(token)
         if token in stops:
             expected = "stop"
-        elif len(said) == max_tokens:
+        elif len(sampled_ids) == max_tokens:
             expected = "length"
         if expected:
             break
-    assert (got, reason) == (said, expected)
+    assert (got, reason) == (sampled_ids, expected)
 
 
 @given(digits, st.data(), st.integers(1, 20))

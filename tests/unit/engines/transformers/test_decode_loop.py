@@ -89,7 +89,7 @@ def test_tokens_do_not_depend_on_the_rest_of_the_batch(
         sampling = SamplingParams(max_tokens, temperature=temperature, top_k=40, top_p=0.9, seed=index)
         arrivals[step].append(Request(str(index), as_ids(prompt(index, length)), sampling))
     together = run(loop_of(model, max_running=max_running), arrivals)
-    for request in (one for some in arrivals.values() for one in some):
+    for request in (arrived for some in arrivals.values() for arrived in some):
         alone = run(loop_of(model), {0: [request]})
         assert ids_of(alone[request.request_id]) == ids_of(together[request.request_id])
 
