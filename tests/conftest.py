@@ -15,7 +15,7 @@ register()  # by itself where the package is installed; a stale build folder in 
 # Hypothesis has a `ci` of its own, which does not keep as quiet.
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 settings.register_profile(
-    "ci", max_examples=100, deadline=None, suppress_health_check=QUIET, derandomize=True,
+    "ci", max_examples=50, deadline=None, suppress_health_check=QUIET, derandomize=True,
     phases=[phase for phase in Phase if phase is not Phase.explain], report_multiple_bugs=False,
 )  # fmt: skip
 # A failing property is reported within seconds. Hypothesis has no setting for how long it shrinks (300 s by default).

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from fsm_rollout.trajectory.reasons import Trigger
+from fsm_rollout.trajectory.enums import Trigger
 from fsm_rollout.trajectory.settings import (
     AtLeastOne,
     FreeForm,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from fsm_rollout.agent.limits import COUNTED_LIMITS
 from fsm_rollout.errors import ConfigError, did_you_mean
-from fsm_rollout.trajectory.reasons import SCHEDULERS_TRIGGERS
+from fsm_rollout.trajectory.enums import SCHEDULERS_TRIGGERS
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The limits of a trajectory: one table of what each counts, and when it is reached.
 
-Invariant: a limit N allows N and is reached at N + 1. :data:`LIMITS` is all that the machine, the proof, the handlers'
-context, simulations, pictures and pages know of a limit.
+Invariant: a counted limit N allows N and is reached at N + 1; time and tokens are reached when nothing is left.
+:data:`LIMITS` is all that the machine, the proof, handlers, simulations, pictures and pages know of a limit.
 
 The checks, in the table's order. On entering a working state, after the entry has been charged and before its handler
 runs:
@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from fsm_rollout.agent.graph import AgentGraph
-from fsm_rollout.trajectory.reasons import LimitName
+from fsm_rollout.trajectory.enums import LimitName
 from fsm_rollout.trajectory.trajectory import Trajectory, routing_key
 
 

@@ -29,7 +29,7 @@ from fsm_rollout.agent.yaml.dump import dump
 from fsm_rollout.agent.yaml.overrides import apply_overrides, interpolate
 from fsm_rollout.agent.yaml.source import TEXT_FILE, SourceMap, in_file_order, read_text, read_yaml
 from fsm_rollout.errors import ConfigError, Problem, did_you_mean
-from fsm_rollout.trajectory.model_errors import ConfigData, ConfigPath, describe_path, explanations
+from fsm_rollout.trajectory.config_errors import ConfigData, ConfigPath, describe_path, explanations
 
 __all__ = ["Reading", "dump", "load_agent", "loads", "read_agent"]
 

@@ -19,8 +19,8 @@ from fsm_rollout.agent.handlers import handler_spec
 from fsm_rollout.agent.limits import LIMITS
 from fsm_rollout.agent.predicates import compile_predicate
 from fsm_rollout.errors import RolloutError, describe
+from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, Trigger
 from fsm_rollout.trajectory.events import AnyEvent, Transitioned
-from fsm_rollout.trajectory.reasons import IMPLICIT_TRIGGERS, Trigger
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory, routing_key
 
 Emit = Callable[[AnyEvent], None]
@@ -155,7 +155,7 @@ class AgentMachine:
         except PredicateFailed as error:
             failed = Outcome(Trigger.FAILED, error="PredicateFailed", detail=str(error))
         try:
-            # A limit that was reached stays reached: were its failed routing routed, the proof would not know of it.
+            # After `limit_reached` no `failed` row may be tried: the proof does not count that step.
             self._fire(trajectory, failed, at, emit, routed=outcome.limit is None)
         except PredicateFailed:  # in the rows for `failed` themselves
             self._fire(trajectory, failed, at, emit, routed=False)

@@ -32,7 +32,7 @@ from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.proof_search import Counts, ranking, search
 from fsm_rollout.agent.rules.structure import Structure
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.trajectory.reasons import LimitName
+from fsm_rollout.trajectory.enums import LimitName
 
 
 @dataclass(frozen=True, slots=True)

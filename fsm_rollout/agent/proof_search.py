@@ -18,7 +18,7 @@ from fsm_rollout.agent.limits import LIMITS
 from fsm_rollout.agent.predicates import PREDICATES, visits_argument
 from fsm_rollout.agent.rules.structure import Structure
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.trajectory.reasons import LimitName, Trigger
+from fsm_rollout.trajectory.enums import LimitName, Trigger
 from fsm_rollout.trajectory.trajectory import routing_key
 
 Situation = tuple[str, tuple[int, ...], int]

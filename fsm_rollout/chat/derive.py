@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from fsm_rollout.chat.closes import Closes, common_prefix
 from fsm_rollout.chat.markers import Encoded, Injection, Marker, MarkerEncoder, Part
 from fsm_rollout.chat.render import Renderer, Tools
+from fsm_rollout.chat.turn_ends import Closes, common_prefix
 from fsm_rollout.errors import ChatTemplateError
 from fsm_rollout.trajectory.events import Message
 

@@ -21,11 +21,11 @@ from datetime import datetime, timedelta
 from itertools import chain, islice, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fsm_rollout.chat.closes import probe_call, probe_result
 from fsm_rollout.chat.derive import Deriver, Glue, Pieces, Step, draw_word, filled, fit
 from fsm_rollout.chat.markers import CacheEntry, Encoded, Injection, MarkerEncoder
 from fsm_rollout.chat.messages import Dialect, Messages, made_id
 from fsm_rollout.chat.render import Tools
+from fsm_rollout.chat.turn_ends import probe_call, probe_result
 from fsm_rollout.errors import ChatTemplateError
 from fsm_rollout.trajectory.events import Message
 

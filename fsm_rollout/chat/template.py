@@ -13,15 +13,15 @@ from datetime import datetime
 from operator import index
 from typing import TYPE_CHECKING, Literal, NotRequired, TypedDict, Unpack, get_args
 
-from fsm_rollout.chat.closes import CloseFinder, generation_config_stops, learn_dialect
 from fsm_rollout.chat.derive import Deriver, Glue, Step
 from fsm_rollout.chat.glue_cache import GlueCache
 from fsm_rollout.chat.markers import CacheEntry, Encoded, Injection, encoder_for
 from fsm_rollout.chat.messages import Dialect, Messages, check_turns, conform, roles_of
 from fsm_rollout.chat.render import Renderer, TemplateSource, Tools, shown_tools
+from fsm_rollout.chat.turn_ends import CloseFinder, generation_config_stops, learn_dialect
 from fsm_rollout.errors import ChatTemplateError, GlueMismatchError
+from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import Message
-from fsm_rollout.trajectory.reasons import FinishReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -21,7 +21,7 @@ from fsm_rollout.agent.proof import prove
 from fsm_rollout.agent.rules.structure import Structure
 from fsm_rollout.diagrams.palette import PALE, Colour, colour_of
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.trajectory.reasons import IMPLICIT_TRIGGERS, LimitName, Trigger
+from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, LimitName, Trigger
 from fsm_rollout.trajectory.trajectory import Outcome
 
 ANY = "*"

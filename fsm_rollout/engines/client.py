@@ -22,7 +22,7 @@ from fsm_rollout.concurrency.cancellation import being_cancelled
 from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.engines.protocol import FOR_GOOD, Chunk, Engine, ReplicaLost, Request
 from fsm_rollout.errors import EngineError, PromptTooLong
-from fsm_rollout.trajectory.reasons import FinishReason
+from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import LAST_VERSION, Ids, Logprobs
 
 if TYPE_CHECKING:
@@ -307,7 +307,7 @@ class EngineClient:
         task.add_done_callback(self._tasks.discard)
 
     def _watch(self, pending: PendingRequest) -> None:
-        """Give the present try up when the engine says nothing of it for ``queue_timeout`` (a paused one may be)."""
+        """Give the present try up when the engine is silent for ``queue_timeout``, which only a paused one may be."""
         pending.stop_watch()
         if not self.paused and not pending.lost:
             loop = asyncio.get_running_loop()

@@ -28,11 +28,11 @@ from anyio.from_thread import start_blocking_portal
 from fsm_rollout.concurrency.cancellation import being_cancelled, wait_for
 from fsm_rollout.concurrency.threads import DaemonThreads
 from fsm_rollout.engines.chunk_stream import ChunkStream, check_unique
-from fsm_rollout.engines.finite import check_finite
 from fsm_rollout.engines.protocol import Chunk, Engine, Load, ReplicaLost, Request
 from fsm_rollout.engines.router import FIRST, ReplicaView, Router, StickyRouter, allowance, choose
+from fsm_rollout.engines.weights_check import check_finite
 from fsm_rollout.errors import EngineError
-from fsm_rollout.trajectory.reasons import FinishReason
+from fsm_rollout.trajectory.enums import FinishReason
 
 if TYPE_CHECKING:
     from fsm_rollout.engines.protocol import Weights

@@ -35,7 +35,7 @@ from fsm_rollout.engines.router import LeastLoadedRouter, Router, StickyRouter
 from fsm_rollout.engines.scripted.script import Script, Turn
 from fsm_rollout.errors import ConfigError, EngineError, Problem, RolloutError, did_you_mean
 from fsm_rollout.model.folders import load_tokenizer, model_folder
-from fsm_rollout.trajectory.model_errors import ConfigPath, explanations
+from fsm_rollout.trajectory.config_errors import ConfigPath, explanations
 from fsm_rollout.trajectory.settings import StrictModel
 
 Count = Annotated[int, Field(ge=1, strict=True)]

@@ -20,7 +20,7 @@ from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.concurrency.cancellation import being_cancelled
 from fsm_rollout.environment.answer_matching import gives_answer
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.tools.call import invoke
+from fsm_rollout.tools.bounded_call import invoke
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)

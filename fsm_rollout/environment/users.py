@@ -20,7 +20,7 @@ from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.environment.answer_matching import gives_answer
 from fsm_rollout.errors import ConfigError, ToolError
 from fsm_rollout.tools.base import fresh
-from fsm_rollout.tools.call import invoke
+from fsm_rollout.tools.bounded_call import invoke
 from fsm_rollout.tools.tool_messages import clean
 from fsm_rollout.trajectory.events import Message
 from fsm_rollout.trajectory.settings import Sampling

@@ -19,7 +19,7 @@ from fsm_rollout.agent.handlers import look_in
 from fsm_rollout.agent.yaml.overrides import apply_overrides, interpolate
 from fsm_rollout.agent.yaml.source import SourceMap, in_file_order, read_text, read_yaml
 from fsm_rollout.errors import ConfigError, Problem
-from fsm_rollout.trajectory.model_errors import ConfigPath, explanations
+from fsm_rollout.trajectory.config_errors import ConfigPath, explanations
 from fsm_rollout.trajectory.settings import AtLeastOne, FreeForm, ImportPath, Named, Sampling, Seconds, StrictModel
 
 ENGINE_PATHS = ("model", "tokenizer", "script", "run")

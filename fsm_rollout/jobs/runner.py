@@ -27,8 +27,8 @@ from fsm_rollout.report.report import write_report
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.scheduler import Listener
+from fsm_rollout.trajectory.config_errors import ConfigPath
 from fsm_rollout.trajectory.journal import Journal, is_journal, metadata, read
-from fsm_rollout.trajectory.model_errors import ConfigPath
 from fsm_rollout.trajectory.prompt import Prompt, read_prompts
 from fsm_rollout.trajectory.trajectory import Trajectory
 

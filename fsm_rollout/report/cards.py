@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from fsm_rollout.report.recording import Recording
 from fsm_rollout.report.texts import duration
+from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import (
     Called,
     ContextOpened,
@@ -27,7 +28,6 @@ from fsm_rollout.trajectory.events import (
     Transitioned,
     UserReplied,
 )
-from fsm_rollout.trajectory.reasons import FinishReason
 from fsm_rollout.trajectory.tokens import Owner
 
 

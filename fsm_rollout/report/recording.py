@@ -23,9 +23,9 @@ from fsm_rollout.errors import ConfigError, EngineError, JournalError, StreamErr
 from fsm_rollout.model.folders import load_tokenizer, recorded_engine, tokenizer_folder
 from fsm_rollout.report.texts import TokenTexts
 from fsm_rollout.report.times import Times, times_of
+from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, Trigger
 from fsm_rollout.trajectory.events import AnyEvent, Prompted, Resumed, Transitioned
 from fsm_rollout.trajectory.journal import events, histories, metadata, trajectory_ids
-from fsm_rollout.trajectory.reasons import IMPLICIT_TRIGGERS, Trigger
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 OPEN = ("suspended", "unfinished")

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import (
     AnyEvent,
     Called,
@@ -23,7 +24,6 @@ from fsm_rollout.trajectory.events import (
     Transitioned,
     UserReplied,
 )
-from fsm_rollout.trajectory.reasons import FinishReason
 
 Kind = Literal["queue", "generate", "tool", "interact", "away"]
 KINDS: tuple[Kind, ...] = ("queue", "generate", "tool", "interact", "away")

@@ -13,7 +13,7 @@ from enum import StrEnum, auto
 
 from fsm_rollout.environment.rewards import Reward
 from fsm_rollout.scheduler.trajectory_runner import Program
-from fsm_rollout.states.active import CUT_OFF, ActiveTrajectory
+from fsm_rollout.states.active_trajectory import CUT_OFF, ActiveTrajectory
 from fsm_rollout.trajectory.events import REWARD, AnyEvent, Scored
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.trajectory import Trajectory

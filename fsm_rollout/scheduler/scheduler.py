@@ -1,8 +1,8 @@
 """The scheduler: runs any number of trajectories on one event loop, one run at a time.
 
-Invariants: every prompt taken comes back exactly once, ended or suspended, whatever fails (one that a run with a target
-carries over, with the next run); no trajectory waits for another's generation; and when :meth:`Scheduler.run` is over,
-however it ended, nothing that it started is still running.
+Invariants: every prompt taken comes back exactly once, ended or suspended, whatever fails (what a run with a target
+carries over comes back with a later run); no trajectory waits for another's generation; and when :meth:`Scheduler.run`
+is over, however it ended, nothing that it started is still running.
 
 A group waits, runs, is scored, is done, is delivered (:class:`~fsm_rollout.scheduler.group.GroupState`). A feeder opens
 groups and starts their samples, as many as ``concurrency`` allows; the caller takes what is done.
@@ -34,12 +34,12 @@ from fsm_rollout.scheduler.group import Group, GroupState, score_group
 from fsm_rollout.scheduler.resume import History, resumed_groups
 from fsm_rollout.scheduler.staleness import Staleness
 from fsm_rollout.scheduler.trajectory_runner import Program, run_trajectory
-from fsm_rollout.states.active import CARRIED, CUT_OFF, INTERRUPTED, ActiveTrajectory, Stop, Suspension
+from fsm_rollout.states.active_trajectory import CARRIED, CUT_OFF, INTERRUPTED, ActiveTrajectory, Stop, Suspension
 from fsm_rollout.tools import AgentAnswer
+from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, StopReason, Trigger
 from fsm_rollout.trajectory.events import AnyEvent, Ended, Prompted, Resumed
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.prompt import Prompt
-from fsm_rollout.trajectory.reasons import IMPLICIT_TRIGGERS, StopReason, Trigger
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
@@ -62,7 +62,7 @@ class _Run:
     n: int
     target: int | None
     most: float
-    """How many groups may be open or done before the next one is opened."""
+    """So many groups may be open, done or delivered, dropped ones apart; ``math.inf`` without a target."""
     deliver_at_end: bool
     slots: asyncio.Semaphore
     carried: frozenset[str]
@@ -227,7 +227,7 @@ class Scheduler:
         """Run every prompt ``n`` times and yield each group as its last trajectory ends and is scored.
 
         Groups that an earlier run with a target has carried over go on first, then those of ``resume`` (set aside, or
-        read from a journal; a prompt of the same id and messages is theirs and not begun again), then the prompts. A
+        read from a journal), then the prompts. A prompt with the id and messages of a resumed group starts none. A
         prompt id that is under way already, or in the journal, gets a number (``7#2``).
 
         With ``target_groups``, that many groups (dropped ones apart) are enough, and at most ``over_sample`` times as
@@ -237,9 +237,9 @@ class Scheduler:
         ``deliver_at_end`` delivers all groups at the end: whatever weights have changed until then, none of them is
         older than ``max_staleness`` allows. Where the run fails or is cancelled before, it has delivered none.
 
-        Closing the iterator, or cancelling the task that iterates, cancels what still runs (stop reason ``cancelled``;
-        with a journal it is suspended as ``interrupted``) and waits for it; what was carried and has not been touched,
-        and what a run with a target has done, stays.
+        Closing the iterator, or cancelling the task that iterates, cancels what runs (``cancelled``; with a journal
+        ``interrupted``, and suspended) and waits for it. Groups that this run has not touched stay carried; so do, in
+        a run with a target, groups that are done.
 
         Delivery is at least once: the journal marks a group as delivered when the caller comes back for the next one,
         or (at a run's end, and with ``deliver_at_end``) for the next run.
@@ -505,7 +505,7 @@ class Scheduler:
     # -- one sample ---------------------------------------------------------------------------------------------
 
     async def _run_sample(self, run: _Run, group: Group, sample: int) -> None:
-        """Run one sample, beginning it anew as often as it is given up; with the last of its group, that is done."""
+        """Run one sample, as many attempts as it takes; the last sample to end finishes the group."""
         try:
             while run.stop is None:
                 live = await self._start_sample(group, sample)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.scheduler.group import Group, GroupState
-from fsm_rollout.trajectory.reasons import Trigger
+from fsm_rollout.trajectory.enums import Trigger
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 
@@ -68,11 +68,13 @@ class Staleness:
     def give_up(self, group: Group) -> list[int]:
         """Give up the samples of a group that have ended and are too old, and return them: they begin anew.
 
-        When one of them may not (or is suspended, in a group that is done), none does and the group is dropped.
+        If one of them has no restart left, or is suspended in a group that is done, none begins anew: the group is
+        dropped.
         """
         if self.most is None or group.dropped:
             return []
         done = group.state is GroupState.DONE
+        # In a group that is done, suspended samples count too: nobody will run them again.
         old = [t for t in group.trajectories if (done or t.ended) and self.end_of(group, t) is not None]
         group.dropped = not all(t.ended and self.may_restart(group, t.sample) for t in old)
         samples = [] if group.dropped else [trajectory.sample for trajectory in old]

@@ -19,15 +19,15 @@ from fsm_rollout.agent.handlers import load_handler
 from fsm_rollout.agent.limits import LimitReached, reached_on_entry, remaining
 from fsm_rollout.concurrency.cancellation import being_cancelled, runs_in
 from fsm_rollout.concurrency.deadline import PATIENCE, Deadline
-from fsm_rollout.concurrency.steps import watch_steps
+from fsm_rollout.concurrency.step_timing import watch_steps
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.errors import ConfigError, EngineError, describe, single
-from fsm_rollout.states.active import ActiveTrajectory
+from fsm_rollout.states.active_trajectory import ActiveTrajectory
 from fsm_rollout.states.base import State
 from fsm_rollout.states.bound_agent import BoundAgent
 from fsm_rollout.states.context import HandlerContext
+from fsm_rollout.trajectory.enums import LimitName, Trigger
 from fsm_rollout.trajectory.events import TimedOut
-from fsm_rollout.trajectory.reasons import LimitName, Trigger
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from fsm_rollout.states.base import State
 from fsm_rollout.tools import CallResult, tool_messages
+from fsm_rollout.trajectory.enums import FinishReason, LimitName, Trigger
 from fsm_rollout.trajectory.events import Called, MalformedCall, Message, ToolCall
-from fsm_rollout.trajectory.reasons import FinishReason, LimitName, Trigger
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 if TYPE_CHECKING:

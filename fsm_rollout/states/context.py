@@ -19,14 +19,14 @@ from fsm_rollout.engines.client import ABORT_GRACE
 from fsm_rollout.engines.protocol import Request
 from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.errors import ConfigError, PromptTooLong, StreamError, ToolError, did_you_mean
-from fsm_rollout.states.active import ActiveTrajectory
+from fsm_rollout.states.active_trajectory import ActiveTrajectory
 from fsm_rollout.states.bound_agent import shared_chat
 from fsm_rollout.states.generation import Generation, sampling_params
 from fsm_rollout.states.visit import Visit
 from fsm_rollout.tools import CallResult, tool_messages
 from fsm_rollout.trajectory import events
+from fsm_rollout.trajectory.enums import FinishReason, LimitName
 from fsm_rollout.trajectory.events import Called, Generated, MalformedCall, Message, ModelQueried, ToolCall
-from fsm_rollout.trajectory.reasons import FinishReason, LimitName
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.tokens import as_ids
 
@@ -39,7 +39,7 @@ class HandlerContext(Visit):
         self._prepaid = self.program.machine.spends[self.state] == LimitName.ASSISTANT_TURNS
         """Whether the visit's first generation was paid for when the state was entered."""
         self._queries = dict(self.trajectory.asked)
-        """How often the environment has asked each engine, up to where the visit stands."""
+        """The index of the next query, by engine; in a visit that begins again, that of its first recorded query."""
         for event in self.trajectory.here:
             if isinstance(event, ModelQueried):
                 self._queries[event.engine] = min(self._queries[event.engine], event.index)

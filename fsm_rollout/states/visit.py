@@ -19,12 +19,12 @@ from fsm_rollout.chat.messages import check_written
 from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.errors import PromptTooLong, StreamError, did_you_mean
-from fsm_rollout.states.active import ActiveTrajectory
+from fsm_rollout.states.active_trajectory import ActiveTrajectory
 from fsm_rollout.states.bound_agent import BoundContext
 from fsm_rollout.states.effect_log import EffectLog
 from fsm_rollout.trajectory import events
+from fsm_rollout.trajectory.enums import LimitName
 from fsm_rollout.trajectory.events import AnyEvent, Message
-from fsm_rollout.trajectory.reasons import LimitName
 from fsm_rollout.trajectory.tokens import as_ids
 from fsm_rollout.trajectory.trajectory import DONE_IN_A_VISIT, Stream
 

@@ -36,7 +36,7 @@ from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.concurrency.ray_session import answer_to, connect, import_ray
 from fsm_rollout.tools import tool_messages
 from fsm_rollout.tools.base import ToolResult
-from fsm_rollout.tools.call import ToolDied, invoke, is_async
+from fsm_rollout.tools.bounded_call import ToolDied, invoke, is_async
 from fsm_rollout.tools.schema import Function
 
 WATCH_SECONDS = 1.0

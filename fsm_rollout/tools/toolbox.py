@@ -30,7 +30,7 @@ from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.errors import BadArguments, ConfigError, ToolError, did_you_mean
 from fsm_rollout.tools import tool_messages
 from fsm_rollout.tools.base import AgentAnswer, CallResult, ToolContext, ToolResult, fresh
-from fsm_rollout.tools.call import STOP_SECONDS, Expired, NoSlot, Slots, ToolDied, bounded, invoke, is_async
+from fsm_rollout.tools.bounded_call import STOP_SECONDS, Expired, NoSlot, Slots, ToolDied, bounded, invoke, is_async
 from fsm_rollout.tools.schema import Arguments, Function, Parameters, Schema, context_parameters, parameters_of
 from fsm_rollout.tools.tool_messages import GO_ON, Tokenizer, described, error_text, truncate
 from fsm_rollout.trajectory.events import MalformedCall, ToolCall

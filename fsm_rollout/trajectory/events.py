@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from fsm_rollout.trajectory.reasons import FinishReason
+from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import Ids, Logprobs
 
 PlainData = dict[str, Any]

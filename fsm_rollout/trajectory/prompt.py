@@ -20,8 +20,8 @@ import msgspec
 from pydantic import ConfigDict, Field, ValidationError, field_validator
 
 from fsm_rollout.errors import ConfigError, Problem, did_you_mean
+from fsm_rollout.trajectory.config_errors import explanations
 from fsm_rollout.trajectory.events import Message, PlainData, unwritable
-from fsm_rollout.trajectory.model_errors import explanations
 from fsm_rollout.trajectory.settings import Limits, Sampling, StrictModel
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

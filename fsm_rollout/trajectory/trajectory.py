@@ -14,8 +14,8 @@ import msgspec
 
 from fsm_rollout.errors import StreamError
 from fsm_rollout.trajectory import events
+from fsm_rollout.trajectory.enums import FinishReason, LimitName, StopReason, Trigger
 from fsm_rollout.trajectory.events import AnyEvent, MalformedCall, Message, ToolCall
-from fsm_rollout.trajectory.reasons import FinishReason, LimitName, StopReason, Trigger
 from fsm_rollout.trajectory.tokens import Ids, TokenStream
 
 

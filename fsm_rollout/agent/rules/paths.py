@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from fsm_rollout.agent.graph import TERMINATED, TransitionRow
 from fsm_rollout.agent.rules.structure import Finding, Structure
-from fsm_rollout.trajectory.model_errors import ConfigPath
-from fsm_rollout.trajectory.reasons import LimitName, Trigger
+from fsm_rollout.trajectory.config_errors import ConfigPath
+from fsm_rollout.trajectory.enums import LimitName, Trigger
 
 
 def _unreachable_or_endless(structure: Structure) -> Iterator[Finding]:

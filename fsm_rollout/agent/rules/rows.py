@@ -8,8 +8,8 @@ from fsm_rollout.agent.graph import MAIN, TERMINATED, TransitionRow
 from fsm_rollout.agent.predicates import PREDICATES, compile_predicate
 from fsm_rollout.agent.rules.structure import Finding, Structure
 from fsm_rollout.errors import ConfigError, did_you_mean
-from fsm_rollout.trajectory.model_errors import ConfigPath, describe_path
-from fsm_rollout.trajectory.reasons import IMPLICIT_TRIGGERS, Trigger
+from fsm_rollout.trajectory.config_errors import ConfigPath, describe_path
+from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, Trigger
 
 
 def names(structure: Structure) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ from fsm_rollout.agent.handlers import TEMPLATE_FACTS, load_object
 from fsm_rollout.agent.rules.structure import Finding, Structure
 from fsm_rollout.errors import ConfigError, ToolError, did_you_mean
 from fsm_rollout.tools.toolbox import tool_schema_of
-from fsm_rollout.trajectory.model_errors import ConfigPath
+from fsm_rollout.trajectory.config_errors import ConfigPath
 
 _DEFAULTS = State()
 _WAITING = ("generate", "call_tools", "interact")

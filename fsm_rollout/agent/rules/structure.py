@@ -14,8 +14,8 @@ from fsm_rollout.agent.graph import BUILT_IN_STATES, TERMINATED, AgentGraph, Tra
 from fsm_rollout.agent.handlers import HandlerSpec, handler_spec
 from fsm_rollout.agent.limits import COUNTED_LIMITS, LIMITS
 from fsm_rollout.errors import ConfigError, did_you_mean
-from fsm_rollout.trajectory.model_errors import ConfigPath
-from fsm_rollout.trajectory.reasons import IMPLICIT_TRIGGERS, LimitName, Trigger
+from fsm_rollout.trajectory.config_errors import ConfigPath
+from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, LimitName, Trigger
 
 
 @dataclass(frozen=True, slots=True)

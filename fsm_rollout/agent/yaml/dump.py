@@ -11,7 +11,7 @@ import yaml
 from fsm_rollout.agent.graph import AgentGraph, Predicate, TransitionRow
 from fsm_rollout.agent.yaml.overrides import escape_interpolation
 from fsm_rollout.agent.yaml.source import STRICTER, TEXT_FILE
-from fsm_rollout.trajectory.model_errors import ConfigData
+from fsm_rollout.trajectory.config_errors import ConfigData
 
 
 class _Dumper(yaml.SafeDumper):

@@ -15,7 +15,7 @@ from typing import Any
 
 from fsm_rollout.agent.yaml.source import SourceMap, read_yaml
 from fsm_rollout.errors import Problem, did_you_mean
-from fsm_rollout.trajectory.model_errors import ConfigData, ConfigPath
+from fsm_rollout.trajectory.config_errors import ConfigData, ConfigPath
 
 _NAMED = ("states", "contexts", "tools")
 """Mappings whose keys are names made in the file: an override changes what is there and adds nothing."""

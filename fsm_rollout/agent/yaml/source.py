@@ -18,7 +18,7 @@ from pathlib import Path
 import yaml
 
 from fsm_rollout.errors import Problem
-from fsm_rollout.trajectory.model_errors import ConfigPath
+from fsm_rollout.trajectory.config_errors import ConfigPath
 
 MAX_BYTES = 1 << 20
 MAX_VALUES = 100_000

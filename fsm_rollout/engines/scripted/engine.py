@@ -22,7 +22,7 @@ from fsm_rollout.engines.chunk_stream import ChunkStream, check_unique, refusal
 from fsm_rollout.engines.protocol import NO_IDS, NO_LOGPROBS, Chunk, Load, Request
 from fsm_rollout.engines.scripted.script import Plan, Script, ScriptError, Turn, plan, scripted_logprob, turn_for
 from fsm_rollout.errors import EngineError
-from fsm_rollout.trajectory.reasons import FinishReason
+from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import Ids, Logprobs
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.engines.scripted.script import Plan
 from fsm_rollout.errors import EngineError, JournalError
 from fsm_rollout.model.folders import load_tokenizer, recorded_engine, tokenizer_folder
+from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import Generated
 from fsm_rollout.trajectory.journal import histories, metadata
-from fsm_rollout.trajectory.reasons import FinishReason
 from fsm_rollout.trajectory.tokens import Ids, Logprobs
 from fsm_rollout.trajectory.trajectory import Stream, Trajectory
 

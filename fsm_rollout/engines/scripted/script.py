@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from fsm_rollout.engines.protocol import NO_IDS, NO_LOGPROBS, Request
 from fsm_rollout.errors import EngineError
-from fsm_rollout.trajectory.reasons import FinishReason
+from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.settings import StrictModel
 from fsm_rollout.trajectory.tokens import Ids, Logprobs, as_ids, as_logprobs
 

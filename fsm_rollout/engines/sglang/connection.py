@@ -35,7 +35,7 @@ from fsm_rollout.engines.chunk_stream import ChunkStream, check_unique, fail_all
 from fsm_rollout.engines.protocol import Chunk, Load, Request
 from fsm_rollout.engines.sglang.server import MEMORY_WITHIN, Meta, Server, WeightsRefused
 from fsm_rollout.errors import EngineError
-from fsm_rollout.trajectory.reasons import FinishReason
+from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import LAST_VERSION, Ids
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsm_rollout.concurrency.cancellation import wait_for
-from fsm_rollout.engines.finite import check_weights
 from fsm_rollout.engines.sglang.http import SGLangHTTPEngine
 from fsm_rollout.engines.sglang.model import check_weights_there, config_number, save_tensors, shapes_in
 from fsm_rollout.engines.sglang.server import Server
+from fsm_rollout.engines.weights_check import check_weights
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model.folders import model_folder
 

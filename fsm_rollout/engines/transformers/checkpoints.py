@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from fsm_rollout.engines.finite import check_weights
+from fsm_rollout.engines.weights_check import check_weights
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model.folders import load_tokenizer, model_folder
 

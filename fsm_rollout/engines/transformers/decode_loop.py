@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.engines.transformers.sampling import Sampler
-from fsm_rollout.trajectory.reasons import FinishReason
+from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import Ids, Logprobs
 
 COLUMN_STEP = 128

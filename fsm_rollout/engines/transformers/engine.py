@@ -37,7 +37,7 @@ from fsm_rollout.engines.transformers.checkpoints import (
 from fsm_rollout.engines.transformers.decode_loop import DecodeLoop
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model.folders import stop_tokens
-from fsm_rollout.trajectory.reasons import FinishReason
+from fsm_rollout.trajectory.enums import FinishReason
 
 T = TypeVar("T")
 

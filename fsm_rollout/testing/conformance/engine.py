@@ -20,7 +20,7 @@ from fsm_rollout.engines.protocol import Chunk, Engine, Request
 from fsm_rollout.errors import EngineError
 from fsm_rollout.testing.conformance.engine_subject import LATE, LONG, Answer, Dispatch, EngineSubject, check_good
 from fsm_rollout.testing.conformance.runner import Check, ConformanceError, Suite, demand
-from fsm_rollout.trajectory.reasons import FinishReason
+from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import as_ids
 
 if TYPE_CHECKING:

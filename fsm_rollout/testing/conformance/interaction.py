@@ -21,9 +21,9 @@ from fsm_rollout.environment.users import BoundInteraction, Conversation, Reply,
 from fsm_rollout.errors import ToolError
 from fsm_rollout.testing.conformance.runner import Checked, ConformanceError, Subject, Suite, demand, named
 from fsm_rollout.testing.simulation.blocked_loop import CallRefused
-from fsm_rollout.tools.call import is_async
+from fsm_rollout.tools.bounded_call import is_async
+from fsm_rollout.trajectory.enums import LimitName, Trigger
 from fsm_rollout.trajectory.events import Message, Prompted, Transitioned
-from fsm_rollout.trajectory.reasons import LimitName, Trigger
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
 

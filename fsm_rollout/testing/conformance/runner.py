@@ -21,7 +21,7 @@ from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.testing.simulation import blocked_loop
 from fsm_rollout.testing.simulation.virtual_time import Deadlock, Endless, LeakedTasks, VirtualTimeLoop, run_virtual
-from fsm_rollout.tools.call import STOP_SECONDS
+from fsm_rollout.tools.bounded_call import STOP_SECONDS
 
 if TYPE_CHECKING:
     from hypothesis import strategies as st

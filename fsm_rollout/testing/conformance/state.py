@@ -36,9 +36,9 @@ from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from fsm_rollout.testing.simulation.simulated import OneEngine
 from fsm_rollout.testing.simulation.source_lines import described
 from fsm_rollout.trajectory import events
+from fsm_rollout.trajectory.enums import LimitName, StopReason
 from fsm_rollout.trajectory.events import AnyEvent
 from fsm_rollout.trajectory.prompt import Prompt
-from fsm_rollout.trajectory.reasons import LimitName, StopReason
 from fsm_rollout.trajectory.settings import FrozenMap, Sampling
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 

@@ -286,7 +286,7 @@ def resume(subject: Subject) -> str:
         resumed = subject.simulate(plan, laws.comes_back, graph=graph, resume=histories)
         cut = [Trajectory.fold(events) for events in histories]
         if any(trajectory.parent_id is not None and not trajectory.ended for trajectory in cut):
-            return  # a sub-agent's call is made again, as another trajectory with randomness of its own
+            return  # a sub-agent's call is made again, as another trajectory (same seed, another id)
         what = f"being killed after {min(plan.killed_after, len(uninterrupted.order))} events"
         judge(uninterrupted, [lambda run: laws.same_results(run, resumed, what, resumed=True)])
 

@@ -13,8 +13,8 @@ from fsm_rollout.errors import PromptTooLong, RolloutError
 from fsm_rollout.testing.simulation.laws import LawBroken
 from fsm_rollout.testing.simulation.simulate import Simulation
 from fsm_rollout.testing.simulation.visits import Visit
+from fsm_rollout.trajectory.enums import Trigger
 from fsm_rollout.trajectory.events import Transitioned
-from fsm_rollout.trajectory.reasons import Trigger
 
 DRAWN_FAILURES = frozenset({"Overload", "EngineError", "RuntimeError"})
 """What plans let engines and users raise."""

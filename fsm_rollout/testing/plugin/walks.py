@@ -17,8 +17,8 @@ from fsm_rollout.agent.machine import AgentMachine
 from fsm_rollout.agent.predicates import PREDICATES
 from fsm_rollout.agent.rules.structure import Structure
 from fsm_rollout.diagrams.picture import conditions_of
+from fsm_rollout.trajectory.enums import Trigger
 from fsm_rollout.trajectory.events import AnyEvent, Ended, LimitCharged, Prompted, Transitioned
-from fsm_rollout.trajectory.reasons import Trigger
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 _coins: ContextVar[Random] = ContextVar("coins")

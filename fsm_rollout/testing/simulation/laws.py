@@ -28,8 +28,8 @@ from fsm_rollout.batch.rows import rows
 from fsm_rollout.errors import RolloutError
 from fsm_rollout.testing.simulation.simulate import Sampled, Simulation
 from fsm_rollout.testing.simulation.simulated import agents_of
+from fsm_rollout.trajectory.enums import LimitName, Trigger
 from fsm_rollout.trajectory.events import Called, Ended, Generated, Transitioned, decode, encode
-from fsm_rollout.trajectory.reasons import LimitName, Trigger
 from fsm_rollout.trajectory.tokens import Owner
 from fsm_rollout.trajectory.trajectory import Stream, Trajectory
 

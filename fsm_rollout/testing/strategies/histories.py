@@ -20,8 +20,8 @@ from msgspec.structs import replace
 
 from fsm_rollout.testing.strategies.schema_values import plain_data
 from fsm_rollout.trajectory import events
+from fsm_rollout.trajectory.enums import FinishReason, LimitName, Trigger
 from fsm_rollout.trajectory.events import AnyEvent
-from fsm_rollout.trajectory.reasons import FinishReason, LimitName, Trigger
 from fsm_rollout.trajectory.tokens import TokenStream
 from fsm_rollout.trajectory.trajectory import Trajectory
 

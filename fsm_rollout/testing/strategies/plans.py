@@ -16,8 +16,8 @@ from fsm_rollout.agent.handlers import handler_spec
 from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.testing.simulation.plan import Fault, Plan, ReplyFate, Schedule, ToolFate
 from fsm_rollout.testing.strategies.vocabulary import vocabularies
+from fsm_rollout.trajectory.enums import LimitName, Trigger
 from fsm_rollout.trajectory.events import PlainData as Data
-from fsm_rollout.trajectory.reasons import LimitName, Trigger
 from fsm_rollout.trajectory.trajectory import Outcome
 
 Turns = Mapping[str, tuple[Turn, ...]]

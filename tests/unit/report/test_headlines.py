@@ -23,8 +23,8 @@ from fsm_rollout.report.recording import kind_of_end
 from fsm_rollout.report.report import write_report
 from fsm_rollout.report.show import show
 from fsm_rollout.report.texts import folded, shortened
+from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS
 from fsm_rollout.trajectory.events import AnyEvent, Ended, Generated, Prompted
-from fsm_rollout.trajectory.reasons import IMPLICIT_TRIGGERS
 from fsm_rollout.trajectory.trajectory import Outcome
 from tests.kit import ROOT
 from tests.unit.report.recorded_runs import history, write_run

@@ -21,7 +21,7 @@ from fsm_rollout.agent.graph import AgentGraph, Context
 from fsm_rollout.agent.handlers import TEMPLATE_FACTS
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.chat.markers import Encoded
-from fsm_rollout.concurrency import steps
+from fsm_rollout.concurrency import step_timing
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
@@ -777,7 +777,7 @@ CLOCK = [0.0]
 def test_a_handler_that_keeps_the_event_loop_is_named_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steps, "monotonic", lambda: CLOCK[0])
+    monkeypatch.setattr(step_timing, "monotonic", lambda: CLOCK[0])
     groups, _ = run(custom("Sleeps"), ["hm"], prompts(3))
     assert {t.stop_reason for g in groups for t in g.trajectories} == {"said"}
     (log_line,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]

@@ -8,7 +8,7 @@ import pytest
 
 from fsm_rollout import load_agent
 from fsm_rollout.engines.scripted.script import Turn
-from fsm_rollout.states.active import ActiveTrajectory
+from fsm_rollout.states.active_trajectory import ActiveTrajectory
 from fsm_rollout.testing.simulation.plan import Fault, Plan, ReplyFate, Schedule
 from fsm_rollout.testing.simulation.simulate import Simulation, simulate
 from fsm_rollout.trajectory.trajectory import Trajectory

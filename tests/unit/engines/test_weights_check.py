@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsm_rollout.engines.finite import check_finite, check_weights
+from fsm_rollout.engines.weights_check import check_finite, check_weights
 from fsm_rollout.errors import EngineError
 
 KINDS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2, torch.float8_e4m3fn]

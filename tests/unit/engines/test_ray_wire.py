@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsm_rollout.engines.packing import Contexts, pack_flush, pack_requests, unpack_flush, unpack_requests
 from fsm_rollout.engines.protocol import Chunk, Load, Request, SamplingParams
+from fsm_rollout.engines.ray_wire import Contexts, pack_flush, pack_requests, unpack_flush, unpack_requests
 from fsm_rollout.errors import EngineError
-from fsm_rollout.trajectory.reasons import FinishReason
+from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import TokenStream, as_ids, as_logprobs
 
 token = st.integers(0, 2**31 - 1)

@@ -16,8 +16,8 @@ from fsm_rollout.environment.users import BoundInteraction, build_interaction
 from fsm_rollout.errors import GlueMismatchError
 from fsm_rollout.states.bound_agent import BoundAgent
 from fsm_rollout.tools import RunAgent, ToolSession
+from fsm_rollout.trajectory.enums import Trigger
 from fsm_rollout.trajectory.events import AnyEvent, Ended, Suspended, encode
-from fsm_rollout.trajectory.reasons import Trigger
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 

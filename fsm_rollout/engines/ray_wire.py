@@ -20,7 +20,7 @@ import numpy as np
 
 from fsm_rollout.engines.protocol import Chunk, Load, Request, SamplingParams
 from fsm_rollout.errors import EngineError
-from fsm_rollout.trajectory.reasons import FinishReason
+from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import Ids
 
 assert sys.byteorder == "little", "blocks are little-endian"
