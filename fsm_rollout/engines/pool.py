@@ -149,8 +149,8 @@ class Replica(ReplicaView):
 
     state: Literal["starting", "up", "dead"] = "starting"
     engine: Engine | None = None
-    served_by: set[asyncio.Task[None]] = field(default_factory=set)
-    """What listens to its present life."""
+    dispatches: set[asyncio.Task[None]] = field(default_factory=set)
+    """The tasks that hand on what its present engine answers, one per dispatch."""
     requests: int = 0
     """Sent to it."""
     tokens: int = 0
@@ -193,7 +193,7 @@ class Replica(ReplicaView):
         self.allowed = FIRST
         self.pace = self.worked = self.sampled = 0.0
         self.last_active = now
-        self.served_by = set()
+        self.dispatches = set()
 
 
 @dataclass(eq=False, slots=True)
@@ -457,8 +457,8 @@ class PoolEngine:
             if replica.in_flight == len(batch):  # it had nothing to do
                 replica.last_active = now
             replica.requests += len(batch)
-            replica.served_by.add(task := self._spawn(self._serve(replica, batch)))
-            task.add_done_callback(replica.served_by.discard)
+            replica.dispatches.add(task := self._spawn(self._serve(replica, batch)))
+            task.add_done_callback(replica.dispatches.discard)
 
     async def _serve(self, replica: Replica, batch: list[_Routed]) -> None:
         """Hand on what a replica answers to a dispatch, to its end."""
@@ -716,8 +716,8 @@ class PoolEngine:
             if self._up:
                 self._looks += 1
                 self._spawn(self._look_at_others())
-        # Later chunks of this life are ignored: its requests are sampled elsewhere from here on.
-        for task in replica.served_by - {asyncio.current_task()}:
+        # Later answers of this engine are not read: from here on its requests are sampled elsewhere.
+        for task in replica.dispatches - {asyncio.current_task()}:
             task.cancel()
         # What its engine was asked for goes back to the client, what it was not asked for yet waits for another.
         not_asked: dict[str, _Routed] = {}
