@@ -1,0 +1,347 @@
+"""What the rollout layer itself costs: many trajectories on an engine that answers at once, every token checked.
+
+    python benchmarks/overhead.py                                          # n=2048, four tool turns, one process
+    python benchmarks/overhead.py --extra-tools 29 --journal               # with 30 tools, with a journal
+    python benchmarks/overhead.py --n 512 --delay 0.2                      # each generation takes 0.2 s
+    python benchmarks/overhead.py --context 100000 --n 16 --turns 32       # what a turn costs in a long context
+    python benchmarks/overhead.py --workload DIR --peer VENV               # beside verl, in turn, with ratios
+
+``DIR`` holds ``workload.py`` and ``bench_verl.py``, the neutral work and verl's side of it; ``VENV`` is an environment
+with verl. Without them the work is that of ``overhead_workload.py``, which has the same shape. Set-up (the agent's
+proof, the chat template, the first of each glue) is paid in a warm-up, on both sides.
+
+``us_cpu_per_gen`` is the CPU time of all threads and workers per generation, from the prompts to the padded batch.
+``us_cpu_per_turn`` leaves out the first turn (the prompt's own encoding) and the batch. ``kb_per_trajectory`` is what
+one trajectory holds in resident memory while all of them wait for their second turn, besides 16 bytes per token; only
+the first repetition tells it, since later ones find memory that is there already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import importlib
+import json
+import logging
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from array import array
+from collections.abc import AsyncIterator, Iterable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+AGENT = """
+agent: overhead
+contexts: {main: {tools: [%(names)s]}}
+limits: {assistant_turns: 1000, tool_calls: 1000, response_tokens: 1000000, context_tokens: 1000000, wall_seconds: 3600}
+tools: {%(tools)s}
+states:
+  PENDING: {}
+  GENERATING: {sampling: {max_tokens: 256}, timeout: 600}
+  PROCESSING_TOOLS: {timeout: 600}
+transitions:
+  - {trigger: prompted,   source: PENDING,          dest: GENERATING}
+  - {trigger: generated,  source: GENERATING,       dest: PROCESSING_TOOLS, conditions: has_tool_calls}
+  - {trigger: generated,  source: GENERATING,       dest: TERMINATED}
+  - {trigger: tools_done, source: PROCESSING_TOOLS, dest: GENERATING}
+"""
+
+
+async def lookup(key: str, count: int) -> str:
+    """Look up a value in the table.
+
+    Args:
+        key: The key to look up.
+        count: How many rows to return.
+    """
+    answer: str = _answer({"key": key, "count": count})
+    return answer
+
+
+def _answer(arguments: dict[str, Any]) -> Any:
+    return sys.modules[os.environ["OVERHEAD_WORKLOAD"]].tool_answer(arguments)
+
+
+class InstantEngine:
+    """Answers each dispatch after ``delay`` seconds, whole turns at once; nothing else that an engine does.
+
+    ``gate`` names a turn whose answers wait until ``expected`` requests for it have come; ``at_gate`` is called then.
+    """
+
+    eos_ids: frozenset[int] = frozenset()
+    max_context = 10**7
+    weight_version = 0
+
+    def __init__(self, work: Any, delay: float) -> None:
+        self.tokenizer = work.tok
+        self._delay = delay
+        self._turns = work.turns + 1
+        self._variants = [
+            [(array("i", ids), array("f", [-0.5]) * len(ids)) for ids in work.script(i)] for i in range(work.variants)
+        ]
+        self.gate: int | None = None
+        self.expected = 0
+        self.at_gate: Any = None
+        self._open = asyncio.Event()
+        self._came = 0
+
+    async def generate(self, requests: Sequence[Any]) -> AsyncIterator[Any]:
+        """Wait, and give each request its turn."""
+        from fsm_rollout.engines.protocol import Chunk
+        from fsm_rollout.trajectory.enums import FinishReason
+
+        if requests[0].turn == self.gate:
+            self._came += len(requests)
+            if self._came >= self.expected:
+                self.at_gate()
+                self._open.set()
+            await self._open.wait()
+        await asyncio.sleep(self._delay)
+        for request in requests:
+            ids, logprobs = self._variants[int(request.group_id) % len(self._variants)][request.turn]
+            yield Chunk(request.request_id, ids, logprobs, finish_reason=FinishReason.STOP)
+
+    async def abort(self, request_ids: Iterable[str]) -> None:
+        """Nothing is ever aborted here."""
+
+    async def pause(self) -> None:
+        """Nothing runs between two dispatches."""
+
+    resume = sleep = wake = aclose = pause
+
+    async def update_weights(self, weights: Any, version: int | None = None) -> int:
+        """There are none."""
+        return self.weight_version
+
+    def load(self) -> Any:
+        """Return nothing: it is never busy."""
+        from fsm_rollout.engines.protocol import Load
+
+        return Load()
+
+
+def resident_mb() -> float:
+    """Return this process's resident memory."""
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+# -- our side -------------------------------------------------------------------------------------------------------
+
+
+def load_work(options: argparse.Namespace, folder: Path) -> Any:
+    """Import the workload, and return its object."""
+    name = "overhead_workload"
+    if options.workload is not None:
+        sys.path.insert(0, str(options.workload))
+        name = "workload"
+    os.environ["OVERHEAD_WORKLOAD"] = name
+    module = importlib.import_module(name)
+    assets = str(folder / "assets")
+    module.build_assets(assets)
+    return module.Workload(assets, turns=options.turns)
+
+
+def load_bench_agent(options: argparse.Namespace, folder: Path) -> Any:
+    """Return the agent, with as many tools more as asked for."""
+    from fsm_rollout import load_agent
+
+    names = ["lookup", *(f"tool_{number}" for number in range(options.extra_tools))]
+    tools = ", ".join(f'{name}: {{use: "overhead:lookup", timeout: 60}}' for name in names)
+    path = folder / "overhead.yaml"
+    path.write_text(AGENT % {"names": ", ".join(names), "tools": tools}, encoding="utf-8")
+    return load_agent(path)
+
+
+def prompts_of(options: argparse.Namespace, work: Any) -> list[Any]:
+    """Return the prompts, made longer by ``--context``."""
+    from fsm_rollout import Prompt
+
+    per_word = len(work.tok.encode("again " * 1000, add_special_tokens=False)) / 1000
+    filler = " again" * int(options.context / per_word)
+    prompts = []
+    for i in range(options.n):
+        *before, last = work.prompt(i)
+        messages = (*before, {**last, "content": last["content"] + filler})
+        prompts.append(Prompt(prompt_id=str(i), messages=messages))
+    return prompts
+
+
+def wrong(work: Any, prompts: Sequence[Any], tools: Any, batch: Any) -> int:
+    """Return how many rows differ from what they must be, in the prompt, the ids or the mask."""
+    tensors, bad = batch.tensordict, 0
+    attention, width = tensors["attention_mask"], tensors["prompts"].shape[1]
+    rows = {group_id: row for row, group_id in enumerate(tensors.get("group_id").tolist())}
+    for i, prompt in enumerate(prompts):
+        row = rows.get(str(i))
+        if row is None:
+            bad += 1
+            continue
+        messages = [dict(message) for message in prompt.messages]
+        text = work.tok.apply_chat_template(messages, tools=list(tools), add_generation_prompt=True, tokenize=False)
+        _, ids, mask = work.expected(i)
+        size = int(attention[row, width:].sum())
+        bad += (
+            tensors["prompts"][row][attention[row, :width].bool()].tolist()
+            != work.tok.encode(text, add_special_tokens=False)
+            or tensors["responses"][row, :size].tolist() != ids
+            or tensors["response_mask"][row, :size].tolist() != mask
+        )
+    return bad
+
+
+async def run_once(options: argparse.Namespace, work: Any, graph: Any, prompts: Sequence[Any], rep: int) -> Any:
+    """Run all prompts, make the batch, and return what it took."""
+    from fsm_rollout import Rollout
+    from fsm_rollout.trajectory.journal import Journal
+
+    engine = InstantEngine(work, options.delay)
+    marks = SimpleNamespace(cpu=0.0, resident=0.0, tokens=0)
+    if options.turns:  # not in virtual time: a gate before the second turn, where every trajectory waits
+        engine.gate, engine.expected = 1, len(prompts)
+
+        def at_gate() -> None:
+            gc.collect()
+            running = rollout.scheduler.running.values()
+            marks.tokens = sum(len(stream.tokens) for live in running for stream in live.trajectory.streams)
+            marks.resident, marks.cpu = resident_mb(), time.process_time()
+
+        engine.at_gate = at_gate
+    folder = tempfile.TemporaryDirectory()
+    journal = Journal(Path(folder.name) / "journal.sqlite") if options.journal else None
+    rollout = Rollout(graph, engine, concurrency=max(len(prompts), 1), journal=journal)
+    gc.collect()
+    before, wall, cpu = resident_mb(), time.perf_counter(), time.process_time()
+    groups = [group async for group in rollout.stream(prompts)]
+    ran = time.process_time()
+    width = None if options.context else options.prompt_length
+    batch = rollout.batch(groups, prompt_width=width, response_width=options.response_length)
+    if journal is not None:
+        journal.close()
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    folder.cleanup()
+    generations = len(prompts) * (options.turns + 1)
+    tools = rollout.scheduler.agents["overhead"].toolbox.schemas("main")
+    held = (marks.resident - before) * 1024 - marks.tokens * 16 / 1024
+    return {
+        "mode": "worker",
+        "n": len(prompts),
+        "turns": options.turns,
+        "delay": options.delay,
+        "rep": rep,
+        "wall_s": round(wall, 3),
+        "cpu_s": round(cpu, 3),
+        "traj_per_s": round(len(prompts) / wall, 1),
+        "us_wall_per_gen": round(1e6 * wall / generations, 1),
+        "us_cpu_per_gen": round(1e6 * cpu / generations, 1),
+        "us_cpu_per_turn": round(1e6 * (ran - marks.cpu) / max(1, len(prompts) * options.turns), 1),
+        "kb_per_trajectory": round(held / len(prompts), 1),
+        "rss_before_mb": round(before),
+        "rss_after_mb": round(resident_mb()),
+        "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
+        "wrong_trajectories": wrong(work, prompts, tools, batch),
+    }
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run our side in this process, once to warm up and then ``reps`` times."""
+    logging.disable(logging.WARNING)
+    sys.path.insert(0, str(HERE))
+    sys.modules["overhead"] = sys.modules[__name__]
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        work = load_work(options, Path(folder))
+        graph = load_bench_agent(options, Path(folder))
+        prompts = prompts_of(options, work)
+        asyncio.run(run_once(options, work, graph, prompts[:16], -1))
+        for rep in range(options.reps):
+            results.append(asyncio.run(run_once(options, work, graph, prompts, rep)))
+            show(results[-1], options)
+    return results
+
+
+def show(result: dict[str, Any], options: argparse.Namespace) -> None:
+    """Print one result."""
+    if options.json:
+        print(json.dumps(result), flush=True)
+        return
+    print(
+        f"{result['rep'] + 1}: {result['us_cpu_per_gen']:.0f} us CPU and {result['us_wall_per_gen']:.0f} us wall per "
+        f"generation, {result['traj_per_s']:.0f} trajectories/s, {result['wall_s']:.2f} s, "
+        f"peak {result['peak_rss_mb']} MB, {result['kb_per_trajectory']:.0f} kB per trajectory, "
+        f"{result['wrong_trajectories']} wrong",
+        flush=True,
+    )
+
+
+# -- beside verl ----------------------------------------------------------------------------------------------------
+
+
+def beside_verl(options: argparse.Namespace) -> None:
+    """Run both sides in turn, each in a process of its own, and print the ratios of their medians."""
+    if options.workload is None or not (options.workload / "bench_verl.py").is_file():
+        sys.exit(f"--peer needs --workload DIR with workload.py and bench_verl.py in it; got {options.workload}")
+    shared: list[object] = []
+    for name in ("n", "turns", "delay", "reps", "extra_tools", "prompt_length", "response_length"):
+        shared += [f"--{name.replace('_', '-')}", getattr(options, name)]
+    own = ["--workload", options.workload, "--context", options.context, *["--journal"] * options.journal]
+    python = options.peer / "bin/python"
+    sides = {
+        "verl": [python, options.workload / "bench_verl.py", *shared, "--mode", "worker", "--check"],
+        "ours": [sys.executable, __file__, *shared, *own, "--json"],
+    }
+    found: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+    for number in range(options.rounds):
+        for side, command in sides.items():
+            done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
+            results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+            if done.returncode or not results:
+                sys.exit(f"{side} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+            found[side] += results
+            print(f"{number + 1}, {side}:", {key: _median(results, key) for key in REPORTED if key in results[0]})
+    for key in REPORTED[:-1]:
+        if all(key in result for results in found.values() for result in results):
+            ours, theirs = _median(found["ours"], key), _median(found["verl"], key)
+            print(f"{key}: {ours:.5g} against {theirs:.5g}, ratio {ours / theirs:.3f}")
+
+
+REPORTED = ("us_cpu_per_gen", "us_wall_per_gen", "wall_s", "peak_rss_mb", "wrong_trajectories")
+
+
+def _median(results: Sequence[dict[str, Any]], key: str) -> float:
+    return float(statistics.median(result[key] for result in results))
+
+
+def main() -> None:
+    """Parse the arguments and run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--n", type=int, default=2048, help="trajectories, all at once")
+    parser.add_argument("--turns", type=int, default=4, help="tool turns; one more generation ends a trajectory")
+    parser.add_argument("--extra-tools", type=int, default=0, help="tools that are shown and never called")
+    parser.add_argument("--delay", type=float, default=0.0, help="seconds that each generation takes")
+    parser.add_argument("--prompt-length", type=int, default=512, help="width of the batch's prompts")
+    parser.add_argument("--response-length", type=int, default=1024, help="width of the batch's responses")
+    parser.add_argument("--context", type=int, default=0, help="make each prompt so many tokens longer")
+    parser.add_argument("--journal", action="store_true", help="keep a journal")
+    parser.add_argument("--reps", type=int, default=3)
+    parser.add_argument("--json", action="store_true", help="print one object a line")
+    parser.add_argument("--workload", type=Path, help="the folder of the neutral workload")
+    parser.add_argument("--peer", type=Path, help="an environment with verl, to run beside")
+    parser.add_argument("--rounds", type=int, default=2, help="with --peer: how often both sides are run in turn")
+    options = parser.parse_args()
+    if options.peer is None:
+        measure(options)
+    else:
+        beside_verl(options)
+
+
+if __name__ == "__main__":
+    main()
