@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 .PHONY: demo test quick check format bench diagrams mutants clean
 
 demo: $(STAMP)
-	$(BIN)/fsm-rollout run configs/runs/demo.yaml
+	$(BIN)/fsm-rollout run configs/runs/demo.yaml --replace
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup

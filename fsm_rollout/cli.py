@@ -6,6 +6,7 @@ needs is imported inside it, so that each starts as fast as it can.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -116,7 +117,7 @@ def run(
     file: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="the run's file", show_default=False)],
     overrides: Overrides = None,
     replace: Annotated[
-        bool, typer.Option("--replace", help="start a new run where an unfinished run of that name is")
+        bool, typer.Option("--replace", help="delete the run, finished or not, that is in its folder")
     ] = False,
 ) -> None:
     r"""Run an agent on prompts and write the run's folder.
@@ -125,8 +126,8 @@ def run(
     Example: fsm-rollout run configs/runs/demo.yaml n=8 sampling.temperature=0.7
 
     The folder holds journal.sqlite (every event), batch/ (the tensors), summary.json and report.html. A key that starts
-    with `agent.` changes the agent: agent.limits.tool_calls=3. Ctrl-C suspends the run; `fsm-rollout resume` continues
-    it.
+    with `agent.` changes the agent: agent.limits.tool_calls=3. A folder that holds a run is left alone, unless you give
+    --replace. Ctrl-C, SIGTERM and SIGHUP suspend the run; `fsm-rollout resume` continues it.
     """
     from fsm_rollout.jobs.run_config import load_run
     from fsm_rollout.jobs.runner import execute
@@ -158,10 +159,12 @@ def _carry_out(out: Path, work: Callable[[Progress], Summary]) -> None:
     console = Console(stderr=True)
     try:
         summary = work(lambda total, done: RunProgress(total, done, console))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interruption:
+        number = getattr(interruption, "signal", signal.SIGINT)
+        by = "" if number == signal.SIGINT else f" by {number.name}"
         hint = f"; to continue: fsm-rollout resume {_short(out)}" if (out / "journal.sqlite").exists() else ""
-        typer.echo(f"interrupted{hint}", err=True)
-        raise typer.Exit(130) from None
+        typer.echo(f"interrupted{by}{hint}", err=True)
+        raise typer.Exit(128 + number) from None
     Console().print(summary_table(summary))
     for line in failure_lines(summary):
         typer.echo(line, err=True)

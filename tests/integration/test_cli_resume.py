@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from fsm_rollout import TrajectoryBatch
 from fsm_rollout.cli import app
+from fsm_rollout.jobs import runner
 from fsm_rollout.jobs.run_config import load_run
 from fsm_rollout.jobs.runner import execute, resume
 from fsm_rollout.scheduler.scheduler import Listener
@@ -127,7 +128,15 @@ def test_an_unfinished_run_is_not_replaced_unasked(run: Path, whole: dict[str, A
     assert (run.parent / "out" / "journal.sqlite").read_bytes() == before
     assert CliRunner().invoke(app, ["run", str(run), "--replace"]).exit_code == 0
     assert rows(run.parent / "out") == whole
-    assert CliRunner().invoke(app, ["run", str(run)]).exit_code == 0, "what has ended is replaced"
+    before = (run.parent / "out" / "journal.sqlite").read_bytes()
+    done = CliRunner().invoke(app, ["run", str(run)])
+    assert done.exit_code == 2, "what has ended is not replaced unasked either"
+    assert "holds a finished run of 8 trajectories" in done.output
+    assert f"out={run.parent / 'out-2'}" in done.output
+    assert "--replace" in done.output
+    assert (run.parent / "out" / "journal.sqlite").read_bytes() == before
+    (run.parent / "out-2").mkdir()
+    assert f"out={run.parent / 'out-3'}" in CliRunner().invoke(app, ["run", str(run)]).output
 
 
 def test_a_whole_run_is_only_written_again(run: Path, whole: dict[str, Any]) -> None:
@@ -201,23 +210,78 @@ def test_what_cannot_go_on_says_why(run: Path, whole: dict[str, Any]) -> None:
     assert "is the journal of a program" in refused(run.parent / "mine")
 
 
-def test_a_run_that_is_going_on_is_left_alone(run: Path) -> None:
-    said: list[str] = []
+@pytest.mark.parametrize("command", ["resume", "run --replace"])
+def test_a_run_that_is_going_on_is_left_alone(run: Path, whole: dict[str, Any], command: str) -> None:
+    answers: list[str] = []
 
     class Meanwhile(Ear):
         def hear(self, trajectory: Trajectory, event: AnyEvent) -> None:
-            if not said:
-                done = subprocess.run(
-                    [sys.executable, "-m", "fsm_rollout", "resume", str(run.parent / "out")],
-                    capture_output=True,
-                    text=True,
-                    timeout=300,
-                )
-                said.append(f"{done.returncode} {done.stderr}")
+            if not answers:
+                verb, *options = command.split()
+                target = run.parent / "out" if verb == "resume" else run
+                line = [sys.executable, "-m", "fsm_rollout", verb, str(target), *options]
+                done = subprocess.run(line, capture_output=True, text=True, timeout=300)
+                answers.append(f"{done.returncode} {done.stderr}")
 
     execute(load_run(run), Meanwhile())
-    assert said[0].startswith("2 ")
-    assert "is still going on" in said[0]
+    assert answers[0].startswith("2 ")
+    assert "is still going on (process " in answers[0]
+    assert rows(run.parent / "out") == whole
+    assert not (run.parent / "out" / "run.lock").exists()
+
+
+def test_a_run_goes_on_behind_a_journal_that_is_closed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder is the run's until its results are in place, and from before its engines are built."""
+    folder = run.parent / "out"
+    answers: list[str] = []
+
+    def replace(moment: str) -> None:
+        line = [sys.executable, "-m", "fsm_rollout", "run", str(run), "--replace"]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=300)
+        answers.append(f"{moment}: {done.returncode} {done.stderr.partition(' (')[0]}")
+
+    report = runner.write_report
+    check = runner._check_engines
+    monkeypatch.setattr(runner, "_check_engines", lambda config: (replace("before"), check(config)))
+    monkeypatch.setattr(runner, "write_report", lambda *a, **k: (replace("after"), report(*a, **k)))
+    execute(load_run(run), Ear())
+    refusal = f"2 out: '{folder}' holds a run that is still going on"
+    assert answers == [f"before: {refusal}", f"after: {refusal}"]
+    assert (folder / "report.html").exists()
+
+
+PREEMPTED = """
+import os, signal, sys
+from fsm_rollout import cli
+from fsm_rollout.jobs.progress import RunProgress
+from fsm_rollout.trajectory.events import Called
+number = getattr(signal, sys.argv[2])
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does to what it starts in the background
+hear, seen = RunProgress.__call__, []
+def listen(self, trajectory, event):
+    hear(self, trajectory, event)
+    seen.append(event)
+    if isinstance(event, Called) and sum(isinstance(each, Called) for each in seen) in (4, 5):  # in pairs
+        os.kill(os.getpid(), number)
+RunProgress.__call__ = listen
+sys.argv = ["fsm-rollout", "run", sys.argv[1]]
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_run_that_is_told_to_end_is_suspended(run: Path, whole: dict[str, Any], name: str) -> None:
+    line = [sys.executable, "-c", PREEMPTED, str(run), name]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300)
+    out = run.parent / "out"
+    assert done.returncode == 128 + getattr(signal, name), done.stderr
+    assert f"interrupted by {name}; to continue: fsm-rollout resume {out}" in done.stderr
+    assert "Traceback" not in done.stderr
+    stands = list(read(out / "journal.sqlite"))
+    assert {trajectory.suspended for trajectory in stands if not trajectory.ended} == {"interrupted"}
+    assert [file.name for file in out.iterdir()] == ["journal.sqlite"]
+    resume(out, [], Ear())
+    assert rows(out) == whole
 
 
 def test_the_command_line_goes_on(run: Path, whole: dict[str, Any]) -> None:

@@ -114,9 +114,9 @@ def test_out_must_be_a_folder(place: Path) -> None:
     assert (place / "taken").read_text("utf-8") == "mine"
 
 
-def test_a_second_run_replaces_the_first_and_leaves_other_files_alone(place: Path) -> None:
-    for _ in range(2):
-        assert CliRunner().invoke(app, ["run", str(place / "run.yaml")]).exit_code == 0
+def test_a_run_that_replaces_another_leaves_other_files_alone(place: Path) -> None:
+    for options in ([], ["--replace"]):
+        assert CliRunner().invoke(app, ["run", str(place / "run.yaml"), *options]).exit_code == 0
         (place / "out" / "notes.txt").write_text("mine", "utf-8")
     assert (place / "out" / "notes.txt").exists()
 
@@ -157,8 +157,8 @@ def test_a_folder_of_somebody_else_s_is_left_alone(place: Path) -> None:
     (mine / "batch/precious.txt").write_text("keep me", "utf-8")
     assert "holds 'batch', and no journal" in refused(place, f"out={mine}")
     assert (mine / "batch/precious.txt").read_text("utf-8") == "keep me"
-    for _ in range(2):  # a run's own folder is written again
-        done = CliRunner().invoke(app, ["run", str(place / "run.yaml")])
+    for options in ([], ["--replace"]):  # a run's own folder is written again
+        done = CliRunner().invoke(app, ["run", str(place / "run.yaml"), *options])
         assert done.exit_code == 0, done.output
 
 
