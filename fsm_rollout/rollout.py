@@ -241,11 +241,16 @@ class Rollout:
         if target_groups is None or isinstance(prompts, Sequence):
             checked = as_prompts(prompts, named=False)
             self.scheduler.check(checked)
-        for program in self.scheduler.programs.values():
+        programs = list(self.scheduler.programs.values())
+        for program in programs:
             await program.toolbox.prepare()
-        async with aclosing(self.scheduler.run(checked, n, target_groups=target_groups, **options)) as groups:
-            async for group in groups:
-                yield group
+        try:
+            async with aclosing(self.scheduler.run(checked, n, target_groups=target_groups, **options)) as groups:
+                async for group in groups:
+                    yield group
+        finally:
+            for program in programs:
+                await program.toolbox.close()
 
     def _one_by_one(self, prompts: Iterable[PromptLike]) -> Iterator[Prompt]:
         for index, item in enumerate(prompts):

@@ -43,6 +43,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "transitions": ("agent.machine",),
     "typer": ("cli",),
     "sqlite3": ("trajectory.journal",),
+    "mcp": ("tools.mcp_server",),
     "graphviz": ("diagrams.draw",),
     "pygraphviz": (),  # in a process of its own, see diagrams.draw
 }

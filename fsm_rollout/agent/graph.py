@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from fsm_rollout.trajectory.enums import Trigger
 from fsm_rollout.trajectory.settings import (
@@ -65,11 +65,37 @@ class Retry(StrictModel):
     errors: tuple[str, ...] = ()
 
 
+class MCP(StrictModel):
+    """An MCP server, whose tools the model is shown under their own names."""
+
+    command: tuple[str, ...] | None = Field(
+        None, description="a program to start, which speaks on its standard streams"
+    )
+    url: str | None = Field(None, pattern=r"^https?://", description="a server that runs already (streamable HTTP)")
+    env: FreeForm = Field(
+        default_factory=dict, description="for the program, beside PATH and HOME; `$NAME` is read here"
+    )
+    headers: FreeForm = Field(default_factory=dict, description="sent to the url; `$NAME` is read from the environment")
+    session: Literal["trajectory", "shared"] = Field(
+        "trajectory", description="each trajectory has a session (and a program) of its own, or all share one"
+    )
+
+    @model_validator(mode="after")
+    def _one_way(self) -> MCP:
+        if bool(self.command) == (self.url is not None):
+            raise ValueError("give either `command` (a list of words) or `url`")
+        if (self.url is not None and self.env) or (self.command and self.headers):
+            raise ValueError("`env` is for a command, `headers` are for a url")
+        return self
+
+
 class Tool(StrictModel):
-    """A tool: Python code (``use``) or another agent (``agent``), with what bounds its calls."""
+    """A tool: Python code (``use``), an agent (``agent``) or those of an MCP server (``mcp``), and what bounds calls."""
 
     use: ImportPath | None = None
     agent: AgentGraph | None = None
+    mcp: MCP | None = None
+    allow: tuple[str, ...] | None = Field(None, description="which of the MCP server's tools there are; None: all")
     kwargs: FreeForm = Field(default_factory=dict)
     description: str | None = None
     timeout: Seconds | None = None
@@ -80,7 +106,16 @@ class Tool(StrictModel):
     placement: Literal["local", "process", "ray"] = Field(
         "local", description="where its code runs: in this process, in worker processes, or on a Ray cluster"
     )
-    repeatable: bool = Field(True, description="false: a call is never made twice, neither by retry nor by resume")
+    repeatable: bool | None = Field(
+        None,
+        description="false: a call is never made twice, neither by retry nor by resume; default: true, but false for "
+        "tools of an MCP server",
+    )
+
+    @property
+    def may_repeat(self) -> bool:
+        """Whether a call may be made twice."""
+        return self.mcp is None if self.repeatable is None else self.repeatable
 
 
 class Interaction(StrictModel):

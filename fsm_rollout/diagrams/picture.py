@@ -116,8 +116,9 @@ def _facts(graph: AgentGraph, name: str, handler: str, spends: str | None) -> It
     state, limits = graph.states[name], graph.limits.model_dump()
     calls = spends == LimitName.TOOL_CALLS or (":" in handler and spends == LimitName.ASSISTANT_TURNS)
     if calls and (tools := graph.tools_of(state.context)):
-        agents = {name: tool.agent.agent for name, tool in graph.tools.items() if tool.agent is not None}
-        yield ", ".join(f"{name} (agent {agents[name]})" if name in agents else name for name in tools)
+        kinds = {name: f" (agent {tool.agent.agent})" for name, tool in graph.tools.items() if tool.agent is not None}
+        kinds |= {name: " (MCP)" for name, tool in graph.tools.items() if tool.mcp is not None}
+        yield ", ".join(f"{name}{kinds.get(name, '')}" for name in tools)
     if handler == "interact" and (interaction := state.interaction or graph.interaction):
         yield interaction.use.rpartition(":")[2]
     for limit, row in LIMITS.items():

@@ -117,8 +117,8 @@ class HandlerContext(Visit):
 
     async def _make_call(self, attempt: ToolCall | MalformedCall) -> Called:
         name = attempt.name if isinstance(attempt, ToolCall) else ""
-        tool = self.program.graph.tools.get(name)
-        if tool is not None and not tool.repeatable:
+        tool = self.program.toolbox.spec_of(name)
+        if tool is not None and not tool.may_repeat:
             begun = any(
                 isinstance(event, events.CallBegun) and event.id == attempt.id for event in self.trajectory.here
             )

@@ -18,7 +18,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import InitVar, dataclass
 from functools import partial
 from random import Random
-from typing import Any, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
 from msgspec.structs import replace
@@ -63,6 +63,17 @@ class NotReady(Exception):
     """A tool's `create` failed; its cause says how. Not the model's fault."""
 
 
+class WrongCall(Exception):
+    """What carries the tool out elsewhere says that the call is wrong; its text is meant for the model."""
+
+
+class Holder(Protocol):
+    """Something that a trajectory holds open for its calls, such as an instance of a tool's class."""
+
+    async def release(self, held: Any) -> str | None:
+        """Release what it holds, and return what went wrong."""
+
+
 class BoundTool(ABC):
     """A tool of an agent, its code loaded and its schema built. One subclass per kind of tool."""
 
@@ -78,7 +89,7 @@ class BoundTool(ABC):
     def __init__(self, name: str, spec: graph.Tool) -> None:
         self.name = name
         self.spec = spec
-        self.where = f"tool '{name}' ({spec.use or 'agent'})"
+        self.where = f"tool '{name}' ({spec.use or ('agent' if spec.agent is not None else 'mcp')})"
 
     @abstractmethod
     def check(self, tools_kwargs: Mapping[str, object]) -> None:
@@ -289,10 +300,7 @@ def _ask(task: str) -> None:
 
 def bind(name: str, spec: graph.Tool) -> BoundTool:
     """Load a tool's code and build its schema; nothing of the tool runs. Raise ToolError for what is wrong with it."""
-    if (spec.use is None) == (spec.agent is None):
-        raise ToolError(f"tool '{name}': give either `use` (a function or class) or `agent` (a YAML file)")
-    if not spec.repeatable and spec.retry.attempts > 1:
-        raise ToolError(f"tool '{name}': it is not repeatable, so it cannot be retried; leave out one of the two")
+    _check_form(name, spec)
     if spec.agent is not None:
         return AgentTool(name, spec, spec.agent)
     try:
@@ -306,12 +314,51 @@ def bind(name: str, spec: graph.Tool) -> BoundTool:
     raise ToolError(f"tool '{name}': '{spec.use}' is a {type(code).__name__}; a tool is a function or a class")
 
 
+def bind_all(name: str, spec: graph.Tool) -> Mapping[str, BoundTool]:
+    """Return the tools of one entry of an agent's ``tools``, by name; an MCP server is asked for its own."""
+    if spec.mcp is None:
+        return {name: bind(name, spec)}
+    _check_form(name, spec)
+    server: Any = load_object("fsm_rollout.tools.mcp_server:MCPServer")  # the mcp package: only for those who ask
+    tools: Mapping[str, BoundTool] = server(name, spec).tools()
+    return tools
+
+
+def check_tool(name: str, spec: graph.Tool) -> None:
+    """Raise ToolError for what is wrong with an entry of an agent's ``tools``; no server is started or asked."""
+    if spec.mcp is None:
+        bind(name, spec)
+    else:
+        _check_form(name, spec)
+
+
+def _check_form(name: str, spec: graph.Tool) -> None:
+    if sum(kind is not None for kind in (spec.use, spec.agent, spec.mcp)) != 1:
+        raise ToolError(
+            f"tool '{name}': give either `use` (a function or class) or `agent` (a YAML file) or `mcp` (a server)"
+        )
+    if not spec.may_repeat and spec.retry.attempts > 1:
+        advice = "leave out one of the two" if spec.repeatable is False else "say `repeatable: true` if it may be"
+        raise ToolError(f"tool '{name}': it is not repeatable, so it cannot be retried; {advice}")
+    if spec.mcp is None and spec.allow is not None:
+        raise ToolError(f"tool '{name}': `allow` names tools of an MCP server, and this is none")
+    if spec.mcp is not None:
+        if spec.placement != "local":
+            raise ToolError(f"tool '{name}': an MCP server runs where it runs; leave `placement` out")
+        if spec.kwargs or spec.description is not None:
+            raise ToolError(
+                f"tool '{name}': an MCP server describes its tools itself; leave kwargs and description out"
+            )
+
+
 def tool_schema_of(name: str, tool: graph.Tool) -> Schema:
-    """Return the schema of a tool of an agent, whichever kind it is; its code is imported, and not run.
+    """Return the schema of a tool of an agent, code or another agent; its code is imported, and not run.
 
     Raises:
-        ToolError: its import, its signature or its ``kwargs`` are wrong.
+        ToolError: its import, its signature or its ``kwargs`` are wrong; or it is an MCP server, which has many.
     """
+    if tool.mcp is not None:
+        raise ToolError(f"tool '{name}' is an MCP server with schemas of its own; see `Toolbox(agent).schemas('main')`")
     return bind(name, tool).schema
 
 
@@ -324,7 +371,15 @@ class Toolbox:
 
     def __init__(self, agent: AgentGraph) -> None:
         self._agent = agent
-        self._tools = {name: bind(name, spec) for name, spec in agent.tools.items()}
+        self._entries = {name: bind_all(name, spec) for name, spec in agent.tools.items()}
+        """The tools of each entry of the agent's ``tools``, by name."""
+        self._tools: dict[str, BoundTool] = {}
+        for entry, tools in self._entries.items():
+            if twice := [name for name in tools if name in self._tools]:
+                raise ToolError(
+                    f"tool '{entry}': there is another tool called '{twice[0]}'; choose by `allow`, or rename the other"
+                )
+            self._tools |= tools
         self._schemas: dict[str, tuple[Schema, ...]] = {}
         # Slots belong to the loop that waits for them, and a toolbox may serve several, one after the other.
         self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Slots]] = WeakKeyDictionary()
@@ -342,7 +397,23 @@ class Toolbox:
 
     def tools_of(self, context: str) -> Mapping[str, BoundTool]:
         """Return the tools that may be called in a context."""
-        return {name: self._tools[name] for name in self._agent.tools_of(context)}
+        names = [name for entry in self._agent.tools_of(context) for name in self._entries[entry]]
+        return {name: self._tools[name] for name in names}
+
+    def spec_of(self, name: str) -> graph.Tool | None:
+        """Return what the agent says of the tool that a model calls ``name``, if there is one."""
+        return self._tools[name].spec if name in self._tools else None
+
+    @property
+    def _servers(self) -> list[Any]:
+        """The MCP servers among the entries."""
+        servers = (getattr(next(iter(tools.values())), "server", None) for tools in self._entries.values())
+        return [server for server in servers if server is not None]
+
+    async def close(self) -> None:
+        """Close what trajectories shared; a later call opens it again."""
+        for server in self._servers:
+            await server.close()
 
     def check(self, tools_kwargs: object) -> ToolsKwargs:
         """Check a prompt's ``tools_kwargs`` (``None``: it has none), and return them.
@@ -404,8 +475,8 @@ class ToolSession:
         """Check the prompt's ``tools_kwargs``."""
         self.hidden = self.toolbox.check(tools_kwargs)
         """The values of hidden parameters, by tool."""
-        self.instances: dict[ClassTool, asyncio.Task[Instance]] = {}
-        """The tasks that make, or have made, this trajectory's instances."""
+        self.instances: dict[Holder, Any] = {}
+        """What this trajectory holds open: the tasks that make, or have made, its instances, and its connections."""
 
     async def call(
         self, attempt: ToolCall | MalformedCall, *, context: str = MAIN, tokenizer: Tokenizer | None = None
@@ -453,7 +524,7 @@ class ToolSession:
         instances, self.instances = self.instances, {}
         if not instances:
             return []
-        work = asyncio.gather(*(tool.release(creating) for tool, creating in instances.items()))
+        work = asyncio.gather(*(holder.release(held) for holder, held in instances.items()))
         try:
             failures = await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -521,6 +592,8 @@ def _failure(tool: BoundTool, error: BaseException) -> tuple[CallResult, frozens
             text = error_text(f"{name} is still busy with calls that did not end", GO_ON_LATER)
         case ToolDied():
             text = error_text(f"{name}: the tool broke down", GO_ON_WITHOUT)
+        case WrongCall():
+            failure, text, bad = "tool_error", error_text(described(error).partition(": ")[2], CORRECT), True
         case _ if of_the_world or not names.isdisjoint(tool.spec.retry.errors):
             text = error_text(f"{name} failed: {described(error)}", GO_ON_WITHOUT)
         case _:

@@ -8,7 +8,7 @@ from fsm_rollout.agent.graph import MAIN, POLICY, TERMINATED, Interaction, State
 from fsm_rollout.agent.handlers import TEMPLATE_FACTS, load_object
 from fsm_rollout.agent.rules.structure import Finding, Structure
 from fsm_rollout.errors import ConfigError, ToolError, did_you_mean
-from fsm_rollout.tools.toolbox import tool_schema_of
+from fsm_rollout.tools.toolbox import check_tool
 from fsm_rollout.trajectory.config_errors import ConfigPath
 
 _DEFAULTS = State()
@@ -50,7 +50,7 @@ def _code(structure: Structure) -> Iterator[Finding]:
     graph = structure.graph
     for name, tool in graph.tools.items():
         try:
-            tool_schema_of(name, tool)
+            check_tool(name, tool)
         except ToolError as error:
             yield Finding(14, ("tools", name), str(error))
     interactions: dict[ConfigPath, Interaction | None] = {("interaction", "use"): graph.interaction}

@@ -1,0 +1,383 @@
+"""Tools of MCP servers (Model Context Protocol), by the official ``mcp`` package.
+
+Invariants: the schemas that a model is shown are those that the server declares, and a call is checked against them
+before it is sent. A session belongs to one trajectory unless it is ``shared``, and a task of its own keeps it open. A
+session whose server has died is never used again: the next call starts another. A call that was under way then is
+answered as failed, since it may have had its effect. Resources and prompts of servers are not used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, TYPE_CHECKING, Any, TextIO, cast
+from weakref import WeakKeyDictionary
+
+from fsm_rollout.agent import graph
+from fsm_rollout.agent.handlers import looked_in
+from fsm_rollout.concurrency.cancellation import being_cancelled, wait_for
+from fsm_rollout.concurrency.threads import DaemonThreads
+from fsm_rollout.errors import BadArguments, ToolError, did_you_mean, single
+from fsm_rollout.tools import tool_messages
+from fsm_rollout.tools.base import fresh
+from fsm_rollout.tools.bounded_call import ToolDied
+from fsm_rollout.tools.schema import Arguments, Schema, tidy
+from fsm_rollout.tools.toolbox import BoundTool, MakeContext, NotReady, ToolSession, WrongCall
+
+try:
+    import httpx2
+    import jsonschema
+    from mcp import Client, MCPError, StdioServerParameters, stdio_client
+    from mcp.client.streamable_http import streamable_http_client
+    from mcp_types import INVALID_PARAMS, CallToolResult, Implementation
+    from mcp_types import Tool as DeclaredTool
+except ImportError as error:
+    raise ToolError("tools of MCP servers need the `mcp` package: pip install 'fsm-rollout[mcp]'") from error
+
+if TYPE_CHECKING:
+    from mcp.client._transport import Transport, TransportStreams
+
+logger = logging.getLogger(__name__)
+
+START_SECONDS = 120.0
+"""How long a server may take to start and to name its tools; some are downloaded when they first start."""
+CLOSE_SECONDS = 30.0
+"""How long a session may take to close."""
+SHOWN_OUTPUT = 400
+"""Characters of a server's standard error that an error message quotes."""
+_threads = DaemonThreads("fsm-rollout-mcp")
+_discovered: dict[int, tuple[graph.MCP, list[DeclaredTool]]] = {}
+"""What servers have said, by the identity of their specs (held here, so that no other object can have it): building a
+toolbox again, as simulations do for each example, asks nobody."""
+
+
+class MCPServer:
+    """One server of an agent: its tools and its sessions."""
+
+    def __init__(self, name: str, spec: graph.Tool) -> None:
+        assert spec.mcp is not None
+        self.name = name
+        self.spec = spec
+        self.mcp = spec.mcp
+        self.where = f"tool '{name}' ({' '.join(self.mcp.command) if self.mcp.command else self.mcp.url})"
+        self._shared: WeakKeyDictionary[asyncio.AbstractEventLoop, _Connection] = WeakKeyDictionary()
+
+    def tools(self) -> dict[str, BoundTool]:
+        """Ask the server for its tools (once in this process), and return those that are allowed.
+
+        Raises:
+            ToolError: it cannot be reached, has no such tool, or declares a schema that is none.
+        """
+        if id(self.mcp) not in _discovered:
+            work = _threads.submit(lambda: asyncio.run(self._declared()))
+            _discovered[id(self.mcp)] = (self.mcp, wait_for(work))
+        declared = {tool.name: tool for tool in _discovered[id(self.mcp)][1]}
+        allowed = self.spec.allow if self.spec.allow is not None else tuple(declared)
+        if unknown := [name for name in allowed if name not in declared]:
+            hint = did_you_mean(unknown[0], declared)
+            raise ToolError(f"{self.where}: allow: the server has no tool '{unknown[0]}'{hint}")
+        if not declared:
+            raise ToolError(f"{self.where}: the server has no tools")
+        return {name: MCPTool(self, declared[name]) for name in allowed}
+
+    async def _declared(self) -> list[DeclaredTool]:
+        connection = _Connection(self)
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                client = await asyncio.shield(connection.client)
+                tools, cursor = [], None
+                while True:
+                    page = await client.list_tools(cursor=cursor)
+                    tools += page.tools
+                    cursor = page.next_cursor
+                    if cursor is None:
+                        return tools
+        except TimeoutError:
+            raise ToolError(f"{self.where}: the server did not name its tools within {START_SECONDS:g} s") from None
+        except NotReady as error:
+            raise ToolError(f"{self.where}: the server cannot be started or reached: {error.__cause__}") from error
+        except MCPError as error:
+            raise ToolError(f"{self.where}: the server does not name its tools: {error}") from error
+        finally:
+            await connection.close()
+
+    def connection(self, session: ToolSession) -> _Connection:
+        """Return a trajectory's connection, or the shared one; a new one where there is none that works."""
+        loop = asyncio.get_running_loop()
+        shared = self.mcp.session == "shared"
+        connection = self._shared.get(loop) if shared else session.instances.get(self)
+        if connection is not None and connection.is_good(loop):
+            return connection
+        if connection is not None and connection.was_open:
+            logger.warning("%s: the server has ended; it is started or connected to again", self.where)
+        connection = _Connection(self)
+        if shared:
+            self._shared[loop] = connection
+        else:
+            session.instances[self] = connection
+        return connection
+
+    async def release(self, connection: _Connection) -> str | None:
+        """Close a trajectory's connection, and return what went wrong."""
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await connection.close()
+        except TimeoutError:
+            return f"{self.where}: the session did not close within {CLOSE_SECONDS:g} s"
+        return None
+
+    async def close(self) -> None:
+        """Close the connection that this event loop's trajectories share, if there is one."""
+        connection = self._shared.pop(asyncio.get_running_loop(), None)
+        if connection is not None and (failure := await self.release(connection)) is not None:
+            logger.warning(failure)
+
+    @asynccontextmanager
+    async def transport(self, errors: IO[str]) -> AsyncIterator[Transport]:
+        """Yield the way to the server; what a program writes to its standard error goes to ``errors``."""
+        if self.mcp.command:
+            first, *arguments = (_path_of(word) for word in self.mcp.command)
+            # Commands installed beside this interpreter are found without an activated environment.
+            path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+            env = {"PATH": path} | _from_environment(self.mcp.env)
+            command = shutil.which(first, path=env["PATH"]) or first
+            yield stdio_client(
+                StdioServerParameters(command=command, args=arguments, env=env), errlog=cast(TextIO, errors)
+            )
+            return
+        async with httpx2.AsyncClient(
+            headers=_from_environment(self.mcp.headers), timeout=httpx2.Timeout(30.0, read=None)
+        ) as http:
+            yield streamable_http_client(str(self.mcp.url), http_client=http)
+
+
+class _Connection:
+    """One session with a server. A task of its own opens and closes it, since its cancel scopes belong to a task."""
+
+    def __init__(self, server: MCPServer) -> None:
+        self._server = server
+        self._loop = asyncio.get_running_loop()
+        self.client: asyncio.Future[Client] = self._loop.create_future()
+        self.lost = asyncio.Event()
+        """Set when nothing can be asked of it any more: it failed, ended or was closed."""
+        self._task = self._loop.create_task(self._keep(), name=f"session of {server.where}")
+
+    def is_good(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Whether it can be asked, or will be when it is open."""
+        return self._loop is loop and not self.lost.is_set() and not self._task.done()
+
+    @property
+    def was_open(self) -> bool:
+        """Whether it has ever been open."""
+        return self.client.done() and not self.client.cancelled() and self.client.exception() is None
+
+    async def close(self) -> None:
+        """Close it; a program is ended with its children."""
+        self.lost.set()
+        if not self.client.done():
+            self._task.cancel()
+        await asyncio.wait({self._task})
+
+    async def _keep(self) -> None:
+        """Hold the session open until it is lost or closed."""
+        with TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+            try:
+                async with (
+                    self._server.transport(errors) as transport,
+                    Client(
+                        _watched(transport, self.lost), client_info=Implementation(name="fsm-rollout", version="1")
+                    ) as client,
+                ):
+                    self.client.set_result(client)
+                    await self.lost.wait()
+            except (Exception, asyncio.CancelledError) as failure:  # also the library's own cancellations
+                if not self.client.done():
+                    error = NotReady()
+                    error.__cause__ = Unreachable(_explained(failure, errors))
+                    self.client.set_exception(error)
+                    self.client.exception()  # it need not be asked for
+                if isinstance(failure, asyncio.CancelledError) and being_cancelled():
+                    raise
+            finally:
+                self.lost.set()
+
+    async def call(self, name: str, arguments: Mapping[str, object]) -> CallToolResult:
+        """Make one call.
+
+        Raises:
+            NotReady: the server cannot be started or reached.
+            ToolDied: it ended meanwhile.
+            MCPError: it refuses.
+        """
+        client = await asyncio.shield(self.client)
+        call = self._loop.create_task(client.call_tool(name, dict(arguments)))
+        lost = self._loop.create_task(self.lost.wait())
+        try:
+            await asyncio.wait({call, lost}, return_when=asyncio.FIRST_COMPLETED)
+            failure = call.exception() if call.done() and not call.cancelled() else ToolDied()
+            if failure is None:
+                return call.result()
+            raise ToolDied(f"{self._server.where}: the server ended during a call") if self.lost.is_set() else failure
+        finally:
+            call.cancel()
+            lost.cancel()
+
+
+class Unreachable(ConnectionError):
+    """A server cannot be started or reached."""
+
+
+class MCPTool(BoundTool):
+    """One tool of a server."""
+
+    def __init__(self, server: MCPServer, declared: DeclaredTool) -> None:
+        super().__init__(declared.name, server.spec)
+        self.server = server
+        self.where = f"{server.where}: '{declared.name}'"
+        shown = tidy({key: value for key, value in declared.input_schema.items() if key != "$schema"})
+        shown.setdefault("properties", {})
+        shown.pop("additionalProperties", None)  # as for other tools: no training data shows it
+        description = declared.description or declared.title or declared.name
+        self.schema: Schema = {
+            "type": "function",
+            "function": {"name": declared.name, "description": description.strip(), "parameters": shown},
+        }
+        kind = jsonschema.validators.validator_for(declared.input_schema, default=jsonschema.Draft202012Validator)
+        try:
+            kind.check_schema(declared.input_schema)
+        except jsonschema.SchemaError as error:
+            raise ToolError(f"{self.where}: its schema is none: {error.message}; leave it out by `allow`") from None
+        self._validator = kind(declared.input_schema)
+        self._names = list(declared.input_schema.get("properties", {}))
+
+    def check(self, tools_kwargs: Mapping[str, object]) -> None:
+        """There must be none."""
+        if tools_kwargs:
+            raise ToolError(
+                f"{self.where}: a tool of an MCP server takes no tools_kwargs; got {', '.join(tools_kwargs)}"
+            )
+
+    def read(self, arguments: Mapping[str, object]) -> Arguments:
+        """Check a model's arguments against the declared schema, and return a copy, or raise BadArguments."""
+        if unknown := [name for name in arguments if self._names and name not in self._names and self._is_closed]:
+            raise BadArguments(f"argument '{unknown[0]}' is not a parameter{did_you_mean(unknown[0], self._names)}")
+        problems = [
+            f"argument '{'.'.join(map(str, problem.absolute_path))}': {problem.message}"
+            if problem.absolute_path
+            else problem.message
+            for problem in self._validator.iter_errors(dict(arguments))
+        ]
+        if problems:
+            raise BadArguments("; ".join(problems[:5]))
+        return dict(fresh(arguments))
+
+    @property
+    def _is_closed(self) -> bool:
+        """Whether the schema declares all arguments that there are; what it does not name would be lost in silence."""
+        schema = self._validator.schema
+        return (
+            isinstance(schema, Mapping)
+            and not schema.get("additionalProperties")
+            and not schema.get("patternProperties")
+        )
+
+    async def call(self, session: ToolSession, arguments: Arguments, context: MakeContext) -> object:
+        """Have the server carry it out, and return the text of its answer."""
+        try:
+            result = await self.server.connection(session).call(self.name, arguments)
+        except MCPError as error:
+            if error.code == INVALID_PARAMS:
+                raise WrongCall(error.message) from error
+            raise ConnectionError(error.message) from error
+        text = _text_of(result)
+        if result.is_error:
+            raise WrongCall(text or "it failed and did not say why")
+        return text
+
+
+def _text_of(result: CallToolResult) -> str:
+    """Return what a result says. Nothing is left out in silence: of other content its kind is told."""
+    texts = []
+    for block in result.content:
+        match block.type:
+            case "text":
+                texts.append(block.text)
+            case "resource" if isinstance(text := getattr(block.resource, "text", None), str):
+                texts.append(text)
+            case "resource_link":
+                texts.append(f"{block.name}: {block.uri}")
+            case kind:
+                texts.append(f"[{kind} left out: only text can be shown]")
+    if not texts and result.structured_content is not None:
+        return tool_messages.result(result.structured_content)
+    return "\n".join(texts)
+
+
+class _WatchedStream:
+    """A stream from a server that notes when nothing will come any more."""
+
+    def __init__(self, stream: Any, lost: asyncio.Event) -> None:
+        self._stream = stream
+        self._lost = lost
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def __aiter__(self) -> _WatchedStream:
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            return await anext(self._stream)
+        except BaseException:  # its end, and whatever breaks it
+            self._lost.set()
+            raise
+
+    async def __aenter__(self) -> _WatchedStream:
+        await self._stream.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> bool | None:
+        ended: bool | None = await self._stream.__aexit__(*error)
+        return ended
+
+
+@asynccontextmanager
+async def _watched(transport: Transport, lost: asyncio.Event) -> AsyncIterator[TransportStreams]:
+    async with transport as (read, write):
+        yield _WatchedStream(read, lost), write
+
+
+def _path_of(word: str) -> str:
+    """Return a word of a command; one that names a file beside the agent's YAML (and none here) as its path."""
+    if not os.path.isabs(word) and not os.path.exists(word) and Path(word).suffix:
+        for folder in looked_in():
+            if (found := Path(folder) / word).is_file():
+                return str(found)
+    return word
+
+
+def _from_environment(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return settings with each ``$NAME`` read from the environment, so that no journal holds a secret."""
+    read = {key: os.path.expandvars(str(value)) for key, value in values.items()}
+    for key, value in read.items():
+        if value == values[key] and value.startswith("$"):
+            raise Unreachable(f"{key}: the environment has no {value}; set it where the run is started")
+    return read
+
+
+def _explained(failure: BaseException, errors: IO[str]) -> str:
+    """Say why a session could not be opened, with the last of what the server's program wrote."""
+    failure = single(failure)
+    while isinstance(failure, BaseExceptionGroup):
+        failure = failure.exceptions[0]
+    errors.seek(0)
+    said = errors.read().strip()[-SHOWN_OUTPUT:]
+    return f"{tool_messages.described(failure)}" + (f"; it wrote: …{said}" if said else "")

@@ -1,0 +1,273 @@
+"""Tools of real MCP servers, over stdio and HTTP: found, shown, called, timed, started again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import fsm_rollout as fr
+from fsm_rollout.agent.graph import MCP, Tool
+from fsm_rollout.agent.loader import dump, loads
+from fsm_rollout.errors import ConfigError, ToolError
+from fsm_rollout.tools import CallResult, Toolbox, ToolSession
+from fsm_rollout.trajectory.events import Called, ToolCall
+from tests.integration import mcp_tools
+
+pytestmark = pytest.mark.process
+SERVER = Path(mcp_tools.__file__)
+STDIO = MCP(command=("python", str(SERVER)))
+"""One object, so that the server is asked for its tools once."""
+SHARED = MCP(command=STDIO.command, session="shared")
+PATIENCE = 600
+
+AGENT = """
+agent: caller
+tools:
+  files: {mcp: MCP, allow: [add, count], timeout: 600}
+limits: {assistant_turns: 4, tool_calls: 4}
+states:
+  PENDING: {}
+  GENERATING: {timeout: 600}
+  PROCESSING_TOOLS: {timeout: 600}
+transitions:
+  - {trigger: prompted, source: PENDING, dest: GENERATING}
+  - {trigger: generated, source: GENERATING, dest: PROCESSING_TOOLS, conditions: has_tool_calls}
+  - {trigger: generated, source: GENERATING, dest: TERMINATED}
+  - {trigger: tools_done, source: PROCESSING_TOOLS, dest: GENERATING}
+"""
+
+
+def toolbox(**tool: Any) -> Toolbox:
+    agent = loads(AGENT.replace("MCP", "{command: [python]}"))
+    return Toolbox(agent.model_copy(update={"tools": {"files": Tool.model_validate(tool)}}))
+
+
+@asynccontextmanager
+async def session(box: Toolbox, name: str = "t") -> AsyncIterator[Callable[..., Any]]:
+    """Give a trajectory's way to make calls."""
+    opened = ToolSession(
+        toolbox=box, trajectory_id=name, group_id="g", seed=0, tools_kwargs={}, extra={}, run_agent=no_agent
+    )
+
+    async def call(tool: str, /, **arguments: Any) -> CallResult:
+        async with asyncio.timeout(PATIENCE):
+            return await opened.call(ToolCall(id="c", name=tool, arguments=arguments))
+
+    try:
+        yield call
+    finally:
+        assert await opened.release() == []
+
+
+async def no_agent(*_: Any) -> Any:
+    raise AssertionError
+
+
+class HTTPServer:
+    """The server as a process of its own, on a port that it gets again."""
+
+    def __init__(self) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/mcp"
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(SERVER), str(self.port)], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
+        while True:
+            assert self.process.poll() is None
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def http() -> Iterator[HTTPServer]:
+    server = HTTPServer()
+    yield server
+    server.stop()
+
+
+def test_what_the_server_declares_is_shown_and_checked() -> None:
+    box = toolbox(mcp=STDIO, allow=["add", "read"], timeout=PATIENCE)
+    add, read = (schema["function"] for schema in box.schemas("main"))
+    assert (add["name"], add["description"], read["name"]) == ("add", "Add two numbers.", "read")
+    assert add["parameters"] == {
+        "type": "object",
+        "properties": {"left": {"type": "integer"}, "right": {"type": "integer", "default": 1}},
+        "required": ["left"],
+    }
+
+    async def main() -> None:
+        async with session(box) as call:
+            assert (await call("add", left=2)).text == "3"
+            wrong = await call("add", left="x")
+            assert wrong.bad
+            assert wrong.text == (
+                "error: add: argument 'left': 'x' is not of type 'integer'; correct the arguments and try again"
+            )
+            missing = await call("add", lefft=1)
+            assert "argument 'lefft' is not a parameter; did you mean 'left'?" in missing.text
+            failed = await call("read", path="/x")
+            assert (failed.failure, failed.bad) == ("tool_error", True)
+            assert "there is no file /x; correct the call and try again" in failed.text
+            assert (await call("count")).failure == "unknown_tool"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("tool", "message"),
+    [
+        ({"mcp": STDIO, "allow": ["ad"]}, "allow: the server has no tool 'ad'; did you mean 'add'?"),
+        ({"mcp": {"command": ["no-such-server"]}}, "cannot be started or reached: FileNotFoundError"),
+        ({"mcp": {"command": ["python", "-c", "raise SystemExit('no token')"]}}, "it wrote: …no token"),
+        ({"mcp": {"url": "http://127.0.0.1:9/mcp"}}, "cannot be started or reached: ConnectError"),
+        ({"mcp": {"url": "http://127.0.0.1:9/mcp", "headers": {"X": "$NO_SUCH_NAME"}}}, r"X: the environment has no"),
+        ({"mcp": STDIO, "retry": {"attempts": 2}}, "say `repeatable: true` if it may be"),
+        ({"use": "os:getcwd", "mcp": STDIO}, "give either `use`"),
+        ({"use": "os:getcwd", "allow": ["x"]}, "`allow` names tools of an MCP server, and this is none"),
+    ],
+)
+def test_a_server_that_cannot_be_used_says_why(tool: dict[str, Any], message: str) -> None:
+    with pytest.raises(ToolError, match=message):
+        toolbox(**tool)
+
+
+def test_check_asks_no_server_and_a_wrong_form_is_told_with_its_line() -> None:
+    agent = loads(AGENT.replace("MCP", "{command: [no-such-server]}"))
+    assert loads(dump(agent)) == agent
+    with pytest.raises(ConfigError, match=r"<text>:4: .*give either `command` \(a list of words\) or `url`"):
+        loads(AGENT.replace("MCP", "{}"))
+    with pytest.raises(ConfigError, match="tool 'ad' is not defined; did you mean 'add'"):
+        loads(AGENT.replace("MCP", "{command: [x]}").replace("has_tool_calls", "{tool_called: ad}"))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_sessions_are_a_trajectorys_own_or_shared_and_no_process_stays(shared: bool) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    box = toolbox(mcp=SHARED if shared else STDIO, timeout=PATIENCE)
+
+    async def main() -> None:
+        async with session(box, "a") as first, session(box, "b") as second:
+            answers = [(await call("count")).text.split() for call in (first, second, first)]
+            assert [number for _, number in answers] == (["1", "2", "3"] if shared else ["1", "1", "2"])
+            assert len({process for process, _ in answers}) == (1 if shared else 2)
+        await box.close()
+
+    asyncio.run(main())
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def test_a_call_has_its_time_and_the_session_goes_on() -> None:
+    box = toolbox(mcp=STDIO, timeout=PATIENCE)
+    soon = toolbox(mcp=STDIO, timeout=0.2)
+
+    async def main() -> None:
+        async with session(box) as call:
+            before = (await call("count")).text.split()[0]
+            async with asyncio.TaskGroup() as tasks:
+                slow = tasks.create_task(call("hang", seconds=1e6))
+                assert (await call("count")).text == f"{before} 2"  # the other call holds up nobody
+                slow.cancel()
+            assert (await call("count")).text == f"{before} 3"
+        async with session(soon) as call:
+            while (late := await call("hang", seconds=1e6)).failure != "timed_out":
+                pass
+            assert late.text.startswith("error: hang did not answer and was stopped after 0.2 s")
+
+    asyncio.run(main())
+
+
+def test_a_server_that_dies_fails_the_call_and_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
+    box = toolbox(mcp=STDIO, timeout=PATIENCE)
+
+    async def main() -> None:
+        async with session(box) as call:
+            first = (await call("count")).text.split()[0]
+            died = await call("die")
+            assert (died.failure, died.bad, died.tries) == ("ToolDied", False, 1)
+            second = (await call("count")).text.split()
+            assert second[0] != first
+            assert second[1] == "1"
+            # One that dies while nothing is asked costs no call.
+            psutil.Process(int(second[0])).kill()
+            third = await call("count")
+            while third.failure == "ToolDied":  # its death was not known yet
+                third = await call("count")
+            assert third.failure is None
+            assert third.text.split()[0] != second[0]
+
+    asyncio.run(main())
+    assert "the server has ended; it is started or connected to again" in caplog.text
+
+
+def test_a_server_over_http_that_is_restarted_is_connected_to_again(http: HTTPServer) -> None:
+    box = toolbox(mcp={"url": http.url}, timeout=PATIENCE)
+
+    async def main() -> None:
+        async with session(box) as call, session(box, "b") as other:
+            assert (await call("add", left=2, right=5)).text == "7"
+            assert (await other("add", left=2)).text == "3"
+            http.stop()
+            lost = await call("add", left=1)
+            assert lost.failure in ("ToolDied", "ConnectionError")
+            assert not lost.bad
+            away = await call("add", left=1)
+            assert away.failure == "Unreachable"
+            assert "add is not available (Unreachable); try again later" in away.text
+            http.start()
+            assert (await call("add", left=1)).text == "2"
+
+    asyncio.run(main())
+
+
+def test_a_server_sees_no_secret_of_ours_but_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("API_KEY", "secret")
+    monkeypatch.setenv("FILES_TOKEN", "for the server")
+    box = toolbox(mcp=MCP(command=STDIO.command, env={"TOKEN": "$FILES_TOKEN"}), timeout=PATIENCE)
+
+    async def main() -> None:
+        async with session(box) as call:
+            names = (await call("environment")).text
+            assert "TOKEN" in names
+            assert "PATH" in names
+            assert "API_KEY" not in names
+
+    asyncio.run(main())
+
+
+def test_a_run_calls_them_and_records_what_they_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command may name a file beside the agent's YAML."""
+    (tmp_path / "beside_the_agent.py").write_text(SERVER.read_text())
+    (tmp_path / "agent.yaml").write_text(AGENT.replace("MCP", "{command: [python, beside_the_agent.py]}"))
+    agent = fr.load_agent(tmp_path / "agent.yaml")
+    call = '<tool_call>\n{"name": "add", "arguments": {"left": 20, "right": 22}}\n</tool_call>'
+    events: list[Any] = []
+    engine = {"kind": "scripted", "turns": [call, "42"]}
+    with fr.Rollout(agent, engine, on_event=[lambda trajectory, event: events.append(event)]) as rollout:
+        batch = rollout.run(["20 + 22?"], n=2)
+        assert len(batch.tensordict) == 2
+        assert not rollout.agents["caller"].tools["files"].may_repeat
+    assert [event.result for event in events if isinstance(event, Called)] == ["42", "42"]
+    assert os.getcwd() != str(tmp_path)
