@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -205,19 +206,27 @@ def show(
         typer.echo(f"{_short(output)} written")
 
 
-@app.command()
-def schema() -> None:
-    """Print the JSON Schema of an agent's YAML, for editors.
+class SchemaOf(StrEnum):
+    """What a schema is of."""
 
-    Example: fsm-rollout schema > agent.schema.json
+    AGENT = "agent"
+    RUN = "run"
+
+
+@app.command()
+def schema(of: Annotated[SchemaOf, typer.Argument(help="of an agent's YAML or a run's")] = SchemaOf.AGENT) -> None:
+    """Print the JSON Schema of an agent's YAML or of a run's, for editors: every key, with what it means.
+
+    Example: fsm-rollout schema > agent.schema.json; fsm-rollout schema run > run.schema.json
 
     Then let the first line of a YAML be: # yaml-language-server: $schema=agent.schema.json
     """
     import json
 
     from fsm_rollout.agent.json_schema import agent_schema
+    from fsm_rollout.jobs.run_schema import run_schema
 
-    typer.echo(json.dumps(agent_schema(), indent=2))
+    typer.echo(json.dumps(agent_schema() if of == SchemaOf.AGENT else run_schema(), indent=2))
 
 
 @app.command()

@@ -43,14 +43,35 @@ POLICY = "policy"
 class Context(StrictModel):
     """A named token stream of the trajectory and how its turns are rendered and read."""
 
-    system: str | None = None
-    tools: tuple[Name, ...] | None = Field(None, description="None: every tool in `main`, none elsewhere")
-    tool_format: str = "auto"
-    template_kwargs: FreeForm = Field(default_factory=dict)
-    history: Literal["keep", "split"] = "keep"
-    injection: Literal["guard", "allow", "raise"] = "guard"
-    engine: Name = POLICY
-    trainable: bool | None = Field(None, description="None: exactly the policy's contexts are")
+    system: str | None = Field(
+        None, description="the system prompt: text, or the name of a .md or .txt file beside this one"
+    )
+    tools: tuple[Name, ...] | None = Field(
+        None,
+        description="the tools that the model is shown here; default: every tool in `main`, none elsewhere",
+    )
+    tool_format: str = Field(
+        "auto",
+        description="how calls are written and read: hermes, qwen3_coder, llama3_json, glm, or `module:Class`; `auto` "
+        "sees it from the chat template",
+    )
+    template_kwargs: FreeForm = Field(
+        default_factory=dict, description="further variables of the chat template, such as `enable_thinking: true`"
+    )
+    history: Literal["keep", "split"] = Field(
+        "keep",
+        description="`keep`: what was sampled stays in the stream, thoughts included; `split`: where a user speaks the "
+        "stream is closed and the next one opens with the history as the template writes it",
+    )
+    injection: Literal["guard", "allow", "raise"] = Field(
+        "guard",
+        description="text of tools and users that spells a control token is encoded as plain text (`guard`), taken as "
+        "the token (`allow`), or fails the trajectory (`raise`)",
+    )
+    engine: Name = Field(POLICY, description="which engine of the run samples here, by name")
+    trainable: bool | None = Field(
+        None, description="whether sampled tokens are trained on; default: in the policy's contexts they are"
+    )
 
     @property
     def trained(self) -> bool:
@@ -61,8 +82,8 @@ class Context(StrictModel):
 class Retry(StrictModel):
     """How often a failing tool is tried, and for which exceptions (by class name)."""
 
-    attempts: AtLeastOne = 1
-    errors: tuple[str, ...] = ()
+    attempts: AtLeastOne = Field(1, description="how often a call is tried in all")
+    errors: tuple[str, ...] = Field((), description="class names of the errors after which a call is tried again")
 
 
 class MCP(StrictModel):
@@ -92,17 +113,25 @@ class MCP(StrictModel):
 class Tool(StrictModel):
     """A tool: Python code (``use``), an agent (``agent``) or those of an MCP server (``mcp``), and what bounds calls."""
 
-    use: ImportPath | None = None
-    agent: AgentGraph | None = None
-    mcp: MCP | None = None
-    allow: tuple[str, ...] | None = Field(None, description="which of the MCP server's tools there are; None: all")
-    kwargs: FreeForm = Field(default_factory=dict)
-    description: str | None = None
-    timeout: Seconds | None = None
-    retry: Retry = Retry()
-    concurrency: AtLeastOne | None = None
-    response_tokens: AtLeastOne | None = None
-    truncate: Literal["left", "right", "middle"] = "middle"
+    use: ImportPath | None = Field(None, description="the function or class, as `module:name`")
+    agent: AgentGraph | None = Field(
+        None, description="another agent as the tool: the name of its YAML file, or the agent itself"
+    )
+    mcp: MCP | None = Field(None, description="an MCP server: a program to start, or a url")
+    allow: tuple[str, ...] | None = Field(None, description="which of the MCP server's tools there are; default: all")
+    kwargs: FreeForm = Field(
+        default_factory=dict,
+        description="arguments that the model does not see: of a class's `__init__`, or parameters of a function",
+    )
+    description: str | None = Field(
+        None,
+        description="what the model is told about it; default: the docstring, or the agent's description",
+    )
+    timeout: Seconds | None = Field(None, description="seconds that one call may take")
+    retry: Retry = Field(Retry(), description="whether a failing call is tried again")
+    concurrency: AtLeastOne | None = Field(None, description="calls that run at once, over all trajectories")
+    response_tokens: AtLeastOne | None = Field(None, description="tokens of a result; what is longer is cut")
+    truncate: Literal["left", "right", "middle"] = Field("middle", description="where a result that is too long is cut")
     placement: Literal["local", "process", "ray"] = Field(
         "local", description="where its code runs: in this process, in worker processes, or on a Ray cluster"
     )
@@ -121,8 +150,10 @@ class Tool(StrictModel):
 class Interaction(StrictModel):
     """Who answers in INTERACTING: a simulated user or an environment."""
 
-    use: ImportPath
-    kwargs: FreeForm = Field(default_factory=dict)
+    use: ImportPath = Field(description="the class, as `module:name`")
+    kwargs: FreeForm = Field(
+        default_factory=dict, description="arguments of the class; a prompt's `interaction_kwargs` are laid over them"
+    )
 
 
 class State(StrictModel):
@@ -131,18 +162,35 @@ class State(StrictModel):
     ``handler`` may be left out for the five built-in names and for final states.
     """
 
-    handler: str | None = None
-    context: Name = MAIN
-    prompt: str | None = Field(None, description="a Jinja template; its text is appended as a user message on entry")
+    handler: str | None = Field(
+        None,
+        description="what a visit does: prompt, generate, call_tools, interact, write, or `module:Class`; PENDING, "
+        "GENERATING, PROCESSING_TOOLS and INTERACTING know theirs",
+    )
+    context: Name = Field(MAIN, description="the context that the state works in")
+    prompt: str | None = Field(
+        None,
+        description="a Jinja template (text, or the name of a .jinja file here) over the trajectory's facts; "
+        "its text is appended as a user message on entry",
+    )
     reset: bool = Field(False, description="close the context's stream on entry and open the next")
-    timeout: Seconds | None = None
-    max_visits: AtLeastOne | None = None
-    on_error: Name | None = Field(None, description="short for a last `failed` row to that state")
-    sampling: Sampling = Sampling()
-    parallel: AtLeastOne | None = Field(None, description="calls of one turn that run at once")
-    interaction: Interaction | None = None
-    options: FreeForm = Field(default_factory=dict, description="the custom handler's own keys")
-    final: bool = False
+    timeout: Seconds | None = Field(
+        None, description="seconds of one visit; then `timed_out` is raised. Waiting for a paused engine does not count"
+    )
+    max_visits: AtLeastOne | None = Field(
+        None, description="how often a trajectory may visit the state; one visit more raises `limit_reached`"
+    )
+    on_error: Name | None = Field(None, description="the state after a failure here; short for a last `failed` row")
+    sampling: Sampling = Field(Sampling(), description="of this state's generations; the run's is laid over it")
+    parallel: AtLeastOne | None = Field(
+        None, description="how many calls of one turn run at once (call_tools); default: all"
+    )
+    interaction: Interaction | None = Field(None, description="who answers here (interact); default: the agent's")
+    options: FreeForm = Field(
+        default_factory=dict,
+        description="the custom handler's own keys, which a YAML writes beside the others",
+    )
+    final: bool = Field(False, description="a trajectory that enters the state has ended")
 
 
 STATE_KEYS = frozenset(State.model_fields) - {"options"}
@@ -152,19 +200,25 @@ STATE_KEYS = frozenset(State.model_fields) - {"options"}
 class Predicate(StrictModel):
     """A condition by name, with its argument (``None`` when it takes none)."""
 
-    name: str
-    argument: Any = None
+    name: str = Field(description="a predicate that ships, or `module:function`")
+    argument: Any = Field(None, description="what it takes, if anything")
 
 
 class TransitionRow(StrictModel):
     """One row of the transition table; ``source`` names states, or is ``*``: all that are not final."""
 
-    trigger: Name
-    source: tuple[str, ...]
-    dest: Name
-    conditions: tuple[Predicate, ...] = ()
-    unless: tuple[Predicate, ...] = ()
-    stop_reason: str | None = Field(None, pattern=r"^[a-z][a-z0-9_:.\-]*$")
+    trigger: Name = Field(description="the outcome of a visit that this row is for")
+    source: tuple[str, ...] = Field(description="the state that was visited, or a list of them; `*`: any working state")
+    dest: Name = Field(description="the next state")
+    conditions: tuple[Predicate, ...] = Field(
+        (), description="what must hold: `name`, `{name: argument}`, or a list of which all must hold"
+    )
+    unless: tuple[Predicate, ...] = Field((), description="what must not hold, in the same forms: not one of them")
+    stop_reason: str | None = Field(
+        None,
+        pattern=r"^[a-z][a-z0-9_:.\-]*$",
+        description="why the trajectory ended, if `dest` is final; default: `answered`, or what the trigger says",
+    )
 
     @field_validator("source", mode="before")
     @classmethod
@@ -180,15 +234,20 @@ class TransitionRow(StrictModel):
 class AgentGraph(StrictModel):
     """A whole agent. Build one with :func:`fsm_rollout.load_agent` or in Python; it is the same data."""
 
-    agent: Name
-    description: str = ""
-    initial: Name = PENDING
-    contexts: Named[Context] = Field(default_factory=dict)
-    limits: Limits = Limits()
-    tools: Named[Tool] = Field(default_factory=dict)
-    interaction: Interaction | None = None
-    states: Named[State]
-    transitions: tuple[TransitionRow, ...]
+    agent: Name = Field(description="the agent's name")
+    description: str = Field("", description="what it does; a calling model is told this where the agent is a tool")
+    initial: Name = Field(PENDING, description="the state in which a trajectory begins")
+    contexts: Named[Context] = Field(
+        default_factory=dict,
+        description="named message histories, each with its own token streams; `main` exists without being named",
+    )
+    limits: Limits = Field(Limits(), description="how much of each thing one trajectory may spend")
+    tools: Named[Tool] = Field(default_factory=dict, description="what the model may call, by the names that it sees")
+    interaction: Interaction | None = Field(None, description="who answers in INTERACTING")
+    states: Named[State] = Field(description="the states by name, with what happens in each")
+    transitions: tuple[TransitionRow, ...] = Field(
+        description="which state follows which; the first row whose conditions hold wins"
+    )
 
     def __hash__(self) -> int:
         """Hash a few names: enough to tell graphs apart, and defined whatever free-form data they hold."""

@@ -7,6 +7,7 @@ Invariant: it is made from the pydantic models, adjusted to what users type (see
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from fsm_rollout.agent.graph import STATE_KEYS, AgentGraph
@@ -30,7 +31,8 @@ def agent_schema() -> Schema:
     """Return the schema (draft 2020-12) as plain data."""
     definitions: dict[str, Schema] = AgentGraph.model_json_schema(ref_template="#/$defs/{model}")["$defs"]
     for definition in definitions.values():
-        _allow_interpolations(definition)
+        allow_interpolations(definition)
+        plain_words(definition)
     # 1. The short spellings.
     for model, spellings in {
         "Context": {"system": _TEXT},
@@ -74,17 +76,28 @@ def _conditions() -> Schema:
     return {"anyOf": [*forms, {"type": "array", "items": {"anyOf": forms}}]}
 
 
-def _allow_interpolations(schema: object) -> None:
-    """Let every number and boolean below ``schema`` be an interpolation too."""
+def allow_interpolations(schema: object) -> None:
+    """Let whatever cannot be any text below ``schema`` (numbers, booleans, words of a list) be an interpolation too."""
     if not isinstance(schema, dict):
         return
     for properties in (schema.get("properties", {}), schema.get("patternProperties", {})):
         for name, value in properties.items():
             options = value.get("anyOf", [value])
-            if any(option.get("type") in ("integer", "number", "boolean") for option in options):
+            if any(_is_narrow(option) for option in options):
                 outer = {key: value[key] for key in ("description", "default", "title") if key in value}
                 inner = [{key: item for key, item in option.items() if key not in outer} for option in options]
                 properties[name] = {**outer, "anyOf": [*inner, _INTERPOLATION]}
-            _allow_interpolations(value)
-    _allow_interpolations(schema.get("additionalProperties"))
-    _allow_interpolations(schema.get("items"))
+            allow_interpolations(value)
+    allow_interpolations(schema.get("additionalProperties"))
+    allow_interpolations(schema.get("items"))
+
+
+def _is_narrow(schema: Schema) -> bool:
+    return schema.get("type") in ("integer", "number", "boolean") or "enum" in schema or "pattern" in schema
+
+
+def plain_words(definition: Schema) -> None:
+    """Write a model's docstring as editors show it: no roles, single backquotes."""
+    if "description" in definition:
+        words = re.sub(r":\w+:`~?([\w.]+\.)?(\w+)`", r"`\2`", definition["description"])
+        definition["description"] = words.replace("``", "`")

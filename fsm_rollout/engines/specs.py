@@ -45,6 +45,7 @@ SpokenTurns = tuple[
     Annotated[Turn, BeforeValidator(lambda turn: {"text": turn} if isinstance(turn, str) else turn)], ...
 ]
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
+_MODEL = "`embedded`, `embedded:early`, or a model folder, relative to the run file; nothing is ever downloaded"
 
 
 def _form(turns: object) -> str | None:
@@ -66,7 +67,9 @@ class RaySpec(StrictModel):
     resources: Mapping[str, Annotated[float, Field(gt=0)]] = Field(
         default_factory=dict, description="further resources that each replica takes"
     )
-    strategy: Literal["DEFAULT", "SPREAD", "PACK"] = "DEFAULT"
+    strategy: Literal["DEFAULT", "SPREAD", "PACK"] = Field(
+        "DEFAULT", description="Ray's scheduling strategy: how replicas are spread over nodes"
+    )
     nodes: tuple[str, ...] = Field((), description="ids or addresses of nodes that the replicas go to in turn")
     runtime_env: Mapping[str, object] = Field(default_factory=dict, description="of the actors, as Ray takes it")
 
@@ -89,14 +92,16 @@ class EngineSpec(StrictModel):
     engine_class: ClassVar[str]
     """``module:Class``; called with :meth:`engine_arguments`."""
 
-    kind: str
-    replicas: Count = 1
-    placement: Literal["local", "ray"] = "local"
+    kind: str = Field(description="which engine: a kind that ships, or `module:Class` of one's own")
+    replicas: Count = Field(1, description="how many copies of the engine share the requests")
+    placement: Literal["local", "ray"] = Field(
+        "local", description="where the replicas run: on this machine, or on a Ray cluster"
+    )
     gpus: Annotated[float, Field(ge=0)] = Field(0.0, description="GPUs of each replica (Ray)")
     cpus: Annotated[float, Field(ge=0)] = Field(1.0, description="CPUs of each replica (Ray)")
     router: str = Field("sticky", description="`sticky`, `least_loaded`, or a router of one's own: `module:Class`")
-    pool: PoolSpec = PoolSpec()
-    ray: RaySpec | None = None
+    pool: PoolSpec = Field(PoolSpec(), description="how patient the pool is with its replicas")
+    ray: RaySpec | None = Field(None, description="where Ray is, and how it places the replicas")
 
     @model_validator(mode="after")
     def _only_for_ray(self) -> EngineSpec:
@@ -125,12 +130,16 @@ class ScriptedSpec(EngineSpec):
     """``kind: scripted``; see :class:`fsm_rollout.engines.scripted.engine.ScriptedEngine`."""
 
     engine_class = "fsm_rollout.engines.scripted.engine:ScriptedEngine"
-    kind: Literal["scripted"]
-    turns: Turns | None = None
+    kind: Literal["scripted"] = Field(description="plays written turns: an agent without a model")
+    turns: Turns | None = Field(
+        None,
+        description="the turns (texts, or mappings), in order; or a mapping from `agent/context`, `context` or `agent` "
+        "to such lists",
+    )
     script: Folder | None = Field(None, description="a YAML or JSON file with the turns, relative to the run file")
     tokenizer: Folder = Field("embedded", description="`embedded`, `embedded:early` or a model folder")
-    max_context: Count = 32_768
-    max_running: Count | None = None
+    max_context: Count = Field(32_768, description="the longest input plus output, in tokens")
+    max_running: Count | None = Field(None, description="how many requests are answered at once; default: all")
 
     @model_validator(mode="after")
     def _one_script(self) -> ScriptedSpec:
@@ -150,7 +159,7 @@ class ReplaySpec(EngineSpec):
     """``kind: replay``; see :class:`fsm_rollout.engines.scripted.replay.ReplayEngine`."""
 
     engine_class = "fsm_rollout.engines.scripted.replay:replay"
-    kind: Literal["replay"]
+    kind: Literal["replay"] = Field(description="repeats the answers of an earlier run, without its model")
     run: Folder = Field(description="the earlier run's folder, or a journal, relative to the run file")
     engine: str = Field(POLICY, description="the earlier run's name for the engine whose answers these are")
     max_context: Count | None = Field(None, description="default: that engine's")
@@ -164,33 +173,52 @@ class TransformersSpec(EngineSpec):
     """``kind: transformers``; see :class:`fsm_rollout.engines.transformers.engine.TransformersEngine`."""
 
     engine_class = "fsm_rollout.engines.transformers.engine:TransformersEngine"
-    kind: Literal["transformers"]
-    model: Folder = "embedded"
-    device: str | None = None
-    dtype: Dtype | None = None
-    max_context: Count | None = None
-    max_running: Count = 64
-    fill_tokens: Count | None = None
-    send_every: Count = 8
-    threads: Count | None = None
+    kind: Literal["transformers"] = Field(description="a real model in this process, on a CPU or a GPU")
+    model: Folder = Field("embedded", description=_MODEL)
+    device: str | None = Field(None, description="`cpu`, `cuda`, `cuda:1`, …; default: the first GPU, else the CPU")
+    dtype: Dtype | None = Field(None, description="default: float32 on a CPU, the checkpoint's own on a GPU")
+    max_context: Count | None = Field(
+        None, description="the longest input plus output, in tokens; default: the model's window"
+    )
+    max_running: Count = Field(64, description="how many requests decode together; the others wait")
+    fill_tokens: Count | None = Field(
+        None,
+        description="prompt tokens that are filled at most between two decoding steps; default: 2,048 on a CPU, 8,192 "
+        "on a GPU",
+    )
+    send_every: Count = Field(8, description="decoding steps between two chunks of a request")
+    threads: Count | None = Field(
+        None,
+        description="PyTorch's threads in the whole process; 1 is many times faster for a small model on shared cores",
+    )
 
 
 class SGLangSpec(EngineSpec):
     """``kind: sglang``; see :class:`fsm_rollout.engines.sglang.engine.SGLangEngine`."""
 
     engine_class = "fsm_rollout.engines.sglang.engine:SGLangEngine"
-    kind: Literal["sglang"]
-    model: Folder = "embedded"
-    device: str | None = None
-    dtype: Dtype | None = None
-    max_context: Count | None = None
-    max_running: Count | None = None
-    tp: Count = 1
-    mem_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
-    threads: Count | None = None
-    send_every: Count = 8
-    deterministic: bool = False
-    start_timeout: Annotated[float, Field(gt=0)] = 300.0
+    kind: Literal["sglang"] = Field(description="an SGLang server, started and ended with the run")
+    model: Folder = Field("embedded", description=_MODEL)
+    device: str | None = Field(None, description="default: SGLang's choice with CUDA, else the CPU")
+    dtype: Dtype | None = Field(None, description="default: the checkpoint's own with CUDA, float32 on a CPU")
+    max_context: Count | None = Field(
+        None, description="the longest input plus output, in tokens; default: the model's window less what SGLang keeps"
+    )
+    max_running: Count | None = Field(
+        None, description="how many requests decode together; the others wait. Default: SGLang's choice"
+    )
+    tp: Count = Field(1, description="how many GPUs hold one copy of the model (tensor parallelism)")
+    mem_fraction: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None, description="the part of a GPU's memory for weights and cache; default: SGLang's choice"
+    )
+    threads: Count | None = Field(
+        None, description="threads of each of SGLang's processes; default: 1 on a CPU, else left alone"
+    )
+    send_every: Count = Field(8, description="tokens between two chunks of a request")
+    deterministic: bool = Field(
+        False, description="seeds of each request's own and batch-invariant kernels: slower, GPUs only"
+    )
+    start_timeout: Annotated[float, Field(gt=0)] = Field(300.0, description="seconds that SGLang has to start")
     args: Mapping[str, object] = Field(default_factory=dict, description="further arguments of SGLang's ServerArgs")
 
     @property
@@ -203,10 +231,12 @@ class SGLangHTTPSpec(EngineSpec):
     """``kind: sglang_http``; each url is a replica. See :class:`fsm_rollout.engines.sglang.http.SGLangHTTPEngine`."""
 
     engine_class = "fsm_rollout.engines.sglang.http:SGLangHTTPEngine"
-    kind: Literal["sglang_http"]
-    urls: Annotated[tuple[str, ...], Field(min_length=1)]
+    kind: Literal["sglang_http"] = Field(description="SGLang servers that are already running")
+    urls: Annotated[tuple[str, ...], Field(min_length=1)] = Field(
+        description="where the servers are, such as http://node7:30000; each is a replica"
+    )
     model: Folder = Field("embedded", description="the folder of the model served, for its tokenizer")
-    send_every: Count = 8
+    send_every: Count = Field(8, description="tokens between two chunks of a request")
 
     @model_validator(mode="after")
     def _replicas_are_urls(self) -> SGLangHTTPSpec:
@@ -237,7 +267,7 @@ class OwnSpec(EngineSpec):
         return {name: base / value if isinstance(value, Path) else value for name, value in own.items()}
 
 
-_KINDS: Mapping[str, type[EngineSpec]] = {
+KINDS: Mapping[str, type[EngineSpec]] = {
     "scripted": ScriptedSpec,
     "replay": ReplaySpec,
     "transformers": TransformersSpec,
@@ -255,10 +285,10 @@ def spec_class(kind: str) -> type[EngineSpec]:
     Raises:
         ConfigError: there is no such kind, or nothing of that name that could be called.
     """
-    if kind in _KINDS:
-        return _KINDS[kind]
+    if kind in KINDS:
+        return KINDS[kind]
     if ":" not in kind:
-        raise ConfigError(f"engine kind '{kind}' does not exist{did_you_mean(kind, _KINDS)}; or give 'module:Class'")
+        raise ConfigError(f"engine kind '{kind}' does not exist{did_you_mean(kind, KINDS)}; or give 'module:Class'")
     engine_class = load_object(kind)
     if not callable(engine_class):
         raise ConfigError(f"engine kind '{kind}' is a {type(engine_class).__name__}; name a class, or a function")
@@ -312,7 +342,7 @@ def faults(spec: Mapping[str, object]) -> list[tuple[ConfigPath, str]]:
     spec = _without_nulls(spec)
     kind = str(spec.get("kind", ""))
     if not kind:
-        return [((), f"an engine needs 'kind'; known: {', '.join(_KINDS)}, or 'module:Class'")]
+        return [((), f"an engine needs 'kind'; known: {', '.join(KINDS)}, or 'module:Class'")]
     found: list[tuple[ConfigPath, str]] = []
     try:
         model = spec_class(kind)

@@ -37,7 +37,7 @@ class EngineFailures(StrictModel):
 class Failures(StrictModel):
     """What happens when something outside of the agent fails."""
 
-    engine: EngineFailures = EngineFailures()
+    engine: EngineFailures = Field(EngineFailures(), description="a generation that its engine fails")
     tool: Literal["tell_model", "end"] = Field(
         "tell_model", description="a tool that failed for good: the model is told, or the trajectory ends"
     )
@@ -55,13 +55,16 @@ class RunConfig(StrictModel):
     over_sample: Annotated[float, Field(ge=1)] = Field(
         1.5, description="how many groups may be running or kept at a time, per group of `target_groups`"
     )
-    seed: int = 0
+    seed: int = Field(0, description="everything random follows from it")
     validate_run: bool = Field(
         False, alias="validate", description="use validation_sampling, and mark the trajectories"
     )
     sampling: Sampling = Field(Sampling(), description="laid over the agents' own")
     validation_sampling: Sampling = Field(Sampling(temperature=0.0), description="laid over `sampling` when validating")
-    reward: ImportPath | None = None
+    reward: ImportPath | None = Field(
+        None,
+        description="`module:function` that scores a trajectory or a group: fsm_rollout.rewards:exact_answer",
+    )
     group_filter: ImportPath | None = Field(
         None, description="says of a scored group whether it is in the batch: fsm_rollout.rewards:scores_differ"
     )
@@ -70,7 +73,7 @@ class RunConfig(StrictModel):
     )
     engine: FreeForm = Field(description="the policy: `kind`, and what that kind of engine takes")
     engines: Named[FreeForm] = Field(default_factory=dict, description="further, untrained engines by name")
-    failures: Failures = Failures()
+    failures: Failures = Field(Failures(), description="what happens when something outside of the agent fails")
     concurrency: AtLeastOne = Field(1024, description="trajectories that run at once")
     queue_timeout: Seconds = Field(600.0, description="seconds that an engine which answers nothing is waited for")
     out: Path = Field(description="the folder that the results go to, relative to where the command is given")

@@ -61,11 +61,17 @@ class StrictModel(BaseModel):
 class Sampling(StrictModel):
     """Sampling parameters; ``None`` means "not set here", so settings can be laid over one another."""
 
-    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0, description="0 keeps every token")
-    max_tokens: AtLeastOne | None = None
-    ignore_eos: bool | None = None
+    temperature: float | None = Field(
+        None, ge=0, allow_inf_nan=False, description="divides the logits before sampling; 0 is greedy; 1 when not set"
+    )
+    top_p: float | None = Field(
+        None, gt=0, le=1, description="only the likeliest tokens that hold this much probability; 1 keeps every token"
+    )
+    top_k: int | None = Field(None, ge=0, description="only so many of the likeliest tokens; 0 keeps every token")
+    max_tokens: AtLeastOne | None = Field(
+        None, description="tokens of one generation; without it the trajectory's limits and the engine's window decide"
+    )
+    ignore_eos: bool | None = Field(None, description="go on after a stop token, up to `max_tokens` (for measurements)")
 
     def over(self, base: Sampling) -> Sampling:
         """Return ``base``, overridden by every value that is set here."""
@@ -75,15 +81,19 @@ class Sampling(StrictModel):
 class Limits(StrictModel):
     """How much of each thing one trajectory may spend; ``None`` is unlimited. The bound N allows N, not N + 1."""
 
-    assistant_turns: Count | None = None
-    tool_calls: Count | None = None
-    user_turns: Count | None = None
-    bad_calls: Count | None = None
+    assistant_turns: Count | None = Field(None, description="generations")
+    tool_calls: Count | None = Field(None, description="attempted tool calls, broken ones too")
+    user_turns: Count | None = Field(None, description="replies of the simulated user")
+    bad_calls: Count | None = Field(None, description="tool calls whose failure the model is to blame for")
     response_tokens: AtLeastOne | None = Field(
         None, description="tokens after the opening prompts, over all streams of the trajectory"
     )
-    context_tokens: AtLeastOne | None = Field(None, description="length of any one stream")
-    wall_seconds: Seconds | None = None
+    context_tokens: AtLeastOne | None = Field(
+        None, description="tokens of any one stream; the engine's window limits them too"
+    )
+    wall_seconds: Seconds | None = Field(
+        None, description="seconds since the trajectory began, without those for which it was set aside"
+    )
 
     def lowered(self, prompt_limits: Limits) -> Limits:
         """Return the smaller of each limit: a prompt may lower a limit, never raise it."""

@@ -1,4 +1,4 @@
-"""Signals that end a command: the first lets it clean up, a second Ctrl-C does not wait, an ignored one stays ignored."""
+"""Signals that end a command: the first lets it clean up, a second Ctrl-C does not wait, what is ignored stays so."""
 
 from __future__ import annotations
 
