@@ -7,6 +7,7 @@ needs is imported inside it, so that each starts as fast as it can.
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
@@ -47,6 +48,10 @@ Folder = Annotated[Path, typer.Argument(metavar="RUN", help="a run's folder", sh
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="key=value", help="changes to the run's keys", show_default=False)
 ]
+RunFile = Annotated[
+    Path | None,
+    typer.Option("--file", metavar="RUN.yaml", help="the run's YAML, if not where it was", show_default=False),
+]
 
 
 @app.callback()
@@ -78,6 +83,7 @@ def check(
     from fsm_rollout.agent.loader import read_agent
     from fsm_rollout.agent.proof import prove
 
+    _look_here()
     problems: list[Problem] = []
     for file in files:
         reading = read_agent(file)
@@ -108,6 +114,7 @@ def draw(
     from fsm_rollout.agent.loader import load_agent
     from fsm_rollout.diagrams import draw as diagrams
 
+    _look_here()
     diagrams.form_of(output)  # before any work
     diagrams.draw(load_agent(file), output, implicit=implicit)
     typer.echo(f"{_short(output)} written")
@@ -133,21 +140,24 @@ def run(
     from fsm_rollout.jobs.run_config import load_run
     from fsm_rollout.jobs.runner import execute
 
+    _look_here()
     config = load_run(file, overrides or [])
     _carry_out(config.out, lambda progress: execute(config, progress, replace=replace))
 
 
 @app.command()
-def resume(folder: Folder, overrides: Overrides = None) -> None:
+def resume(folder: Folder, overrides: Overrides = None, file: RunFile = None) -> None:
     """Continue a run that was interrupted or that crashed.
 
     Example: fsm-rollout resume runs/demo engine.threads=2
 
-    Finished trajectories stay as they are; an unfinished one continues from its last complete turn or call.
+    Finished trajectories stay as they are; an unfinished one continues from its last complete turn or call. Code is
+    imported only as the run's own YAML (or the command line) names it, never because the folder does.
     """
     from fsm_rollout.jobs.runner import resume as continue_run
 
-    _carry_out(folder.absolute(), lambda progress: continue_run(folder, overrides or [], progress))
+    _look_here()
+    _carry_out(folder.absolute(), lambda progress: continue_run(folder, overrides or [], progress, file=file))
 
 
 def _carry_out(out: Path, work: Callable[[Progress], Summary]) -> None:
@@ -245,9 +255,16 @@ def _short(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def main() -> None:
-    """Run the command line (the console script's entry)."""
+def _look_here() -> None:
+    """Let the user's files name modules in the working directory; for commands that are to run them."""
     from fsm_rollout.agent.handlers import look_in
 
-    look_in(Path.cwd())  # as `python -m` does
+    look_in(Path.cwd())
+
+
+def main() -> None:
+    """Run the command line (the console script's entry)."""
+    # `python -m` has put the working directory first, where a file of a run from elsewhere may lie: rich.py, say.
+    if sys.path[:1] in ([""], [str(Path.cwd())]):
+        del sys.path[0]
     app()

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from fsm_rollout.agent.graph import POLICY, AgentGraph
-from fsm_rollout.agent.handlers import looked_in
 from fsm_rollout.agent.loader import dump
 from fsm_rollout.agent.proof import prove
 from fsm_rollout.agent.verify import verify
@@ -159,7 +158,6 @@ class Rollout:
                 "agents": {name: dump(graph) for name, graph in self.agents.items()},
                 "engines": {name: _describe(self.engines[name], spec) for name, spec in specs.items()},
                 "base": str(base or Path.cwd()),
-                "modules": looked_in(),
             }
             """What a journal must know so that its trajectories can be drawn, read and replayed later: plain data."""
             self.journal = journal

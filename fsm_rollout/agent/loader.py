@@ -26,12 +26,12 @@ from fsm_rollout.agent.graph import STATE_KEYS, TERMINATED, AgentGraph
 from fsm_rollout.agent.handlers import load_object, look_in
 from fsm_rollout.agent.verify import findings, verify
 from fsm_rollout.agent.yaml.dump import dump
-from fsm_rollout.agent.yaml.overrides import apply_overrides, interpolate
+from fsm_rollout.agent.yaml.overrides import apply_overrides, interpolate, unescape_interpolation
 from fsm_rollout.agent.yaml.source import TEXT_FILE, SourceMap, in_file_order, read_text, read_yaml
 from fsm_rollout.errors import ConfigError, Problem, did_you_mean
 from fsm_rollout.trajectory.config_errors import ConfigData, ConfigPath, describe_path, explanations
 
-__all__ = ["Reading", "dump", "load_agent", "loads", "read_agent"]
+__all__ = ["Reading", "dump", "load_agent", "loads", "read_agent", "recorded_agent"]
 
 _UNREMARKABLE: ConfigData = {"trigger": "failed", "source": [], "dest": TERMINATED}
 """A row about which there is nothing to say."""
@@ -63,6 +63,39 @@ def loads(text: str, base: str | Path = ".", overrides: Sequence[str] = (), name
         ConfigError: as :func:`load_agent` does.
     """
     return _graph(_read(text, SourceMap(name), Path(base), overrides, ()))
+
+
+def recorded_agent(text: str, name: str = "<journal>") -> AgentGraph:
+    """Return the agent that a journal records (:func:`dump` wrote it), to be looked at and not to be run.
+
+    Nothing that it names is imported, read or looked up, wherever the journal comes from; so only its form is checked.
+
+    Raises:
+        ConfigError: it has not the form of an agent.
+    """
+    source = SourceMap(name)
+    data, problems = read_yaml(text, source)
+    data = _unescaped(data)
+    if not isinstance(data, dict):
+        raise ConfigError(problems or [Problem(f"an agent is a mapping, got {type(data).__name__}", name)])
+    _NormalForm(source, problems, recorded=True).agent(data, (), Path(), ())
+    try:
+        graph = AgentGraph.model_validate_json(json.dumps(data), strict=True)
+    except ValidationError as error:
+        problems += [source.problem(*explained) for explained in explanations(error, AgentGraph)]
+    except (ValueError, TypeError, RecursionError) as error:  # what JSON cannot say
+        problems.append(Problem(f"is not plain data: {error}", name))
+    if problems:
+        raise ConfigError(in_file_order(problems))
+    return graph
+
+
+def _unescaped(value: object) -> object:
+    if isinstance(value, str):
+        return unescape_interpolation(value)
+    if isinstance(value, dict):
+        return {key: _unescaped(item) for key, item in value.items()}
+    return [_unescaped(item) for item in value] if isinstance(value, list) else value
 
 
 def read_agent(path: str | Path, overrides: Sequence[str] = ()) -> Reading:
@@ -158,12 +191,13 @@ class _NormalForm:
     """Writes out the short spellings of one YAML and of the agents it takes in; adds what is wrong to ``problems``.
 
     What comes out has the shape of an AgentGraph wherever what went in made sense, and is untouched elsewhere, for
-    pydantic to complain about.
+    pydantic to complain about. In a ``recorded`` one, names of files and of code stay names.
     """
 
-    def __init__(self, source: SourceMap, problems: list[Problem]) -> None:
+    def __init__(self, source: SourceMap, problems: list[Problem], *, recorded: bool = False) -> None:
         self.source = source
         self.problems = problems
+        self.recorded = recorded
 
     def agent(self, data: ConfigData, path: ConfigPath, base: Path, inside: tuple[Path, ...]) -> None:
         """Bring one agent into normal form, in place; ``inside`` are the files being read, outermost first."""
@@ -173,7 +207,7 @@ class _NormalForm:
             self._text(entry, "prompt", at, base)
             self._options(entry, at)
         for entry, at in _entries(data, path, "tools"):
-            if isinstance(entry.get("agent"), str):
+            if isinstance(entry.get("agent"), str) and not self.recorded:
                 self._read_sub_agent(entry, (*at, "agent"), base, inside)
             elif isinstance(entry.get("agent"), dict):
                 self.agent(entry["agent"], (*at, "agent"), base, inside)
@@ -193,7 +227,7 @@ class _NormalForm:
             if set(value) != {"text"} or not isinstance(value["text"], str):
                 self._report(at, "must be text, the name of a text file, or {text: …}")
                 entry[key] = ""
-        elif isinstance(value, str) and TEXT_FILE.fullmatch(value):
+        elif isinstance(value, str) and TEXT_FILE.fullmatch(value) and not self.recorded:
             text = self._file(base / value, at, TEXT_FILE) or ""
             source, inner = self.source.within(at)
             source.texts[inner] = (str(base / value), 1)
@@ -217,6 +251,8 @@ class _NormalForm:
         options = {key: entry.pop(key) for key in list(entry) if key not in STATE_KEYS}
         if options:
             entry["options"] = options
+        if self.recorded:
+            return
         try:
             model: type[BaseModel] | None = getattr(load_object(handler), "Options", None)
         except ConfigError:

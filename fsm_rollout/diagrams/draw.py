@@ -146,7 +146,7 @@ def render(dot: str, form: Literal["svg", "png"]) -> bytes:
             raise _failed("dot", error.returncode, error.stderr) from error
         except graphviz.ExecutableNotFound:
             if find_spec("pygraphviz") is not None:
-                command = [sys.executable, "-c", _PYGRAPHVIZ, form, _DPI[form]]
+                command = [sys.executable, "-P", "-c", _PYGRAPHVIZ, form, _DPI[form]]
                 process = subprocess.run(command, input=dot.encode(), capture_output=True, check=False)
                 if process.returncode != 0 or not process.stdout:
                     raise _failed("pygraphviz", process.returncode, process.stderr) from None

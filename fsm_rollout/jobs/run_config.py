@@ -78,6 +78,7 @@ class RunConfig(StrictModel):
     queue_timeout: Seconds = Field(600.0, description="seconds that an engine which answers nothing is waited for")
     out: Path = Field(description="the folder that the results go to, relative to where the command is given")
 
+    _file: Path | None = PrivateAttr(None)
     _base: Path = PrivateAttr(Path())
     _agent_overrides: tuple[str, ...] = PrivateAttr(())
     _source: SourceMap = PrivateAttr(SourceMap())
@@ -96,6 +97,11 @@ class RunConfig(StrictModel):
         if POLICY in value:
             raise ValueError(f"'{POLICY}' is the engine that is trained; describe it under `engine`")
         return value
+
+    @property
+    def file(self) -> Path | None:
+        """The run's YAML; ``None`` where the config is a recorded one."""
+        return self._file
 
     @property
     def base(self) -> Path:
@@ -141,18 +147,25 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(problems or [empty if data is None else other])
     base = Path(path).absolute().parent
     look_in(base)
-    return _config(data, base, overrides, source, problems)
+    config = _config(data, base, overrides, source, problems)
+    config._file = Path(path).absolute()
+    return config
 
 
 def recorded_run(text: str, base: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the config that :meth:`RunConfig.to_json` gave, with further overrides laid over it.
 
     Raises:
-        ConfigError: an override is wrong.
+        ConfigError: an override is wrong, or the text is not what :meth:`RunConfig.to_json` gives.
     """
-    look_in(base)
-    data = json.loads(text)
-    earlier = [f"{AGENT}{override}" for override in data.pop("agent_overrides", ())]
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"the journal's record of the run's configuration is damaged: {error}") from error
+    changes = data.pop("agent_overrides", []) if isinstance(data, dict) else None
+    if not isinstance(changes, list):
+        raise ConfigError(f"the journal's record of the run's configuration is damaged: {text[:80]}")
+    earlier = [f"{AGENT}{override}" for override in changes]
     return _config(data, base, [*earlier, *overrides], SourceMap("the run's journal"), [])
 
 

@@ -21,7 +21,8 @@ from fsm_rollout.agent.yaml.source import in_file_order
 from fsm_rollout.concurrency.interruption import Interruptible, interruptible
 from fsm_rollout.engines.specs import faults
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.jobs.run_config import RunConfig, recorded_run
+from fsm_rollout.jobs.recorded_config import recorded_config
+from fsm_rollout.jobs.run_config import RunConfig
 from fsm_rollout.jobs.run_folder import JOURNAL, SUMMARY, check_free, claimed, clear
 from fsm_rollout.jobs.summary import Summary, summarize
 from fsm_rollout.report.report import write_report
@@ -56,11 +57,13 @@ def execute(config: RunConfig, progress: Progress, *, replace: bool = False) -> 
         return _carry_out(main, config, agents, prompts, progress)
 
 
-def resume(folder: Path, overrides: Sequence[str], progress: Progress) -> Summary:
+def resume(folder: Path, overrides: Sequence[str], progress: Progress, *, file: Path | None = None) -> Summary:
     """Continue the run in a folder, interrupted or cut off, to its end, and return the summary.
 
     Trajectories that have ended stay as they are and come into the batch too; the journal continues where it stopped.
-    ``overrides`` change the run, its engine say, but not its agents, which must be what they were.
+    ``overrides`` change the run, its engine say, but not its agents, which must be what they were. Code is imported as
+    the run's YAML names it (``file``; by default the one with which the run began), see
+    :mod:`fsm_rollout.jobs.recorded_config`.
 
     Raises:
         ConfigError: no run wrote that folder, or something in the run, its agents, prompts or engines is wrong now.
@@ -71,17 +74,14 @@ def resume(folder: Path, overrides: Sequence[str], progress: Progress) -> Summar
     journal = folder / JOURNAL
     # 1. The config, as the journal recorded it.
     recorded = metadata(journal)
-    if "run" not in recorded:
-        raise ConfigError(f"{journal} is the journal of a program; `fsm-rollout run` did not write it")
-    config = recorded_run(recorded["run"], Path(recorded["base"]), overrides)
-    config = config.model_copy(update={"out": folder.absolute()})
+    config = recorded_config(folder, recorded, overrides, file)
     with interruptible() as main, claimed(config.out):
         # 2. Agents and prompts must be what they were.
         agents, prompts, earlier = _agents(config), _prompts(config), list(read(journal))
         changed = [
             f"agent '{name}' is not what it was"
             for name in agents
-            if dump(agents[name]) != recorded["agents"].get(name)
+            if dump(agents[name]) != recorded.get("agents", {}).get(name)
         ]
         messages = {prompt.prompt_id: list(prompt.messages) for prompt in prompts}
         changed += [
@@ -149,7 +149,9 @@ async def _run(
         if earlier is None:
             clear(config.out)
         # 2. The run itself.
-        facts = rollout.description | {"run": config.to_json()}
+        facts: dict[str, object] = rollout.description | {"run": config.to_json()}
+        if config.file is not None:
+            facts["file"] = str(config.file)
         with Journal(config.out / JOURNAL, metadata=facts, append=earlier is not None) as journal:
             rollout.journal = journal
             started = time.monotonic()

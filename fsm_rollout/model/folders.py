@@ -1,6 +1,6 @@
 """Which local folder a model's name stands for, also one that a journal names, and its tokenizer.
 
-Invariant: nothing here imports torch or asks a hub.
+Invariant: nothing here imports torch, asks a hub, or runs code that lies in a model's folder.
 """
 
 from __future__ import annotations
@@ -10,12 +10,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.errors import EngineError, did_you_mean
 from fsm_rollout.model import CHECKPOINTS, embedded_model
 from fsm_rollout.trajectory.journal import metadata
 
 EMBEDDED = "embedded"
+REPLAYS = 100
+"""A journal whose engine was a replay leads to another journal, so many times at most."""
 PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """Two names of one class in transformers 5."""
 
@@ -59,7 +63,8 @@ def load_tokenizer(folder: Path) -> Any:
             return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
         from transformers import AutoTokenizer  # imports every kind of model there is, and torch's compiler
 
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        # Said out loud: where nothing is said, transformers asks on the terminal whether to run the folder's code.
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever a broken file makes transformers or tokenizers raise
         raise EngineError(f"the tokenizer in '{folder}' cannot be loaded: {type(error).__name__}: {error}") from error
 
@@ -81,32 +86,53 @@ def _is_plain(folder: Path) -> bool:
     return isinstance(config, dict) and config.get("tokenizer_class") in PLAIN and "auto_map" not in config
 
 
-def recorded_engine(run: Mapping[str, Any], engine: str) -> tuple[Mapping[str, Any], Path]:
-    """Return how a run's journal describes one of its engines, and the folder to which paths there are relative.
+class RecordedEngine(msgspec.Struct, frozen=True, kw_only=True):
+    """What a journal says of an engine (``Rollout.description``)."""
 
-    ``run`` is the journal's metadata (``Rollout.description``). An engine that was a replay is described by the journal
-    that it replayed.
+    base: str = "."
+    """The folder to which its paths are relative."""
+    kind: str | None = None
+    model: str | None = None
+    tokenizer: str | None = None
+    run: str | None = None
+    """Of a replay: the run that it replayed."""
+    engine: str = POLICY
+    """Of a replay: which of that run's engines."""
+    max_context: int | None = None
+    eos_ids: list[int] = []
+
+
+def recorded_engine(run: Mapping[str, Any], engine: str) -> RecordedEngine:
+    """Return how a run's journal describes one of its engines.
+
+    ``run`` is the journal's metadata. An engine that was a replay is described by the journal that it replayed.
 
     Raises:
-        EngineError: the journal does not describe that engine.
+        EngineError: the journal does not describe that engine, or not in the form that a run gives.
         JournalError: the engine was a replay of a journal that can no longer be read.
     """
-    engines = run.get("engines") or {}
-    base = Path(str(run.get("base") or "."))
-    if engine not in engines:
-        raise EngineError(f"its journal says nothing of an engine '{engine}'{did_you_mean(engine, engines)}")
-    facts = engines[engine]
-    if facts.get("kind") != "replay":
-        return facts, base
-    replayed = base / facts["run"]
-    journal = replayed if replayed.is_file() else replayed / "journal.sqlite"
-    return recorded_engine(metadata(journal), facts.get("engine", POLICY))
+    for _ in range(REPLAYS):
+        engines = run.get("engines") or {}
+        if engine not in engines:
+            raise EngineError(f"its journal says nothing of an engine '{engine}'{did_you_mean(engine, engines)}")
+        try:
+            facts = msgspec.convert({**engines[engine], "base": run.get("base") or "."}, RecordedEngine)
+        except (msgspec.ValidationError, TypeError) as error:
+            raise EngineError(f"what its journal says of engine '{engine}' cannot be used: {error}") from error
+        if facts.kind != "replay" or facts.run is None:
+            return facts
+        replayed = Path(facts.base) / facts.run
+        run, engine = metadata(replayed if replayed.is_file() else replayed / "journal.sqlite"), facts.engine
+    raise EngineError(f"its journal says that engine '{engine}' is the replay of a replay, more than {REPLAYS} times")
 
 
-def tokenizer_folder(facts: Mapping[str, Any], base: Path) -> Path:
+def tokenizer_folder(facts: RecordedEngine) -> Path:
     """Return the folder with the tokenizer of an engine that a journal describes (see :func:`recorded_engine`).
 
     Raises:
         EngineError: the folder is not on this machine.
     """
-    return model_folder(facts.get("tokenizer") or facts.get("model") or EMBEDDED, base)
+    try:
+        return model_folder(facts.tokenizer or facts.model or EMBEDDED, facts.base)
+    except (OSError, ValueError) as error:  # a name that no file can have
+        raise EngineError(f"its tokenizer cannot be found: {error}") from error

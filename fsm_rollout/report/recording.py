@@ -1,8 +1,8 @@
 """What pages are made of: the recording of one trajectory, and a run's folder with its journal, agents and summary.
 
-Invariant: reading never writes, and a run that is still going on (or was cut off) reads as what it has come to so far.
-What the folder cannot give (an agent whose code is not importable here, a model that is not on this machine) is left
-out with a note that says so; only a folder without a readable journal is an error.
+Invariant: reading never writes and imports nothing that the folder names, wherever it comes from. A run that is still
+going on (or was cut off) reads as what it has come to so far. What the folder cannot give (a model that is not on this
+machine, what is damaged) is left out with a note that says so; only a folder without a readable journal is an error.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import Any, Literal
 from msgspec.structs import replace
 
 from fsm_rollout.agent.graph import AgentGraph
-from fsm_rollout.agent.handlers import look_in
-from fsm_rollout.agent.loader import loads
+from fsm_rollout.agent.loader import recorded_agent
 from fsm_rollout.errors import ConfigError, EngineError, JournalError, StreamError, did_you_mean
 from fsm_rollout.model.folders import load_tokenizer, recorded_engine, tokenizer_folder
 from fsm_rollout.report.texts import TokenTexts
@@ -146,7 +145,7 @@ class RunFolder:
         """Return the texts of an engine's tokens, or ``None`` (and a note) when its tokenizer is not at hand."""
         if engine not in self._texts:
             try:
-                folder = tokenizer_folder(*recorded_engine(self.metadata, engine))
+                folder = tokenizer_folder(recorded_engine(self.metadata, engine))
                 self._texts[engine] = TokenTexts(load_tokenizer(folder))
             except (EngineError, JournalError) as error:
                 self._texts[engine] = None
@@ -165,31 +164,46 @@ def open_run(path: str | Path) -> RunFolder:
     if not journal.is_file():
         raise ConfigError(f"{path} is not a run's folder: {_what_is_there(path)}; give the `out` of a run")
     try:
-        facts = metadata(journal)
+        notes: list[str] = []
+        facts = metadata(journal, notes.append)
     except JournalError as error:
         raise ConfigError(str(error)) from error
-    notes: list[str] = []
     agents: dict[str, AgentGraph] = {}
-    for folder in facts.get("modules") or ():
-        look_in(folder)
     for name, text in (facts.get("agents") or {}).items():
         try:
-            agents = with_sub_agents(loads(str(text), name=f"{name}.yaml")) | agents
+            agents = with_sub_agents(recorded_agent(text, name=f"{name}.yaml")) | agents
         except ConfigError as error:
             first = str(error.problems[0].message) if error.problems else str(error)
-            notes.append(f"agent '{name}' is drawn from what happened, not from its YAML, which fails here: {first}")
-    config = facts.get("run") or {}
-    if isinstance(config, str):
-        config = json.loads(config)
+            notes.append(f"agent '{name}' is drawn from what happened, not from its YAML, which has a fault: {first}")
+    config: Mapping[str, Any] = {}
+    try:
+        config = _mapping(facts.get("run") or "{}")
+    except ValueError as error:
+        notes.append(f"what the journal says of the run's configuration cannot be read: {error}")
     summary: Mapping[str, Any] | None = None
     try:
-        summary = json.loads((journal.parent / "summary.json").read_text("utf-8"))
+        summary = _mapping((journal.parent / "summary.json").read_text("utf-8"))
     except FileNotFoundError:
         if "run" in facts:  # a journal that a program of the user's keeps never has a summary
             notes.append("the run has not ended (or was cut off): this is what its journal held at the time of reading")
     except (OSError, ValueError) as error:
         notes.append(f"summary.json cannot be read: {error}")
     return RunFolder(journal.parent, journal, agents, config, facts, summary, notes)
+
+
+def _mapping(text: str | dict[str, Any]) -> Mapping[str, Any]:
+    """Read a JSON object, or return what is one already.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        data = json.loads(text) if isinstance(text, str) else text
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"it is a {type(data).__name__}, not a mapping")
+    return data
 
 
 def with_sub_agents(graph: AgentGraph) -> dict[str, AgentGraph]:

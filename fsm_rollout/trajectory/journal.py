@@ -16,12 +16,13 @@ the file as a journal and its ``user_version`` is the format. All functions rais
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sqlite3
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
 from itertools import groupby
 from operator import itemgetter
@@ -59,6 +60,11 @@ WHERE group_id NOT IN (SELECT group_id FROM handed_over WHERE yes) OR group_id I
     )
 )
 """
+
+logger = logging.getLogger(__name__)
+
+Report = Callable[[str], None]
+"""Hears in a sentence of what is damaged, and left out."""
 
 _Insertion = tuple[str, tuple[object, ...]]
 """A statement and its values."""
@@ -245,10 +251,23 @@ def _facts(metadata: Mapping[str, object]) -> Iterator[tuple[str, str]]:
 # -- reading ----------------------------------------------------------------------------------------------------
 
 
-def metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the data that the journal keeps about its run, and ``code_version``."""
+FACTS: Mapping[str, Any] = {
+    "agents": dict[str, str], "engines": dict[str, dict[str, Any]], "base": str, "run": str | dict[str, Any],
+    "file": str, "code_version": str,
+}  # fmt: skip
+"""What a run's journal says about the run, and in which form."""
+
+
+def metadata(path: str | os.PathLike[str], report: Report = logger.warning) -> dict[str, Any]:
+    """Return the data that the journal keeps about its run, and ``code_version``; what is damaged is reported."""
+    facts: dict[str, Any] = {}
     with _reading(path) as connection:
-        return {key: json.loads(value) for key, value in connection.execute("SELECT key, value FROM run")}
+        for key, value in connection.execute("SELECT key, value FROM run"):
+            try:
+                facts[key] = msgspec.convert(json.loads(value), FACTS.get(key, Any))
+            except (ValueError, TypeError, RecursionError) as error:
+                report(f"{os.fspath(path)}: what it says of its run's '{key}' cannot be read: {error}")
+    return facts
 
 
 def is_journal(path: str | os.PathLike[str]) -> bool:

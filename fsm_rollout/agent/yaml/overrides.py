@@ -123,3 +123,8 @@ def _reason(error: Exception) -> str:
 def escape_interpolation(text: str) -> str:
     """Return ``text`` so that :func:`interpolate` gives it back: OmegaConf halves backslashes before ``${``."""
     return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + "\\${", text)
+
+
+def unescape_interpolation(text: str) -> str:
+    """Return what :func:`escape_interpolation` was given; nothing is looked up, whatever ``text`` holds."""
+    return re.sub(r"(\\*)\$\{", lambda match: match[1][: len(match[1]) // 2] + "${", text)

@@ -75,13 +75,12 @@ def replay(run: Path, engine: str = POLICY, *, max_context: int | None = None) -
     """
     journal = run if run.is_file() else run / "journal.sqlite"
     try:
-        facts, base = recorded_engine(metadata(journal), engine)
-        return ReplayEngine(
-            journal,
-            tokenizer=load_tokenizer(tokenizer_folder(facts, base)),
-            max_context=max_context or facts["max_context"],
-            eos_ids=facts["eos_ids"],
-        )
+        facts = recorded_engine(metadata(journal), engine)
+        window = max_context or facts.max_context
+        if window is None:
+            raise EngineError(f"{journal} does not say how long engine '{engine}' could read; give max_context")
+        tokenizer = load_tokenizer(tokenizer_folder(facts))
+        return ReplayEngine(journal, tokenizer=tokenizer, max_context=window, eos_ids=facts.eos_ids)
     except JournalError as error:
         raise EngineError(f"nothing to replay: {error}") from error
 

@@ -1,0 +1,104 @@
+"""The configuration of a run that a folder holds, to go on with it or to replay it.
+
+Invariant: code is imported only where the user's own files, or the command line, name it. A folder may come from
+elsewhere, so what its journal says is data: an agent, a reward, a filter, an engine or a router that the journal names
+and the run's YAML does not is refused. The YAML is the file with which the run began, or the one that the user gives.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from fsm_rollout.errors import ConfigError, Problem
+from fsm_rollout.jobs.run_config import AGENT, RunConfig, load_run, recorded_run
+
+logger = logging.getLogger(__name__)
+
+_PLAIN = re.compile(r"[\w.+-]*")
+"""The values of overrides that can name no code: numbers and words."""
+
+
+def recorded_config(
+    folder: Path, recorded: Mapping[str, object], overrides: Sequence[str], file: Path | None = None
+) -> RunConfig:
+    """Return the config that the journal in ``folder`` records, with ``overrides`` laid over it.
+
+    Args:
+        folder: the run's folder.
+        recorded: the journal's metadata.
+        overrides: as for :func:`~fsm_rollout.jobs.run_config.load_run`; they may name code.
+        file: the run's YAML; by default the one that the journal names.
+
+    Raises:
+        ConfigError: ``fsm-rollout run`` did not write the journal, its config is damaged, the YAML cannot be found, or
+            the journal names code that the YAML does not name; says what to type.
+    """
+    # 1. What the journal says.
+    text, base = recorded.get("run"), recorded.get("base")
+    if not isinstance(text, str) or not isinstance(base, str):
+        missing = "is the journal of a program; `fsm-rollout run` did not write it"
+        damaged = "does not say any more how its run was configured; start the run again, with --replace"
+        raise ConfigError(f"{folder / 'journal.sqlite'} {missing if 'run' not in recorded else damaged}")
+    config = recorded_run(text, Path(base), overrides)
+    # 2. What the user's own file says.
+    own = _own_file(folder, recorded, file)
+    named, asked = dict(_code(load_run(own, overrides))), dict(_code(config))
+    retyped = {override.removeprefix(AGENT) for override in overrides if override.startswith(AGENT)}
+    for override in config.agent_overrides:
+        key, _, value = override.partition("=")
+        if override not in retyped and (not _PLAIN.fullmatch(value) or value.endswith(".yaml")):
+            asked[f"{AGENT}{key}"] = value
+    foreign = {key: name for key, name in asked.items() if named.get(key) != name}
+    if foreign:
+        raise ConfigError(
+            [
+                Problem(
+                    f"{key}: the run in '{folder}' began with '{name}', and {_says(named.get(key))}; code is "
+                    f"imported only where your own file names it: put it back there, or give {key}={name}",
+                    str(own),
+                )
+                for key, name in foreign.items()
+            ]
+        )
+    logger.info("code is imported as %s names it", own)
+    return config.model_copy(update={"out": folder.absolute()})
+
+
+def _own_file(folder: Path, recorded: Mapping[str, object], file: Path | None) -> Path:
+    """Return the run's YAML. One inside the run's folder may have come with it, so it has to be given by name."""
+    remedy = f"name the run's YAML: --file RUN.yaml, of which '{folder}' is the folder"
+    if file is not None:
+        return file
+    if not isinstance(recorded.get("file"), str):
+        raise ConfigError(f"the journal in '{folder}' does not say with which file its run began; {remedy}")
+    named = Path(str(recorded["file"]))
+    inside = named.resolve().is_relative_to(folder.resolve())
+    if not named.is_absolute() or inside or named.is_relative_to("/proc"):
+        raise ConfigError(
+            f"the journal in '{folder}' says that its run began with '{named}', which may have come with it; {remedy}"
+        )
+    if not named.is_file():
+        raise ConfigError(f"'{named}', with which the run in '{folder}' began, is not there any more; {remedy}")
+    return named
+
+
+def _code(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield all that may lead to code of the user's, by the key that names it."""
+    agents = config.agent if isinstance(config.agent, Mapping) else {"": config.agent}
+    for name, path in agents.items():
+        yield f"agent.{name}" if name else "agent", str(path)
+    for key, value in (("reward", config.reward), ("group_filter", config.group_filter)):
+        if value is not None:
+            yield key, value
+    specs = {"engine": config.engine} | {f"engines.{name}": spec for name, spec in config.engines.items()}
+    for at, spec in specs.items():
+        for key in ("kind", "router"):
+            if ":" in str(spec.get(key, "")):
+                yield f"{at}.{key}", str(spec[key])
+
+
+def _says(name: str | None) -> str:
+    return "that file names none" if name is None else f"that file says '{name}'"
