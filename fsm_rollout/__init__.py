@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AgentGraph": "agent.graph",
+    "BadArguments": "errors",
     "ChatTemplate": "chat",
     "ConfigError": "errors",
     "Group": "scheduler.group",
@@ -43,6 +44,7 @@ _MODULES = {"journal": "trajectory.journal"}
 
 __all__ = [  # as in the table above; the type checker wants the literals
     "AgentGraph",
+    "BadArguments",
     "ChatTemplate",
     "ConfigError",
     "Group",
@@ -73,7 +75,7 @@ if TYPE_CHECKING:
     from fsm_rollout.chat import ChatTemplate
     from fsm_rollout.engines.scripted.engine import ScriptedEngine
     from fsm_rollout.engines.transformers.engine import TransformersEngine
-    from fsm_rollout.errors import ConfigError, RolloutError
+    from fsm_rollout.errors import BadArguments, ConfigError, RolloutError
     from fsm_rollout.rollout import Rollout
     from fsm_rollout.scheduler.group import Group
     from fsm_rollout.states import State

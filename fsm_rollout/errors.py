@@ -6,7 +6,7 @@ A bad trajectory is data (its stop reason says why it ended), never one of these
     ├── ConfigError           a YAML, a prompts file or an override is wrong; holds every problem found
     ├── ChatTemplateError     a chat template cannot give exact tokens; says which rule it hit
     ├── ToolError             a tool cannot be built (its signature, its import)
-    │   └── BadArguments      a model's arguments do not fit a tool's parameters; the text is meant for the model
+    │   └── BadArguments      a model's arguments are wrong, by a tool's schema or its own word; the model is told
     ├── EngineError           an engine cannot start, or failed for good
     │   └── PromptTooLong     one request does not fit the engine's window
     ├── StreamError           a token stream was used against its invariants (a bug in a handler)
@@ -97,7 +97,11 @@ class ToolError(RolloutError):
 
 
 class BadArguments(ToolError):
-    """A model's arguments do not fit a tool's parameters; the message is written for the model to read."""
+    """A model's arguments are wrong; the message is written for the model to read.
+
+    Raised where they do not fit a tool's parameters, and by tools themselves (``raise BadArguments("there is no city
+    'Pariss'")``): of all that a tool may raise this alone is the model's fault and charged to ``bad_calls``.
+    """
 
 
 class EngineError(RolloutError):

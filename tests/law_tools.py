@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from fsm_rollout.environment.users import Conversation, Reply
+from fsm_rollout.errors import BadArguments
 from fsm_rollout.tools import ToolContext, ToolResult
 
 CALLS: list[tuple[str, str]] = []
@@ -29,6 +30,15 @@ async def fail(text: str) -> str:
         text: Why.
     """
     raise ValueError(text)
+
+
+async def refuse(text: str) -> str:
+    """Find every argument wrong.
+
+    Args:
+        text: What is wrong.
+    """
+    raise BadArguments(f"'{text}' is no number")
 
 
 async def hang(text: str) -> str:

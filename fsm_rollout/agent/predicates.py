@@ -92,7 +92,7 @@ def _has_tool_calls(argument: object, graph: AgentGraph) -> Condition:
     return lambda t, outcome: bool(t.attempts)
 
 
-@_predicate("the model is to blame for all calls of the latest turn")
+@_predicate("all calls of the latest turn failed through the model's fault (unreadable, no such tool, wrong arguments)")
 def _all_calls_bad(argument: object, graph: AgentGraph) -> Condition:
     return lambda t, outcome: bool(t.called) and all(call.bad for call in t.called)
 

@@ -87,7 +87,7 @@ def resume(folder: Path, overrides: Sequence[str], progress: Progress, *, file: 
         changed += [
             f"prompt '{trajectory.group_id}' is not in {config.prompts} any more as it was"
             for trajectory in earlier
-            if trajectory.parent_id is None and messages.get(trajectory.group_id) != list(trajectory.messages)
+            if trajectory.parent_id is None and messages.get(trajectory.group_id) != list(trajectory.prompt_messages)
         ]
         if changed:
             raise ConfigError(f"{changed[0]} when the run in '{folder}' began; put it back, or start a new run")

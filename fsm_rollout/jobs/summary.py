@@ -33,13 +33,15 @@ def summarize(
     """Return the summary of a run.
 
     It is about the prompts' own trajectories; those of sub-agents, which are called by them and have their scores, are
-    counted apart under ``sub_agents``. Only ``tokens``, ``trained_tokens``, ``tool_calls`` and ``tool_failures`` are of
-    both, as the batch is. ``turns_mean`` counts the messages of all streams of a trajectory, system messages apart.
-    ``stop_reasons`` counts a trajectory that has none as ``suspended``, or ``unfinished``; ``failures`` (if there are
-    any) says of each kind what the first one was.
+    counted apart under ``sub_agents``. Only ``tokens``, ``trained_tokens`` and the counts of calls are of
+    both, as the batch is; ``bad_calls`` are the failures among those calls that the model is to blame for, and
+    ``tool_failures`` the others. ``turns_mean`` counts the messages of all streams of a trajectory, system messages
+    apart. ``stop_reasons`` counts a trajectory that has none as ``suspended``, or ``unfinished``; ``failures`` (if
+    there are any) says of each kind what the first one was.
 
     ``timing`` is in seconds per trajectory: waiting for the engine (``queue``), generating, in tools (sub-agents among
-    them), in interactions, and ``other``, the rest. What ran side by side is added up. Its ``slowest`` is the one that
+    them), in interactions, and ``other``, when none of these was under way. Two tools side by side for a second are one
+    second of ``tools``; a tool beside a generation is time of both. Its ``slowest`` is the one that
     took longest from its start to its end. A mean over nothing is ``None``, as is ``score_mean`` where nothing was
     scored.
     """
@@ -62,7 +64,8 @@ def summarize(
         "tokens": sum(trajectory.response_tokens for trajectory in everything),
         "trained_tokens": sum(trajectory.trained_tokens for trajectory in everything),
         "tool_calls": sum(trajectory.calls_seen for trajectory in everything),
-        "tool_failures": sum(trajectory.calls_failed for trajectory in everything),
+        "bad_calls": sum(trajectory.bad_calls for trajectory in everything),
+        "tool_failures": sum(trajectory.calls_failed - trajectory.bad_calls for trajectory in everything),
         "score_mean": _mean([trajectory.score for trajectory in own if trajectory.score is not None]),
         "timing": {
             **{"tools" if name == "tool" else name: _spread([part[name] for part in parts]) for name in PARTS},
@@ -74,9 +77,7 @@ def summarize(
 
 def _parts(trajectory: Trajectory) -> dict[str, float]:
     """Return the seconds that a trajectory spent in each of :data:`PARTS`."""
-    until = trajectory.latest_at if trajectory.ended_at is None else trajectory.ended_at
-    parts = {name: getattr(trajectory, f"{name}_seconds") for name in PARTS[:-1]}
-    return parts | {"other": max(0.0, trajectory.elapsed(until) - sum(parts.values()))}
+    return {name: getattr(trajectory, f"{name}_seconds") for name in PARTS}
 
 
 def _endings(trajectories: Sequence[Trajectory]) -> Summary:
@@ -129,7 +130,7 @@ def summary_table(summary: Summary) -> Table:
     table.add_row("turns", f"{_number(summary['turns_mean'])} on average, {summary['transitions']:,} transitions")
     share = f"{trained / tokens:.0%}" if tokens else "-"
     table.add_row("tokens", f"{tokens:,} after the prompts, {trained:,} trained ({share}){of_both}")
-    table.add_row("tool calls", f"{summary['tool_calls']:,}, {summary['tool_failures']:,} failed{of_both}")
+    table.add_row("tool calls", _calls(summary) + of_both)
     table.add_row("score", _number(summary["score_mean"], digits=3))
     for name, spread in timing.items():
         if name != "slowest" and (spread["max"] or 0.0) >= SHOWN_FROM:
@@ -141,6 +142,12 @@ def summary_table(summary: Summary) -> Table:
         end = f"{slowest['stop_reason']} after {slowest['wall_seconds']:.2f} s"
         table.add_row("slowest", f"{slowest['trajectory_id']}: {end}" + (f" ({parts})" if parts else ""))
     return table
+
+
+def _calls(summary: Summary) -> str:
+    """Return how many tool calls there were, and through whose fault some failed."""
+    fault = {"wrong calls": summary["bad_calls"], "failures of tools": summary["tool_failures"]}
+    return ", ".join([f"{summary['tool_calls']:,}", *(f"{count:,} {what}" for what, count in fault.items() if count)])
 
 
 def failure_lines(summary: Summary) -> Iterator[str]:

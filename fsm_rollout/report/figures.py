@@ -17,7 +17,7 @@ import numpy as np
 from fsm_rollout.batch.rows import turns_of
 from fsm_rollout.report.recording import Recording, kind_of_end
 from fsm_rollout.report.texts import number
-from fsm_rollout.report.times import BUSY, Clock, Kind, Stretch, covered
+from fsm_rollout.report.times import BUSY, Clock, Kind, Stretch, wall_seconds
 
 BINS = 120
 """Points of a course over time."""
@@ -58,6 +58,8 @@ class Line:
         self.seconds = times.totals()
         """By kind: for how long at least one such thing was under way."""
         self.longest = max(times.of(*BUSY), key=lambda stretch: stretch.seconds, default=None)
+        self.busy = wall_seconds(times.of(*BUSY))
+        """Seconds in which any such thing was under way."""
         away = Clock((stretch.start, stretch.end) for stretch in times.of("away"))
         self.lives = tuple(away.runs(self.start, self.end))
         """When it was under way: from its start to its end without the times for which it was set aside."""
@@ -73,7 +75,7 @@ class Line:
     def parts(self) -> dict[str, float]:
         """Seconds by what they went into; ``other``: at least so long nothing of the kinds was under way."""
         busy: dict[str, float] = {kind: self.seconds[kind] for kind in BUSY}
-        return busy | {"other": max(0.0, self.wall - sum(busy.values()))}
+        return busy | {"other": max(0.0, self.wall - self.busy)}
 
     def why(self) -> str:
         """Return what its time went into, for the tail."""
@@ -201,7 +203,7 @@ class Figures:
                 name=name,
                 generations=len(own),
                 tokens=sum(stretch.tokens for stretch in own),
-                busy=covered(own),
+                busy=wall_seconds(own),
                 queued=self.queued[name],
                 throughput=self._rate(own),
                 under_way=self._busy([(stretch.start, stretch.end) for stretch in own]),

@@ -24,6 +24,7 @@ from fsm_rollout.trajectory.events import (
     Transitioned,
     UserReplied,
 )
+from fsm_rollout.trajectory.wall_time import covered
 
 Kind = Literal["queue", "generate", "tool", "interact", "away"]
 KINDS: tuple[Kind, ...] = ("queue", "generate", "tool", "interact", "away")
@@ -83,7 +84,7 @@ class Times:
 
     def totals(self) -> dict[str, float]:
         """Return, for each kind, the seconds in which at least one such thing was under way."""
-        return {kind: covered(self.of(kind)) for kind in KINDS}
+        return {kind: wall_seconds(self.of(kind)) for kind in KINDS}
 
 
 def times_of(events: Sequence[AnyEvent]) -> Times:
@@ -130,13 +131,9 @@ def times_of(events: Sequence[AnyEvent]) -> Times:
     return Times(tuple(stretches), tuple(visits))
 
 
-def covered(stretches: Iterable[Stretch]) -> float:
+def wall_seconds(stretches: Iterable[Stretch]) -> float:
     """Return the seconds in which at least one of the stretches was under way."""
-    total, reached = 0.0, float("-inf")
-    for stretch in sorted(stretches, key=lambda stretch: stretch.start):
-        total += max(0.0, stretch.end - max(stretch.start, reached))
-        reached = max(reached, stretch.end)
-    return total
+    return covered((stretch.start, stretch.end) for stretch in stretches)
 
 
 class Clock:

@@ -22,7 +22,7 @@ from fsm_rollout.report.flow import Flow, path_picture
 from fsm_rollout.report.pages import Links, render_page
 from fsm_rollout.report.recording import Recording, RunFolder
 from fsm_rollout.report.texts import TokenTexts, visible
-from fsm_rollout.report.times import BUSY, Clock, Stretch, Times, Visit, covered, packed
+from fsm_rollout.report.times import BUSY, Clock, Stretch, Times, Visit, packed, wall_seconds
 from fsm_rollout.trajectory.events import Message
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -155,7 +155,7 @@ def _gist(trajectory: Trajectory) -> list[tuple[str, str]]:
     spoken = [stream for stream in trajectory.streams if stream.turn is not None]
     spoken = [stream for stream in spoken if stream.tokens.trained] or spoken
     latest = max(spoken, key=lambda stream: stream.turn or 0).messages if spoken else []
-    first_request, last_request = _last_of("user", trajectory.messages), _last_of("user", latest)
+    first_request, last_request = _last_of("user", trajectory.prompt_messages), _last_of("user", latest)
     gist = [
         ("asked", first_request),
         ("answer", _text(trajectory.extra.get("answer"))),
@@ -212,7 +212,7 @@ class Lanes:
     @property
     def idle(self) -> float:
         """Seconds in which nothing of these was under way."""
-        return max(0.0, self.seconds - covered(stretch for lane in self.lanes for stretch, _ in lane.stretches))
+        return max(0.0, self.seconds - wall_seconds(stretch for lane in self.lanes for stretch, _ in lane.stretches))
 
     @property
     def largest(self) -> list[tuple[str, float]]:

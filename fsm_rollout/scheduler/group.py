@@ -36,18 +36,22 @@ class GroupState(StrEnum):
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Group:
-    """The trajectories of one prompt. ``trajectories`` has one per sample; ``children`` are those of sub-agents."""
+    """The trajectories of one prompt."""
 
     group_id: str
+    """The prompt's id, or its place among all prompts."""
     index: int
     """Its place among the prompts of the run."""
     prompt: Prompt
+    """The prompt itself."""
     program: Program = field(repr=False)
     """The agent that its prompt has chosen."""
     n: int
     """How many samples it has."""
     trajectories: list[Trajectory] = field(default_factory=list)
+    """One for each sample, in their order."""
     children: list[Trajectory] = field(default_factory=list)
+    """Those of sub-agents."""
     reward_errors: list[str] = field(default_factory=list)
     """What went wrong in scoring; those trajectories have no score."""
     discarded: list[Trajectory] = field(default_factory=list)
@@ -56,6 +60,7 @@ class Group:
     """Whether it is in no batch and does not count towards a target: the run's group filter turned it down, a sample of
     it fell behind the weights once too often, or tokens of it are wrong (``failed:GlueMismatchError``)."""
     state: GroupState = GroupState.WAITING
+    """Where it is on its way to the caller."""
     active: dict[str, ActiveTrajectory] = field(default_factory=dict, repr=False)
     """Its trajectories that run or can go on in this process, by trajectory id."""
     attempts: dict[int, int] = field(default_factory=dict, repr=False)

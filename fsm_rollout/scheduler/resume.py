@@ -107,7 +107,7 @@ def _prompt(group_id: str, trajectory: Trajectory) -> Prompt:
         sampling = Sampling.model_validate(dict(trajectory.sampling)) if trajectory.sampling else None
         limits = Limits.model_validate({name: most for name, most in trajectory.limits.items() if most is not None})
         return Prompt(
-            prompt_id=group_id, messages=tuple(trajectory.messages), limits=limits, sampling=sampling, **fields
+            prompt_id=group_id, messages=tuple(trajectory.prompt_messages), limits=limits, sampling=sampling, **fields
         )
     except (ValidationError, TypeError) as error:
         raise ConfigError(f"trajectory '{trajectory.trajectory_id}' cannot be resumed: {error}") from error

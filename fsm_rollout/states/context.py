@@ -111,7 +111,7 @@ class HandlerContext(Visit):
         if not prepaid:
             self.charge(LimitName.TOOL_CALLS)
         called = self._effects.take(Called, attempt.id) or await self._make_call(attempt)
-        if called.failure is not None and called.tries and self.program.end_on_tool_failure:
+        if called.failure is not None and called.tries and not called.bad and self.program.end_on_tool_failure:
             raise ToolError(f"tool '{called.name}' failed for good: {called.failure}")
         return called
 

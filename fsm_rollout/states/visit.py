@@ -93,7 +93,8 @@ class Visit:
         """Return what a state's prompt template may use: :data:`fsm_rollout.agent.handlers.TEMPLATE_FACTS`."""
         trajectory, contexts = self.trajectory, self.program.contexts
         return {fact: getattr(trajectory, fact, None) for fact in TEMPLATE_FACTS} | {
-            "task": str(trajectory.messages[-1].get("content") or ""),
+            "messages": trajectory.prompt_messages,
+            "task": str(trajectory.prompt_messages[-1].get("content") or ""),
             "texts": {name: list(trajectory.assistant_texts(name)) for name in contexts},
             "history": {name: stream.messages for name in contexts if (stream := trajectory.stream(name))},
         }
@@ -136,7 +137,7 @@ class Visit:
 
     def _open(self, context: str, messages: Sequence[Message] | None) -> Stream:
         bound = self.context(context)
-        opening = list(self.trajectory.messages if messages is None else messages)
+        opening = list(self.trajectory.prompt_messages if messages is None else messages)
         if bound.spec.system is not None and opening[0]["role"] != "system":
             opening.insert(0, {"role": "system", "content": bound.spec.system})
         return self.open_with(bound, opening)

@@ -3,6 +3,7 @@
 `base` is what authors of tools import, `schema` shows a tool to the model, `toolbox` carries its calls out.
 """
 
+from fsm_rollout.errors import BadArguments
 from fsm_rollout.tools.base import AgentAnswer, CallResult, Hidden, Tool, ToolContext, ToolResult
 from fsm_rollout.tools.schema import tool_schema, validate_arguments
 from fsm_rollout.tools.tool_messages import truncate
@@ -10,6 +11,7 @@ from fsm_rollout.tools.toolbox import RunAgent, Toolbox, ToolSession, tool_schem
 
 __all__ = [
     "AgentAnswer",
+    "BadArguments",
     "CallResult",
     "Hidden",
     "RunAgent",

@@ -2,6 +2,9 @@
 
 Invariant: nothing here runs anything. A tool is a typed function with a docstring, or a class with `execute` (see
 :class:`Tool`), or an agent. Threads, timeouts and retries are the toolbox's business.
+
+A tool that finds the model's arguments wrong raises :class:`fsm_rollout.BadArguments`, with a message for the model.
+Whatever else it raises is its own failure: the model is told of it, and nothing is charged to ``bad_calls``.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import asyncio
 import contextvars
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
@@ -35,6 +35,15 @@ class Expired(TimeoutError):
 
 class ToolDied(Exception):
     """The process that ran a tool ended without an answer, or the call could not be sent to it."""
+
+
+class RaisedElsewhere(Exception):
+    """What a tool raised in another process, in words: ``names`` are those of its class and of that class's bases."""
+
+    def __init__(self, names: Sequence[str], message: str, place: str) -> None:
+        self.names, self.place = tuple(names), place
+        """``place``: where in the tool's code, as ``file.py:line, in function``; empty where it is not known."""
+        super().__init__(message)
 
 
 class NoSlot(TimeoutError):

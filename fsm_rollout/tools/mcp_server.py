@@ -29,7 +29,7 @@ from fsm_rollout.tools import tool_messages
 from fsm_rollout.tools.base import fresh
 from fsm_rollout.tools.bounded_call import ToolDied
 from fsm_rollout.tools.schema import Arguments, Schema, tidy
-from fsm_rollout.tools.toolbox import BoundTool, MakeContext, NotReady, ToolSession, WrongCall
+from fsm_rollout.tools.toolbox import BoundTool, MakeContext, NotReady, ReportedFailure, ToolSession
 
 try:
     import httpx2
@@ -294,11 +294,11 @@ class MCPTool(BoundTool):
             result = await self.server.connection(session).call(self.name, arguments)
         except MCPError as error:
             if error.code == INVALID_PARAMS:
-                raise WrongCall(error.message) from error
+                raise BadArguments(error.message) from error
             raise ConnectionError(error.message) from error
         text = _text_of(result)
         if result.is_error:
-            raise WrongCall(text or "it failed and did not say why")
+            raise ReportedFailure(text or "it failed and did not say why")
         return text
 
 

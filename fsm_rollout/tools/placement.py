@@ -1,7 +1,8 @@
 """A tool's code in another process or on a Ray cluster: a heavy tool neither slows trajectories nor ends them.
 
-Invariant: arguments and results are plain, picklable data. A call that is given up is killed. An error comes back as
-the tool raised it (as a RuntimeError with its name where it cannot travel).
+Invariant: what comes back from a tool is plain data (:class:`Answer`, as MessagePack), never a pickle, which could run
+code here. So an error comes back in words: the names of its class and its bases, and its message. Arguments are pickled
+on the way there, where they run no code that is not there anyway. A call that is given up is killed.
 
 A worker process runs functions, one call at a time. The caller's script is never run again in it, and what a tool
 prints goes to the standard error. It outlives its caller by a second at most, however that ends, and leaves nothing
@@ -17,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import importlib
+import itertools
 import logging
 import os
 import pickle
@@ -30,13 +32,17 @@ from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
+
+import msgspec
+from msgspec.structs import replace
 
 from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.concurrency.ray_session import answer_to, connect, import_ray
+from fsm_rollout.errors import BadArguments, place_of
 from fsm_rollout.tools import tool_messages
 from fsm_rollout.tools.base import ToolResult
-from fsm_rollout.tools.bounded_call import ToolDied, invoke, is_async
+from fsm_rollout.tools.bounded_call import RaisedElsewhere, ToolDied, invoke, is_async
 from fsm_rollout.tools.schema import Function
 
 WATCH_SECONDS = 1.0
@@ -45,8 +51,27 @@ LOG_AFTER = 2.0
 """Seconds of connecting to Ray after which a line says what is waited for."""
 RAY_OPTIONS = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
 
-Answer: TypeAlias = tuple[str | ToolResult | None, Exception | None]
-"""What a tool returned, as text, or the error that it raised."""
+LONGEST_ANSWER = 2**30
+"""Bytes of an answer that are read from a worker process; one that says more is killed."""
+
+
+class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a tool returned, as text, or the error that it raised."""
+
+    text: str | None = None
+    reward: float | None = None
+    error: Sequence[str] = ()
+    """The names of the error's class and of its bases; none: nothing was raised."""
+    message: str = ""
+    place: str = ""
+    """Where in the tool's code the error was raised."""
+    of_the_call: bool = False
+    """The tool blames the call's arguments: it raised BadArguments."""
+    call: int = 0
+    """Which of its worker's calls it answers."""
+
+
+_encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Answer)
 
 _logger = logging.getLogger(__name__)
 
@@ -73,11 +98,20 @@ async def call_in_process(use: str, arguments: Mapping[str, object]) -> object:
     return _result(answer)
 
 
+def _decoded(answer: bytes) -> Answer:
+    try:
+        return _decoder.decode(answer)
+    except (msgspec.DecodeError, TypeError) as error:
+        raise ToolDied(f"its process did not answer as it should: {error}") from error
+
+
 def _result(answer: Answer) -> object:
-    value, error = answer
-    if error is not None:
-        raise error
-    return value
+    """Return what a tool returned, or raise what it raised."""
+    if answer.of_the_call:
+        raise BadArguments(answer.message)
+    if answer.error:
+        raise RaisedElsewhere(answer.error, answer.message, answer.place)
+    return answer.text if answer.reward is None else ToolResult(str(answer.text), answer.reward)
 
 
 class _Worker:
@@ -95,14 +129,18 @@ class _Worker:
                 start_new_session=True,
             )
         self._pipe.send(sys.path)
+        self._calls = 0
 
     def call(self, request: bytes) -> Answer:
+        self._calls += 1
         try:
             self._pipe.send_bytes(request)
-            answer = self._pipe.recv_bytes()
+            answer = _decoded(self._pipe.recv_bytes(LONGEST_ANSWER))
         except (OSError, EOFError) as error:
             raise ToolDied(f"its process ended without an answer (exit code {self.process.poll()})") from error
-        return cast(Answer, pickle.loads(answer))
+        if answer.call != self._calls:  # a tool has written to the pipe itself
+            raise ToolDied(f"its process answered call {answer.call} where call {self._calls} was made")
+        return answer
 
     def kill(self) -> None:
         """End it and everything that it started."""
@@ -146,15 +184,10 @@ def serve(descriptor: int, parent: int) -> None:
     pipe = Connection(descriptor)
     with suppress(OSError, EOFError):  # the other end is gone
         sys.path[:] = pipe.recv()
-        while True:
+        for call in itertools.count(1):
             use, arguments = pickle.loads(pipe.recv_bytes())
             importlib.invalidate_caches()
-            answer = _answer(use, arguments)
-            try:
-                packed = pickle.dumps(answer)
-            except Exception as error:  # whatever a subclass's own pickling does
-                packed = pickle.dumps((None, RuntimeError(f"what '{use}' returned cannot be sent back: {error}")))
-            pipe.send_bytes(packed)
+            pipe.send_bytes(_answer(use, arguments, call=call))
     _end()
 
 
@@ -208,7 +241,7 @@ async def _connected() -> Any:
 async def _ray_result(reference: object, *, force: bool) -> object:
     ray = import_ray()
     try:
-        return _result(await answer_to(reference))
+        return _result(_decoded(await answer_to(reference)))
     except asyncio.CancelledError:
         ray.cancel(reference, force=force)
         raise
@@ -243,23 +276,23 @@ class _Holder:
         self._instance: object = None
         self._making = asyncio.Lock()
 
-    async def run(self, method: str, arguments: dict[str, object]) -> Answer:
+    async def run(self, method: str, arguments: dict[str, object]) -> bytes:
         try:
             async with self._making:
                 if self._instance is None:
                     self._instance = await invoke(cast(Function, load_object(self._use)), self._kwargs)
             if not hasattr(self._instance, method):
-                return None, None
+                return _encoder.encode(Answer())
             value = await invoke(getattr(self._instance, method), arguments)
-            return (_sendable(value) if method == "execute" else None), None
+            return _encoder.encode(_returned(value) if method == "execute" else Answer())
         except Exception as error:  # whatever the tool raises
-            return None, _portable(error)
+            return _encoder.encode(_raised(error))
 
 
 # -- where the tool runs ------------------------------------------------------------------------------------------
 
 
-def _answer(use: str, arguments: dict[str, object], path: Sequence[str] = ()) -> Answer:
+def _answer(use: str, arguments: dict[str, object], path: Sequence[str] = (), call: int = 0) -> bytes:
     """Call a tool's function in this process, and return what it gave, or its error, in a form that can travel."""
     _look_in(path)
     try:
@@ -267,11 +300,10 @@ def _answer(use: str, arguments: dict[str, object], path: Sequence[str] = ()) ->
         value = function(**arguments)
         if is_async(function):
             value = asyncio.run(cast("Coroutine[object, object, object]", value))
-        return _sendable(value), None
-    except (KeyboardInterrupt, SystemExit) as error:
-        return None, RuntimeError(f"{type(error).__name__}: {error}")
-    except Exception as error:  # whatever the tool raises
-        return None, _portable(error)
+        answer = _returned(value)
+    except BaseException as error:  # whatever the tool raises, SystemExit too
+        answer = _raised(error)
+    return _encoder.encode(replace(answer, call=call))
 
 
 def _look_in(path: Sequence[str]) -> None:
@@ -279,15 +311,16 @@ def _look_in(path: Sequence[str]) -> None:
     sys.path += [entry for entry in path if entry not in sys.path and os.path.isdir(entry)]
 
 
-def _sendable(value: object) -> str | ToolResult:
-    """Return what a tool returned in a form that any process can unpickle."""
-    return value if isinstance(value, ToolResult) else tool_messages.result(value)
+def _returned(value: object) -> Answer:
+    if isinstance(value, ToolResult):
+        reward = None if value.reward is None else float(value.reward)
+        return Answer(tool_messages.result(value.text), reward)
+    return Answer(tool_messages.result(value))
 
 
-def _portable(error: Exception) -> Exception:
-    """Return an error that can be pickled and unpickled: itself if it can."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever its own pickling does
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
+def _raised(error: BaseException) -> Answer:
+    if not isinstance(error, Exception):  # what would end the process, were it raised again
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    names = [tool_messages.clean(cls.__name__) for cls in type(error).__mro__]
+    message = tool_messages.clean(tool_messages.message_of(error))
+    return Answer(error=names, message=message, place=place_of(error), of_the_call=isinstance(error, BadArguments))

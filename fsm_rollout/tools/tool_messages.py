@@ -64,14 +64,18 @@ def timed_out(name: str, seconds: float | None) -> str:
     return error_text(f"{name} did not answer and was stopped{after}", GO_ON)
 
 
-def described(error: BaseException) -> str:
-    """Return an error's class and its message, shortened."""
+def described(error: BaseException, name: str = "") -> str:
+    """Return the name of an error's class (or the ``name`` given for it) and its message, shortened."""
+    name, message = name or type(error).__name__, message_of(error)
+    return f"{name}: {message}" if message else name
+
+
+def message_of(error: BaseException) -> str:
+    """Return an error's message, shortened."""
     try:
-        message = str(error)
+        return _short(str(error), LONGEST_MESSAGE)
     except Exception:  # an exception that cannot even be printed
-        message = ""
-    name = type(error).__name__
-    return f"{name}: {_short(message, LONGEST_MESSAGE)}" if message else name
+        return ""
 
 
 def clean(text: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
@@ -27,29 +28,36 @@ from fsm_rollout.agent import graph
 from fsm_rollout.agent.graph import MAIN, AgentGraph
 from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.concurrency.seeds import derive_seed
-from fsm_rollout.errors import BadArguments, ConfigError, ToolError, did_you_mean
+from fsm_rollout.errors import BadArguments, ConfigError, ToolError, did_you_mean, place_of
 from fsm_rollout.tools import tool_messages
 from fsm_rollout.tools.base import AgentAnswer, CallResult, ToolContext, ToolResult, fresh
-from fsm_rollout.tools.bounded_call import STOP_SECONDS, Expired, NoSlot, Slots, ToolDied, bounded, invoke, is_async
+from fsm_rollout.tools.bounded_call import (
+    STOP_SECONDS,
+    Expired,
+    NoSlot,
+    RaisedElsewhere,
+    Slots,
+    ToolDied,
+    bounded,
+    invoke,
+    is_async,
+)
 from fsm_rollout.tools.schema import Arguments, Function, Parameters, Schema, context_parameters, parameters_of
 from fsm_rollout.tools.tool_messages import GO_ON, Tokenizer, described, error_text, truncate
 from fsm_rollout.trajectory.events import MalformedCall, ToolCall
 
-CORRECT = "correct the call and try again"
+CORRECT = "correct the arguments and try again"
 GO_ON_LATER = "try again later or go on without it"
 GO_ON_WITHOUT = "try again, or go on without it"
 FIRST_PAUSE = 0.5
 """Seconds before the second try, at most; doubled for each further one."""
 LONGEST_PAUSE = 30.0
-OF_THE_WORLD = (OSError, MemoryError, ImportError)
-"""Errors that no other call would have avoided (timeouts and lost connections are among them). For these, and for those
-that ``retry.errors`` name, the model is not blamed. For all others it may correct its call."""
-OF_THE_CALL = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
-"""The exceptions to that: they are about the path that the call names."""
 RELEASE_SECONDS = 30.0
 """How long a `release` may take where the tool has no timeout."""
 THREADS = 256
 """Calls of one sync tool that run at once where it has no `concurrency`: each takes a thread."""
+
+_logger = logging.getLogger(__name__)
 
 RunAgent = Callable[[str, AgentGraph, str, int], Awaitable[AgentAnswer]]
 """Runs an agent as a child trajectory: by the tool's name, the agent, its task, and the seed of this try."""
@@ -63,8 +71,8 @@ class NotReady(Exception):
     """A tool's `create` failed; its cause says how. Not the model's fault."""
 
 
-class WrongCall(Exception):
-    """What carries the tool out elsewhere says that the call is wrong; its text is meant for the model."""
+class ReportedFailure(Exception):
+    """What carries the tool out elsewhere says that it failed; its text is meant for the model, and blames nobody."""
 
 
 class Holder(Protocol):
@@ -90,6 +98,16 @@ class BoundTool(ABC):
         self.name = name
         self.spec = spec
         self.where = f"tool '{name}' ({spec.use or ('agent' if spec.agent is not None else 'mcp')})"
+        self._reported: set[str] = set()
+        """The kinds of errors that have been logged."""
+
+    def report(self, kind: str, error: BaseException) -> None:
+        """Log an error that the tool's code raised, with its place there; the first of each kind."""
+        if kind not in self._reported:
+            self._reported.add(kind)
+            place = error.place if isinstance(error, RaisedElsewhere) else place_of(error)
+            problem = described(error, kind) + (f" (at {place})" if place else "")
+            _logger.warning("%s failed, which models are told and not charged for: %s", self.where, problem)
 
     @abstractmethod
     def check(self, tools_kwargs: Mapping[str, object]) -> None:
@@ -539,11 +557,8 @@ class ToolSession:
             # 1. Arguments: read anew for each try, since the one before may have changed what it was given.
             try:
                 arguments = tool.read(call.arguments)
-            except BadArguments as error:
-                text = error_text(f"{tool.name}: {error}", "correct the arguments and try again")
-                return CallResult(text, failure="bad_arguments", bad=True)
-            except Exception as error:  # a validator of the tool's own types
-                return CallResult(error_text(described(error), CORRECT), failure=type(error).__name__, bad=True)
+            except Exception as error:  # BadArguments, or whatever a validator of the tool's own types raises
+                return _failure(tool, error)[0]
             # 2. One try, in one of the tool's slots. What cannot be made text raises.
             try:
                 async with self.toolbox.slot(tool):
@@ -564,8 +579,8 @@ class ToolSession:
                 raise
             except BaseException as error:  # tools may raise anything, pytest's and trio's own kinds included
                 result, names = _failure(tool, error)
-            # 3. Done, unless it failed in a way that is to be tried again.
-            if number >= retry.attempts or (retry.errors and names.isdisjoint(retry.errors)):
+            # 3. Done, unless it failed in a way that is to be tried again. The same arguments stay wrong.
+            if result.bad or number >= retry.attempts or (retry.errors and names.isdisjoint(retry.errors)):
                 return replace(result, tries=number)
             jitter = Random(derive_seed(self.seed, "tool", call.id, number, "pause")).uniform(0.5, 1.0)
             await asyncio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (number - 1)) * jitter)
@@ -576,15 +591,22 @@ class ToolSession:
 
 
 def _failure(tool: BoundTool, error: BaseException) -> tuple[CallResult, frozenset[str]]:
-    """Return the result of a try that raised, and the names that a retry may know the error by."""
-    name, failure, bad = tool.name, type(error).__name__, False
-    names = frozenset(cls.__name__ for cls in type(error).__mro__)
-    of_the_world = isinstance(error, OF_THE_WORLD) and not isinstance(error, OF_THE_CALL)
+    """Return the result of a try that raised, and the names that a retry may know the error by.
+
+    The model is to blame for BadArguments alone, which the schema raises, and tools on purpose. Whatever else tools
+    raise is a failure of theirs.
+    """
+    name = tool.name
+    kinds = error.names if isinstance(error, RaisedElsewhere) else [cls.__name__ for cls in type(error).__mro__]
+    failure, names, bad = kinds[0], frozenset(kinds), False
     match error:
         case NotReady(__cause__=BaseException() as cause):
             result, names = _failure(tool, cause)
             text = error_text(f"{name} is not available ({result.failure})", GO_ON_LATER)
             return replace(result, text=text, bad=False), names
+        case BadArguments():
+            failure, bad = "bad_arguments", True
+            text = error_text(f"{name}: {tool_messages.message_of(error)}", CORRECT)
         case Expired():
             failure, text = "timed_out", tool_messages.timed_out(name, tool.spec.timeout)
         case NoSlot():
@@ -592,10 +614,9 @@ def _failure(tool: BoundTool, error: BaseException) -> tuple[CallResult, frozens
             text = error_text(f"{name} is still busy with calls that did not end", GO_ON_LATER)
         case ToolDied():
             text = error_text(f"{name}: the tool broke down", GO_ON_WITHOUT)
-        case WrongCall():
-            failure, text, bad = "tool_error", error_text(described(error).partition(": ")[2], CORRECT), True
-        case _ if of_the_world or not names.isdisjoint(tool.spec.retry.errors):
-            text = error_text(f"{name} failed: {described(error)}", GO_ON_WITHOUT)
+        case ReportedFailure():
+            failure, text = "tool_error", error_text(f"{name} failed: {tool_messages.message_of(error)}", GO_ON_WITHOUT)
         case _:
-            text, bad = error_text(described(error), CORRECT), True
+            text = error_text(f"{name} failed: {described(error, failure)}", GO_ON_WITHOUT)
+            tool.report(failure, error)
     return CallResult(text, failure, bad), names

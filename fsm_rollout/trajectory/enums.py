@@ -46,7 +46,7 @@ class LimitName(Word):
     CONTEXT_TOKENS = "context_tokens"
     """Tokens of any one stream; the engine's window limits them too."""
     BAD_CALLS = "bad_calls"
-    """Tool calls whose failure the model is to blame for."""
+    """Tool calls that failed through the model's fault: unreadable, of no tool, or with wrong arguments."""
 
 
 class Trigger(Word):

@@ -91,16 +91,22 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
     """A well-formed call that the model made."""
 
     id: str
+    """Ties the call to its result."""
     name: str
+    """The tool, which may be one that there is not."""
     arguments: PlainData
+    """As the model wrote them; they may not fit the tool's parameters."""
 
 
 class MalformedCall(msgspec.Struct, frozen=True, kw_only=True, tag="broken"):
-    """A call the model tried to make and that cannot be read; ``kind`` is the tool format's slug for why."""
+    """A call the model tried to make and that cannot be read."""
 
     id: str
+    """Ties the call to its answer."""
     kind: str
+    """The tool format's slug for what is wrong."""
     message: str
+    """The same in words; the model is told them."""
 
 
 class Generated(Event, frozen=True, kw_only=True, tag="generated"):
@@ -138,24 +144,38 @@ class CallBegun(Event, frozen=True, kw_only=True, tag="call_begun"):
 
 
 class Called(Event, frozen=True, kw_only=True, tag="called"):
-    """One attempted tool call came to its end. ``failure`` is ``None`` on success.
+    """One attempted tool call came to its end.
 
-    Failures the model is to blame for (``bad``) are charged to ``bad_calls``: a broken or unknown call, wrong
-    arguments, a tool that raises something that a better call may help (:mod:`fsm_rollout.tools.toolbox`).
+    The model is to blame (``bad``) for a call that cannot be read, a tool that there is not, and arguments that do not
+    fit the tool's parameters or that the tool itself refuses by raising ``BadArguments``. Those are charged to
+    ``bad_calls``. Whatever else a tool raises is a failure of the tool.
     """
 
     state: str
+    """The state that made the call."""
     id: str
+    """The id of the model's call."""
     name: str
+    """The tool; empty where the call could not be read."""
     arguments: PlainData
+    """As the model wrote them."""
     result: str
+    """What the model was told."""
     failure: str | None = None
+    """``None``: it succeeded. Else what failed: ``unknown_tool``, ``bad_arguments``, ``timed_out``, the tool format's
+    slug, or the class of the error that the tool raised."""
     bad: bool = False
+    """Whether the model is to blame for the failure; charged to ``bad_calls``."""
     reward: float | None = None
+    """The reward that the tool gave with its result."""
     seconds: float = 0.0
+    """How long it took, with all waiting, tries and the pauses between them."""
     tries: int = 1
+    """How often the tool was run; 0 when the call never reached it."""
     truncated_tokens: int = 0
+    """How many tokens of the result were cut away."""
     child_id: str | None = None
+    """The trajectory of the sub-agent that answered."""
 
 
 class ModelQueried(Event, frozen=True, kw_only=True, tag="asked"):

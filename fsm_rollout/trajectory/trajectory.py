@@ -17,6 +17,7 @@ from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.enums import FinishReason, LimitName, StopReason, Trigger
 from fsm_rollout.trajectory.events import AnyEvent, MalformedCall, Message, ToolCall
 from fsm_rollout.trajectory.tokens import Ids, TokenStream
+from fsm_rollout.trajectory.wall_time import WallTime
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -27,9 +28,13 @@ class Outcome(msgspec.Struct, frozen=True):
     """
 
     trigger: str
+    """What to raise; transitions say where it leads."""
     limit: str | None = None
+    """The limit that was reached."""
     error: str | None = None
+    """The name of the error's class."""
     detail: str | None = None
+    """The error's text."""
 
     @property
     def stop_reason(self) -> str:
@@ -55,12 +60,17 @@ class Stream(msgspec.Struct):
     """
 
     context: str
+    """The context that it belongs to."""
     engine: str
+    """The engine that samples it: ``policy``, or another of the run's."""
     messages: list[Message]
+    """The chat history: what it was opened with, and all that was said since."""
     glued: int
+    """How many of ``messages`` are in ``tokens``."""
     opening: int
     """How many of the messages the stream was opened with; no assistant message among them is this stream's."""
     tokens: TokenStream
+    """Its tokens, each with its origin; mask, logprobs and weight versions are read off them."""
     turn_at: int
     """Where the tokens of the latest assistant turn begin."""
     guarded_at: list[int]
@@ -72,7 +82,9 @@ class Stream(msgspec.Struct):
     turn: int | None = None
     """Index of the latest generation in this stream."""
     finish_reason: FinishReason | None = None
+    """Why that generation ended."""
     open: bool = True
+    """Whether it is its context's present stream; a ``reset`` closes it and opens the next."""
 
     @property
     def pending(self) -> list[Message]:
@@ -85,44 +97,103 @@ class Stream(msgspec.Struct):
         return self.tokens.tail(self.turn_at)
 
 
+class Turn(msgspec.Struct):
+    """One message of the model's, with what came of it: its tool calls, their results, its score."""
+
+    context: str
+    """The context that it was said in."""
+    state: str
+    """The state that the trajectory was in."""
+    message: Message
+    """The whole assistant message, in OpenAI's form."""
+    calls: list[ToolCall | MalformedCall]
+    """The calls that it tried to make, in order; a :class:`MalformedCall` could not be read."""
+    finish_reason: FinishReason
+    """Why it ended: ``stop``, or ``length`` when it was cut."""
+    results: list[events.Called] = []
+    """What came of the calls, in the order in which they ended: result, failure, whose fault, seconds, reward."""
+    score: float | None = None
+    """Its own score (an interaction's, or a handler's ``score_turn``); ``None``: it has none."""
+    generations: list[int] = []
+    """The indexes of the generations that it came from; several when it was cut and went on."""
+    tokens: int = 0
+    """How many tokens were sampled for it."""
+
+    @property
+    def text(self) -> str:
+        """Its text, without tool calls."""
+        return str(self.message.get("content") or "")
+
+
 class Trajectory(msgspec.Struct):
-    """One attempt of an agent at one prompt. Read it freely; only events change it."""
+    """One attempt of an agent at one prompt. Read it freely; only events change it.
+
+    What a reward, a judge, a predicate or an interaction reads first:
+
+    - ``messages``: the whole conversation. ``prompt_messages`` is only the prompt's part of it.
+    - ``text``: the latest turn's text, which most rewards judge.
+    - ``turns``: each turn's text, tool calls, their results and its score.
+    - ``extra``: the prompt's other fields, such as ``answer``.
+    - ``stop_reason``: why it ended.
+
+    A trajectory that is being scored has ended, but has no score yet.
+    """
 
     # What it was given
     trajectory_id: str
+    """Its name in the run: ``group/sample``, ``group/sample~1`` once begun anew, ``caller/tool.1`` of a sub-agent."""
     group_id: str
+    """The prompt's id; the trajectories of one prompt share it."""
     sample: int
+    """Which of the group's trajectories it is, from 0."""
     agent: str
+    """The name of the agent that ran."""
     parent_id: str | None
-    messages: Sequence[Message]
-    """The prompt's messages, as they came (no system prompt of the agent's)."""
+    """The trajectory whose tool it was; ``None`` unless it is a sub-agent's."""
+    prompt_messages: Sequence[Message]
+    """The prompt's messages, as they came (no system prompt of the agent's); ``messages`` is the whole conversation."""
     extra: Mapping[str, object]
     """The prompt's other fields: the answer and whatever the user put there."""
     limits: Mapping[str, float | None]
+    """Its limits by name, the agent's and the prompt's together; ``None`` or missing: not limited."""
     seed: int
+    """All of its randomness follows from this."""
     date: str
     """When it started, as ISO 8601: what the chat template's clock shows, for good."""
     validate: bool
+    """Whether it belongs to a validation run, which uses ``validation_sampling``."""
     sampling: Mapping[str, object]
+    """What the prompt itself says about sampling."""
 
     # Where it is
     state: str
+    """The state that it is in; of one that has ended, the final one or the one that it failed in."""
     visits: dict[str, int]
+    """How often each state was entered, the initial one included."""
     spent: dict[str, int]
+    """How much was charged to each limit: ``assistant_turns``, ``tool_calls``, ``user_turns``, ``bad_calls``."""
     started_at: float
+    """When it began, in seconds on the scheduler's clock."""
     latest_at: float
+    """When its latest event happened, on the same clock."""
     routed: frozenset[str] = frozenset()
     """Limits that a ``limit_reached`` row has routed; each may be routed once."""
     transitions: int = 0
+    """How many transitions it has made."""
     exit: events.Transitioned | None = None
-    """The row that led to a final state."""
+    """The transition that led to a final state."""
     stop_reason: str | None = None
+    """Why it ended (:class:`fsm_rollout.trajectory.enums.StopReason`); ``None`` while it has not."""
     detail: str | None = None
+    """More about its end: the error's text, or what was cut."""
     suspended: str | None = None
+    """Why it was set aside unfinished; ``None`` when it was not."""
     ended_at: float | None = None
+    """When it ended, on the scheduler's clock."""
     away: float = 0.0
     """Seconds between its suspensions and its resumptions."""
     resumptions: int = 0
+    """How often it was resumed."""
 
     # The present visit
     here: list[AnyEvent] = []
@@ -134,12 +205,15 @@ class Trajectory(msgspec.Struct):
 
     # What the model and the environment have done
     streams: list[Stream] = []
+    """Every token stream, in the order in which they were opened; those with trained tokens are rows of the batch."""
     open_streams: dict[str, Stream] = {}
     """The open stream of each context that has been used."""
     turn: int = 0
     """Number of generations so far; the index of the next one."""
     context_turns: dict[str, int] = {}
     """The same, by context."""
+    turn_of: list[Turn] = []
+    """The turn that each generation belongs to, by the generation's index."""
     last: events.Generated | None = None
     """The latest generation, of any context."""
     asked: dict[str, int] = {}
@@ -147,17 +221,21 @@ class Trajectory(msgspec.Struct):
     called: list[events.Called] = []
     """The tool calls since the latest generation."""
     calls_seen: int = 0
+    """How many tool calls were attempted, broken ones included."""
     calls_failed: int = 0
+    """How many of them failed, whoever is to blame; ``bad_calls`` says how many the model is to blame for."""
     guarded: int = 0
-    queue_seconds: float = 0.0
-    generate_seconds: float = 0.0
-    tool_seconds: float = 0.0
-    interact_seconds: float = 0.0
+    """How many control markers in the environment's text were kept from becoming control tokens."""
+    wall: dict[str, WallTime] = {}
+    """How long it was under way with what: ``queue``, ``generate``, ``tool``, ``interact``, and ``any`` of these."""
 
     # How good it is
     score: float | None = None
+    """Its score; ``None``: it has none, which is not 0."""
     turn_scores: list[tuple[int, float]] = []
+    """``(generation's index, score)`` of each turn that was scored, in the order in which that was done."""
     tool_rewards: list[float] = []
+    """The rewards that tools gave with their results, in order."""
     rewarded: bool = False
     """Whether the run's reward has scored it."""
 
@@ -173,6 +251,7 @@ class Trajectory(msgspec.Struct):
         if not isinstance(first, events.Prompted):
             raise StreamError(f"a trajectory's events begin with 'prompted', got {type(first).__name__}")
         own = {name: getattr(first, name) for name in first.__struct_fields__ if name in cls.__struct_fields__}
+        own["prompt_messages"] = first.messages
         own["spent"] = dict(first.spent)
         trajectory = cls(**own, state=first.initial, visits={first.initial: 1}, started_at=first.at, latest_at=first.at)
         for event in iterator:
@@ -196,6 +275,74 @@ class Trajectory(msgspec.Struct):
     def stream(self, context: str) -> Stream | None:
         """Return the open stream of ``context``, or ``None`` when the context has not been used yet."""
         return self.open_streams.get(context)
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation: the agent's system message, the prompt, and all that the model, tools and users said."""
+        return self.conversation()
+
+    def conversation(self, context: str = "main") -> list[Message]:
+        """Return all messages of a context, in order, those before a ``reset`` too, none twice.
+
+        Of a context that was never used there are none, but of ``main``, which has the prompt's.
+        """
+        messages: list[Message] = []
+        for stream in self.streams:
+            if stream.context != context:
+                continue
+            opening = stream.messages[: stream.opening]
+            if opening[: len(messages)] == messages:  # it goes on from there
+                messages = list(stream.messages)
+            else:
+                messages += [message for message in opening if message not in messages]
+                messages += stream.messages[stream.opening :]
+        return messages if messages or context != "main" else list(self.prompt_messages)
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The model's turns, of all contexts, in the order in which they began: text, calls, results and score."""
+        return [turn for index, turn in enumerate(self.turn_of) if turn.generations[0] == index]
+
+    @property
+    def bad_calls(self) -> int:
+        """How many tool calls failed through the model's fault: unreadable, of no tool, or with wrong arguments."""
+        return self.spent.get(LimitName.BAD_CALLS, 0)
+
+    @property
+    def queue_seconds(self) -> float:
+        """Seconds in which it waited for an engine to begin a generation; what ran side by side counts once."""
+        return self._seconds("queue")
+
+    @property
+    def generate_seconds(self) -> float:
+        """Seconds in which an engine sampled for it; what ran side by side counts once."""
+        return self._seconds("generate")
+
+    @property
+    def tool_seconds(self) -> float:
+        """Seconds in which a tool ran, sub-agents included; what ran side by side counts once."""
+        return self._seconds("tool")
+
+    @property
+    def interact_seconds(self) -> float:
+        """Seconds in which an interaction made its reply."""
+        return self._seconds("interact")
+
+    @property
+    def other_seconds(self) -> float:
+        """Seconds until its end (or its latest event) in which none of these was under way."""
+        return max(0.0, self.elapsed(self.latest_at if self.ended_at is None else self.ended_at) - self._seconds("any"))
+
+    def _seconds(self, kind: str) -> float:
+        return self.wall[kind].seconds if kind in self.wall else 0.0
+
+    def _took(self, kind: str, start: float, end: float) -> None:
+        stretch = (max(start, self.started_at), end)
+        if stretch[1] > stretch[0]:
+            for name in (kind, "any"):
+                if name not in self.wall:
+                    self.wall[name] = WallTime()
+                self.wall[name].here.append(stretch)
 
     @property
     def attempts(self) -> Sequence[ToolCall | MalformedCall]:
@@ -315,10 +462,27 @@ class Trajectory(msgspec.Struct):
         if not event.resumed:
             self.turn += 1
             self.context_turns[event.context] = self.context_turns.get(event.context, 0) + 1
+        self._turn_of(event).results = self.called = []
         self.last = event
-        self.called = []
-        self.queue_seconds += event.queue_seconds
-        self.generate_seconds += event.seconds
+        begun = event.at - event.seconds
+        self._took("queue", begun - event.queue_seconds, begun)
+        self._took("generate", begun, event.at)
+
+    def _turn_of(self, event: events.Generated) -> Turn:
+        """Return the turn of a generation that has just ended, with what it adds."""
+        # 1. A new message, or more of the context's latest.
+        turn = None
+        if event.continued or event.resumed:
+            turn = next((turn for turn in reversed(self.turn_of) if turn.context == event.context), None)
+        if turn is None:
+            turn = Turn(event.context, event.state, event.message, event.attempts, event.finish_reason)
+        # 2. What the generation made of it.
+        turn.message, turn.calls, turn.finish_reason = event.message, event.attempts, event.finish_reason
+        turn.tokens += len(event.ids)
+        if len(self.turn_of) < self.turn:
+            turn.generations.append(len(self.turn_of))
+            self.turn_of.append(turn)
+        return turn
 
     def _call_begun(self, event: events.CallBegun) -> None:
         """Nothing changes but what the present visit has done."""
@@ -327,7 +491,7 @@ class Trajectory(msgspec.Struct):
         self.called.append(event)
         self.calls_seen += 1
         self.calls_failed += event.failure is not None
-        self.tool_seconds += event.seconds
+        self._took("tool", event.at - event.seconds, event.at)
         if event.bad:
             self.spent[LimitName.BAD_CALLS] = self.spent.get(LimitName.BAD_CALLS, 0) + 1
         if event.reward is not None:
@@ -337,7 +501,7 @@ class Trajectory(msgspec.Struct):
         self.asked[event.engine] = max(self.asked.get(event.engine, 0), event.index + 1)
 
     def _interacted(self, event: events.UserReplied) -> None:
-        self.interact_seconds += event.seconds
+        self._took("interact", event.at - event.seconds, event.at)
 
     def _charged(self, event: events.LimitCharged) -> None:
         self.spent[event.limit] = self.spent.get(event.limit, 0) + event.amount
@@ -352,6 +516,8 @@ class Trajectory(msgspec.Struct):
         if event.trigger == Trigger.LIMIT_REACHED:
             self.routed |= {routing_key(str(event.limit), event.source)}
         self.transitions += 1
+        for wall_time in self.wall.values():
+            wall_time.end_visit()
         self.here = []
         self.interrupted = False
         self.time_up = None
@@ -368,6 +534,8 @@ class Trajectory(msgspec.Struct):
             self.rewarded |= event.source == events.REWARD
         else:
             self.turn_scores.append((event.turn, event.value))
+            if event.turn < len(self.turn_of):
+                self.turn_of[event.turn].score = event.value
 
     def _suspended(self, event: events.Suspended) -> None:
         self.suspended = event.reason

@@ -129,8 +129,8 @@ def test_what_the_server_declares_is_shown_and_checked() -> None:
             missing = await call("add", lefft=1)
             assert "argument 'lefft' is not a parameter; did you mean 'left'?" in missing.text
             failed = await call("read", path="/x")
-            assert (failed.failure, failed.bad) == ("tool_error", True)
-            assert "there is no file /x; correct the call and try again" in failed.text
+            assert (failed.failure, failed.bad) == ("tool_error", False)
+            assert "there is no file /x; try again, or go on without it" in failed.text
             assert (await call("count")).failure == "unknown_tool"
 
     asyncio.run(main())

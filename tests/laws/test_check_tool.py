@@ -21,7 +21,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from fsm_rollout import load_agent
 from fsm_rollout.testing import ConformanceError, check_tool
 from fsm_rollout.testing.simulation import blocked_loop
-from fsm_rollout.tools import Hidden, Tool, ToolContext, ToolResult
+from fsm_rollout.tools import BadArguments, Hidden, Tool, ToolContext, ToolResult
 from tests.kit import ROOT
 
 AGENTS = ROOT / "configs/agents"
@@ -125,7 +125,14 @@ async def draws_by_its_schema(
     return f"{price} {ratio} {code} {word}"
 
 
-@pytest.mark.parametrize("tool", [computes, asks_a_shell, draws_by_its_schema])
+def blames_some_calls(city: Literal["Paris", "Rome"]) -> str:
+    """Tell the weather."""
+    if city == "Rome":
+        raise BadArguments("nothing is known of Rome")
+    return "rain"
+
+
+@pytest.mark.parametrize("tool", [computes, asks_a_shell, draws_by_its_schema, blames_some_calls])
 def test_what_has_raised_false_alarms_conforms(tool: Any) -> None:
     check_tool(tool, examples=30)
 

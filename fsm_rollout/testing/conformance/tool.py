@@ -37,7 +37,7 @@ LATER_SECONDS = 1024.0
 
 SUITE = Suite[Callable[["_Tool"], "int | None"]]({
     1: ("schema", "Its schema can be built: a description, and parameters that are JSON."),
-    2: ("arguments taken", "Arguments that follow the schema are taken, and not all of them make it raise."),
+    2: ("arguments taken", "Arguments that follow the schema reach it, and not all of them make it raise."),
     3: ("arguments refused", "Others are refused, naming what is wrong, before the tool runs."),
     4: ("results", "A call ends in `patience` seconds; its result can be told to a model and journalled."),
     5: ("cancellation", "Cancellation passes, at every await (async tools)."),
@@ -177,7 +177,8 @@ class _Tool(Subject):
         result = self.run(main())
         # 2. What it came to can be told and kept.
         text = result.text
-        demand(result.failure != "bad_arguments", 2, f"{self.name} refused what its schema allows: {text}")
+        refused = result.bad and not result.tries
+        demand(not refused, 2, f"{self.name} refused what its schema allows: {text}")
         untellable = "cannot be told to a model" in text or "not JSON serializable" in text
         demand(not untellable, 4, f"what {self.name} returned for {kept} cannot be told to a model: {text}")
         event = Called(

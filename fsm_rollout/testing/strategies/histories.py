@@ -106,7 +106,8 @@ _rest = st.one_of(
     ),
     _event(
         partial(events.Called, id="c", name="calculate", arguments={"expression": "1"}, result="1"),
-        state=states, failure=st.none() | st.just("unknown_tool"), reward=st.none() | score, seconds=seconds,
+        state=states, failure=st.sampled_from([None, "unknown_tool", "ConnectionError"]),
+        reward=st.none() | score, seconds=seconds,
     ),
     _generation(continued=st.just(True), resumed=st.booleans()),
     _event(events.LimitCharged, limit=st.just(LimitName.TOOL_CALLS), amount=st.integers(1, 2)),
@@ -141,8 +142,15 @@ plans = st.builds(
 
 
 def events_of(plan: Plan, trajectory_id: str = "t0") -> list[AnyEvent]:
-    """Return the events of a plan."""
-    return [replace(event, at=float(number)) for number, event in enumerate(_valid(plan, trajectory_id))]
+    """Return the events of a plan, a second apart; nothing that a visit does began before the visit."""
+    timed: list[AnyEvent] = []
+    visit_began = 0.0
+    for number, event in enumerate(_valid(plan, trajectory_id)):
+        if isinstance(event, events.Called | events.UserReplied):
+            event = replace(event, seconds=min(event.seconds, number - visit_began))
+        timed.append(replace(event, at=float(number)))
+        visit_began = float(number) if isinstance(event, events.Transitioned) else visit_began
+    return timed
 
 
 _OPENING = events.ContextOpened(
@@ -198,7 +206,7 @@ def _valid(plan: Plan, trajectory_id: str) -> Iterator[AnyEvent]:
                 event = replace(event, source=state, trigger=trigger)
                 state = event.dest
             case events.Called():
-                event = replace(event, bad=event.failure is not None)
+                event = replace(event, bad=event.failure == "unknown_tool")
         yield event
     if plan.ending:
         yield events.Ended(at=0.0, stop_reason=plan.ending)

@@ -365,6 +365,7 @@ def test_the_non_tensor_values() -> None:
             "generate_seconds": 0.75,
             "tool_seconds": 0.0,
             "tool_calls": 0,
+            "bad_calls": 0,
             "tool_failures": 0,
             "tokens": 3,
             "trained_tokens": 3,

@@ -15,7 +15,7 @@ from fsm_rollout.report.figures import BINS, Figures
 from fsm_rollout.report.recording import Recording
 from fsm_rollout.report.report import write_report
 from fsm_rollout.report.show import show
-from fsm_rollout.report.times import Clock, covered, times_of
+from fsm_rollout.report.times import Clock, times_of, wall_seconds
 from fsm_rollout.report.trajectory import time_lanes
 from fsm_rollout.testing.strategies.histories import several_event_sequences
 from fsm_rollout.trajectory.events import AnyEvent, Called, Generated, Resumed, Suspended
@@ -83,7 +83,7 @@ def test_a_clock_that_lies_behind_is_taken_to_have_stood_still() -> None:
     recording = Recording.of(interrupted(clock=-90.0))
     times = [event.at for event in recording.events]
     assert times == sorted(times)
-    assert covered(recording.times.stretches) == covered(times_of(history()).stretches)
+    assert wall_seconds(recording.times.stretches) == wall_seconds(times_of(history()).stretches)
     assert recording.trajectory.ended_at == 110.0
     assert recording.trajectory.away == 0.0
 

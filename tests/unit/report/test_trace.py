@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from fsm_rollout.report.figures import BINS, Figures, histogram
 from fsm_rollout.report.recording import Recording
 from fsm_rollout.report.show import show
-from fsm_rollout.report.times import Stretch, covered, packed, times_of
+from fsm_rollout.report.times import Stretch, packed, times_of, wall_seconds
 from fsm_rollout.report.trace import trace
 from fsm_rollout.testing.strategies.histories import several_event_sequences
 from fsm_rollout.trajectory.events import AnyEvent, Called, Generated, Prompted, Transitioned, UserReplied
@@ -147,7 +147,7 @@ def test_time_is_read_off_the_events() -> None:
     for stretch in times_of(events).stretches:
         seconds[stretch.kind] += stretch.seconds
     assert seconds == {"queue": 0.5 + 0.5, "generate": 4.5, "tool": 2.0, "interact": 1.0}
-    assert covered(times_of(events).stretches) == 8.5
+    assert wall_seconds(times_of(events).stretches) == 8.5
 
 
 def test_lanes_are_shared_by_what_follows_and_not_by_what_overlaps() -> None:

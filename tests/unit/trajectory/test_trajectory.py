@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 from array import array
 from typing import Any
 
@@ -9,8 +11,10 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from fsm_rollout.errors import StreamError
+from fsm_rollout.scheduler.group import Group
 from fsm_rollout.testing.strategies.histories import event_sequences
 from fsm_rollout.trajectory.events import (
     AnyEvent,
@@ -19,17 +23,20 @@ from fsm_rollout.trajectory.events import (
     Ended,
     Generated,
     LimitCharged,
+    MalformedCall,
     MessagesAppended,
     Prompted,
     PromptExtended,
     Scored,
     Suspended,
+    ToolCall,
     Transitioned,
     UserReplied,
     decode,
     encode,
 )
-from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
+from fsm_rollout.trajectory.trajectory import Outcome, Stream, Trajectory, Turn
+from tests.kit import under_way
 
 
 def opened(context: str = "main", **facts: Any) -> ContextOpened:
@@ -113,9 +120,9 @@ def test_tokens_and_counts_are_those_of_the_events(events: list[AnyEvent]) -> No
     assert trajectory.calls_seen == len(calls)
     assert trajectory.calls_failed == sum(call.failure is not None for call in calls)
     assert trajectory.tool_rewards == [call.reward for call in calls if call.reward is not None]
-    assert trajectory.tool_seconds == sum(call.seconds for call in calls)
-    assert trajectory.generate_seconds == sum(event.seconds for event in every(Generated))
-    assert trajectory.interact_seconds == sum(event.seconds for event in every(UserReplied))
+    for kind, name in ((Called, "tool"), (Generated, "generate"), (UserReplied, "interact")):
+        stretches = [(max(0.0, event.at - event.seconds), event.at) for event in every(kind)]
+        assert getattr(trajectory, f"{name}_seconds") == pytest.approx(under_way(stretches))
     assert trajectory.transitions == len(every(Transitioned))
     assert sum(trajectory.visits.values()) == 1 + len(every(Transitioned))
     assert trajectory.state == ([PROMPTED.initial] + [event.dest for event in every(Transitioned)])[-1]
@@ -250,3 +257,82 @@ def test_an_event_holds_plain_data_only() -> None:
 )
 def test_the_stop_reason_of_an_outcome(outcome: Outcome, stop_reason: str) -> None:
     assert outcome.stop_reason == stop_reason
+
+
+def said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def test_messages_are_the_whole_conversation() -> None:
+    system, asked, answer, result, second = (
+        said("system", "Be kind."), said("user", "1 + 1?"), said("assistant", ""), said("tool", "2"),
+        said("assistant", "It is 2."),
+    )  # fmt: skip
+    prompted = replace(PROMPTED, messages=[asked])
+    trajectory = Trajectory.fold([prompted])
+    assert trajectory.messages == [asked], "nothing has been said yet"
+    trajectory.apply(opened(messages=[system, asked]))
+    trajectory.apply(generated(message=answer))
+    trajectory.apply(MessagesAppended(at=3.0, context="main", state="PROCESSING_TOOLS", messages=[result]))
+    assert trajectory.messages == [system, asked, answer, result], "what waits for its glue is said, too"
+    trajectory.apply(PromptExtended(at=3.0, context="main", state="PROCESSING_TOOLS", ids=array("i", [1])))
+    trajectory.apply(generated(message=second))
+    assert trajectory.messages == [system, asked, answer, result, second]
+    assert trajectory.prompt_messages == [asked]
+
+    # A history that is split goes on in a stream that opens with all of it; one that is reset keeps what was before.
+    trajectory.apply(opened(messages=trajectory.messages))
+    assert trajectory.messages == [system, asked, answer, result, second]
+    summary = said("user", "So far: 2.")
+    trajectory.apply(opened(messages=[system, summary]))
+    trajectory.apply(generated(message=said("assistant", "Go on.")))
+    assert trajectory.messages == [system, asked, answer, result, second, summary, said("assistant", "Go on.")]
+    trajectory.apply(opened("critic", messages=[said("user", "Judge.")]))
+    assert trajectory.messages[-1] == said("assistant", "Go on.")
+    assert trajectory.conversation("critic") == [said("user", "Judge.")]
+    assert trajectory.conversation("nobody") == []
+
+
+def test_turns_have_their_text_calls_results_and_scores() -> None:
+    call = ToolCall(id="c1", name="add", arguments={})
+    called = Called(at=3.0, state="PROCESSING_TOOLS", id="c1", name="add", arguments={}, result="2")
+    trajectory = Trajectory.fold([
+        PROMPTED, opened(), generated(message=said("assistant", "let me"), attempts=[call]), called,
+        opened("critic", trained=False), generated("critic", message=said("assistant", "fine"), sampled=3),
+        generated(message=said("assistant", "It is"), finish_reason="length"),
+        generated(message=said("assistant", "It is 2."), continued=True, sampled=1),
+        Scored(at=4.0, value=0.25, turn=0), Scored(at=4.0, value=1.0, turn=3),
+    ])  # fmt: skip
+    first, critic, last = trajectory.turns
+    assert (first.text, first.calls, first.results, first.score) == ("let me", [call], [called], 0.25)
+    assert (critic.context, critic.text, critic.tokens, critic.score) == ("critic", "fine", 3, None)
+    assert (last.text, last.generations, last.tokens, last.score) == ("It is 2.", [2, 3], 3, 1.0)
+    assert (last.finish_reason, trajectory.text) == ("stop", "It is 2.")
+
+
+def test_what_ran_side_by_side_counts_once() -> None:
+    def call(at: float, seconds: float) -> Called:
+        return Called(at=at, state="S", id="c", name="add", arguments={}, result="", seconds=seconds)
+
+    trajectory = Trajectory.fold([PROMPTED, call(2.0, 1.0), call(2.5, 1.5), call(4.0, 1.0)])
+    assert trajectory.tool_seconds == 2.5
+    assert trajectory.other_seconds == 1.0
+    trajectory.apply(Transitioned(at=4.0, trigger="t", source=trajectory.state, dest="S", spent={}))
+    trajectory.apply(call(5.0, 0.5))
+    assert (trajectory.tool_seconds, trajectory.other_seconds) == (3.0, 1.5)
+
+
+@pytest.mark.parametrize("read_by_rewards", [Trajectory, Turn, Stream, Outcome, Called, ToolCall, MalformedCall, Group])
+def test_every_attribute_that_rewards_may_read_is_described(read_by_rewards: type) -> None:
+    """Attributes without a docstring of their own are found in the source, and so are properties."""
+    (definition,) = ast.parse(inspect.getsource(read_by_rewards)).body
+    assert isinstance(definition, ast.ClassDef)
+    silent = [
+        node.target.id
+        for node, after in zip(definition.body, [*definition.body[1:], None], strict=True)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        and not (isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant))
+    ]  # fmt: skip
+    methods = [node for node in definition.body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"]
+    silent += [method.name for method in methods if not ast.get_docstring(method)]
+    assert silent == []
