@@ -258,11 +258,23 @@ def held_back_dialogues(n: int, seed: int = 0) -> list[Dialogue]:
     With the default seed the first 512 are, written by `Dialogue.prompt`, the lines of
     `configs/data/arithmetic.jsonl`.
     """
-    rng = Random(f"held-back dialogues {seed}")
+    return _dialogues(n, Random(f"held-back dialogues {seed}"), held_back=True)
+
+
+def training_dialogues(n: int, seed: int = 0) -> list[Dialogue]:
+    """Draw n dialogues of the training side, otherwise like held-back ones.
+
+    With the default seed the first 1024 are, written by `Dialogue.prompt`, the lines of
+    `configs/data/arithmetic_train.jsonl`.
+    """
+    return _dialogues(n, Random(f"training dialogues {seed}"), held_back=False)
+
+
+def _dialogues(n: int, rng: Random, held_back: bool) -> list[Dialogue]:
     drawn: dict[str, Dialogue] = {}
     while len(drawn) < n:
         operations = rng.choices((1, 2, 3), (10, 45, 45))[0]
-        found = dialogue(rng, held_back=True, operations=operations, follow_ups=1)
+        found = dialogue(rng, held_back=held_back, operations=operations, follow_ups=1)
         drawn.setdefault(found.turns[0].text, found)
     return list(drawn.values())
 

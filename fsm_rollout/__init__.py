@@ -33,7 +33,9 @@ _HOMES = {
     "Trajectory": "trajectory.trajectory",
     "TrajectoryBatch": "batch.batch",
     "TransformersEngine": "engines.transformers.engine",
+    "endless_prompts": "trajectory.endless",
     "load_agent": "agent.loader",
+    "load_model": "engines.transformers.checkpoints",
     "prove": "agent.proof",
     "read_prompts": "trajectory.prompt",
     "verify": "agent.verify",
@@ -60,7 +62,9 @@ __all__ = [  # as in the table above; the type checker wants the literals
     "Trajectory",
     "TrajectoryBatch",
     "TransformersEngine",
+    "endless_prompts",
     "load_agent",
+    "load_model",
     "prove",
     "read_prompts",
     "verify",
@@ -74,12 +78,14 @@ if TYPE_CHECKING:
     from fsm_rollout.batch.batch import TrajectoryBatch
     from fsm_rollout.chat import ChatTemplate
     from fsm_rollout.engines.scripted.engine import ScriptedEngine
+    from fsm_rollout.engines.transformers.checkpoints import load_model
     from fsm_rollout.engines.transformers.engine import TransformersEngine
     from fsm_rollout.errors import BadArguments, ConfigError, RolloutError
     from fsm_rollout.rollout import Rollout
     from fsm_rollout.scheduler.group import Group
     from fsm_rollout.states import State
     from fsm_rollout.tools import ToolContext, ToolResult
+    from fsm_rollout.trajectory.endless import endless_prompts
     from fsm_rollout.trajectory.journal import Journal
     from fsm_rollout.trajectory.prompt import Prompt, read_prompts
     from fsm_rollout.trajectory.trajectory import Outcome, Trajectory

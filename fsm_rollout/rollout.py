@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -125,34 +125,35 @@ class Rollout:
         for graph in self.agents.values():
             prove(graph)
         self.validate = validate
-        run_sampling = _sampling(sampling)
-        if validate:
-            greedy = Sampling(temperature=0.0)
-            own = greedy if validation_sampling is None else _sampling(validation_sampling)
-            run_sampling = own.over(run_sampling)
+        greedy, training_sampling = Sampling(temperature=0.0), _sampling(sampling)
+        validation = greedy if validation_sampling is None else _sampling(validation_sampling)
+        self._evaluation_sampling = validation.over(training_sampling)
+        run_sampling = self._evaluation_sampling if validate else training_sampling
         self._closed = False
         self._loop_thread: LoopThread | None = None
         self._owned: list[Engine] = []
         specs = {POLICY: engine, **(engines or {})}
+        self._client = partial(EngineClient, attempts=engine_attempts, queue_timeout=queue_timeout)
+        self._common: dict[str, Any] = {
+            "seed": seed,
+            "concurrency": concurrency,
+            "on_tool_failure": on_tool_failure,
+            "reward": Reward(reward) if reward is not None else None,
+        }
+        """What the schedulers of runs and of evaluations have in common."""
         try:
             self.engines = {name: self._engine(name, spec, base or Path.cwd()) for name, spec in specs.items()}
-            self.clients = {
-                name: EngineClient(engine, attempts=engine_attempts, queue_timeout=queue_timeout)
-                for name, engine in self.engines.items()
-            }
+            self.clients = {name: self._client(engine) for name, engine in self.engines.items()}
             self.scheduler = Scheduler(
                 self.agents,
                 self.clients,
-                seed=seed,
-                concurrency=concurrency,
                 sampling=run_sampling,
                 validate=validate,
-                reward=Reward(reward) if reward is not None else None,
                 listeners=on_event,
-                on_tool_failure=on_tool_failure,
                 group_filter=GroupFilter(group_filter) if group_filter is not None else None,
                 max_staleness=max_staleness,
                 max_restarts=max_restarts,
+                **self._common,
             )
             self.description = {
                 "agents": {name: dump(graph) for name, graph in self.agents.items()},
@@ -225,35 +226,40 @@ class Rollout:
             async for group in groups:
                 yield group
 
-    async def _groups(
+    def _groups(
         self, prompts: Iterable[PromptLike], n: int, *, target_groups: int | None, **options: Any
     ) -> AsyncGenerator[Group, None]:
+        return self._groups_of(self.scheduler, prompts, n, target_groups=target_groups, **options)
+
+    async def _groups_of(
+        self, scheduler: Scheduler, prompts: Iterable[PromptLike], n: int, *, target_groups: int | None, **options: Any
+    ) -> AsyncGenerator[Group, None]:
         self._check_open()
-        for name, client in self.clients.items():
+        for name, client in scheduler.clients.items():
             if client.serves_another_loop:
                 raise EngineError(
                     f"engine '{name}' serves another event loop, which still lives; use either the plain forms (run, "
                     "update_weights, …) or the async ones (arun, stream, aupdate_weights, …) of a rollout, not both"
                 )
-        checked: Iterable[Prompt] = self._one_by_one(prompts)
+        checked: Iterable[Prompt] = self._one_by_one(scheduler, prompts)
         if target_groups is None or isinstance(prompts, Sequence):
             checked = as_prompts(prompts, named=False)
-            self.scheduler.check(checked)
-        programs = list(self.scheduler.programs.values())
+            scheduler.check(checked)
+        programs = list(scheduler.programs.values())
         for program in programs:
             await program.toolbox.prepare()
         try:
-            async with aclosing(self.scheduler.run(checked, n, target_groups=target_groups, **options)) as groups:
+            async with aclosing(scheduler.run(checked, n, target_groups=target_groups, **options)) as groups:
                 async for group in groups:
                     yield group
         finally:
             for program in programs:
                 await program.toolbox.close()
 
-    def _one_by_one(self, prompts: Iterable[PromptLike]) -> Iterator[Prompt]:
+    def _one_by_one(self, scheduler: Scheduler, prompts: Iterable[PromptLike]) -> Iterator[Prompt]:
         for index, item in enumerate(prompts):
             prompt = as_prompt(item, index)
-            self.scheduler.check([prompt])
+            scheduler.check([prompt])
             yield prompt
 
     async def arun(
@@ -277,8 +283,12 @@ class Rollout:
             return self.batch([group async for group in groups], **batch)
 
     def batch(self, groups: Iterable[Group], **options: Any) -> TrajectoryBatch:
-        """Return the batch of some groups, in the order of their prompts' first appearance, without dropped ones."""
+        """Return the batch of some groups, in the order of their prompts' first appearance, without dropped ones.
+
+        What was dropped is listed in the batch's ``dropped``, and counted in its ``figures``.
+        """
         from fsm_rollout.batch.batch import TrajectoryBatch  # torch: only when there are tensors to make
+        from fsm_rollout.batch.step_figures import step_figures
 
         ordered = sorted(groups, key=lambda group: group.index)
         kept = [group for group in ordered if not group.dropped]
@@ -288,9 +298,49 @@ class Rollout:
         graphs = [program.graph for program in self.scheduler.programs.values()]
         states = dict.fromkeys(name for graph in graphs for name in graph.states)  # the same numbers in every step
         options = {"state_names": tuple(states), "pad_id": pad_id or 0} | options
-        return TrajectoryBatch.from_trajectories(trajectories, **options)
+        batch = TrajectoryBatch.from_trajectories(trajectories, **options)
+        batch.dropped = {group.group_id: group.drop_reason for group in ordered if group.drop_reason is not None}
+        batch.figures = step_figures(ordered)
+        return batch
 
     run = _plain(arun)
+
+    async def aevaluate(
+        self,
+        /,
+        prompts: Iterable[PromptLike],
+        n: int = 1,
+        *,
+        sampling: Sampling | Mapping[str, object] | None = None,
+        **batch: Any,
+    ) -> TrajectoryBatch:
+        """Run all prompts ``n`` times beside the training and return their batch: ``batch.score_mean`` is the result.
+
+        No group filter and no staleness has a say, what earlier runs have carried over stays where it is, and nothing
+        goes into the journal or to ``on_event``. It may run while a run is under way. The same weights give the same
+        trajectories each time. Groups are called ``evaluation/<prompt id>``.
+
+        Args:
+            prompts: held-back ones, say.
+            n: trajectories per prompt.
+            sampling: laid over the rollout's ``validation_sampling`` (greedy unless given).
+            **batch: as for :meth:`arun`.
+        """
+        scheduler = Scheduler(
+            self.agents,
+            {name: self._client(engine) for name, engine in self.engines.items()},
+            sampling=_sampling(sampling).over(self._evaluation_sampling),
+            validate=True,
+            **self._common,
+        )
+        named = [
+            prompt.model_copy(update={"prompt_id": f"evaluation/{prompt.prompt_id or index}"})
+            for index, prompt in enumerate(as_prompts(prompts, named=False))
+        ]
+        async with aclosing(self._groups_of(scheduler, named, n, target_groups=None, deliver_at_end=True)) as groups:
+            return self.batch([group async for group in groups], **batch)
+
+    evaluate = _plain(aevaluate)
 
     def engine_stats(self) -> dict[str, dict[str, int]]:
         """Return per engine: requests, dispatches, and the version of its weights."""

@@ -2,7 +2,8 @@
 
 Invariant: nothing is lost in silence. Rows go in whole, and :meth:`TrajectoryBatch.rows` gives them back as they were;
 a row that does not fit the widths asked for is an error unless a policy was named, and then it is counted; a
-trajectory that has no row is listed with its stop reason.
+trajectory that has no row is listed with its stop reason, and its score counts in its group's baseline; a group that
+was dropped is listed with the reason.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from typing import Any, Literal
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
+from fsm_rollout.batch.advantages import SampleScore, sample_advantages
 from fsm_rollout.batch.padding import RAGGED_OF, pack, pad, unpack, unpad
 from fsm_rollout.batch.rows import RowId, TrainingRow, row_of, rows
 from fsm_rollout.errors import BatchError
@@ -32,9 +34,11 @@ NON_TENSOR_KEYS = _FIELDS[_FIELDS.index("group_id") :]
 
 _FACTS = "batch.json"
 """Beside TensorDict's own files: what is true of the batch and of no row, and how it is stored."""
-_FACT_NAMES = ("packed", "pad_id", "state_names", "dropped", "truncated", "unrowed")
+_FACT_NAMES = (
+    "packed", "pad_id", "state_names", "dropped", "omitted", "truncated", "unrowed", "sample_scores", "figures"
+)  # fmt: skip
 
-Overflow = Literal["error", "drop", "truncate"]
+Overflow = Literal["error", "omit", "truncate"]
 
 
 @dataclass(slots=True, eq=False)
@@ -49,23 +53,38 @@ class TrajectoryBatch:
     ``input_ids``, ``attention_mask``, ``position_ids``           int64     ``[B, P+R]``
     ``rollout_log_probs``, ``token_level_scores``                 float32   ``[B, R]``
     ``weight_versions``, ``state_ids`` (both padded with -1)      int32     ``[B, R]``
+    ``turn_ids`` (padded with -1, which also stands for prompts)  int32     ``[B, R]``
+    ``temperatures`` (padded with 1.0)                            float32   ``[B, R]``
     ``trajectory_scores`` (NaN: no score, which is not 0)         float32   ``[B]``
+    ``group_index``, ``sample``                                   int64     ``[B]``
     ============================================================  ========  ==========
 
     and, as non-tensors, :data:`NON_TENSOR_KEYS`: one value per row. In a packed batch the two-dimensional keys are
     jagged ``torch.nested`` tensors without any padding.
+
+    The layout, to the index: response token ``j`` of a row is ``responses[:, j]`` and ``input_ids[:, P + j]``, and the
+    model predicts it with ``logits[:, P + j - 1]``. So ``logits[:, P - 1 : -1]`` belong to ``responses``; divided by
+    ``temperatures[..., None]``, their log-softmax at ``responses`` is what ``rollout_log_probs`` holds where
+    ``response_mask`` is 1 (with top_p 1 and no top_k). ``group_index`` numbers the groups as they come, from 0, and
+    ``sample`` the samples within a group: rows of one sample agree in both.
     """
 
     tensordict: TensorDict
     pad_id: int
     state_names: tuple[str, ...] = ()
     """What ``state_ids`` index."""
-    dropped: tuple[RowId, ...] = ()
+    dropped: dict[str, str] = field(default_factory=dict)
+    """Groups that are not in the batch: their ids, and why (:class:`~fsm_rollout.trajectory.enums.DropReason`)."""
+    omitted: tuple[RowId, ...] = ()
     """Rows left out because they did not fit (or had no trained token left when cut to fit)."""
     truncated: tuple[RowId, ...] = ()
     """Rows that are in the batch cut short."""
     unrowed: dict[str, str | None] = field(default_factory=dict)
     """Trajectories that have no row, having no trained token: their ids and stop reasons."""
+    sample_scores: tuple[SampleScore, ...] = ()
+    """The score of every sample of the batch's groups, of those without a row too: what baselines are made of."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """What the step cost and scored, dropped groups included: :func:`fsm_rollout.batch.step_figures.step_figures`."""
 
     @classmethod
     def from_trajectories(
@@ -82,15 +101,15 @@ class TrajectoryBatch:
         """Make a batch of every row of ``trajectories``, in their order; sub-agents' are given as trajectories too.
 
         Without widths, rows are padded to the longest one. ``overflow`` says what becomes of a row that is longer
-        than a width given: ``error``; ``drop`` (listed in ``dropped``); ``truncate`` (prompts lose their beginning,
-        responses their end; listed in ``truncated``, or in ``dropped`` when no trained token is left).
+        than a width given: ``error``; ``omit`` (listed in ``omitted``); ``truncate`` (prompts lose their beginning,
+        responses their end; listed in ``truncated``, or in ``omitted`` when no trained token is left).
         ``state_names`` as for :func:`fsm_rollout.batch.rows.rows`. No rows at all make a batch of size 0.
 
         Raises:
             BatchError: a row does not fit, a trajectory comes twice, or a score is not a finite float32.
         """
-        if overflow not in ("error", "drop", "truncate"):
-            raise BatchError(f"overflow must be 'error', 'drop' or 'truncate', got {overflow!r}")
+        if overflow not in ("error", "omit", "truncate"):
+            raise BatchError(f"overflow must be 'error', 'omit' or 'truncate', got {overflow!r}")
         trajectories = list(trajectories)
         for trajectory_id, times in Counter(trajectory.trajectory_id for trajectory in trajectories).items():
             if times > 1:
@@ -99,22 +118,23 @@ class TrajectoryBatch:
         widths = {"prompt_width": prompt_width, "response_width": response_width}
         all_rows = rows(trajectories, state_names=state_names)
         kept_rows: list[TrainingRow] = []
-        dropped: list[RowId] = []
+        omitted: list[RowId] = []
         truncated: list[RowId] = []
         for row in all_rows:
             if overflow == "error" or _fits(row, prompt_width, response_width):
                 kept_rows.append(row)  # from_rows raises for all that do not fit together
-            elif overflow == "drop" or not (
+            elif overflow == "omit" or not (
                 cut := row_of(by_id[row.trajectory_id], row.stream, row.state_names, **widths)
             ):
-                dropped.append(row.row_id)
+                omitted.append(row.row_id)
             else:
                 kept_rows.append(cut)
                 truncated.append(row.row_id)
         batch = cls.from_rows(kept_rows, pad_id=pad_id, packed=packed, **widths)
         rowed = {row.trajectory_id for row in all_rows}
         batch.unrowed = {id_: trajectory.stop_reason for id_, trajectory in by_id.items() if id_ not in rowed}
-        batch.dropped, batch.truncated = tuple(dropped), tuple(truncated)
+        batch.omitted, batch.truncated = tuple(omitted), tuple(truncated)
+        batch.sample_scores = _sample_scores(trajectories)
         batch.state_names = all_rows[0].state_names if all_rows else tuple(dict.fromkeys(state_names))
         return batch
 
@@ -150,10 +170,14 @@ class TrajectoryBatch:
         tensors["trajectory_scores"] = torch.tensor(
             [float("nan") if row.score is None else row.score for row in rows], dtype=torch.float32
         )
+        numbers = {group_id: i for i, group_id in enumerate(dict.fromkeys(row.group_id for row in rows))}
+        tensors["group_index"] = torch.tensor([numbers[row.group_id] for row in rows], dtype=torch.int64)
+        tensors["sample"] = torch.tensor([row.sample for row in rows], dtype=torch.int64)
         tensordict = TensorDict(tensors, batch_size=[len(rows)])
         for key in NON_TENSOR_KEYS:
             tensordict.set(key, _column([getattr(row, key) for row in rows]))
-        return cls(tensordict, pad_id, rows[0].state_names if rows else ())
+        scores = tuple(dict.fromkeys(SampleScore(row.group_id, row.sample, row.score) for row in rows))
+        return cls(tensordict, pad_id, rows[0].state_names if rows else (), sample_scores=scores)
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -175,15 +199,132 @@ class TrajectoryBatch:
         else:
             arrays = unpad({key: tensor.numpy() for key, tensor in tensors.items()})
         columns: dict[str, list[Any]] = {key: self.tensordict.get(key).tolist() for key in NON_TENSOR_KEYS} | arrays
-        scores = self.tensordict.get("trajectory_scores").tolist()
+        scores, samples = (self.tensordict.get(key).tolist() for key in ("trajectory_scores", "sample"))
         return [
             TrainingRow(
                 score=None if math.isnan(score) else score,
+                sample=samples[i],
                 state_names=self.state_names,
                 **{name: column[i] for name, column in columns.items()},
             )
             for i, score in enumerate(scores)
         ]
+
+    @property
+    def score_mean(self) -> float:
+        """The mean score of the batch's samples (not rows) that have one; NaN when none has."""
+        scores = [sample.score for sample in self.sample_scores if sample.score is not None]
+        return math.fsum(scores) / len(scores) if scores else math.nan
+
+    def advantages(self, *, scale: bool = True) -> torch.Tensor:
+        """Return each row's advantage over its group, float32 ``[B]``: the sample's score less the group's mean.
+
+        Every sample counts once in the mean, also one that has several rows (which share its advantage) or none, and
+        in a batch that was selected from a larger one. With ``scale`` it is divided by the group's standard deviation.
+        Rows without a score have NaN, so that nobody trains on them by mistake: ``batch.select(~advantages.isnan())``.
+        See :mod:`fsm_rollout.batch.advantages`.
+        """
+        of_sample = sample_advantages(self.sample_scores, scale=scale)
+        ids = zip(self.tensordict.get("group_id").tolist(), self.tensordict.get("sample").tolist(), strict=True)
+        return torch.tensor([of_sample.get(id_, math.nan) for id_ in ids], dtype=torch.float32)
+
+    def select(self, indices: Sequence[int] | torch.Tensor) -> TrajectoryBatch:
+        """Return the batch of some rows, by number or by a mask ``[B]`` of bools, padded to the longest of them.
+
+        Tensors of yours with one row per row are selected too; two-dimensional ones keep their width. ``advantages``
+        stay what they are in this batch; what this batch says of groups and of rows left out is not repeated.
+
+        Raises:
+            BatchError: a row that the batch does not have, or a mask of another length.
+        """
+        numbers = self._row_numbers(indices)
+        if self.packed:
+            every = self.rows()
+            chosen = type(self).from_rows([every[i] for i in numbers.tolist()], pad_id=self.pad_id, packed=True)
+            for key, value in self.tensordict.items():
+                if key not in RAGGED_OF and key not in NON_TENSOR_KEYS:
+                    chosen.tensordict.set(key, value[numbers])
+            tensordict = chosen.tensordict
+        else:
+            tensordict = self._narrowed(numbers)
+        kept = set(self._row_ids(numbers))
+        return type(self)(
+            tensordict,
+            self.pad_id,
+            self.state_names,
+            truncated=tuple(row_id for row_id in self.truncated if row_id in kept),
+            sample_scores=self.sample_scores,
+        )
+
+    def parts(self, *, max_tokens: int) -> Iterator[TrajectoryBatch]:
+        """Yield all rows once, in batches of at most ``max_tokens`` places, padding included: one per forward pass.
+
+        Rows of like length stand together, the longest first, and each part is padded to its own longest row.
+
+        Raises:
+            BatchError: a row alone is longer.
+        """
+        prompts, responses = self._lengths()
+        lengths = prompts + responses
+        if len(self) and int(lengths.max()) > max_tokens:
+            longest = int(lengths.argmax())
+            raise BatchError(
+                f"row {self._row_ids(torch.tensor([longest]))[0]} has {int(lengths.max())} tokens, and a part may have "
+                f"{max_tokens}; give a larger max_tokens, or widths that leave out or cut such rows"
+            )
+        part: list[int] = []
+        widest = (0, 0)
+        for row in torch.argsort(lengths, descending=True, stable=True).tolist():
+            wider = (max(widest[0], int(prompts[row])), max(widest[1], int(responses[row])))
+            if part and (len(part) + 1) * sum(wider) > max_tokens:
+                yield self.select(part)
+                part, wider = [], (int(prompts[row]), int(responses[row]))
+            part.append(row)
+            widest = wider
+        if part:
+            yield self.select(part)
+
+    def _row_numbers(self, indices: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        wanted = torch.as_tensor(indices).cpu().reshape(-1)
+        if wanted.dtype == torch.bool:
+            if len(wanted) != len(self):
+                raise BatchError(f"a mask of {len(wanted)} cannot select from {len(self)} rows; give one bool per row")
+            return wanted.nonzero().reshape(-1)
+        wanted = wanted.long()
+        outside = wanted[(wanted < -len(self)) | (wanted >= len(self))]
+        if len(outside):
+            raise BatchError(f"there is no row {int(outside[0])} in a batch of {len(self)} rows")
+        return wanted % max(1, len(self))
+
+    def _row_ids(self, numbers: torch.Tensor) -> list[RowId]:
+        names, streams = (self.tensordict.get(key).tolist() for key in ("trajectory_id", "stream"))
+        return [RowId(names[i], streams[i]) for i in numbers.tolist()]
+
+    def _lengths(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return how many tokens the prompts and the responses of the rows have, int64 ``[B]`` each."""
+        if self.packed:
+            prompts, responses = (self.tensordict.get(key).offsets().diff() for key in ("prompts", "responses"))
+            return prompts, responses
+        attended, width = self.tensordict.get("attention_mask"), self.tensordict.get("prompts").shape[1]
+        return attended[:, :width].sum(1), attended[:, width:].sum(1)
+
+    def _narrowed(self, numbers: torch.Tensor) -> TensorDict:
+        """Return some rows of a padded batch, without the columns that are padding in all of them."""
+        prompts, responses = self._lengths()
+        width = self.tensordict.get("prompts").shape[1]
+        left = width - int(prompts[numbers].max()) if len(numbers) else width
+        right = int(responses[numbers].max()) if len(numbers) else 0
+        places = {"prompts": slice(left, None), "input_ids": slice(left, width + right), "responses": slice(0, right)}
+        tensors = {
+            key: value[numbers][:, places[RAGGED_OF[key]]].clone() if key in RAGGED_OF else value[numbers]
+            for key, value in self.tensordict.items()
+            if key not in NON_TENSOR_KEYS
+        }
+        tensordict = TensorDict(tensors, batch_size=[len(numbers)])
+        for key in NON_TENSOR_KEYS:
+            column = self.tensordict.get(key).tolist()
+            tensordict.set(key, _column([column[i] for i in numbers.tolist()]))
+        return tensordict
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the batch to the folder ``path`` through TensorDict's memory maps, and only then take its place.
@@ -237,9 +378,12 @@ class TrajectoryBatch:
             tensordict,
             facts["pad_id"],
             tuple(facts["state_names"]),
-            tuple(RowId(*row) for row in facts["dropped"]),
+            facts["dropped"],
+            tuple(RowId(*row) for row in facts["omitted"]),
             tuple(RowId(*row) for row in facts["truncated"]),
             facts["unrowed"],
+            tuple(SampleScore(*sample) for sample in facts["sample_scores"]),
+            facts["figures"],
         )
 
     def __repr__(self) -> str:
@@ -247,7 +391,9 @@ class TrajectoryBatch:
         shape = "packed"
         if not self.packed:
             shape = f"P={self.tensordict['prompts'].shape[1]}, R={self.tensordict['responses'].shape[1]}"
-        left_out = f"{len(self.dropped)} dropped, {len(self.truncated)} truncated, {len(self.unrowed)} without a row"
+        reasons = ", ".join(f"{times} {reason}" for reason, times in Counter(self.dropped.values()).items())
+        left_out = f"groups dropped: {len(self.dropped)}{f' ({reasons})' if reasons else ''}, rows omitted: "
+        left_out += f"{len(self.omitted)}, truncated: {len(self.truncated)}, without a row: {len(self.unrowed)}"
         return f"<TrajectoryBatch of {len(self)} rows, {shape}; {left_out}>"
 
 
@@ -264,8 +410,18 @@ def _misfit_text(misfits: Sequence[TrainingRow], prompt_width: int | None, respo
     more = f" ({further} more row{'s' * (further > 1)} like it)" if further else ""
     return (
         f"row {row.row_id} has a prompt of {len(row.prompt_ids)} and a response of {len(row.response_ids)} tokens, "
-        f"which do not fit {requested}{more}; give wider ones, none, or overflow='drop' or 'truncate'"
+        f"which do not fit {requested}{more}; give wider ones, none, or overflow='omit' or 'truncate'"
     )
+
+
+def _sample_scores(trajectories: Iterable[Trajectory]) -> tuple[SampleScore, ...]:
+    """Return the scores of the samples; a sub-agent's trajectory has that of the sample it serves."""
+    scores: dict[tuple[str, int], float | None] = {}
+    for trajectory in trajectories:
+        key = trajectory.group_id, trajectory.sample
+        if trajectory.parent_id is None or key not in scores:
+            scores[key] = trajectory.score
+    return tuple(SampleScore(*key, score) for key, score in scores.items())
 
 
 def _column(values: Sequence[object]) -> NonTensorStack | NonTensorData:

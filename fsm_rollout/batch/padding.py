@@ -36,6 +36,8 @@ RESPONSE_COLUMNS: Mapping[str, Column] = {
     "token_level_scores": Column("scores", np.float32, np.float32, 0.0),
     "weight_versions": Column("versions", np.int32, np.int32, NO_VERSION),
     "state_ids": Column("state_ids", np.int32, np.int32, -1),
+    "turn_ids": Column("turn_ids", np.int32, np.int32, -1),
+    "temperatures": Column("temperatures", np.float32, np.float32, 1.0),
 }
 
 RAGGED_OF: Mapping[str, str] = {

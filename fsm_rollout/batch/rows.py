@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsm_rollout.errors import BatchError
-from fsm_rollout.trajectory.tokens import TokenStream
+from fsm_rollout.trajectory.tokens import Owner, TokenStream
 from fsm_rollout.trajectory.trajectory import Stream, Trajectory
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -55,10 +55,17 @@ class TrainingRow:
     """``[R]``: the weights that sampled each token, -1 for none."""
     state_ids: npt.NDArray[np.int32]
     """``[R]``: index into ``state_names`` of the state that each token comes from."""
+    turn_ids: npt.NDArray[np.int32]
+    """``[R]``: the trajectory's generation that sampled each token, or that a token of the environment leads up to."""
+    temperatures: npt.NDArray[np.float32]
+    """``[R]``: what the logits were divided by for ``logprobs``: 1.0 on greedy tokens, whose logprobs are unscaled, and
+    on tokens that no engine sampled."""
     scores: npt.NDArray[np.float32]
     """``[R]``: turn scores on the last token of their turn, the trajectory's on the last trained token."""
     score: float | None
     """The trajectory's score, as float32 holds it."""
+    sample: int
+    """Which of its group's samples the trajectory is, or serves as a sub-agent."""
     state_names: tuple[str, ...]
     group_id: str
     trajectory_id: str
@@ -70,6 +77,8 @@ class TrainingRow:
     """``None`` when the trajectory is suspended or still under way."""
     num_turns: int
     """Messages in the stream, system messages apart."""
+    sampling: list[list[float]]
+    """``[turn, temperature, top_p, top_k]`` of each generation in the stream, as it was asked of the engine."""
     metrics: dict[str, float | None]
     """Seconds, calls and tokens of the trajectory; ``wall_seconds`` is ``None`` until it has ended."""
     turn_scores: list[list[float]]
@@ -149,16 +158,20 @@ def row_of(
         logprobs=tokens.response_logprobs()[:response_width],
         versions=tokens.response_versions()[:response_width],
         state_ids=tokens.response_states({name: i for i, name in enumerate(state_names)})[:response_width],
+        turn_ids=tokens.response_turns()[:response_width],
+        temperatures=_temperatures(stream)[:response_width],
         scores=_token_scores(trajectory, tokens, len(mask), int(trained[-1])),
         score=None if trajectory.score is None else float(np.float32(_finite(trajectory.score, trajectory))),
         state_names=state_names,
         group_id=trajectory.group_id,
+        sample=trajectory.sample,
         trajectory_id=trajectory.trajectory_id,
         stream=number,
         context=stream.context,
         agent=trajectory.agent,
         stop_reason=trajectory.stop_reason,
         num_turns=turns_of(stream),
+        sampling=[[turn, *sampling] for turn, sampling in stream.sampled_with.items()],
         metrics={
             "generate_seconds": trajectory.generate_seconds,
             "tool_seconds": trajectory.tool_seconds,
@@ -174,6 +187,13 @@ def row_of(
         tool_rewards=list(trajectory.tool_rewards),
         extra=json.loads(json.dumps(dict(trajectory.extra), default=repr)),
     )
+
+
+def _temperatures(stream: Stream) -> npt.NDArray[np.float32]:
+    spans = stream.tokens.spans[1:]
+    sampled = {turn: sampling.temperature or 1.0 for turn, sampling in stream.sampled_with.items()}
+    values = [sampled[span.turn] if span.owner is Owner.MODEL else 1.0 for span in spans]
+    return np.repeat(np.array(values, dtype=np.float32), np.array([len(span) for span in spans], dtype=np.intp))
 
 
 def _token_scores(

@@ -14,6 +14,7 @@ from enum import StrEnum, auto
 from fsm_rollout.environment.rewards import Reward
 from fsm_rollout.scheduler.trajectory_runner import Program
 from fsm_rollout.states.active_trajectory import CUT_OFF, ActiveTrajectory
+from fsm_rollout.trajectory.enums import DropReason
 from fsm_rollout.trajectory.events import REWARD, AnyEvent, Scored
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.trajectory import Trajectory
@@ -56,9 +57,8 @@ class Group:
     """What went wrong in scoring; those trajectories have no score."""
     discarded: list[Trajectory] = field(default_factory=list)
     """Attempts that fell behind the weights and were begun anew; in no batch."""
-    dropped: bool = False
-    """Whether it is in no batch and does not count towards a target: the run's group filter turned it down, a sample of
-    it fell behind the weights once too often, or tokens of it are wrong (``failed:GlueMismatchError``)."""
+    drop_reason: DropReason | None = None
+    """Why it is ``dropped``."""
     state: GroupState = GroupState.WAITING
     """Where it is on its way to the caller."""
     active: dict[str, ActiveTrajectory] = field(default_factory=dict, repr=False)
@@ -69,6 +69,11 @@ class Group:
     """How many samples of the present run have not come to their end."""
     glue_entries: dict[str, set[object]] = field(default_factory=dict, repr=False)
     """The cache entries that each trajectory's glue came from, by trajectory id."""
+
+    @property
+    def dropped(self) -> bool:
+        """Whether it is in no batch and does not count towards a target; ``drop_reason`` says why."""
+        return self.drop_reason is not None
 
     @property
     def all(self) -> list[Trajectory]:

@@ -36,7 +36,7 @@ from fsm_rollout.scheduler.staleness import Staleness
 from fsm_rollout.scheduler.trajectory_runner import Program, run_trajectory
 from fsm_rollout.states.active_trajectory import CARRIED, CUT_OFF, INTERRUPTED, ActiveTrajectory, Stop, Suspension
 from fsm_rollout.tools import AgentAnswer
-from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, StopReason, Trigger
+from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, DropReason, StopReason, Trigger
 from fsm_rollout.trajectory.events import AnyEvent, Ended, Prompted, Resumed
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.prompt import Prompt
@@ -649,7 +649,8 @@ class Scheduler:
                 await score_group(group, self.reward, self.record)
                 if self.group_filter is not None and group.ended:
                     keeps = await self.group_filter.keeps(group.trajectories)
-                    group.dropped = group.dropped or not keeps
+                    if not keeps and not group.dropped:
+                        group.drop_reason = DropReason.FILTERED
         except asyncio.CancelledError:
             if run.stop is None:
                 raise
@@ -744,7 +745,7 @@ class Scheduler:
         for group in [*self.groups.values(), *self._with_caller]:
             for trajectory in group.all:
                 if mismatch.entry in group.glue_entries.get(trajectory.trajectory_id, ()):
-                    group.dropped = True
+                    group.drop_reason = DropReason.WRONG_TOKENS
                     number += 1
                     delivered += group.state is GroupState.DELIVERED
                     live = group.active.get(trajectory.trajectory_id) or self._activate(group, trajectory)

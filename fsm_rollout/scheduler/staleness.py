@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.scheduler.group import Group, GroupState
-from fsm_rollout.trajectory.enums import Trigger
+from fsm_rollout.trajectory.enums import DropReason, Trigger
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 
@@ -76,7 +76,8 @@ class Staleness:
         done = group.state is GroupState.DONE
         # In a group that is done, suspended samples count too: nobody will run them again.
         old = [t for t in group.trajectories if (done or t.ended) and self.end_of(group, t) is not None]
-        group.dropped = not all(t.ended and self.may_restart(group, t.sample) for t in old)
+        if not all(t.ended and self.may_restart(group, t.sample) for t in old):
+            group.drop_reason = DropReason.STALE
         samples = [] if group.dropped else [trajectory.sample for trajectory in old]
         for sample in samples:
             group.give_up(sample)

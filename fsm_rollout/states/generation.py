@@ -190,7 +190,7 @@ class Generation:
         except Exception as error:
             message, attempts, unread = {"role": "assistant", "content": ""}, [], error
         # 3. The event.
-        now = visit.clock()
+        now, sampling = visit.clock(), pending.request.sampling
         admitted = pending.admitted_at if pending.admitted_at is not None else now
         event = Generated(
             at=now,
@@ -200,6 +200,9 @@ class Generation:
             logprobs=pending.logprobs[:],
             versions=list(pending.versions),
             finish_reason=finish_reason,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
             message=message,
             attempts=attempts,
             continued=continued,

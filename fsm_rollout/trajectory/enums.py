@@ -82,6 +82,17 @@ SCHEDULERS_TRIGGERS = frozenset(IMPLICIT_TRIGGERS) - {Trigger.TRUNCATED}
 """Triggers that the scheduler alone raises."""
 
 
+class DropReason(Word):
+    """Why a group is in no batch and does not count towards a target."""
+
+    FILTERED = "filtered"
+    """The run's group filter turned it down."""
+    STALE = "stale"
+    """A sample of it fell behind the weights once too often."""
+    WRONG_TOKENS = "wrong_tokens"
+    """Tokens of it are wrong (``failed:GlueMismatchError``)."""
+
+
 class StopReason(Word):
     """Why a trajectory ended, as far as the reasons are fixed.
 

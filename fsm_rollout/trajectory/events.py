@@ -128,6 +128,10 @@ class Generated(Event, frozen=True, kw_only=True, tag="generated"):
     """It goes on with the assistant turn that stands last in the history."""
     resumed: bool = False
     """What it goes on from was an abort: the same generation, and not counted again."""
+    temperature: float = 1.0
+    """With ``top_p`` and ``top_k``: the sampling of the distribution that ``logprobs`` are of."""
+    top_p: float = 1.0
+    top_k: int = 0
     cut_by: str | None = None
     """The limit that cut it, when ``finish_reason`` is "length" and it was not the turn's own ``max_tokens``."""
     queue_seconds: float = 0.0

@@ -188,6 +188,10 @@ class TokenStream:
         """Return the weight version of each response token, int32 ``[R]``; -1 where no engine sampled."""
         return self._of_spans(lambda span: span.version)
 
+    def response_turns(self) -> npt.NDArray[np.int32]:
+        """Return the turn of each response token, int32 ``[R]``: the generation that sampled it or that it leads to."""
+        return self._of_spans(lambda span: span.turn)
+
     def response_states(self, state_ids: dict[str, int]) -> npt.NDArray[np.int32]:
         """Return each response token's origin state as a number, int32 ``[R]``; -1 for a state not in ``state_ids``."""
         return self._of_spans(lambda span: state_ids.get(span.state, -1))

@@ -8,7 +8,7 @@ decided here; a :class:`~fsm_rollout.trajectory.events.Transitioned` event says 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import msgspec
 
@@ -52,6 +52,14 @@ class Outcome(msgspec.Struct, frozen=True):
                 return StopReason.ANSWERED
 
 
+class SampledWith(NamedTuple):
+    """The sampling that the logprobs of one generation belong to; ``top_k`` 0 keeps every token."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+
+
 class Stream(msgspec.Struct):
     """One token stream of a context, with the chat history it stands for.
 
@@ -75,6 +83,8 @@ class Stream(msgspec.Struct):
     """Where the tokens of the latest assistant turn begin."""
     guarded_at: list[int]
     """Positions of the tokens that spell a control marker which was kept from becoming one."""
+    sampled_with: dict[int, SampledWith]
+    """The sampling of each generation, by its index."""
     pending_state: str | None = None
     """The state that wrote the first pending message."""
     awaiting: bool = True
@@ -415,6 +425,7 @@ class Trajectory(msgspec.Struct):
             tokens=TokenStream(event.ids, state=event.state, turn=self.turn, trained=event.trained),
             turn_at=len(event.ids),
             guarded_at=list(event.guarded_at),
+            sampled_with={},
         )
         self.streams.append(stream)
         self.open_streams[event.context] = stream
@@ -450,6 +461,7 @@ class Trajectory(msgspec.Struct):
             stream.turn_at = len(stream.tokens)
             stream.messages.append(event.message)
         turn = stream.turn if event.resumed and stream.turn is not None else self.turn
+        stream.sampled_with[turn] = SampledWith(event.temperature, event.top_p, event.top_k)
         start = 0
         for count, version in event.versions:
             piece = slice(start, start + count)

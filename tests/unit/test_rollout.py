@@ -184,3 +184,49 @@ def test_an_async_rollout_closes_what_it_built() -> None:
 
     with pytest.raises(EngineError, match="is closed"):
         asyncio.run(main()).run(["b"])
+
+
+def evens(trajectory: fr.Trajectory) -> float | None:
+    """Sample 0 is right, sample 1 wrong, sample 2 has no score; the prompt "same" is always right."""
+    if trajectory.prompt_messages[0]["content"] == "same":
+        return 1.0
+    return [1.0, 0.0, None][trajectory.sample % 3]
+
+
+def test_an_evaluation_is_not_filtered_and_leaves_the_training_alone() -> None:
+    engine = fr.ScriptedEngine(lambda request: request.group_id, tokenizer=tokenizer(), log=True)
+    with fr.Rollout(agent(), engine, reward=evens, group_filter="fsm_rollout.rewards:scores_differ") as rollout:
+        training = rollout.run(fr.endless_prompts(["differ"]), n=2, target_groups=1, over_sample=3)
+        carried = [group.group_id for group in rollout.carried]
+        evaluated = rollout.evaluate(["same", "same", "differ"], n=1)
+        again = rollout.evaluate(["same"], n=3, sampling={"temperature": 1.0, "top_k": 7})
+        assert [group.group_id for group in rollout.carried] == carried != []
+        goes_on = rollout.run([], n=2, target_groups=1)
+    assert set(evaluated.tensordict["group_id"]) == {"evaluation/0", "evaluation/1", "evaluation/2"}
+    assert (len(evaluated), evaluated.score_mean, evaluated.dropped) == (3, 1.0, {})
+    assert (len(again), again.score_mean) == (3, 1.0)
+    assert [row.sampling[0][1:] for row in (*evaluated.rows(), *again.rows())] == [[0.0, 1.0, 0]] * 3 + [[1, 1, 7]] * 3
+    assert len(training) == len(goes_on) == 2
+    assert goes_on.tensordict["group_id"][0] in carried
+
+
+def test_what_the_filter_turned_down_is_listed_and_counted() -> None:
+    engine = fr.ScriptedEngine(["four tokens or so"], tokenizer=tokenizer())
+    with fr.Rollout(agent(), engine, reward=evens, group_filter="fsm_rollout.rewards:scores_differ") as rollout:
+        batch = rollout.run(["same", "differ", "same"], n=3)
+    assert batch.dropped == {"0": "filtered", "2": "filtered"}
+    tokens = batch.tensordict["response_mask"].sum().item()
+    figures = batch.figures
+    assert (figures["groups"], figures["samples"], figures["unscored"], figures["score_mean"]) == (1, 3, 1, 0.5)
+    assert (figures["dropped_groups"], figures["dropped_filtered"], figures["dropped_score_mean"]) == (2, 2, 1.0)
+    assert (figures["sampled_tokens"], figures["dropped_sampled_tokens"]) == (tokens, 2 * tokens)
+    assert "groups dropped: 2 (2 filtered)" in repr(batch)
+
+
+def test_the_trainers_copy_is_its_own() -> None:
+    model, own_tokenizer = fr.load_model("embedded:early")
+    other, _ = fr.load_model("embedded:early")
+    assert model.lm_head.weight.data_ptr() != other.lm_head.weight.data_ptr()
+    assert own_tokenizer.get_vocab() == tokenizer().get_vocab()
+    with pytest.raises(EngineError, match="did you mean 'early'"):
+        fr.load_model("embedded:erly")

@@ -36,6 +36,20 @@ def load_checkpoint(
     return _load_model(folder, dtype, device), tokenizer
 
 
+def load_model(
+    model: str | Path = "embedded", *, device: str | torch.device = "cpu", dtype: torch.dtype | str = "float32"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return ``(model, tokenizer)``: a trainer's own copy of ``embedded``, ``embedded:early`` or a model folder.
+
+    The engine that samples has another copy: hand it new weights with
+    ``rollout.update_weights(dict(model.named_parameters()))``.
+
+    Raises:
+        EngineError: there is none, transformers cannot load it, or ``device`` cannot take it.
+    """
+    return load_checkpoint(model, dtype=dtype, device=torch.device(device))
+
+
 def read_weights(folder: str | Path, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
     """Return the tensors of a model folder, on the CPU.
 

@@ -89,7 +89,7 @@ _attempts = st.lists(
     | st.builds(events.MalformedCall, id=words, kind=words, message=words),
     max_size=2,
 )
-_generate = _generation(attempts=_attempts)
+_generate = _generation(attempts=_attempts, temperature=st.sampled_from([1.0, 0.5, 0.0]))
 _write = _event(events.MessagesAppended, context=contexts, state=states, messages=_messages("user", "tool"))
 _glue = _event(partial(events.PromptExtended, context="", state=""), ids=_ids, guarded_at=_places)
 """Of what was written last."""

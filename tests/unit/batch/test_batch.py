@@ -31,9 +31,11 @@ DTYPES = {
     **dict.fromkeys(
         ("prompts", "responses", "response_mask", "input_ids", "attention_mask", "position_ids"), torch.int64
     ),
-    **dict.fromkeys(("rollout_log_probs", "token_level_scores", "trajectory_scores"), torch.float32),
-    **dict.fromkeys(("weight_versions", "state_ids"), torch.int32),
+    **dict.fromkeys(("rollout_log_probs", "token_level_scores", "trajectory_scores", "temperatures"), torch.float32),
+    **dict.fromkeys(("weight_versions", "state_ids", "turn_ids"), torch.int32),
+    **dict.fromkeys(("group_index", "sample"), torch.int64),
 }
+OF_ROWS = {"trajectory_scores", "group_index", "sample"}
 
 
 class Expected:
@@ -42,8 +44,8 @@ class Expected:
     def __init__(self, event: ContextOpened) -> None:
         self.prompt = list(event.ids)
         self.trained = event.trained
-        self.tokens: list[tuple[int, int, float, int, str]] = []
-        """Of each response token: id, mask, logprob, version, state."""
+        self.tokens: list[tuple[int, int, float, int, str, float]] = []
+        """Of each response token: id, mask, logprob, version, state, temperature."""
         self.turns: list[int | None] = []
         self.turn: int | None = None
 
@@ -75,7 +77,7 @@ def expected(events: list[AnyEvent]) -> tuple[list[Expected], list[tuple[int, fl
                 streams.append(by_context[event.context])
             case PromptExtended():
                 stream = by_context[event.context]
-                stream.tokens += [(token, 0, 0.0, -1, event.state) for token in event.ids]
+                stream.tokens += [(token, 0, 0.0, -1, event.state, 1.0) for token in event.ids]
                 stream.turns += [None] * len(event.ids)
             case Generated():
                 stream = by_context[event.context]
@@ -84,7 +86,8 @@ def expected(events: list[AnyEvent]) -> tuple[list[Expected], list[tuple[int, fl
                     turn += not event.resumed
                 versions = [version for count, version in event.versions for _ in range(count)]
                 for token, logprob, version in zip(event.ids, event.logprobs, versions, strict=True):
-                    stream.tokens.append((token, int(stream.trained), logprob, version, event.state))
+                    divided_by = event.temperature or 1.0  # greedy logprobs are unscaled
+                    stream.tokens.append((token, int(stream.trained), logprob, version, event.state, divided_by))
                     stream.turns.append(stream.turn)
             case Scored(turn=None):
                 score = event.value
@@ -100,10 +103,14 @@ def assert_holds(row: TrainingRow, stream: Expected, turn_scores: list[tuple[int
         row.logprobs.tolist(),
         row.versions.tolist(),
         [row.state_names[i] for i in row.state_ids],
+        row.temperatures.tolist(),
         strict=True,
     )
     assert row.prompt_ids.tolist() == stream.prompt
     assert list(told) == stream.tokens
+    sampled = [turn for turn in zip(stream.turns, row.turn_ids.tolist(), strict=True) if turn[0] is not None]
+    assert [turn for turn, _ in sampled] == [turn for _, turn in sampled]
+    assert (np.diff(row.turn_ids) >= 0).all(), "what the environment writes leads up to a turn"
     np.testing.assert_array_equal(row.scores, np.array(stream.scores(turn_scores, score), dtype=np.float32))
     assert row.score == score
 
@@ -143,7 +150,7 @@ def test_the_padded_tensors(trajectories: list[Trajectory], pad_id: int) -> None
     right = max((len(row.response_ids) for row in rows_), default=0)
     widths = {"prompts": left} | dict.fromkeys(("input_ids", "attention_mask", "position_ids"), left + right)
     for key, dtype in DTYPES.items():
-        shape = [len(rows_)] if key == "trajectory_scores" else [len(rows_), widths.get(key, right)]
+        shape = [len(rows_)] if key in OF_ROWS else [len(rows_), widths.get(key, right)]
         assert (tensors[key].dtype, list(tensors[key].shape)) == (dtype, shape), key
     assert set(tensors.keys()) == {*DTYPES, *NON_TENSOR_KEYS}
 
@@ -156,10 +163,8 @@ def test_the_padded_tensors(trajectories: list[Trajectory], pad_id: int) -> None
         assert mask[i].tolist() == [0] * before + [1] * (left + right - before - after) + [0] * after
         assert tensors["prompts"][i, before:].tolist() == row.prompt_ids.tolist()
         assert tensors["responses"][i, : right - after].tolist() == row.response_ids.tolist()
-        tails = {"response_mask": 0, "rollout_log_probs": 0, "token_level_scores": 0} | {
-            "weight_versions": -1,
-            "state_ids": -1,
-        }
+        tails = {"response_mask": 0, "rollout_log_probs": 0, "token_level_scores": 0, "temperatures": 1}
+        tails |= dict.fromkeys(("weight_versions", "state_ids", "turn_ids"), -1)
         for key, fill in tails.items():
             assert tensors[key][i, right - after :].tolist() == [fill] * after
         score = tensors["trajectory_scores"][i].item()
@@ -173,7 +178,7 @@ def test_the_packed_tensors_hold_the_padded_ones_attended_part(trajectories: lis
     attended, left = padded["attention_mask"].bool(), padded["prompts"].shape[1]
     parts = {"prompts": attended[:, :left], **dict.fromkeys(("input_ids", "attention_mask", "position_ids"), attended)}
     for key, dtype in DTYPES.items():
-        if key == "trajectory_scores":
+        if key in OF_ROWS:
             continue
         assert (packed[key].dtype, packed[key].layout) == (dtype, torch.jagged)
         part = parts.get(key, attended[:, left:])
@@ -202,9 +207,9 @@ def test_truncated_rows_hold_what_is_left(events: list[AnyEvent], left: int, rig
         assert (number in found) == stream.is_row
         if number in found:
             assert_holds(found[number], stream, turn_scores, score)
-    assert {row.stream for row in batch.dropped} == {number for number in cut if number not in found}
+    assert {row.stream for row in batch.omitted} == {number for number in cut if number not in found}
     assert {row.stream for row in batch.truncated} == {number for number in cut if number in found}
-    assert {row.trajectory_id for row in batch.truncated + batch.dropped} <= {"t0"}
+    assert {row.trajectory_id for row in batch.truncated + batch.omitted} <= {"t0"}
     assert batch.tensordict["prompts"].shape[1] == left
     assert batch.tensordict["responses"].shape[1] == right
 
@@ -246,9 +251,9 @@ def test_drop_leaves_out_exactly_the_rows_that_do_not_fit(
     whole = rows(trajectories)
     fitting = [row for row in whole if len(row.prompt_ids) <= left and len(row.response_ids) <= right]
     widths = {"prompt_width": left, "response_width": right}
-    batch = TrajectoryBatch.from_trajectories(trajectories, pad_id=0, overflow="drop", **widths)
+    batch = TrajectoryBatch.from_trajectories(trajectories, pad_id=0, overflow="omit", **widths)
     assert batch.rows() == fitting
-    assert list(batch.dropped) == [row.row_id for row in whole if row not in fitting]
+    assert list(batch.omitted) == [row.row_id for row in whole if row not in fitting]
     assert batch.truncated == ()
     if len(fitting) < len(whole):
         first = next(row for row in whole if row not in fitting)
@@ -274,7 +279,7 @@ def test_saved_and_loaded(
     batch = TrajectoryBatch.from_trajectories(trajectories, pad_id=7, packed=packed, **widths)
     batch.save(path)
     loaded = TrajectoryBatch.load(path)
-    facts = ("pad_id", "packed", "state_names", "dropped", "truncated", "unrowed")
+    facts = ("pad_id", "packed", "state_names", "omitted", "truncated", "unrowed", "sample_scores")
     assert {name: getattr(loaded, name) for name in facts} == {name: getattr(batch, name) for name in facts}
     assert loaded.rows() == batch.rows()
     assert [p.name for p in path.parent.iterdir()] == ["batch"], "no draft is left behind"
@@ -337,6 +342,8 @@ def generated(sampled: int) -> Generated:
         finish_reason="stop",
         message={"role": "assistant", "content": "hi"},
         seconds=0.75,
+        temperature=0.5,
+        top_k=8,
     )
 
 
@@ -361,6 +368,7 @@ def test_the_non_tensor_values() -> None:
         "agent": "solver",
         "stop_reason": "answered",
         "num_turns": 2,
+        "sampling": [[0, 0.5, 1.0, 8]],
         "metrics": {
             "generate_seconds": 0.75,
             "tool_seconds": 0.0,
@@ -403,7 +411,7 @@ def test_the_error_names_the_row_the_widths_and_the_way_out() -> None:
         TrajectoryBatch.from_trajectories(several, pad_id=0, prompt_width=4, response_width=8)
     assert str(caught.value) == (
         "row long/0 has a prompt of 2 and a response of 9 tokens, which do not fit prompt_width 4 and response_width 8 "
-        "(1 more row like it); give wider ones, none, or overflow='drop' or 'truncate'"
+        "(1 more row like it); give wider ones, none, or overflow='omit' or 'truncate'"
     )
 
 
@@ -417,9 +425,9 @@ def test_a_score_that_float32_cannot_hold_is_refused(value: float, turn: int | N
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"overflow": "trim"}, "overflow must be 'error', 'drop' or 'truncate', got 'trim'"),
+        ({"overflow": "trim"}, "overflow must be 'error', 'omit' or 'truncate', got 'trim'"),
         ({"prompt_width": -1}, "prompt_width must be 0 or more"),
-        ({"response_width": -1, "overflow": "drop"}, "response_width must be 0 or more"),
+        ({"response_width": -1, "overflow": "omit"}, "response_width must be 0 or more"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], said: str) -> None:
@@ -457,6 +465,7 @@ def test_saving_replaces_a_batch_and_nothing_else(tmp_path: Path) -> None:
 
 def test_repr_says_what_was_left_out() -> None:
     several = [trajectory("a", 2), trajectory("b", 9), trajectory("c", 0)]
-    batch = TrajectoryBatch.from_trajectories(several, pad_id=0, response_width=4, overflow="drop")
-    assert repr(batch) == "<TrajectoryBatch of 1 rows, P=2, R=4; 1 dropped, 0 truncated, 1 without a row>"
+    batch = TrajectoryBatch.from_trajectories(several, pad_id=0, response_width=4, overflow="omit")
+    left_out = "groups dropped: 0, rows omitted: 1, truncated: 0, without a row: 1"
+    assert repr(batch) == f"<TrajectoryBatch of 1 rows, P=2, R=4; {left_out}>"
     assert batch.unrowed == {"c": "answered"}

@@ -70,6 +70,14 @@ def test_the_split_does_not_depend_on_order(left: int, right: int) -> None:
     assert arithmetic.is_held_back(left, right) == arithmetic.is_held_back(right, left)
 
 
+def test_the_shipped_training_prompts_are_the_training_sides() -> None:
+    lines = (ROOT / "configs" / "data" / "arithmetic_train.jsonl").read_text(encoding="utf-8").splitlines()
+    dialogues = arithmetic.training_dialogues(1024)
+    assert [json.loads(line) for line in lines] == [dialogue.prompt() for dialogue in dialogues]
+    pairs = [pair for d in dialogues for turn in d.turns for pair in (*turn.written_pairs, *turn.called_pairs)]
+    assert not any(arithmetic.is_held_back(*pair) for pair in pairs)
+
+
 def test_the_split_is_the_published_one() -> None:
     """Pinned: another checksum would put trained pairs on the held-back side without any other sign."""
     held = [(low, high) for low in range(1, 10) for high in range(low, 10) if arithmetic.is_held_back(low, high)]
