@@ -28,6 +28,10 @@ from pathlib import Path
 class RolloutError(Exception):
     """Base of all errors raised on purpose by this package."""
 
+    failure: str | None = None
+    """The :class:`~fsm_rollout.trajectory.enums.FailureClass` of a trajectory that it ends, where the error's own class
+    does not say."""
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:

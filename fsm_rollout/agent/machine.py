@@ -56,6 +56,7 @@ class _Transition(transitions.Transition):
                 detail=outcome.detail,
                 stop_reason=(self.stop_reason or outcome.stop_reason) if self.final else None,
                 row=self.row,
+                failure=outcome.failure if self.row is None or outcome.trigger == Trigger.FAILED else None,
             )
         )
 

@@ -35,6 +35,7 @@ from fsm_rollout.scheduler.resume import History, resumed_groups
 from fsm_rollout.scheduler.staleness import Staleness
 from fsm_rollout.scheduler.trajectory_runner import Program, run_trajectory
 from fsm_rollout.states.active_trajectory import CARRIED, CUT_OFF, INTERRUPTED, ActiveTrajectory, Stop, Suspension
+from fsm_rollout.states.failures import class_of
 from fsm_rollout.tools import AgentAnswer
 from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, DropReason, StopReason, Trigger
 from fsm_rollout.trajectory.events import AnyEvent, Ended, Prompted, Resumed
@@ -740,7 +741,7 @@ class Scheduler:
         One that has ended already is ended once more, and no row may route the failure. Groups that were delivered
         are dropped too: it is not too late if their batch has not been made.
         """
-        outcome = Outcome(Trigger.FAILED, error=type(mismatch).__name__, detail=str(mismatch))
+        outcome = Outcome(Trigger.FAILED, error=type(mismatch).__name__, detail=str(mismatch), blame=class_of(mismatch))
         number = delivered = 0
         for group in [*self.groups.values(), *self._with_caller]:
             for trajectory in group.all:

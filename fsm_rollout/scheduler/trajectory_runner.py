@@ -26,6 +26,7 @@ from fsm_rollout.states.active_trajectory import ActiveTrajectory
 from fsm_rollout.states.base import State
 from fsm_rollout.states.bound_agent import BoundAgent
 from fsm_rollout.states.context import HandlerContext
+from fsm_rollout.states.failures import class_of, class_of_timeout
 from fsm_rollout.trajectory.enums import LimitName, Trigger
 from fsm_rollout.trajectory.events import TimedOut
 from fsm_rollout.trajectory.settings import Sampling
@@ -102,7 +103,7 @@ async def _visit(live: ActiveTrajectory, handler: State) -> Outcome:
                 handler.timed_out(trajectory, ctx)
                 if up.walled:
                     return Outcome(Trigger.LIMIT_REACHED, limit=LimitName.WALL_SECONDS)
-                return Outcome(Trigger.TIMED_OUT)
+                return Outcome(Trigger.TIMED_OUT, blame=class_of_timeout(program.machine.spends[state]))
         finally:
             await ctx.close()
     # 3. What it raised fails this trajectory alone; only a cancellation from outside goes on.
@@ -162,4 +163,5 @@ def _outcome_of(error: BaseException) -> Outcome:
     if type(error) is RuntimeError and isinstance(error.__cause__, SystemExit | GeneratorExit | KeyboardInterrupt):
         error = error.__cause__  # what an interaction raised, as `invoke` hands it on
     kind = error.kind if isinstance(error, EngineError) else None
-    return Outcome(Trigger.FAILED, error=kind or type(error).__name__, detail=describe(error))
+    name = kind or type(error).__name__
+    return Outcome(Trigger.FAILED, error=name, detail=describe(error), blame=class_of(error))

@@ -16,7 +16,7 @@ from fsm_rollout.environment.users import BoundInteraction, build_interaction
 from fsm_rollout.errors import GlueMismatchError
 from fsm_rollout.states.bound_agent import BoundAgent
 from fsm_rollout.tools import RunAgent, ToolSession
-from fsm_rollout.trajectory.enums import Trigger
+from fsm_rollout.trajectory.enums import FailureClass, Trigger
 from fsm_rollout.trajectory.events import AnyEvent, Ended, Suspended, encode
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
@@ -138,10 +138,11 @@ class ActiveTrajectory:
         """Give it its stop reason if it stands in a final state."""
         row = self.trajectory.exit
         if row is not None and not self.trajectory.ended:
-            self._end(row.stop_reason or "", row.detail)
+            self._end(row.stop_reason or "", row.detail, row.failure)
 
-    def _end(self, stop_reason: str, detail: str | None) -> None:
-        self.emit(Ended(at=asyncio.get_running_loop().time(), stop_reason=stop_reason, detail=detail))
+    def _end(self, stop_reason: str, detail: str | None, failure: FailureClass | None) -> None:
+        now = asyncio.get_running_loop().time()
+        self.emit(Ended(at=now, stop_reason=stop_reason, detail=detail, failure=failure))
 
     def request_stop(self, stop: Stop) -> None:
         """Have it stopped soon, unless it is being stopped already or has ended."""
@@ -164,7 +165,7 @@ class ActiveTrajectory:
     def fail(self, outcome: Outcome) -> None:
         """End it as failed, however else it is being stopped, and also if it has ended."""
         if self.trajectory.ended:
-            self._end(outcome.stop_reason, outcome.detail)
+            self._end(outcome.stop_reason, outcome.detail, outcome.failure)
             return
         root = self
         root.stop = outcome

@@ -24,8 +24,9 @@ from fsm_rollout.states.bound_agent import shared_chat
 from fsm_rollout.states.generation import Generation, sampling_params
 from fsm_rollout.states.visit import Visit
 from fsm_rollout.tools import CallResult, tool_messages
+from fsm_rollout.tools.bounded_call import ToolDied
 from fsm_rollout.trajectory import events
-from fsm_rollout.trajectory.enums import FinishReason, LimitName
+from fsm_rollout.trajectory.enums import FailureClass, FinishReason, LimitName
 from fsm_rollout.trajectory.events import Called, Generated, MalformedCall, Message, ModelQueried, ToolCall
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.tokens import as_ids
@@ -112,7 +113,10 @@ class HandlerContext(Visit):
             self.charge(LimitName.TOOL_CALLS)
         called = self._effects.take(Called, attempt.id) or await self._make_call(attempt)
         if called.failure is not None and called.tries and not called.bad and self.program.end_on_tool_failure:
-            raise ToolError(f"tool '{called.name}' failed for good: {called.failure}")
+            error = ToolError(f"tool '{called.name}' failed for good: {called.failure}")
+            died = called.failure == ToolDied.__name__
+            error.failure = FailureClass.INFRASTRUCTURE if died else FailureClass.TOOL
+            raise error
         return called
 
     async def _make_call(self, attempt: ToolCall | MalformedCall) -> Called:

@@ -127,3 +127,25 @@ class StopReason(Word):
     def is_failure(stop_reason: str | None) -> bool:
         """Whether an error has ended the trajectory."""
         return stop_reason is not None and stop_reason.startswith("failed:")
+
+
+class FailureClass(Word):
+    """Who has to answer for the end of a trajectory that came to no end of its agent's own.
+
+    Only :attr:`POLICY` is something to learn from: what failed for any other reason has no score.
+    """
+
+    POLICY = "policy"
+    """The model: it reached a limit, was cut at its length, ran out of time while it spoke, or made one bad call too
+    many."""
+    DATA = "data"
+    """The prompt: it is too long, or its messages cannot be rendered."""
+    TOOL = "tool"
+    """A tool: it failed for good, or its state's time was up."""
+    ENVIRONMENT = "environment"
+    """Code of the agent's: a handler, an interaction, a predicate, a row that is missing."""
+    ENGINE = "engine"
+    """The engine answered with an error, with nothing, or with what no engine may answer."""
+    INFRASTRUCTURE = "infrastructure"
+    """What all of this runs on: a replica or a worker process was lost, memory ran out, tokens came from a wrong
+    cache."""

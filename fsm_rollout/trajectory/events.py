@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from fsm_rollout.trajectory.enums import FinishReason
+from fsm_rollout.trajectory.enums import FailureClass, FinishReason
 from fsm_rollout.trajectory.tokens import Ids, Logprobs
 
 PlainData = dict[str, Any]
@@ -224,6 +224,8 @@ class Transitioned(Event, frozen=True, kw_only=True, tag="transitioned"):
     stop_reason: str | None = None
     row: int | None = None
     """Which of the agent's rows fired, by its place in ``transitions``; ``None`` for an implicit one."""
+    failure: FailureClass | None = None
+    """Who has to answer for it, if it is a failure: ``failed``, or another trigger that no row of the agent's takes."""
 
 
 REWARD = "reward"
@@ -267,6 +269,8 @@ class Ended(Event, frozen=True, kw_only=True, tag="ended"):
 
     stop_reason: str
     detail: str | None = None
+    failure: FailureClass | None = None
+    """Who has to answer for it, if it came to no end of the agent's own."""
 
 
 AnyEvent = (

@@ -14,7 +14,7 @@ import msgspec
 
 from fsm_rollout.errors import StreamError
 from fsm_rollout.trajectory import events
-from fsm_rollout.trajectory.enums import FinishReason, LimitName, StopReason, Trigger
+from fsm_rollout.trajectory.enums import FailureClass, FinishReason, LimitName, StopReason, Trigger
 from fsm_rollout.trajectory.events import AnyEvent, MalformedCall, Message, ToolCall
 from fsm_rollout.trajectory.tokens import Ids, TokenStream
 from fsm_rollout.trajectory.wall_time import WallTime
@@ -35,6 +35,20 @@ class Outcome(msgspec.Struct, frozen=True):
     """The name of the error's class."""
     detail: str | None = None
     """The error's text."""
+    blame: FailureClass | None = None
+    """Who has to answer for it, where the trigger does not say."""
+
+    @property
+    def failure(self) -> FailureClass | None:
+        """Who has to answer for it; ``None``: it is no failure."""
+        match self.trigger:
+            case Trigger.LIMIT_REACHED | Trigger.TRUNCATED:
+                return FailureClass.POLICY
+            case Trigger.FAILED | Trigger.TIMED_OUT:
+                too_long = self.error == "PromptTooLong"
+                return self.blame or (FailureClass.DATA if too_long else FailureClass.ENVIRONMENT)
+            case _:
+                return None
 
     @property
     def stop_reason(self) -> str:
@@ -196,6 +210,8 @@ class Trajectory(msgspec.Struct):
     """Why it ended (:class:`fsm_rollout.trajectory.enums.StopReason`); ``None`` while it has not."""
     detail: str | None = None
     """More about its end: the error's text, or what was cut."""
+    failure: FailureClass | None = None
+    """Who has to answer for its end; ``None`` for an end of the agent's own, a cancellation, or none yet."""
     suspended: str | None = None
     """Why it was set aside unfinished; ``None`` when it was not."""
     ended_at: float | None = None
@@ -561,6 +577,7 @@ class Trajectory(msgspec.Struct):
     def _ended(self, event: events.Ended) -> None:
         self.stop_reason = event.stop_reason
         self.detail = event.detail
+        self.failure = event.failure
         self.suspended = None
         self.ended_at = event.at if self.ended_at is None else self.ended_at
 
