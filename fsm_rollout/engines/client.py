@@ -4,26 +4,32 @@ Invariant: a flush is not a barrier (no request waits for another's end); every 
 exactly once, whatever the engine does; it holds every token that the engine streamed for it, in order. All requests
 made in one flush of the event loop go to the engine in one call, and so do all aborts. Nobody else tries a request
 again: one that failed, or that was lost with its replica, goes on from the tokens already streamed.
+
+A request is given up only for failures of its own. What fails together is tried again together, then in parts
+(:mod:`fsm_rollout.engines.trials`), until the one is found that fails by itself. Nothing that an engine answers is
+taken unchecked (:mod:`fsm_rollout.engines.answer_check`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
-from array import array
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import replace
+from functools import cached_property
 from os import PathLike
 from typing import TYPE_CHECKING, SupportsIndex
 
 from fsm_rollout.concurrency.cancellation import being_cancelled
 from fsm_rollout.concurrency.deadline import Deadline
+from fsm_rollout.engines.answer_check import vocabulary_of
+from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.protocol import FOR_GOOD, Chunk, Engine, ReplicaLost, Request
+from fsm_rollout.engines.trials import Trials
 from fsm_rollout.errors import EngineError, PromptTooLong
 from fsm_rollout.trajectory.enums import FinishReason
-from fsm_rollout.trajectory.tokens import LAST_VERSION, Ids, Logprobs
+from fsm_rollout.trajectory.tokens import LAST_VERSION
 
 if TYPE_CHECKING:
     from fsm_rollout.chat import ChatTemplate
@@ -33,114 +39,6 @@ logger = logging.getLogger(__name__)
 
 ABORT_GRACE = 10.0
 """Seconds that an aborted request's last tokens are waited for (and that the engine has to take the abort)."""
-
-
-@dataclass(slots=True, eq=False)
-class PendingRequest:
-    """One request on its way: what has been streamed for it so far, and how it ended."""
-
-    request: Request
-    submitted_at: float
-    deadline: Deadline | None = None
-    """The timeout of the visit that waits for it: stands still while queued, and while the engine is paused."""
-    ids: Ids = field(default_factory=lambda: array("i"))
-    logprobs: Logprobs = field(default_factory=lambda: array("f"))
-    versions: list[tuple[int, int]] = field(default_factory=list)
-    """Run lengths ``(tokens, weight version)`` over ``ids``."""
-    finish_reason: FinishReason | None = None
-    error: EngineError | None = None
-    admitted_at: float | None = None
-    attempt: int = 1
-    """Which try this is: 1, 2, …"""
-    failures: int = 0
-    """How many tries failed that were not lost with their replica."""
-    request_id: str = ""
-    cached_tokens: int = 0
-    replica: str = ""
-    aborted: bool = False
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-    paused: bool = False
-    """Whether the engine is."""
-    waits: bool = False
-    """Whether nobody works on it: between two tries, or as the engine says."""
-    deadline_held: bool = False
-    """Whether the deadline stands still."""
-    has_chunk: bool = False
-    """Whether the present try has had a chunk."""
-    lost: bool = False
-    """Whether the previous try was lost with its replica: silence then only means that no other replica has room."""
-    watch: asyncio.TimerHandle | None = None
-    """Gives the try up when its first chunk does not come in time; ``None`` from that chunk on."""
-
-    def keep_time(self) -> None:
-        """Let the deadline run while somebody works on the request, and stand still otherwise."""
-        stands_still = not self.done.is_set() and (self.admitted_at is None or self.waits or self.paused)
-        if self.deadline is not None and stands_still != self.deadline_held:
-            self.deadline_held = stands_still
-            if stands_still:
-                self.deadline.hold()
-            else:
-                self.deadline.run()
-
-    def stop_watch(self) -> None:
-        """Wait no longer for a first chunk."""
-        if self.watch is not None:
-            self.watch.cancel()
-            self.watch = None
-
-    def take(self, chunk: Chunk, now: float) -> None:
-        """Append one chunk.
-
-        Raises:
-            EngineError: its logprobs are not as many as its ids or not all finite, its finish reason is none, or it
-                would exceed what was asked for.
-        """
-        self.stop_watch()
-        if chunk.finish_reason not in (None, *FinishReason):
-            raise EngineError(f"the engine ended request {chunk.request_id} with {chunk.finish_reason!r}")
-        if not math.isfinite(sum(chunk.logprobs)):
-            raise EngineError(f"the engine returned a logprob that is no finite number (request {chunk.request_id})")
-        if len(chunk.ids) != len(chunk.logprobs):
-            raise EngineError(
-                f"the engine returned {len(chunk.ids)} tokens with {len(chunk.logprobs)} logprobs for request "
-                f"{chunk.request_id}; there must be one logprob per token"
-            )
-        if len(self.ids) + len(chunk.ids) > self.request.sampling.max_tokens:
-            raise EngineError(
-                f"the engine returned more than the {self.request.sampling.max_tokens} tokens asked for "
-                f"(request {chunk.request_id})"
-            )
-        if self.admitted_at is None:
-            self.admitted_at = now
-        self.has_chunk, self.waits = True, chunk.waits
-        self.keep_time()
-        if len(chunk.ids):
-            self.ids.extend(chunk.ids)
-            self.logprobs.extend(chunk.logprobs)
-            if self.versions and self.versions[-1][1] == chunk.weight_version:
-                self.versions[-1] = (self.versions[-1][0] + len(chunk.ids), chunk.weight_version)
-            else:
-                self.versions.append((len(chunk.ids), chunk.weight_version))
-        self.cached_tokens = max(self.cached_tokens, chunk.cached_tokens)
-        self.replica = chunk.replica or self.replica
-
-    @property
-    def ended_as(self) -> FinishReason | None:
-        """How the request has ended, if only its last chunk did not come."""
-        sampling = self.request.sampling
-        if self.aborted:
-            return FinishReason.ABORT
-        if self.ids and not sampling.ignore_eos and self.ids[-1] in sampling.stop_ids:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(self.ids) >= sampling.max_tokens else None
-
-    def end(self, finish_reason: FinishReason, error: EngineError | None = None) -> None:
-        """End the request; only the first call counts."""
-        if not self.done.is_set():
-            self.finish_reason, self.error = finish_reason, error
-            self.done.set()
-            self.stop_watch()
-            self.keep_time()
 
 
 class EngineClient:
@@ -171,6 +69,8 @@ class EngineClient:
         self._aborts: list[str] = []
         """The ids that the engine is told to end in this turn of the loop."""
         self._tries: int = getattr(engine, "attempts", attempts)
+        self._trials = Trials(self)
+        """What failed together, and is tried again in parts."""
         self._warned: set[str | None] = set()
         """The kinds of failures that have been logged."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -201,7 +101,7 @@ class EngineClient:
             logger.warning("the engine is asleep: generations wait until it is woken")
         self.requests += 1
         self._open[pending] = None
-        self._enqueue(pending)
+        self.enqueue(pending)
         return pending
 
     # -- pauses and weights ---------------------------------------------------------------------------------------
@@ -280,6 +180,10 @@ class EngineClient:
 
     # -- requests -------------------------------------------------------------------------------------------------
 
+    @cached_property
+    def _vocabulary(self) -> int | None:
+        return vocabulary_of(self.engine)
+
     def _free_id(self, request_id: str, number: int = 1) -> str:
         """Return an id that no request under way has, and none that the engine is still aborting."""
         name = request_id if number == 1 else f"{request_id}#{number}"
@@ -288,8 +192,12 @@ class EngineClient:
             name = f"{request_id}#{number}"
         return name
 
-    def _enqueue(self, pending: PendingRequest) -> None:
+    def enqueue(self, pending: PendingRequest, *, on_trial: bool = False) -> None:
+        """Send a request with the next flush; while others are on trial, afterwards."""
         if pending.done.is_set():  # ended between two tries
+            return
+        if self._trials.busy and not on_trial:
+            self._trials.hold(pending)
             return
         self._sent[pending.request_id] = pending
         self._waiting.append(pending)
@@ -333,7 +241,7 @@ class EngineClient:
         batch_ids = list(open_ids)
         failure: EngineError | None = None
         for pending in batch:
-            pending.has_chunk = False
+            pending.has_chunk = pending.has_tokens = False
             self._watch(pending)
         # 2. Give every chunk to its request.
         try:
@@ -353,71 +261,112 @@ class EngineClient:
         # 3. Whatever has no end now has failed.
         self._engine_ids.difference_update(batch_ids)
         for pending in [self._sent[request_id] for request_id in open_ids if request_id in self._sent]:
-            self._failed(pending, failure or EngineError(f"the engine never finished request {pending.request_id}"))
+            unfinished = EngineError(f"the engine never finished request {pending.request_id}")
+            self._failed(pending, failure or unfinished, maybe_shared=True)
 
     def _ask(self, pending: PendingRequest) -> Request:
         if pending.request_id == pending.request.request_id:
             return pending.request
-        return pending.request.continued(pending.ids, pending.request_id)
+        request = pending.request.continued(pending.ids, pending.request_id)
+        return replace(request, on_trial=True) if pending in self._trials else request
 
     def _take(self, pending: PendingRequest, chunk: Chunk, now: float) -> bool:
         """Give a chunk to its request; return whether this engine call is over for it."""
         try:
-            pending.take(chunk, now)
+            pending.take(chunk, now, self._vocabulary)
         except EngineError as error:
             self._abort_soon(pending.request_id)
             self._end(pending, FinishReason.ABORT, error)  # not tried again: an engine that miscounts would do so again
             return True
+        if self._trials.busy:
+            self._trials.go_on()
         if chunk.error is not None:
             failure = _failure(chunk.error)
             if isinstance(failure, PromptTooLong) or failure.kind in FOR_GOOD:
                 self._end(pending, FinishReason.ABORT, failure)
             else:
-                self._failed(pending, failure)
+                self._failed(pending, failure, maybe_shared=isinstance(failure, ReplicaLost))
         elif chunk.finish_reason == FinishReason.ABORT and not pending.aborted:
             self._failed(pending, EngineError(f"the engine aborted request {pending.request_id} by itself"))
+        elif chunk.finish_reason is not None and not (pending.ids or pending.aborted):
+            self._failed(pending, EngineError(f"the engine ended request {pending.request_id} without a single token"))
         elif chunk.finish_reason is not None:
             self._end(pending, FinishReason(chunk.finish_reason))
         return chunk.finish_reason is not None or chunk.error is not None
 
-    def _failed(self, pending: PendingRequest, error: EngineError) -> None:
-        """Try a request again from where its tokens stand, or give it up."""
+    def _failed(self, pending: PendingRequest, error: EngineError, *, maybe_shared: bool = False) -> None:
+        """Try a request again from where its tokens stand, or give it up.
+
+        ``maybe_shared``: what failed may be more than this request; then it is not to blame for what befell others too.
+        """
         if pending.done.is_set():
             return
         self._sent.pop(pending.request_id, None)
         pending.stop_watch()
         pending.lost = isinstance(error, ReplicaLost)
-        pending.failures += not pending.lost
-        # 1. All tokens have arrived; only the finish reason was lost.
-        if (ended := pending.ended_as) is not None:
+        if (ended := pending.ended_as) is not None:  # all tokens have arrived; only the finish reason was lost
             self._end(pending, ended)
-        # 2. It has been tried often enough.
-        elif pending.failures >= self.attempts:
-            self._end(pending, FinishReason.ABORT, error)
-        elif pending.attempt >= self._tries:
-            message = f"EngineError: {pending.attempt} tries failed, the last one: {error}"
-            self._end(pending, FinishReason.ABORT, EngineError(message, kind="EngineError"))
-        # 3. Try again: at once where another replica may have it, else later each time.
+            return
+        pending.waits = True
+        pending.keep_time()
+        pending.has_tokens = False
+        if maybe_shared and (self._sent or self._trials.busy):
+            self._trials.add(pending, error)
         else:
-            name = pending.request_id
-            pending.waits = True
-            pending.keep_time()
-            pending.attempt += 1
-            pending.request_id = self._free_id(pending.request.request_id, pending.attempt)
-            if pending.lost:
-                self._enqueue(pending)
-                return
+            self.failed_alone(pending, error)
+
+    def failed_alone(self, pending: PendingRequest, error: EngineError) -> None:
+        """Count a failure that is a request's own, and try it again unless it has been tried often enough."""
+        if pending.done.is_set():
+            return
+        if pending.lost:
+            pending.losses += 1
+        else:
+            pending.failures += 1
+        tries = pending.shared + pending.failures + pending.losses
+        asked = pending.request
+        who = f" (request {asked.request_id} of {len(asked.ids):,} tokens, by itself)" if pending.shared else ""
+        if not pending.lost and tries - pending.losses >= self.attempts:
+            if who:
+                error = EngineError(f"{error}{who}", kind=error.kind or type(error).__name__)
+            self._end(pending, FinishReason.ABORT, error)
+        elif tries >= self._tries:
+            message = f"EngineError: {tries} tries failed, the last one: {error}{who}"
+            given_up = EngineError(message, kind="EngineError")
+            given_up.failure = "infrastructure" if pending.lost else None
+            self._end(pending, FinishReason.ABORT, given_up)
+        else:
+            self.try_again(pending, error)
+
+    def try_again(self, pending: PendingRequest, error: EngineError) -> None:
+        """Ask for the rest of a request: at once where another replica may have it, else later each time."""
+        name = self.next_try(pending)
+        if not pending.lost:
             # Only the first of many alike is a warning.
             level = logging.INFO if error.kind in self._warned else logging.WARNING
             self._warned.add(error.kind)
             logger.log(level, "request %s failed (%s); trying again", name, str(error).partition("\n")[0])
-            delay = self.backoff * 2 ** (pending.failures - 1)
-            asyncio.get_running_loop().call_later(delay, self._enqueue, pending)
+        delay = 0.0 if pending.lost else self.backoff * 2 ** max(0, pending.failures - 1)
+        if pending in self._trials:  # it may harm others
+            self._trials.queue([pending], delay)
+        elif delay:
+            asyncio.get_running_loop().call_later(delay, self.enqueue, pending)
+        else:
+            self.enqueue(pending)
+
+    def next_try(self, pending: PendingRequest) -> str:
+        """Give the next try of a request its id, and return that of the one before."""
+        before = pending.request_id
+        pending.attempt += 1
+        pending.request_id = self._free_id(pending.request.request_id, pending.attempt)
+        return before
 
     def _end(self, pending: PendingRequest, finish_reason: FinishReason, error: EngineError | None = None) -> None:
         self._sent.pop(pending.request_id, None)
         self._open.pop(pending, None)
         pending.end(finish_reason, error)
+        if self._trials.busy:
+            self._trials.go_on()
 
     # -- the end of requests that nobody waits for -----------------------------------------------------------------
 
@@ -459,6 +408,7 @@ class EngineClient:
         """End every request and every task; the engine itself stays open (whoever made it closes it)."""
         if self._engine_ids:
             await self._abort_quietly(sorted(self._engine_ids))
+        self._trials.clear()
         for pending in list(self._open):
             self._end(pending, FinishReason.ABORT)
         for task in list(self._tasks):

@@ -219,7 +219,8 @@ class PoolEngine:
         count: how many there are.
         router: chooses their requests; default: :class:`StickyRouter`.
         attempts: how often a client tries a request in all, before that is its end.
-        restarts: how often a replica that finishes nothing is started again before its place stays empty.
+        restarts: how often a replica that finishes nothing is started again before its place stays empty. What it was
+            lost over on a trial (``Request.on_trial``) does not count.
         times: seconds that the pool waits for its replicas.
 
     Raises:
@@ -498,7 +499,7 @@ class PoolEngine:
         if (failure := failure_of(engine)) is not None:
             self._lose(replica, engine, str(failure))
             return
-        replica.strikes += 1
+        replica.strikes += not all(routed.request.on_trial for routed in failed)
         logger.warning("%s failed a dispatch of %d request(s): %s", replica.name, len(failed), why)
         for routed in failed:
             self._give_back(routed, replica, why)
@@ -709,7 +710,8 @@ class PoolEngine:
             return
         logger.warning("%s is lost: %s; %d request(s) go on elsewhere", replica.name, why, replica.in_flight)
         replica.state, replica.cause = "starting", why
-        replica.losses += 1
+        had = [routed.request for routed in self._under_way.values() if routed.replica is replica]
+        replica.losses += not (had and all(request.on_trial for request in had))
         replica.restarts += 1
         if not self._closed:
             self._spawn(self._revive(replica))

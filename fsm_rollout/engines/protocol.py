@@ -77,6 +77,9 @@ class Request:
     """Index of this generation within its trajectory's context: 0, 1, …"""
     sampled: int = 0
     """How many of the last ``ids`` were sampled for this very generation, by requests that this one continues."""
+    on_trial: bool = False
+    """It has failed together with others, and it is being found out which of them fails; if it does, that says little
+    about the engine."""
 
     @property
     def session(self) -> str:

@@ -15,7 +15,7 @@ from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.agent.limits import LimitReached
 from fsm_rollout.chat.formats import Call
 from fsm_rollout.concurrency.seeds import derive_seed
-from fsm_rollout.engines.client import PendingRequest
+from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.protocol import Request, SamplingParams
 from fsm_rollout.errors import EngineError
 from fsm_rollout.states.bound_agent import BoundContext

@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsm_rollout.engines.client import EngineClient, PendingRequest
+from fsm_rollout.engines.client import EngineClient
+from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.pool import PoolEngine
 from fsm_rollout.engines.protocol import NO_IDS, NO_LOGPROBS, Engine, Request, SamplingParams
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn, scripted_logprob

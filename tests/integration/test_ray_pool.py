@@ -21,7 +21,8 @@ import torch
 
 from fsm_rollout.agent.handlers import look_in
 from fsm_rollout.concurrency import ray_session
-from fsm_rollout.engines.client import EngineClient, PendingRequest
+from fsm_rollout.engines.client import EngineClient
+from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.pool import PoolEngine, PoolTimes
 from fsm_rollout.engines.ray import RayOptions, RayPlacement, fitting
 from fsm_rollout.engines.router import LeastLoadedRouter

@@ -13,6 +13,8 @@ TOOLS = ("tests/laws/test_laws.py::test_runs_with_real_tools_keep_the_laws",)
 SCHEDULE = ("tests/laws/test_laws.py::test_results_do_not_depend_on_the_schedule",)
 LIMITS = ("tests/unit/testing/test_limits_kept.py",)
 ROWS = ("tests/unit/batch/test_batch.py",)
+FAILURES = ("tests/unit/scheduler/test_failures.py",)
+TRIALS = ("tests/unit/engines/test_trials.py",)
 DISPATCH = ("tests/unit/engines/test_client.py",)
 RESUME = (
     "tests/laws/test_check_state.py::test_a_good_handler_that_does_everything_conforms",
@@ -63,8 +65,8 @@ MUTANTS = (
         "7: every sampled token is in the stream",
     ),
     Mutant(
-        "duplicate a token", "engines/client.py", "            self.ids.extend(chunk.ids)\n",
-        "            self.ids.extend(chunk.ids[:1] * len(chunk.ids))\n",
+        "duplicate a token", "engines/pending.py", "            self.ids.extend(ids)\n",
+        "            self.ids.extend(ids[:1] * len(ids))\n",
         "7: every sampled token once, as it was sampled",
     ),
     Mutant(
@@ -78,8 +80,8 @@ MUTANTS = (
         "4: logprob 0.0 where nothing was sampled",
     ),
     Mutant(
-        "one version for all tokens", "engines/client.py",
-        "if self.versions and self.versions[-1][1] == chunk.weight_version:",
+        "one version for all tokens", "engines/pending.py",
+        "if self.versions and self.versions[-1][1] == version:",
         "if self.versions:",
         "3: each token has the version that sampled it",
         (*SCHEDULER, *MACHINE, *LAWS),
@@ -99,8 +101,8 @@ MUTANTS = (
     ),
     Mutant(
         "retry from scratch", "engines/client.py",
-        "return pending.request.continued(pending.ids, pending.request_id)",
-        "return pending.request.continued(pending.ids[:0], pending.request_id)",
+        "request = pending.request.continued(pending.ids, pending.request_id)",
+        "request = pending.request.continued(pending.ids[:0], pending.request_id)",
         "5: a failed request goes on from what was streamed",
         (*DISPATCH, *LAWS),
     ),
@@ -233,9 +235,76 @@ MUTANTS = (
         "8: a group has the samples of its prompt",
     ),
     Mutant(
-        "a crash is the end", "engines/client.py", "        elif pending.failures >= self.attempts:", "        elif True:",
+        "a crash is the end", "engines/client.py", "        if not pending.lost and tries - pending.losses >= self.attempts:",
+        "        if True:",
         "8: a failure that mends is no failure",
         DISPATCH,
+    ),
+    Mutant(
+        "who fails with others has to answer for it", "engines/client.py",
+        "        if maybe_shared and (self._sent or self._trials.busy):", "        if False:",
+        "8: a request is given up only for failures of its own",
+        TRIALS,
+    ),
+    Mutant(
+        "nobody is suspected", "engines/trials.py", "if pending.shared > 1]\n            if suspects:", "if False]\n            if suspects:",
+        "8: a poisoned request is found, and ends alone",
+        TRIALS,
+    ),
+    Mutant(
+        "an answer is taken as it comes", "engines/answer_check.py", "    if lowest < 0 or (vocabulary is not None and highest >= vocabulary):",
+        "    if False:",
+        "3: no token that is none of the model's gets into a row",
+        TRIALS,
+    ),
+    Mutant(
+        "a logprob may be anything", "engines/answer_check.py", "    if most > ROUNDING:", "    if most > 1.0:",
+        "3: a logprob is at most 0",
+        TRIALS,
+    ),
+    Mutant(
+        "a version may be anything", "engines/answer_check.py", "    if not 0 <= version <= LAST_VERSION:", "    if version > LAST_VERSION:",
+        "3: a weight version is one that a batch can hold",
+        TRIALS,
+    ),
+    Mutant(
+        "go on behind a stop token", "engines/answer_check.py", "(before and before[-1] in sampling.stop_ids) or at is not None:",
+        "at is not None:",
+        "3: a stop token ends a turn",
+        TRIALS,
+    ),
+    Mutant(
+        "take one token too many", "engines/answer_check.py", "    if len(before) + count > sampling.max_tokens:",
+        "    if len(before) + count > sampling.max_tokens + 1:",
+        "2: no more tokens than were asked for",
+        TRIALS,
+    ),
+    Mutant(
+        "nothing is an answer", "engines/client.py", "is not None and not (pending.ids or pending.aborted):", "is not None and False:",
+        "8: what says nothing has failed",
+        TRIALS,
+    ),
+    Mutant(
+        "every error is the environment's", "states/failures.py", "for kind in type(error).__mro__ if", "for kind in () if",
+        "each failure has its class",
+        FAILURES,
+    ),
+    Mutant(
+        "a failure says nothing of itself", "states/failures.py", "isinstance(error, RolloutError) and error.failure is not None",
+        "False",
+        "each failure has its class: a tool's by whose fault it was",
+        FAILURES,
+    ),
+    Mutant(
+        "a tool's time is the environment's", "states/failures.py", "    LimitName.TOOL_CALLS: FailureClass.TOOL,\n", "",
+        "each failure has its class: a timeout by what was waited for",
+        FAILURES,
+    ),
+    Mutant(
+        "a recovered failure is one in the end", "agent/machine.py", "if self.row is None or outcome.trigger == Trigger.FAILED else None",
+        "if self.row is None else None",
+        "a failure that a row takes to an end is still one",
+        FAILURES,
     ),
     Mutant(
         "take a broken call for an answer", "states/generation.py",
@@ -273,8 +342,8 @@ MUTANTS = (
     # -- replicas (laws 4, 6, 8)
     Mutant(
         "what a lost replica had begins anew", "engines/client.py",
-        "            pending.keep_time()\n            pending.attempt += 1\n",
-        "            pending.keep_time()\n            pending.ids = pending.ids[:0]\n            pending.attempt += 1\n",
+        "        before = pending.request_id\n",
+        "        before = pending.request_id\n        pending.ids = pending.ids[:0]\n",
         "7: what was streamed stays, and nothing is sampled twice",
         REPLICAS,
     ),

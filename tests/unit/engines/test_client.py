@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsm_rollout.concurrency.deadline import Deadline
-from fsm_rollout.engines.client import EngineClient, PendingRequest
+from fsm_rollout.engines.client import EngineClient
+from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.protocol import Chunk, Request, SamplingParams
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.errors import EngineError, PromptTooLong

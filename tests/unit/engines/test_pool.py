@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from fsm_rollout.engines.client import EngineClient, PendingRequest
+from fsm_rollout.engines.client import EngineClient
+from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.pool import LocalPlacement, PoolEngine, PoolTimes
 from fsm_rollout.engines.protocol import Chunk, Engine, ReplicaLost, Request, SamplingParams
 from fsm_rollout.engines.router import LeastLoadedRouter, ReplicaView

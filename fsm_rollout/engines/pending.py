@@ -1,0 +1,121 @@
+"""A request on its way: what an engine has streamed for it, and how it ended.
+
+Invariant: it holds every token that was streamed for it, over all its tries, in order, each with its logprob and the
+version of its weights; and it ends exactly once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from dataclasses import dataclass, field
+
+from fsm_rollout.concurrency.deadline import Deadline
+from fsm_rollout.engines.answer_check import checked
+from fsm_rollout.engines.protocol import Chunk, Request
+from fsm_rollout.errors import EngineError
+from fsm_rollout.trajectory.enums import FinishReason
+from fsm_rollout.trajectory.tokens import Ids, Logprobs
+
+
+@dataclass(slots=True, eq=False)
+class PendingRequest:
+    """One request on its way: what has been streamed for it so far, and how it ended."""
+
+    request: Request
+    submitted_at: float
+    deadline: Deadline | None = None
+    """The timeout of the visit that waits for it: stands still while queued, and while the engine is paused."""
+    ids: Ids = field(default_factory=lambda: array("i"))
+    logprobs: Logprobs = field(default_factory=lambda: array("f"))
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """Run lengths ``(tokens, weight version)`` over ``ids``."""
+    finish_reason: FinishReason | None = None
+    error: EngineError | None = None
+    admitted_at: float | None = None
+    attempt: int = 1
+    """Which try this is: 1, 2, …"""
+    failures: int = 0
+    """How many tries failed that were not lost with their replica, and that nobody failed with."""
+    losses: int = 0
+    """How many tries were lost with their replica, and nobody else's with them."""
+    shared: int = 0
+    """How many tries failed together with others'."""
+    falls_late: bool = False
+    """Whether it once failed with others after each of them had had tokens."""
+    request_id: str = ""
+    cached_tokens: int = 0
+    replica: str = ""
+    aborted: bool = False
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    paused: bool = False
+    """Whether the engine is."""
+    waits: bool = False
+    """Whether nobody works on it: between two tries, or as the engine says."""
+    deadline_held: bool = False
+    """Whether the deadline stands still."""
+    has_chunk: bool = False
+    """Whether the present try has had a chunk."""
+    has_tokens: bool = False
+    """Whether the present try has had tokens."""
+    lost: bool = False
+    """Whether the previous try was lost with its replica: silence then only means that no other replica has room."""
+    watch: asyncio.TimerHandle | None = None
+    """Gives the try up when its first chunk does not come in time; ``None`` from that chunk on."""
+
+    def keep_time(self) -> None:
+        """Let the deadline run while somebody works on the request, and stand still otherwise."""
+        stands_still = not self.done.is_set() and (self.admitted_at is None or self.waits or self.paused)
+        if self.deadline is not None and stands_still != self.deadline_held:
+            self.deadline_held = stands_still
+            if stands_still:
+                self.deadline.hold()
+            else:
+                self.deadline.run()
+
+    def stop_watch(self) -> None:
+        """Wait no longer for a first chunk."""
+        if self.watch is not None:
+            self.watch.cancel()
+            self.watch = None
+
+    def take(self, chunk: Chunk, now: float, vocabulary: int | None = None) -> None:
+        """Append one chunk.
+
+        Raises:
+            EngineError: no engine may answer that (:func:`fsm_rollout.engines.answer_check.checked`).
+        """
+        self.stop_watch()
+        ids, logprobs, version = checked(chunk, self.request, self.ids, vocabulary)
+        if self.admitted_at is None:
+            self.admitted_at = now
+        self.has_chunk, self.waits = True, chunk.waits
+        self.keep_time()
+        if ids:
+            self.has_tokens = True
+            self.ids.extend(ids)
+            self.logprobs.extend(logprobs)
+            if self.versions and self.versions[-1][1] == version:
+                self.versions[-1] = (self.versions[-1][0] + len(ids), version)
+            else:
+                self.versions.append((len(ids), version))
+        self.cached_tokens = max(self.cached_tokens, chunk.cached_tokens)
+        self.replica = chunk.replica or self.replica
+
+    @property
+    def ended_as(self) -> FinishReason | None:
+        """How the request has ended, if only its last chunk did not come."""
+        sampling = self.request.sampling
+        if self.aborted:
+            return FinishReason.ABORT
+        if self.ids and not sampling.ignore_eos and self.ids[-1] in sampling.stop_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.ids) >= sampling.max_tokens else None
+
+    def end(self, finish_reason: FinishReason, error: EngineError | None = None) -> None:
+        """End the request; only the first call counts."""
+        if not self.done.is_set():
+            self.finish_reason, self.error = finish_reason, error
+            self.done.set()
+            self.stop_watch()
+            self.keep_time()

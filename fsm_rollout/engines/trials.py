@@ -1,0 +1,162 @@
+"""Finding the one request that fails all that is sent with it.
+
+Invariant: a request that failed together with others is given up only after it has failed by itself. What fails
+together is tried again together once (a replica may be gone, a connection lost). If that fails as well, halves of it
+are tried one after the other, and nothing else is sent meanwhile; halves that fail are halved again, until one request
+fails alone: that one has to answer for it, and all others go on. So a poisoned request costs its neighbours some time,
+and a run in which nothing fails costs nothing.
+
+A part has passed its trial when each of its requests has had tokens, or has ended. Requests that failed again later
+than that (memory that ran out while they were decoded, say) pass theirs only by ending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from fsm_rollout.engines.pending import PendingRequest
+from fsm_rollout.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+TOGETHER = 0.02
+"""Seconds within which failures count as one: they come from one cause, each along its own way."""
+
+
+class Ledger(Protocol):
+    """What trials need of the client whose requests they are about."""
+
+    backoff: float
+
+    def enqueue(self, pending: PendingRequest, *, on_trial: bool = False) -> None:
+        """Send a request with the next flush."""
+
+    def failed_alone(self, pending: PendingRequest, error: EngineError) -> None:
+        """Count a failure of a request's own."""
+
+    def try_again(self, pending: PendingRequest, error: EngineError) -> None:
+        """Ask for the rest of a request."""
+
+    def next_try(self, pending: PendingRequest) -> str:
+        """Give the next try of a request its id."""
+
+
+class Trials:
+    """The requests of one client that have failed together."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.busy = False
+        """Whether anything is to be tried, or has failed just now: then nothing else is sent."""
+        self._ledger = ledger
+        self._failed: dict[PendingRequest, EngineError] = {}
+        """What has failed just now, until it is known what failed with it."""
+        self._parts: deque[tuple[list[PendingRequest], float]] = deque()
+        """What is to be tried, part by part, each after a delay in seconds."""
+        self._on_trial: list[PendingRequest] = []
+        """The part that is being tried."""
+        self._held: list[PendingRequest] = []
+        """What is sent when there is nothing left to try."""
+        self._timer: asyncio.TimerHandle | None = None
+        """The delay of the next part."""
+
+    def __contains__(self, pending: PendingRequest) -> bool:
+        """Whether a request is on trial, or has been."""
+        return pending.shared > 1 or pending in self._on_trial
+
+    def add(self, pending: PendingRequest, error: EngineError) -> None:
+        """Note a failure that may be others' too."""
+        if not self._failed:
+            asyncio.get_running_loop().call_later(TOGETHER, self._judge)
+        self._failed[pending] = error
+        self.busy = True
+
+    def hold(self, pending: PendingRequest) -> None:
+        """Send a request when all trials are over."""
+        self._held.append(pending)
+
+    def queue(self, part: Sequence[PendingRequest], delay: float = 0.0) -> None:
+        """Try some requests together, after the parts that wait already."""
+        self._on_trial = [pending for pending in self._on_trial if pending not in part]
+        self._parts.append((list(part), delay))
+        self.busy = True
+        self.go_on()
+
+    def clear(self) -> None:
+        """Forget everything: all requests are being ended."""
+        self.busy = False
+        self._failed.clear()
+        self._parts.clear()
+        self._on_trial, self._held = [], []
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _judge(self) -> None:
+        """Decide who has to answer for what has failed together."""
+        failed = {pending: error for pending, error in self._failed.items() if not pending.done.is_set()}
+        self._failed.clear()
+        # 1. With a part on trial that part is suspected, and those that ran beside it are not.
+        tried = [pending for pending in failed if pending in self._on_trial]
+        self._on_trial = [pending for pending in self._on_trial if pending not in failed]
+        if len(failed) == 1:
+            ((pending, error),) = failed.items()
+            self._ledger.failed_alone(pending, error)
+        elif failed:
+            for pending in failed:
+                pending.falls_late |= pending.shared > 1 and not tried
+                pending.shared += 1
+            suspects = tried or [pending for pending in failed if pending.shared > 1]
+            if suspects:
+                self._halve(suspects, failed[suspects[0]])
+            # 2. The others go on, behind all trials if there are any.
+            for pending in [pending for pending in failed if pending not in suspects]:
+                if tried:
+                    self._ledger.next_try(pending)
+                    self.hold(pending)
+                else:
+                    self._ledger.try_again(pending, failed[pending])
+        self.go_on()
+
+    def _halve(self, suspects: list[PendingRequest], error: EngineError) -> None:
+        """Try halves of the suspects; one suspect is tried once more, with nobody beside it."""
+        logger.log(
+            logging.WARNING if suspects[0].shared == 2 else logging.INFO,
+            "%d requests failed together (%s); they are tried again in parts, to find the one that fails",
+            len(suspects), str(error).partition("\n")[0],
+        )  # fmt: skip
+        for pending in suspects:
+            self._ledger.next_try(pending)
+        half = (len(suspects) + 1) // 2
+        self._parts += ((suspects[:half], self._ledger.backoff), (suspects[half:], 0.0))
+
+    def go_on(self) -> None:
+        """Try the next part when the present one has passed; with none left, send what was held."""
+        if self._failed or self._timer is not None or not all(map(_has_passed, self._on_trial)):
+            return
+        self._on_trial = []
+        while self._parts:
+            part, delay = self._parts[0]
+            if any(not pending.done.is_set() for pending in part):
+                self._timer = asyncio.get_running_loop().call_later(delay, self._begin)
+                return
+            self._parts.popleft()
+        self.busy = False
+        held, self._held = self._held, []
+        for pending in held:
+            self._ledger.enqueue(pending)
+
+    def _begin(self) -> None:
+        self._timer = None
+        part, _ = self._parts.popleft()
+        self._on_trial = [pending for pending in part if not pending.done.is_set()]
+        for pending in self._on_trial:
+            self._ledger.enqueue(pending, on_trial=True)
+        self.go_on()
+
+
+def _has_passed(pending: PendingRequest) -> bool:
+    return pending.done.is_set() or (pending.has_tokens and not pending.falls_late)
