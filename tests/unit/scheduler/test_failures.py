@@ -102,7 +102,7 @@ Frame = dict[str, Any]
         (SINGLE, Turn(text="", error="ReplicaLost: gone"), "", "failed:EngineError", FailureClass.INFRASTRUCTURE),
         (TOOLS, call("breaks", "down"), "", "failed:ToolError", FailureClass.TOOL),
         (TOOLS, call("breaks", "dead"), "", "failed:ToolError", FailureClass.INFRASTRUCTURE),
-        (TOOLS, call("breaks", "wrong"), "", "answered", None),
+        (TOOLS, call("breaks", "wrong"), "", "failed:ToolError", FailureClass.TOOL),
         (HURRIED, call("hang", "x"), "", "timed_out", FailureClass.TOOL),
         (OWN, "", "anyhow", "failed:KeyError", FailureClass.ENVIRONMENT),
         (OWN, "", "is wrong", "failed:UndeclaredOutcome", FailureClass.ENVIRONMENT),
