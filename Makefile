@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test quick check format bench diagrams mutants clean
+.PHONY: demo test quick check format bench diagrams docs mutants clean
 
 demo: $(STAMP)
 	$(BIN)/fsm-rollout run configs/runs/demo.yaml --replace
@@ -42,6 +42,10 @@ diagrams: $(STAMP)
 	done
 	$(BIN)/python diagrams/photograph.py
 
+# These pages as a site, in site/: whatever is wrong with a page, a link or a table ends it.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
 # torch first and exactly: whatever else wants torch must find this one. Without a GPU, SGLang comes without its own
 # requirements, which are several gigabytes of CUDA packages that nothing there could load. Of trl only the chat templates
 # are read, by the tests, so its requirements (pandas, datasets, …) stay out.
@@ -63,4 +67,4 @@ mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -41,9 +41,6 @@ _HOMES = {
     "verify": "agent.verify",
 }
 
-_MODULES = {"journal": "trajectory.journal"}
-"""Modules that are called by a shorter name: ``fsm_rollout.journal.histories``."""
-
 __all__ = [  # as in the table above; the type checker wants the literals
     "AgentGraph",
     "BadArguments",
@@ -94,8 +91,6 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         value = getattr(import_module(f"fsm_rollout.{_HOMES[name]}"), name)
-    elif name in _MODULES:
-        value = import_module(f"fsm_rollout.{_MODULES[name]}")
     elif not name.startswith("_") and find_spec(f"fsm_rollout.{name}") is not None:
         return import_module(f"fsm_rollout.{name}")
     else:

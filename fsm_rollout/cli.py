@@ -56,7 +56,7 @@ RunFile = Annotated[
 
 @app.callback()
 def _commands() -> None:
-    r"""Agent rollouts as explicit state machines: a YAML graph that provably ends, run on any engine.
+    """Agent rollouts as explicit state machines: a YAML graph that provably ends, run on any engine.
 
     \b
     A first session:
@@ -65,21 +65,21 @@ def _commands() -> None:
       fsm-rollout draw my_agent.yaml -o a.svg     draws it
       fsm-rollout run configs/runs/demo.yaml      runs an agent on prompts
       fsm-rollout show runs/demo                  shows what happened
-    """
+    """  # noqa: D301  # click wants the character itself
 
 
 @app.command()
 def check(
     files: Annotated[list[Path], typer.Argument(metavar="YAML...", help="agent files", show_default=False)],
 ) -> None:
-    r"""Verify agents and print how long each can run at most.
+    """Verify agents and print how long each can run at most.
 
     \b
     Example: fsm-rollout check configs/agents/*.yaml
       solver (solver.yaml): ends within 18 transitions, 8 generations, 4,096 response tokens, 600 s
 
     Every problem is printed with its file, line and rule, and the exit code is 2.
-    """
+    """  # noqa: D301  # click wants the character itself
     from fsm_rollout.agent.loader import read_agent
     from fsm_rollout.agent.proof import prove
 
@@ -128,7 +128,7 @@ def run(
         bool, typer.Option("--replace", help="delete the run, finished or not, that is in its folder")
     ] = False,
 ) -> None:
-    r"""Run an agent on prompts and write the run's folder.
+    """Run an agent on prompts and write the run's folder.
 
     \b
     Example: fsm-rollout run configs/runs/demo.yaml n=8 sampling.temperature=0.7
@@ -136,7 +136,7 @@ def run(
     The folder holds journal.sqlite (every event), batch/ (the tensors), summary.json and report.html. A key that starts
     with `agent.` changes the agent: agent.limits.tool_calls=3. A folder that holds a run is left alone, unless you give
     --replace. Ctrl-C, SIGTERM and SIGHUP suspend the run; `fsm-rollout resume` continues it.
-    """
+    """  # noqa: D301  # click wants the character itself
     from fsm_rollout.jobs.run_config import load_run
     from fsm_rollout.jobs.runner import execute
 

@@ -41,7 +41,7 @@ ORDER = (
     ("__main__",),
 )
 """A room imports its own step and earlier ones; the longest name decides."""
-DOORS = {"rewards", "interactions"}
+DOORS = {"rewards", "interactions", "journal"}
 """Names that users type in a YAML; they hand on what lives in ``environment``."""
 HOMES: dict[str, tuple[str, ...]] = {
     "torch": ("batch", "engines.transformers", "engines.sglang"),

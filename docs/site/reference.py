@@ -1,0 +1,506 @@
+"""The tables of the reference, made from the code: each function returns Markdown for the marker of its name.
+
+Invariant: nothing here repeats what the code says. Meanings are read from field descriptions, from the docstrings of
+enum members and classes, and from declarations; the types of the batch's tensors from a batch that is made here.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import re
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def agent_yaml() -> str:
+    """Return every key of an agent's YAML."""
+    from fsm_rollout.agent.json_schema import agent_schema
+
+    definitions = agent_schema()["$defs"]
+    places = {
+        "AgentGraph": "The agent",
+        "Context": "`contexts`: each entry",
+        "Limits": "`limits`",
+        "Tool": "`tools`: each entry",
+        "Retry": "`tools`: `retry`",
+        "Interaction": "`interaction`",
+        "State": "`states`: each entry",
+        "Sampling": "`sampling`",
+        "TransitionRow": "`transitions`: each row",
+    }
+    rest = {name: f"`{name}`" for name in definitions if name not in places}
+    return "\n\n".join(
+        _model(title, definitions[name]) for name, title in (places | rest).items() if name in definitions
+    )
+
+
+def run_yaml() -> str:
+    """Return every key of a run's YAML."""
+    from fsm_rollout.jobs.run_config import RunConfig
+
+    schema = RunConfig.model_json_schema(by_alias=True)
+    parts = [_model("The run", schema)]
+    titles = {"Failures": "`failures`", "EngineFailures": "`failures.engine`", "Sampling": "`sampling`"}
+    for name, definition in schema.get("$defs", {}).items():
+        if "properties" in definition:
+            parts.append(_model(titles.get(name, f"`{name}`"), definition))
+    return "\n\n".join(parts)
+
+
+def prompt_fields() -> str:
+    """Return the fields of a prompt."""
+    from fsm_rollout.trajectory.prompt import Prompt
+
+    said = attribute_docs(Prompt)
+    schema = Prompt.model_json_schema()
+    rows = [
+        [f"`{name}`", shape(field, schema), said.get(name) or field.get("description") or ""]
+        for name, field in schema["properties"].items()
+    ]
+    return table(["field", "value", "meaning"], rows)
+
+
+def engine_kinds() -> str:
+    """Return the keys of every engine kind."""
+    from fsm_rollout.engines import specs
+
+    parts = []
+    for kind, spec in specs._KINDS.items():
+        schema = spec.model_json_schema()
+        own = {name: field for name, field in schema["properties"].items() if name not in specs.EngineSpec.model_fields}
+        parts.append(f"## `kind: {kind}`\n\n{_keys(own, schema, engine_arguments(spec.engine_class))}")
+    common = specs.EngineSpec.model_json_schema()
+    parts.append(f"## Keys of every kind\n\n{_keys(common['properties'], common, SPEC_KEYS)}")
+    for key, model in (("pool", specs.PoolSpec), ("ray", specs.RaySpec)):
+        schema = model.model_json_schema()
+        parts.append(f"### `{key}`\n\n{_keys(schema['properties'], schema)}")
+    schema = specs.Turn.model_json_schema()
+    parts.append(f"### A turn of a script\n\n{_keys(schema['properties'], schema)}")
+    return "\n\n".join(parts)
+
+
+SPEC_KEYS = {"kind": "which engine; a word from above, or `module:Class`", "replicas": "how many of it there are"}
+"""Keys whose names say it, as far as the code leaves it at that."""
+
+
+def handlers() -> str:
+    """Return the built-in handlers."""
+    from fsm_rollout.agent.graph import BUILT_IN_STATES
+    from fsm_rollout.agent.handlers import BUILT_IN_HANDLERS, handler_spec, load_handler
+
+    states = {handler: state for state, handler in BUILT_IN_STATES.items()}
+    rows = []
+    for name in BUILT_IN_HANDLERS:
+        spec = handler_spec(name)
+        doc = first_paragraph(load_handler(name)).removeprefix(f"{states.get(name, '')}: ")
+        spends = f"`{spec.spends}`" if spec.spends else "–"
+        keys = _words(spec.keys) or "–"
+        rows.append(
+            [f"`{name}`", f"`{states[name]}`" if name in states else "–", doc, _words(spec.triggers), spends, keys]
+        )
+    return table(
+        ["handler", "state of that name", "what a visit does", "triggers", "spends on entry", "own keys"], rows
+    )
+
+
+def triggers() -> str:
+    """Return the triggers with who raises them."""
+    from fsm_rollout.agent.handlers import BUILT_IN_HANDLERS, handler_spec
+    from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, Trigger
+
+    said = attribute_docs(Trigger)
+    rows = []
+    for trigger in Trigger:
+        raisers = [f"`{name}`" for name in BUILT_IN_HANDLERS if trigger in handler_spec(name).triggers]
+        meaning = said[trigger.name].removeprefix("The scheduler: ")
+        implicit = "ends the trajectory" if trigger in IMPLICIT_TRIGGERS else "is a mistake that `check` reports"
+        rows.append([f"`{trigger}`", meaning, ", ".join(raisers) or "the scheduler", implicit])
+    return table(["trigger", "it says", "raised by", "without a row it"], rows)
+
+
+def predicates() -> str:
+    """Return the predicates."""
+    from fsm_rollout.agent.predicates import PREDICATES
+
+    rows = [
+        [f"`{spec.name}`", spec.argument or "nothing", f"{spec.doc}", "yes" if spec.counter else "no"]
+        for spec in PREDICATES.values()
+    ]
+    return table(["predicate", "takes", "holds when", "evaluated by the proof"], rows)
+
+
+def template_facts() -> str:
+    """Return what a state's prompt template may use."""
+    from fsm_rollout.agent.handlers import TEMPLATE_FACTS
+
+    return table(["fact", "what it is"], [[f"`{name}`", meaning] for name, meaning in TEMPLATE_FACTS.items()])
+
+
+def limits() -> str:
+    """Return the limits in the order in which they are checked."""
+    from fsm_rollout.agent import limits as module
+    from fsm_rollout.agent.limits import LIMITS
+    from fsm_rollout.trajectory.enums import LimitName
+
+    said = attribute_docs(LimitName)
+    rows = [
+        [
+            str(place),
+            f"`{name}`",
+            said[LimitName(name).name],
+            f"`{limit.handler}`" if limit.handler else "any",
+            "yes" if limit.counted else "no",
+        ]
+        for place, (name, limit) in enumerate(LIMITS.items(), 1)
+    ]
+    order = docstring(module).partition("\n\n")[2].partition("\n\n")[2]
+    return f"{table(['', 'limit', 'what it counts', 'spent by', 'the proof builds on it'], rows)}\n\n{order}"
+
+
+def stop_reasons() -> str:
+    """Return why trajectories end."""
+    from fsm_rollout.trajectory.enums import StopReason
+
+    said = attribute_docs(StopReason)
+    rows = [[f"`{reason}`", said[reason.name]] for reason in StopReason]
+    rows += [
+        ["`limit:<name>`", "That limit was reached, and no row took it on."],
+        [
+            "`failed:<class>`",
+            "An error of that class was raised, and no row took it on. `trajectory.detail` has its text.",
+        ],
+        ["your own", "The `stop_reason` of the row that led to the final state."],
+    ]
+    return table(["stop reason", "meaning"], rows)
+
+
+def finish_reasons() -> str:
+    """Return why generations end."""
+    from fsm_rollout.trajectory.enums import FinishReason
+
+    said = attribute_docs(FinishReason)
+    return table(["finish reason", "meaning"], [[f"`{reason}`", said[reason.name]] for reason in FinishReason])
+
+
+def failure_classes() -> str:
+    """Return whose failures there are, if the code tells them apart."""
+    from fsm_rollout.trajectory import enums
+
+    classes = getattr(enums, "FailureClass", None)
+    if classes is None:
+        return ""
+    said = attribute_docs(classes)
+    rows = [[f"`{item}`", said.get(item.name, "")] for item in classes]
+    return f"## Whose failure it was\n\n{first_paragraph(classes)}\n\n{table(['class', 'meaning'], rows)}"
+
+
+def rules() -> str:
+    """Return the numbered rules of ``check``."""
+    from fsm_rollout.agent import verify
+
+    return "\n".join(line for line in docstring(verify).split("\n") if line.startswith("|"))
+
+
+def batch_tensors() -> str:
+    """Return the keys of a batch, with the types of one that is made here."""
+    import torch
+
+    batch = small_batch()
+    meanings = tensor_meanings()
+    rows = []
+    for key in batch.tensordict:
+        value = batch.tensordict.get(key)
+        if isinstance(value, torch.Tensor):
+            rows.append(
+                [
+                    f"`{key}`",
+                    str(value.dtype).removeprefix("torch."),
+                    f"`{tensor_shape(batch, value)}`",
+                    meanings.get(key, ""),
+                ]
+            )
+    columns = [
+        [f"`{key}`", meanings.get(key, "")]
+        for key in batch.tensordict
+        if not isinstance(batch.tensordict.get(key), torch.Tensor)
+    ]
+    return (
+        f"## Tensors\n\n{table(['key', 'type', 'shape', 'meaning'], rows)}\n\n"
+        f"## Columns that are no tensors\n\nEach has one value per row.\n\n{table(['key', 'meaning'], columns)}"
+    )
+
+
+def small_batch() -> Any:
+    """Return a batch of two rows whose widths differ from each other and from the number of rows."""
+    from fsm_rollout import Rollout, load_agent
+    from fsm_rollout.model.folders import load_tokenizer, model_folder
+
+    with Rollout(
+        load_agent(ROOT / "configs/agents/single_turn.yaml"),
+        {"kind": "scripted", "turns": ["The answer is 4."]},
+        reward=lambda trajectory: 1.0,
+    ) as rollout:
+        assert load_tokenizer(model_folder("embedded", ROOT)) is not None
+        return rollout.run(["What is 1 + 3?", "And what is 2 + 2, please?"])
+
+
+def tensor_shape(batch: Any, value: Any) -> str:
+    """Return a tensor's shape in B, P and R."""
+    rows, prompt = batch.tensordict["prompts"].shape
+    response = batch.tensordict["responses"].shape[1]
+    names = {rows: "B", prompt: "P", response: "R", prompt + response: "P+R"}
+    return f"[{', '.join(names.get(length, str(length)) for length in value.shape)}]"
+
+
+def tensor_meanings() -> dict[str, str]:
+    """Return what each key of a batch holds."""
+    from fsm_rollout.batch.padding import RESPONSE_COLUMNS
+    from fsm_rollout.batch.rows import TrainingRow
+
+    fields = {name: re.sub(r"^``\[[PR]\]``:? ?", "", text) for name, text in attribute_docs(TrainingRow).items()}
+    per_token = {
+        key: f"{fields.get(column.of, '').rstrip('.')}. Padded with {column.fill:g}."
+        for key, column in RESPONSE_COLUMNS.items()
+    }
+    return (
+        {
+            "prompts": "The stream's tokens before its first sampled one. Padded on the left.",
+            "responses": "All later tokens of the stream, sampled or not. Padded on the right.",
+            "input_ids": "`prompts` and `responses` side by side.",
+            "attention_mask": "1 on tokens, 0 on padding.",
+            "position_ids": "The position of each token in its own row, from 0; as verl counts.",
+            "trajectory_scores": "The trajectory's score. NaN: it has none, which is not 0.",
+            "group_id": "Which prompt the row comes from.",
+            "trajectory_id": "Which trajectory: `group/sample`, and `/call` for an agent used as a tool.",
+            "context": "The stream's context.",
+            "agent": "The agent that ran.",
+            "extra": "The prompt's other fields, as JSON holds them.",
+            "tool_rewards": "The rewards that tools gave, in the order of the calls.",
+        }
+        | per_token
+        | {
+            name: text
+            for name, text in fields.items()
+            if name not in ("prompt_ids", "response_ids", "mask", "logprobs")
+            and name not in {column.of for column in RESPONSE_COLUMNS.values()}
+        }
+    )
+
+
+def commands() -> str:
+    """Return what each command says of itself."""
+    import click
+    import typer
+
+    from fsm_rollout.cli import app
+
+    group = typer.main.get_command(app)
+    context = click.Context(group, info_name="fsm-rollout")
+    parts = []
+    for name, command in group.commands.items():  # type: ignore[attr-defined]
+        text = command.get_help(command.make_context(name, [], parent=context, resilient_parsing=True))
+        parts.append(f"## `fsm-rollout {name}`\n\n```text\n{text.strip()}\n```")
+    return "\n\n".join(parts)
+
+
+def plugin_options() -> str:
+    """Return the options that pytest gets."""
+    from fsm_rollout.testing.plugin import pytest_plugin
+
+    rows: list[list[str]] = []
+
+    class Group:
+        def addoption(self, name: str, **settings: Any) -> None:
+            rows.append([f"`{name} {settings.get('metavar', '')}".rstrip() + "`", settings["help"]])
+
+    class Parser:
+        def getgroup(self, *names: str) -> Group:
+            return Group()
+
+    pytest_plugin.pytest_addoption(Parser())  # type: ignore[arg-type]
+    return table(["option", "meaning"], rows)
+
+
+def errors() -> str:
+    """Return the errors of this package, as a tree and one by one."""
+    from fsm_rollout import errors as module
+
+    tree = textwrap.dedent(docstring(module).partition("\n\n")[2]).strip("\n")
+    rows = [
+        [f"`{name}`", f"`{value.__mro__[1].__name__}`", paragraph(value)]
+        for name, value in vars(module).items()
+        if inspect.isclass(value) and issubclass(value, module.RolloutError) and value.__module__ == module.__name__
+    ]
+    sentence, _, drawn = tree.partition("\n\n")
+    return (
+        f"{sentence}\n\n```text\n{textwrap.dedent(drawn)}\n```\n\n{table(['error', 'derived from', 'meaning'], rows)}"
+    )
+
+
+def chat_rules() -> str:
+    """Return the rules of exact tokens that a template may break."""
+    from fsm_rollout import chat
+
+    return docstring(chat).partition("\n\n")[2]
+
+
+def python_api() -> str:
+    """Return directives for all public names."""
+    import fsm_rollout
+
+    homes = {name: f"fsm_rollout.{home}.{name}" for name, home in fsm_rollout._HOMES.items()}
+    homes = {name: _where_defined(path) for name, path in homes.items()}
+    return "\n\n".join(
+        f"## `fr.{name}`\n\n::: {path}\n    options: {{heading_level: 3}}" for name, path in homes.items()
+    )
+
+
+def _where_defined(path: str) -> str:
+    """Return the module that an object is defined in: what the documentation is read from."""
+    from pkgutil import resolve_name
+
+    module, _, name = path.rpartition(".")
+    value = resolve_name(f"{module}:{name}")
+    return f"{value.__module__}.{name}" if hasattr(value, "__module__") else path
+
+
+# -- what the tables are made with ---------------------------------------------------------------------------------
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    text = re.sub(r"``(.+?)``", r"`\1`", re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text))
+    return " ".join(text.split()).replace("|", r"\|")
+
+
+def _words(words: Iterable[object]) -> str:
+    return ", ".join(f"`{word}`" for word in words)
+
+
+def _model(title: str, schema: Mapping[str, Any]) -> str:
+    return f"## {title}\n\n{_keys(schema['properties'], schema)}"
+
+
+def _keys(properties: Mapping[str, Any], schema: Mapping[str, Any], said: Mapping[str, str] | None = None) -> str:
+    rows = []
+    for name, field in properties.items():
+        meaning = field.get("description") or (said or {}).get(name, "")
+        default = field.get("default", "")
+        if name in schema.get("required", ()):
+            default = "**required**"
+        elif default is None:
+            default = "–"
+        elif default != "":
+            default = f"`{_yaml(default)}`"
+        rows.append([f"`{name}`", shape(field, schema), str(default), _sentence(meaning)])
+    return table(["key", "value", "default", "meaning"], rows)
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] if text and not text.startswith("`") else text
+
+
+def _yaml(value: object) -> str:
+    import json
+
+    if isinstance(value, Mapping):
+        value = {key: item for key, item in value.items() if item is not None}
+    return json.dumps(value) if not isinstance(value, str) else value
+
+
+def shape(field: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
+    """Return what a schema takes, in words."""
+    if "const" in field:
+        return f"`{field['const']}`"
+    if "enum" in field:
+        return " or ".join(f"`{value}`" for value in field["enum"])
+    if "anyOf" in field or "oneOf" in field:
+        forms = [shape(option, schema) for option in field.get("anyOf", field.get("oneOf", ()))]
+        return " or ".join(dict.fromkeys(form for form in forms if form != "nothing" and form))
+    if "$ref" in field:
+        return f"as `{field['$ref'].rpartition('/')[2]}`"
+    if "allOf" in field:
+        return shape(field["allOf"][0], schema)
+    if "${" in field.get("pattern", "").replace("\\", ""):
+        return ""  # any value may be an interpolation
+    kind = field.get("type")
+    match kind:
+        case "null":
+            return "nothing"
+        case "string":
+            return "`module:name`" if ":[A-Za-z_]" in field.get("pattern", "") else "text"
+        case "integer" | "number":
+            bounds = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+            told = [f"{sign} {field[name]:g}" for name, sign in bounds.items() if name in field and field[name] < 2**53]
+            return f"{'count' if kind == 'integer' else 'number'} {', '.join(told)}".strip()
+        case "boolean":
+            return "`true` or `false`"
+        case "array":
+            items = field.get("items") or {}
+            return f"list of: {shape(items, schema)}" if items else "list"
+        case "object":
+            inner = next(iter(field.get("patternProperties", {}).values()), field.get("additionalProperties"))
+            told = shape(inner, schema) if isinstance(inner, Mapping) else ""
+            return f"mapping, each entry {told}" if told else "mapping"
+    return "any"
+
+
+def docstring(obj: object) -> str:
+    """Return a docstring with its indentation taken off."""
+    return inspect.getdoc(obj) or ""
+
+
+def first_paragraph(obj: object) -> str:
+    """Return the first paragraph of a docstring as one line."""
+    return " ".join(docstring(obj).partition("\n\n")[0].split())
+
+
+def paragraph(obj: object) -> str:
+    """Return the docstring's first two paragraphs as one line."""
+    return " ".join(" ".join(docstring(obj).split("\n\n")[:2]).split())
+
+
+def attribute_docs(owner: type) -> dict[str, str]:
+    """Return the docstrings that stand under the attributes of a class, by the attributes' names."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
+    body = tree.body[0].body  # type: ignore[attr-defined]
+    found: dict[str, str] = {}
+    for statement, following in itertools.pairwise(body):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+        if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+            for target in targets:
+                if isinstance(target, ast.Name) and isinstance(following.value.value, str):
+                    found[target.id] = " ".join(following.value.value.split())
+    return found
+
+
+def engine_arguments(path: str) -> dict[str, str]:
+    """Return what the docstring of an engine's class says of its arguments."""
+    from pkgutil import resolve_name
+
+    target = resolve_name(path)
+    said: dict[str, str] = {}
+    inside = False
+    name = ""
+    for line in docstring(target).split("\n"):
+        if line == "Args:":
+            inside = True
+        elif inside and (found := re.match(r"^    (\w+): (.*)$", line)):
+            name = found[1]
+            said[name] = found[2]
+        elif inside and line.startswith("        ") and name:
+            said[name] += f" {line.strip()}"
+        elif inside and line.strip():
+            break
+    return said

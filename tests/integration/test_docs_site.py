@@ -1,0 +1,64 @@
+"""The documentation as a site, built strictly; and the blocks of its pages that need Ray, SGLang or programs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.doc_blocks import blocks, pages, run_page
+from tests.kit import ROOT
+
+NEEDS = {page: frozenset().union(*(block.needs for block in blocks(page))) - {"gpu"} for page in pages()}
+
+
+def pages_that_need(what: str) -> list[str]:
+    return [page for page in pages() if what in NEEDS[page]]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("page", pages_that_need("process"))
+def test_programs_print_what_the_page_says(page: str, tmp_path: Path) -> None:
+    run_page(page, tmp_path, frozenset({"process"}))
+
+
+@pytest.mark.ray
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize("page", pages_that_need("ray"))
+def test_blocks_run_on_ray(page: str, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    run_page(page, tmp_path, frozenset({"ray"}))
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("page", pages_that_need("sglang"))
+def test_blocks_run_on_sglang(page: str, tmp_path: Path) -> None:
+    pytest.importorskip("sglang")
+    run_page(page, tmp_path, frozenset({"sglang"}))
+
+
+@pytest.mark.process
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    build = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert build.returncode == 0, build.stdout
+    # What the code says has reached the pages.
+    batch = (tmp_path / "site/reference/batch/index.html").read_text("utf-8")
+    assert "rollout_log_probs" in batch
+    assert "[B, P+R]" in batch
+    python = (tmp_path / "site/reference/python/index.html").read_text("utf-8")
+    assert "max_staleness" in python
+    assert ":class:" not in python
+    assert (tmp_path / "site/diagrams/tool_user.svg").is_file()
