@@ -42,15 +42,16 @@ def agent_yaml() -> str:
 
 def run_yaml() -> str:
     """Return every key of a run's YAML."""
-    from fsm_rollout.jobs.run_config import RunConfig
+    from fsm_rollout.jobs.run_schema import run_schema
 
-    schema = RunConfig.model_json_schema(by_alias=True)
-    parts = [_model("The run", schema)]
-    titles = {"Failures": "`failures`", "EngineFailures": "`failures.engine`", "Sampling": "`sampling`"}
-    for name, definition in schema.get("$defs", {}).items():
-        if "properties" in definition:
-            parts.append(_model(titles.get(name, f"`{name}`"), definition))
-    return "\n\n".join(parts)
+    definitions = run_schema()["$defs"]
+    titles = {
+        "RunConfig": "The run",
+        "Failures": "`failures`",
+        "EngineFailures": "`failures.engine`",
+        "Sampling": "`sampling` and `validation_sampling`",
+    }
+    return "\n\n".join(_model(title, definitions[name]) for name, title in titles.items())
 
 
 def prompt_fields() -> str:
@@ -71,22 +72,18 @@ def engine_kinds() -> str:
     from fsm_rollout.engines import specs
 
     parts = []
-    for kind, spec in specs._KINDS.items():
+    for kind, spec in specs.KINDS.items():
         schema = spec.model_json_schema()
         own = {name: field for name, field in schema["properties"].items() if name not in specs.EngineSpec.model_fields}
         parts.append(f"## `kind: {kind}`\n\n{_keys(own, schema, engine_arguments(spec.engine_class))}")
     common = specs.EngineSpec.model_json_schema()
-    parts.append(f"## Keys of every kind\n\n{_keys(common['properties'], common, SPEC_KEYS)}")
+    parts.append(f"## Keys of every kind\n\n{_keys(common['properties'], common)}")
     for key, model in (("pool", specs.PoolSpec), ("ray", specs.RaySpec)):
         schema = model.model_json_schema()
         parts.append(f"### `{key}`\n\n{_keys(schema['properties'], schema)}")
     schema = specs.Turn.model_json_schema()
     parts.append(f"### A turn of a script\n\n{_keys(schema['properties'], schema)}")
     return "\n\n".join(parts)
-
-
-SPEC_KEYS = {"kind": "which engine; a word from above, or `module:Class`", "replicas": "how many of it there are"}
-"""Keys whose names say it, as far as the code leaves it at that."""
 
 
 def handlers() -> str:
@@ -214,7 +211,8 @@ def batch_tensors() -> str:
     batch = small_batch()
     meanings = tensor_meanings()
     rows = []
-    for key in batch.tensordict:
+    keys = list(batch.tensordict.keys())
+    for key in keys:
         value = batch.tensordict.get(key)
         if isinstance(value, torch.Tensor):
             rows.append(
@@ -226,9 +224,7 @@ def batch_tensors() -> str:
                 ]
             )
     columns = [
-        [f"`{key}`", meanings.get(key, "")]
-        for key in batch.tensordict
-        if not isinstance(batch.tensordict.get(key), torch.Tensor)
+        [f"`{key}`", meanings.get(key, "")] for key in keys if not isinstance(batch.tensordict.get(key), torch.Tensor)
     ]
     return (
         f"## Tensors\n\n{table(['key', 'type', 'shape', 'meaning'], rows)}\n\n"
@@ -276,6 +272,7 @@ def tensor_meanings() -> dict[str, str]:
             "attention_mask": "1 on tokens, 0 on padding.",
             "position_ids": "The position of each token in its own row, from 0; as verl counts.",
             "trajectory_scores": "The trajectory's score. NaN: it has none, which is not 0.",
+            "group_index": "The group's number in this batch, from 0.",
             "group_id": "Which prompt the row comes from.",
             "trajectory_id": "Which trajectory: `group/sample`, and `/call` for an agent used as a tool.",
             "context": "The stream's context.",
