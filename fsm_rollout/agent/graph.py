@@ -111,7 +111,7 @@ class MCP(StrictModel):
 
 
 class Tool(StrictModel):
-    """A tool: Python code (``use``), an agent (``agent``) or those of an MCP server (``mcp``), and what bounds calls."""
+    """A tool: Python code (``use``), an agent (``agent``) or those of an MCP server (``mcp``), and its bounds."""
 
     use: ImportPath | None = Field(None, description="the function or class, as `module:name`")
     agent: AgentGraph | None = Field(
