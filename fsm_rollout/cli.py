@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from fsm_rollout.errors import ConfigError, Problem, RolloutError
+from fsm_rollout.errors import ConfigError, Problem, RolloutError, TargetNotReached
 
 if TYPE_CHECKING:
     from fsm_rollout.jobs.runner import Progress
@@ -165,7 +165,7 @@ def _carry_out(out: Path, work: Callable[[Progress], Summary]) -> None:
     from rich.console import Console
 
     from fsm_rollout.jobs.progress import RunProgress
-    from fsm_rollout.jobs.summary import every_trajectory_failed, failure_lines, summary_table
+    from fsm_rollout.jobs.summary import every_trajectory_failed, failure_lines, most_rewards_failed, summary_table
 
     console = Console(stderr=True)
     try:
@@ -176,13 +176,19 @@ def _carry_out(out: Path, work: Callable[[Progress], Summary]) -> None:
         hint = f"; to continue: fsm-rollout resume {_short(out)}" if (out / "journal.sqlite").exists() else ""
         typer.echo(f"interrupted{by}{hint}", err=True)
         raise typer.Exit(128 + number) from None
+    except TargetNotReached as error:
+        typer.echo(f"{error}; to continue: fsm-rollout resume {_short(out)} max_filtered=…", err=True)
+        raise typer.Exit(1) from None
     Console().print(summary_table(summary))
     for line in failure_lines(summary):
         typer.echo(line, err=True)
     report = ", report.html" if (out / "report.html").is_file() else ""
     typer.echo(f"{_short(out)}: journal.sqlite, batch/, summary.json{report}")
-    if every_trajectory_failed(summary):
-        typer.echo("every trajectory failed", err=True)
+    failed = ["every trajectory failed"] if every_trajectory_failed(summary) else []
+    if most_rewards_failed(summary):
+        failed.append(f"the reward failed for {len(summary['reward_errors']):,} of {summary['trajectories']:,}")
+    if failed:
+        typer.echo("; ".join(failed), err=True)
         raise typer.Exit(1)
 
 

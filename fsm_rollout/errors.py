@@ -11,6 +11,7 @@ A bad trajectory is data (its stop reason says why it ended), never one of these
     │   └── PromptTooLong     one request does not fit the engine's window
     ├── StreamError           a token stream was used against its invariants (a bug in a handler)
     ├── BatchError            rows do not fit the widths asked for
+    ├── TargetNotReached      a group filter turns down so many groups that a run with a target is given up
     └── JournalError          a run's journal cannot be written or read
 """
 
@@ -130,6 +131,10 @@ class StreamError(RolloutError):
 
 class BatchError(RolloutError):
     """Rows cannot be put into a batch of the asked-for shape."""
+
+
+class TargetNotReached(RolloutError):
+    """A group filter has turned down more groups than ``max_filtered`` allows; what has run waits for the next run."""
 
 
 class JournalError(RolloutError):

@@ -12,6 +12,7 @@ Invariant: a rollout owns what it builds (engines named by a spec, its event loo
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial, wraps
@@ -26,11 +27,11 @@ from fsm_rollout.concurrency.loop_thread import LoopThread, close_at_exit
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Engine
 from fsm_rollout.engines.specs import build_engine
-from fsm_rollout.environment.rewards import GroupFilter, Reward
+from fsm_rollout.environment.rewards import GroupFilter, Reward, RewardLike
 from fsm_rollout.errors import ConfigError, EngineError, Problem
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.resume import History
-from fsm_rollout.scheduler.scheduler import MAX_RESTARTS, OVER_SAMPLE, Listener, OnToolFailure, Scheduler
+from fsm_rollout.scheduler.scheduler import MAX_FILTERED, MAX_RESTARTS, OVER_SAMPLE, Listener, OnToolFailure, Scheduler
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.prompt import Prompt, as_prompt, as_prompts
 from fsm_rollout.trajectory.settings import Sampling
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from fsm_rollout.batch.batch import TrajectoryBatch
     from fsm_rollout.engines.protocol import Weights
     from fsm_rollout.report.notebook import Page
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -77,7 +80,9 @@ class Rollout:
         sampling: laid over the agents' own in the policy's contexts.
         validate: use ``validation_sampling`` and mark the trajectories.
         validation_sampling: see ``validate``; greedy unless given.
-        reward: ``module:function``, or a function of a trajectory or of a whole group, sync or async.
+        reward: ``module:function``, or a function of a trajectory or of a whole group, sync or async; or a list of
+            them, each also with its weight, ``(function, 0.5)``, whose weighted sum is the score. What they return:
+            :class:`fsm_rollout.environment.rewards.Reward`.
         concurrency: trajectories under way at once.
         engine_attempts: how often a failing generation is tried.
         queue_timeout: seconds that a silent engine is waited for.
@@ -106,7 +111,7 @@ class Rollout:
         sampling: Sampling | Mapping[str, object] | None = None,
         validate: bool = False,
         validation_sampling: Sampling | Mapping[str, object] | None = None,
-        reward: str | Callable[..., object] | None = None,
+        reward: RewardLike | None = None,
         concurrency: int = 1024,
         engine_attempts: int = 3,
         queue_timeout: float = 600.0,
@@ -197,6 +202,7 @@ class Rollout:
         *,
         target_groups: int | None = None,
         over_sample: float = OVER_SAMPLE,
+        max_filtered: float | None = MAX_FILTERED,
         resume: Iterable[History] = (),
     ) -> AsyncGenerator[Group, None]:
         """Yield each prompt's group of ``n`` trajectories as it ends, in the order in which groups end.
@@ -208,6 +214,8 @@ class Rollout:
             target_groups: so many groups are enough. What is under way then is set aside, and goes on, on the weights
                 of then, in the next call.
             over_sample: how many groups may be under way (or kept) at a time, per group of the target.
+            max_filtered: how many groups the ``group_filter`` may turn down, per group of the target; ``None``: any
+                number. Beyond that the call fails, and what has run is kept for the next one.
             resume: trajectories that were set aside or cut off, to go on with: those of a journal
                 (``fsm_rollout.journal.histories(path)``), or suspended :class:`Trajectory` objects of this rollout.
 
@@ -220,8 +228,10 @@ class Rollout:
                 is under way.
             EngineError: the rollout is closed, an engine of it serves another event loop, or there is no Ray for the
                 tools that are placed there.
+            TargetNotReached: the group filter has turned down more groups than ``max_filtered`` allows.
         """
-        options: dict[str, Any] = {"target_groups": target_groups, "over_sample": over_sample, "resume": resume}
+        options: dict[str, Any] = {"target_groups": target_groups, "over_sample": over_sample}
+        options |= {"max_filtered": max_filtered, "resume": resume}
         async with aclosing(self._groups(prompts, n, **options)) as groups:
             async for group in groups:
                 yield group
@@ -270,6 +280,7 @@ class Rollout:
         *,
         target_groups: int | None = None,
         over_sample: float = OVER_SAMPLE,
+        max_filtered: float | None = MAX_FILTERED,
         resume: Iterable[History] = (),
         **batch: Any,
     ) -> TrajectoryBatch:
@@ -278,9 +289,15 @@ class Rollout:
         Arguments are those of :meth:`stream`; further ones those of :meth:`TrajectoryBatch.from_trajectories` (widths,
         ``packed``, …). Whatever weights change meanwhile, no trained token of it is older than ``max_staleness``.
         """
-        options: dict[str, Any] = {"target_groups": target_groups, "over_sample": over_sample, "resume": resume}
-        async with aclosing(self._groups(prompts, n, deliver_at_end=True, **options)) as groups:
-            return self.batch([group async for group in groups], **batch)
+        options: dict[str, Any] = {"target_groups": target_groups, "over_sample": over_sample}
+        options |= {"max_filtered": max_filtered, "resume": resume}
+        async with aclosing(self._groups(prompts, n, deliver_at_end=True, **options)) as stream:
+            groups = [group async for group in stream]
+        if errors := [error for group in groups for error in group.reward_errors]:
+            own = [trajectory for group in groups for trajectory in group.trajectories]
+            scored = sum(trajectory.score is not None for trajectory in own)
+            logger.warning("scored %d of %d; the first without a score: %s", scored, len(own), errors[0])
+        return self.batch(groups, **batch)
 
     def batch(self, groups: Iterable[Group], **options: Any) -> TrajectoryBatch:
         """Return the batch of some groups, in the order of their prompts' first appearance, without dropped ones.

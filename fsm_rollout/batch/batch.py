@@ -51,7 +51,8 @@ class TrajectoryBatch:
     ``prompts``                                                   int64     ``[B, P]``
     ``responses``, ``response_mask``                              int64     ``[B, R]``
     ``input_ids``, ``attention_mask``, ``position_ids``           int64     ``[B, P+R]``
-    ``rollout_log_probs``, ``token_level_scores``                 float32   ``[B, R]``
+    ``rollout_log_probs``                                         float32   ``[B, R]``
+    ``token_level_scores`` (NaN where a score is missing)         float32   ``[B, R]``
     ``weight_versions``, ``state_ids`` (both padded with -1)      int32     ``[B, R]``
     ``turn_ids`` (padded with -1, which also stands for prompts)  int32     ``[B, R]``
     ``temperatures`` (padded with 1.0)                            float32   ``[B, R]``

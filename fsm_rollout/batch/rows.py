@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsm_rollout.errors import BatchError
+from fsm_rollout.trajectory.events import Part
 from fsm_rollout.trajectory.tokens import Owner, TokenStream
 from fsm_rollout.trajectory.trajectory import Stream, Trajectory
 
@@ -39,8 +40,8 @@ class RowId(NamedTuple):
 class TrainingRow:
     """One stream as arrays: a prompt of P tokens, a response of R tokens, and what is known of it.
 
-    ``metrics``, ``turn_scores``, ``tool_rewards``, ``extra`` and ``score`` are the trajectory's and stand in each of
-    its rows; they are plain JSON data.
+    ``metrics``, ``turn_scores``, ``tool_rewards``, ``reward_parts``, ``extra`` and ``score`` are the trajectory's and
+    stand in each of its rows; they are plain JSON data.
     """
 
     prompt_ids: npt.NDArray[np.int32]
@@ -61,7 +62,8 @@ class TrainingRow:
     """``[R]``: what the logits were divided by for ``logprobs``: 1.0 on greedy tokens, whose logprobs are unscaled, and
     on tokens that no engine sampled."""
     scores: npt.NDArray[np.float32]
-    """``[R]``: turn scores on the last token of their turn, the trajectory's on the last trained token."""
+    """``[R]``: turn scores on the last token of their turn, the trajectory's on the last trained token; NaN there where
+    a score is missing."""
     score: float | None
     """The trajectory's score, as float32 holds it."""
     sample: int
@@ -84,6 +86,8 @@ class TrainingRow:
     turn_scores: list[list[float]]
     """``[turn, value]`` pairs as they were given; the turn is the index of a generation of the trajectory."""
     tool_rewards: list[float]
+    reward_parts: dict[str, Part]
+    """What the run's reward said beside the score, by name."""
     extra: dict[str, object]
     """The prompt's extra fields as JSON holds them (tuples become lists, keys text, other things their ``repr``), so
     that a saved batch equals the one in memory."""
@@ -99,7 +103,10 @@ class TrainingRow:
             return NotImplemented
         pairs = ((getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
         return all(
-            a.dtype == b.dtype and np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b for a, b in pairs
+            a.dtype == b.dtype and np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
+            if isinstance(a, np.ndarray)
+            else a == b
+            for a, b in pairs
         )
 
     __hash__ = None  # type: ignore[assignment]  # arrays are mutable
@@ -185,6 +192,7 @@ def row_of(
         },
         turn_scores=[list(pair) for pair in trajectory.turn_scores],
         tool_rewards=list(trajectory.tool_rewards),
+        reward_parts=dict(trajectory.reward_parts),
         extra=json.loads(json.dumps(dict(trajectory.extra), default=repr)),
     )
 
@@ -214,6 +222,8 @@ def _token_scores(
     scores = np.zeros(length, dtype=np.float32)
     for position, value in sums.items():
         scores[position] = _finite(value, trajectory)
+    if trajectory.score_is_missing:
+        scores[last_trained] = np.nan
     return scores
 
 

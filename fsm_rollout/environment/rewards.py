@@ -1,7 +1,7 @@
 """What a trajectory is worth, and which groups are worth training on.
 
 Invariant: a reward that fails for one trajectory leaves the others theirs. Every trajectory gets its own finite number,
-its own ``None`` (no score, which is not 0), or its own exception.
+its own ``None`` (no score, which is not 0), or its own exception. A score of several rewards is their weighted sum.
 """
 
 from __future__ import annotations
@@ -12,23 +12,42 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from itertools import zip_longest
-from typing import SupportsFloat, cast, get_origin, get_type_hints
+from dataclasses import dataclass, field
+from itertools import count, zip_longest
+from pathlib import Path
+from typing import SupportsFloat, TypeAlias, cast, get_origin, get_type_hints
 
 from fsm_rollout.agent.graph import MAIN
 from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.concurrency.cancellation import being_cancelled
 from fsm_rollout.environment.answer_matching import gives_answer
-from fsm_rollout.errors import ConfigError
+from fsm_rollout.errors import ConfigError, describe
 from fsm_rollout.tools.bounded_call import invoke
+from fsm_rollout.trajectory.events import Part
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
-Score = float | None | Exception
 Function = Callable[..., object]
+OneReward: TypeAlias = str | Function | tuple[str | Function, float] | Mapping[str, object]
+RewardLike: TypeAlias = str | Function | Mapping[str, object] | Sequence[OneReward]
+"""A reward: ``module:function`` or a function; or several, each also as ``(function, weight)`` or
+``{"use": function, "weight": weight}``."""
+SCORE = "score"
+"""The key of the score where a reward returns a mapping."""
 LOG_EVERY = 64
 """After so many dropped groups in a row, a line says that the filter keeps nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a reward said of one trajectory: its score (``None``: it gives none), and what it measured, by name."""
+
+    score: float | None
+    parts: Mapping[str, Part] = field(default_factory=dict)
+
+
+Judgement: TypeAlias = Verdict | Exception
 
 
 class _Judge:
@@ -42,6 +61,8 @@ class _Judge:
         if not callable(loaded):
             raise ConfigError(f"{self.kind} {loaded!r} is no function; it is called with {self.takes}")
         self.name: str = getattr(loaded, "__name__", type(loaded).__name__)
+        code = inspect.unwrap(loaded).__code__ if inspect.isroutine(loaded) and hasattr(loaded, "__code__") else None
+        self._place = f" (at {Path(code.co_filename).name}:{code.co_firstlineno}, in {self.name})" if code else ""
         self._function: Function = loaded
         self._timeout = timeout
         try:
@@ -62,21 +83,11 @@ class _Judge:
             raise RuntimeError(f"{self.kind} '{self.name}' was cancelled by its own code") from None
 
 
-class Reward(_Judge):
-    """A reward function, of one trajectory or of a whole group, sync (then it runs in a thread) or async.
-
-    It is a group's when its first parameter is called ``group`` or annotated as a sequence; it then gets the group's
-    trajectories and returns as many scores, in their order. A score is a number, a bool, or ``None``.
-
-    It may be given as ``module:function``. What takes longer than ``timeout`` seconds counts as failed.
-
-    Raises:
-        ConfigError: it cannot be imported, is not callable, or does not take exactly one argument.
-    """
+class RewardFunction(_Judge):
+    """One function that scores a trajectory or a whole group; see :class:`Reward`."""
 
     kind = "reward"
     takes = "a trajectory or a group"
-    _logged = False
 
     @functools.cached_property
     def of_group(self) -> bool:
@@ -92,19 +103,13 @@ class Reward(_Judge):
         many = get_origin(hint) or hint
         return isinstance(many, type) and issubclass(many, Iterable)
 
-    async def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """Return one score per trajectory of a group, in order; the first failure of all is logged."""
+    async def judge(self, trajectories: Sequence[Trajectory]) -> list[Judgement]:
+        """Return what it says of each trajectory of a group, in order."""
         if self.of_group:
             values = self._each(await self._result(list(trajectories)), len(trajectories))
         else:
             values = await asyncio.gather(*map(self._result, trajectories))
-        scores = [self._read(*pair) for pair in zip(trajectories, values, strict=True)]
-        for trajectory, score in zip(trajectories, scores, strict=True):
-            if isinstance(score, Exception) and not self._logged:
-                self._logged = True
-                kind = type(score).__name__
-                logger.warning("no score for trajectory %s: %s: %s", trajectory.trajectory_id, kind, score)
-        return scores
+        return [self._read(*pair) for pair in zip(trajectories, values, strict=True)]
 
     async def _result(self, argument: object) -> object:
         try:
@@ -122,19 +127,117 @@ class Reward(_Judge):
             if len(values) == count:
                 return values
             got = len(values)
-        return [ValueError(f"group reward '{self.name}' must return {count} scores in order, got {got}")] * count
+        problem = f"group reward '{self.name}' must return {count} scores in order, got {got}{self._place}"
+        return [ValueError(problem)] * count
 
-    def _read(self, trajectory: Trajectory, value: object) -> Score:
-        if value is None or isinstance(value, Exception):
+    def _read(self, trajectory: Trajectory, value: object) -> Judgement:
+        if isinstance(value, Exception):
             return value
-        rule = f"reward '{self.name}' of trajectory {trajectory.trajectory_id} must be a finite number or None"
+        try:
+            if not isinstance(value, Mapping):
+                return Verdict(self._number(trajectory, value))
+            if SCORE not in value:
+                keys = ", ".join(repr(key) for key in value) or "nothing"
+                raise TypeError(f"reward '{self.name}' returned a mapping without '{SCORE}', got {keys}{self._place}")
+            parts = {str(key): self._part(trajectory, key, part) for key, part in value.items() if key != SCORE}
+            return Verdict(self._number(trajectory, value[SCORE]), parts)
+        except (TypeError, ValueError) as error:
+            return error
+
+    def _part(self, trajectory: Trajectory, key: object, value: object) -> Part:
+        return value if isinstance(value, str) else self._number(trajectory, value, f"'{key}' of ")
+
+    def _number(self, trajectory: Trajectory, value: object, what: str = "") -> float | None:
+        if value is None:
+            return None
+        rule = f"{what}reward '{self.name}' of trajectory {trajectory.trajectory_id} must be a finite number or None"
         try:
             if isinstance(value, str):
                 raise TypeError("a string")
             number = float(cast(SupportsFloat, value))
         except (TypeError, ValueError) as error:
-            return TypeError(f"{rule}, got {value!r} ({error})")
-        return number if math.isfinite(number) else ValueError(f"{rule}, got {number}")
+            raise TypeError(f"{rule}, got {value!r} ({error}){self._place}") from None
+        if not math.isfinite(number):
+            raise ValueError(f"{rule}, got {number}{self._place}")
+        return number
+
+
+class Reward:
+    """What scores trajectories: one function, or the weighted sum of several.
+
+    A function is called with one trajectory; or with a whole group, when its first parameter is called ``group`` or is
+    annotated as a sequence: then it returns as many values, in their order. It may be sync (then it runs in a thread)
+    or async. A value is a number, a bool, ``None`` (no score, which is not 0), or a mapping with ``score`` and whatever
+    else was measured: numbers and texts by name. Those become the trajectory's ``reward_parts``.
+
+    Of several, each adds its weight times its score; its score is a part under its name, and its own parts are
+    ``name.part``. One that gives ``None`` adds nothing; where all do, there is no score. Where one fails, there is none
+    either.
+
+    What takes longer than ``timeout`` seconds counts as failed.
+
+    Raises:
+        ConfigError: one cannot be imported, is not callable, does not take exactly one argument, or has no weight that
+            is a finite number.
+    """
+
+    def __init__(self, reward: RewardLike, *, timeout: float | None = 600.0) -> None:
+        several = not isinstance(reward, str | Mapping) and isinstance(reward, Sequence)
+        self._single = not several
+        self.functions: list[tuple[str, RewardFunction, float]] = []
+        """Name (made unique by a number), function and weight of each."""
+        for item in cast(Sequence[object], reward) if several else (reward,):
+            use, weight = _weighted(item)
+            function = RewardFunction(use, timeout=timeout)
+            names = {name for name, *_ in self.functions}
+            choices = (function.name if number == 1 else f"{function.name}#{number}" for number in count(1))
+            self.functions.append((next(name for name in choices if name not in names), function, weight))
+        if not self.functions:
+            raise ConfigError("a list of rewards needs at least one; leave the reward out to score nothing")
+        self._logged = False
+
+    @property
+    def of_group(self) -> bool:
+        """Whether a whole group is judged at once."""
+        return any(function.of_group for _, function, _ in self.functions)
+
+    async def score(self, trajectories: Sequence[Trajectory]) -> list[Judgement]:
+        """Return what is to be said of each trajectory of a group, in order; the first failure of all is logged."""
+        each = await asyncio.gather(*(function.judge(trajectories) for _, function, _ in self.functions))
+        judgements = [self._together(of_one) for of_one in zip(*each, strict=True)]
+        for trajectory, judgement in zip(trajectories, judgements, strict=True):
+            if isinstance(judgement, Exception) and not self._logged:
+                self._logged = True
+                logger.warning("no score for trajectory %s: %s", trajectory.trajectory_id, describe(judgement))
+        return judgements
+
+    def _together(self, judgements: Sequence[Judgement]) -> Judgement:
+        """Return the weighted sum of what each function said of one trajectory."""
+        total: float | None = None
+        parts: dict[str, Part] = {}
+        for (name, _, weight), judgement in zip(self.functions, judgements, strict=True):
+            if isinstance(judgement, Exception):
+                return judgement
+            if judgement.score is not None:
+                total = (total or 0.0) + weight * judgement.score
+            own = judgement.parts
+            parts |= own if self._single else {name: judgement.score} | {f"{name}.{key}": own[key] for key in own}
+        return Verdict(total, parts)
+
+
+def _weighted(item: object) -> tuple[Function | str, float]:
+    """Return a reward's function and weight."""
+    weight: object = 1.0
+    if isinstance(item, Mapping):
+        if "use" not in item or not item.keys() <= {"use", "weight"}:
+            raise ConfigError(f"a reward in a list is {{use: …, weight: …}}, got the keys {', '.join(map(str, item))}")
+        entry = cast(Mapping[str, object], item)
+        item, weight = entry["use"], entry.get("weight", 1.0)
+    elif isinstance(item, tuple) and len(item) == 2:
+        item, weight = item
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+        raise ConfigError(f"the weight of a reward must be a finite number, got {weight!r}")
+    return cast("Function | str", item), float(weight)
 
 
 class GroupFilter(_Judge):
@@ -149,6 +252,8 @@ class GroupFilter(_Judge):
 
     kind = "group filter"
     takes = "a group"
+    last_scores: Sequence[float | None] = ()
+    """The scores of the latest group that was turned down."""
     _dropped = 0
     """Groups dropped in a row."""
 
@@ -160,9 +265,11 @@ class GroupFilter(_Judge):
             logger.exception("group filter '%s' failed; the group is kept", self.name)
             return True
         self._dropped = 0 if verdict else self._dropped + 1
+        if not verdict:
+            self.last_scores = [trajectory.score for trajectory in trajectories]
         if self._dropped and self._dropped % LOG_EVERY == 0:
             message = "group filter '%s' has dropped %d groups in a row; the last one's scores: %s"
-            logger.warning(message, self.name, self._dropped, [trajectory.score for trajectory in trajectories])
+            logger.warning(message, self.name, self._dropped, self.last_scores)
         return verdict
 
 

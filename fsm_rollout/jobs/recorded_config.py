@@ -90,9 +90,10 @@ def _code(config: RunConfig) -> Iterator[tuple[str, str]]:
     agents = config.agent if isinstance(config.agent, Mapping) else {"": config.agent}
     for name, path in agents.items():
         yield f"agent.{name}" if name else "agent", str(path)
-    for key, value in (("reward", config.reward), ("group_filter", config.group_filter)):
-        if value is not None:
-            yield key, value
+    for number, reward in enumerate(config.reward):
+        yield ("reward" if len(config.reward) == 1 else f"reward.{number}.use"), reward.use
+    if config.group_filter is not None:
+        yield "group_filter", config.group_filter
     specs = {"engine": config.engine} | {f"engines.{name}": spec for name, spec in config.engines.items()}
     for at, spec in specs.items():
         for key in ("kind", "router"):

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, PrivateAttr, ValidationError, field_validator
+from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
 from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.agent.handlers import look_in
@@ -43,6 +43,24 @@ class Failures(StrictModel):
     )
 
 
+class WeightedReward(StrictModel):
+    """One of the rewards whose weighted sum is the score."""
+
+    use: ImportPath = Field(description="the reward, as `module:function`")
+    weight: Annotated[float, Field(allow_inf_nan=False)] = Field(1.0, description="its score counts so many times")
+
+
+def _listed(value: object) -> object:
+    """Return one reward, or several, as mappings."""
+    if isinstance(value, str) and ":" not in value:
+        raise ValueError("give 'module:name', or a list of them")
+    items = value if isinstance(value, list | tuple) else [] if value is None else [value]
+    return tuple({"use": item} if isinstance(item, str) else item for item in items)
+
+
+Rewards = Annotated[tuple[WeightedReward, ...], BeforeValidator(_listed)]
+
+
 class RunConfig(StrictModel):
     """Everything a run is made of; the keys are those of the YAML."""
 
@@ -61,15 +79,21 @@ class RunConfig(StrictModel):
     )
     sampling: Sampling = Field(Sampling(), description="laid over the agents' own")
     validation_sampling: Sampling = Field(Sampling(temperature=0.0), description="laid over `sampling` when validating")
-    reward: ImportPath | None = Field(
-        None,
-        description="`module:function` that scores a trajectory or a group: fsm_rollout.rewards:exact_answer",
+    reward: Rewards = Field(
+        (),
+        description="`module:function` that scores a trajectory or a group (fsm_rollout.rewards:exact_answer); or a "
+        "list of them, whose weighted sum is the score: `{use: module:function, weight: 0.5}`",
     )
     group_filter: ImportPath | None = Field(
         None, description="says of a scored group whether it is in the batch: fsm_rollout.rewards:scores_differ"
     )
     target_groups: AtLeastOne | None = Field(
         None, description="the run ends with so many groups; unfinished trajectories are suspended and can be resumed"
+    )
+    max_filtered: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
+        32.0,
+        description="how many groups the filter may turn down, per group of `target_groups`, before the run ends as "
+        "failed; null: any number",
     )
     engine: FreeForm = Field(description="the policy: `kind`, and what that kind of engine takes")
     engines: Named[FreeForm] = Field(default_factory=dict, description="further, untrained engines by name")
@@ -102,6 +126,13 @@ class RunConfig(StrictModel):
     def file(self) -> Path | None:
         """The run's YAML; ``None`` where the config is a recorded one."""
         return self._file
+
+    @property
+    def rewards(self) -> list[tuple[str, float]] | str | None:
+        """The reward as :class:`~fsm_rollout.environment.rewards.Reward` takes it."""
+        if len(self.reward) == 1 and self.reward[0].weight == 1.0:
+            return self.reward[0].use
+        return [(reward.use, reward.weight) for reward in self.reward] or None
 
     @property
     def base(self) -> Path:

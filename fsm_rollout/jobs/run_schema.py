@@ -27,6 +27,10 @@ def run_schema() -> Schema:
     turns = definitions["ScriptedSpec"]["properties"]["turns"]
     turns["anyOf"] = [_TURNS, {"type": "object", "additionalProperties": _TURNS}, _NULL]
     definitions["RunConfig"] = run
+    function = definitions["WeightedReward"]["properties"]["use"]
+    forms = [{key: function[key] for key in ("type", "pattern")}, {"$ref": _REF.format(model="WeightedReward")}]
+    own = {key: run["properties"]["reward"][key] for key in ("description", "title")}
+    run["properties"]["reward"] = {**own, "anyOf": [*forms, {"type": "array", "items": {"anyOf": forms}}, _NULL]}
     for definition in definitions.values():
         allow_interpolations(definition)
         plain_words(definition)

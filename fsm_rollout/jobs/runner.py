@@ -22,7 +22,7 @@ from fsm_rollout.concurrency.interruption import Interruptible, interruptible
 from fsm_rollout.engines.specs import faults
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.jobs.recorded_config import recorded_config
-from fsm_rollout.jobs.run_config import RunConfig
+from fsm_rollout.jobs.run_config import RunConfig, recorded_run
 from fsm_rollout.jobs.run_folder import JOURNAL, SUMMARY, check_free, claimed, clear
 from fsm_rollout.jobs.summary import Summary, summarize
 from fsm_rollout.report.report import write_report
@@ -61,9 +61,9 @@ def resume(folder: Path, overrides: Sequence[str], progress: Progress, *, file: 
     """Continue the run in a folder, interrupted or cut off, to its end, and return the summary.
 
     Trajectories that have ended stay as they are and come into the batch too; the journal continues where it stopped.
-    ``overrides`` change the run, its engine say, but not its agents, which must be what they were. Code is imported as
-    the run's YAML names it (``file``; by default the one with which the run began), see
-    :mod:`fsm_rollout.jobs.recorded_config`.
+    ``overrides`` change the run, its engine say, but not its agents, which must be what they were, nor a reward that
+    has scored something. Code is imported as the run's YAML names it (``file``; by default the one with which the run
+    began), see :mod:`fsm_rollout.jobs.recorded_config`.
 
     Raises:
         ConfigError: no run wrote that folder, or something in the run, its agents, prompts or engines is wrong now.
@@ -91,7 +91,16 @@ def resume(folder: Path, overrides: Sequence[str], progress: Progress, *, file: 
         ]
         if changed:
             raise ConfigError(f"{changed[0]} when the run in '{folder}' began; put it back, or start a new run")
-        # 3. The rest of the run.
+        # 3. So must the reward, once it has scored anything.
+        before = recorded_run(recorded["run"], Path(recorded["base"])).reward
+        scored = sum(trajectory.rewarded for trajectory in earlier if trajectory.parent_id is None)
+        if scored and config.reward != before:
+            names = ", ".join(reward.use for reward in before) or "nothing"
+            raise ConfigError(
+                f"reward: {scored:,} trajectories of the run in '{folder}' were scored by {names}, and a run has one "
+                f"reward; finish it with that one, then score it anew: fsm-rollout rescore {folder} --reward …"
+            )
+        # 4. The rest of the run.
         return _carry_out(main, config, agents, prompts, progress, earlier)
 
 
@@ -129,7 +138,7 @@ def _carry_out(
             sampling=config.sampling,
             validate=config.validate_run,
             validation_sampling=config.validation_sampling,
-            reward=config.reward,
+            reward=config.rewards,
             concurrency=config.concurrency,
             engine_attempts=config.failures.engine.attempts,
             queue_timeout=config.queue_timeout,
@@ -160,6 +169,7 @@ async def _run(
                 config.n,
                 target_groups=config.target_groups,
                 over_sample=config.over_sample,
+                max_filtered=config.max_filtered,
                 resume=earlier or (),
             )
             groups = [group async for group in stream]

@@ -39,6 +39,9 @@ def summarize(
     apart. ``stop_reasons`` counts a trajectory that has none as ``suspended``, or ``unfinished``; ``failures`` (if
     there are any) says of each kind what the first one was.
 
+    ``scored`` counts those that have a score, ``score_mean`` is the mean of theirs, and ``reward_parts`` (if there are
+    any) has the means of what the run's reward measured beside it.
+
     ``timing`` is in seconds per trajectory: waiting for the engine (``queue``), generating, in tools (sub-agents among
     them), in interactions, and ``other``, when none of these was under way. Two tools side by side for a second are one
     second of ``tools``; a tool beside a generation is time of both. Its ``slowest`` is the one that
@@ -66,7 +69,9 @@ def summarize(
         "tool_calls": sum(trajectory.calls_seen for trajectory in everything),
         "bad_calls": sum(trajectory.bad_calls for trajectory in everything),
         "tool_failures": sum(trajectory.calls_failed - trajectory.bad_calls for trajectory in everything),
+        "scored": sum(trajectory.score is not None for trajectory in own),
         "score_mean": _mean([trajectory.score for trajectory in own if trajectory.score is not None]),
+        **_reward_parts(own),
         "timing": {
             **{"tools" if name == "tool" else name: _spread([part[name] for part in parts]) for name in PARTS},
             "slowest": _slowest(own),
@@ -90,6 +95,16 @@ def _endings(trajectories: Sequence[Trajectory]) -> Summary:
         if reason.startswith("failed:"):
             failures.setdefault(reason, trajectory.detail or "")
     return {"stop_reasons": dict(reasons.most_common())} | ({"failures": failures} if failures else {})
+
+
+def _reward_parts(trajectories: Sequence[Trajectory]) -> Summary:
+    """Return the means of the reward's parts that are numbers."""
+    numbers: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        for name, value in trajectory.reward_parts.items():
+            if isinstance(value, int | float):
+                numbers.setdefault(name, []).append(value)
+    return {"reward_parts": {name: _mean(values) for name, values in numbers.items()}} if numbers else {}
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -131,7 +146,7 @@ def summary_table(summary: Summary) -> Table:
     share = f"{trained / tokens:.0%}" if tokens else "-"
     table.add_row("tokens", f"{tokens:,} after the prompts, {trained:,} trained ({share}){of_both}")
     table.add_row("tool calls", _calls(summary) + of_both)
-    table.add_row("score", _number(summary["score_mean"], digits=3))
+    table.add_row("score", _score(summary))
     for name, spread in timing.items():
         if name != "slowest" and (spread["max"] or 0.0) >= SHOWN_FROM:
             seconds = " / ".join(_number(spread[key], digits=2) for key in ("min", "mean", "max"))
@@ -151,9 +166,9 @@ def _calls(summary: Summary) -> str:
 
 
 def failure_lines(summary: Summary) -> Iterator[str]:
-    """Yield a line for each of the first rewards that failed, and of the first kinds of failures."""
-    for error in summary.get("reward_errors", [])[:MOST_FAILURES]:
-        yield f"no score: {error}"
+    """Yield a line for the rewards that failed, with the first of them, and for the first kinds of failures."""
+    if errors := summary.get("reward_errors", []):
+        yield f"scored {summary['scored']:,} of {summary['trajectories']:,}; the first without a score: {errors[0]}"
     for part, whose in ((summary, ""), (summary["sub_agents"], " sub-agents")):
         for reason, detail in list(part.get("failures", {}).items())[:MOST_FAILURES]:
             count = f"{part['stop_reasons'][reason]:,} of {part['trajectories']:,}{whose}"
@@ -164,6 +179,22 @@ def every_trajectory_failed(summary: Summary) -> bool:
     """Return whether no trajectory of a run came to an end of its own."""
     failed = sum(summary["stop_reasons"][reason] for reason in summary.get("failures", {}))
     return bool(0 < failed == summary["trajectories"])
+
+
+def most_rewards_failed(summary: Summary) -> bool:
+    """Return whether the reward failed for more than half of a run's trajectories that have ended."""
+    reasons = summary["stop_reasons"]
+    ended = summary["trajectories"] - reasons.get("suspended", 0) - reasons.get("unfinished", 0)
+    return bool(2 * len(summary.get("reward_errors", ())) > ended)
+
+
+def _score(summary: Summary) -> str:
+    """Return the mean score; of how many, where that is not all; and the means of its parts."""
+    shown, scored, every = _number(summary["score_mean"], digits=3), summary["scored"], summary["trajectories"]
+    if scored < every and (scored or summary.get("reward_errors")):
+        shown += f" (scored {scored:,} of {every:,})"
+    parts = [f"{name} {_number(mean, digits=3)}" for name, mean in summary.get("reward_parts", {}).items()]
+    return "; ".join([shown, ", ".join(parts)] if parts else [shown])
 
 
 def _counted(counts: Mapping[str, int]) -> str:

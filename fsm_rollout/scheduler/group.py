@@ -11,11 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 
-from fsm_rollout.environment.rewards import Reward
+from fsm_rollout.environment.rewards import Reward, Verdict
+from fsm_rollout.errors import describe
 from fsm_rollout.scheduler.trajectory_runner import Program
 from fsm_rollout.states.active_trajectory import CUT_OFF, ActiveTrajectory
 from fsm_rollout.trajectory.enums import DropReason
-from fsm_rollout.trajectory.events import REWARD, AnyEvent, Scored
+from fsm_rollout.trajectory.events import REWARD, AnyEvent, NotScored, Scored
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -146,20 +147,29 @@ async def score_group(group: Group, reward: Reward | None, record: Callable[[Tra
     unscored = [trajectory for trajectory in ended if not trajectory.rewarded]
     if reward is None or not ended:
         return
-    scores = {trajectory.sample: trajectory.score for trajectory in ended if trajectory.rewarded}
+    verdicts = {t.sample: Verdict(t.score, t.reward_parts) for t in ended if t.rewarded}
+    missing: dict[int, str] = {}
     if unscored:
         judged = ended if reward.of_group else unscored
-        values = await reward.score(judged)
         group.reward_errors.clear()
-        for trajectory, value in zip(judged, values, strict=True):
-            if isinstance(value, Exception):
-                group.reward_errors.append(f"{trajectory.trajectory_id}: {type(value).__name__}: {value}")
-            elif value is not None:
-                scores[trajectory.sample] = value
+        for trajectory, judgement in zip(judged, await reward.score(judged), strict=True):
+            if isinstance(judgement, Exception):
+                missing[trajectory.sample] = describe(judgement)
+                group.reward_errors.append(f"{trajectory.trajectory_id}: {describe(judgement)}")
+            elif judgement.score is None:
+                missing[trajectory.sample] = "the reward gave none"
+            else:
+                verdicts[trajectory.sample] = judgement
     now = asyncio.get_running_loop().time()
     for trajectory in group.all:
-        score = scores.get(trajectory.sample)
-        if trajectory.ended and score is not None and not (trajectory.rewarded and trajectory.score == score):
-            event = Scored(at=now, value=score, source=REWARD)
+        verdict, sample = verdicts.get(trajectory.sample), trajectory.sample
+        event: Scored | NotScored | None = None
+        if verdict is not None and verdict.score is not None:
+            stands = trajectory.rewarded and trajectory.score == verdict.score
+            if not (stands and trajectory.reward_parts == verdict.parts):
+                event = Scored(at=now, value=verdict.score, source=REWARD, parts=dict(verdict.parts))
+        elif sample in missing and trajectory.unscored != missing[sample]:
+            event = NotScored(at=now, detail=missing[sample])
+        if trajectory.ended and event is not None:
             trajectory.apply(event)
             record(trajectory, event)

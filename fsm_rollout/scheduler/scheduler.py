@@ -29,7 +29,15 @@ from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.environment.rewards import GroupFilter, Reward
 from fsm_rollout.environment.users import build_interaction
-from fsm_rollout.errors import ConfigError, GlueMismatchError, Problem, ToolError, did_you_mean, single
+from fsm_rollout.errors import (
+    ConfigError,
+    GlueMismatchError,
+    Problem,
+    TargetNotReached,
+    ToolError,
+    did_you_mean,
+    single,
+)
 from fsm_rollout.scheduler.group import Group, GroupState, score_group
 from fsm_rollout.scheduler.resume import History, resumed_groups
 from fsm_rollout.scheduler.staleness import Staleness
@@ -53,6 +61,8 @@ Listener = Callable[[Trajectory, AnyEvent], None]
 OnToolFailure = Literal["tell_model", "end"]
 OVER_SAMPLE = 1.5
 MAX_RESTARTS = 3
+MAX_FILTERED = 32.0
+"""Groups that the filter may turn down, per group of the target; fewer than one in 33 is then worth training on."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +74,8 @@ class _Run:
     target: int | None
     most: float
     """So many groups may be open, done or delivered, dropped ones apart; ``math.inf`` without a target."""
+    max_filtered: float
+    """So many groups may be turned down by the filter; ``math.inf`` without a target."""
     deliver_at_end: bool
     slots: asyncio.Semaphore
     carried: frozenset[str]
@@ -75,6 +87,8 @@ class _Run:
     """The ids of the prompts that have been read, and of their groups."""
     counted: int = 0
     """How many groups that count were delivered."""
+    filtered: int = 0
+    """How many groups the filter has turned down."""
     exhausted: bool = False
     """Whether there are no further prompts."""
     stop: Stop | None = None
@@ -222,6 +236,7 @@ class Scheduler:
         *,
         target_groups: int | None = None,
         over_sample: float = OVER_SAMPLE,
+        max_filtered: float | None = MAX_FILTERED,
         resume: Iterable[History] = (),
         deliver_at_end: bool = False,
     ) -> AsyncGenerator[Group, None]:
@@ -233,7 +248,8 @@ class Scheduler:
 
         With ``target_groups``, that many groups (dropped ones apart) are enough, and at most ``over_sample`` times as
         many are open or done at a time. What still runs at the end, or when a prompt cannot be read, is set aside and
-        goes on in the next run; prompts that have not begun are not taken from the iterable.
+        goes on in the next run; prompts that have not begun are not taken from the iterable. The group filter may turn
+        down ``max_filtered`` groups per group of the target (``None``: any number); then the run fails.
 
         ``deliver_at_end`` delivers all groups at the end: whatever weights have changed until then, none of them is
         older than ``max_staleness`` allows. Where the run fails or is cancelled before, it has delivered none.
@@ -248,6 +264,7 @@ class Scheduler:
         Raises:
             ConfigError: ``n`` or ``target_groups`` is not positive, ``over_sample`` is less than 1, another run is
                 under way, a prompt names no agent of the run, or (without a target) two prompts have one id.
+            TargetNotReached: the filter has turned down too many groups.
         """
         if n < 1:
             raise ConfigError(f"n must be at least 1 trajectory per prompt, got {n}")
@@ -255,11 +272,14 @@ class Scheduler:
             raise ConfigError(f"target_groups must be at least 1 group, got {target_groups}")
         if not over_sample >= 1:
             raise ConfigError(f"over_sample must be at least 1 (no group more than the target), got {over_sample}")
+        if max_filtered is not None and not max_filtered >= 0:
+            raise ConfigError(f"max_filtered must be 0 or more groups per group of the target, got {max_filtered}")
         await self._until_free()
         self._mark_delivered()
         most = math.inf if target_groups is None else math.ceil(target_groups * over_sample)
+        most_filtered = math.inf if target_groups is None or max_filtered is None else target_groups * max_filtered
         slots, carried = asyncio.Semaphore(self.concurrency), frozenset(self.groups)
-        run = _Run(iter(prompts), n, target_groups, most, deliver_at_end, slots, carried)
+        run = _Run(iter(prompts), n, target_groups, most, most_filtered, deliver_at_end, slots, carried)
         self._resume(run, list(resume))
         self._run, self.stopping = run, None
         self._run_number += 1
@@ -442,7 +462,16 @@ class Scheduler:
         async with asyncio.TaskGroup() as tasks:
             try:
                 while True:
-                    await run.until(lambda: bool(self._to_start) or self._has_room(run) or self._is_over(run))
+                    await run.until(
+                        lambda: (
+                            bool(self._to_start)
+                            or self._has_room(run)
+                            or self._is_over(run)
+                            or run.filtered > run.max_filtered
+                        )
+                    )
+                    if run.filtered > run.max_filtered and run.stop is None:
+                        raise self._target_not_reached(run)
                     if self._to_start:
                         await run.slots.acquire()
                     if self._is_over(run):
@@ -468,6 +497,16 @@ class Scheduler:
         if run.exhausted or run.most == math.inf:
             return not run.exhausted
         return len(self._open) + run.counted + sum(group.counts for group in self._done) < run.most
+
+    def _target_not_reached(self, run: _Run) -> TargetNotReached:
+        assert self.group_filter is not None
+        counted = run.counted + sum(group.counts for group in self._done)
+        return TargetNotReached(
+            f"the group filter '{self.group_filter.name}' has turned down {run.filtered:,} groups, and {counted:,} of "
+            f"the {run.target:,} that were asked for are there (the last one's scores: "
+            f"{self.group_filter.last_scores}); use other prompts, lower target_groups, or raise max_filtered (how "
+            "many groups may be turned down for each of target_groups)"
+        )
 
     def _is_over(self, run: _Run) -> bool:
         """Whether nothing more is to be started."""
@@ -652,6 +691,7 @@ class Scheduler:
                     keeps = await self.group_filter.keeps(group.trajectories)
                     if not keeps and not group.dropped:
                         group.drop_reason = DropReason.FILTERED
+                    run.filtered += not keeps
         except asyncio.CancelledError:
             if run.stop is None:
                 raise

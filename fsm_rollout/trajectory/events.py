@@ -228,6 +228,8 @@ class Transitioned(Event, frozen=True, kw_only=True, tag="transitioned"):
     """Who has to answer for it, if it is a failure: ``failed``, or another trigger that no row of the agent's takes."""
 
 
+Part = float | str | None
+"""A part of a reward, or something that it measured."""
 REWARD = "reward"
 """The source of a score that the run's reward gave."""
 
@@ -244,6 +246,14 @@ class Scored(Event, frozen=True, kw_only=True, tag="scored"):
     value: float
     turn: int | None = None
     source: str = ""
+    parts: dict[str, Part] = {}
+    """What the run's reward said beside the score, by name."""
+
+
+class NotScored(Event, frozen=True, kw_only=True, tag="not_scored"):
+    """The run's reward gave the trajectory no score: it failed, or had none to give."""
+
+    detail: str
 
 
 class Suspended(Event, frozen=True, kw_only=True, tag="suspended"):
@@ -275,7 +285,7 @@ class Ended(Event, frozen=True, kw_only=True, tag="ended"):
 
 AnyEvent = (
     Prompted | ContextOpened | MessagesAppended | PromptExtended | Generated | CallBegun | Called | ModelQueried
-    | UserReplied | LimitCharged | TimedOut | Transitioned | Scored | Suspended | Resumed | Ended
+    | UserReplied | LimitCharged | TimedOut | Transitioned | Scored | NotScored | Suspended | Resumed | Ended
 )  # fmt: skip
 
 

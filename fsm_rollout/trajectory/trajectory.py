@@ -264,6 +264,15 @@ class Trajectory(msgspec.Struct):
     """The rewards that tools gave with their results, in order."""
     rewarded: bool = False
     """Whether the run's reward has scored it."""
+    reward_parts: Mapping[str, events.Part] = {}
+    """What the run's reward said beside the score, by name."""
+    unscored: str | None = None
+    """Why the run's reward gave it no score, where that was asked and gave none."""
+
+    @property
+    def score_is_missing(self) -> bool:
+        """Whether a score is wanting: the run's reward gave none, or nothing has scored it or a turn of it."""
+        return self.score is None and (self.unscored is not None or not self.turn_scores)
 
     @classmethod
     def fold(cls, history: Iterable[AnyEvent]) -> Trajectory:
@@ -412,7 +421,7 @@ class Trajectory(msgspec.Struct):
                 scores, and a failure that was found later.
         """
         found_later = isinstance(event, events.Ended) and StopReason.is_failure(event.stop_reason)
-        if self.ended and not (found_later or isinstance(event, events.Scored)):
+        if self.ended and not (found_later or isinstance(event, events.Scored | events.NotScored)):
             raise StreamError(f"trajectory {self.trajectory_id} has ended; it cannot take {type(event).__name__}")
         _APPLY[type(event)](self, event)
         self.latest_at = event.at
@@ -559,11 +568,16 @@ class Trajectory(msgspec.Struct):
     def _scored(self, event: events.Scored) -> None:
         if event.turn is None:
             self.score = event.value
-            self.rewarded |= event.source == events.REWARD
+            self.unscored = None
+            if event.source == events.REWARD:
+                self.rewarded, self.reward_parts = True, event.parts
         else:
             self.turn_scores.append((event.turn, event.value))
             if event.turn < len(self.turn_of):
                 self.turn_of[event.turn].score = event.value
+
+    def _not_scored(self, event: events.NotScored) -> None:
+        self.unscored = event.detail
 
     def _suspended(self, event: events.Suspended) -> None:
         self.suspended = event.reason

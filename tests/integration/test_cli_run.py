@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from fsm_rollout import TrajectoryBatch
 from fsm_rollout.cli import app
 from tests.kit import ROOT
 
@@ -142,9 +143,57 @@ def test_a_target_and_a_filter_from_the_run_file(place: Path) -> None:
     assert 1 <= aside <= 8 - 4, "on a busy machine another one may end before the rest is set aside"
     assert summary["stop_reasons"]["answered"] == 8 - aside
     assert 2 <= summary["groups_dropped"] <= 8 - aside - 2
-    from fsm_rollout import TrajectoryBatch
-
     assert sorted(TrajectoryBatch.load(place / "out/batch").tensordict["group_id"]) == ["1", "3"]
+
+
+REWARD = """
+def correct(trajectory):
+    if int(trajectory.group_id) % 4:
+        raise KeyError("answer")
+    return {"score": 1.0, "length": 5}
+"""
+
+
+def test_rewards_that_mostly_fail_make_a_failed_run(place: Path) -> None:
+    (place / "rewards_of_mine.py").write_text(REWARD, "utf-8")
+    (place / "prompts.jsonl").write_text((json.dumps(PROMPT) + "\n") * 8, "utf-8")
+    done = CliRunner().invoke(app, ["run", str(place / "run.yaml"), "reward=rewards_of_mine:correct"])
+    assert done.exit_code == 1
+    assert "score           1.000 (scored 2 of 8); length 5.000" in done.output
+    first = "scored 2 of 8; the first without a score: 1/0: KeyError: 'answer' (at rewards_of_mine.py:4, in correct)"
+    assert first in done.output
+    assert "the reward failed for 6 of 8" in done.output
+    summary = json.loads((place / "out/summary.json").read_text("utf-8"))
+    assert (summary["scored"], summary["reward_parts"], len(summary["reward_errors"])) == (2, {"length": 5.0}, 6)
+    batch = TrajectoryBatch.load(place / "out/batch").tensordict
+    assert batch["token_level_scores"].sum(1).isnan().tolist() == [bool(i % 4) for i in range(8)]
+    assert batch["reward_parts"][:2] == [{"length": 5.0}, {}]
+    again = CliRunner().invoke(app, ["resume", str(place / "out"), "reward=fsm_rollout.rewards:exact_answer"])
+    assert again.exit_code == 2
+    assert "2 trajectories of the run" in again.output
+    assert "were scored by rewards_of_mine:correct, and a run has one reward" in again.output
+
+
+def test_a_reward_that_never_worked_may_be_replaced(place: Path) -> None:
+    (place / "broken_rewards.py").write_text("def broken(trajectory):\n    return 1 / 0\n", "utf-8")
+    done = CliRunner().invoke(app, ["run", str(place / "run.yaml"), "reward=broken_rewards:broken"])
+    assert (done.exit_code, "scored 0 of 1" in done.output) == (1, True)
+    again = CliRunner().invoke(app, ["resume", str(place / "out"), "reward=tests.integration.test_cli_run:always"])
+    assert (again.exit_code, "score           1.000" in again.output) == (0, True), again.output
+
+
+def always(trajectory: object) -> float:
+    return 1.0
+
+
+def test_a_filter_that_turns_everything_down_fails_the_run(place: Path) -> None:
+    (place / "prompts.jsonl").write_text((json.dumps(PROMPT) + "\n") * 8, "utf-8")
+    asked = ["target_groups=1", "max_filtered=3", "group_filter=fsm_rollout.rewards:scores_differ", "n=2"]
+    done = CliRunner().invoke(app, ["run", str(place / "run.yaml"), *asked])
+    assert done.exit_code == 1
+    assert "group filter 'scores_differ' has turned down 4 groups, and 0 of the 1 that were asked for" in done.output
+    assert f"to continue: fsm-rollout resume {place / 'out'} max_filtered=" in done.output
+    assert "Traceback" not in done.output
 
 
 def solved(group: list[object]) -> bool:

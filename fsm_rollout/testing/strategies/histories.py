@@ -130,6 +130,7 @@ class Plan:
     extra: dict[str, object]
     ending: str | None
     late_scores: list[float]
+    unscored: str | None
 
 
 plans = st.builds(
@@ -138,6 +139,7 @@ plans = st.builds(
     extras,
     st.none() | st.sampled_from(["answered", "limit:tool_calls", "failed:ToolError"]),
     st.lists(score, max_size=2),
+    st.none() | st.just("KeyError: 'answer'"),
 )
 
 
@@ -211,6 +213,8 @@ def _valid(plan: Plan, trajectory_id: str) -> Iterator[AnyEvent]:
     if plan.ending:
         yield events.Ended(at=0.0, stop_reason=plan.ending)
         yield from (events.Scored(at=0.0, value=value) for value in plan.late_scores)
+        if plan.unscored is not None:
+            yield events.NotScored(at=0.0, detail=plan.unscored)
 
 
 def _opened(event: events.ContextOpened) -> events.ContextOpened:

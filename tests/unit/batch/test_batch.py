@@ -24,7 +24,16 @@ from fsm_rollout.testing.strategies.histories import (
     several_event_sequences,
     several_trajectories,
 )
-from fsm_rollout.trajectory.events import AnyEvent, ContextOpened, Ended, Generated, Prompted, PromptExtended, Scored
+from fsm_rollout.trajectory.events import (
+    AnyEvent,
+    ContextOpened,
+    Ended,
+    Generated,
+    NotScored,
+    Prompted,
+    PromptExtended,
+    Scored,
+)
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 DTYPES = {
@@ -53,19 +62,22 @@ class Expected:
     def is_row(self) -> bool:
         return any(mask for _, mask, *_ in self.tokens)
 
-    def scores(self, turn_scores: list[tuple[int, float]], score: float | None) -> list[float]:
+    def scores(self, turn_scores: list[tuple[int, float]], score: float | None, unscored: bool) -> list[float]:
         out = [0.0] * len(self.tokens)
         for turn, value in turn_scores:
             where = [i for i, each in enumerate(self.turns) if each == turn]
             if where:
                 out[where[-1]] += value
+        last = max(i for i, token in enumerate(self.tokens) if token[1])
         if score is not None:
-            out[max(i for i, token in enumerate(self.tokens) if token[1])] += score
+            out[last] += score
+        elif unscored or not turn_scores:
+            out[last] = math.nan
         return out
 
 
-def expected(events: list[AnyEvent]) -> tuple[list[Expected], list[tuple[int, float]], float | None]:
-    """Return the streams, turn scores and score of one trajectory's events."""
+def expected(events: list[AnyEvent]) -> tuple[list[Expected], list[tuple[int, float]], float | None, bool]:
+    """Return the streams, turn scores and score of one trajectory's events, and whether its reward gave none."""
     streams: list[Expected] = []
     by_context: dict[str, Expected] = {}
     turn_scores: list[tuple[int, float]] = []
@@ -93,10 +105,12 @@ def expected(events: list[AnyEvent]) -> tuple[list[Expected], list[tuple[int, fl
                 score = event.value
             case Scored():
                 turn_scores.append((event.turn, event.value))
-    return streams, turn_scores, score
+    return streams, turn_scores, score, any(isinstance(event, NotScored) for event in events)
 
 
-def assert_holds(row: TrainingRow, stream: Expected, turn_scores: list[tuple[int, float]], score: float | None) -> None:
+def assert_holds(
+    row: TrainingRow, stream: Expected, turn_scores: list[tuple[int, float]], score: float | None, unscored: bool
+) -> None:
     told = zip(
         row.response_ids.tolist(),
         row.mask.tolist(),
@@ -111,7 +125,7 @@ def assert_holds(row: TrainingRow, stream: Expected, turn_scores: list[tuple[int
     sampled = [turn for turn in zip(stream.turns, row.turn_ids.tolist(), strict=True) if turn[0] is not None]
     assert [turn for turn, _ in sampled] == [turn for _, turn in sampled]
     assert (np.diff(row.turn_ids) >= 0).all(), "what the environment writes leads up to a turn"
-    np.testing.assert_array_equal(row.scores, np.array(stream.scores(turn_scores, score), dtype=np.float32))
+    np.testing.assert_array_equal(row.scores, np.array(stream.scores(turn_scores, score, unscored), dtype=np.float32))
     assert row.score == score
 
 
@@ -119,12 +133,12 @@ def assert_holds(row: TrainingRow, stream: Expected, turn_scores: list[tuple[int
 def test_every_trained_token_is_in_exactly_one_row(several: list[list[AnyEvent]]) -> None:
     found = {row.row_id: row for row in rows(map(Trajectory.fold, several))}
     for events in several:
-        streams, turn_scores, score = expected(events)
+        streams, *scores = expected(events)
         for number, stream in enumerate(streams):
             row = found.pop((events[0].trajectory_id, number), None)  # type: ignore[union-attr]
             assert (row is not None) == stream.is_row
             if row is not None:
-                assert_holds(row, stream, turn_scores, score)
+                assert_holds(row, stream, *scores)
     assert not found
 
 
@@ -182,7 +196,7 @@ def test_the_packed_tensors_hold_the_padded_ones_attended_part(trajectories: lis
             continue
         assert (packed[key].dtype, packed[key].layout) == (dtype, torch.jagged)
         part = parts.get(key, attended[:, left:])
-        assert torch.equal(packed[key].values(), padded[key][part])
+        assert torch.equal(packed[key].values().nan_to_num(nan=7.5), padded[key][part].nan_to_num(nan=7.5))
         assert packed[key].offsets().diff().tolist() == part.sum(dim=1).tolist()
 
 
@@ -194,7 +208,7 @@ def test_packed_tensors_of_one_length_can_be_combined() -> None:
 
 @given(event_sequences, st.integers(0, 6), st.integers(0, 8))
 def test_truncated_rows_hold_what_is_left(events: list[AnyEvent], left: int, right: int) -> None:
-    streams, turn_scores, score = expected(events)
+    streams, *scores = expected(events)
     whole = {number: stream for number, stream in enumerate(streams) if stream.is_row}
     batch = TrajectoryBatch.from_trajectories(
         [Trajectory.fold(events)], pad_id=0, prompt_width=left, response_width=right, overflow="truncate"
@@ -206,7 +220,7 @@ def test_truncated_rows_hold_what_is_left(events: list[AnyEvent], left: int, rig
         stream.tokens, stream.turns = stream.tokens[:right], stream.turns[:right]
         assert (number in found) == stream.is_row
         if number in found:
-            assert_holds(found[number], stream, turn_scores, score)
+            assert_holds(found[number], stream, *scores)
     assert {row.stream for row in batch.omitted} == {number for number in cut if number not in found}
     assert {row.stream for row in batch.truncated} == {number for number in cut if number in found}
     assert {row.trajectory_id for row in batch.truncated + batch.omitted} <= {"t0"}
@@ -382,6 +396,7 @@ def test_the_non_tensor_values() -> None:
         },
         "turn_scores": [[0, 0.25]],
         "tool_rewards": [],
+        "reward_parts": {},
         "extra": {"answer": [1, 2], "tools_kwargs": {"calculate": {"digits": 3}}, "when": {"7": None}},
     }
     assert batch.tensordict["token_level_scores"].tolist() == [[0.0, 0.0, 1.25]]
@@ -469,3 +484,23 @@ def test_repr_says_what_was_left_out() -> None:
     left_out = "groups dropped: 0, rows omitted: 1, truncated: 0, without a row: 1"
     assert repr(batch) == f"<TrajectoryBatch of 1 rows, P=2, R=4; {left_out}>"
     assert batch.unrowed == {"c": "answered"}
+
+
+@pytest.mark.parametrize(
+    ("events", "scores"),
+    [
+        ([], [0.0, math.nan]),
+        ([NotScored(at=4.0, detail="KeyError: 'answer'")], [0.0, math.nan]),
+        ([Scored(at=4.0, value=0.0)], [0.0, 0.0]),
+        ([NotScored(at=4.0, detail="KeyError: 'answer'"), Scored(at=5.0, value=0.5)], [0.0, 0.5]),
+        ([Scored(at=4.0, value=0.25, turn=0)], [0.0, 0.25]),
+        ([Scored(at=4.0, value=0.25, turn=0), NotScored(at=5.0, detail="the reward gave none")], [0.0, math.nan]),
+    ],
+)
+def test_a_missing_score_is_not_zero_in_any_tensor(events: list[Any], scores: list[float]) -> None:
+    batch = TrajectoryBatch.from_trajectories([trajectory("t", 2, *events)], pad_id=0)
+    found = batch.tensordict["token_level_scores"]
+    assert found.tolist() == [pytest.approx(scores, nan_ok=True)]
+    totals = [event.value for event in events if isinstance(event, Scored) and event.turn is None]
+    assert batch.tensordict["trajectory_scores"].tolist() == [pytest.approx((totals or [math.nan])[-1], nan_ok=True)]
+    assert batch.rows() == TrajectoryBatch.from_rows(batch.rows(), pad_id=0).rows()

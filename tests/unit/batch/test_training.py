@@ -76,7 +76,7 @@ def test_a_selection_holds_its_rows_in_their_own_widths(
     for key in RAGGED_OF:
         got, other = chosen.tensordict[key], wanted.tensordict[key]
         assert got.dtype == other.dtype
-        assert packed or (got.shape == other.shape and torch.equal(got, other)), key
+        assert packed or torch.equal(got.nan_to_num(nan=7.5), other.nan_to_num(nan=7.5)), key
     for key in NON_TENSOR_KEYS:
         assert chosen.tensordict.get(key).tolist() == wanted.tensordict.get(key).tolist()
     if numbers:

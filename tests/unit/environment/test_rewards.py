@@ -16,6 +16,7 @@ from fsm_rollout.environment.rewards import (
     LOG_EVERY,
     GroupFilter,
     Reward,
+    Verdict,
     exact_answer,
     first_answer,
     fraction_answered,
@@ -133,8 +134,12 @@ def test_a_prompt_without_an_answer_cannot_be_judged():
 GROUP = [trajectory(name=f"t{i}") for i in range(4)]
 
 
-def scored(function: Any, group: Sequence[Trajectory] = GROUP) -> list[Any]:
-    return asyncio.run(Reward(function).score(group))
+def judged(reward: Any, group: Sequence[Trajectory] = GROUP) -> list[Any]:
+    return asyncio.run(Reward(reward).score(group))
+
+
+def scored(reward: Any, group: Sequence[Trajectory] = GROUP) -> list[Any]:
+    return [judgement.score if isinstance(judgement, Verdict) else judgement for judgement in judged(reward, group)]
 
 
 def number(trajectory: Trajectory) -> int:
@@ -167,7 +172,8 @@ def test_one_bad_reward_costs_no_other(function: Callable[..., Any]):
     assert isinstance(error, KeyError)
     assert none is None
     assert isinstance(nan, ValueError)
-    assert str(nan) == f"reward '{function.__name__}' of trajectory t2 must be a finite number or None, got nan"
+    rule = f"reward '{function.__name__}' of trajectory t2 must be a finite number or None, got nan"
+    assert str(nan).startswith(f"{rule} (at test_rewards.py:")
     assert (one, type(one)) == (1.0, float)
 
 
@@ -265,7 +271,7 @@ def test_a_blocking_reward_does_not_stall_the_loop():
             await asyncio.sleep(0)
         assert not scoring.done()
         gate.set()
-        assert await scoring == [1.0] * 4
+        assert await scoring == [Verdict(1.0)] * 4
 
     asyncio.run(main())
 
@@ -313,7 +319,7 @@ def test_a_failing_reward_is_told_of_once(caplog: pytest.LogCaptureFixture):
     for _ in range(2):
         asyncio.run(reward.score(having(None, None)))
     (line,) = [record.getMessage() for record in caplog.records if "no score" in record.getMessage()]
-    assert line.endswith("ValueError: the judge is down")
+    assert "ValueError: the judge is down (at test_rewards.py:" in line
 
 
 def test_a_filter_that_drops_everything_says_so_now_and_then(caplog: pytest.LogCaptureFixture):
@@ -330,3 +336,74 @@ def test_a_filter_that_drops_everything_says_so_now_and_then(caplog: pytest.LogC
         True
     ] * 2
     assert lines[0].endswith("scores: [1.0, 1.0]")
+
+
+def test_a_reward_may_say_more_than_a_score():
+    def rich(trajectory: Trajectory) -> Any:
+        return {"score": number(trajectory), "correct": True, "length": 7, "why": "because", "nothing": None}
+
+    parts = {"correct": 1.0, "length": 7.0, "why": "because", "nothing": None}
+    assert judged(rich) == [Verdict(float(i), parts) for i in range(4)]
+    assert judged(lambda group: [rich(t) for t in group]) == judged(rich)
+    assert judged(lambda trajectory: {"score": None, "seen": 1}) == [Verdict(None, {"seen": 1.0})] * 4
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ({"scor": 1.0, "a": 2}, "returned a mapping without 'score', got 'scor', 'a' (at test_rewards.py:"),
+        ({}, "returned a mapping without 'score', got nothing"),
+        ({"score": "1"}, "must be a finite number or None, got '1'"),
+        ({"score": 1.0, "part": math.inf}, "'part' of reward '<lambda>' of trajectory t0 must be a finite number"),
+        ({"score": 1.0, "part": [1]}, "'part' of reward '<lambda>' of trajectory t0 must be a finite number"),
+    ],
+)
+def test_what_a_reward_says_is_checked(value: Any, says: str):
+    error = judged(lambda trajectory: value)[0]
+    assert isinstance(error, TypeError | ValueError)
+    assert says in str(error)
+
+
+def halves(trajectory: Trajectory) -> Any:
+    return {"score": number(trajectory) / 2, "odd": number(trajectory) % 2}
+
+
+def test_several_rewards_are_added_up_by_their_weights():
+    reward = [one_by_one, (halves, -0.5), {"use": f"{__name__}:by_annotation", "weight": 2}, (halves, 0)]
+    found = judged(reward)
+    assert [verdict.score for verdict in found] == [pytest.approx(i - 0.25 * i + 2 * i) for i in range(4)]
+    assert found[3].parts == {
+        "one_by_one": 3.0, "halves": 1.5, "halves.odd": 1.0, "by_annotation": 3.0, "halves#2": 1.5, "halves#2.odd": 1.0
+    }  # fmt: skip
+    assert Reward(reward).of_group
+    assert not Reward([one_by_one, halves]).of_group
+    assert judged({"use": one_by_one, "weight": 3}) == [Verdict(3.0 * i) for i in range(4)]
+
+
+def test_of_several_rewards_one_that_fails_leaves_no_score_and_one_that_gives_none_counts_nothing():
+    def first_only(trajectory: Trajectory) -> float | None:
+        return 1.0 if number(trajectory) == 0 else None
+
+    def fails(trajectory: Trajectory) -> float:
+        return 1 / number(trajectory)
+
+    assert scored([first_only, (one_by_one, 2)]) == [1.0, 2.0, 4.0, 6.0]
+    assert scored([first_only, first_only]) == [2.0, None, None, None]
+    zero, *others = scored([one_by_one, fails])
+    assert isinstance(zero, ZeroDivisionError)
+    assert others == [pytest.approx(i + 1 / i) for i in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("reward", "says"),
+    [
+        ([], "needs at least one"),
+        ([(one_by_one, "2")], "weight of a reward must be a finite number, got '2'"),
+        ([(one_by_one, math.nan)], "weight of a reward must be a finite number, got nan"),
+        ([{"use": one_by_one, "wieght": 2}], "got the keys use, wieght"),
+        ([one_by_one, 0.5], "0.5 is no function"),
+    ],
+)
+def test_what_is_no_list_of_rewards_is_refused(reward: Any, says: str):
+    with pytest.raises(ConfigError, match=says):
+        Reward(reward)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.jobs.run_config import EngineFailures, Failures, RunConfig, load_run
+from fsm_rollout.jobs.run_config import EngineFailures, Failures, RunConfig, WeightedReward, load_run
 from fsm_rollout.trajectory.settings import Sampling
 from tests.kit import ROOT
 
@@ -32,6 +32,7 @@ queue_timeout: 1.5
 group_filter: "fsm_rollout.rewards:scores_differ"
 target_groups: 3
 over_sample: 2.5
+max_filtered: 8
 out: runs/demo
 """
 
@@ -71,22 +72,40 @@ def test_every_key(folder: Path) -> None:
     assert (run.n, run.limit, run.seed, run.validate_run) == (4, 64, 7, True)
     assert run.sampling == Sampling(temperature=0.5, top_k=3)
     assert run.validation_sampling == Sampling(temperature=0.25)
-    assert run.reward == "fsm_rollout.rewards:exact_answer"
+    assert run.reward == (WeightedReward(use="fsm_rollout.rewards:exact_answer"),)
+    assert run.rewards == "fsm_rollout.rewards:exact_answer"
     assert run.engine == {"kind": "transformers", "model": "embedded", "nested": {"list": [1, "two"]}}
     assert run.engines == {"judge": {"kind": "scripted"}}
     assert run.failures == Failures(engine=EngineFailures(attempts=5), tool="end")
     assert (run.concurrency, run.queue_timeout, run.agent_overrides) == (8, 1.5, ())
     assert (run.group_filter, run.target_groups) == ("fsm_rollout.rewards:scores_differ", 3)
-    assert run.over_sample == 2.5
+    assert (run.over_sample, run.max_filtered) == (2.5, 8)
     assert set(EVERY_KEY.replace(":", " ").split()) >= {f.alias or n for n, f in RunConfig.model_fields.items()}
 
 
 def test_defaults(folder: Path) -> None:
     run = load(folder, SMALLEST)
-    assert (run.n, run.limit, run.seed, run.validate_run, run.reward) == (1, None, 0, False, None)
+    assert (run.n, run.limit, run.seed, run.validate_run, run.rewards) == (1, None, 0, False, None)
     assert (run.sampling, run.validation_sampling) == (Sampling(), Sampling(temperature=0.0))
     assert (run.engines, run.failures.engine.attempts, run.failures.tool) == ({}, 3, "tell_model")
     assert (run.concurrency, run.queue_timeout) == (1024, 600.0)
+
+
+def test_several_rewards(folder: Path) -> None:
+    run = load(folder, SMALLEST + 'reward: ["a:b", {use: "c:d", weight: 0.5}]\n')
+    assert run.rewards == [("a:b", 1.0), ("c:d", 0.5)]
+    assert load(folder, run.to_json()).reward == run.reward
+    assert load(folder, SMALLEST + 'reward: ["a:b", "c:d"]\n', "reward=e:f").rewards == "e:f"
+    assert load(folder, SMALLEST + 'reward: "a:b"\n', "reward=null").rewards is None
+    assert load(folder, SMALLEST + 'reward: {use: "a:b", weight: 2}\n').rewards == [("a:b", 2.0)]
+    for wrong, says in (
+        ('["a:b", {use: "c:d", wieght: 1}]', ":5: reward.1: unknown key 'wieght'; did you mean 'weight'?"),
+        ('["a:b", 3]', ":5: reward.1 must be a mapping, got 3"),
+        ("exact_answer", ":5: reward: give 'module:name', or a list of them, got 'exact_answer'"),
+        ('[{use: "a:b", weight: .inf}]', ":5: reward.0.weight"),
+    ):
+        (problem,) = problems(folder, SMALLEST + f"reward: {wrong}\n")
+        assert problem.startswith(says)
 
 
 def test_several_agents(folder: Path) -> None:
@@ -147,7 +166,7 @@ out: runs/x
         ':7: `yes` is a boolean in YAML 1.1; write true or false, or "yes" for text',
         ":8: sampling: unknown key 'temprature'; did you mean 'temperature'?",
         ":9: validation_sampling.top_p should be less than or equal to 1, got 2",
-        ":10: reward must be 'module:name', got 'exact_answer'",
+        ":10: reward: give 'module:name', or a list of them, got 'exact_answer'",
         ":11: engine must be a mapping, got 'embedded'",
         ":12: engines: 'policy' is the engine that is trained; describe it under `engine`",
         ":13: failures.engine: unknown key 'attempt'; did you mean 'attempts'?",

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from fsm_rollout.jobs.progress import RunProgress
-from fsm_rollout.jobs.summary import summarize, summary_table
+from fsm_rollout.jobs.summary import failure_lines, most_rewards_failed, summarize, summary_table
 from fsm_rollout.testing.strategies.histories import several_event_sequences
 from fsm_rollout.trajectory.events import (
     AnyEvent,
@@ -36,7 +36,7 @@ from tests.kit import under_way
 
 KEYS = (
     "trajectories groups wall_seconds transitions states stop_reasons sub_agents turns_mean tokens trained_tokens "
-    "tool_calls bad_calls tool_failures score_mean timing engine"
+    "tool_calls bad_calls tool_failures scored score_mean timing engine"
 )
 
 
@@ -109,6 +109,7 @@ def test_the_summary_counts_the_events(drawn: list[list[AnyEvent]], sub_agents: 
     calls = every(Called, everything)
     assert summary["bad_calls"] == sum(event.bad for event in calls)
     assert summary["tool_failures"] == sum(event.failure is not None for event in calls) - summary["bad_calls"]
+    assert summary["scored"] == len(scores)
     assert summary["score_mean"] == (pytest.approx(sum(scores) / len(scores)) if scores else None)
     timing = summary["timing"]
     assert list(timing) == ["queue", "generate", "tools", "interact", "other", "slowest"]
@@ -186,3 +187,42 @@ def test_a_run_is_shown_by_the_prompts_own_trajectories() -> None:
     assert "2" not in during.partition("WORKING")[2].partition("tokens")[0]
     assert "sub-agents  1" in during
     assert "sub-agents" not in after
+
+
+def with_scores(*scores: float | None, parts: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The summary of trajectories that ended with these scores, and one that is still under way."""
+    first = parent_and_child()[0]
+    trajectories = []
+    for number, score in enumerate((*scores, "under way")):
+        begun = Prompted(
+            at=0.0, trajectory_id=f"{number}/0", group_id=str(number), sample=0, agent="solver", initial="PENDING",
+            messages=[], extra={}, limits={}, seed=0, date="",
+        )  # fmt: skip
+        events: list[AnyEvent] = [begun]
+        if score != "under way":
+            events.append(Ended(at=1.0, stop_reason="answered"))
+        if isinstance(score, float):
+            events.append(Scored(at=1.0, value=score, source="reward", parts=parts or {}))
+        trajectories.append(Trajectory.fold(events))
+    assert first.ended
+    return summarize(trajectories, wall_seconds=1.0)
+
+
+def test_failing_rewards_do_not_look_like_success() -> None:
+    summary = with_scores(0.25, None, 0.75, None)
+    assert "score 0.500 (scored 2 of 5)" in printed(summary)
+    summary["reward_errors"] = ["1/0: KeyError: 'answer' (at mine.py:3, in correct)", "3/0: KeyError: 'answer'"]
+    assert list(failure_lines(summary)) == [
+        "scored 2 of 5; the first without a score: 1/0: KeyError: 'answer' (at mine.py:3, in correct)"
+    ]
+    assert not most_rewards_failed(summary), "half of the four that ended"
+    summary["reward_errors"].append("0/0: KeyError")
+    assert most_rewards_failed(summary)
+    assert not most_rewards_failed(with_scores())
+    assert "scored" not in printed(with_scores(None, None)), "nothing was to be scored"
+
+
+def test_parts_of_a_reward_have_their_means() -> None:
+    summary = with_scores(1.0, 0.0, parts={"correct": 1.0, "format": 0.5, "note": "fine", "none": None})
+    assert summary["reward_parts"] == {"correct": 1.0, "format": 0.5}
+    assert "score 0.500 (scored 2 of 3); correct 1.000, format 0.500" in printed(summary)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.environment.rewards import GroupFilter, Reward, scores_differ
 from fsm_rollout.environment.users import Conversation, Reply
-from fsm_rollout.errors import ConfigError, EngineError, JournalError
+from fsm_rollout.errors import ConfigError, EngineError, JournalError, TargetNotReached
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.states import State
@@ -946,6 +946,50 @@ def test_what_is_said_after_a_turn_of_which_nothing_came_opens_the_stream_again(
     )
     assert second.tokens.trained_length == len(tokenizer().encode("done<|im_end|>"))
     assert first.tokens.trained_length > 0
+
+
+@pytest.mark.parametrize("deliver_at_end", [False, True])
+def test_a_filter_that_turns_everything_down_ends_the_run(deliver_at_end: bool) -> None:
+    """What has run is kept: the next run delivers it, and goes on with what was set aside."""
+    bench = Bench(
+        single(),
+        lambda request: Turn(text="word", delay=1.0),
+        reward=Reward(lambda trajectory: 0.5),
+        group_filter=GroupFilter(lambda group: group[0].group_id == "p1"),
+    )
+    endless = (Prompt(prompt_id=f"p{i}", messages=({"role": "user", "content": "?"},)) for i in itertools.count())
+    came: list[Group] = []
+
+    async def watched(groups: AsyncIterator[Group]) -> AsyncIterator[Group]:
+        async for group in groups:
+            came.append(group)
+            yield group
+
+    async def main() -> list[str]:
+        options = {"target_groups": 2, "over_sample": 2, "deliver_at_end": deliver_at_end}
+        with pytest.raises(TargetNotReached) as caught:
+            [group async for group in watched(bench.scheduler.run(endless, 2, max_filtered=2.5, **options))]
+        assert len([group for group in came if not group.dropped]) == (0 if deliver_at_end else 1)
+        says = str(caught.value)
+        assert "'<lambda>' has turned down 6 groups, and 1 of the 2 that were asked for are there" in says
+        assert "scores: [0.5, 0.5]" in says
+        bench.scheduler.group_filter = None
+        later = [group async for group in bench.scheduler.run(endless, 2, **options)]
+        await bench.scheduler.drop_carried()
+        return [group.group_id for group in later if not group.dropped]
+
+    later = run_virtual(main())
+    assert len(later) == 2
+    assert ("p1" in later) == deliver_at_end, "kept where it was not delivered"
+    with pytest.raises(ConfigError, match="max_filtered must be 0 or more"):
+        run_virtual(bench.run(target_groups=1, max_filtered=-1))
+
+
+def test_without_a_bound_or_a_target_a_filter_ends_nothing() -> None:
+    for options in ({"target_groups": 1, "max_filtered": None}, {}):
+        bench = Bench(single(), lambda request: Turn(text="word"), group_filter=GroupFilter(lambda group: False))
+        groups = run_virtual(bench.run(n=1, prompts=40, **options))
+        assert [group.dropped for group in groups] == [True] * 40
 
 
 @pytest.mark.parametrize(("over_sample", "most"), [(1.0, 2), (1.5, 3), (3.0, 6)])

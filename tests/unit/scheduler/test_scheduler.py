@@ -495,7 +495,20 @@ def test_rewards_of_a_group_and_their_failures() -> None:
 
     groups, _ = run(agent(SINGLE), ["x"], n=2, reward=Reward(moody))
     assert [t.score for t in groups[0].trajectories] == [None, 1.0]
-    assert "ZeroDivisionError" in groups[0].reward_errors[0]
+    assert "ZeroDivisionError: float division by zero (at test_scheduler.py:" in groups[0].reward_errors[0]
+    missing, scored = groups[0].trajectories
+    assert missing.unscored is not None
+    assert missing.unscored.startswith("ZeroDivisionError")
+    assert scored.unscored is None
+
+
+def test_what_a_reward_measures_stays_with_the_trajectory_and_those_that_served_it() -> None:
+    def rich(trajectory: Trajectory) -> dict[str, object]:
+        return {"score": 0.5, "length": 3, "why": "fine"}
+
+    groups, _ = run(agent(SINGLE), ["x"], n=2, reward=Reward(rich))
+    for trajectory in groups[0].all:
+        assert (trajectory.score, trajectory.reward_parts) == (0.5, {"length": 3.0, "why": "fine"})
 
 
 def test_a_failing_listener_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
