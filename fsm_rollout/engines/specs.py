@@ -36,7 +36,7 @@ from fsm_rollout.engines.scripted.script import Script, Turn
 from fsm_rollout.errors import ConfigError, EngineError, Problem, RolloutError, did_you_mean
 from fsm_rollout.model.folders import load_tokenizer, model_folder
 from fsm_rollout.trajectory.config_errors import ConfigPath, explanations
-from fsm_rollout.trajectory.settings import StrictModel
+from fsm_rollout.trajectory.settings import ImportPath, StrictModel
 
 Count = Annotated[int, Field(ge=1, strict=True)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -227,19 +227,16 @@ class SGLangSpec(EngineSpec):
         return False
 
 
-class SGLangHTTPSpec(EngineSpec):
-    """``kind: sglang_http``; each url is a replica. See :class:`fsm_rollout.engines.sglang.http.SGLangHTTPEngine`."""
+class ServersSpec(EngineSpec):
+    """Keys of the kinds that use servers which run already."""
 
-    engine_class = "fsm_rollout.engines.sglang.http:SGLangHTTPEngine"
-    kind: Literal["sglang_http"] = Field(description="SGLang servers that are already running")
     urls: Annotated[tuple[str, ...], Field(min_length=1)] = Field(
         description="where the servers are, such as http://node7:30000; each is a replica"
     )
     model: Folder = Field("embedded", description="the folder of the model served, for its tokenizer")
-    send_every: Count = Field(8, description="tokens between two chunks of a request")
 
     @model_validator(mode="after")
-    def _replicas_are_urls(self) -> SGLangHTTPSpec:
+    def _replicas_are_urls(self) -> ServersSpec:
         if self.model_fields_set & {"replicas", "placement"}:
             raise ValueError("each url is a replica, and runs where it runs; leave out replicas and placement")
         return self
@@ -254,6 +251,27 @@ class SGLangHTTPSpec(EngineSpec):
         own = super().engine_arguments(base)
         del own["urls"]
         return own | {"url": self.urls[0]}
+
+
+class SGLangHTTPSpec(ServersSpec):
+    """``kind: sglang_http``; each url is a replica. See :class:`fsm_rollout.engines.sglang.http.SGLangHTTPEngine`."""
+
+    engine_class = "fsm_rollout.engines.sglang.http:SGLangHTTPEngine"
+    kind: Literal["sglang_http"] = Field(description="SGLang servers that are already running")
+    send_every: Count = Field(8, description="tokens between two chunks of a request")
+
+
+class OpenAISpec(ServersSpec):
+    """``kind: openai``; each url is a replica. See :class:`fsm_rollout.engines.openai.engine.OpenAIEngine`."""
+
+    engine_class = "fsm_rollout.engines.openai.engine:OpenAIEngine"
+    kind: Literal["openai"] = Field(description="servers that are already running and give token ids, such as vLLM")
+    served_as: str | None = Field(None, description="what the server calls the model; default: the only one it has")
+    api_key: str | None = Field(None, description="what the server demands; `$NAME` is read from the environment")
+    max_context: Count | None = Field(None, description="longest input plus output; default: what the server says")
+    update_weights: ImportPath | None = Field(
+        None, description="a function (url, weights, version) that loads new weights into the server"
+    )
 
 
 class OwnSpec(EngineSpec):
@@ -273,6 +291,7 @@ KINDS: Mapping[str, type[EngineSpec]] = {
     "transformers": TransformersSpec,
     "sglang": SGLangSpec,
     "sglang_http": SGLangHTTPSpec,
+    "openai": OpenAISpec,
 }
 
 

@@ -24,6 +24,7 @@ import torch
 
 import fsm_rollout as fr
 from fsm_rollout.engines.client import EngineClient
+from fsm_rollout.engines.openai.engine import OpenAIEngine
 from fsm_rollout.engines.pool import LocalPlacement, PoolEngine
 from fsm_rollout.engines.protocol import Chunk, Load
 from fsm_rollout.engines.sglang import process as sglang_process
@@ -484,6 +485,45 @@ def test_such_a_server_conforms(elsewhere: dict[str, Any]) -> None:
     """On a CPU SGLang has no per-request seeds, hence not deterministic."""
     engine = SGLangHTTPEngine(**elsewhere, send_every=2)
     report = asyncio.run(check_engine(engine, weights=embedded_model("final"), deterministic=False, patience=PATIENCE))
+    assert report.tokens > 50
+
+
+@pytest.fixture
+def openai(elsewhere: dict[str, Any]) -> OpenAIEngine:
+    """The same server by OpenAI's protocol; its weights are the embedded ones."""
+
+    def load(url: str, weights: Any, version: int) -> None:
+        engine = SGLangHTTPEngine(**elsewhere)
+        asyncio.run(engine.update_weights(weights, version + 1000))
+
+    return OpenAIEngine(**elsewhere, update_weights=load)
+
+
+def test_by_openai_s_protocol_it_gives_the_same_tokens_and_exact_logprobs(openai: OpenAIEngine) -> None:
+    async def main() -> None:
+        other = TransformersEngine("embedded")
+        assert await openai.update_weights(embedded_model("final")) == 1
+        assert openai.max_context > 1000
+        requests = [request(openai, next(names), i, 40, temperature=0.0) for i in range(4)]
+        requests += [request(openai, next(names), i, 40, temperature=t) for i, t in enumerate((1.0, 0.6, 1.7))]
+        requests += [request(openai, next(names), 1, 40, top_p=0.8)]
+        (*ours, refused), theirs = await ask(openai, *requests), await ask(other, *requests[:4])
+        for got, want in zip(ours[:4], theirs, strict=True):
+            assert (got.ids, got.reason) == (want.ids, want.reason)
+        for got in ours:
+            assert len(got.ids) > 3
+            assert got.versions == [1] * len(got.ids)
+            assert worst(got, {1: "final"}) < CLOSE
+        assert "do not know of top_p and top_k" in str(refused.chunks[-1].error)
+        await asyncio.gather(openai.aclose(), other.aclose())
+
+    asyncio.run(main())
+
+
+def test_by_openai_s_protocol_it_conforms(openai: OpenAIEngine) -> None:
+    report = asyncio.run(
+        check_engine(openai, weights=embedded_model("final"), deterministic=False, cuts=False, patience=PATIENCE)
+    )
     assert report.tokens > 50
 
 

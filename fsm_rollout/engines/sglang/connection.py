@@ -62,7 +62,7 @@ EXIT_WITHIN = 5.0
 
 
 @dataclass(slots=True, eq=False)
-class _Entry:
+class Entry:
     """One request under way."""
 
     request: Request
@@ -117,7 +117,7 @@ class Connection(threading.Thread):
         """What the server gives back while it sleeps."""
         self._folder: Path | None = None
         """The weights that the server was last given from here."""
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Entry] = {}
         self._taking = threading.Lock()
         """Guards what :meth:`submit` looks at: ``_entries`` and ``failure``."""
         self._chunks: list[tuple[ChunkStream, Chunk]] = []
@@ -173,7 +173,7 @@ class Connection(threading.Thread):
                     stream.put(self._last_chunk(request, FinishReason.ABORT, error))
                     continue
                 room = min(request.sampling.max_tokens, self.max_context - len(request.ids))
-                entry = _Entry(request, stream, request.ids[:], room, time.monotonic())
+                entry = Entry(request, stream, request.ids[:], room, time.monotonic())
                 self._entries[request.request_id] = entry
                 entries.append(entry)
         if entries:
@@ -237,16 +237,16 @@ class Connection(threading.Thread):
 
     # -- requests -------------------------------------------------------------------------------------------------
 
-    def _begin(self, entries: Iterable[_Entry]) -> None:
+    def _begin(self, entries: Iterable[Entry]) -> None:
         for entry in entries:
             if not self._held and self._is_open(entry):
                 self._launch(entry)
         self._look_if_doubted()
 
-    def _is_open(self, entry: _Entry) -> bool:
+    def _is_open(self, entry: Entry) -> bool:
         return self._entries.get(entry.request.request_id) is entry
 
-    def _launch(self, entry: _Entry) -> None:
+    def _launch(self, entry: Entry) -> None:
         if entry.stopped or not entry.room:  # the end came just as it was taken back
             self._end(entry, FinishReason.STOP if entry.stopped else FinishReason.LENGTH)
             return
@@ -254,7 +254,7 @@ class Connection(threading.Thread):
         entry.rid = next(self._rids)
         entry.task = self._spawn(self._run_entry(entry))
 
-    async def _run_entry(self, entry: _Entry) -> None:
+    async def _run_entry(self, entry: Entry) -> None:
         """Send one request to SGLang and pass on what comes, to its end."""
         sampled_before, error = entry.sampled, None
         reason, message = FinishReason.ABORT, None
@@ -277,17 +277,17 @@ class Connection(threading.Thread):
             if (
                 reason is not FinishReason.ABORT and entry.sampled == sampled_before
             ):  # else an empty answer would be one
-                error = f"EngineError: SGLang ended the request with '{reason}' and without a token"
+                error = f"EngineError: {self.server.name} ended the request with '{reason}' and without a token"
                 reason = FinishReason.ABORT
             elif reason is FinishReason.ABORT and not entry.aborted:
                 if self._held:  # taken back
                     entry.task = None
                     return
-                error = f"EngineError: SGLang gave the request up: {message}"
+                error = f"EngineError: {self.server.name} gave the request up: {message}"
         entry.task = None
         self._end(entry, reason, error)
 
-    def _body(self, entry: _Entry) -> dict[str, object]:
+    def _body(self, entry: Entry) -> dict[str, object]:
         """Write a request in SGLang's words.
 
         Raises:
@@ -319,7 +319,7 @@ class Connection(threading.Thread):
             body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
         return body
 
-    def _take(self, entry: _Entry, ids: Sequence[int], meta: Meta, count: int, *, renormalised: bool) -> None:
+    def _take(self, entry: Entry, ids: Sequence[int], meta: Meta, count: int, *, renormalised: bool) -> None:
         """Pass on the last ``count`` tokens that an output brought; the first ones say that it was admitted."""
         if renormalised:
             logprobs = meta.output_token_sampling_logprobs[-count:]
@@ -327,7 +327,7 @@ class Connection(threading.Thread):
             logprobs = [logprob for logprob, _, _ in meta.output_token_logprobs[-count:]]
         fresh, values = array("i", ids), array("f", [min(0.0, logprob) for logprob in logprobs])  # 1e-9 by rounding
         if not len(fresh) == len(values) == count:
-            raise ValueError(f"SGLang sent {len(fresh)} tokens and {len(values)} logprobs of {count}")
+            raise ValueError(f"{self.server.name} sent {len(fresh)} tokens and {len(values)} logprobs of {count}")
         request_id = entry.request.request_id
         if not entry.admitted:
             entry.admitted = True
@@ -344,7 +344,7 @@ class Connection(threading.Thread):
         entry.room -= count
         self._put(entry, Chunk(request_id, fresh, values, weight_version=self.version, replica=self._replica))
 
-    def _end(self, entry: _Entry, reason: FinishReason, error: str | None = None) -> None:
+    def _end(self, entry: Entry, reason: FinishReason, error: str | None = None) -> None:
         if self._is_open(entry):
             del self._entries[entry.request.request_id]
             self._put(entry, self._last_chunk(entry.request, reason, error))
@@ -353,7 +353,7 @@ class Connection(threading.Thread):
         name, version = request.request_id, self.version
         return Chunk(name, weight_version=version, finish_reason=reason, error=error, replica=self._replica)
 
-    def _put(self, entry: _Entry, chunk: Chunk) -> None:
+    def _put(self, entry: Entry, chunk: Chunk) -> None:
         if not self._chunks:
             self._loop.call_soon(self._flush)
         self._chunks.append((entry.stream, chunk))
@@ -374,12 +374,12 @@ class Connection(threading.Thread):
                 entry.aborted = True
             self._spawn(self._end_aborted(entries))
 
-    async def _end_aborted(self, entries: Collection[_Entry]) -> None:
+    async def _end_aborted(self, entries: Collection[Entry]) -> None:
         await self._recall(entries)
         for entry in entries:
             self._end(entry, FinishReason.ABORT)
 
-    async def _recall(self, entries: Collection[_Entry]) -> None:
+    async def _recall(self, entries: Collection[Entry]) -> None:
         """Have SGLang end these; asked again and again, as it forgets what it is asked before it has the request."""
         delay = 0.02
         with suppress(TimeoutError):
@@ -503,11 +503,11 @@ class Connection(threading.Thread):
                 if owed and silent > SILENT_FOR:
                     self._doubt()
                     raise EngineError(
-                        f"the SGLang server {self.server.url} has {owed} request(s) and said nothing of any for "
+                        f"the {self.server.kind} {self.server.url} has {owed} request(s) and said nothing of any for "
                         f"{silent:.0f} s, though it answers; is it stuck?"
                     )
                 if owed:
-                    await self.server.call("/health", within=MISSING_FOR)
+                    await self.server.call(self.server.health, within=MISSING_FOR)
             except EngineError as error:
                 self._give_up(error)
 
@@ -526,10 +526,14 @@ class Connection(threading.Thread):
         """Send them again."""
         self._release("paused")
 
-    async def sleep(self) -> None:
-        """Have the server give memory back."""
+    async def check_idle(self) -> None:
+        """Raise EngineError when requests are under way and the engine is not paused."""
         if self._entries and "paused" not in self._held:
             raise EngineError(f"{len(self._entries)} request(s) are under way; pause the engine before it sleeps")
+
+    async def sleep(self) -> None:
+        """Have the server give memory back."""
+        await self.check_idle()
         if "asleep" not in self._held:
             await self._empty("asleep")
             await self.server.call("/release_memory_occupation", {"tags": self._memory}, within=MEMORY_WITHIN)

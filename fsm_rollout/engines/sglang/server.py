@@ -92,6 +92,11 @@ class Server:
         api_key: what it demands of whoever asks.
     """
 
+    name, kind, described = "SGLang", "SGLang server", "an SGLang server"
+    """What it is called in messages."""
+    health = "/health"
+    """A route that it answers while it is well."""
+
     def __init__(self, url: str, send_every: int, api_key: str | None = None) -> None:
         self.url = url.rstrip("/")
         self.label = ""
@@ -145,7 +150,7 @@ class Server:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise self.gone(error) from None
         if answer.status >= HTTPStatus.BAD_REQUEST and not (may_refuse and answer.status == HTTPStatus.BAD_REQUEST):
-            raise EngineError(f"{self.url}{path} answered {answer.status}: {_shown(content)}")
+            raise EngineError(f"{self.url}{path} answered {answer.status}: {shown(content)}")
         return content
 
     def gone(self, error: Exception) -> EngineError:
@@ -153,14 +158,14 @@ class Server:
         self.doubt()
         why = str(error) or type(error).__name__
         return EngineError(
-            f"the SGLang server {self.url} cannot be reached ({why}); is it running, and is the url right?"
+            f"the {self.kind} {self.url} cannot be reached ({why}); is it running, and is the url right?"
         )
 
     def _read(self, path: str, content: bytes, kind: type[T]) -> T:
         try:
             return msgspec.json.decode(content, type=kind)
         except msgspec.MsgspecError:
-            raise EngineError(f"{self.url}{path} does not say what an SGLang server says; is the url right?") from None
+            raise EngineError(f"{self.url}{path} does not say what {self.described} says; is the url right?") from None
 
     async def ask_info(self) -> Info:
         """Return what the server says about itself."""
@@ -206,7 +211,7 @@ class Server:
             async with self._client.post(f"{self.url}/generate", data=_encode(body)) as answer:
                 if answer.status >= HTTPStatus.BAD_REQUEST:
                     kind = ValueError if answer.status == HTTPStatus.BAD_REQUEST else EngineError
-                    raise kind(f"{self.url}/generate answered {answer.status}: {_shown(await answer.read())}")
+                    raise kind(f"{self.url}/generate answered {answer.status}: {shown(await answer.read())}")
                 async for line in answer.content:
                     if line.startswith(b"data: {"):
                         ids, meta = self._output(line[6:])
@@ -244,8 +249,9 @@ class Server:
         return line.output_ids, line.meta_info
 
     def _no_sglang(self, text: bytes, why: str) -> EngineError:
-        return EngineError(f"{self.url}/generate does not answer as an SGLang server does ({why}): {_shown(text)}")
+        return EngineError(f"{self.url}/generate does not answer as an SGLang server does ({why}): {shown(text)}")
 
 
-def _shown(content: bytes) -> str:
+def shown(content: bytes) -> str:
+    """Return the beginning of an answer, for a message."""
     return content[:300].decode(errors="replace").strip() or "nothing"

@@ -68,6 +68,7 @@ async def check_engine(
     prompts: Sequence[Sequence[int]] | None = None,
     weights: Weights | None = None,
     deterministic: bool = True,
+    cuts: bool = True,
     patience: float = 60.0,
     settle: float = 0.2,
 ) -> Report:
@@ -79,6 +80,8 @@ async def check_engine(
         weights: what to update its weights with; default: no tensors at all, which changes nothing but the version.
         deterministic: whether equal requests get equal tokens (invariant 5). An engine that computes in half precision
             without batch-invariant kernels does not; then everything else is checked.
+        cuts: whether it samples with top_k and top_p. An engine that refuses them, since it cannot say the logprobs, is
+            not asked to.
         patience: seconds that any one answer or call may take.
         settle: seconds after which a paused engine is believed to be silent; more than lie between two chunks.
 
@@ -91,7 +94,13 @@ async def check_engine(
     try:
         with _judging("set up", 1):
             subject = EngineSubject(
-                engine, prompts, weights=weights, deterministic=deterministic, patience=patience, settle=settle
+                engine,
+                prompts,
+                weights=weights,
+                deterministic=deterministic,
+                cuts=cuts,
+                patience=patience,
+                settle=settle,
             )
         checks = [check for check in SUITE.checks if deterministic or check.numbers != (5,)]
         for check in checks:
@@ -180,7 +189,8 @@ async def _continued(subject: EngineSubject) -> None:
 async def _answers(subject: EngineSubject) -> None:
     """Ask much at once, in one dispatch and in several: all is answered."""
     batch = [subject.request(i, 1 + 3 * (i % 3), seed=i, temperature=(i % 2) / 1.0) for i in range(6)]
-    several = [subject.collect(subject.request(i, 5, seed=i, top_k=5, top_p=0.9)) for i in range(4)]
+    cut = {"top_k": 5, "top_p": 0.9} if subject.cuts else {}
+    several = [subject.collect(subject.request(i, 5, seed=i, **cut)) for i in range(4)]
     for answers in await asyncio.gather(subject.collect(*batch), *several):
         check_good(answers)
     nothing = "a dispatch without requests"

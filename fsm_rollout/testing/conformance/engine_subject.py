@@ -257,10 +257,12 @@ class EngineSubject:
         *,
         weights: Weights | None = None,
         deterministic: bool = True,
+        cuts: bool = True,
         patience: float = 60.0,
         settle: float = 0.2,
     ) -> None:
         self.engine, self.deterministic, self.patience, self.settle = engine, deterministic, patience, settle
+        self.cuts = cuts
         if prompts is None:
             prompts = [engine.tokenizer.encode(text, add_special_tokens=False) for text in TEXTS]
         self.prompts = [as_ids(list(prompt)) for prompt in prompts]

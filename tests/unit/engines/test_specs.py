@@ -184,7 +184,10 @@ def test_an_engine_of_ones_own_has_replicas(tmp_path: Path):
 @pytest.mark.parametrize(
     ("spec", "messages"),
     [
-        ({"kind": "Shouting"}, ["engine kind 'Shouting' does not exist; known: replay", "or give 'module:Class'"]),
+        (
+            {"kind": "Shouting"},
+            ["engine kind 'Shouting' does not exist; known: openai, replay", "or give 'module:Class'"],
+        ),
         ({"kind": f"{HERE}:Shoutin"}, ["has no 'Shoutin'", "did you mean 'Shouting'?"]),
         ({"kind": "no_such:Engine"}, ["cannot import 'no_such'"]),
         ({"kind": f"{HERE}:NUMBER"}, [f"engine kind '{HERE}:NUMBER' is a int; name a class, or a function"]),

@@ -1,0 +1,1 @@
+"""Servers that speak OpenAI's protocol and take and give token ids."""
