@@ -118,15 +118,33 @@ def _text_contains(text: object, graph: AgentGraph) -> Condition | None:
     return (lambda t, outcome: text in t.text) if isinstance(text, str) and text else None
 
 
-@_predicate("the latest turn's text matches somewhere", "a regular expression")
+@_predicate(r"the latest turn's text matches somewhere (RE2: \d, \w and \b are of ASCII)", "a regular expression")
 def _text_matches(argument: object, graph: AgentGraph) -> Condition | None:
     if not isinstance(argument, str) or not argument:
         return None
+    import re2  # few agents need it
+
+    options = re2.Options()
+    options.log_errors = False
     try:
-        pattern = re.compile(argument)
-    except re.error as error:
-        raise ConfigError(f"predicate 'text_matches': {argument!r} is no regular expression: {error}") from None
+        # Python's own engine may take exponential time, on the event loop: "^(a+)+$" on thirty letters takes a minute.
+        pattern = re2.compile(argument, options)
+    except re2.error as error:
+        reason = error.args[0].decode() if isinstance(error.args[0], bytes) else error
+        raise ConfigError(f"predicate 'text_matches': {argument!r} {_no_pattern(argument, str(reason))}") from None
     return lambda t, outcome: pattern.search(t.text) is not None
+
+
+def _no_pattern(pattern: str, reason: str) -> str:
+    """Say why RE2 does not take a pattern, apart from whether Python would."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        return f"is no regular expression: {error}"
+    return (
+        f"is not taken by RE2 ({reason}), which needs linear time for any text; it has no look-around, no "
+        r"back-references, and `\z` for `\Z`; write several predicates, or a `module:function`"
+    )
 
 
 def _threshold(name: str, limit: str, argument: object, graph: AgentGraph) -> Callable[[Trajectory], float]:

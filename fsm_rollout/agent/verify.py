@@ -10,9 +10,9 @@ those about paths are left out while names are wrong, because what follows from 
 | 2 | a state that nothing leads to |
 | 3 | a state from which no rows lead to a final state |
 | 4 | an outcome of a state's handler for which there is no row (the scheduler's own triggers need none) |
-| 5 | a row whose source never raises its trigger |
+| 5 | a row whose source never raises its trigger (``timed_out`` without a timeout, ``limit_reached`` without a limit) |
 | 6 | the last row for an outcome is conditional |
-| 7 | a row that can never fire: an earlier one takes all its cases, or its conditions contradict each other |
+| 7 | a row that can never fire: an earlier one takes all its cases, or its conditions never hold, or not together |
 | 8 | a row for ``cancelled`` |
 | 9 | a cycle that spends nothing countable and has no ``max_visits``: it may never end |
 | 10 | a limit that a cycle spends, or agents used as tools need, is not set: it may never end |
@@ -25,7 +25,7 @@ those about paths are left out while names are wrong, because what follows from 
 | 17 | a final state that does things, or that rows leave |
 | 18 | an initial state that is final |
 | 19 | a state that interacts, with nobody to answer |
-| 20 | a prompt that is not a Jinja template |
+| 20 | a prompt that is not a Jinja template, or names what no trajectory has |
 | 21 | a row that lets a model speak again right after its own finished turn, with nothing new to answer |
 """
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,7 +66,11 @@ def framed(page: str) -> str:
 class Page:
     """One self-contained HTML page."""
 
-    html: str
+    html: str = field(repr=False)
+
+    def __repr__(self) -> str:
+        """Say what it is, and what to do with it."""
+        return f"<Page of {len(self.html):,} characters: .save('page.html') writes it, a notebook shows it>"
 
     def save(self, path: str | Path) -> Path:
         """Write the page to ``path`` and return that.

@@ -14,7 +14,7 @@ from datetime import datetime
 from functools import cached_property
 
 from fsm_rollout.agent.handlers import TEMPLATE_FACTS
-from fsm_rollout.agent.limits import LimitReached, remaining, spent
+from fsm_rollout.agent.limits import COUNTED_LIMITS, LimitReached, remaining, spent
 from fsm_rollout.chat.messages import check_written
 from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.concurrency.seeds import derive_seed
@@ -96,7 +96,9 @@ class Visit:
             "messages": trajectory.prompt_messages,
             "task": str(trajectory.prompt_messages[-1].get("content") or ""),
             "texts": {name: list(trajectory.assistant_texts(name)) for name in contexts},
-            "history": {name: stream.messages for name in contexts if (stream := trajectory.stream(name))},
+            "history": {name: stream.messages if (stream := trajectory.stream(name)) else [] for name in contexts},
+            "visits": {state: trajectory.visits.get(state, 0) for state in self.program.graph.states},
+            "spent": {limit: trajectory.spent.get(limit, 0) for limit in (*COUNTED_LIMITS, LimitName.BAD_CALLS)},
         }
 
     # -- contexts and messages ----------------------------------------------------------------------------------

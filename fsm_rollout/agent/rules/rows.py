@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 
 from fsm_rollout.agent.graph import MAIN, TERMINATED, TransitionRow
 from fsm_rollout.agent.predicates import PREDICATES, compile_predicate
+from fsm_rollout.agent.rules.impossible import never_fires, never_raised
 from fsm_rollout.agent.rules.structure import Finding, Structure
 from fsm_rollout.errors import ConfigError, did_you_mean
 from fsm_rollout.trajectory.config_errors import ConfigPath, describe_path
@@ -80,6 +81,9 @@ def _never_raised(structure: Structure) -> Iterator[Finding]:
                 raised = ", ".join(structure.specs[state].triggers)
                 message = f"row {index + 1}: state '{state}' never raises '{row.trigger}'; its handler raises {raised}"
                 yield Finding(5, at, message)
+            elif state in structure.specs and (reason := never_raised(structure, state, row.trigger)) is not None:
+                message = f"row {index + 1}: state '{state}' never raises '{row.trigger}': {reason}"
+                yield Finding(5, at, message)
         if "*" in row.source and not structure.sources(row):
             yield Finding(5, at, f"row {index + 1}: no state raises '{row.trigger}'")
 
@@ -94,8 +98,11 @@ def _shadowed(structure: Structure) -> Iterator[Finding]:
                 7, at, f"row {index + 1} never fires: it wants '{contradictory[0]}' both to hold and not to hold"
             )
             continue
-        # 1. Which earlier row takes all cases of this one, by the state that it leaves.
         sources = structure.sources(row)
+        if (reason := never_fires(structure, row, sources)) is not None:
+            yield Finding(7, at, f"row {index + 1} never fires: {reason}")
+            continue
+        # 1. Which earlier row takes all cases of this one, by the state that it leaves.
         taken_by: dict[str, int] = {}
         for place, earlier in enumerate(graph.transitions[:index]):
             if earlier.trigger == row.trigger and _covers(earlier, row):

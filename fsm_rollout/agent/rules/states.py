@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from fsm_rollout.agent.graph import MAIN, POLICY, TERMINATED, Interaction, State
 from fsm_rollout.agent.handlers import TEMPLATE_FACTS, load_object
+from fsm_rollout.agent.limits import COUNTED_LIMITS
 from fsm_rollout.agent.rules.structure import Finding, Structure
 from fsm_rollout.errors import ConfigError, ToolError, did_you_mean
 from fsm_rollout.tools.toolbox import check_tool
 from fsm_rollout.trajectory.config_errors import ConfigPath
+from fsm_rollout.trajectory.enums import LimitName
+
+if TYPE_CHECKING:
+    from jinja2 import nodes
 
 _DEFAULTS = State()
 _WAITING = ("generate", "call_tools", "interact")
@@ -111,6 +118,54 @@ def _templates(structure: Structure) -> Iterator[Finding]:
         for fact in sorted(facts - TEMPLATE_FACTS.keys()):
             hint = did_you_mean(fact, TEMPLATE_FACTS) or f"; known: {', '.join(TEMPLATE_FACTS)}"
             yield Finding(20, path, f"state '{name}': prompt names '{fact}', which no trajectory has{hint}")
+        for fact, part, line in _parts_of_facts(environment.parse(state.prompt)):
+            known = _known_parts(structure, fact)
+            if known is not None and part not in known.names and not hasattr(known.kind, part):
+                message = f"state '{name}': prompt names '{fact}.{part}', and {known.what}"
+                yield Finding(20, path, message + did_you_mean(part, known.names), line)
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What a fact of templates has: a Python type's own methods, and names."""
+
+    kind: type
+    names: Collection[str]
+    what: str
+
+
+def _known_parts(structure: Structure, fact: str) -> _Known | None:
+    """Return what may stand behind the dot of a fact; ``None``: anything, as far as is known before the run."""
+    graph = structure.graph
+    contexts = {MAIN, *graph.contexts, *(state.context for state in graph.states.values())}
+    names: Mapping[str, Collection[str]] = {
+        "texts": contexts,
+        "history": contexts,
+        "visits": [*graph.states, TERMINATED],
+        "spent": [*COUNTED_LIMITS, LimitName.BAD_CALLS],
+    }
+    if fact in names:
+        kind = "state" if fact == "visits" else "limit" if fact == "spent" else "context"
+        return _Known(dict, names[fact], f"there is no such {kind}")
+    if fact in ("agent", "state", "task", "text"):
+        return _Known(str, (), f"'{fact}' is a text")
+    if fact in ("messages", "turn_scores"):
+        return _Known(list, (), f"'{fact}' is a list")
+    return _Known(float, (), f"'{fact}' is a number") if fact in ("turn", "score") else None
+
+
+def _parts_of_facts(template: nodes.Template) -> Iterator[tuple[str, str, int]]:
+    """Yield what a template names as ``fact.part`` or ``fact["part"]``, with the line."""
+    from jinja2 import nodes
+
+    own = {node.name for node in template.find_all(nodes.Name) if node.ctx != "load"}
+    found: list[tuple[nodes.Expr, object, int]] = [
+        *((node.node, node.attr, node.lineno) for node in template.find_all(nodes.Getattr)),
+        *((node.node, getattr(node.arg, "value", None), node.lineno) for node in template.find_all(nodes.Getitem)),
+    ]
+    for fact, part, line in found:
+        if isinstance(fact, nodes.Name) and fact.name not in own and isinstance(part, str):
+            yield fact.name, part, line
 
 
 RULES = (_states, _code, _trained, _final_states, _templates)

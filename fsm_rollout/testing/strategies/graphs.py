@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fsm_rollout.agent.graph import BUILT_IN_STATES, TERMINATED, AgentGraph
 from fsm_rollout.agent.handlers import handler_spec
+from fsm_rollout.agent.rules.impossible import never_fires
 from fsm_rollout.agent.rules.paths import nothing_new
 from fsm_rollout.agent.rules.structure import Structure
 from fsm_rollout.testing.strategies.schema_values import plain_data
@@ -59,15 +60,17 @@ def graphs(draw: st.DrawFn, max_states: int = 5, max_limit: int = 4, plain: bool
     tools: Data = {} if plain else draw(st.dictionaries(st.sampled_from(["calc", "no"]), _tools, max_size=2))
     # 2. Where their rows lead: each declared trigger has a last row without conditions, the others may have one.
     dests = st.sampled_from([*FINALS, *states])
+    limits = draw(_limits(max_limit))
     leads: Leads = {}
     conditional: set[tuple[str, str]] = set()
     for state in states:
         for trigger in handler_spec(handlers[state]).triggers:
             if trigger != Trigger.TRUNCATED:
                 leads[state, trigger] = draw(st.lists(dests, min_size=1, max_size=3))
-        raised = ["failed", "timed_out", *(["truncated"] if handlers[state] == "generate" else [])]
+        timed = ["timed_out"] if "timeout" in specs[state] else []
+        raised = ["failed", *timed, *(["truncated"] if handlers[state] == "generate" else [])]
         more = draw(st.lists(st.sampled_from(raised), max_size=1))
-        if draw(st.integers(0, 3)) == 3:
+        if _reaches_a_limit(handlers[state], specs[state], limits) and draw(st.integers(0, 3)) == 3:
             more.append("limit_reached")
         for trigger in more:
             leads[state, trigger] = draw(st.lists(dests, min_size=1, max_size=3))
@@ -77,7 +80,6 @@ def graphs(draw: st.DrawFn, max_states: int = 5, max_limit: int = 4, plain: bool
     #    gets `max_visits`.
     _repair(leads, states)
     specs = {name: spec for name, spec in specs.items() if any(name == state for state, _ in leads)}
-    limits = draw(_limits(max_limit))
     for state in _uncounted_loops(leads, list(specs), handlers, limits):
         if "max_visits" not in specs[state]:
             specs[state]["max_visits"] = draw(st.integers(1, 3))
@@ -108,7 +110,12 @@ def graphs(draw: st.DrawFn, max_states: int = 5, max_limit: int = 4, plain: bool
         for spec in specs.values():
             if graph["contexts"] and (spec.get("prompt") or spec.get("reset")):
                 spec["context"] = draw(st.sampled_from(["main", *graph["contexts"]]))
-    return _answered(AgentGraph.model_validate(graph))
+    return _answered(_turned(AgentGraph.model_validate(graph)))
+
+
+def _reaches_a_limit(handler: str, spec: Data, limits: Data) -> bool:
+    own = {str(handler_spec(handler).spends), "wall_seconds", *(["bad_calls"] if handler == "call_tools" else [])}
+    return handler == "generate" or "max_visits" in spec or not own.isdisjoint(limits)
 
 
 def _repair(leads: Leads, states: list[str]) -> None:
@@ -138,6 +145,17 @@ def _uncounted_loops(leads: Leads, order: list[str], handlers: dict[str, str], l
         back = order[: order.index(state) + 1]
         if not counted and any(dest in back for (name, _), dests in leads.items() if name == state for dest in dests):
             yield state
+
+
+def _turned(graph: AgentGraph) -> AgentGraph:
+    """Turn round the conditions that never hold, and those that always hold and must not."""
+    structure = Structure(graph)
+    rows = []
+    for row in graph.transitions:
+        if never_fires(structure, row, row.source) is not None:
+            row = row.model_copy(update={"conditions": row.unless, "unless": row.conditions})
+        rows.append(row)
+    return graph.model_copy(update={"transitions": tuple(rows)})
 
 
 def _answered(graph: AgentGraph) -> AgentGraph:

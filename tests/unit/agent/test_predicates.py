@@ -196,6 +196,8 @@ def test_functions_of_the_user() -> None:
         ("score_at_least", float("nan"), "got nan"),
         ("limit", "tool_call", "there is no limit 'tool_call'; did you mean 'tool_calls'?"),
         ("limit", None, "takes a limit's name, got nothing"),
+        ("text_matches", "(?=a)b", "is not taken by RE2 (invalid perl operator: (?=), which needs linear time"),
+        ("text_matches", r"(a)\1", r"no back-references, and `\z` for `\Z`; write several predicates"),
         ("tests.custom_code:missing", None, "'tests.custom_code' has no 'missing'"),
         ("tests.custom_code:NOT_A_FUNCTION", None, "is a int; it must be a function"),
         ("tests.custom_code:waits", None, "is async, so it would always hold; make it a plain `def`"),
@@ -218,3 +220,9 @@ def test_a_fraction_needs_its_limit(name: str) -> None:
 def test_the_table_says_which_predicates_the_proof_evaluates() -> None:
     assert {spec.name for spec in PREDICATES.values() if spec.counter} == {"visits_over", "limit"}
     assert all(spec.doc and inspect.isfunction(spec.build) for spec in PREDICATES.values())
+
+
+def test_a_pattern_takes_linear_time_whatever_the_model_writes() -> None:
+    """Python's engine needs 2**5000 steps here: this test does not end with it."""
+    assert not holds(("text_matches", "^(a+)+$"), generated("a" * 5000 + "b"))
+    assert holds(("text_matches", "^(a+)+$"), generated("a" * 5000))

@@ -169,13 +169,13 @@ def test_5_never_raised() -> None:
 
 def test_7_shadowed() -> None:
     data = base()
-    data["transitions"].append(row("generated", "GENERATING", "TERMINATED", conditions=["last_tool_failed"]))
+    data["transitions"].append(row("generated", "GENERATING", "TERMINATED", conditions=[("text_contains", "x")]))
     expect(
         data,
         "row 5 never fires from 'GENERATING': row 3 takes all its cases; put it before, or remove it [rule 7]",
     )
     data["transitions"].insert(
-        2, row("generated", "GENERATING", "PENDING", conditions=["all_calls_bad", "has_tool_calls"])
+        2, row("generated", "GENERATING", "PENDING", conditions=[("text_contains", "x"), "has_tool_calls"])
     )
     assert found(data)[0].startswith("row 3 never fires from 'GENERATING': row 2 takes all its cases")
     data["transitions"][2:] = [
@@ -224,6 +224,7 @@ def test_9_free_cycles() -> None:
     data["states"]["B"]["max_visits"] = 2
     expect(data)
     del data["states"]["B"]["max_visits"]
+    data["limits"]["wall_seconds"] = 60
     data["transitions"][-1] = row("limit_reached", "B", "A")
     data["transitions"].append(row("written", "B", "TERMINATED"))
     expect(data)
@@ -235,7 +236,10 @@ def test_9_what_a_custom_handler_spends_counts() -> None:
     data = base()
     data["initial"], data["tools"] = "OWN", {}
     data["states"] = {"OWN": {"handler": "tests.custom_code:Free", "timeout": 1}}
-    data["transitions"] = [row("done", "OWN", "OWN", conditions=["has_tool_calls"]), row("done", "OWN", "TERMINATED")]
+    data["transitions"] = [
+        row("done", "OWN", "OWN", conditions=[("text_contains", "x")]),
+        row("done", "OWN", "TERMINATED"),
+    ]
     assert [line[:19] for line in found(data)] == ["the cycle OWN -> OW"]
     data["states"]["OWN"]["handler"] = "tests.custom_code:Search"
     data["transitions"] = [row("found", "OWN", "OWN"), row("lost", "OWN", "TERMINATED")]
@@ -491,3 +495,143 @@ def test_a_handler_may_not_raise_what_the_scheduler_raises() -> None:
     rows = [{"trigger": "limit_reached", "source": "OWN", "dest": "OWN"}]
     graph = AgentGraph(agent="a", initial="OWN", states={"OWN": spec}, transitions=rows)
     assert any("the scheduler alone raises limit_reached" in problem.message for problem in verify(graph))
+
+
+REVIEWED = {"REVIEWING": {"handler": "generate", "prompt": "Right?", "timeout": 5}}
+
+
+def adding(*rows: Data, **changes: Any) -> Data:
+    """The base with one more state, which speaks, and further rows before its own."""
+    data = base()
+    data["states"] |= REVIEWED | {"TERMINATED": {}}
+    data["limits"] |= changes.pop("limits", {})
+    data["transitions"] += [
+        row("truncated", "GENERATING", "REVIEWING"), *rows, row("generated", "REVIEWING", "TERMINATED")
+    ]  # fmt: skip
+    return data | changes
+
+
+NO_RESULTS = "a turn that has just ended has no results yet; ask when its calls are done"
+NO_SCORES = "nothing gives scores while the trajectory runs: no state interacts, and rewards come after its end"
+
+
+@pytest.mark.parametrize(
+    ("source", "limit", "reason"),
+    [
+        ("REVIEWING", "max_visits", "state 'REVIEWING' has no max_visits"),
+        ("*", "user_turns", "limits.user_turns is not set"),
+        ("*", "wall_seconds", "limits.wall_seconds is not set"),
+        ("*", "bad_calls", "limits.bad_calls is not set"),
+        ("*", "response_tokens", "limits.response_tokens is not set"),
+        ("REVIEWING", "tool_calls", "tool_calls is not reached in 'REVIEWING', only in PROCESSING_TOOLS"),
+        (
+            "PROCESSING_TOOLS", "context_tokens",
+            "context_tokens is not reached in 'PROCESSING_TOOLS', only in GENERATING, REVIEWING",
+        ),
+    ],
+)  # fmt: skip
+def test_7_limits_that_are_reached_nowhere(source: str, limit: str, reason: str) -> None:
+    tested = row("limit_reached", source, "TERMINATED", conditions=[("limit", limit)])
+    expect(adding(tested), f"row 6 never fires: {reason} [rule 7]")
+
+
+@pytest.mark.parametrize(
+    ("conditions", "unless", "reason"),
+    [
+        (["all_calls_bad"], [], NO_RESULTS),
+        (["last_tool_failed"], [], NO_RESULTS),
+        ([("score_at_least", 0.5)], [], NO_SCORES),
+        ([("visits_over", {"TERMINATED": 0})], [], "'TERMINATED' is final, so it ends with its first visit"),
+        ([], [("visits_over", 0)], "'visits_over' always holds there"),
+    ],
+)
+def test_7_what_never_holds(conditions: list[Any], unless: list[Any], reason: str) -> None:
+    tested = row("generated", "REVIEWING", "TERMINATED", conditions=conditions, unless=unless)
+    expect(adding(tested), f"row 6 never fires: {reason} [rule 7]")
+
+
+def test_7_the_only_limit() -> None:
+    tested = row("limit_reached", "PROCESSING_TOOLS", "TERMINATED", unless=[("limit", "tool_calls")])
+    expect(adding(tested), "row 6 never fires: 'limit' always holds there [rule 7]")
+
+
+def test_7_tokens_that_limits_do_not_allow() -> None:
+    for name, limit in (("context_over", "context_tokens"), ("response_over", "response_tokens")):
+        for argument, holds in ((99, True), (100, False), (0.99, True), (1.0, False)):
+            data = adding(
+                row("generated", "REVIEWING", "TERMINATED", conditions=[(name, argument)]), limits={limit: 100}
+            )
+            why = f"row 6 never fires: limits.{limit} (100) is reached before that [rule 7]"
+            expect(data, *([] if holds else [why]))
+            data["transitions"].append(row("limit_reached", "GENERATING", "REVIEWING"))
+            expect(data)
+
+
+def test_7_visits_that_max_visits_does_not_allow() -> None:
+    for count, holds in ((1, True), (2, False)):
+        data = adding(row("generated", "REVIEWING", "TERMINATED", conditions=[("visits_over", count)]))
+        data["states"]["REVIEWING"] = REVIEWED["REVIEWING"] | {"max_visits": 2}
+        why = "row 6 never fires: state 'REVIEWING' has max_visits: 2, which is reached before that [rule 7]"
+        expect(data, *([] if holds else [why]))
+    data["transitions"][5] = row("limit_reached", "REVIEWING", "TERMINATED", conditions=[("limit", "max_visits")])
+    expect(data)
+    data["transitions"][5]["source"] = "*"
+    expect(data)
+
+
+def test_7_tools_that_are_not_shown() -> None:
+    data = adding(row("generated", "REVIEWING", "TERMINATED", conditions=["has_tool_calls"]))
+    expect(data)
+    data["contexts"] = {"critic": {}}
+    data["states"]["REVIEWING"] = REVIEWED["REVIEWING"] | {"context": "critic"}
+    expect(data, "row 6 never fires: context 'critic' has no tools to call [rule 7]")
+    data["tools"]["other"] = data["tools"]["calculate"]
+    data["contexts"] = {"critic": {"tools": ["other"]}}
+    expect(data)
+    data["transitions"][5] = row("generated", "REVIEWING", "TERMINATED", conditions=[("tool_called", "calculate")])
+    expect(data, "row 6 never fires: tool 'calculate' is not shown in context 'critic' [rule 7]")
+
+
+def test_5_what_the_scheduler_never_raises() -> None:
+    data = adding(row("timed_out", "PROCESSING_TOOLS", "TERMINATED"))
+    reason = "never raises 'timed_out': it has no timeout; give it one [rule 5]"
+    expect(data, f"row 6: state 'PROCESSING_TOOLS' {reason}")
+    data["states"]["PROCESSING_TOOLS"] = {"timeout": 5}
+    expect(data)
+    data["transitions"][5] = row("limit_reached", "PENDING", "TERMINATED")
+    reason = "no limit holds there; give it max_visits, or set limits.wall_seconds [rule 5]"
+    expect(data, f"row 6: state 'PENDING' never raises 'limit_reached': {reason}")
+    data["limits"]["wall_seconds"] = 5
+    expect(data)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("{{ texts.mian }}", "prompt names 'texts.mian', and there is no such context; did you mean 'main'?"),
+        ("{{ texts['mian'][-1] }}", "prompt names 'texts.mian', and there is no such context; did you mean 'main'?"),
+        ("{% if history.critc %}x{% endif %}", "'history.critc', and there is no such context; known: main"),
+        ("{{ visits.REVIEWNG }}", "'visits.REVIEWNG', and there is no such state; did you mean 'REVIEWING'?"),
+        ("{{ spent.tool_cals }}", "'spent.tool_cals', and there is no such limit; did you mean 'tool_calls'?"),
+        ("{{ task.uper() }}", "prompt names 'task.uper', and 'task' is a text"),
+        ("{{ turn.first }}", "prompt names 'turn.first', and 'turn' is a number"),
+        ("{{ messages.last }}", "prompt names 'messages.last', and 'messages' is a list"),
+    ],
+)
+def test_20_parts_of_facts(prompt: str, message: str) -> None:
+    data = adding()
+    data["states"]["REVIEWING"] = REVIEWED["REVIEWING"] | {"prompt": prompt}
+    (problem,) = found(data)
+    assert message in problem
+
+
+def test_20_parts_that_there_are() -> None:
+    data = adding()
+    for prompt in (
+        "{{ texts.main[-1] }} {{ texts['main'] | length }} {{ texts.items() | list }} {{ texts.get('x') }}",
+        "{{ extra.answer }} {{ extra['anything'].at.all }} {{ task.upper() }} {{ visits.TERMINATED }}",
+        "{% for text in texts.values() %}{{ text.whatever }}{% endfor %}",
+        "{{ spent.bad_calls }} {{ history.main[0].content }} {{ messages.0.role }}",
+    ):
+        data["states"]["REVIEWING"] = REVIEWED["REVIEWING"] | {"prompt": prompt}
+        expect(data)

@@ -15,7 +15,7 @@ from fsm_rollout.agent.loader import load_agent
 from fsm_rollout.diagrams.draw import to_svg
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.report.notebook import register
+from fsm_rollout.report.notebook import Page, register
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.trajectory.journal import Journal, read
 from fsm_rollout.trajectory.trajectory import Trajectory
@@ -48,6 +48,12 @@ def shell() -> Shell:
     shell = Shell()
     register(shell)
     return shell
+
+
+def test_a_page_says_what_it_is_where_only_text_is_shown(shell: Shell) -> None:
+    page = Page("<p>" + "x" * 50_000)
+    for text in (repr(page), shell.shown(page)["text/plain"]):
+        assert text == "<Page of 50,003 characters: .save('page.html') writes it, a notebook shows it>"
 
 
 def test_a_notebook_shows_an_agent_s_picture(shell: Shell) -> None:
