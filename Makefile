@@ -4,13 +4,27 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test quick check format bench diagrams docs mutants clean
+TRAINERS := .venv-trainers
+.PHONY: demo test test-trainers quick check format bench diagrams docs mutants clean
 
 demo: $(STAMP)
 	$(BIN)/fsm-rollout run configs/runs/demo.yaml --replace
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
+
+# Against the trainers' own packages. What they pin clashes with what this project does, so each environment lies over
+# .venv and holds only what differs.
+test-trainers: $(TRAINERS)/verl/.installed $(TRAINERS)/others/.installed
+	for trainers in verl others; do \
+		$(TRAINERS)/$$trainers/bin/python -m pytest -q -W default tests/trainers || exit 1; \
+	done
+
+$(TRAINERS)/%/.installed: tests/trainers/requirements/%.txt $(STAMP)
+	test -x $(@D)/bin/python || $(BIN)/python -m venv --without-pip $(@D)
+	echo "$$(cd $(VENV) && pwd)/lib/$$(cd $(VENV)/lib && echo python3.*)/site-packages" > $$(echo $(@D)/lib/python3.*/site-packages)/over.pth
+	$(BIN)/python -m pip --python $(@D)/bin/python install -q --no-deps -r $<
+	touch $@
 
 # What needs no server, browser or other program: under a minute.
 quick: $(STAMP)
@@ -67,4 +81,4 @@ mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants
 
 clean:
-	rm -rf $(VENV) runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TRAINERS) runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -44,7 +44,7 @@ ORDER = (
 DOORS = {"rewards", "interactions", "journal"}
 """Names that users type in a YAML; they hand on what lives in ``environment``."""
 HOMES: dict[str, tuple[str, ...]] = {
-    "torch": ("batch", "engines.transformers", "engines.sglang"),
+    "torch": ("batch", "adapters", "engines.transformers", "engines.sglang"),
     "tensordict": ("batch",),
     "ray": ("concurrency.ray_session", "engines.ray"),
     "sglang": ("engines.sglang",),

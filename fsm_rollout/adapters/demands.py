@@ -1,0 +1,62 @@
+"""What trainers demand of rows, and the errors that say what to set when a row does not meet it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from fsm_rollout.batch.rows import TrainingRow
+from fsm_rollout.errors import BatchError
+
+
+def one_row_each(rows: Sequence[TrainingRow], trainer: str) -> None:
+    """Check that no sample of a group has several rows, for a trainer that takes one for each prompt it gave.
+
+    Raises:
+        BatchError: one has.
+    """
+    counts = Counter((row.group_id, row.sample) for row in rows)
+    for row in rows:
+        if (number := counts[row.group_id, row.sample]) > 1:
+            contexts = sorted({other.context for other in rows if other.row_id[0] == row.trajectory_id})
+            raise BatchError(
+                f"sample {row.sample} of group '{row.group_id}' has {number} rows (contexts {', '.join(contexts)} of "
+                f"trajectory {row.trajectory_id}), and {trainer} takes one; set `trainable: false` on all contexts of "
+                "the agent but one, and use no `reset: true` and no sub-agents in it"
+            )
+
+
+def score_of(row: TrainingRow, trainer: str) -> float:
+    """Return a row's score, for a trainer that has no word for none.
+
+    Raises:
+        BatchError: it has no score.
+    """
+    if row.score is None:
+        raise BatchError(
+            f"row {row.row_id} has no score, and {trainer} would read that as a number; leave such rows out "
+            "(`batch.select(~batch.advantages().isnan())`), or give the rollout a reward that scores them"
+        )
+    return row.score
+
+
+def trained_turns(row: TrainingRow) -> Iterator[slice]:
+    """Yield the stretches of a row's response that are trained, one for each generation, in order."""
+    turns = np.where(row.mask == 1, row.turn_ids, -1)
+    edges = np.flatnonzero(np.diff(turns, prepend=-1, append=-1))
+    for start, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        if turns[start] >= 0:
+            yield slice(start, end)
+
+
+def versions_of(row: TrainingRow) -> tuple[int, int]:
+    """Return the oldest and the newest weight version that sampled a trained token of a row."""
+    trained = row.versions[row.mask == 1]
+    return int(trained.min()), int(trained.max())
+
+
+def whole(row: TrainingRow, values: np.ndarray, fill: float) -> np.ndarray:
+    """Return values of a row's response with ``fill`` before them for its prompt: ``[P + R]``, of the same type."""
+    return np.concatenate([np.full(len(row.prompt_ids), fill, dtype=values.dtype), values])

@@ -1,0 +1,46 @@
+"""OpenEnv 0.10: ``TrainingTrace``, the validated token capture that environments hand to trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from fsm_rollout.adapters.demands import trained_turns
+from fsm_rollout.batch.rows import TrainingRow
+
+if TYPE_CHECKING:
+    from openenv.core.harness.training import TrainingTrace
+
+
+def training_trace(rows: Sequence[TrainingRow]) -> TrainingTrace:
+    """Return one trace of all ``rows``, usually those of one trajectory; one turn for each generation.
+
+    A turn's prompt is everything before it, with mask 0. ``metadata`` carries the trajectory's ids, the turn's weight
+    versions and the score, which OpenEnv itself takes from the session's ``verify()``.
+    """
+    from openenv.core.harness.training import TrainingTrace, TrainingTurn
+
+    turns = []
+    for row in rows:
+        for stretch in trained_turns(row):
+            prompt = [*row.prompt_ids.tolist(), *row.response_ids[: stretch.start].tolist()]
+            completion = row.response_ids[stretch].tolist()
+            turn = int(row.turn_ids[stretch.start])
+            metadata = {
+                "trajectory_id": row.trajectory_id,
+                "group_id": row.group_id,
+                "turn": turn,
+                "weight_versions": row.versions[stretch].tolist(),
+                "score": row.score,
+            }
+            turns.append(
+                TrainingTurn(
+                    node_id=f"{row.row_id}/{turn}",
+                    prompt_token_ids=prompt,
+                    completion_token_ids=completion,
+                    per_token_logps=row.logprobs[stretch].tolist(),
+                    loss_mask=[0] * len(prompt) + [1] * len(completion),
+                    metadata=metadata,
+                )
+            )
+    return TrainingTrace(turns=turns)

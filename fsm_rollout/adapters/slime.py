@@ -1,0 +1,50 @@
+"""slime and miles: the fields of ``Sample``, as ``Sample.from_dict`` reads them.
+
+Neither is on PyPI, so nothing of them is imported. The list of fields is that of ``slime/utils/types.py`` and
+``miles/utils/types.py``, August 2026 (commits 0d234f3 and 002ce70); ``Sample.validate()`` of miles checks the lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fsm_rollout.adapters.demands import trained_turns
+from fsm_rollout.batch.rows import TrainingRow
+from fsm_rollout.trajectory.enums import StopReason
+
+
+def samples(rows: Sequence[TrainingRow]) -> list[dict[str, object]]:
+    """Return the fields of one ``Sample`` for each row; what a custom generate function returns as a list.
+
+    ``weight_versions`` has one text for each generation (the oldest of its tokens), ``rollout_id`` is the same for all
+    rows of a sample, ``reward`` is ``None`` and ``remove_sample`` true where there is no score.
+    """
+    groups = {group_id: number for number, group_id in enumerate(dict.fromkeys(row.group_id for row in rows))}
+    return [
+        {
+            "group_index": groups[row.group_id],
+            "index": row.sample,
+            "rollout_id": f"{row.group_id}/{row.sample}",
+            "session_id": row.trajectory_id,
+            "tokens": [*row.prompt_ids.tolist(), *row.response_ids.tolist()],
+            "response_length": len(row.response_ids),
+            "loss_mask": row.mask.tolist(),
+            "rollout_log_probs": row.logprobs.tolist(),
+            "weight_versions": [str(row.versions[stretch].min()) for stretch in trained_turns(row)],
+            "reward": row.score,
+            "remove_sample": row.score is None,
+            "status": _status(row.stop_reason),
+            "metadata": {"stop_reason": row.stop_reason, "agent": row.agent, "context": row.context, **row.extra},
+        }
+        for row in rows
+    ]
+
+
+def _status(stop_reason: str | None) -> str:
+    """Return the word of ``Sample.Status`` for a trajectory's end."""
+    if stop_reason is None or stop_reason == StopReason.CANCELLED:
+        return "aborted"
+    if StopReason.is_failure(stop_reason):
+        return "failed"
+    cut = stop_reason == StopReason.TRUNCATED or stop_reason.startswith("limit:")
+    return "truncated" if cut else "completed"

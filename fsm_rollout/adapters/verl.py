@@ -1,0 +1,100 @@
+"""verl 0.9.1: ``AgentLoopOutput`` for agent loops, ``DataProto`` for everything after them.
+
+The plugs that run rollouts for verl are in :mod:`fsm_rollout.adapters.verl_plug`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fsm_rollout.adapters.demands import versions_of
+from fsm_rollout.batch.batch import TrajectoryBatch
+from fsm_rollout.batch.rows import TrainingRow
+from fsm_rollout.errors import BatchError
+
+if TYPE_CHECKING:
+    from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+    from verl.protocol import DataProto
+
+_TENSORS = {
+    "prompts", "responses", "response_mask", "input_ids", "attention_mask", "position_ids", "rollout_log_probs",
+}  # fmt: skip
+
+
+def agent_loop_outputs(rows: Sequence[TrainingRow]) -> list[AgentLoopOutput]:
+    """Return one output for each row: what ``AgentLoopBase.run`` returns (in the V1 trainer as a list).
+
+    verl puts ``reward_score`` on the last response token and, of several outputs, takes the last one's for all. So each
+    row carries its trajectory's score, and ends with its last trained token. ``extra_fields`` are set in all or in
+    none: weight versions as verl's ``min_global_steps`` and ``max_global_steps``, and ``weight_versions`` per token.
+    """
+    from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+
+    outputs = []
+    for row in rows:
+        end = int(np.flatnonzero(row.mask)[-1]) + 1
+        metrics = row.metrics
+        outputs.append(
+            AgentLoopOutput(
+                prompt_ids=row.prompt_ids.tolist(),
+                response_ids=row.response_ids[:end].tolist(),
+                response_mask=row.mask[:end].tolist(),
+                response_logprobs=row.logprobs[:end].tolist(),
+                reward_score=row.score,
+                num_turns=row.num_turns,
+                metrics=AgentLoopMetrics(
+                    generate_sequences=metrics["generate_seconds"] or 0.0, tool_calls=metrics["tool_seconds"] or 0.0
+                ),
+                extra_fields=extra_fields(row) | {"weight_versions": row.versions[:end].tolist()},
+            )
+        )
+    return outputs
+
+
+def extra_fields(row: TrainingRow) -> dict[str, object]:
+    """Return what verl keeps of a row beside its tokens."""
+    oldest, newest = versions_of(row)
+    return {
+        "min_global_steps": oldest,
+        "max_global_steps": newest,
+        "turn_scores": row.turn_scores,
+        "tool_rewards": row.tool_rewards,
+        "reward_extra_info": {},
+        "trajectory_id": row.trajectory_id,
+        "stop_reason": row.stop_reason,
+    }
+
+
+def data_proto(batch: TrajectoryBatch, meta_info: Mapping[str, object] | None = None) -> DataProto:
+    """Return a padded batch as verl's ``DataProto``: its tensors, ``rm_scores``, and ``uid`` (the group) by row.
+
+    Raises:
+        BatchError: the batch is packed, or some of its rows have a score and some have none.
+    """
+    from verl.protocol import DataProto
+
+    if batch.packed:
+        raise BatchError("a DataProto is padded; make the batch without packed=True")
+    unscored = batch.tensordict["trajectory_scores"].isnan()
+    if unscored.any() and not unscored.all():
+        raise BatchError(
+            f"{int(unscored.sum())} of {len(batch)} rows have no score, which verl would read as 0; leave them out: "
+            "batch.select(~batch.advantages().isnan())"
+        )
+    tensors = {key: batch.tensordict[key] for key in sorted(_TENSORS)}
+    if len(batch) and not unscored.any():
+        tensors["rm_scores"] = batch.tensordict["token_level_scores"]
+    rows = batch.rows()
+    columns: dict[str, list[object]] = {
+        "uid": [row.group_id for row in rows],
+        "__num_turns__": [row.num_turns for row in rows],
+        "agent_name": [row.agent for row in rows],
+        "weight_versions": [row.versions.tolist() for row in rows],
+    }
+    for key in extra_fields(rows[0]) if rows else ():
+        columns[key] = [extra_fields(row)[key] for row in rows]
+    non_tensors = {key: np.fromiter(values, dtype=object, count=len(rows)) for key, values in columns.items()}
+    return DataProto.from_dict(tensors=tensors, non_tensors=non_tensors, meta_info=dict(meta_info or {}))

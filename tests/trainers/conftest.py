@@ -1,0 +1,20 @@
+"""Tests against the trainers' own packages, each collected only where its packages are (``make test-trainers``)."""
+
+from __future__ import annotations
+
+import typing
+from importlib.util import find_spec
+
+import typing_extensions
+
+NEEDS = {
+    "test_verl.py": ("verl", "transfer_queue"),
+    "test_trl.py": ("trl", "accelerate"),
+    "test_validators.py": ("skyrl", "areal", "tinker_cookbook", "openenv"),
+}
+"""The packages that a file of tests needs; ``test_laws.py`` tests the adapters whose packages there are."""
+
+collect_ignore = [name for name, packages in NEEDS.items() if not all(map(find_spec, packages))]
+
+if find_spec("skyrl"):  # SkyRL 0.3 has pydantic models over `typing.TypedDict`, which pydantic refuses on Python 3.11
+    typing.TypedDict = typing_extensions.TypedDict

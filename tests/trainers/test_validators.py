@@ -1,0 +1,99 @@
+"""Each example agent's batch, told to each trainer's own validator: SkyRL, AReaL, OpenEnv, tinker-cookbook."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from areal.infra.workflow_executor import check_trajectory_format
+from skyrl.train.utils.trainer_utils import validate_generator_output
+from tinker_cookbook.rl.data_processing import trajectory_to_data
+
+from fsm_rollout.adapters import areal, openenv, prime_rl, skyrl, slime, tinker
+from fsm_rollout.errors import BatchError
+from tests.trainers.example_batches import RUNS, SEVERAL_ROWS, example_batch
+
+
+@pytest.mark.parametrize("agent", RUNS)
+def test_areal_takes_it(agent: str) -> None:
+    rows = example_batch(agent).rows()
+    tensors = areal.trajectory(rows)
+    assert check_trajectory_format(tensors, batch_size=len(rows), expected_keys={"versions", "turn_ids", "rewards"})
+    assert areal.trajectory([]) is None
+
+
+@pytest.mark.parametrize("agent", RUNS)
+def test_skyrl_takes_it(agent: str) -> None:
+    rows = example_batch(agent).rows()
+    validate_generator_output(4, skyrl.generator_output(rows, step_wise=True), step_wise=True)
+    if agent in SEVERAL_ROWS:
+        with pytest.raises(BatchError, match=r"has \d rows .* set `trainable: false` on all contexts"):
+            skyrl.generator_output(rows)
+    else:
+        validate_generator_output(4, skyrl.generator_output(rows))
+
+
+@pytest.mark.parametrize("agent", RUNS)
+def test_openenv_takes_it(agent: str) -> None:
+    rows = example_batch(agent).rows()
+    trace = openenv.training_trace(rows)
+    assert type(trace).model_validate_json(trace.model_dump_json()) == trace
+    assert sum(sum(turn.loss_mask) for turn in trace.turns) == sum(int(row.mask.sum()) for row in rows)
+
+
+@pytest.mark.parametrize("agent", RUNS)
+def test_tinker_makes_one_datum_of_each_row(agent: str) -> None:
+    batch = example_batch(agent)
+    for trajectory, advantage in zip(tinker.trajectories(batch.rows()), batch.advantages().tolist(), strict=True):
+        assert len(trajectory_to_data(trajectory, advantage)) == 1
+
+
+class TrainingSample(msgspec.Struct, array_like=True, omit_defaults=True, forbid_unknown_fields=True):
+    """prime-rl's, August 2026: see :mod:`fsm_rollout.adapters.prime_rl`."""
+
+    token_ids: list[int]
+    mask: list[bool]
+    logprobs: list[float]
+    temperatures: list[float]
+    env_name: str
+    ref_logprobs: list[float] | None = None
+    mm_refs: object = None
+    routed_experts: object = None
+    mm_token_type_ids: list[int] | None = None
+    rl_weights: list[float] | None = None
+    ce_weights: list[float] | None = None
+    ref_kl_weights: list[float] | None = None
+    advantages: list[float] | None = None
+
+
+@pytest.mark.parametrize("agent", RUNS)
+def test_prime_rls_fields_survive_its_wire(agent: str) -> None:
+    batch = example_batch(agent)
+    for fields in prime_rl.training_samples(batch.rows(), batch.advantages().tolist()):
+        sample = TrainingSample(**fields)  # type: ignore[arg-type]
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(sample), type=TrainingSample) == sample
+        assert len({len(sample.token_ids), len(sample.mask), len(sample.logprobs), len(sample.temperatures)}) == 1
+    with pytest.raises(BatchError, match="as many finite advantages"):
+        prime_rl.training_samples(batch.rows(), [float("nan")] * len(batch))
+
+
+@pytest.mark.parametrize("agent", RUNS)
+def test_slimes_fields_keep_the_rules_of_miles(agent: str) -> None:
+    """Those of ``Sample.validate()`` of miles, August 2026: see :mod:`fsm_rollout.adapters.slime`."""
+    for fields in slime.samples(example_batch(agent).rows()):
+        length = fields["response_length"]
+        assert 0 < length <= len(fields["tokens"])  # type: ignore[operator, arg-type]
+        assert len(fields["loss_mask"]) == len(fields["rollout_log_probs"]) == length  # type: ignore[arg-type]
+        assert fields["status"] in ("completed", "truncated", "aborted", "failed")
+        assert fields["weight_versions"]
+
+
+def test_what_has_no_score_is_refused() -> None:
+    import fsm_rollout as fr
+    from tests.kit import CONFIGS
+
+    graph = fr.load_agent(CONFIGS / "agents/single_turn.yaml")
+    with fr.Rollout(graph, {"kind": "scripted", "turns": ["7"]}) as rollout:
+        rows = rollout.run(["?"]).rows()
+    for adapt in (areal.trajectory, skyrl.generator_output):
+        with pytest.raises(BatchError, match=r"row 0/0/0 has no score.*leave such rows out"):
+            adapt(rows)
