@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -56,6 +56,8 @@ class EngineClient:
         self.requests = 0
         """Requests submitted so far; over ``dispatches`` it is the mean batch."""
         self.paused = False
+        self.before_dispatch: Callable[[], None] | None = None
+        """Called before requests go out; must not block or raise."""
         self.chats: dict[object, ChatTemplate] = {}
         """The chat templates of this engine's model, by settings."""
         self._open: dict[PendingRequest, None] = {}
@@ -205,6 +207,8 @@ class EngineClient:
             asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
+        if self.before_dispatch is not None:
+            self.before_dispatch()
         batch, self._waiting = self._waiting, []
         if batch:
             self._spawn(self._serve(batch))

@@ -17,13 +17,22 @@ from itertools import count
 from pathlib import Path
 
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.trajectory.journal import is_journal, trajectory_ids
+from fsm_rollout.trajectory.journal import is_empty, is_journal, trajectory_ids
 
 JOURNAL = "journal.sqlite"
 SUMMARY = "summary.json"
 LOCK = "run.lock"
 """There while a process writes into the folder; it names that process."""
-OWN_FILES = (JOURNAL, f"{JOURNAL}-wal", f"{JOURNAL}-shm", "batch", SUMMARY, "report.html", "trajectories")
+OWN_FILES = (
+    JOURNAL,
+    f"{JOURNAL}-wal",
+    f"{JOURNAL}-shm",
+    "journal.damaged.sqlite",
+    "batch",
+    SUMMARY,
+    "report.html",
+    "trajectories",
+)
 """What a run writes into its folder, hence what the next run of that name replaces."""
 
 
@@ -93,12 +102,15 @@ def check_free(folder: Path, *, replace: bool) -> None:
         ConfigError: it holds files of a run's names that no run wrote, or (unless ``replace``) an earlier run.
     """
     existing = _own_files(folder)
-    if existing and not is_journal(folder / JOURNAL):
+    journal = folder / JOURNAL
+    if is_empty(journal):
+        return  # cut off before its first moment: there is nothing to lose
+    if existing and not is_journal(journal):
         raise ConfigError(
             f"out: '{folder}' holds '{existing[0].name}', and no journal of a run that wrote it; choose another, or "
             f"remove it"
         )
-    if not existing or replace or not (number := len(trajectory_ids(folder / JOURNAL))):
+    if not existing or replace or not (number := len(trajectory_ids(journal))):
         return
     if (folder / SUMMARY).exists():
         raise ConfigError(

@@ -27,6 +27,7 @@ from fsm_rollout.trajectory.events import AnyEvent, Prompted, Resumed, Transitio
 from fsm_rollout.trajectory.journal import events, histories, metadata, trajectory_ids
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
+MOST_NOTES = 50
 OPEN = ("suspended", "unfinished")
 """What a page calls a trajectory that has no stop reason."""
 _OUTCOMES = [*map(Outcome, IMPLICIT_TRIGGERS), Outcome(Trigger.FAILED, error="PromptTooLong")]
@@ -125,7 +126,7 @@ class RunFolder:
 
     def recordings(self) -> Iterator[Recording]:
         """Yield every trajectory with its events, in the order in which they began, one at a time."""
-        return map(Recording.of, histories(self.journal))
+        return map(Recording.of, histories(self.journal, report=self.note))
 
     def recording(self, trajectory_id: str) -> Recording:
         """Return one trajectory with its events.
@@ -133,13 +134,20 @@ class RunFolder:
         Raises:
             ConfigError: there is none of that id; names the closest.
         """
-        journal_ids = trajectory_ids(self.journal)
+        journal_ids = trajectory_ids(self.journal, self.note)
         if trajectory_id not in journal_ids:
             hint = did_you_mean(trajectory_id, journal_ids) or (
                 f"; the first is '{journal_ids[0]}'" if journal_ids else "; it has none"
             )
             raise ConfigError(f"{self.folder} has no trajectory '{trajectory_id}'{hint}")
-        return Recording.of(events(self.journal, trajectory_id))
+        return Recording.of(events(self.journal, trajectory_id, self.note))
+
+    def note(self, sentence: str) -> None:
+        """Add what could not be read to the notes: once, and not without end."""
+        if sentence not in self.notes and len(self.notes) < MOST_NOTES:
+            self.notes.append(
+                sentence if len(self.notes) < MOST_NOTES - 1 else "more is damaged, of which no more is said"
+            )
 
     def texts(self, engine: str) -> TokenTexts | None:
         """Return the texts of an engine's tokens, or ``None`` (and a note) when its tokenizer is not at hand."""

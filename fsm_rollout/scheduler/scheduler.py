@@ -46,7 +46,7 @@ from fsm_rollout.states.active_trajectory import CARRIED, CUT_OFF, INTERRUPTED, 
 from fsm_rollout.states.failures import class_of
 from fsm_rollout.tools import AgentAnswer
 from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, DropReason, StopReason, Trigger
-from fsm_rollout.trajectory.events import AnyEvent, Ended, Prompted, Resumed
+from fsm_rollout.trajectory.events import AnyEvent, CallBegun, Ended, Prompted, Resumed
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.settings import Sampling
@@ -282,6 +282,8 @@ class Scheduler:
         run = _Run(iter(prompts), n, target_groups, most, most_filtered, deliver_at_end, slots, carried)
         self._resume(run, list(resume))
         self._run, self.stopping = run, None
+        for client in self.clients.values():
+            client.before_dispatch = self._persist
         self._run_number += 1
         run.feeder = asyncio.get_running_loop().create_task(self._feed(run))
         run.feeder.add_done_callback(lambda _: run.changed.set())
@@ -725,11 +727,18 @@ class Scheduler:
         """Journal an event and call the listeners; one that raises is logged and harms nobody."""
         if self.journal is not None:
             self.journal.append(trajectory.trajectory_id, event, payload)
+            if isinstance(event, CallBegun):
+                self.journal.persist()  # or the call, which must not be made twice, could be after a crash
         for listener in self.listeners:
             try:
                 listener(trajectory, event)
             except Exception:  # the user's code
                 logger.exception("an event listener failed on %s of %s", type(event).__name__, trajectory.trajectory_id)
+
+    def _persist(self) -> None:
+        """Have the journal keep, whatever becomes of this process, what happened before generations are asked for."""
+        if self.journal is not None:
+            self.journal.persist()
 
     # -- weights, stopping --------------------------------------------------------------------------------------
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -290,3 +291,69 @@ def test_the_command_line_goes_on(run: Path, whole: dict[str, Any]) -> None:
     assert done.exit_code == 0, done.output
     assert "answered 8" in done.output
     assert rows(run.parent / "out") == whole
+
+
+def test_a_damaged_event_costs_a_resumed_run_nothing_that_cannot_be_made_again(
+    run: Path, whole: dict[str, Any]
+) -> None:
+    execute(load_run(run), Ear())
+    out = run.parent / "out"
+    (out / "summary.json").unlink()
+    with closing(sqlite3.connect(out / "journal.sqlite")) as connection, connection:
+        connection.execute("UPDATE events SET payload = x'00' WHERE trajectory_id = '1/0' AND seq = 5")
+        connection.execute("UPDATE events SET payload = x'00' WHERE trajectory_id = '2/1' AND seq = 0")
+    shown = CliRunner().invoke(app, ["show", str(out)])
+    assert (shown.exit_code, "event 5 of trajectory 1/0 is damaged" in shown.output.replace("\n", " ")) == (0, True)
+    assert resume(out, [], Ear())["stop_reasons"] == {"answered": 8}
+    assert rows(out) == whole
+    assert (out / "journal.damaged.sqlite").exists()
+
+
+@pytest.mark.parametrize("command", [["run"], ["run", "--replace"]])
+def test_an_empty_journal_keeps_no_run_from_beginning(run: Path, whole: dict[str, Any], command: list[str]) -> None:
+    out = run.parent / "out"
+    out.mkdir()
+    (out / "journal.sqlite").touch()
+    assert "start it again with `fsm-rollout run`" in refused(out)
+    done = CliRunner().invoke(app, [*command, str(run)])
+    assert done.exit_code == 0, done.output
+    assert rows(out) == whole
+
+
+@pytest.mark.parametrize("kilobytes", [1, 20, 64])
+def test_a_full_disk_says_so_and_leaves_what_goes_on(run: Path, whole: dict[str, Any], kilobytes: int) -> None:
+    """A limit on the size of files stands for the disk: writes beyond it fail."""
+    limited = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({kilobytes * 1024},) * 2)"
+    code = f"{limited}\nimport sys; sys.argv = ['x', 'run', {str(run)!r}]\nfrom fsm_rollout.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "cannot be written" in done.stderr
+    assert "Traceback" not in done.stderr
+    out = run.parent / "out"
+    if (out / "journal.sqlite").exists():
+        resume(out, [], Ear())
+    else:
+        execute(load_run(run), Ear())
+    assert rows(out) == whole
+
+
+def test_a_process_that_a_tool_ends_loses_no_turn(run: Path) -> None:
+    """`os._exit` in the first call: the run goes on from there, with all that was sampled before."""
+    (run.parent / "deadly.py").write_text(
+        "import os\ndef calculate(left: int, operator: str, right: int) -> str:\n    '''End.\n\n    Args:\n"
+        "        left: a\n        operator: b\n        right: c\n    '''\n    os._exit(7)\n"
+    )
+    command = [sys.executable, "-m", "fsm_rollout", "run", str(run), "agent.tools.calculate.use=deadly:calculate"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 7
+    out = run.parent / "out"
+    text = (run.parent / "deadly.py").read_text()
+    (run.parent / "deadly.py").write_text(text.replace("os._exit(7)", "return '3'").replace("import os", ""))
+    done = subprocess.run(
+        [sys.executable, "-m", "fsm_rollout", "resume", str(out), "agent.tools.calculate.use=deadly:calculate"],
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert rows(out)["stop_reason"] == ["answered"] * 8
+    generated = [sum(isinstance(e, Generated) for e in events) for events in histories(out / "journal.sqlite")]
+    assert generated == [3] * 8, "no turn is sampled twice"

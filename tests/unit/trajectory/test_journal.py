@@ -20,7 +20,7 @@ from fsm_rollout import __version__
 from fsm_rollout.errors import JournalError
 from fsm_rollout.testing.strategies.histories import several_event_sequences
 from fsm_rollout.trajectory.events import AnyEvent, ContextOpened, LimitCharged, Prompted, PromptExtended, encode
-from fsm_rollout.trajectory.journal import Journal, events, metadata, read
+from fsm_rollout.trajectory.journal import Journal, events, histories, is_empty, is_journal, metadata, read
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 
@@ -148,7 +148,7 @@ def test_nothing_is_written_after_a_write_that_failed(tmp_path: Path) -> None:
         while journal._rows:
             pass
         journal.append("t", LimitCharged(at=2.0, limit="tool_calls"))  # comes with the next transaction
-        other.execute("INSERT INTO events VALUES (NULL, 't', 1, 0.0, 'charged', x'00')")
+        other.execute("INSERT INTO events VALUES (NULL, 't', 1, 0.0, 'charged', x'00', 0)")
         other.execute("COMMIT")
         with pytest.raises(JournalError, match="cannot be written: UNIQUE"):
             journal.close()
@@ -196,7 +196,9 @@ def test_a_journal_from_before_a_field_was_there_is_read(tmp_path: Path) -> None
         for seq, payload in connection.execute("SELECT seq, payload FROM events").fetchall():
             fields = msgspec.msgpack.decode(payload)
             fields.pop("guarded_at", None)
-            connection.execute("UPDATE events SET payload = ? WHERE seq = ?", (msgspec.msgpack.encode(fields), seq))
+            connection.execute(
+                "UPDATE events SET payload = ?, crc = NULL WHERE seq = ?", (msgspec.msgpack.encode(fields), seq)
+            )
     (trajectory,) = read(path)
     assert (trajectory.guarded, trajectory.streams[0].guarded_at) == (3, [])
 
@@ -228,7 +230,7 @@ def test_a_write_that_fails_is_told_and_what_is_there_stays_whole(tmp_path: Path
     journal.append("t", prompted())
     journal.flush()
     with sqlite3.connect(path) as other:  # stands for a full disk: the next event cannot go in
-        other.execute("INSERT INTO events VALUES (NULL, 't', 2, 0.0, 'charged', x'00')")
+        other.execute("INSERT INTO events VALUES (NULL, 't', 2, 0.0, 'charged', x'00', 0)")
     other.close()
     journal.append("t", LimitCharged(at=1.0, limit="tool_calls"))
     journal.append("t", LimitCharged(at=2.0, limit="tool_calls"))
@@ -262,8 +264,8 @@ def test_what_is_no_journal_is_left_alone(tmp_path: Path) -> None:
     connection.close()
     for path, message in (
         (text, "is not a journal that can be read: file is not a database"),
-        (empty, "is not a journal: it is empty, or an SQLite file of something else"),
-        (other, "is not a journal: it is empty, or an SQLite file of something else"),
+        (empty, "is an empty journal: its run was cut off before anything was written; start it again"),
+        (other, "is not a journal that can be read: it is an SQLite file of something else"),
         (tmp_path, "there is no journal at"),
         (tmp_path / "missing", "there is no journal at"),
     ):
@@ -283,25 +285,126 @@ def test_a_newer_format_says_so(tmp_path: Path) -> None:
     path = tmp_path / "j.sqlite"
     Journal(path).close()
     with sqlite3.connect(path) as connection:
-        connection.execute("PRAGMA user_version = 2")
+        connection.execute("PRAGMA user_version = 3")
     connection.close()
-    with pytest.raises(JournalError, match="has journal format 2 and this version reads up to 1; use the version"):
+    with pytest.raises(JournalError, match="has journal format 3 and this version reads up to 2; use the version"):
         list(read(path))
 
 
-def test_damage_names_the_event(tmp_path: Path) -> None:
+def overwritten(path: Path, trajectory_id: str, seq: int, payload: bytes) -> None:
+    with closing(sqlite3.connect(path)) as connection, connection:
+        where = "WHERE trajectory_id = ? AND seq = ?"
+        connection.execute(f"UPDATE events SET payload = ? {where}", (payload, trajectory_id, seq))
+
+
+def several(path: Path, count: int = 20, length: int = 10) -> dict[str, list[AnyEvent]]:
+    """Write a journal of some trajectories, in turns, and return what it holds."""
+    histories: dict[str, list[AnyEvent]] = {}
+    for number in range(count):
+        name = f"{number}/0"
+        histories[name] = [prompted(name)]
+        histories[name] += [LimitCharged(at=float(at), limit=f"tool_calls {number} {at}") for at in range(1, length)]
+    with Journal(path, {"run": "{}", "agents": {"a": "agent: a"}}) as journal:
+        for events_of_a_round in zip(*histories.values(), strict=True):
+            for name, event in zip(histories, events_of_a_round, strict=True):
+                journal.append(name, event)
+        for name in list(histories)[: count // 2]:
+            journal.handed_over(name)
+    return histories
+
+
+@pytest.mark.parametrize("payload", [b"\x00", encode(prompted("x")), encode(LimitCharged(at=1.0, limit="x"))])
+@pytest.mark.parametrize("seq", [0, 4, 9])
+def test_a_damaged_event_costs_its_trajectory_the_rest_and_nothing_else(
+    tmp_path: Path, seq: int, payload: bytes
+) -> None:
     path = tmp_path / "j.sqlite"
-    with Journal(path) as journal:
+    whole = several(path)
+    overwritten(path, "7/0", seq, payload)
+    said: list[str] = []
+    found = {history[0].trajectory_id: history for history in histories(path, report=said.append)}  # type: ignore[union-attr]
+    expected = {name: history[: seq if name == "7/0" else None] for name, history in whole.items()}
+    assert found == {name: history for name, history in expected.items() if history}
+    assert [line.partition(": ")[2].partition(" (")[0] for line in said] == [
+        f"event {seq} of trajectory 7/0 is damaged"
+    ]
+    assert [t.trajectory_id for t in read(path, said.append)] == list(found)
+
+
+def test_a_damaged_journal_goes_on_with_the_rest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "j.sqlite"
+    whole = several(path)
+    overwritten(path, "3/0", 0, b"")
+    overwritten(path, "7/0", 4, b"")
+    before = path.read_bytes()
+    with Journal(path, append=True) as journal:
+        assert "3/0" not in journal
+        journal.append("3/0", prompted("3/0"))
+        journal.append("7/0", LimitCharged(at=9.0, limit="new"))
+    assert (tmp_path / "j.damaged.sqlite").read_bytes() == before
+    assert "event 4 of trajectory 7/0 is damaged" in caplog.text
+    said: list[str] = []
+    found = {t.trajectory_id: t for t in read(path, said.append)}
+    assert said == []
+    assert found["3/0"] == Trajectory.fold(whole["3/0"][:1])
+    assert found["7/0"] == Trajectory.fold([*whole["7/0"][:4], LimitCharged(at=9.0, limit="new")])
+    rest = whole.keys() - {"3/0", "7/0"}
+    assert {name: found[name] for name in rest} == {name: Trajectory.fold(whole[name]) for name in rest}
+    assert metadata(path) == {"run": "{}", "agents": {"a": "agent: a"}, "code_version": __version__}
+    with closing(sqlite3.connect(path)) as connection:
+        assert len(connection.execute("SELECT * FROM handed_over WHERE yes").fetchall()) == 10
+        order = connection.execute("SELECT trajectory_id, seq FROM events ORDER BY id").fetchall()
+    assert order[:3] == [("0/0", 0), ("1/0", 0), ("2/0", 0)], "in the order of the run"
+
+
+def test_a_journal_of_format_1_is_read_and_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "j.sqlite"
+    whole = several(path)
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("ALTER TABLE events DROP COLUMN crc")
+        connection.execute("PRAGMA user_version = 1")
+    assert list(read(path)) == [Trajectory.fold(history) for history in whole.values()]
+    with Journal(path, append=True) as journal:
+        journal.append("7/0", LimitCharged(at=9.0, limit="new"))
+    whole["7/0"].append(LimitCharged(at=9.0, limit="new"))
+    assert list(read(path)) == [Trajectory.fold(history) for history in whole.values()]
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("PRAGMA user_version").fetchone() == (2,)
+        assert connection.execute("SELECT COUNT(*) FROM events WHERE crc IS NULL").fetchone() == (0,)
+    assert os.listdir(tmp_path) == ["j.sqlite"], "nothing was damaged, so nothing is kept"
+
+
+def test_damaged_facts_of_the_run_are_left_out_and_said(tmp_path: Path) -> None:
+    path = tmp_path / "j.sqlite"
+    several(path)
+    for value, why in (("{", "Expecting"), ("7", "Expected `object`"), ("[" * 10_000, "maximum recursion")):
+        with closing(sqlite3.connect(path)) as connection, connection:
+            connection.execute("UPDATE run SET value = ? WHERE key = 'agents'", (value,))
+        said: list[str] = []
+        assert metadata(path, said.append) == {"run": "{}", "code_version": __version__}
+        assert len(said) == 1
+        assert "of its run's 'agents' cannot be read" in said[0]
+        assert why in said[0]
+
+
+def test_a_new_journal_is_never_empty(tmp_path: Path) -> None:
+    """The file appears with its tables and its metadata in it, so that a run can go on from its first moment."""
+    path = tmp_path / "j.sqlite"
+    journal = Journal(path, {"run": "{}"}, interval=3600.0)
+    copy = tmp_path / "copy.sqlite"
+    copy.write_bytes(path.read_bytes())  # what is there without the log
+    assert metadata(copy) == {"run": "{}", "code_version": __version__}
+    assert not is_empty(copy)
+    journal.close()
+    (tmp_path / "empty").touch()
+    assert is_empty(tmp_path / "empty")
+    assert not is_journal(tmp_path / "empty")
+
+
+def test_what_was_appended_is_kept_when_it_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "j.sqlite"
+    with Journal(path, interval=3600.0) as journal:
         journal.append("t", prompted())
-        journal.append("t", LimitCharged(at=1.0, limit="tool_calls"))
-    with pytest.raises(JournalError, match="has no trajectory 'x'"):
-        events(path, "x")
-    for payload, message in (
-        (b"\x00", "event 1 of trajectory t cannot be read"),
-        (encode(prompted()), "t cannot be rebuilt"),
-    ):
-        with sqlite3.connect(path) as connection:
-            connection.execute("UPDATE events SET payload = ? WHERE seq = 1", (payload,))
-        connection.close()
-        with pytest.raises(JournalError, match=message):
-            list(read(path))
+        assert list(read(path)) == []
+        journal.persist()
+        assert [t.trajectory_id for t in read(path)] == ["t"]

@@ -1,0 +1,40 @@
+"""The journal: every event of a run in one SQLite file, and what it takes to read it whatever has become of it.
+
+Invariant: at any moment, also after a crash, the file holds of each trajectory a prefix of its events; so each can be
+folded, and a run that is still being written can be read.
+
+What is lost, and when: the end of the process (SIGKILL, ``os._exit``, out of memory) loses what was appended since the
+last generation was asked for, and never more than ``interval`` seconds of it; so all that a turn did is kept before its
+next generation begins, and that a call which must not be made twice has begun is kept before it begins. A loss of power
+may also lose what the operating system had not written yet, because SQLite waits for the disk only when it moves its
+log into the file. What is damaged in the file is found by the checksum of each event; it is left out together with what
+followed it in its trajectory, which is said, and nothing else is.
+
+Tables: ``run(key, value)``, values as JSON; ``trajectories(trajectory_id, group_id, sample, agent, parent_id)``;
+``handed_over(group_id, yes)``, of the groups that were delivered and after which the caller asked for more;
+``events(id, trajectory_id, seq, at, kind, payload, crc)``, where ``id`` is the place in the run, ``seq`` the place in
+the trajectory, ``payload`` what :func:`fsm_rollout.trajectory.events.encode` gives and ``crc`` its checksum. SQLite's
+``application_id`` marks the file as a journal and its ``user_version`` is the format. Journals of format 1, which have
+no checksums, are read as they are; one that is to go on is written anew in the present format.
+
+All functions raise :class:`~fsm_rollout.errors.JournalError` for a file that cannot be read or written (any more), and
+say why.
+"""
+
+from fsm_rollout.trajectory.journal.reader import (
+    Report,
+    events,
+    histories,
+    is_empty,
+    is_journal,
+    metadata,
+    read,
+    recordings,
+    trajectory_ids,
+)
+from fsm_rollout.trajectory.journal.writer import Journal
+
+__all__ = [
+    "Journal", "Report", "events", "histories", "is_empty", "is_journal", "metadata", "read", "recordings",
+    "trajectory_ids",
+]  # fmt: skip

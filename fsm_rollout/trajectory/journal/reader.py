@@ -1,0 +1,266 @@
+"""Reading a journal, also one that is being written, was cut off, is damaged, or comes from elsewhere.
+
+Invariant: what is read of a trajectory is a prefix of what was written of it, and folds. What is damaged is left out
+and reported in a sentence; it never keeps the rest from being read. Nothing that is read is run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fsm_rollout.errors import JournalError
+from fsm_rollout.trajectory.events import AnyEvent, decode
+from fsm_rollout.trajectory.journal.salvage import salvaged
+from fsm_rollout.trajectory.journal.schema import APPLICATION_ID, FACTS, FORMAT, checksum
+from fsm_rollout.trajectory.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
+
+Report = Callable[[str], None]
+"""Hears in a sentence of what is damaged, and left out."""
+_FORMATS = 1000
+"""A file of a larger format is a damaged one."""
+
+
+class _NotAJournal(sqlite3.DatabaseError):
+    """SQLite can read the file, and it is not marked as a journal."""
+
+    sqlite_errorcode = sqlite3.SQLITE_NOTADB
+
+
+Recorded = tuple[Trajectory, list[AnyEvent]]
+"""A trajectory, and its events."""
+
+_UNFINISHED = """
+WHERE group_id NOT IN (SELECT group_id FROM handed_over WHERE yes) OR group_id IN (
+    SELECT group_id FROM trajectories AS begun WHERE parent_id IS NULL AND NOT EXISTS (
+        SELECT 1 FROM events WHERE events.trajectory_id = begun.trajectory_id AND kind = 'ended'
+    )
+)
+"""
+
+
+def metadata(path: str | os.PathLike[str], report: Report = logger.warning) -> dict[str, Any]:
+    """Return the data that the journal keeps about its run, and ``code_version``; what is damaged is reported."""
+    found: dict[str, Any] = {}
+    for key, value in _query(path, "SELECT key, value FROM run", report):
+        try:
+            found[key] = msgspec.convert(json.loads(value), FACTS.get(key, Any))
+        except (ValueError, TypeError, RecursionError) as error:
+            report(f"{os.fspath(path)}: what it says of its run's '{key}' cannot be read: {error}")
+    return found
+
+
+def is_journal(path: str | os.PathLike[str]) -> bool:
+    """Say whether there is a journal at ``path``, readable or damaged."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(72)
+    except OSError:
+        return False
+    return head.startswith(b"SQLite format 3\x00") and head[68:] == APPLICATION_ID.to_bytes(4, "big")
+
+
+def is_empty(path: str | os.PathLike[str]) -> bool:
+    """Say whether at ``path`` is the beginning of a journal that holds nothing: its run ended before its first event.
+
+    (Since format 2 a journal is put in place whole, so only older ones can be so.)
+    """
+    path = Path(path)
+    if not path.is_file():
+        return False
+    if not path.stat().st_size:
+        return True
+    try:
+        with closing(_open(path)) as connection:
+            return not connection.execute("SELECT * FROM sqlite_master").fetchall()
+    except sqlite3.Error:
+        return False
+
+
+def events(path: str | os.PathLike[str], trajectory_id: str, report: Report = logger.warning) -> list[AnyEvent]:
+    """Return the events of one trajectory, in order."""
+    for _, history in recordings(path, only=trajectory_id, report=report):
+        return history
+    raise JournalError(f"{os.fspath(path)} has no trajectory '{trajectory_id}' that can be read")
+
+
+def trajectory_ids(path: str | os.PathLike[str], report: Report = logger.warning) -> list[str]:
+    """Return the ids of all trajectories, in the order in which they began."""
+    return [row[0] for row in _query(path, "SELECT trajectory_id FROM trajectories ORDER BY rowid", report)]
+
+
+def histories(
+    path: str | os.PathLike[str], *, unfinished: bool = False, report: Report = logger.warning
+) -> Iterator[list[AnyEvent]]:
+    """Yield the events of every trajectory, in the order in which they began, as they stood when reading began.
+
+    ``unfinished``: only of groups that were not delivered, or were while a sample was set aside. A group is marked as
+    delivered when the caller comes back for the next (:meth:`fsm_rollout.scheduler.scheduler.Scheduler.run`), so each
+    group comes at least once.
+    """
+    for _, history in recordings(path, unfinished=unfinished, report=report):
+        yield history
+
+
+def read(path: str | os.PathLike[str], report: Report = logger.warning) -> Iterator[Trajectory]:
+    """Yield every trajectory, in the order in which they began, as it stood when reading began.
+
+    The file may still be written to: what is read is one moment of the run.
+    """
+    for trajectory, _ in recordings(path, report=report):
+        yield trajectory
+
+
+def recordings(
+    path: str | os.PathLike[str], *, unfinished: bool = False, only: str | None = None, report: Report = logger.warning
+) -> Iterator[Recorded]:
+    """Yield every trajectory with its events; see :func:`histories`. ``only``: the one of that id."""
+    seen: set[str] = set()
+    try:
+        with _reading(path) as (connection, form):
+            yield from _recordings(connection, form, os.fspath(path), unfinished, only, report, seen)
+    except sqlite3.DatabaseError as error:
+        with _salvaging(path, error, report) as connection:
+            yield from _recordings(connection, FORMAT, os.fspath(path), unfinished, only, report, seen)
+
+
+def _recordings(
+    connection: sqlite3.Connection,
+    form: int,
+    name: str,
+    unfinished: bool,
+    only: str | None,
+    report: Report,
+    seen: set[str],
+) -> Iterator[Recorded]:
+    connection.execute("BEGIN")  # one snapshot for all that follows
+    query = f"SELECT trajectory_id FROM trajectories {_UNFINISHED if unfinished else ''} ORDER BY rowid"
+    chosen: Iterator[str] = (row[0] for row in connection.execute(query)) if only is None else iter([only])
+    for trajectory_id in chosen:
+        if trajectory_id not in seen:
+            recorded = _recording(connection, form, name, trajectory_id, report)
+            seen.add(trajectory_id)
+            if recorded is not None:
+                yield recorded
+
+
+def _recording(
+    connection: sqlite3.Connection, form: int, name: str, trajectory_id: str, report: Report
+) -> Recorded | None:
+    """Return a trajectory as far as it can be read, or ``None`` when nothing of it can."""
+    trajectory: Trajectory | None = None
+    history: list[AnyEvent] = []
+    crc = "crc" if form > 1 else "NULL"
+    query = f"SELECT seq, payload, {crc} FROM events WHERE trajectory_id = ? ORDER BY seq"
+    for seq, payload, expected in connection.execute(query, (trajectory_id,)):
+        why = "those before it are gone" if seq != len(history) else None
+        try:
+            if why is None and expected is not None and checksum(payload, seq) != expected:
+                why = "it is not what was written"
+            if why is None:
+                event = decode(payload)
+                if trajectory is not None:
+                    trajectory.apply(event)
+                elif (trajectory := Trajectory.fold([event])).trajectory_id != trajectory_id:
+                    why = f"it is of trajectory {trajectory.trajectory_id}"
+        except Exception as error:  # data from outside may be wrong in every way; what it is does not matter
+            why = f"{type(error).__name__}: {error}"
+        if why is None:
+            history.append(event)
+        else:
+            kept = f"it and what follows it there are left out, {len(history)} events are kept"
+            report(f"{name}: event {seq} of trajectory {trajectory_id} is damaged ({why}); {kept}")
+            # Nothing of the event that does not fit may stay behind.
+            trajectory = Trajectory.fold(history) if history else None
+            break
+    return None if trajectory is None else (trajectory, history)
+
+
+def event_rows(path: str | os.PathLike[str], report: Report) -> Iterator[tuple[Any, ...]]:
+    """Yield ``trajectory_id, seq, at, kind, payload`` of all events, as they stand, in the order of the run."""
+    query = "SELECT id, trajectory_id, seq, at, kind, payload FROM events WHERE id > ? ORDER BY id"
+    latest = -1
+    try:
+        with _reading(path) as (connection, _):
+            for number, *row in connection.execute(query, (latest,)):
+                latest = number
+                yield tuple(row)
+    except sqlite3.DatabaseError as error:
+        with _salvaging(path, error, report) as connection:
+            for _, *row in connection.execute(query, (latest,)):
+                yield tuple(row)
+
+
+def handed_over(path: str | os.PathLike[str], report: Report) -> list[tuple[str, int]]:
+    """Return of each group whether it was delivered, and the caller came back for more."""
+    return _query(path, "SELECT group_id, yes FROM handed_over", report)
+
+
+def _query(path: str | os.PathLike[str], query: str, report: Report) -> list[tuple[Any, ...]]:
+    try:
+        with _reading(path) as (connection, _):
+            return connection.execute(query).fetchall()
+    except sqlite3.DatabaseError as error:
+        with _salvaging(path, error, report) as connection:
+            return connection.execute(query).fetchall()
+
+
+@contextmanager
+def _reading(path: str | os.PathLike[str]) -> Iterator[tuple[sqlite3.Connection, int]]:
+    """Open a journal, and say its format.
+
+    Raises:
+        JournalError: there is none, or one of a later format.
+        sqlite3.DatabaseError: it is damaged.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise JournalError(f"there is no journal at {path}")
+    if is_empty(path):
+        raise JournalError(
+            f"{path} is an empty journal: its run was cut off before anything was written; start it again with "
+            "`fsm-rollout run`"
+        )
+    with closing(_open(path)) as connection:
+        (application,) = connection.execute("PRAGMA application_id").fetchone()
+        (form,) = connection.execute("PRAGMA user_version").fetchone()
+        if application != APPLICATION_ID or form not in range(1, _FORMATS):
+            raise _NotAJournal("it is an SQLite file of something else")
+        if form > FORMAT:
+            raise JournalError(
+                f"{path} has journal format {form} and this version reads up to {FORMAT}; "
+                "use the version of fsm-rollout that wrote it, or a later one"
+            )
+        yield connection, form
+
+
+@contextmanager
+def _salvaging(path: str | os.PathLike[str], error: Exception, report: Report) -> Iterator[sqlite3.Connection]:
+    """Open what is left of a journal that SQLite cannot read.
+
+    Raises:
+        JournalError: it is none, or another program works on it, or nothing is left.
+    """
+    path = Path(path)
+    if getattr(error, "sqlite_errorcode", 0) & 0xFF not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        raise JournalError(f"{path} cannot be read: {error}") from error
+    with salvaged(path) as connection:
+        (count,) = connection.execute("SELECT COUNT(*) FROM events").fetchone()
+        if not count:
+            raise JournalError(f"{path} is not a journal that can be read: {error}") from error
+        report(f"{path} is damaged ({error}); {count:,} events could be found in it, what is gone is left out")
+        yield connection
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)

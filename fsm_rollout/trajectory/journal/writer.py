@@ -1,0 +1,336 @@
+"""Writing a journal: behind the run's back, and at once where that is asked for.
+
+Invariant: transactions hold events in the order in which they were appended, and nothing follows one that failed. A
+thread commits what was appended; :meth:`Journal.persist` does so before the next generation is asked for, which waits
+for the operating system, and not for the disk. The thread alone moves the log into the file, where SQLite does wait.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, closing, suppress
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+
+from fsm_rollout import __version__
+from fsm_rollout.errors import JournalError
+from fsm_rollout.trajectory.events import AnyEvent, Prompted, encode
+from fsm_rollout.trajectory.journal.reader import event_rows, handed_over, is_journal, logger, metadata, recordings
+from fsm_rollout.trajectory.journal.schema import (
+    FORMAT,
+    INSERT_EVENT,
+    INSERT_TRAJECTORY,
+    SCHEMA,
+    checksum,
+    facts,
+)
+
+LOG_BYTES = 16 << 20
+"""A log longer than this is moved into the file, in one go with what is appended meanwhile."""
+
+_Insertion = tuple[str, tuple[object, ...]]
+"""A statement and its values."""
+
+
+class Journal(AbstractContextManager["Journal"]):
+    """Writes the events of one run to a file.
+
+    Args:
+        path: the file, ``journal.sqlite`` in a run's folder.
+        metadata: plain data about the run to keep with it: the agents' YAML, the run's configuration. The package's
+            version is added as ``code_version``.
+        interval: seconds over which events are gathered into one transaction where nobody asks for one sooner.
+        append: the file is there, and the run in it goes on; else it must be new. One that is damaged, or of an
+            earlier format, is written anew without what is damaged, and a damaged one kept beside it.
+
+    Raises:
+        JournalError: there is something at ``path`` already; or (``append``) it is no journal, or somebody else still
+            writes to it; or the file cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        metadata: Mapping[str, object] | None = None,
+        *,
+        interval: float = 0.1,
+        append: bool = False,
+    ) -> None:
+        self.path = Path(path)
+        self._interval = interval
+        self._rows: deque[_Insertion] = deque()
+        """Appended, and not yet committed."""
+        self._appended, self._closed = threading.Event(), threading.Event()
+        self._committing = threading.Lock()
+        self._failure: Exception | None = None
+        self._next: dict[str, int] = {}
+        """How many events each trajectory has."""
+        try:
+            if append:
+                self._next = _made_sound(self.path)
+            self._connection = _connect(self.path, {**(metadata or {}), "code_version": __version__}, append)
+        except (sqlite3.Error, OSError) as error:
+            why = "another process has it open: the run is still going on" if "locked" in str(error) else error
+            raise JournalError(f"journal {self.path} cannot be written: {why}") from error
+        groups = self._connection.execute("SELECT DISTINCT group_id FROM trajectories")
+        self.groups: set[str] = {group_id for (group_id,) in groups}
+        """The ids of all groups that are in it."""
+        self._thread = threading.Thread(target=self._write_behind, name=f"journal {self.path.name}", daemon=True)
+        self._thread.start()
+
+    def describe(self, metadata: Mapping[str, object]) -> None:
+        """Add plain data about the run, by keys; a key that is there already keeps its value."""
+        self._put(*(("INSERT OR IGNORE INTO run VALUES (?, ?)", fact) for fact in facts(metadata)))
+
+    def append(self, trajectory_id: str, event: AnyEvent, payload: bytes | None = None) -> None:
+        """Take in the next event of a trajectory; microseconds, from any one thread. It is in the file after a flush.
+
+        ``payload`` is the event as :func:`~fsm_rollout.trajectory.events.encode` gives it, where that is known already.
+
+        Raises:
+            JournalError: a trajectory's first event, and no other, is ``prompted``.
+            TypeError: the event holds something that is not plain data.
+        """
+        payload = encode(event) if payload is None else payload
+        kind = str(event.__struct_config__.tag)
+        seq = self._next.get(trajectory_id, 0)
+        if isinstance(event, Prompted) != (seq == 0):
+            raise JournalError(
+                f"event {seq} of trajectory {trajectory_id} is {kind}; 'prompted' comes first and only there"
+            )
+        row = (INSERT_EVENT, (trajectory_id, seq, event.at, kind, payload, checksum(payload, seq)))
+        if isinstance(event, Prompted):  # committed together: no trajectory is there without its first event
+            trajectory = (trajectory_id, event.group_id, event.sample, event.agent, event.parent_id)
+            self._put((INSERT_TRAJECTORY, trajectory), row)
+            self.groups.add(event.group_id)
+        else:
+            self._put(row)
+        self._next[trajectory_id] = seq + 1
+
+    def __contains__(self, trajectory_id: str) -> bool:
+        """Say whether it has a trajectory of that id."""
+        return trajectory_id in self._next
+
+    def handed_over(self, group_id: str, yes: bool = True) -> None:
+        """Keep that a group was delivered, and the caller came back for more; or that it is under way again."""
+        self._put(("INSERT OR REPLACE INTO handed_over VALUES (?, ?)", (group_id, yes)))
+
+    def persist(self) -> None:
+        """Commit everything appended so far: the process may end at any moment, and it is kept.
+
+        Some 50 microseconds, in which no disk is waited for. A failure is raised by the next append.
+        """
+        if not self._closed.is_set():
+            self._commit()  # also when there is nothing new: the thread may be at work on the rest
+
+    def flush(self) -> None:
+        """Commit everything appended so far.
+
+        Raises:
+            JournalError: it, or something before it, cannot be written.
+        """
+        self.persist()
+        self._check()
+
+    def close(self) -> None:
+        """Flush, and leave one self-contained file. Safe to call twice."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._appended.set()
+        self._commit(last=True)
+        if not sys.is_finalizing():
+            self._thread.join()
+        if self._failure is not None:
+            self._check()
+
+    def __exit__(self, *error: object) -> None:
+        """Close."""
+        self.close()
+
+    def _put(self, *rows: _Insertion) -> None:
+        self._check()
+        self._rows.extend(rows)
+        if not self._appended.is_set():
+            self._appended.set()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise JournalError(f"journal {self.path} cannot be written: {self._failure}") from self._failure
+        if self._closed.is_set():
+            raise JournalError(f"journal {self.path} is closed")
+
+    def _write_behind(self) -> None:
+        log = self.path.with_name(f"{self.path.name}-wal")
+        while not self._closed.is_set():
+            self._appended.wait()
+            self._closed.wait(self._interval)
+            self._commit()
+            with suppress(OSError):  # it is gone once the journal is closed
+                if log.stat().st_size > LOG_BYTES and not self._closed.is_set():
+                    self._move_log()
+
+    def _move_log(self) -> None:
+        """Move the log into the file, so that SQLite begins it anew. Nobody waits for the large part of that."""
+        with suppress(sqlite3.Error), closing(sqlite3.connect(self.path, isolation_level=None)) as connection:
+            connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+            with self._committing:  # what was appended meanwhile
+                connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+
+    def _commit(self, last: bool = False) -> None:
+        """Commit all that was appended; ``last``: and close the file."""
+        # 1. One thread at a time. At the interpreter's end the others stand still, and one of them may hold the lock.
+        if not self._committing.acquire(blocking=not sys.is_finalizing()):
+            self._failure = RuntimeError("the interpreter has stopped the thread that writes it")
+            return
+        try:
+            # 2. One transaction, in the order of appending. Nothing follows one that failed: there would be a gap.
+            self._appended.clear()
+            rows = [self._rows.popleft() for _ in range(len(self._rows))]
+            if rows and self._failure is None:
+                with self._connection:
+                    self._connection.execute("BEGIN")
+                    for statement, group in groupby(rows, key=itemgetter(0)):
+                        self._connection.executemany(statement, (values for _, values in group))
+            # 3. One file, which can be read from read-only media too; a reader that is busy with it keeps the log.
+            if last and self._failure is None:
+                self._connection.execute("PRAGMA busy_timeout = 0")
+                try:
+                    self._connection.execute("PRAGMA journal_mode = DELETE")
+                except sqlite3.OperationalError as error:
+                    if "locked" not in str(error):
+                        raise
+        except (sqlite3.Error, OSError) as error:
+            self._failure = error
+        finally:
+            if last:
+                self._connection.close()
+            self._committing.release()
+
+
+def _connect(path: Path, metadata: Mapping[str, object], append: bool) -> sqlite3.Connection:
+    """Open a journal for writing; a new one is put in place with its tables and metadata, so that none is ever empty.
+
+    Raises:
+        JournalError: there is one already.
+        sqlite3.Error, OSError: it cannot be written.
+    """
+    if not append:
+        if path.exists():
+            raise JournalError(f"{path} exists, and a journal holds one run; choose another folder or remove it")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_new(path, lambda connection: connection.executemany("INSERT INTO run VALUES (?, ?)", facts(metadata)))
+    connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
+    try:
+        connection.execute("PRAGMA busy_timeout = 5000")
+        # WAL: readers and the writer do not wait for each other, and a torn write is never seen.
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute("PRAGMA wal_autocheckpoint = 0")  # the thread does
+        if append:
+            connection.execute("BEGIN")
+            connection.executemany("INSERT OR REPLACE INTO run VALUES (?, ?)", facts(metadata))
+            connection.execute("COMMIT")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _write_new(path: Path, fill: Callable[[sqlite3.Connection], object]) -> None:
+    """Write a journal's file beside its place, and put it there whole."""
+    partial = path.with_name(f"{path.name}.new")
+    try:
+        partial.unlink(missing_ok=True)
+        with closing(sqlite3.connect(partial, isolation_level=None)) as connection:
+            connection.executescript(f"BEGIN; {SCHEMA}")
+            fill(connection)
+            connection.execute("COMMIT")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+# -- one that is to go on -----------------------------------------------------------------------------------------
+
+
+def _made_sound(path: Path) -> dict[str, int]:
+    """Return how many events each trajectory of a journal has, after what is damaged was taken out of it."""
+    # 1. It is there, it holds something, and nobody else writes to it.
+    if not path.is_file() or not is_journal(path):
+        metadata(path)  # says what is wrong with it
+    with closing(sqlite3.connect(path, timeout=0, isolation_level=None)) as connection:
+        try:
+            connection.execute("PRAGMA journal_mode = DELETE")  # not granted while anybody else has its log open
+        except sqlite3.DatabaseError as error:
+            if "locked" in str(error):
+                raise
+    # 2. It is whole; else what is whole of it is written anew.
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+            (form,) = connection.execute("PRAGMA user_version").fetchone()
+            lengths: dict[str, int] | None = _lengths(connection) if form == FORMAT else None
+    except sqlite3.DatabaseError:
+        form, lengths = FORMAT, None
+    if lengths is None:
+        lengths = _rewrite(path, form)
+    return lengths
+
+
+def _lengths(connection: sqlite3.Connection) -> dict[str, int] | None:
+    """Return how many events each trajectory has; ``None`` where one is not what was written, or is missing."""
+    begun = {row[0] for row in connection.execute("SELECT trajectory_id FROM trajectories")}
+    lengths: dict[str, int] = {}
+    for trajectory_id, seq, payload, crc in connection.execute(
+        "SELECT trajectory_id, seq, payload, crc FROM events ORDER BY id"
+    ):
+        if lengths.get(trajectory_id, 0) != seq or checksum(payload, seq) != crc:
+            return None
+        lengths[trajectory_id] = seq + 1
+    return lengths if begun == lengths.keys() else None
+
+
+def _rewrite(path: Path, form: int) -> dict[str, int]:
+    """Write a journal anew with what can be read of it; a damaged one is kept beside it. Return its lengths."""
+    # 1. How much of each trajectory there is.
+    damages: list[str] = []
+    trajectories: list[tuple[object, ...]] = []
+    lengths: dict[str, int] = {}
+    for trajectory, history in recordings(path, report=damages.append):
+        own = trajectory.trajectory_id
+        trajectories.append((own, trajectory.group_id, trajectory.sample, trajectory.agent, trajectory.parent_id))
+        lengths[own] = len(history)
+
+    # 2. That much of it, in the order of the run.
+    def fill(connection: sqlite3.Connection) -> None:
+        connection.executemany(INSERT_TRAJECTORY, trajectories)
+        for own, seq, at, kind, payload in event_rows(path, damages.append):
+            if seq < lengths.get(own, 0):
+                connection.execute(INSERT_EVENT, (own, seq, at, kind, payload, checksum(payload, seq)))
+        connection.executemany("INSERT INTO run VALUES (?, ?)", facts(metadata(path, damages.append)))
+        connection.executemany("INSERT INTO handed_over VALUES (?, ?)", handed_over(path, damages.append))
+
+    sound = path.with_name(f"{path.name}.sound")
+    _write_new(sound, fill)
+    # 3. Into its place; what was damaged may be worth a look.
+    log = [path.with_name(path.name + end) for end in ("-wal", "-shm")]
+    if damages:
+        kept = path.with_name(f"{path.stem}.damaged{path.suffix}")
+        for file in (path, *log):
+            if file.exists():
+                file.replace(kept.with_name(file.name.replace(path.name, kept.name, 1)))
+        for damage in dict.fromkeys(damages):
+            logger.warning("%s", damage)
+        logger.warning("the journal goes on without what is damaged; as it was, it is kept as %s", kept)
+    else:
+        logger.info("%s had format %d and is written anew in format %d", path, form, FORMAT)
+    for file in log:
+        file.unlink(missing_ok=True)
+    sound.replace(path)
+    return lengths
