@@ -35,6 +35,15 @@ def _reference() -> Any:
     return module
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put pages that the navigation does not name at its end, so that a new page is never lost."""
+    named = set(re.findall(r"[\w/]+\.md", str(config.nav)))
+    docs = Path(config.docs_dir)
+    further = sorted({path.relative_to(docs).as_posix() for path in docs.rglob("*.md")} - named)
+    config.nav = [*(config.nav or []), *([{"Further": further}] if further else [])]
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages and files that lie outside of docs/."""
     for source, target in ADDED.items():

@@ -7,8 +7,10 @@ enum members and classes, and from declarations; the types of the batch's tensor
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import itertools
+import json
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -347,24 +349,69 @@ def chat_rules() -> str:
     return docstring(chat).partition("\n\n")[2]
 
 
+API: dict[str, tuple[str, ...]] = {
+    "Running": ("fr.Rollout", "fr.load_agent", "fr.read_prompts", "fr.endless_prompts", "fr.Prompt"),
+    "What comes out": ("fr.TrajectoryBatch", "fr.Trajectory", "trajectory.trajectory.Turn", "fr.Group", "fr.Journal"),
+    "Reading a journal": ("journal.histories", "journal.read", "journal.events", "journal.trajectory_ids"),
+    "Rewards": ("rewards.exact_answer", "rewards.first_answer", "rewards.fraction_answered", "rewards.scores_differ"),
+    "Tools of your own": ("fr.ToolContext", "fr.ToolResult", "fr.BadArguments", "tools.Tool", "tools.Hidden"),
+    "Handlers of your own": ("fr.State", "fr.Outcome", "states.context.HandlerContext"),
+    "Users of your own": (
+        "interactions.Interaction", "interactions.Conversation", "interactions.Reply",
+        "interactions.ScriptedUser", "interactions.ModelUser",
+    ),
+    "Engines": (
+        "engines.protocol.Engine", "engines.protocol.Request", "engines.protocol.SamplingParams",
+        "engines.protocol.Chunk", "engines.protocol.Load", "engines.router.Router", "fr.ScriptedEngine",
+        "fr.TransformersEngine", "fr.load_model",
+    ),
+    "Agents as data": ("fr.AgentGraph", "fr.verify", "fr.prove"),
+    "Testing": (
+        "testing.check_engine", "testing.check_state", "testing.check_tool", "testing.check_interaction",
+        "testing.check_tool_format", "testing.simulate", "testing.run_virtual",
+    ),
+    "Exact tokens": ("fr.ChatTemplate",),
+    "Errors": ("fr.RolloutError", "fr.ConfigError"),
+}  # fmt: skip
+"""What users import, by what they are about; ``fr.NAME`` is a public name of the package itself."""
+MEMBERS = {
+    "Group": (
+        "group_id",
+        "index",
+        "prompt",
+        "n",
+        "trajectories",
+        "children",
+        "reward_errors",
+        "dropped",
+        "drop_reason",
+    ),
+    "Prompt": ("messages", "prompt_id", "agent", "limits", "sampling", "extra"),
+}
+"""What is shown of classes that have more."""
+
+
 def python_api() -> str:
-    """Return directives for all public names."""
+    """Return directives for what users import."""
+    parts = []
+    for title, names in API.items():
+        parts.append(f"## {title}")
+        for name in names:
+            options: dict[str, object] = {"heading_level": 3, "heading": name, "toc_label": name}
+            if name.rpartition(".")[2] in MEMBERS:
+                options["members"] = list(MEMBERS[name.rpartition(".")[2]])
+            lines = "\n".join(f"        {key}: {json.dumps(value)}" for key, value in options.items())
+            parts.append(f"::: {_where_defined(name)}\n    options:\n{lines}")
+    return "\n\n".join(parts)
+
+
+def _where_defined(name: str) -> str:
+    """Return the full path of an object in the module that defines it: what the documentation is read from."""
     import fsm_rollout
 
-    homes = {name: f"fsm_rollout.{home}.{name}" for name, home in fsm_rollout._HOMES.items()}
-    homes = {name: _where_defined(path) for name, path in homes.items()}
-    return "\n\n".join(
-        f"## `fr.{name}`\n\n::: {path}\n    options: {{heading_level: 3}}" for name, path in homes.items()
-    )
-
-
-def _where_defined(path: str) -> str:
-    """Return the module that an object is defined in: what the documentation is read from."""
-    from pkgutil import resolve_name
-
-    module, _, name = path.rpartition(".")
-    value = resolve_name(f"{module}:{name}")
-    return f"{value.__module__}.{name}" if hasattr(value, "__module__") else path
+    home = fsm_rollout._HOMES[name[3:]] if name.startswith("fr.") else name.rpartition(".")[0]
+    value = getattr(importlib.import_module(f"fsm_rollout.{home}"), name.rpartition(".")[2])
+    return f"{value.__module__}.{value.__qualname__}"
 
 
 # -- what the tables are made with ---------------------------------------------------------------------------------
@@ -409,8 +456,6 @@ def _sentence(text: str) -> str:
 
 
 def _yaml(value: object) -> str:
-    import json
-
     if isinstance(value, Mapping):
         value = {key: item for key, item in value.items() if item is not None}
     return json.dumps(value) if not isinstance(value, str) else value

@@ -164,7 +164,7 @@ class CompletionsServer(Server):
         if ids is None:
             raise EngineError(
                 f"{self.url} answers with text only: there are no `token_ids` in its answer, though "
-                f"`return_token_ids` was asked for. Training needs the ids that were sampled; text encoded again gives others. "
+                f"`return_token_ids` was asked for. Training needs the sampled ids; text encoded again gives others. "
                 f"vLLM (from 0.10.2) and SGLang give them; its answer was {shown(line)}"
             )
         logprobs = [value for value in (choice.logprobs.token_logprobs if choice.logprobs else []) if value is not None]
