@@ -316,6 +316,8 @@ class EngineClient:
         pending.has_tokens = False
         if maybe_shared and (self._sent or self._trials.busy):
             self._trials.add(pending, error)
+            if not self._sent:  # there is nobody left who could fail with it
+                self._trials.judge()
         else:
             self.failed_alone(pending, error)
 
@@ -327,10 +329,10 @@ class EngineClient:
             pending.losses += 1
         else:
             pending.failures += 1
-        tries = pending.shared + pending.failures + pending.losses
+        tries = pending.failures + pending.losses
         asked = pending.request
         who = f" (request {asked.request_id} of {len(asked.ids):,} tokens, by itself)" if pending.shared else ""
-        if not pending.lost and tries - pending.losses >= self.attempts:
+        if pending.failures >= self.attempts:
             if who:
                 error = EngineError(f"{error}{who}", kind=error.kind or type(error).__name__)
             self._end(pending, FinishReason.ABORT, error)

@@ -61,7 +61,7 @@ class Trials:
         self._held: list[PendingRequest] = []
         """What is sent when there is nothing left to try."""
         self._timer: asyncio.TimerHandle | None = None
-        """The delay of the next part."""
+        """Ends the wait for what fails together, or the delay of the next part."""
 
     def __contains__(self, pending: PendingRequest) -> bool:
         """Whether a request is on trial, or has been."""
@@ -70,7 +70,8 @@ class Trials:
     def add(self, pending: PendingRequest, error: EngineError) -> None:
         """Note a failure that may be others' too."""
         if not self._failed:
-            asyncio.get_running_loop().call_later(TOGETHER, self._judge)
+            self._stop_timer()  # the next part can wait
+            self._timer = asyncio.get_running_loop().call_later(TOGETHER, self.judge)
         self._failed[pending] = error
         self.busy = True
 
@@ -91,12 +92,11 @@ class Trials:
         self._failed.clear()
         self._parts.clear()
         self._on_trial, self._held = [], []
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._stop_timer()
 
-    def _judge(self) -> None:
+    def judge(self) -> None:
         """Decide who has to answer for what has failed together."""
+        self._stop_timer()
         failed = {pending: error for pending, error in self._failed.items() if not pending.done.is_set()}
         self._failed.clear()
         # 1. With a part on trial that part is suspected, and those that ran beside it are not.
@@ -135,7 +135,7 @@ class Trials:
 
     def go_on(self) -> None:
         """Try the next part when the present one has passed; with none left, send what was held."""
-        if self._failed or self._timer is not None or not all(map(_has_passed, self._on_trial)):
+        if self._timer is not None or not all(map(_has_passed, self._on_trial)):
             return
         self._on_trial = []
         while self._parts:
@@ -148,6 +148,11 @@ class Trials:
         held, self._held = self._held, []
         for pending in held:
             self._ledger.enqueue(pending)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _begin(self) -> None:
         self._timer = None

@@ -14,7 +14,8 @@ from enum import StrEnum, auto
 from fsm_rollout.environment.rewards import Reward, Verdict
 from fsm_rollout.errors import describe
 from fsm_rollout.scheduler.trajectory_runner import Program
-from fsm_rollout.states.active_trajectory import CUT_OFF, ActiveTrajectory
+from fsm_rollout.states.active_trajectory import UNREAD, ActiveTrajectory
+from fsm_rollout.tools import AgentCall
 from fsm_rollout.trajectory.enums import DropReason
 from fsm_rollout.trajectory.events import REWARD, AnyEvent, NotScored, Scored
 from fsm_rollout.trajectory.prompt import Prompt
@@ -120,9 +121,37 @@ class Group:
         self.state = GroupState.RUNNING
         return samples
 
-    def discard_unread(self, parent: Trajectory) -> None:
-        """Take sub-agents' trajectories out that were cut off with their parent, whose call will be made again."""
-        for child in [c for c in self.children if c.parent_id == parent.trajectory_id and c.detail == CUT_OFF]:
+    def add_child(self, child: Trajectory) -> None:
+        """Take a sub-agent's trajectory in; they stand in the order of the calls, whichever of them was quicker."""
+        self.children.append(child)
+        self.children.sort(key=self._place)
+
+    def child(self, trajectory_id: str) -> Trajectory | None:
+        """Return a sub-agent's trajectory by its id, if it has begun."""
+        return next((child for child in self.children if child.trajectory_id == trajectory_id), None)
+
+    def child_id(self, parent: Trajectory, call: AgentCall) -> str:
+        """Return the id of the trajectory that answers a try of a call: ``parent/tool.3``, then ``parent/tool.3~1``.
+
+        It follows from the call alone, so it is the same however often the call is interrupted and made again: 3 is its
+        place among all calls of its parent.
+        """
+        ids = [attempt.id for attempt in parent.attempts]
+        before = parent.calls_seen - len(parent.called)
+        place = before + ids.index(call.call_id) + 1 if call.call_id in ids else call.call_id
+        tries = call.number - 1 + sum(max(1, called.tries) for called in parent.called if called.id == call.call_id)
+        return f"{parent.trajectory_id}/{call.tool}.{place}" + (f"~{tries}" if tries else "")
+
+    def _place(self, child: Trajectory) -> tuple[object, ...]:
+        """Return where a sub-agent's trajectory stands: by sample, then by the places of the calls that led to it."""
+        parts = child.trajectory_id.removeprefix(f"{self.group_id}/").split("/")[1:]
+        calls = [part.rpartition(".")[2].partition("~") for part in parts]
+        numbers = [(int(place) if place.isdecimal() else 2**31, place, len(tries), tries) for place, _, tries in calls]
+        return child.sample, numbers
+
+    def discard_unread(self) -> None:
+        """Take out what sub-agents have begun to answer and nobody reads, because their callers ended without it."""
+        for child in [child for child in self.children if child.detail == UNREAD]:
             self._discard(child)
 
     def _discard(self, trajectory: Trajectory) -> None:

@@ -62,15 +62,15 @@ def resumed_groups(
             continue
         sample_count = max(n, *(trajectory.sample + 1 for trajectory in samples))
         group = Group(group_id, len(groups), prompt, bound[samples[0].agent], sample_count)
-        group.children = [trajectory for trajectory in members if trajectory.parent_id is not None]
+        for trajectory in members:
+            if trajectory.parent_id is not None:
+                group.add_child(trajectory)
         for trajectory in samples:
             if group.standing(trajectory.sample) is not None:
                 group.give_up(trajectory.sample)  # a later attempt stands for earlier ones
             group.add(trajectory)
             group.attempts[trajectory.sample] = _attempt(trajectory)
-        for trajectory in members:
-            if trajectory.ended:  # what an earlier resumption made again is not known as discarded any more
-                group.discard_unread(trajectory)
+        group.discard_unread()
         groups.append(group)
     if problems:
         raise ConfigError(problems)

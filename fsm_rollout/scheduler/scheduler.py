@@ -42,9 +42,10 @@ from fsm_rollout.scheduler.group import Group, GroupState, score_group
 from fsm_rollout.scheduler.resume import History, resumed_groups
 from fsm_rollout.scheduler.staleness import Staleness
 from fsm_rollout.scheduler.trajectory_runner import Program, run_trajectory
-from fsm_rollout.states.active_trajectory import CARRIED, CUT_OFF, INTERRUPTED, ActiveTrajectory, Stop, Suspension
+from fsm_rollout.states.active_trajectory import CARRIED, INTERRUPTED, UNREAD, ActiveTrajectory, Stop, Suspension
 from fsm_rollout.states.failures import class_of
-from fsm_rollout.tools import AgentAnswer
+from fsm_rollout.tools import AgentAnswer, AgentCall
+from fsm_rollout.tools.bounded_call import Expired
 from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, DropReason, StopReason, Trigger
 from fsm_rollout.trajectory.events import AnyEvent, CallBegun, Ended, Prompted, Resumed
 from fsm_rollout.trajectory.journal import Journal
@@ -371,8 +372,8 @@ class Scheduler:
     def _resume(self, run: _Run, histories: list[History]) -> None:
         """Let the groups of some histories wait for their turn, behind those that were carried over.
 
-        What the journal does not have yet is written into it first (a trajectory object must be in it already). A
-        sub-agent's trajectory that has not ended is ended as ``cancelled``: the call that it served is made again.
+        What the journal does not have yet is written into it first (a trajectory object must be in it already).
+        Sub-agents' trajectories go on when the calls that they serve are made again.
         """
         trajectories = [h if isinstance(h, Trajectory) else Trajectory.fold(h) for h in histories]
         agents, programs = self.agents.values(), self.programs.values()
@@ -382,16 +383,9 @@ class Scheduler:
             if not isinstance(history, Trajectory) and not journalled:
                 for event in history:
                     self.record(trajectory, event)
-        now = asyncio.get_running_loop().time()
         for group in groups:
             if self.journal is not None:
                 self.journal.handed_over(group.group_id, False)
-            for child in group.children:
-                if not child.ended:
-                    resumed = Resumed(at=now, away=now - child.latest_at)
-                    for event in (resumed, Ended(at=now, stop_reason=StopReason.CANCELLED, detail=CUT_OFF)):
-                        child.apply(event)
-                        self.record(child, event)
             self.groups[group.group_id] = run.resumed[group.group_id] = group
             self._waiting.append(group)
 
@@ -565,12 +559,7 @@ class Scheduler:
         """Begin a sample, or let it go on (unless it has fallen too far behind the weights meanwhile)."""
         trajectory = group.standing(sample)
         if trajectory is not None:
-            live = group.active.get(trajectory.trajectory_id) or self._activate(group, trajectory)
-            now = asyncio.get_running_loop().time()
-            live.stop = None
-            group.discard_unread(trajectory)
-            version = self.staleness.version()
-            live.emit(Resumed(at=now, away=now - trajectory.latest_at, weight_version=version))
+            live = self._go_on(group, trajectory, group.program)
             if not await self._end_if_stale(group, live):
                 return live
         live = self._begin(group, group.program, group.prompt, group.next_id(sample), sample)
@@ -635,22 +624,46 @@ class Scheduler:
         group.glue_entries[trajectory_id] = live.glue_entries
         return live
 
-    async def _run_agent(
-        self, group: Group, parent_id: str, tool: str, graph: AgentGraph, task: str, seed: int
-    ) -> AgentAnswer:
-        """Run a sub-agent to its end, as a child trajectory of the same group, in the calling task."""
+    def _go_on(
+        self, group: Group, trajectory: Trajectory, program: Program, caller: ActiveTrajectory | None = None
+    ) -> ActiveTrajectory:
+        """Let a trajectory go on that was set aside, or cut off by a crash."""
+        live = group.active.get(trajectory.trajectory_id) or self._activate(group, trajectory, program)
+        live.stop, live.caller = None, caller
+        now, version = asyncio.get_running_loop().time(), self.staleness.version()
+        live.emit(Resumed(at=now, away=now - trajectory.latest_at, weight_version=version))
+        return live
+
+    async def _run_agent(self, group: Group, parent_id: str, graph: AgentGraph, call: AgentCall) -> AgentAnswer:
+        """Run a sub-agent to its end, as a child trajectory of the same group, in the calling task.
+
+        A call that is made again after an interruption goes on with the trajectory that had begun to answer it.
+
+        Raises:
+            Expired: that one had been given up before the interruption.
+        """
+        # 1. The trajectory of the call: the one that has begun, or a new one.
         caller, program = group.active[parent_id], self.program(graph)
-        number = 1 + sum(child.parent_id == parent_id for child in (*group.children, *group.discarded))
-        child_id = f"{parent_id}/{tool}.{number}"
-        prompt = Prompt(prompt_id=group.prompt.prompt_id, messages=({"role": "user", "content": task},))
-        sample = caller.trajectory.sample
-        live = self._begin(group, program, prompt, child_id, sample, seed=seed, caller=caller)
-        child = live.trajectory
-        group.children.append(child)
-        try:
-            await run_trajectory(live, program.handlers)
-        finally:
-            group.active.pop(child_id, None)
+        child_id = group.child_id(caller.trajectory, call)
+        child = group.child(child_id)
+        if child is None:
+            prompt = Prompt(prompt_id=group.prompt.prompt_id, messages=({"role": "user", "content": call.task},))
+            sample = caller.trajectory.sample
+            live = self._begin(group, program, prompt, child_id, sample, seed=call.seed, caller=caller)
+            child = live.trajectory
+            group.add_child(child)
+        elif child.stop_reason == StopReason.CANCELLED:
+            raise Expired
+        elif not child.ended:
+            live = self._go_on(group, child, program, caller)
+        # 2. Its end.
+        if not child.ended:
+            try:
+                await run_trajectory(live, program.handlers)
+            finally:
+                if not live.stays_open:
+                    group.active.pop(child_id, None)
+        # 3. Its answer.
         texts = list(child.assistant_texts())
         answered = child.exit is not None and child.exit.trigger not in IMPLICIT_TRIGGERS and texts
         failure = None if answered else child.stop_reason
@@ -675,6 +688,25 @@ class Scheduler:
             del self.running[trajectory_id]
             if not live.stays_open:
                 group.active.pop(trajectory_id, None)
+            await self._end_unread(group, live.trajectory)
+
+    async def _end_unread(self, group: Group, trajectory: Trajectory) -> None:
+        """End the sub-agents' trajectories that were set aside with one that has ended without going on with them."""
+        if not trajectory.ended:
+            return
+        now = asyncio.get_running_loop().time()
+        for child in group.servants(trajectory):
+            if not child.ended:
+                for event in (
+                    Resumed(at=now, away=now - child.latest_at),
+                    Ended(at=now, stop_reason=StopReason.CANCELLED, detail=UNREAD),
+                ):
+                    child.apply(event)
+                    self.record(child, event)
+                live = group.active.pop(child.trajectory_id, None)
+                if live is not None:
+                    await live.close()
+        group.discard_unread()
 
     async def _finish(self, run: _Run, group: Group) -> None:
         """Score a group whose samples are finished, unless the run is over: then it is carried, scored or not."""
@@ -778,6 +810,7 @@ class Scheduler:
         if outcome is None:
             return False
         live.halt(outcome)
+        await self._end_unread(group, trajectory)
         if restarts := self.staleness.may_restart(group, trajectory.sample):
             group.give_up(trajectory.sample)
         group.active.pop(trajectory.trajectory_id, None)

@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 30.0
 """How long an interaction may take to close."""
-CUT_OFF = "the run was interrupted"
-"""The detail of a sub-agent's trajectory that ended with its caller's interruption, so that its call is made again."""
+UNREAD = "nobody waits for its answer any more"
+"""The detail of a sub-agent's trajectory that was set aside and whose caller ended without going on with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +178,13 @@ class ActiveTrajectory:
             root.task.cancel()
 
     def halt_cancelled(self) -> None:
-        """End or suspend it after a cancellation, which was its own stop, or its caller's (maybe an interruption)."""
-        caller = self.caller
-        while caller is not None and caller.stop is None:
-            caller = caller.caller
-        self.halt(self.stop or Outcome(Trigger.CANCELLED, detail=None if caller is None else CUT_OFF))
+        """End or suspend it after a cancellation: by its own stop, or its caller's; else its call gave it up.
+
+        A sub-agent's is suspended with its caller, and goes on when the call is made again.
+        """
+        stopped = self
+        while stopped.stop is None and stopped.caller is not None:
+            stopped = stopped.caller
+        if self.stop is None:
+            self.stop = stopped.stop if isinstance(stopped.stop, Suspension) else Outcome(Trigger.CANCELLED)
+        self.halt(self.stop)

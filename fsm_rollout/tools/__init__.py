@@ -4,13 +4,14 @@
 """
 
 from fsm_rollout.errors import BadArguments
-from fsm_rollout.tools.base import AgentAnswer, CallResult, Hidden, Tool, ToolContext, ToolResult
+from fsm_rollout.tools.base import AgentAnswer, AgentCall, CallResult, Hidden, Tool, ToolContext, ToolResult
 from fsm_rollout.tools.schema import tool_schema, validate_arguments
 from fsm_rollout.tools.tool_messages import truncate
 from fsm_rollout.tools.toolbox import RunAgent, Toolbox, ToolSession, tool_schema_of
 
 __all__ = [
     "AgentAnswer",
+    "AgentCall",
     "BadArguments",
     "CallResult",
     "Hidden",

@@ -38,6 +38,10 @@ class ToolContext:
     """Seeded by the trajectory, the call and the try, so it is the same in every run of the same seed."""
     extra: Mapping[str, Any]
     """The prompt's other fields. Tools must not change them."""
+    call_id: str = ""
+    """The call's own within its trajectory, also when it is made again: with both ids another system knows a call."""
+    number: int = 1
+    """Which try of the call this is: 1, 2, …"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,20 @@ class Tool(ABC):
 
     def release(self) -> object:  # noqa: B027
         """Give back what `create` took. An error raised here is reported and ends nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentCall:
+    """One try of a call of an agent used as a tool."""
+
+    tool: str
+    """The tool's name."""
+    task: str
+    seed: int
+    """The try's own, however often it is interrupted and made again."""
+    call_id: str
+    number: int = 1
+    """Which try of the call it is: 1, 2, …"""
 
 
 @dataclass(frozen=True, slots=True)

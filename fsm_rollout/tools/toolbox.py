@@ -30,7 +30,7 @@ from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.errors import BadArguments, ConfigError, ToolError, did_you_mean, place_of
 from fsm_rollout.tools import tool_messages
-from fsm_rollout.tools.base import AgentAnswer, CallResult, ToolContext, ToolResult, fresh
+from fsm_rollout.tools.base import AgentAnswer, AgentCall, CallResult, ToolContext, ToolResult, fresh
 from fsm_rollout.tools.bounded_call import (
     STOP_SECONDS,
     Expired,
@@ -59,8 +59,8 @@ THREADS = 256
 
 _logger = logging.getLogger(__name__)
 
-RunAgent = Callable[[str, AgentGraph, str, int], Awaitable[AgentAnswer]]
-"""Runs an agent as a child trajectory: by the tool's name, the agent, its task, and the seed of this try."""
+RunAgent = Callable[[AgentGraph, AgentCall], Awaitable[AgentAnswer]]
+"""Runs an agent as a child trajectory, or goes on with the one of that call."""
 MakeContext = Callable[[str], ToolContext]
 """Makes the ToolContext of a call; the argument tells its randomness from that of others within the call."""
 ToolsKwargs = Mapping[str, Mapping[str, object]]
@@ -304,8 +304,9 @@ class AgentTool(BoundTool):
     async def call(self, session: ToolSession, arguments: Arguments, context: MakeContext) -> object:
         """Run it on its task."""
         assert session.run_agent is not None
-        seed = context("agent").rng.getrandbits(63)  # the call's own, however often it was interrupted and made again
-        return await session.run_agent(self.name, self.agent, arguments["task"], seed)
+        own = context("agent")
+        call = AgentCall(self.name, arguments["task"], own.rng.getrandbits(63), own.call_id, own.number)
+        return await session.run_agent(self.agent, call)
 
 
 def _ask(task: str) -> None:
@@ -587,7 +588,7 @@ class ToolSession:
 
     def _context(self, call_id: str, number: int, purpose: str) -> ToolContext:
         rng = Random(derive_seed(self.seed, "tool", call_id, number, purpose))
-        return ToolContext(self.trajectory_id, self.group_id, rng, self.extra)
+        return ToolContext(self.trajectory_id, self.group_id, rng, self.extra, call_id, number)
 
 
 def _failure(tool: BoundTool, error: BaseException) -> tuple[CallResult, frozenset[str]]:

@@ -19,7 +19,7 @@ import pytest
 
 from fsm_rollout.agent import graph
 from fsm_rollout.errors import BadArguments, ToolError
-from fsm_rollout.tools import AgentAnswer, CallResult, Toolbox, ToolContext, ToolResult, ToolSession
+from fsm_rollout.tools import AgentAnswer, AgentCall, CallResult, Toolbox, ToolContext, ToolResult, ToolSession
 from fsm_rollout.trajectory.events import ToolCall
 from tests.kit import ROOT
 
@@ -110,7 +110,7 @@ class Counter:
         return f"{self.count} {os.getpid()}"
 
 
-async def no_agent(tool: str, agent: graph.AgentGraph, task: str, seed: int) -> AgentAnswer:
+async def no_agent(agent: graph.AgentGraph, call: AgentCall) -> AgentAnswer:
     raise AssertionError("no agent is called here")
 
 

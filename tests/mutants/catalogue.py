@@ -13,6 +13,12 @@ TOOLS = ("tests/laws/test_laws.py::test_runs_with_real_tools_keep_the_laws",)
 SCHEDULE = ("tests/laws/test_laws.py::test_results_do_not_depend_on_the_schedule",)
 LIMITS = ("tests/unit/testing/test_limits_kept.py",)
 ROWS = ("tests/unit/batch/test_batch.py",)
+SUB_AGENTS = (
+    "tests/unit/scheduler/test_resume.py::test_a_sub_agent_that_was_cut_off_goes_on_when_its_call_is_made_again",
+    "tests/unit/scheduler/test_resume.py::test_sub_agents_are_carried_with_those_they_serve",
+    "tests/unit/scheduler/test_resume.py::"
+    "test_whoever_is_killed_and_resumed_however_often_rows_ids_and_order_are_those_of_one_run",
+)
 FAILURES = ("tests/unit/scheduler/test_failures.py",)
 TRIALS = ("tests/unit/engines/test_trials.py",)
 DISPATCH = ("tests/unit/engines/test_client.py",)
@@ -235,8 +241,7 @@ MUTANTS = (
         "8: a group has the samples of its prompt",
     ),
     Mutant(
-        "a crash is the end", "engines/client.py", "        if not pending.lost and tries - pending.losses >= self.attempts:",
-        "        if True:",
+        "a crash is the end", "engines/client.py", "        if pending.failures >= self.attempts:", "        if True:",
         "8: a failure that mends is no failure",
         DISPATCH,
     ),
@@ -247,8 +252,8 @@ MUTANTS = (
         TRIALS,
     ),
     Mutant(
-        "nobody is suspected", "engines/trials.py", "if pending.shared > 1]\n            if suspects:", "if False]\n            if suspects:",
-        "8: a poisoned request is found, and ends alone",
+        "try all that failed one by one", "engines/trials.py", "if pending.shared > 1]\n            if suspects:", "if False]\n            if suspects:",
+        "8: a poisoned request is found in halves",
         TRIALS,
     ),
     Mutant(
@@ -305,6 +310,22 @@ MUTANTS = (
         "if self.row is None else None",
         "a failure that a row takes to an end is still one",
         FAILURES,
+    ),
+    Mutant(
+        "end a sub-agent that is cut off", "states/active_trajectory.py", "stopped.stop if isinstance(stopped.stop, Suspension) else", "",
+        "6: a sub-agent goes on where its caller was interrupted",
+        SUB_AGENTS,
+    ),
+    Mutant(
+        "call a sub-agent anew that had ended", "scheduler/scheduler.py", "        elif child.stop_reason == StopReason.CANCELLED:",
+        "        elif child.ended:",
+        "6: a call whose answer was not recorded is not made twice",
+        SUB_AGENTS,
+    ),
+    Mutant(
+        "number sub-agents as they come", "scheduler/group.py", "        self.children.sort(key=self._place)\n", "",
+        "6: rows stand in the same order wherever a run was cut off",
+        SUB_AGENTS,
     ),
     Mutant(
         "take a broken call for an answer", "states/generation.py",
@@ -369,7 +390,7 @@ MUTANTS = (
     # -- rows and batches (laws 7, 9)
     Mutant(
         "a sub-agent's tokens in its parent's row", "scheduler/scheduler.py",
-        "prompt, child_id, sample, seed=seed", "prompt, parent_id, sample, seed=seed",
+        "prompt, child_id, sample, seed=call.seed", "prompt, parent_id, sample, seed=call.seed",
         "7: a sub-agent's tokens are rows of its own trajectory",
         SCHEDULER,
     ),

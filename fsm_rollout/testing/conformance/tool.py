@@ -25,7 +25,7 @@ from fsm_rollout.testing.conformance.runner import Checked, ConformanceError, Su
 from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from fsm_rollout.testing.simulation.simulated import OneEngine
 from fsm_rollout.testing.strategies import schema_values
-from fsm_rollout.tools import AgentAnswer, ToolContext
+from fsm_rollout.tools import AgentAnswer, AgentCall, ToolContext
 from fsm_rollout.tools.base import CallResult
 from fsm_rollout.tools.schema import Arguments
 from fsm_rollout.tools.toolbox import Toolbox, ToolSession
@@ -310,11 +310,11 @@ def _context(extra: Mapping[str, object], purpose: str) -> ToolContext:
     return ToolContext("check/0", "check", Random(purpose), extra)
 
 
-async def _run_agent(tool: str, graph: AgentGraph, task: str, seed: int) -> AgentAnswer:
+async def _run_agent(graph: AgentGraph, call: AgentCall) -> AgentAnswer:
     """Run an agent that is the tool: on its own scheduler, with an engine that always gives the same answer."""
     engine = ScriptedEngine(lambda request: "The answer is 4.", tokenizer=embedded_tokenizer())
     scheduler = Scheduler({graph.agent: graph}, OneEngine(engine))
-    prompt = Prompt(prompt_id="check", messages=({"role": "user", "content": task},))
+    prompt = Prompt(prompt_id="check", messages=({"role": "user", "content": call.task},))
     (group,) = [group async for group in scheduler.run([prompt])]
     texts = list(group.trajectories[0].assistant_texts())
     return AgentAnswer(texts[-1] if texts else "", None if texts else group.trajectories[0].stop_reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
@@ -72,9 +73,12 @@ class Bench:
         self.scheduler = Scheduler(
             {graph.agent: graph},
             clients,
-            listeners=[lambda trajectory, event: self.log.append((trajectory.trajectory_id, event))],
+            listeners=[self.hear],
             **options,
         )
+
+    def hear(self, trajectory: Trajectory, event: AnyEvent) -> None:
+        self.log.append((trajectory.trajectory_id, event))
 
     async def run(self, n: int = 2, prompts: int = 2, **options: Any) -> list[Group]:
         return [group async for group in self.scheduler.run(listed(prompts), n, **options)]
@@ -284,7 +288,7 @@ def test_time_away_counts_against_no_limit() -> None:
     assert trajectory.away == pytest.approx(1000.0)
 
 
-def test_a_sub_agent_that_was_cut_off_is_ended_and_its_call_made_again() -> None:
+def test_a_sub_agent_that_was_cut_off_goes_on_when_its_call_is_made_again() -> None:
     helper = single().model_copy(update={"agent": "helper"})
     graph = AgentGraph(
         agent="a",
@@ -298,25 +302,108 @@ def test_a_sub_agent_that_was_cut_off_is_ended_and_its_call_made_again() -> None
         return Turn(text=asks if request.agent == "a" and request.turn < 2 else "done", delay=0.5, chunks=2)
 
     whole = Bench(graph, choose)
-    expected = outline(run_virtual(whole.run(n=1, prompts=1)))
-    cut_children = 0
+    expected = everything(run_virtual(whole.run(n=1, prompts=1)))
+    assert [row[0] for row in expected] == ["p0/0", "p0/0/ask.1", "p0/0/ask.2"]
     for cut in range(1, len(whole.log)):
         again = Bench(graph, choose)
-        (group,) = run_virtual(again.run(n=1, prompts=1, resume=histories(whole.log[:cut])))
-        assert outline([group]) == expected
-        assert all(child.stop_reason == "answered" for child in group.children), "what nobody read is in no batch"
-        everyone = [*group.children, *group.discarded]
-        assert len({child.trajectory_id for child in everyone}) == len(everyone)
-        ends = [(child.stop_reason, child.detail) for child in everyone]
-        assert ends.count(("answered", None)) >= 2
-        assert len(ends) <= 3, "only the call under way is made again"
-        if ("cancelled", "the run was interrupted") in ends:
-            cut_children += 1
-            last = Bench(graph, choose)
-            (group,) = run_virtual(last.run(n=1, prompts=1, resume=histories(again.log)))
-            assert outline([group]) == expected
-            assert all(child.stop_reason == "answered" for child in group.children), "nor after a second interruption"
-    assert cut_children
+        groups = run_virtual(again.run(n=1, prompts=1, resume=histories(whole.log[:cut])))
+        assert everything(groups) == expected
+        assert groups[0].discarded == []
+
+
+def everything(groups: Sequence[Group]) -> list[Any]:
+    """All that must not depend on where a run was interrupted, sub-agents' trajectories too, in their order."""
+    return [
+        (
+            t.trajectory_id, t.parent_id, t.sample, t.agent, t.seed, t.stop_reason, t.visits, t.spent, t.turn,
+            [(s.context, s.tokens.ids.tolist(), s.tokens.spans, s.messages) for s in t.streams],
+            [(called.id, called.result, called.failure, called.tries, called.child_id) for called in t.called],
+        )
+        for group in sorted(groups, key=lambda group: group.index)
+        for t in group.all
+    ]  # fmt: skip
+
+
+def asks(tool: str, tasks: Sequence[str]) -> str:
+    made = ({"name": tool, "arguments": {"task": task}} for task in tasks)
+    return "\n".join(f"<tool_call>\n{json.dumps(each)}\n</tool_call>" for each in made)
+
+
+async def set_aside(bench: Bench, kept: Sequence[tuple[str, AnyEvent]], at: float) -> None:
+    """Go on with what is kept, and set everything aside at some time."""
+    asyncio.get_running_loop().call_later(at, bench.scheduler.stop, "asked")
+    await bench.run(resume=histories(kept))
+
+
+def family(timeout: float = 900.0, retry: int = 1) -> AgentGraph:
+    """An agent that calls agents that call agents."""
+    deep = AgentGraph(**{"agent": "deep", **SPEAKS})
+    of_middle = {"ask": {"agent": deep, "timeout": timeout, "retry": {"attempts": retry}}}
+    middle = AgentGraph(**{"agent": "middle", **CALLS, "tools": of_middle})
+    return AgentGraph(**{"agent": "outer", **CALLS, "tools": {"delegate": {"agent": middle, "timeout": 900}}})
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=2),
+    st.lists(st.integers(0, 2), min_size=1, max_size=3),
+    st.sampled_from([1, 2]),
+    st.lists(st.floats(0, 1), min_size=1, max_size=4),
+    st.booleans(),
+)
+def test_whoever_is_killed_and_resumed_however_often_rows_ids_and_order_are_those_of_one_run(
+    calls: list[int], deeper: list[int], retry: int, cuts: list[float], kindly: bool
+) -> None:
+    """``cuts``: at which part of what is then in the journal the run ends; kindly, by being set aside."""
+
+    def script(request: Request) -> Turn:
+        number = request.sampling.seed % 1000
+        counts, tool = {"outer": (calls, "delegate"), "middle": (deeper, "ask"), "deep": ([], "")}[request.agent]
+        if request.turn < len(counts) and counts[request.turn]:
+            tasks = [f"{request.agent} {request.turn} {index}" for index in range(counts[request.turn])]
+            return Turn(text=asks(tool, tasks), delay=0.1 + number % 7)
+        if request.agent == "deep" and retry == 2 and number % 2:
+            return Turn(text="", error="Boom: no", delay=0.3)
+        return Turn(text=f"answer {number}", delay=0.1 + number % 5, chunks=2)
+
+    graph = family(retry=retry)
+    whole = Bench(graph, script)
+    expected = everything(run_virtual(whole.run()))
+    log = whole.log
+    for part in cuts:
+        cut = round(part * len(log))
+        kept = log[:cut]
+        again = Bench(graph, script)
+        if kindly:
+            run_virtual(set_aside(again, kept, part * 20.0))
+        else:
+            groups = run_virtual(again.run(resume=histories(kept)))
+            assert everything(groups) == expected
+        log = kept + again.log[len(kept) :]  # what it resumed is recorded again, first
+    last = Bench(graph, script)
+    assert everything(run_virtual(last.run(resume=histories(log)))) == expected
+
+
+@pytest.mark.parametrize("seconds", [0.7, 1.3, 4.1])
+def test_sub_agents_are_carried_with_those_they_serve(seconds: float) -> None:
+    """The first of two groups completes the target while calls of the other's are under way."""
+
+    def script(request: Request) -> Turn:
+        slow = 1.0 if request.group_id == "p0" else 1.0 + seconds
+        tool = {"outer": "delegate", "middle": "ask"}.get(request.agent)
+        says = "done" if tool is None or request.turn else asks(tool, ["a", "b"])
+        return Turn(text=says, delay=slow, chunks=2)
+
+    expected = everything(run_virtual(Bench(family(), script).run(1)))
+    bench = Bench(family(), script)
+
+    async def main() -> list[Group]:
+        first = await bench.run(1, target_groups=1, over_sample=2)
+        return first + [group async for group in bench.scheduler.run([], 1)]
+
+    groups = run_virtual(main())
+    assert everything(groups) == expected
+    assert any(t.resumptions for t in groups[1].all if t.parent_id is not None) or seconds > 2
+    assert not any(group.active or group.discarded for group in groups)
 
 
 def test_each_resumed_group_has_as_many_samples_as_it_had_or_as_the_run_has() -> None:

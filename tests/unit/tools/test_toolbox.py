@@ -16,7 +16,17 @@ from hypothesis import strategies as st
 from fsm_rollout.agent import graph
 from fsm_rollout.errors import BadArguments, ToolError
 from fsm_rollout.testing.simulation.virtual_time import run_virtual
-from fsm_rollout.tools import AgentAnswer, CallResult, Hidden, Tool, Toolbox, ToolContext, ToolResult, ToolSession
+from fsm_rollout.tools import (
+    AgentAnswer,
+    AgentCall,
+    CallResult,
+    Hidden,
+    Tool,
+    Toolbox,
+    ToolContext,
+    ToolResult,
+    ToolSession,
+)
 from fsm_rollout.trajectory.events import MalformedCall, ToolCall
 
 # The tools, by what they do. They are loaded by name, as any user's tools are.
@@ -274,7 +284,7 @@ class HangingCreate:
         return "?"
 
 
-async def no_agent(tool: str, agent: graph.AgentGraph, task: str, seed: int) -> AgentAnswer:
+async def no_agent(agent: graph.AgentGraph, call: AgentCall) -> AgentAnswer:
     raise AssertionError("no agent is called here")
 
 
@@ -885,16 +895,16 @@ def test_an_instance_is_released_when_its_calls_were_cancelled():
     ],
 )
 def test_an_agent_is_run_with_its_task(answer: AgentAnswer, result: CallResult):
-    async def run_agent(tool: str, agent: graph.AgentGraph, task: str, seed: int) -> AgentAnswer:
-        assert (tool, agent, task) == ("ask", HELPER, "do it")
+    async def run_agent(agent: graph.AgentGraph, call: AgentCall) -> AgentAnswer:
+        assert (call.tool, agent, call.task, call.call_id, call.number) == ("ask", HELPER, "do it", "c1", 1)
         return answer
 
     assert made(box(ask={"agent": HELPER}), a_call("ask", task="do it"), run_agent=run_agent) == result
 
 
 def test_a_failed_agent_may_be_tried_again():
-    async def run_agent(tool: str, agent: graph.AgentGraph, task: str, seed: int) -> AgentAnswer:
-        LOG.append(task)
+    async def run_agent(agent: graph.AgentGraph, call: AgentCall) -> AgentAnswer:
+        LOG.append(call.task)
         return AgentAnswer("ok") if len(LOG) == 2 else AgentAnswer("", failure="failed:EngineError")
 
     def ask(errors: list[str]) -> CallResult:
@@ -908,7 +918,7 @@ def test_a_failed_agent_may_be_tried_again():
 def test_an_agents_end_is_awaited_however_long_it_takes():
     """Its trajectory must be recorded: it is not left behind as a tool would be."""
 
-    async def run_agent(tool: str, agent: graph.AgentGraph, task: str, seed: int) -> AgentAnswer:
+    async def run_agent(agent: graph.AgentGraph, call: AgentCall) -> AgentAnswer:
         try:
             await asyncio.sleep(1000)
         finally:
