@@ -16,6 +16,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
@@ -25,6 +26,7 @@ from weakref import WeakSet
 from msgspec import to_builtins
 
 from fsm_rollout.agent.graph import POLICY, AgentGraph
+from fsm_rollout.concurrency.collection import calm_collection
 from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.environment.rewards import GroupFilter, Reward
@@ -288,6 +290,8 @@ class Scheduler:
         self._run_number += 1
         run.feeder = asyncio.get_running_loop().create_task(self._feed(run))
         run.feeder.add_done_callback(lambda _: run.changed.set())
+        calm = ExitStack()
+        calm.enter_context(calm_collection())
         try:
             while run.counted != target_groups and (groups := await self._next_delivery(run)):
                 for group in groups:
@@ -305,6 +309,7 @@ class Scheduler:
             finally:
                 self._run = None
                 run.changed.set()
+                calm.close()
             for client in self.clients.values():
                 await client.drain()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import re
@@ -138,6 +139,13 @@ def test_stop_gives_every_prompt_back_started_or_not() -> None:
     assert {t.suspended for t in trajectories} == {"new weights"}
     assert all(t.stop_reason is None for t in trajectories)
     assert sum(t.trained_tokens > 0 for t in trajectories) == 2
+
+
+def test_what_lives_before_a_run_is_not_looked_through_by_the_garbage_collector() -> None:
+    frozen: list[int] = []
+    run(agent(SINGLE), ["text"], listeners=[lambda trajectory, event: frozen.append(gc.get_freeze_count())])
+    assert min(frozen) > 1000
+    assert gc.get_freeze_count() < min(frozen)
 
 
 def test_closing_the_iterator_cancels_the_rest_and_leaves_nothing_running() -> None:

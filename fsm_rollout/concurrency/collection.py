@@ -1,0 +1,38 @@
+"""Garbage collection while thousands of trajectories are under way.
+
+Invariant: inside :func:`calm_collection` nothing is lost that Python would keep, and memory in cycles is still freed;
+afterwards everything is as before. Python's collector walks through all objects that live each time their number has
+grown by a quarter: those of torch and transformers (a million), and those of every trajectory under way, hardly any of
+which are garbage. That cost a fourth of a run's CPU time.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+YOUNG = 20_000
+"""So many new objects are looked through at a time; most are gone by then."""
+
+_calm = 0
+"""How many blocks are open."""
+_before = (0, 0, 0)
+
+
+@contextmanager
+def calm_collection() -> Iterator[None]:
+    """Leave what lives already out of collections, and collect what is new less often. Blocks may overlap."""
+    global _calm, _before
+    if _calm == 0:
+        _before = gc.get_threshold()
+        gc.freeze()
+        gc.set_threshold(max(YOUNG, _before[0]) if _before[0] else 0, *_before[1:])  # 0: the user has switched it off
+    _calm += 1
+    try:
+        yield
+    finally:
+        _calm -= 1
+        if _calm == 0:
+            gc.set_threshold(*_before)
+            gc.unfreeze()

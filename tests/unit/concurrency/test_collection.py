@@ -1,0 +1,41 @@
+"""Garbage collection during a run: calmer, and afterwards as before."""
+
+from __future__ import annotations
+
+import gc
+from weakref import ref
+
+from fsm_rollout.concurrency.collection import YOUNG, calm_collection
+
+
+class Node:
+    def __init__(self) -> None:
+        self.me = self
+
+
+def test_what_lives_is_left_out_and_everything_is_as_before_afterwards() -> None:
+    before, frozen = gc.get_threshold(), gc.get_freeze_count()
+    with calm_collection():
+        assert gc.get_freeze_count() > 1000
+        assert gc.get_threshold() == (max(YOUNG, before[0]), *before[1:])
+        with calm_collection():
+            pass
+        assert gc.get_freeze_count() > 1000  # the outer block is still open
+    assert (gc.get_threshold(), gc.get_freeze_count()) == (before, frozen)
+
+
+def test_cycles_made_inside_are_still_freed() -> None:
+    with calm_collection():
+        gone = ref(Node())
+        gc.collect()
+        assert gone() is None
+
+
+def test_a_collector_that_is_switched_off_stays_off() -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(0)
+    try:
+        with calm_collection():
+            assert gc.get_threshold()[0] == 0
+    finally:
+        gc.set_threshold(*before)
