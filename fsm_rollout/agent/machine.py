@@ -9,10 +9,10 @@ firing a row does to it is to emit one :class:`~fsm_rollout.trajectory.events.Tr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import cast
+from typing import Any, cast
 
 import transitions
-from transitions.core import EventData
+from transitions.core import Condition, EventData
 
 from fsm_rollout.agent.graph import TERMINATED, AgentGraph, Predicate, TransitionRow
 from fsm_rollout.agent.handlers import handler_spec
@@ -24,7 +24,7 @@ from fsm_rollout.trajectory.events import AnyEvent, Transitioned
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory, routing_key
 
 Emit = Callable[[AnyEvent], None]
-Condition = Callable[[EventData], bool]
+Holds = Callable[[EventData], bool]
 Charge = Callable[[Trajectory], dict[str, int]]
 """What entering a state costs the trajectory that enters."""
 
@@ -33,8 +33,18 @@ class PredicateFailed(RolloutError):
     """A user's predicate raised while rows were being tried."""
 
 
+class _Condition(Condition):
+    """A compiled predicate: called as it is, where the library looks up each time what a name may stand for."""
+
+    def check(self, event_data: EventData) -> bool:
+        holds = cast("Callable[[EventData], bool]", self.func)
+        return bool(holds(event_data) == self.target)
+
+
 class _Transition(transitions.Transition):
     """One row for one source state. Changing the state means emitting the event that says so."""
+
+    condition_cls = _Condition
 
     dest: str
     charge: Charge
@@ -42,6 +52,14 @@ class _Transition(transitions.Transition):
     row: int | None = None
     """Its place among the user's rows; ``None`` for ``on_error`` and the machine's own."""
     final: bool
+
+    def execute(self, event_data: EventData) -> bool:
+        """Take the row if its conditions hold. The library's own method calls lists of callbacks, empty here."""
+        for condition in self.conditions:
+            if not condition.check(event_data):
+                return False
+        self._change_state(event_data)
+        return True
 
     def _change_state(self, event_data: EventData) -> None:
         trajectory, outcome = _firing(event_data)
@@ -61,8 +79,16 @@ class _Transition(transitions.Transition):
         )
 
 
+class _Event(transitions.Event):
+    def trigger(self, model: Any, *args: Any, **kwargs: Any) -> bool:
+        """Take the first row that can be taken: no queue, no callbacks, and what is raised goes on to the caller."""
+        event_data = EventData(None, self, self.machine, model, args, kwargs)
+        return any(transition.execute(event_data) for transition in self.transitions[model.state])
+
+
 class _Machine(transitions.Machine):
     transition_cls = _Transition
+    event_cls = _Event
 
 
 def _firing(event_data: EventData) -> tuple[Trajectory, Outcome]:
@@ -112,7 +138,7 @@ class AgentMachine:
         transition.final = self.graph.is_final(dest)
         transition.charge = _nothing if transition.final else self.charge_of(dest)
 
-    def _condition(self, predicate: Predicate) -> Condition:
+    def _condition(self, predicate: Predicate) -> Holds:
         holds = compile_predicate(predicate, self.graph)
 
         def condition(event_data: EventData) -> bool:
