@@ -37,6 +37,10 @@ BEFORE, AFTER = "\n \t", ' "q\\ \n\né\' <b>& {"a": [1]}  \n\n'
 MOST_ENTRIES = 4096
 MOST_CHARACTERS = 2**24
 """What the cache keeps: so many entries of a kind, and turns of about so many characters. Then it begins anew."""
+MESSAGE_CHARACTERS = 256
+"""What a turn counts besides its text."""
+SHORT = 2_000
+"""Texts of up to so many characters are remembered with their ids: what tools answer is often the same."""
 
 _TEXT_METHODS = frozenset({"startswith", "endswith", "split", "rsplit", "replace", "find", "rfind", "index", "count"})
 _TEXT_METHODS |= {"partition", "rpartition", "removeprefix", "removesuffix"}
@@ -69,6 +73,8 @@ class GlueTemplate(CacheEntry):
         self._injection: Injection = injection
         self._dropped = dropped
         self._fast = False
+        self._known: dict[str, list[int]] = {}
+        """The ids of short texts that came before."""
         self.pieces = pieces
         whole = [self.encode(probe) for probe in probes]
         first, last = str(pieces[0]), str(pieces[-1])
@@ -87,11 +93,18 @@ class GlueTemplate(CacheEntry):
     def encode(self, texts: Sequence[str]) -> Encoded:
         """Return the ids, and how many injected markers were neutralised."""
         if self._fast:
-            ids = self._encoder.encode(
-                "".join([piece if isinstance(piece, str) else piece.fill(texts) for piece in self._middle])
-            )
+            middle = "".join([piece if isinstance(piece, str) else piece.fill(texts) for piece in self._middle])
+            known = self._known.get(middle)
+            if known is not None:
+                return Encoded([*known], entry=self)
+            ids = self._encoder.encode(middle)
             if self._encoder.markers_of(ids) == self._markers:
-                return Encoded([*self._head, *ids, *self._tail], entry=self)
+                whole = [*self._head, *ids, *self._tail]
+                if len(middle) <= SHORT:
+                    if len(self._known) >= MOST_ENTRIES:
+                        self._known.clear()
+                    self._known[middle] = whole
+                return Encoded([*whole], entry=self)
         encoded = self._encoder.encode_parts(filled(self.pieces, texts), self._injection).after(self._dropped)
         encoded.entry = self
         return encoded
@@ -141,10 +154,10 @@ class GlueCache:
         """
         if not tools:
             return None
-        identity = tuple(map(id, tools))
+        identity = tuple(map(id, tools)) if type(tools) is not tuple else (id(tools),)
         if identity not in self._tools:
             self._make_room()
-            self._tools[identity] = marshal.dumps(list(tools), 2), tuple(tools)
+            self._tools[identity] = marshal.dumps(list(tools), 2), tuple(tools)  # of a tuple, this is the same object
         return self._tools[identity][0]
 
     def _make_room(self) -> None:
@@ -362,7 +375,7 @@ class Histories:
             return known_pairs
         previous_kind = _kind(history[start - 1]) if start else ""
         pairs = known_pairs.union(pairwise([previous_kind, *map(_kind, history[start:])]))
-        self._characters += len(repr(history[-1]))
+        self._characters += MESSAGE_CHARACTERS + len(history[-1].get("content") or "")
         if self._characters > MOST_CHARACTERS or len(self._seen) > MOST_ENTRIES:
             self._seen.clear()  # conversations under way are then scanned once more
             self._characters = 0

@@ -35,6 +35,8 @@ class CacheEntry:
     """What the cache learned, known by its identity."""
 
     uses: int = 0
+    saved: int = 0
+    """Tokens that audits have left out since the latest one."""
 
 
 @dataclass(slots=True)

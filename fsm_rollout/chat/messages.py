@@ -155,11 +155,25 @@ def check_written(messages: Messages) -> None:
         ChatTemplateError: ``multimodal-content`` or ``malformed-message``.
 
     """
+    if all(type(message) is dict and _is_plain(message) for message in messages):
+        return
     for index, message in enumerate(conform(messages, Dialect())):
         if message["role"] not in ROLES:
             raise malformed(index, f"has the unknown role {message['role']!r}{did_you_mean(message['role'], ROLES)}")
         if messages[index].get("content") is None and "tool_calls" not in message:
             raise malformed(index, "has no content")
+
+
+def _is_plain(message: dict[str, object]) -> bool:
+    """Return whether a message is a text with a known role, and at most the id of the call that it answers."""
+    role, id_ = message.get("role"), message.get("tool_call_id")
+    return (
+        type(role) is str
+        and role in ROLES
+        and type(message.get("content")) is str
+        and (id_ is None or type(id_) is str)
+        and "tool_calls" not in message
+    )
 
 
 def check_turns(history: Messages, new_messages: Messages) -> None:

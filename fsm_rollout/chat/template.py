@@ -35,6 +35,8 @@ AUTHORED = frozenset({"system", "developer", "assistant"})
 AUDIT_FIRST = 2
 AUDIT_EVERY = 64
 """Which uses of a cache entry are checked against a full render: the first ones, then one in so many."""
+AUDIT_TOKENS = 1024
+"""Streams longer than this are checked more rarely, in proportion: a full render grows with what it renders."""
 FINISH_REASONS = frozenset(FinishReason)
 RETRIED = frozenset({"template-raised", "turn-dropped", "no-close-token"})
 """Refusals that another form of a tool call may avoid."""
@@ -270,6 +272,14 @@ class ChatTemplate:
         """Say whether this use of a cache entry shall be audited: the first ones are, then one in so many."""
         entry.uses += 1
         return entry.uses <= AUDIT_FIRST or entry.uses % AUDIT_EVERY == 0
+
+    def audit_fits(self, entry: CacheEntry, length: int) -> bool:
+        """Say whether an audit that is due shall be made in a stream of so many tokens, or is left out to save time."""
+        entry.saved += AUDIT_TOKENS
+        if entry.uses > AUDIT_FIRST and entry.saved < length:
+            return False
+        entry.saved = 0
+        return True
 
     def audit(
         self,

@@ -95,7 +95,7 @@ class Generation:
         # 2. Glue from the cache is checked by sample, once this turn's request is on its way.
         if encoded.entry is not None:
             visit.active.glue_entries.add(encoded.entry)
-            if chat.audit_due(encoded.entry):
+            if chat.audit_due(encoded.entry) and chat.audit_fits(encoded.entry, len(stream.tokens)):
 
                 def audit() -> None:
                     mismatch = chat.audit(

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from fsm_rollout.chat import ChatTemplate
-from fsm_rollout.chat.markers import CacheEntry
+from fsm_rollout.chat.markers import CacheEntry, MarkerEncoder
+from fsm_rollout.chat.template import AUDIT_FIRST, AUDIT_TOKENS
 from fsm_rollout.errors import ChatTemplateError
 from tests.unit.chat import chat_zoo as zoo
 
@@ -541,3 +542,24 @@ def test_the_first_uses_of_each_entry_are_audited_and_then_one_in_so_many() -> N
     for entry in (CacheEntry(), CacheEntry()):
         audited = [use for use in range(1, 200) if chat.audit_due(entry)]
         assert audited == [1, 2, 64, 128, 192]
+
+
+def test_long_streams_are_audited_more_rarely_in_proportion_and_short_ones_always() -> None:
+    chat, entry = ChatTemplate(TOKENIZER), CacheEntry(uses=AUDIT_FIRST + 1)
+    assert [chat.audit_fits(entry, AUDIT_TOKENS) for _ in range(5)] == [True] * 5
+    assert [chat.audit_fits(entry, 3 * AUDIT_TOKENS) for _ in range(6)] == [False, False, True] * 2
+    assert chat.audit_fits(CacheEntry(uses=AUDIT_FIRST), 10**6)  # the first uses, whatever it takes
+
+
+def test_glue_that_came_before_is_not_encoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = ChatTemplate(TOKENIZER)
+    encoded: list[str] = []
+    encode = MarkerEncoder.encode
+    monkeypatch.setattr(MarkerEncoder, "encode", lambda self, text: encoded.append(text) or encode(self, text))
+    arguments: dict[str, Any] = {"sampled_ids": [STOP], "finish_reason": "stop"}
+    results = [chat.glue_detailed(TEXT, MORE, None, **arguments) for _ in range(3)]
+    encoded.clear()
+    again = chat.glue_detailed(TEXT, MORE, None, **arguments)
+    assert encoded == []
+    again.ids.append(0)  # what was handed out is the caller's own
+    assert [*results, chat.glue_detailed(TEXT, MORE, None, **arguments)] == [results[0]] * 4
