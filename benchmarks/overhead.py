@@ -204,15 +204,17 @@ async def run_once(options: argparse.Namespace, work: Any, graph: Any, prompts: 
     from fsm_rollout.trajectory.journal import Journal
 
     engine = InstantEngine(work, options.delay)
-    marks = SimpleNamespace(cpu=0.0, resident=0.0, tokens=0)
+    marks = SimpleNamespace(cpu=0.0, resident=0.0, tokens=0, aside_cpu=0.0, aside_wall=0.0)
     if options.turns:  # not in virtual time: a gate before the second turn, where every trajectory waits
         engine.gate, engine.expected = 1, len(prompts)
 
         def at_gate() -> None:
+            began = time.process_time(), time.perf_counter()
             gc.collect()
             running = rollout.scheduler.running.values()
             marks.tokens = sum(len(stream.tokens) for live in running for stream in live.trajectory.streams)
             marks.resident, marks.cpu = resident_mb(), time.process_time()
+            marks.aside_cpu, marks.aside_wall = marks.cpu - began[0], time.perf_counter() - began[1]
 
         engine.at_gate = at_gate
     folder = tempfile.TemporaryDirectory()
@@ -226,7 +228,7 @@ async def run_once(options: argparse.Namespace, work: Any, graph: Any, prompts: 
     batch = rollout.batch(groups, prompt_width=width, response_width=options.response_length)
     if journal is not None:
         journal.close()
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    wall, cpu = time.perf_counter() - wall - marks.aside_wall, time.process_time() - cpu - marks.aside_cpu
     folder.cleanup()
     generations = len(prompts) * (options.turns + 1)
     tools = rollout.scheduler.agents["overhead"].toolbox.schemas("main")

@@ -62,9 +62,12 @@ class CallTools(State):
         # What this visit had finished before it was interrupted is asked for again, and not done again.
         finished_here = {event.id for event in trajectory.here if isinstance(event, Called)}
         finished_before = {called.id for called in trajectory.called} - finished_here
-        async with asyncio.TaskGroup() as calls:
-            for attempt in trajectory.attempts:
-                if attempt.id not in finished_before:
+        open_calls = [attempt for attempt in trajectory.attempts if attempt.id not in finished_before]
+        if len(open_calls) == 1:  # as most are; a task for it would cost as much as all else here
+            await ctx.call_tool(open_calls[0], prepaid=True)
+        else:
+            async with asyncio.TaskGroup() as calls:
+                for attempt in open_calls:
                     calls.create_task(call(attempt))
         self._write_results(trajectory, ctx)
         ctx.check(LimitName.BAD_CALLS)

@@ -110,12 +110,23 @@ async def bounded(
         Expired: time was up.
         RuntimeError: the work cancelled itself.
     """
-    task = asyncio.get_running_loop().create_task(work, name=name)
+    loop = asyncio.get_running_loop()
+    task, ended = loop.create_task(work, name=name), loop.create_future()
+
+    def end(_: object = None) -> None:
+        if not ended.done():
+            ended.set_result(None)
+
+    task.add_done_callback(end)
+    timer = None if seconds is None else loop.call_later(seconds, end)
     try:
-        await asyncio.wait({task}, timeout=seconds)
+        await ended
     except asyncio.CancelledError:
         await _stop(task, stop_seconds)
         raise
+    finally:
+        if timer is not None:
+            timer.cancel()
     if not task.done():
         await _stop(task, stop_seconds)
         raise Expired

@@ -400,6 +400,9 @@ class Toolbox:
                 )
             self._tools |= tools
         self._schemas: dict[str, tuple[Schema, ...]] = {}
+        self._by_context: dict[str, Mapping[str, BoundTool]] = {}
+        self._needs_nothing = False
+        """Whether it is known that a prompt may give no ``tools_kwargs``."""
         # Slots belong to the loop that waits for them, and a toolbox may serve several, one after the other.
         self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Slots]] = WeakKeyDictionary()
 
@@ -407,6 +410,8 @@ class Toolbox:
         """Put another tool in the place of each, before any session: simulations draw what tools return."""
         self._tools = {name: make(tool) for name, tool in self._tools.items()}
         self._schemas.clear()
+        self._by_context.clear()
+        self._needs_nothing = False
 
     def schemas(self, context: str) -> tuple[Schema, ...]:
         """Return the schemas shown in a context; the same object each time, to be used as a cache key."""
@@ -416,8 +421,10 @@ class Toolbox:
 
     def tools_of(self, context: str) -> Mapping[str, BoundTool]:
         """Return the tools that may be called in a context."""
-        names = [name for entry in self._agent.tools_of(context) for name in self._entries[entry]]
-        return {name: self._tools[name] for name in names}
+        if context not in self._by_context:
+            names = [name for entry in self._agent.tools_of(context) for name in self._entries[entry]]
+            self._by_context[context] = {name: self._tools[name] for name in names}
+        return self._by_context[context]
 
     def spec_of(self, name: str) -> graph.Tool | None:
         """Return what the agent says of the tool that a model calls ``name``, if there is one."""
@@ -441,6 +448,8 @@ class Toolbox:
             ToolError: no mapping, an unknown tool, or values that the tool does not take, or lacks.
         """
         checked: ToolsKwargs = cast(ToolsKwargs, {} if tools_kwargs is None else tools_kwargs)
+        if self._needs_nothing and checked == {}:
+            return checked
         if not isinstance(checked, Mapping):
             raise ToolError(f"tools_kwargs must be a mapping from tools to values, got {type(checked).__name__}")
         for name, kwargs in checked.items():
@@ -450,6 +459,7 @@ class Toolbox:
                 raise ToolError(f"tools_kwargs of '{name}' must be a mapping, got {type(kwargs).__name__}")
         for name, tool in self._tools.items():
             tool.check(checked.get(name, {}))
+        self._needs_nothing = self._needs_nothing or checked == {}
         return checked
 
     async def prepare(self) -> None:

@@ -27,6 +27,7 @@ from fsm_rollout.tools import (
     ToolResult,
     ToolSession,
 )
+from fsm_rollout.tools.toolbox import FunctionTool
 from fsm_rollout.trajectory.events import MalformedCall, ToolCall
 
 # The tools, by what they do. They are loaded by name, as any user's tools are.
@@ -988,3 +989,12 @@ def test_every_call_has_a_result_and_every_instance_its_release(
 
 def _fields(attempt: ToolCall | MalformedCall) -> dict[str, Any]:
     return {name: getattr(attempt, name) for name in attempt.__struct_fields__}
+
+
+def test_a_call_looks_no_further_than_its_own_tool(monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = {f"tool_{number}": graph.Tool(use="fsm_rollout.tools.calculator:calculate") for number in range(30)}
+    box = Toolbox(graph.AgentGraph(agent="a", tools=specs, states={"PENDING": {}}, transitions=()))
+    assert box.tools_of("main") is box.tools_of("main")
+    assert box.check(None) == {}
+    monkeypatch.setattr(FunctionTool, "check", lambda *_: pytest.fail("every tool was checked again"))
+    assert (box.check(None), box.check({})) == ({}, {})
