@@ -321,6 +321,7 @@ class Rollout:
         return batch
 
     run = _plain(arun)
+    """Do what :meth:`arun` does and wait for it, from scripts and notebooks alike."""
 
     async def aevaluate(
         self,
@@ -358,6 +359,7 @@ class Rollout:
             return self.batch([group async for group in groups], **batch)
 
     evaluate = _plain(aevaluate)
+    """Do what :meth:`aevaluate` does and wait for it."""
 
     def engine_stats(self) -> dict[str, dict[str, int]]:
         """Return per engine: requests, dispatches, and the version of its weights."""
@@ -378,6 +380,7 @@ class Rollout:
         return await self.scheduler.update_weights(weights, version)
 
     update_weights = _plain(aupdate_weights)
+    """Do what :meth:`aupdate_weights` does and wait for it; another thread may call it while ``run`` runs."""
 
     async def asleep(self) -> None:
         """Let all engines give their memory back (say while the policy is trained on the same GPU)."""
@@ -387,6 +390,7 @@ class Rollout:
             await engine.sleep()
 
     sleep = _plain(asleep)
+    """Do what :meth:`asleep` does and wait for it."""
 
     async def awake(self) -> None:
         """Let the engines be ready again, and what waits for them go on."""
@@ -396,6 +400,7 @@ class Rollout:
             await client.resume("asleep")
 
     wake = _plain(awake)
+    """Do what :meth:`awake` does and wait for it."""
 
     def page(self, trajectory: Trajectory | str) -> Page:
         """Return the page of a trajectory, or (by its id) of one in the rollout's journal; notebooks show it.
