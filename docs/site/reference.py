@@ -35,15 +35,15 @@ def agent_yaml() -> str:
         "State": "`states`: each entry",
         "Sampling": "`sampling`",
         "TransitionRow": "`transitions`: each row",
+        "MCP": "`tools`: `mcp`",
     }
     rest = {name: f"`{name}`" for name in definitions if name not in places}
-    return "\n\n".join(
-        _model(title, definitions[name]) for name, title in (places | rest).items() if name in definitions
-    )
+    return _models(places | rest, definitions)
 
 
 def run_yaml() -> str:
     """Return every key of a run's YAML."""
+    from fsm_rollout.engines.specs import KINDS
     from fsm_rollout.jobs.run_schema import run_schema
 
     definitions = run_schema()["$defs"]
@@ -52,8 +52,16 @@ def run_yaml() -> str:
         "Failures": "`failures`",
         "EngineFailures": "`failures.engine`",
         "Sampling": "`sampling` and `validation_sampling`",
+        "WeightedReward": "`reward`: each of a list",
     }
-    return "\n\n".join(_model(title, definitions[name]) for name, title in titles.items())
+    engines = {spec.__name__ for spec in KINDS.values()} | {
+        "Engine",
+        "PoolSpec",
+        "RaySpec",
+        "Turn",
+    }  # on their own page
+    rest = {name: f"`{name}`" for name in sorted(definitions.keys() - titles.keys() - engines)}
+    return _models(titles | rest, definitions)
 
 
 def prompt_fields() -> str:
@@ -430,6 +438,11 @@ def _cell(text: str) -> str:
 
 def _words(words: Iterable[object]) -> str:
     return ", ".join(f"`{word}`" for word in words)
+
+
+def _models(titles: Mapping[str, str], definitions: Mapping[str, Any]) -> str:
+    known = [name for name in titles if "properties" in definitions.get(name, {})]
+    return "\n\n".join(_model(titles[name], definitions[name]) for name in known)
 
 
 def _model(title: str, schema: Mapping[str, Any]) -> str:
