@@ -32,6 +32,15 @@ async def fail(text: str) -> str:
     raise ValueError(text)
 
 
+async def lots(count: int) -> str:
+    """Say a lot.
+
+    Args:
+        count: How often.
+    """
+    return "word " * count
+
+
 async def refuse(text: str) -> str:
     """Find every argument wrong.
 

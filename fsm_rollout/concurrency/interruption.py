@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
+from fsm_rollout.concurrency.ending import run_to_end
+
 T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -38,7 +40,7 @@ class Interruptible:
         self._task: asyncio.Task[Any] | None = None
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do what ``asyncio.run`` does; a signal cancels ``work``.
+        """Run ``work`` as ``asyncio.run`` does (:mod:`fsm_rollout.concurrency.ending`); a signal cancels it.
 
         Raises:
             Interrupted: a signal has cancelled it.
@@ -52,7 +54,7 @@ class Interruptible:
                 self._task = None
 
         try:
-            return asyncio.run(watched())
+            return run_to_end(watched(), asyncio.new_event_loop())
         except asyncio.CancelledError:
             if self._received is None:
                 raise

@@ -22,6 +22,7 @@ from contextlib import suppress
 from typing import Protocol, TypeVar
 
 from fsm_rollout.concurrency.cancellation import wait_for
+from fsm_rollout.concurrency.ending import run_to_end
 from fsm_rollout.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -103,8 +104,7 @@ def _serve(loop: asyncio.AbstractEventLoop, enough: asyncio.Event, calls: set[as
         while calls:
             await asyncio.wait(calls)
 
-    with asyncio.Runner(loop_factory=lambda: loop) as runner:
-        runner.run(serve())
+    run_to_end(serve(), loop)
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:

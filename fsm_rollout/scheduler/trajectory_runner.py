@@ -126,7 +126,7 @@ async def _run_handler(live: ActiveTrajectory, handler: State, ctx: HandlerConte
     """Run a handler; its outcome is ``None`` when its time is up. A user's own is watched: it may block the loop."""
     try:
         async with ctx.deadline:
-            ctx.enter()
+            await ctx.enter()
             work = handler.run(live.trajectory, ctx)
             if ":" not in live.program.graph.handler_of(ctx.state):
                 return await work

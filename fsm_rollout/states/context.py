@@ -22,7 +22,7 @@ from fsm_rollout.errors import ConfigError, PromptTooLong, StreamError, ToolErro
 from fsm_rollout.states.active_trajectory import ActiveTrajectory
 from fsm_rollout.states.bound_agent import shared_chat
 from fsm_rollout.states.generation import Generation, sampling_params
-from fsm_rollout.states.visit import Visit
+from fsm_rollout.states.visit import Visit, are_long
 from fsm_rollout.tools import CallResult, tool_messages
 from fsm_rollout.tools.bounded_call import ToolDied
 from fsm_rollout.trajectory import events
@@ -150,6 +150,7 @@ class HandlerContext(Visit):
             seconds=result.seconds,
             tries=result.tries,
             truncated_tokens=result.truncated_tokens,
+            truncated_characters=result.truncated_characters,
             child_id=result.child_id,
         )
         self.emit(called)
@@ -157,7 +158,7 @@ class HandlerContext(Visit):
 
     async def interact(self, context: str) -> Reply:
         """Let the state's interaction answer a context, and return its reply."""
-        stream = self.open_context(context)
+        stream = await self.opened_context(context)
         recorded = self._effects.take(events.UserReplied, context)
         if recorded is not None:
             return Reply(recorded.content, recorded.score, recorded.done)
@@ -200,7 +201,11 @@ class HandlerContext(Visit):
             raise ConfigError(f"engine '{engine}' is not one of the run's{did_you_mean(engine, clients)}")
         client = clients[engine]
         chat = shared_chat(client, Context(engine=engine))
-        ids = as_ids(chat.prompt(messages, None, now=self.date))
+        if are_long(messages):  # in a thread, where nothing waits for it
+            encoded = await asyncio.to_thread(chat.prompt_reference, messages, None, now=self.date)
+        else:
+            encoded = chat.prompt_detailed(messages, None, now=self.date)
+        ids = as_ids(encoded.ids)
         room = client.engine.max_context - len(ids)
         if room < 1:
             raise PromptTooLong(f"engine '{engine}': a prompt of {len(ids)} tokens leaves no room to answer")

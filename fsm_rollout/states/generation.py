@@ -14,12 +14,13 @@ from functools import partial
 from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.agent.limits import LimitReached
 from fsm_rollout.chat.formats import Call
+from fsm_rollout.chat.template import SampledTurn
 from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.protocol import Request, SamplingParams
 from fsm_rollout.errors import EngineError
 from fsm_rollout.states.bound_agent import BoundContext
-from fsm_rollout.states.visit import Visit
+from fsm_rollout.states.visit import Visit, are_long
 from fsm_rollout.trajectory.enums import FinishReason, LimitName
 from fsm_rollout.trajectory.events import Generated, MalformedCall, Message, PromptExtended, ToolCall, unwritable
 from fsm_rollout.trajectory.settings import Sampling
@@ -41,15 +42,15 @@ class Generation:
         """Do what :meth:`fsm_rollout.states.context.HandlerContext.generate` promises, once it is paid for."""
         # 1. Where the stream stands: a turn that was cut goes on; else what is new is written before the next turn.
         visit, bound = self.visit, self.bound
-        stream = visit.open_context(bound.name)
+        stream = await visit.opened_context(bound.name)
         was_cut = stream.finish_reason in (FinishReason.LENGTH, FinishReason.ABORT)
         continued = was_cut and not stream.awaiting and not stream.pending
         resumed = continued and stream.finish_reason == FinishReason.ABORT
         if stream.awaiting and stream.pending:
             # Nothing was sampled where a turn was to begin.
-            stream = visit.open_with(bound, list(stream.messages), instead_of_glue=True)
+            stream = await visit.open_with_long(bound, list(stream.messages), instead_of_glue=True)
         elif not stream.awaiting and not continued:
-            stream = self._glue(stream)
+            stream = await self._glue(stream)
         # 2. The request. Whatever comes of it is recorded, also when the visit is cut off.
         request, cut_by = self._request(stream, sampling, resumed=resumed)
         pending = bound.client.submit(request, visit.deadline)
@@ -80,28 +81,29 @@ class Generation:
             if not cut or (generation.task is not None and generation.task.cancelling()):
                 await generation.recorded.wait()
 
-    def _glue(self, stream: Stream) -> Stream:
+    async def _glue(self, stream: Stream) -> Stream:
         """Write what stands between the latest turn and the next, or open the next stream; return where to go on."""
         # 1. The glue; where there can be none, a new stream opens with the whole history.
         visit, bound, chat = self.visit, self.bound, self.bound.chat
         history, new = stream.messages[: stream.glued], stream.pending
         if chat.must_split(history, new, bound.tools):
-            return visit.open_with(bound, list(stream.messages), instead_of_glue=True)
+            return await visit.open_with_long(bound, list(stream.messages), instead_of_glue=True)
         sampled = stream.turn_ids
         finish_reason = FinishReason.STOP if _stopped(sampled, stream.finish_reason, bound) else FinishReason.LENGTH
-        encoded = chat.glue_detailed(
-            history, new, bound.tools, sampled_ids=sampled, finish_reason=finish_reason, now=visit.date
-        )
+        turn = SampledTurn(sampled_ids=sampled, finish_reason=finish_reason, now=visit.date)
+        if not are_long(new):
+            encoded = chat.glue_detailed(history, new, bound.tools, **turn)
+        else:  # in a thread, where nothing waits for it, and without the cache, which is the loop's
+            encoded = await asyncio.to_thread(chat.glue_reference, history, new, bound.tools, **turn)
+            if len(stream.pending) > len(new):  # another task of the handler has written meanwhile
+                return await self._glue(stream)
         # 2. Glue from the cache is checked by sample, once this turn's request is on its way.
         if encoded.entry is not None:
             visit.active.glue_entries.add(encoded.entry)
             if chat.audit_due(encoded.entry) and chat.audit_fits(encoded.entry, len(stream.tokens)):
 
                 def audit() -> None:
-                    mismatch = chat.audit(
-                        history, new, bound.tools, encoded, sampled_ids=sampled, finish_reason=finish_reason,
-                        now=visit.date,
-                    )  # fmt: skip
+                    mismatch = chat.audit(history, new, bound.tools, encoded, **turn)
                     if mismatch is not None:
                         visit.active.report_mismatch(mismatch)
 

@@ -15,6 +15,7 @@ from functools import cached_property
 
 from fsm_rollout.agent.handlers import TEMPLATE_FACTS
 from fsm_rollout.agent.limits import COUNTED_LIMITS, LimitReached, remaining, spent
+from fsm_rollout.chat.markers import Encoded
 from fsm_rollout.chat.messages import check_written
 from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.concurrency.seeds import derive_seed
@@ -27,6 +28,14 @@ from fsm_rollout.trajectory.enums import LimitName
 from fsm_rollout.trajectory.events import AnyEvent, Message
 from fsm_rollout.trajectory.tokens import as_ids
 from fsm_rollout.trajectory.trajectory import DONE_IN_A_VISIT, Stream
+
+LONG_TEXT = 20_000
+"""Characters of messages from which on they are encoded in a thread: they take some 10 ms."""
+
+
+def are_long(messages: Sequence[Message]) -> bool:
+    """Return whether encoding messages would hold up the event loop."""
+    return sum(len(message.get("content") or "") for message in messages) > LONG_TEXT
 
 
 class Visit:
@@ -103,7 +112,7 @@ class Visit:
 
     # -- contexts and messages ----------------------------------------------------------------------------------
 
-    def enter(self) -> None:
+    async def enter(self) -> None:
         """Do what every working state does on entry: reset its context, write its prompt."""
         spec = self.program.graph.states[self.state]
         if spec.prompt is None and not spec.reset:
@@ -115,7 +124,7 @@ class Visit:
         if spec.prompt is not None:
             messages = [{"role": "user", "content": self.program.prompts[self.state].render(self.facts())}]
         if spec.reset or self.trajectory.stream(spec.context) is None:
-            self._open(spec.context, messages)
+            await self.open_with_long(self.context(spec.context), self._opening(spec.context, messages))
         elif messages is not None:
             self.write(messages, context=spec.context)
 
@@ -135,24 +144,55 @@ class Visit:
         Raises:
             PromptTooLong: the prompt leaves no room for a single token.
         """
-        return self.trajectory.stream(context) or self._open(context, None)
+        stream = self.trajectory.stream(context)
+        return stream or self.open_with(self.context(context), self._opening(context, None))
 
-    def _open(self, context: str, messages: Sequence[Message] | None) -> Stream:
+    async def opened_context(self, context: str) -> Stream:
+        """Do what :meth:`open_context` does; a long prompt is encoded in a thread, so that nothing else waits."""
+        stream = self.trajectory.stream(context)
+        return stream or await self.open_with_long(self.context(context), self._opening(context, None))
+
+    def _opening(self, context: str, messages: Sequence[Message] | None) -> list[Message]:
+        """Return what a context's next stream opens with: ``messages``, or the trajectory's prompt."""
         bound = self.context(context)
         opening = list(self.trajectory.prompt_messages if messages is None else messages)
         if bound.spec.system is not None and opening[0]["role"] != "system":
             opening.insert(0, {"role": "system", "content": bound.spec.system})
-        return self.open_with(bound, opening)
+        return opening
 
-    def open_with(self, bound: BoundContext, messages: list[Message], *, instead_of_glue: bool = False) -> Stream:
+    async def open_with_long(
+        self, bound: BoundContext, messages: list[Message], *, instead_of_glue: bool = False
+    ) -> Stream:
+        """Do what :meth:`open_with` does; long messages are encoded in a thread, so that nothing else waits."""
+        if not are_long(messages):
+            return self.open_with(bound, messages, instead_of_glue=instead_of_glue)
+        before = self.trajectory.stream(bound.name)
+        encoded = await asyncio.to_thread(bound.chat.prompt_reference, messages, bound.tools, now=self.date)
+        meanwhile = self.trajectory.stream(bound.name)
+        if meanwhile is not None and meanwhile is not before:  # another task of the handler has opened it
+            return meanwhile
+        if instead_of_glue and before is not None and len(before.messages) > len(messages):  # or has written
+            return await self.open_with_long(bound, list(before.messages), instead_of_glue=True)
+        return self.open_with(bound, messages, instead_of_glue=instead_of_glue, encoded=encoded)
+
+    def open_with(
+        self,
+        bound: BoundContext,
+        messages: list[Message],
+        *,
+        instead_of_glue: bool = False,
+        encoded: Encoded | None = None,
+    ) -> Stream:
         """Open a context's next stream with exactly these messages (``instead_of_glue``: as a part of a generation).
+
+        ``encoded`` is what they encode to, where that is known.
 
         Raises:
             PromptTooLong: they leave no room for a single token.
         """
         if not instead_of_glue and self._effects.take(events.ContextOpened, bound.name) is not None:
             return self.open_context(bound.name)
-        encoded = bound.chat.prompt_detailed(messages, bound.tools, now=self.date)
+        encoded = encoded or bound.chat.prompt_detailed(messages, bound.tools, now=self.date)
         if self.room_in_context(bound, len(encoded.ids)) < 1:
             raise PromptTooLong(
                 f"context '{bound.name}': a prompt of {len(encoded.ids)} tokens leaves no room to answer; "

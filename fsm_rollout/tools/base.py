@@ -117,6 +117,9 @@ class CallResult(msgspec.Struct, frozen=True):
     tries: int = 0
     """How often the tool was run; 0 when the call never reached it."""
     truncated_tokens: int = 0
+    """How many tokens of the result ``response_tokens`` has cut away."""
+    truncated_characters: int = 0
+    """How many characters were cut away where the tool has no ``response_tokens``."""
     child_id: str | None = None
 
 

@@ -14,8 +14,10 @@ import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any, TypeVar
 
+from fsm_rollout.concurrency.step_timing import watch_steps
 from fsm_rollout.concurrency.threads import DaemonThreads
 
 T = TypeVar("T")
@@ -25,6 +27,8 @@ STOP_SECONDS = 5.0
 
 _logger = logging.getLogger(__name__)
 _threads = DaemonThreads("fsm-rollout-tool")
+_blocking: set[str] = set()
+"""The functions that were logged for keeping the event loop."""
 _slot: contextvars.ContextVar[_Slot | None] = contextvars.ContextVar("slot", default=None)
 """The slot that the present code runs in."""
 
@@ -63,7 +67,7 @@ async def invoke(function: Callable[..., Any], arguments: Mapping[str, object]) 
     A sync function that returns an awaitable (a decorated async one, say) has it awaited.
     """
     if is_async(function):
-        return await _awaited(function(**arguments))
+        return await _awaited(function(**arguments), function)
     loop, slot, context = asyncio.get_running_loop(), _slot.get(), contextvars.copy_context()
 
     def work() -> tuple[object, BaseException | None]:
@@ -87,15 +91,27 @@ async def invoke(function: Callable[..., Any], arguments: Mapping[str, object]) 
             raise error
         finally:
             del error  # a frame that holds an exception that holds the frame
-    return await _awaited(result) if inspect.isawaitable(result) else result
+    return await _awaited(result, function) if inspect.isawaitable(result) else result
 
 
-async def _awaited(work: Awaitable[T]) -> T:
-    """Await ``work``; a SystemExit would leave the task, and end the loop."""
+async def _awaited(work: Awaitable[T], function: Callable[..., object]) -> T:
+    """Await what ``function`` gave and log it if it blocks the loop; a SystemExit would end the loop."""
     try:
-        return await work
+        if not inspect.iscoroutine(work):
+            return await work
+        return await watch_steps(work, partial(_warn_of_blocking, function))
     except SystemExit as error:
         raise RuntimeError(f"SystemExit: {error}") from error
+
+
+def _warn_of_blocking(function: Callable[..., object], seconds: float) -> None:
+    while isinstance(function, partial):
+        function = function.func
+    name = f"{function.__module__}:{getattr(function, '__qualname__', type(function).__qualname__)}"
+    level = logging.INFO if name in _blocking else logging.WARNING  # only the first of many alike is a warning
+    _blocking.add(name)
+    advice = "write it as a plain `def`, which runs in a thread, or use asyncio.to_thread"
+    _logger.log(level, "'%s' kept the event loop for %.1f s, and all else waited; %s", name, seconds, advice)
 
 
 async def bounded(

@@ -43,7 +43,7 @@ from fsm_rollout.tools.bounded_call import (
     is_async,
 )
 from fsm_rollout.tools.schema import Arguments, Function, Parameters, Schema, context_parameters, parameters_of
-from fsm_rollout.tools.tool_messages import GO_ON, Tokenizer, described, error_text, truncate
+from fsm_rollout.tools.tool_messages import GO_ON, Tokenizer, bounded_result, described, error_text, truncate
 from fsm_rollout.trajectory.events import MalformedCall, ToolCall
 
 CORRECT = "correct the arguments and try again"
@@ -52,6 +52,8 @@ GO_ON_WITHOUT = "try again, or go on without it"
 FIRST_PAUSE = 0.5
 """Seconds before the second try, at most; doubled for each further one."""
 LONGEST_PAUSE = 30.0
+LONG_TEXT = 20_000
+"""Characters from which on a result is tokenised in a thread."""
 RELEASE_SECONDS = 30.0
 """How long a `release` may take where the tool has no timeout."""
 THREADS = 256
@@ -538,10 +540,15 @@ class ToolSession:
         result = replace(await self._run(tool, attempt), seconds=loop.time() - begun)
         # 3. Cut to size.
         if tool.spec.response_tokens is None:
-            return result
+            text, dropped = bounded_result(result.text, tool.spec.truncate)
+            return replace(result, text=text, truncated_characters=dropped)
         if tokenizer is None:
             raise ToolError(f"tool '{tool.name}' has response_tokens, which only a tokenizer can count; give one")
-        text, dropped = truncate(result.text, tokenizer, tool.spec.response_tokens, tool.spec.truncate)
+        arguments = (result.text, tokenizer, tool.spec.response_tokens, tool.spec.truncate)
+        if len(result.text) > LONG_TEXT:  # in a thread, where nothing waits for it
+            text, dropped = await asyncio.to_thread(truncate, *arguments)
+        else:
+            text, dropped = truncate(*arguments)
         return replace(result, text=text, truncated_tokens=dropped)
 
     async def release(self) -> list[str]:

@@ -8,6 +8,7 @@ import json
 import logging
 import re
 import textwrap
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -21,7 +22,7 @@ from pydantic import BaseModel
 from fsm_rollout.agent.graph import AgentGraph, Context
 from fsm_rollout.agent.handlers import TEMPLATE_FACTS
 from fsm_rollout.chat import ChatTemplate
-from fsm_rollout.chat.markers import Encoded
+from fsm_rollout.chat.markers import Encoded, MarkerEncoder
 from fsm_rollout.concurrency import step_timing
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Chunk, Request
@@ -1000,3 +1001,32 @@ def test_entering_the_initial_state_is_charged_like_any_entry() -> None:
     trajectory = only(groups)
     assert (trajectory.stop_reason, trajectory.turn) == ("limit:assistant_turns", 2)
     assert trajectory.spent == {"assistant_turns": 3}
+
+
+@pytest.mark.parametrize("response_tokens", [None, 40])
+def test_long_texts_are_encoded_beside_the_event_loop(
+    response_tokens: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts and tool results alike: whoever else runs does not wait for them."""
+    encode, on_the_loop, aside = MarkerEncoder.encode, list[int](), list[int]()
+    loop_thread = threading.get_ident()
+
+    def noted(self: MarkerEncoder, text: str) -> list[int]:
+        (on_the_loop if threading.get_ident() == loop_thread else aside).append(len(text))
+        return encode(self, text)
+
+    monkeypatch.setattr(MarkerEncoder, "encode", noted)
+    long_prompt = Prompt(prompt_id="p", messages=({"role": "user", "content": "word " * 6_000},))
+    tools = {"lots": {"use": "tests.law_tools:lots", "timeout": 50.0, "response_tokens": response_tokens}}
+    counted = '<tool_call>\n{"name": "lots", "arguments": {"count": 6000}}\n</tool_call>'
+    engine = ScriptedEngine([counted, "done"], tokenizer=tokenizer(), log=True, max_context=200_000)
+    graph = agent(TOOLS, tools=tools)
+
+    async def main() -> list[Group]:
+        scheduler = Scheduler({graph.agent: graph}, {"policy": EngineClient(engine)})
+        return [group async for group in scheduler.run([long_prompt], 1)]
+
+    trajectory = only(run_virtual(main()))
+    assert trajectory.stop_reason == "answered"
+    assert max(on_the_loop, default=0) < 20_000
+    assert len([length for length in aside if length > 30_000]) >= (2 if response_tokens is None else 1)

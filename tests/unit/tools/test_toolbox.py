@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Awaitable, Callable
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Annotated, Any
 
 import pytest
@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsm_rollout.agent import graph
+from fsm_rollout.concurrency import step_timing
 from fsm_rollout.errors import BadArguments, ToolError
 from fsm_rollout.testing.simulation.virtual_time import run_virtual
 from fsm_rollout.tools import (
@@ -438,6 +439,26 @@ def test_results_become_text(kind: str, text: str):
     assert made(box(give="give"), a_call("give", kind=kind)) == CallResult(text, tries=1)
 
 
+def big(characters: int) -> str:
+    """Say a lot.
+
+    Args:
+        characters: How much.
+    """
+    return "a" * (characters - 1) + "z"
+
+
+@pytest.mark.parametrize(("side", "first", "last"), [("middle", "a", "z"), ("left", "…", "z"), ("right", "a", "…")])
+def test_a_result_that_nothing_bounds_is_cut_before_it_is_tokenised(side: Any, first: str, last: str):
+    fits = made(box(big={"use": "big", "truncate": side}), a_call("big", characters=200_000))
+    assert (len(fits.text), fits.truncated_characters) == (200_000, 0)
+    cut = made(box(big={"use": "big", "truncate": side}), a_call("big", characters=3_000_000))
+    assert (cut.failure, cut.truncated_characters) == (None, 2_800_000)
+    assert "…[2800000 characters cut]…" in cut.text
+    assert len(cut.text) == 200_000 + len("…[2800000 characters cut]…")
+    assert (cut.text[0], cut.text[-1]) == (first, last)
+
+
 @pytest.mark.parametrize("kind", ["opaque", "digits"])
 def test_a_result_that_no_model_can_be_told_is_a_failure(kind: str):
     result = made(box(give="give"), a_call("give", kind=kind))
@@ -485,6 +506,19 @@ def test_a_blocking_tool_does_not_stall_the_loop():
         assert (await blocked).text == "late"
 
     asyncio.run(main())
+
+
+def test_an_async_tool_that_blocks_the_loop_is_named(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    """Each look at the clock is three seconds after the one before."""
+    monkeypatch.setattr(step_timing, "monotonic", count(step=3.0).__next__)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert made(box(add="async_add"), a_call("add", left=1, right=2)).text == "3"
+    (message,) = caplog.messages
+    assert message == (
+        f"'{__name__}:async_add' kept the event loop for 3.0 s, and all else waited; "
+        "write it as a plain `def`, which runs in a thread, or use asyncio.to_thread"
+    )
 
 
 def test_an_async_tool_is_cancelled_when_its_time_is_up():

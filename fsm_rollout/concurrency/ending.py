@@ -1,0 +1,53 @@
+"""Ending an event loop: what runs on it is cancelled, and what refuses to end does not keep it.
+
+Invariant: :func:`run_to_end` does what ``asyncio.run`` does, but for one thing: ``asyncio.run`` waits for ever for a
+task that swallows its cancellation (a stranger's tool, say). This waits :data:`LEFT_AFTER` seconds, names the task, and
+goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+LEFT_AFTER = 5.0
+"""Seconds that tasks have to end when their loop does."""
+
+_logger = logging.getLogger(__name__)
+_left: list[asyncio.Task[Any]] = []
+"""Tasks that were left behind: thrown away, each would be told once more to end, and refuse once more."""
+
+
+def run_to_end(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> T:
+    """Run ``work`` on a new loop and return its result; then end all that is left on the loop, and close it."""
+    asyncio.set_event_loop(loop)
+    try:
+        return loop.run_until_complete(work)
+    finally:
+        try:
+            loop.run_until_complete(_end_tasks())
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.run_until_complete(loop.shutdown_default_executor())
+        finally:
+            asyncio.set_event_loop(None)
+            loop.close()
+
+
+async def _end_tasks() -> None:
+    loop = asyncio.get_running_loop()
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    ended, refusing = await asyncio.wait(tasks, timeout=LEFT_AFTER) if tasks else (set(), set())
+    for task in ended:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            loop.call_exception_handler({"message": "a task failed while its loop ended", "exception": error})
+    for task in refusing:
+        _logger.warning("%s ignores its cancellation (%g s so far) and is left behind", task.get_name(), LEFT_AFTER)
+    if refusing:
+        _left.extend(refusing)
+        loop.set_exception_handler(lambda loop, context: None)  # they have been named

@@ -1,0 +1,72 @@
+"""An event loop ends although a task on it refuses to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from fsm_rollout.concurrency import ending
+from fsm_rollout.concurrency.interruption import Interruptible
+from fsm_rollout.concurrency.loop_thread import LoopThread
+
+
+def in_a_thread(work: Coroutine[Any, Any, str]) -> str:
+    loop = LoopThread()
+    try:
+        return loop.call(lambda: work)
+    finally:
+        loop.close()
+
+
+def here(work: Coroutine[Any, Any, str]) -> str:
+    return ending.run_to_end(work, asyncio.new_event_loop())
+
+
+@pytest.mark.parametrize("run", [here, lambda work: Interruptible().run(work), in_a_thread])
+def test_a_task_that_swallows_its_cancellation_is_named_and_left(
+    run: Callable[[Coroutine[Any, Any, str]], str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ending, "LEFT_AFTER", 0.01)
+    swallowed: list[str] = []
+    tasks: list[asyncio.Task[None]] = []
+
+    async def refuse() -> None:
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                swallowed.append("once")
+
+    async def main() -> str:
+        tasks.append(asyncio.get_running_loop().create_task(refuse(), name="tool 'deaf'"))
+        await asyncio.sleep(0)
+        return "done"
+
+    with caplog.at_level(logging.WARNING):
+        assert run(main()) == "done"
+    assert swallowed == ["once"]
+    assert caplog.messages == ["tool 'deaf' ignores its cancellation (0.01 s so far) and is left behind"]
+
+
+def test_what_ends_when_it_is_cancelled_is_waited_for() -> None:
+    ended: list[str] = []
+
+    async def tidy() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append("tidied up")
+
+    async def main() -> None:
+        main.task = asyncio.get_running_loop().create_task(tidy())  # type: ignore[attr-defined]
+        await asyncio.sleep(0)
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        ending.run_to_end(main(), asyncio.new_event_loop())
+    assert ended == ["tidied up"]
