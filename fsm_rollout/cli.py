@@ -1,4 +1,4 @@
-"""The command line: ``fsm-rollout check | draw | run | resume | show | schema | new``.
+"""The command line: ``fsm-rollout check | draw | run | resume | show | export | rescore | replay | schema | new``.
 
 Invariant: bad input ends with exit code 2 and one line per problem on stderr, never with a traceback. What a command
 needs is imported inside it, so that each starts as fast as it can.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -227,6 +227,118 @@ class SchemaOf(StrEnum):
 
     AGENT = "agent"
     RUN = "run"
+
+
+@app.command()
+def export(
+    folder: Folder,
+    kind: Annotated[
+        Literal["jsonl", "parquet"], typer.Option("--format", metavar="FORMAT", help="jsonl or parquet")
+    ] = "jsonl",
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="F", help="the file, or - (default: rows.FORMAT in the run's folder)"),
+    ] = None,
+    scores: Annotated[
+        Path | None,
+        typer.Option("--scores", metavar="F", help="scores of `rescore`, for the run's own", show_default=False),
+    ] = None,
+) -> None:
+    """Write a run's rows: ids, mask, logprobs, weight versions, scores, stop reasons, by the names of the batch.
+
+    Example: fsm-rollout export runs/demo --format parquet
+
+    One row per trained stream of each ended trajectory. The run may still be going on, and what is damaged is said.
+    """
+    from fsm_rollout.jobs import export as exporting
+    from fsm_rollout.jobs.rescore import read_scores
+
+    stream = sys.stdout if output == Path("-") else None
+    if stream is not None and kind != "jsonl":
+        raise ConfigError("only lines of JSON go to the terminal; give -o F.parquet")
+    own = None if scores is None else read_scores(scores)
+    result = exporting.export(folder, kind, output, scores=own, report=_say, watch=_watched, stream=stream)
+    left = f"; {result.unfinished:,} that have not ended are left out" if result.unfinished else ""
+    what = "standard output" if result.path is None else f"{_short(result.path)}"
+    _say(f"{what}: {result.rows:,} rows of {result.trajectories:,} trajectories{left}")
+
+
+@app.command()
+def rescore(
+    folder: Folder,
+    reward: Annotated[str, typer.Option("--reward", metavar="module:function", help="the reward", show_default=False)],
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="F", help="the file (default: scores/ in the run's folder)"),
+    ] = None,
+) -> None:
+    """Judge a run's trajectories with another reward, without generating anything.
+
+    Example: fsm-rollout rescore runs/demo --reward fsm_rollout.rewards:first_answer
+
+    The run keeps its own scores; `export --scores F` writes rows with the new ones.
+    """
+    from fsm_rollout.jobs.rescore import mean_of
+    from fsm_rollout.jobs.rescore import rescore as judge_again
+
+    _look_here()
+    path, scores = judge_again(folder, reward, output, report=_say)
+    before, after = (mean_of(getattr(score, name) for score in scores) for name in ("recorded", "score"))
+    changed = sum(score.recorded != score.score for score in scores)
+    typer.echo(f"{_short(path)}: {len(scores):,} scores, {changed:,} of them changed; mean {before} to {after}")
+    errors = dict.fromkeys(score.error for score in scores if score.error is not None)
+    if errors:
+        failed = sum(score.error is not None for score in scores)
+        typer.echo(f"the reward failed for {failed:,} of {len(scores):,}: {next(iter(errors))}", err=True)
+        raise typer.Exit(1)
+
+
+@app.command()
+def replay(
+    folder: Folder,
+    agent: Annotated[
+        list[Path] | None,
+        typer.Option("--agent", metavar="AGENT.yaml", help="run these agents instead of the run's", show_default=False),
+    ] = None,
+    trajectory: Annotated[
+        str | None, typer.Option("--trajectory", metavar="ID", help="one sample only", show_default=False)
+    ] = None,
+    file: RunFile = None,
+) -> None:
+    """Run a run again from its recorded generations and tool results, and say where it first differs.
+
+    Example: fsm-rollout replay runs/demo
+
+    No model and no tool runs; handlers, predicates and templates do. So it shows what a change of an agent, of a chat
+    template or of this package changes: by state, turn and token. It exits with 1 when anything differs.
+    """
+    from fsm_rollout.jobs.replay import replay as run_again
+    from fsm_rollout.report.texts import visible
+
+    _look_here()
+    result = run_again(folder, agents=agent or [], only=trajectory, file=file, report=_say)
+    for difference in result.differences[:20]:
+        typer.echo(visible(str(difference)))
+    more = len(result.differences) - 20
+    if more > 0:
+        typer.echo(f"… and {more:,} more")
+    typer.echo(f"{result.replayed:,} trajectories replayed, {len(result.differences):,} of them differ")
+    if result.differences:
+        raise typer.Exit(1)
+
+
+def _say(sentence: str) -> None:
+    from fsm_rollout.report.texts import visible
+
+    typer.echo(visible(sentence), err=True)
+
+
+def _watched(items: Iterable[Any], total: int) -> Iterable[Any]:
+    """Pass items on, and show how far they are where there is a terminal."""
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(items, "trajectories", total, console=Console(stderr=True), transient=True)
 
 
 @app.command()

@@ -10,6 +10,7 @@ A bad trajectory is data (its stop reason says why it ended), never one of these
     ├── EngineError           an engine cannot start, or failed for good
     │   └── PromptTooLong     one request does not fit the engine's window
     ├── StreamError           a token stream was used against its invariants (a bug in a handler)
+    ├── ReplayDiverged        a run that is run again went another way than the recorded one
     ├── BatchError            rows do not fit the widths asked for
     ├── TargetNotReached      a group filter turns down so many groups that a run with a target is given up
     └── JournalError          a run's journal cannot be written or read
@@ -127,6 +128,10 @@ class PromptTooLong(EngineError):
 
 class StreamError(RolloutError):
     """A token stream was used against its invariants."""
+
+
+class ReplayDiverged(RolloutError):
+    """A run that is run again asks for what the recorded one has not."""
 
 
 class BatchError(RolloutError):

@@ -29,6 +29,7 @@ OWN_FILES = (
     f"{JOURNAL}-shm",
     "journal.damaged.sqlite",
     "batch",
+    "scores",
     SUMMARY,
     "report.html",
     "trajectories",

@@ -45,6 +45,7 @@ from fsm_rollout.scheduler.resume import History, resumed_groups
 from fsm_rollout.scheduler.staleness import Staleness
 from fsm_rollout.scheduler.trajectory_runner import Program, run_trajectory
 from fsm_rollout.states.active_trajectory import CARRIED, INTERRUPTED, UNREAD, ActiveTrajectory, Stop, Suspension
+from fsm_rollout.states.effect_log import Replayed
 from fsm_rollout.states.failures import class_of
 from fsm_rollout.tools import AgentAnswer, AgentCall
 from fsm_rollout.tools.bounded_call import Expired
@@ -149,6 +150,8 @@ class Scheduler:
         self.reward = reward
         self.journal = journal
         self.listeners = tuple(listeners)
+        self.replayed: Mapping[str, Sequence[AnyEvent]] | None = None
+        """Recorded events by trajectory, from which tools, users and judges answer when a run is run again."""
         self.on_tool_failure = on_tool_failure
         self.group_filter = group_filter
         policy = clients[POLICY]
@@ -623,8 +626,9 @@ class Scheduler:
         trajectory_id = trajectory.trajectory_id
         run_agent = partial(self._run_agent, group, trajectory_id)
         live = ActiveTrajectory(
-            trajectory, program or group.program, run_agent, self.record, self.glue_mismatch, caller
-        )
+            trajectory, program or group.program, run_agent, self.record, self.glue_mismatch, caller,
+            None if self.replayed is None else Replayed(self.replayed.get(trajectory_id, ())),
+        )  # fmt: skip
         group.active[trajectory_id] = live
         group.glue_entries[trajectory_id] = live.glue_entries
         return live

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from fsm_rollout.environment.users import BoundInteraction, build_interaction
 from fsm_rollout.errors import GlueMismatchError
 from fsm_rollout.states.bound_agent import BoundAgent
+from fsm_rollout.states.effect_log import Replayed
 from fsm_rollout.tools import RunAgent, ToolSession
 from fsm_rollout.trajectory.enums import FailureClass, Trigger
 from fsm_rollout.trajectory.events import AnyEvent, Ended, Suspended, encode
@@ -54,6 +55,7 @@ class ActiveTrajectory:
         record: called with each event that was applied, and with its encoding.
         report_mismatch: called when an entry of a chat template's cache is wrong, and with it the tokens made from it.
         caller: whom it serves, if it is a sub-agent's.
+        replayed: what answers its calls, its user and its judges, if it is run again.
     """
 
     def __init__(
@@ -64,11 +66,13 @@ class ActiveTrajectory:
         record: Callable[[Trajectory, AnyEvent, bytes], None],
         report_mismatch: Callable[[GlueMismatchError], None],
         caller: ActiveTrajectory | None = None,
+        replayed: Replayed | None = None,
     ) -> None:
         self.trajectory = trajectory
         self.program = program
         self.report_mismatch = report_mismatch
         self.caller = caller
+        self.replayed = replayed
         self.task: asyncio.Task[None] | None = None
         """What runs it."""
         self.stop: Stop | None = None

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import TypeVar
+
+from msgspec.structs import replace
 
 from fsm_rollout.agent.graph import MAIN, Context
 from fsm_rollout.agent.limits import LimitReached
@@ -18,7 +21,7 @@ from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.engines.client import ABORT_GRACE
 from fsm_rollout.engines.protocol import Request
 from fsm_rollout.environment.users import Conversation, Reply
-from fsm_rollout.errors import ConfigError, PromptTooLong, StreamError, ToolError, did_you_mean
+from fsm_rollout.errors import ConfigError, PromptTooLong, ReplayDiverged, StreamError, ToolError, did_you_mean
 from fsm_rollout.states.active_trajectory import ActiveTrajectory
 from fsm_rollout.states.bound_agent import shared_chat
 from fsm_rollout.states.generation import Generation, sampling_params
@@ -30,6 +33,8 @@ from fsm_rollout.trajectory.enums import FailureClass, FinishReason, LimitName
 from fsm_rollout.trajectory.events import Called, Generated, MalformedCall, Message, ModelQueried, ToolCall
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.tokens import as_ids
+
+E = TypeVar("E", Called, ModelQueried, events.UserReplied)
 
 
 class HandlerContext(Visit):
@@ -111,13 +116,30 @@ class HandlerContext(Visit):
         """
         if not prepaid:
             self.charge(LimitName.TOOL_CALLS)
-        called = self._effects.take(Called, attempt.id) or await self._make_call(attempt)
+        called = self._effects.take(Called, attempt.id) or self._replayed(Called, attempt.id)
+        called = called or await self._make_call(attempt)
         if called.failure is not None and called.tries and not called.bad and self.program.end_on_tool_failure:
             error = ToolError(f"tool '{called.name}' failed for good: {called.failure}")
             died = called.failure == ToolDied.__name__
             error.failure = FailureClass.INFRASTRUCTURE if died else FailureClass.TOOL
             raise error
         return called
+
+    def _replayed(self, kind: type[E], key: object) -> E | None:
+        """Return what the run that is replayed has recorded there, as an event of now; ``None`` if none is replayed.
+
+        Raises:
+            ReplayDiverged: it has recorded nothing there.
+        """
+        recorded = self.active.replayed
+        if recorded is None or (kind is Called and key in recorded.by_agents):
+            return None
+        event = recorded.effects.take(kind, key)
+        if event is None:
+            raise ReplayDiverged(f"the run that is replayed has no '{kind.__struct_config__.tag}' of {key!r} here")
+        event = replace(event, at=self.clock(), state=self.state)
+        self.emit(event)
+        return event
 
     async def _make_call(self, attempt: ToolCall | MalformedCall) -> Called:
         name = attempt.name if isinstance(attempt, ToolCall) else ""
@@ -160,6 +182,7 @@ class HandlerContext(Visit):
         """Let the state's interaction answer a context, and return its reply."""
         stream = await self.opened_context(context)
         recorded = self._effects.take(events.UserReplied, context)
+        recorded = recorded or self._replayed(events.UserReplied, context)
         if recorded is not None:
             return Reply(recorded.content, recorded.score, recorded.done)
         conversation = Conversation(
@@ -192,7 +215,7 @@ class HandlerContext(Visit):
         # 1. Is it recorded already, from before an interruption?
         index = self._queries.get(engine, 0)
         self._queries[engine] = index + 1
-        recorded = self._effects.take(ModelQueried, (engine, index))
+        recorded = self._effects.take(ModelQueried, (engine, index)) or self._replayed(ModelQueried, (engine, index))
         if recorded is not None:
             return recorded.text
         # 2. The request: the messages in the engine's own template, with as much room as its window leaves.

@@ -49,3 +49,16 @@ class EffectLog:
         """Return how many turns are recorded that the handler, beginning again, has not asked for yet."""
         turns = (queue for (kind, _), queue in self._recorded.items() if kind is Generated)
         return sum(not event.resumed for queue in turns for event in queue)
+
+
+class Replayed:
+    """What tools, users and judges said to a trajectory that is run again."""
+
+    __slots__ = ("by_agents", "effects")
+
+    def __init__(self, recorded: Iterable[AnyEvent]) -> None:
+        recorded = list(recorded)
+        self.by_agents = frozenset(e.id for e in recorded if isinstance(e, events.Called) and e.child_id is not None)
+        """The calls that sub-agents answered, which are run again too."""
+        kinds = (events.Called, events.UserReplied, events.ModelQueried)
+        self.effects = EffectLog(event for event in recorded if isinstance(event, kinds))

@@ -1,0 +1,166 @@
+"""``fsm-rollout export``: the rows of a run as lines of JSON or as a parquet table, for whatever reads those.
+
+Invariant: a row is what :mod:`fsm_rollout.batch.rows` makes of a stream, under the names of the batch's tensors, whole
+and without padding. The journal is only read; it may still be written to.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from itertools import islice
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from fsm_rollout.batch.padding import RESPONSE_COLUMNS
+from fsm_rollout.batch.rows import TrainingRow, rows
+from fsm_rollout.errors import ConfigError
+from fsm_rollout.jobs.rescore import Scores, apply_score
+from fsm_rollout.jobs.standing import standing
+from fsm_rollout.trajectory.journal import Report, trajectory_ids
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Format = Literal["jsonl", "parquet"]
+Watch = Callable[[Iterable[Any], int], Iterable[Any]]
+"""Passes items on, of which there are so many at most, and shows how far they are."""
+
+TENSORS: Mapping[str, str] = {
+    "prompt_ids": "prompts",
+    "response_ids": "responses",
+    **{column.of: key for key, column in RESPONSE_COLUMNS.items()},
+}
+"""What the arrays of a row are called in a batch, and here."""
+AT_ONCE = 256
+"""Rows that are written at a time."""
+
+
+@dataclass(slots=True)
+class Exported:
+    """What an export came to."""
+
+    path: Path | None
+    rows: int = 0
+    trajectories: int = 0
+    """Those that have ended, without which there is no row."""
+    unfinished: int = 0
+
+
+def export(
+    folder: Path,
+    kind: Format,
+    out: Path | None = None,
+    *,
+    scores: Scores | None = None,
+    report: Report,
+    watch: Watch = lambda items, total: items,
+    stream: IO[str] | None = None,
+) -> Exported:
+    """Write the rows of all ended trajectories of a run, in the order in which these began.
+
+    Args:
+        folder: the run's folder, or its journal.
+        kind: ``jsonl`` or ``parquet`` (needs pyarrow).
+        out: the file; by default ``rows.jsonl`` or ``rows.parquet`` in the run's folder.
+        scores: of :func:`~fsm_rollout.jobs.rescore.read_scores`; they take the place of the run's own.
+        report: hears of what is damaged.
+        watch: shows how far it is.
+        stream: write lines of JSON there instead of to a file.
+
+    Raises:
+        ConfigError: the file cannot be written, or there is no pyarrow.
+        JournalError: there is no journal that can be read.
+    """
+    journal = folder if folder.is_file() else folder / "journal.sqlite"
+    result = Exported(None if stream is not None else out or journal.parent / f"rows.{kind}")
+    total = len(trajectory_ids(journal, report))
+
+    def found() -> Iterator[TrainingRow]:
+        for trajectory, _ in watch(standing(journal, report), total):
+            if not trajectory.ended:
+                result.unfinished += 1
+                continue
+            result.trajectories += 1
+            if scores is not None:
+                apply_score(trajectory, scores)
+            for row in rows([trajectory]):
+                result.rows += 1
+                yield row
+
+    if stream is not None:
+        _write_lines(found(), stream)
+        return result
+    assert result.path is not None
+    partial = result.path.with_name(f"{result.path.name}.partial")
+    try:
+        if kind == "jsonl":
+            with partial.open("w", encoding="utf-8", errors="backslashreplace") as file:
+                _write_lines(found(), file)
+        else:
+            _write_table(found(), partial)
+        partial.replace(result.path)
+    except OSError as error:
+        raise ConfigError(f"{result.path} cannot be written: {error.strerror or error}; give -o F") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return result
+
+
+def _write_lines(found: Iterable[TrainingRow], file: IO[str]) -> None:
+    for row in found:
+        file.write(json.dumps(_plain(row_data(row)), ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def row_data(row: TrainingRow) -> dict[str, Any]:
+    """Return a row's fields by name, those of tensors by the batch's; arrays as they are."""
+    return {TENSORS.get(field.name, field.name): getattr(row, field.name) for field in fields(row)}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it; what is not a number there is null."""
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _write_table(found: Iterator[TrainingRow], path: Path) -> None:
+    try:
+        import pyarrow as pa
+        from pyarrow.parquet import ParquetWriter
+    except ImportError:
+        raise ConfigError("writing parquet needs pyarrow: pip install 'fsm-rollout[parquet]'") from None
+    schema = _schema(pa)
+    with ParquetWriter(path, schema) as writer:
+        while batch := [row_data(row) for row in islice(found, AT_ONCE)]:
+            columns = [pa.array([_cell(row[field.name]) for row in batch], type=field.type) for field in schema]
+            writer.write_table(pa.Table.from_arrays(columns, schema=schema))
+
+
+def _schema(pa: Any) -> pa.Schema:
+    """Return the table's columns: tensors as lists of their own type, other numbers and texts as such, data as JSON."""
+    arrays: dict[str, type[np.generic]] = {"prompts": np.int32, "responses": np.int32}
+    arrays |= {key: column.row_type for key, column in RESPONSE_COLUMNS.items()}
+    scalars = {"int": pa.int64(), "str": pa.string(), "str | None": pa.string(), "float | None": pa.float64()}
+    columns = []
+    for field in fields(TrainingRow):
+        name = TENSORS.get(field.name, field.name)
+        if name in arrays:
+            columns.append((name, pa.list_(pa.from_numpy_dtype(np.dtype(arrays[name])))))
+        else:
+            columns.append((name, scalars.get(str(field.type), pa.string())))
+    return pa.schema(columns)
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, np.ndarray | str | int | float | None):
+        return value
+    return json.dumps(_plain(value), ensure_ascii=False)

@@ -1,0 +1,42 @@
+"""The trajectories of a journal that stand: those that a run's batch is made of.
+
+Invariant: of each sample the latest attempt stands, with the sub-agents that it called; what was given up, and what
+sub-agents had begun to answer to callers that ended without it, does not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from fsm_rollout.states.active_trajectory import UNREAD
+from fsm_rollout.trajectory.journal import Report, recordings, trajectory_ids
+from fsm_rollout.trajectory.journal.reader import Recorded
+
+_SAMPLE = re.compile(r"(.*/\d+)(?:~(\d+))?")
+
+
+def standing(journal: Path, report: Report) -> Iterator[Recorded]:
+    """Yield them with their events, in the order in which they began, whether they have ended or not."""
+    latest: dict[str, int] = {}
+    for trajectory_id in trajectory_ids(journal, report):
+        if found := _SAMPLE.fullmatch(trajectory_id):
+            latest[found[1]] = max(latest.get(found[1], 0), int(found[2] or 0))
+    unread: list[str] = []
+    for trajectory, history in recordings(journal, report=report):
+        own = trajectory.trajectory_id
+        if trajectory.detail == UNREAD:
+            unread.append(f"{own}/")
+        elif not own.startswith(tuple(unread)) and _attempt_stands(own, latest):
+            yield trajectory, history
+
+
+def _attempt_stands(trajectory_id: str, latest: dict[str, int]) -> bool:
+    """Whether no later attempt at its sample, or at that of its callers, was begun."""
+    parts = trajectory_id.split("/")
+    for end in range(2, len(parts) + 1):
+        found = _SAMPLE.fullmatch("/".join(parts[:end]))
+        if found and int(found[2] or 0) < latest.get(found[1], 0):
+            return False
+    return True
