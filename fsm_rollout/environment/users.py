@@ -10,6 +10,7 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Protocol
 
@@ -103,7 +104,7 @@ class BoundInteraction:
             TypeError: it returned something else than a Reply.
             Exception: whatever it raises itself.
         """
-        reply = await invoke(self.interaction.reply, {"conversation": conversation})
+        reply = await invoke(partial(self.interaction.reply, conversation), {})
         if not isinstance(reply, Reply):
             raise TypeError(f"{self.name}.reply must return a Reply, got {type(reply).__name__}")
         return reply if reply.content is None else Reply(clean(reply.content), reply.score, reply.done)

@@ -197,6 +197,17 @@ def test_a_sync_interaction_runs_in_a_thread_and_is_its_trajectorys_own():
     asyncio.run(build_interaction(SCRIPTED).close())
 
 
+class Brief:
+    """Its parameters have other names than ours."""
+
+    async def reply(self, talk: Conversation) -> Reply:
+        return Reply(talk.text.upper())
+
+
+def test_a_users_parameter_may_have_any_name():
+    assert reply(build_interaction(Spec(use=f"{__name__}:Brief")), [user("u"), said("hello")]) == Reply("HELLO")
+
+
 def test_only_a_reply_is_a_reply():
     with pytest.raises(TypeError, match=r"Plain.reply must return a Reply, got NoneType"):
         reply(build_interaction(PLAIN, {"gives": None}), [])
