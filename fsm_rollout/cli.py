@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from fsm_rollout.errors import ConfigError, Problem, RolloutError, TargetNotReached
+from fsm_rollout.errors import ConfigError, Problem, RolloutError, RunStopped, TargetNotReached
 
 if TYPE_CHECKING:
     from fsm_rollout.jobs.runner import Progress
@@ -178,6 +178,9 @@ def _carry_out(out: Path, work: Callable[[Progress], Summary]) -> None:
         raise typer.Exit(128 + number) from None
     except TargetNotReached as error:
         typer.echo(f"{error}; to continue: fsm-rollout resume {_short(out)} max_filtered=…", err=True)
+        raise typer.Exit(1) from None
+    except RunStopped as error:
+        typer.echo(f"{error}; to continue: fsm-rollout resume {_short(out)}", err=True)
         raise typer.Exit(1) from None
     Console().print(summary_table(summary))
     for line in failure_lines(summary):

@@ -13,6 +13,7 @@ A bad trajectory is data (its stop reason says why it ended), never one of these
     ├── ReplayDiverged        a run that is run again went another way than the recorded one
     ├── BatchError            rows do not fit the widths asked for
     ├── TargetNotReached      a group filter turns down so many groups that a run with a target is given up
+    ├── RunStopped            too much has failed in a run, or what must not
     └── JournalError          a run's journal cannot be written or read
 """
 
@@ -140,6 +141,10 @@ class BatchError(RolloutError):
 
 class TargetNotReached(RolloutError):
     """A group filter has turned down more groups than ``max_filtered`` allows; what has run waits for the next run."""
+
+
+class RunStopped(RolloutError):
+    """A run stopped itself, because of what failed in it (``failures``); what has run can be resumed."""
 
 
 class JournalError(RolloutError):

@@ -29,9 +29,10 @@ from fsm_rollout.engines.protocol import Engine
 from fsm_rollout.engines.specs import build_engine
 from fsm_rollout.environment.rewards import GroupFilter, Reward, RewardLike
 from fsm_rollout.errors import ConfigError, EngineError, Problem
+from fsm_rollout.scheduler.failure_policy import Failures, failures_of
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.resume import History
-from fsm_rollout.scheduler.scheduler import MAX_FILTERED, MAX_RESTARTS, OVER_SAMPLE, Listener, OnToolFailure, Scheduler
+from fsm_rollout.scheduler.scheduler import MAX_FILTERED, MAX_RESTARTS, OVER_SAMPLE, Listener, Scheduler
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.prompt import Prompt, as_prompt, as_prompts
 from fsm_rollout.trajectory.settings import Sampling
@@ -84,9 +85,10 @@ class Rollout:
             them, each also with its weight, ``(function, 0.5)``, whose weighted sum is the score. What they return:
             :class:`fsm_rollout.environment.rewards.Reward`.
         concurrency: trajectories under way at once.
-        engine_attempts: how often a failing generation is tried.
         queue_timeout: seconds that a silent engine is waited for.
-        on_tool_failure: ``tell_model``, or ``end`` to fail the trajectory.
+        failures: what becomes of failures, by their class, as in a run YAML: ``{"tool": "end", "engine": {"attempts":
+            5}}``. A trajectory that failed through no fault of the policy's is repeated within a budget; else it has
+            no score.
         group_filter: ``module:function``, or a function of a group's scored trajectories: whether they shall be in
             the batch and count towards ``target_groups`` (``fsm_rollout.rewards:scores_differ``).
         max_staleness: every trained token was sampled at most so many weight updates ago; older samples, running or
@@ -113,9 +115,8 @@ class Rollout:
         validation_sampling: Sampling | Mapping[str, object] | None = None,
         reward: RewardLike | None = None,
         concurrency: int = 1024,
-        engine_attempts: int = 3,
         queue_timeout: float = 600.0,
-        on_tool_failure: OnToolFailure = "tell_model",
+        failures: Failures | Mapping[str, object] | None = None,
         group_filter: str | Callable[..., object] | None = None,
         max_staleness: int | None = None,
         max_restarts: int = MAX_RESTARTS,
@@ -138,11 +139,18 @@ class Rollout:
         self._loop_thread: LoopThread | None = None
         self._owned: list[Engine] = []
         specs = {POLICY: engine, **(engines or {})}
-        self._client = partial(EngineClient, attempts=engine_attempts, queue_timeout=queue_timeout)
+        policy = failures if isinstance(failures, Failures) else failures_of(failures or {})
+        self._client = partial(
+            EngineClient,
+            attempts=policy.engine_attempts,
+            backoff=policy.engine.backoff,
+            elsewhere=policy.engine.do == "elsewhere",
+            queue_timeout=queue_timeout,
+        )
         self._common: dict[str, Any] = {
             "seed": seed,
             "concurrency": concurrency,
-            "on_tool_failure": on_tool_failure,
+            "failures": policy,
             "reward": Reward(reward) if reward is not None else None,
         }
         """What the schedulers of runs and of evaluations have in common."""

@@ -50,7 +50,13 @@ def run_yaml() -> str:
     titles = {
         "RunConfig": "The run",
         "Failures": "`failures`",
+        "PolicyFailures": "`failures.policy`",
+        "DataFailures": "`failures.data`",
+        "ToolFailures": "`failures.tool`",
+        "EnvironmentFailures": "`failures.environment`",
         "EngineFailures": "`failures.engine`",
+        "InfrastructureFailures": "`failures.infrastructure`",
+        "Breaker": "`failures.breaker`",
         "Sampling": "`sampling` and `validation_sampling`",
         "WeightedReward": "`reward`: each of a list",
     }

@@ -77,6 +77,8 @@ class TrainingRow:
     agent: str
     stop_reason: str | None
     """``None`` when the trajectory is suspended or still under way."""
+    failure: str | None
+    """The :class:`~fsm_rollout.trajectory.enums.FailureClass` of its end; ``None`` when it did not fail."""
     num_turns: int
     """Messages in the stream, system messages apart."""
     sampling: list[list[float]]
@@ -177,6 +179,7 @@ def row_of(
         context=stream.context,
         agent=trajectory.agent,
         stop_reason=trajectory.stop_reason,
+        failure=trajectory.failure,
         num_turns=turns_of(stream),
         sampling=[[turn, *sampling] for turn, sampling in stream.sampled_with.items()],
         metrics={

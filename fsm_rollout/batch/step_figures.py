@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from fsm_rollout.scheduler.group import Group
-from fsm_rollout.trajectory.enums import DropReason
+from fsm_rollout.trajectory.enums import DropReason, FailureClass
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 
@@ -20,15 +20,21 @@ def step_figures(groups: Iterable[Group]) -> dict[str, float]:
     ``groups``, ``samples``, ``unscored`` (samples without a score), ``score_mean`` (of those with one; NaN if none),
     ``sampled_tokens`` (of all engines and contexts); the same with ``dropped_`` before the name, of groups that are in
     no batch, and ``dropped_filtered``, ``dropped_stale``, ``dropped_wrong_tokens``: how many groups for which reason;
-    ``discarded_samples`` and ``discarded_sampled_tokens`` of attempts that were given up and began anew.
+    ``failed_policy``, ``failed_engine`` and so on (:class:`~fsm_rollout.trajectory.enums.FailureClass`): how many
+    samples, of all groups, failed for which reason; all but the policy's are unscored. ``discarded_samples`` and
+    ``discarded_sampled_tokens`` of attempts that were given up and began anew, ``repeated_samples`` of those that were
+    because they had failed.
     """
     groups = list(groups)
     dropped = [group for group in groups if group.dropped]
     figures = _of_groups([group for group in groups if not group.dropped], "") | _of_groups(dropped, "dropped_")
     for reason in DropReason:
         figures[f"dropped_{reason}"] = sum(group.drop_reason is reason for group in dropped)
+    failures = [trajectory.failure for group in groups for trajectory in group.trajectories]
+    figures |= {f"failed_{failure}": failures.count(failure) for failure in FailureClass}
     discarded = [trajectory for group in groups for trajectory in group.discarded]
     figures["discarded_samples"] = sum(trajectory.parent_id is None for trajectory in discarded)
+    figures["repeated_samples"] = sum(t.parent_id is None and t.failure is not None for t in discarded)
     figures["discarded_sampled_tokens"] = sampled_tokens(discarded)
     return figures
 

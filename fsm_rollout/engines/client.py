@@ -45,11 +45,19 @@ class EngineClient:
     """The only way to one engine. All methods are called on the scheduler's event loop."""
 
     def __init__(
-        self, engine: Engine, *, attempts: int = 3, backoff: float = 0.1, queue_timeout: float = 600.0
+        self,
+        engine: Engine,
+        *,
+        attempts: int = 3,
+        backoff: float = 0.1,
+        elsewhere: bool = False,
+        queue_timeout: float = 600.0,
     ) -> None:
         self.engine = engine
         self.attempts = attempts
         self.backoff = backoff
+        self.elsewhere = elsewhere
+        """Whether what a replica has failed is tried at another one, if there is one."""
         self.queue_timeout = queue_timeout
         self.dispatches = 0
         """Engine calls so far."""
@@ -272,7 +280,8 @@ class EngineClient:
         if pending.request_id == pending.request.request_id:
             return pending.request
         request = pending.request.continued(pending.ids, pending.request_id)
-        return replace(request, on_trial=True) if pending in self._trials else request
+        avoids = pending.replica if self.elsewhere and pending.failures else ""
+        return replace(request, on_trial=pending in self._trials, avoids=avoids)
 
     def _take(self, pending: PendingRequest, chunk: Chunk, now: float) -> bool:
         """Give a chunk to its request; return whether this engine call is over for it."""

@@ -80,6 +80,8 @@ class Request:
     on_trial: bool = False
     """It has failed together with others, and it is being found out which of them fails; if it does, that says little
     about the engine."""
+    avoids: str = ""
+    """The replica that has failed it, where another one is to have it."""
 
     @property
     def session(self) -> str:

@@ -69,6 +69,9 @@ def choose(router: Router, request: Request, replicas: Sequence[V]) -> V:
         EngineError: it fails, or returns anything else; its ``kind`` is "RouterFailed".
     """
     name = type(router).__name__
+    others = [replica for replica in replicas if replica.name != request.avoids]
+    if any(replica.has_room for replica in others):
+        replicas = others
     try:
         chosen = router.choose(request, replicas)
     except Exception as error:  # a router may be the user's

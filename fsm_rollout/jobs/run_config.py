@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
@@ -19,6 +19,7 @@ from fsm_rollout.agent.handlers import look_in
 from fsm_rollout.agent.yaml.overrides import apply_overrides, interpolate
 from fsm_rollout.agent.yaml.source import SourceMap, in_file_order, read_text, read_yaml
 from fsm_rollout.errors import ConfigError, Problem
+from fsm_rollout.scheduler.failure_policy import Failures
 from fsm_rollout.trajectory.config_errors import ConfigPath, explanations
 from fsm_rollout.trajectory.settings import AtLeastOne, FreeForm, ImportPath, Named, Sampling, Seconds, StrictModel
 
@@ -26,21 +27,6 @@ ENGINE_PATHS = ("model", "tokenizer", "script", "run")
 """What of an engine's mapping may be a path."""
 AGENT = "agent."
 """How an override begins that changes the agents."""
-
-
-class EngineFailures(StrictModel):
-    """What happens to a generation that an engine fails."""
-
-    attempts: AtLeastOne = Field(3, description="how often one generation is tried in all")
-
-
-class Failures(StrictModel):
-    """What happens when something outside of the agent fails."""
-
-    engine: EngineFailures = Field(EngineFailures(), description="a generation that its engine fails")
-    tool: Literal["tell_model", "end"] = Field(
-        "tell_model", description="a tool that failed for good: the model is told, or the trajectory ends"
-    )
 
 
 class WeightedReward(StrictModel):
@@ -97,7 +83,7 @@ class RunConfig(StrictModel):
     )
     engine: FreeForm = Field(description="the policy: `kind`, and what that kind of engine takes")
     engines: Named[FreeForm] = Field(default_factory=dict, description="further, untrained engines by name")
-    failures: Failures = Field(Failures(), description="what happens when something outside of the agent fails")
+    failures: Failures = Field(Failures(), description="what becomes of failures, by their class")
     concurrency: AtLeastOne = Field(1024, description="trajectories that run at once")
     queue_timeout: Seconds = Field(600.0, description="seconds that an engine which answers nothing is waited for")
     out: Path = Field(description="the folder that the results go to, relative to where the command is given")

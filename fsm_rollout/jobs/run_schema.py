@@ -9,6 +9,7 @@ from __future__ import annotations
 from fsm_rollout.agent.json_schema import Schema, allow_interpolations, plain_words
 from fsm_rollout.engines.specs import KINDS
 from fsm_rollout.jobs.run_config import RunConfig
+from fsm_rollout.trajectory.enums import FailureClass
 
 _REF = "#/$defs/{model}"
 _TURNS: Schema = {"type": "array", "items": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Turn"}]}}
@@ -31,6 +32,11 @@ def run_schema() -> Schema:
     forms = [{key: function[key] for key in ("type", "pattern")}, {"$ref": _REF.format(model="WeightedReward")}]
     own = {key: run["properties"]["reward"][key] for key in ("description", "title")}
     run["properties"]["reward"] = {**own, "anyOf": [*forms, {"type": "array", "items": {"anyOf": forms}}, _NULL]}
+    classes = definitions["Failures"]["properties"]
+    for failure in FailureClass:  # one word may stand for the settings of a class
+        settings = {"$ref": classes[failure].pop("$ref")}
+        do = definitions[settings["$ref"].rpartition("/")[2]]["properties"]["do"]
+        classes[failure]["anyOf"] = [{"enum": do["enum"], "type": "string"}, settings]
     for definition in definitions.values():
         allow_interpolations(definition)
         plain_words(definition)

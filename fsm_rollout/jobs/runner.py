@@ -140,9 +140,8 @@ def _carry_out(
             validation_sampling=config.validation_sampling,
             reward=config.rewards,
             concurrency=config.concurrency,
-            engine_attempts=config.failures.engine.attempts,
             queue_timeout=config.queue_timeout,
-            on_tool_failure=config.failures.tool,
+            failures=config.failures,
             group_filter=config.group_filter,
             on_event=[listener],
         )
@@ -198,6 +197,9 @@ def _write(folder: Path, rollout: Rollout, groups: list[Group], seconds: float) 
     summary = summarize(trajectories, wall_seconds=seconds, engine=rollout.engine_stats())
     if errors := [error for group in groups for error in group.reward_errors]:
         summary["reward_errors"] = errors
+    discarded = [trajectory for group in groups for trajectory in group.discarded if trajectory.parent_id is None]
+    if repeated := sum(trajectory.failure is not None for trajectory in discarded):
+        summary["repeated_samples"] = repeated
     dropped = sum(group.dropped for group in groups)
     if dropped or rollout.scheduler.group_filter is not None:
         summary["groups_dropped"] = dropped

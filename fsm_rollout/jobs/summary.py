@@ -14,6 +14,7 @@ from rich.table import Table
 
 from fsm_rollout.batch.rows import turns_of
 from fsm_rollout.report.texts import shortened
+from fsm_rollout.trajectory.enums import FailureClass
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 Summary: TypeAlias = dict[str, Any]
@@ -39,6 +40,7 @@ def summarize(
     apart. ``stop_reasons`` counts a trajectory that has none as ``suspended``, or ``unfinished``; ``failures`` (if
     there are any) says of each kind what the first one was.
 
+    ``failure_classes`` counts those that failed by who has to answer for it; all but the policy's have no score.
     ``scored`` counts those that have a score, ``score_mean`` is the mean of theirs, and ``reward_parts`` (if there are
     any) has the means of what the run's reward measured beside it.
 
@@ -62,6 +64,7 @@ def summarize(
         "transitions": sum(trajectory.transitions for trajectory in own),
         "states": dict(visits.most_common()),
         **_endings(own),
+        "failure_classes": dict(Counter(str(t.failure) for t in own if t.failure is not None).most_common()),
         "sub_agents": {"trajectories": len(called), **_endings(called)},
         "turns_mean": _mean([sum(map(turns_of, trajectory.streams)) for trajectory in own]),
         "tokens": sum(trajectory.response_tokens for trajectory in everything),
@@ -141,6 +144,15 @@ def summary_table(summary: Summary) -> Table:
     table.add_row("stop reasons", _counted(summary["stop_reasons"]))
     if besides:
         table.add_row("of sub-agents", _counted(called["stop_reasons"]))
+    if summary["failure_classes"]:
+        again = summary.get("repeated_samples", 0)
+        left_out = sum(count for name, count in summary["failure_classes"].items() if name != FailureClass.POLICY)
+        table.add_row(
+            "failures",
+            f"{_counted(summary['failure_classes'])}"
+            + (f"; {left_out:,} in no group's mean" if left_out else "")
+            + (f"; {again:,} attempts were repeated" if again else ""),
+        )
     table.add_row("states", _counted(summary["states"]))
     table.add_row("turns", f"{_number(summary['turns_mean'])} on average, {summary['transitions']:,} transitions")
     share = f"{trained / tokens:.0%}" if tokens else "-"

@@ -13,6 +13,7 @@ from enum import StrEnum, auto
 
 from fsm_rollout.environment.rewards import Reward, Verdict
 from fsm_rollout.errors import describe
+from fsm_rollout.scheduler.failure_policy import is_the_policys
 from fsm_rollout.scheduler.trajectory_runner import Program
 from fsm_rollout.states.active_trajectory import UNREAD, ActiveTrajectory
 from fsm_rollout.tools import AgentCall
@@ -58,7 +59,8 @@ class Group:
     reward_errors: list[str] = field(default_factory=list)
     """What went wrong in scoring; those trajectories have no score."""
     discarded: list[Trajectory] = field(default_factory=list)
-    """Attempts that fell behind the weights and were begun anew; in no batch."""
+    """Attempts that were begun anew, having fallen behind the weights or failed by no fault of the policy's; in no
+    batch."""
     drop_reason: DropReason | None = None
     """Why it is ``dropped``."""
     state: GroupState = GroupState.WAITING
@@ -112,6 +114,11 @@ class Group:
         if (trajectory := self.standing(sample)) is not None:
             self.trajectories.remove(trajectory)
             self._discard(trajectory)
+
+    def repeats(self, sample: int) -> int:
+        """Return how often a sample was begun anew because it had failed."""
+        own = [t for t in self.discarded if t.sample == sample and t.parent_id is None]
+        return sum(trajectory.failure is not None for trajectory in own)
 
     def begin(self) -> list[int]:
         """Let it run, and return the samples to start: what has not begun, was set aside or was given up."""
@@ -170,14 +177,19 @@ class Group:
 async def score_group(group: Group, reward: Reward | None, record: Callable[[Trajectory, AnyEvent], None]) -> None:
     """Score a group's ended samples; a sub-agent's trajectory gets the score of the sample that it served.
 
-    A trajectory that already has a reward is re-scored only by a group reward.
+    A trajectory that already has a reward is re-scored only by a group reward. One that failed by no fault of the
+    policy's says nothing about it: the reward is not asked, and it has no score.
     """
-    ended = [trajectory for trajectory in group.trajectories if trajectory.ended]
+    ended = [trajectory for trajectory in group.trajectories if trajectory.ended and is_the_policys(trajectory)]
     unscored = [trajectory for trajectory in ended if not trajectory.rewarded]
-    if reward is None or not ended:
+    if reward is None:
         return
     verdicts = {t.sample: Verdict(t.score, t.reward_parts) for t in ended if t.rewarded}
-    missing: dict[int, str] = {}
+    missing = {
+        t.sample: f"it failed by no fault of the policy's ({t.failure}): the reward was not asked"
+        for t in group.trajectories
+        if not is_the_policys(t)
+    }
     if unscored:
         judged = ended if reward.of_group else unscored
         group.reward_errors.clear()

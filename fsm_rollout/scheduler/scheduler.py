@@ -16,11 +16,11 @@ import logging
 import math
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from msgspec import to_builtins
@@ -35,11 +35,13 @@ from fsm_rollout.errors import (
     ConfigError,
     GlueMismatchError,
     Problem,
+    RunStopped,
     TargetNotReached,
     ToolError,
     did_you_mean,
     single,
 )
+from fsm_rollout.scheduler.failure_policy import ENDS, Failures, Watch
 from fsm_rollout.scheduler.group import Group, GroupState, score_group
 from fsm_rollout.scheduler.resume import History, resumed_groups
 from fsm_rollout.scheduler.staleness import Staleness
@@ -62,7 +64,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Listener = Callable[[Trajectory, AnyEvent], None]
-OnToolFailure = Literal["tell_model", "end"]
 OVER_SAMPLE = 1.5
 MAX_RESTARTS = 3
 MAX_FILTERED = 32.0
@@ -95,6 +96,10 @@ class _Run:
     """How many groups the filter has turned down."""
     exhausted: bool = False
     """Whether there are no further prompts."""
+    watch: Watch = field(default_factory=lambda: Watch(ENDS))
+    """What has failed in it."""
+    stopped_by: RunStopped | None = None
+    """Why it stops itself."""
     stop: Stop | None = None
     """How the run is being stopped: its groups are set aside (:data:`CARRIED`), cancelled or interrupted."""
     closing: bool = False
@@ -133,7 +138,7 @@ class Scheduler:
         reward: Reward | None = None,
         journal: Journal | None = None,
         listeners: Sequence[Listener] = (),
-        on_tool_failure: OnToolFailure = "tell_model",
+        failures: Failures = ENDS,
         group_filter: GroupFilter | None = None,
         max_staleness: int | None = None,
         max_restarts: int = MAX_RESTARTS,
@@ -152,7 +157,7 @@ class Scheduler:
         self.listeners = tuple(listeners)
         self.replayed: Mapping[str, Sequence[AnyEvent]] | None = None
         """Recorded events by trajectory, from which tools, users and judges answer when a run is run again."""
-        self.on_tool_failure = on_tool_failure
+        self.failures = failures
         self.group_filter = group_filter
         policy = clients[POLICY]
         self.staleness = Staleness(max_staleness, max_restarts, lambda: policy.engine.weight_version)
@@ -191,8 +196,7 @@ class Scheduler:
             for tool in graph.tools.values():
                 if tool.agent is not None:
                     self.program(tool.agent)
-            end = self.on_tool_failure == "end"
-            self.programs[id(graph)] = Program(graph, self.clients, self.sampling, end_on_tool_failure=end)
+            self.programs[id(graph)] = Program(graph, self.clients, self.sampling, self.failures)
         return self.programs[id(graph)]
 
     def program_of(self, prompt: Prompt) -> Program:
@@ -271,6 +275,7 @@ class Scheduler:
             ConfigError: ``n`` or ``target_groups`` is not positive, ``over_sample`` is less than 1, another run is
                 under way, a prompt names no agent of the run, or (without a target) two prompts have one id.
             TargetNotReached: the filter has turned down too many groups.
+            RunStopped: too much has failed, or what must not.
         """
         if n < 1:
             raise ConfigError(f"n must be at least 1 trajectory per prompt, got {n}")
@@ -288,6 +293,7 @@ class Scheduler:
         run = _Run(iter(prompts), n, target_groups, most, most_filtered, deliver_at_end, slots, carried)
         self._resume(run, list(resume))
         self._run, self.stopping = run, None
+        run.watch = Watch(self.failures)
         for client in self.clients.values():
             client.before_dispatch = self._persist
         self._run_number += 1
@@ -472,8 +478,11 @@ class Scheduler:
                             or self._has_room(run)
                             or self._is_over(run)
                             or run.filtered > run.max_filtered
+                            or run.stopped_by is not None
                         )
                     )
+                    if run.stopped_by is not None and run.stop is None:
+                        raise run.stopped_by
                     if run.filtered > run.max_filtered and run.stop is None:
                         raise self._target_not_reached(run)
                     if self._to_start:
@@ -487,6 +496,9 @@ class Scheduler:
                         run.changed.set()
                     else:
                         self.staleness.give_up(group)
+                        for failed in [t for t in group.trajectories if t.ended]:
+                            if self._pause_before_repeat(group, failed) is not None:  # it was interrupted before that
+                                group.give_up(failed.sample)
                         samples = group.begin()
                         self._open[group.group_id] = group
                         self._to_start += [(group, sample) for sample in samples]
@@ -555,13 +567,31 @@ class Scheduler:
                 live = await self._start_sample(group, sample)
                 await self._run_active(run, group, live)
                 if not live.restart or live.trajectory.stop_reason != StopReason.CANCELLED:
-                    break
+                    if live.trajectory.ended:
+                        run.stopped_by = run.stopped_by or run.watch.note(live.trajectory)
+                    pause = self._pause_before_repeat(group, live.trajectory)
+                    if pause is None or not await self._goes_on_after(run, pause):
+                        break
                 group.give_up(sample)
         finally:
             run.slots.release()
             group.unfinished -= 1
         if group.unfinished == 0:
             await self._finish(run, group)
+
+    def _pause_before_repeat(self, group: Group, trajectory: Trajectory) -> float | None:
+        """Return the seconds after which a sample is begun anew that failed by no fault of the policy's, if it is."""
+        if trajectory.failure is None or group.dropped:
+            return None
+        return self.failures.pause_before_repeat(trajectory.failure, group.repeats(trajectory.sample))
+
+    async def _goes_on_after(self, run: _Run, seconds: float) -> bool:
+        """Wait, and return whether the run has not been stopped by then."""
+        run.changed.set()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await run.until(lambda: run.stop is not None or self.stopping is not None)
+        return run.stop is None and self.stopping is None
 
     async def _start_sample(self, group: Group, sample: int) -> ActiveTrajectory:
         """Begin a sample, or let it go on (unless it has fallen too far behind the weights meanwhile)."""

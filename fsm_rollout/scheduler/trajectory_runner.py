@@ -22,6 +22,7 @@ from fsm_rollout.concurrency.deadline import PATIENCE, Deadline
 from fsm_rollout.concurrency.step_timing import watch_steps
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.errors import ConfigError, EngineError, describe, single
+from fsm_rollout.scheduler.failure_policy import Failures
 from fsm_rollout.states.active_trajectory import ActiveTrajectory
 from fsm_rollout.states.base import State
 from fsm_rollout.states.bound_agent import BoundAgent
@@ -46,7 +47,7 @@ class Program(BoundAgent):
     """
 
     def __init__(
-        self, graph: AgentGraph, clients: Mapping[str, EngineClient], sampling: Sampling, *, end_on_tool_failure: bool
+        self, graph: AgentGraph, clients: Mapping[str, EngineClient], sampling: Sampling, failures: Failures
     ) -> None:
         self.handlers: dict[str, State] = {}
         for state in graph.working_states:
@@ -59,7 +60,16 @@ class Program(BoundAgent):
                     f"agent '{graph.agent}': the handler of '{state}' ({name}) cannot be built: "
                     f"{type(error).__name__}: {error}"
                 ) from error
-        super().__init__(graph, clients, sampling, end_on_tool_failure=end_on_tool_failure)
+        ends = ("end", "stop")
+        super().__init__(
+            graph,
+            clients,
+            sampling,
+            end_on_tool_failure=failures.tool.do in ends,
+            end_on_bad_call=failures.policy.do == "end",
+        )
+        if failures.tool.do == "retry":
+            self.toolbox.attempts, self.toolbox.first_pause = failures.tool.attempts, failures.tool.backoff
 
 
 async def run_trajectory(live: ActiveTrajectory, handlers: Mapping[str, State]) -> None:

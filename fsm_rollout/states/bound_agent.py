@@ -48,13 +48,21 @@ class BoundAgent:
     """
 
     def __init__(
-        self, graph: AgentGraph, clients: Mapping[str, EngineClient], sampling: Sampling, *, end_on_tool_failure: bool
+        self,
+        graph: AgentGraph,
+        clients: Mapping[str, EngineClient],
+        sampling: Sampling,
+        *,
+        end_on_tool_failure: bool,
+        end_on_bad_call: bool,
     ) -> None:
         self.graph = graph
         self.clients = clients
         """All engines of the run, by name."""
         self.end_on_tool_failure = end_on_tool_failure
         """Whether a tool that has failed for good fails its trajectory."""
+        self.end_on_bad_call = end_on_bad_call
+        """Whether a call that is the model's mistake fails its trajectory, which is told of it otherwise."""
         self.machine = AgentMachine(graph)
         self.toolbox = Toolbox(graph)
         states = {name: graph.states[name] for name in graph.working_states}

@@ -118,6 +118,10 @@ class HandlerContext(Visit):
             self.charge(LimitName.TOOL_CALLS)
         called = self._effects.take(Called, attempt.id) or self._replayed(Called, attempt.id)
         called = called or await self._make_call(attempt)
+        if called.bad and self.program.end_on_bad_call:
+            error = ToolError(f"the model's call is wrong: {called.failure}")
+            error.failure = FailureClass.POLICY
+            raise error
         if called.failure is not None and called.tries and not called.bad and self.program.end_on_tool_failure:
             error = ToolError(f"tool '{called.name}' failed for good: {called.failure}")
             died = called.failure == ToolDied.__name__

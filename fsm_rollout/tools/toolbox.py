@@ -405,6 +405,9 @@ class Toolbox:
         self._by_context: dict[str, Mapping[str, BoundTool]] = {}
         self._needs_nothing = False
         """Whether it is known that a prompt may give no ``tools_kwargs``."""
+        self.attempts, self.first_pause = 1, FIRST_PAUSE
+        """How often a call is made that fails through no fault of the model's, where its tool has no ``retry``; and the
+        seconds before its second try, at most."""
         # Slots belong to the loop that waits for them, and a toolbox may serve several, one after the other.
         self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Slots]] = WeakKeyDictionary()
 
@@ -570,6 +573,7 @@ class ToolSession:
 
     async def _run(self, tool: BoundTool, call: ToolCall) -> CallResult:
         retry, number = tool.spec.retry, 0
+        attempts = self.toolbox.attempts if retry.attempts == 1 and tool.spec.may_repeat else retry.attempts
         while True:
             number += 1
             # 1. Arguments: read anew for each try, since the one before may have changed what it was given.
@@ -598,10 +602,10 @@ class ToolSession:
             except BaseException as error:  # tools may raise anything, pytest's and trio's own kinds included
                 result, names = _failure(tool, error)
             # 3. Done, unless it failed in a way that is to be tried again. The same arguments stay wrong.
-            if result.bad or number >= retry.attempts or (retry.errors and names.isdisjoint(retry.errors)):
+            if result.bad or number >= attempts or (retry.errors and names.isdisjoint(retry.errors)):
                 return replace(result, tries=number)
             jitter = Random(derive_seed(self.seed, "tool", call.id, number, "pause")).uniform(0.5, 1.0)
-            await asyncio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (number - 1)) * jitter)
+            await asyncio.sleep(min(LONGEST_PAUSE, self.toolbox.first_pause * 2 ** (number - 1)) * jitter)
 
     def _context(self, call_id: str, number: int, purpose: str) -> ToolContext:
         rng = Random(derive_seed(self.seed, "tool", call_id, number, purpose))

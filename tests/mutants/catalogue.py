@@ -328,6 +328,47 @@ MUTANTS = (
         SUB_AGENTS,
     ),
     Mutant(
+        "score what failed by no fault of the policy's", "scheduler/group.py", "if trajectory.ended and is_the_policys(trajectory)]",
+        "if trajectory.ended]",
+        "13: what is not the policy's failure has no score",
+        FAILURES,
+    ),
+    Mutant(
+        "blame the policy for nothing", "scheduler/failure_policy.py", "    return trajectory.failure in (None, FailureClass.POLICY)",
+        "    return trajectory.failure is None",
+        "what the policy failed itself is scored",
+        FAILURES,
+    ),
+    Mutant(
+        "repeat for ever", "scheduler/failure_policy.py", "or earlier >= getattr(settings, \"repeats\", 0):",
+        "or earlier > getattr(settings, \"repeats\", 0):",
+        "a sample is repeated within its budget",
+        FAILURES,
+    ),
+    Mutant(
+        "what failed before an interruption stands", "scheduler/scheduler.py",
+        "if self._pause_before_repeat(group, failed) is not None:", "if False:",
+        "a budget holds over interruptions",
+        FAILURES,
+    ),
+    Mutant(
+        "the breaker counts the policy's failures", "scheduler/failure_policy.py",
+        "failed = [latest for latest in self._latest if not is_the_policys(latest)]",
+        "failed = [latest for latest in self._latest if latest.failure is not None]",
+        "a policy that reaches its limits stops no run",
+        FAILURES,
+    ),
+    Mutant(
+        "the breaker never breaks", "scheduler/failure_policy.py", "len(failed) < breaker.share * breaker.window:", "True:",
+        "a run in which nearly everything fails stops",
+        FAILURES,
+    ),
+    Mutant(
+        "stop for no class", "scheduler/failure_policy.py", "self._failures.of(failure).do == \"stop\":", "False:",
+        "a class may stop the run",
+        FAILURES,
+    ),
+    Mutant(
         "take a broken call for an answer", "states/generation.py",
         "            attempts.append(MalformedCall(id=call_id, kind=item.kind, message=item.message))",
         "            continue",

@@ -381,6 +381,7 @@ def test_the_non_tensor_values() -> None:
         "context": "main",
         "agent": "solver",
         "stop_reason": "answered",
+        "failure": None,
         "num_turns": 2,
         "sampling": [[0, 0.5, 1.0, 8]],
         "metrics": {

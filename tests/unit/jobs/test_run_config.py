@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.jobs.run_config import EngineFailures, Failures, RunConfig, WeightedReward, load_run
+from fsm_rollout.jobs.run_config import RunConfig, WeightedReward, load_run
+from fsm_rollout.scheduler.failure_policy import EngineFailures, Failures, ToolFailures
 from fsm_rollout.trajectory.settings import Sampling
 from tests.kit import ROOT
 
@@ -76,7 +77,7 @@ def test_every_key(folder: Path) -> None:
     assert run.rewards == "fsm_rollout.rewards:exact_answer"
     assert run.engine == {"kind": "transformers", "model": "embedded", "nested": {"list": [1, "two"]}}
     assert run.engines == {"judge": {"kind": "scripted"}}
-    assert run.failures == Failures(engine=EngineFailures(attempts=5), tool="end")
+    assert run.failures == Failures(engine=EngineFailures(attempts=5), tool=ToolFailures(do="end"))
     assert (run.concurrency, run.queue_timeout, run.agent_overrides) == (8, 1.5, ())
     assert (run.group_filter, run.target_groups) == ("fsm_rollout.rewards:scores_differ", 3)
     assert (run.over_sample, run.max_filtered) == (2.5, 8)
@@ -87,7 +88,7 @@ def test_defaults(folder: Path) -> None:
     run = load(folder, SMALLEST)
     assert (run.n, run.limit, run.seed, run.validate_run, run.rewards) == (1, None, 0, False, None)
     assert (run.sampling, run.validation_sampling) == (Sampling(), Sampling(temperature=0.0))
-    assert (run.engines, run.failures.engine.attempts, run.failures.tool) == ({}, 3, "tell_model")
+    assert (run.engines, run.failures.engine.attempts, run.failures.tool.do) == ({}, 3, "tell_model")
     assert (run.concurrency, run.queue_timeout) == (1024, 600.0)
 
 
@@ -152,7 +153,7 @@ validation_sampling: {top_p: 2}
 reward: exact_answer
 engine: embedded
 engines: {policy: {kind: scripted}}
-failures: {engine: {attempt: 2}, tool: stop}
+failures: {engine: {attempt: 2}, tool: quit}
 concurrency: 0
 queue_timeout: 0
 out: runs/x
@@ -169,8 +170,9 @@ out: runs/x
         ":10: reward: give 'module:name', or a list of them, got 'exact_answer'",
         ":11: engine must be a mapping, got 'embedded'",
         ":12: engines: 'policy' is the engine that is trained; describe it under `engine`",
+        ":13: failures.tool: do must be 'tell_model', 'retry', 'end' or 'stop', got 'quit'; known: end, retry, stop, "
+        "tell_model",
         ":13: failures.engine: unknown key 'attempt'; did you mean 'attempts'?",
-        ":13: failures: tool must be 'tell_model' or 'end', got 'stop'; known: end, tell_model",
         ":14: concurrency should be greater than or equal to 1, got 0",
         ":15: queue_timeout should be greater than 0, got 0",
     ]

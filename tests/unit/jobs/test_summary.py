@@ -35,8 +35,8 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.kit import under_way
 
 KEYS = (
-    "trajectories groups wall_seconds transitions states stop_reasons sub_agents turns_mean tokens trained_tokens "
-    "tool_calls bad_calls tool_failures scored score_mean timing engine"
+    "trajectories groups wall_seconds transitions states stop_reasons failure_classes sub_agents "
+    "turns_mean tokens trained_tokens tool_calls bad_calls tool_failures scored score_mean timing engine"
 )
 
 

@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
-from fsm_rollout.engines.scripted.engine import Turn
+from fsm_rollout.batch.batch import TrajectoryBatch
+from fsm_rollout.batch.step_figures import step_figures
+from fsm_rollout.engines.client import EngineClient
+from fsm_rollout.engines.protocol import Request
+from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
+from fsm_rollout.environment.rewards import Reward
 from fsm_rollout.environment.users import Conversation, Reply
+from fsm_rollout.errors import ConfigError, RunStopped
+from fsm_rollout.scheduler.failure_policy import ENDS, EngineFailures, ToolFailures, failures_of
+from fsm_rollout.scheduler.group import Group
+from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.states import State
 from fsm_rollout.states.context import HandlerContext
+from fsm_rollout.testing import run_virtual
 from fsm_rollout.tools.bounded_call import ToolDied
 from fsm_rollout.trajectory.enums import FailureClass
-from fsm_rollout.trajectory.events import Ended, decode, encode
+from fsm_rollout.trajectory.events import AnyEvent, Ended, decode, encode
+from fsm_rollout.trajectory.journal import Journal, histories
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
+from tests.embedded import tokenizer
 from tests.laws.world import call
-from tests.unit.scheduler.test_scheduler import LIMITS, SINGLE, SLOW, TOOLS, agent, only, run
+from tests.unit.scheduler.test_scheduler import LIMITS, SINGLE, SLOW, TOOLS, agent, only, prompts, run
 
+ENDING = ENDS.model_copy(update={"tool": ToolFailures(do="end")})
 HERE = "tests.unit.scheduler.test_failures"
 
 
@@ -117,7 +131,7 @@ def test_every_failure_has_its_class(
     limits = {**LIMITS, **frame.get("limits", {}), "response_tokens": 4 if turn is SLOW else 500}
     graph = agent({**frame, "limits": limits}, tools=TOLD)
     prompt = Prompt(messages=({"role": "user", "content": "?"},), how=how)
-    groups, _ = run(graph, [turn, "done"], [prompt], on_tool_failure="end")
+    groups, _ = run(graph, [turn, "done"], [prompt], failures=ENDING)
     trajectory = only(groups)
     assert (trajectory.stop_reason, trajectory.failure) == (reason, failure)
 
@@ -156,3 +170,204 @@ def test_a_class_survives_the_journal_and_an_older_journal_has_none() -> None:
     assert decode(encode(event)) == event
     assert type(decode(encode(event)).failure) is FailureClass  # type: ignore[union-attr]
     assert decode(encode(Ended(at=1.0, stop_reason="x"))).failure is None  # type: ignore[union-attr]
+
+
+# -- what becomes of them ------------------------------------------------------------------------------------------
+
+
+def sometimes(fails: set[str]) -> Any:
+    """A script whose engine fails these trajectories' generations."""
+    return lambda request: Turn(text="no", error="Boom: no") if request.trajectory_id in fails else Turn(text="yes")
+
+
+def asked(log: list[str]) -> Reward:
+    def reward(trajectory: Trajectory) -> float:
+        log.append(trajectory.trajectory_id)
+        return 1.0
+
+    return Reward(reward)
+
+
+def test_what_failed_by_no_fault_of_the_policy_s_has_no_score_and_counts_in_no_mean() -> None:
+    log: list[str] = []
+    (group,), _ = run(agent(SINGLE), sometimes({"p0/1"}), n=3, reward=asked(log))
+    assert [(t.stop_reason, t.score) for t in group.trajectories] == [
+        ("answered", 1.0), ("failed:Boom", None), ("answered", 1.0),
+    ]  # fmt: skip
+    assert sorted(log) == ["p0/0", "p0/2"], "the reward is not asked"
+    assert "no fault of the policy's (engine)" in str(group.trajectories[1].unscored)
+    batch = TrajectoryBatch.from_trajectories(group.all, pad_id=0)
+    assert batch.score_mean == 1.0
+    assert list(batch.tensordict["failure"]) == [None, "engine", None]
+    assert step_figures([group]) | {"failed_engine": 1, "unscored": 1} == step_figures([group])
+
+
+def test_what_the_policy_failed_itself_is_scored() -> None:
+    log: list[str] = []
+    limits = {**LIMITS, "response_tokens": 2}
+    (group,), _ = run(agent(SINGLE, limits=limits), ["one two three four"], reward=asked(log))
+    assert (only([group]).stop_reason, only([group]).score) == ("limit:response_tokens", 1.0)
+
+
+def test_a_group_s_reward_gets_those_that_can_be_judged() -> None:
+    def reward(group: list[Trajectory]) -> list[float]:
+        return [float(trajectory.sample) for trajectory in group]
+
+    (group,), _ = run(agent(SINGLE), sometimes({"p0/0", "p0/2"}), n=4, reward=Reward(reward))
+    assert [t.score for t in group.trajectories] == [None, 1.0, None, 3.0]
+    (group,), _ = run(agent(SINGLE), sometimes({"p0/0", "p0/1"}), n=2, reward=Reward(reward))
+    assert [t.score for t in group.trajectories] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("repeats", "fails", "stands", "repeated"),
+    [
+        (0, {"p0/0"}, ["p0/0", "p0/1"], []),
+        (1, {"p0/0"}, ["p0/0~1", "p0/1"], ["p0/0"]),
+        (1, {"p0/0", "p0/0~1"}, ["p0/0~1", "p0/1"], ["p0/0"]),
+        (2, {"p0/0", "p0/0~1"}, ["p0/0~2", "p0/1"], ["p0/0", "p0/0~1"]),
+    ],
+)
+def test_such_a_sample_is_repeated_within_a_budget(
+    repeats: int, fails: set[str], stands: list[str], repeated: list[str]
+) -> None:
+    failures = ENDS.model_copy(update={"engine": EngineFailures(attempts=1, repeats=repeats, backoff=10.0)})
+    log: list[str] = []
+    (group,), engine = run(agent(SINGLE), sometimes(fails), n=2, failures=failures, reward=asked(log))
+    assert [t.trajectory_id for t in group.trajectories] == stands
+    assert [t.trajectory_id for t in group.discarded] == repeated
+    assert [t.score for t in group.trajectories] == [None if stands[0] in fails else 1.0, 1.0]
+    assert step_figures([group])["repeated_samples"] == len(repeated)
+    begun = [line.at for line in engine.log if isinstance(line.what, Request)]
+    assert max(begun) >= sum(10.0 * 2**number for number in range(len(repeated)))
+
+
+def test_a_repeated_sample_is_another_one() -> None:
+    """It does not meet the same bad luck by the same seed."""
+    failures = ENDS.model_copy(update={"engine": EngineFailures(attempts=1)})
+    (group,), _ = run(agent(SINGLE), sometimes({"p0/0"}), failures=failures)
+    assert group.trajectories[0].seed != group.discarded[0].seed
+
+
+@pytest.mark.parametrize("cut", range(4, 12))
+def test_a_budget_holds_over_interruptions(cut: int) -> None:
+    """Wherever it is cut off, the run comes to the same samples, and to as many attempts."""
+    failures = ENDS.model_copy(update={"engine": EngineFailures(attempts=1, repeats=2)})
+    script = sometimes({"p0/0", "p0/0~1", "p0/0~2"})
+
+    def again(resume: list[Any]) -> tuple[list[Any], list[tuple[str, AnyEvent]]]:
+        log: list[tuple[str, AnyEvent]] = []
+        engine = ScriptedEngine(script, tokenizer=tokenizer())
+
+        async def main() -> list[Group]:
+            scheduler = Scheduler(
+                {"a": agent(SINGLE)}, {"policy": EngineClient(engine)}, failures=failures,
+                listeners=[lambda trajectory, event: log.append((trajectory.trajectory_id, event))],
+            )  # fmt: skip
+            return [group async for group in scheduler.run(prompts(), 2, resume=resume)]
+
+        (group,) = run_virtual(main())
+        names = [t.trajectory_id for t in group.trajectories], [t.trajectory_id for t in group.discarded]
+        return [*names, [t.stop_reason for t in group.trajectories]], log
+
+    expected, log = again([])
+    assert expected[0] == ["p0/0~2", "p0/1"]
+    histories: dict[str, list[AnyEvent]] = {}
+    for trajectory_id, event in log[:cut]:
+        histories.setdefault(trajectory_id, []).append(event)
+    assert again(list(histories.values()))[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("frame", "turn", "settings"),
+    [
+        (SINGLE, Turn(text="", error="Boom: no"), {"engine": "stop"}),
+        (SINGLE, Turn(text="", error="ReplicaLost: gone"), {"infrastructure": "stop"}),
+        (TOOLS, call("breaks", "down"), {"tool": "stop"}),
+        (OWN, "", {"environment": "stop"}),
+        ({**SINGLE, "limits": {"context_tokens": 5}}, "", {"data": "stop"}),
+        ({**SINGLE, "limits": {"response_tokens": 2}}, "one two three four", {"policy": "stop"}),
+    ],
+)
+def test_a_class_may_stop_the_run_which_says_why(frame: Frame, turn: Any, settings: dict[str, str]) -> None:
+    graph = agent({**frame, "limits": {**LIMITS, **frame.get("limits", {})}}, tools=TOLD)
+    prompt = Prompt(messages=({"role": "user", "content": "?"},), how="anyhow")
+    (failure,) = settings
+    with pytest.raises(RunStopped, match=rf"as `failures.{failure}` says: trajectory 0/0 ended as "):
+        run(graph, [turn, "done"], [prompt], failures=failures_of({"breaker": None, **settings}))
+
+
+def test_a_run_in_which_nearly_everything_fails_stops_and_says_why() -> None:
+    def script(request: Request) -> Turn:
+        return Turn(text="", error="OSError: no space left", delay=1.0)
+
+    failures = failures_of({"engine": "end", "breaker": {"window": 8, "share": 0.75}})
+    with pytest.raises(
+        RunStopped, match=r"8 of the latest 8 trajectories failed.*8 failed:OSError \(engine: .*no space"
+    ):
+        run(agent(SINGLE), script, prompts(40), failures=failures, concurrency=4)
+
+
+def test_a_run_in_which_less_fails_goes_on() -> None:
+    def script(request: Request) -> Turn:
+        bad = int(request.group_id[1:]) % 2
+        return Turn(text="", error="Boom: no") if bad else Turn(text="yes")
+
+    failures = failures_of({"engine": "end", "breaker": {"window": 8, "share": 0.75}})
+    groups, _ = run(agent(SINGLE), script, prompts(40), failures=failures, concurrency=4)
+    assert len(groups) == 40
+    limits = {**LIMITS, "response_tokens": 2}
+    groups, _ = run(agent(SINGLE, limits=limits), lambda _: "one two three", prompts(40), failures=failures)
+    assert {t.stop_reason for group in groups for t in group.trajectories} == {"limit:response_tokens"}
+
+
+def test_what_stops_itself_can_be_resumed(tmp_path: Path) -> None:
+    graph, ill = agent(SINGLE), [True]
+
+    def script(request: Request) -> Turn:
+        bad = ill[0] and request.group_id != "p0"
+        return Turn(text="", error="Boom: no", delay=5.0) if bad else Turn(text="yes", delay=1.0)
+
+    with Journal(tmp_path / "journal.sqlite") as journal, pytest.raises(RunStopped):
+        run(graph, script, prompts(6), journal=journal, concurrency=2, failures=failures_of({"engine": "stop"}))
+    ill[0] = False
+    left = list(histories(tmp_path / "journal.sqlite"))
+    settings = failures_of({"engine": {"do": "retry"}})
+    engine = ScriptedEngine(script, tokenizer=tokenizer())
+
+    async def main() -> list[Group]:
+        scheduler = Scheduler({"a": graph}, {"policy": EngineClient(engine)}, failures=settings)
+        return [group async for group in scheduler.run(prompts(6), 1, resume=left)]
+
+    assert sorted(t.stop_reason for group in run_virtual(main()) for t in group.trajectories) == ["answered"] * 6
+
+
+@pytest.mark.parametrize("attempts", [1, 3])
+def test_a_call_may_be_made_again_before_the_model_is_told(attempts: int) -> None:
+    settings = failures_of({"tool": {"do": "retry", "attempts": attempts, "backoff": 4.0}})
+    groups, _ = run(agent(TOOLS, tools=TOLD), [call("breaks", "down"), "done"], failures=settings)
+    trajectory = only(groups)
+    assert trajectory.stop_reason == "answered"
+    assert trajectory.tool_seconds >= (0.0 if attempts == 1 else 0.5 * (4.0 + 8.0)), "the pauses, less their jitter"
+    (called,) = [event for event in trajectory.streams[0].messages if event["role"] == "tool"]
+    assert "no route" in called["content"]
+
+
+def test_a_bad_call_may_end_its_trajectory() -> None:
+    settings = failures_of({"policy": "end"})
+    groups, _ = run(agent(TOOLS, tools=TOLD), [call("nothing", "x"), "done"], failures=settings)
+    assert (only(groups).stop_reason, only(groups).failure) == ("failed:ToolError", FailureClass.POLICY)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"data": "retry"}, "data: do must be"),
+        ({"tools": "end"}, "did you mean 'tool'"),
+        ({"engine": {"do": "tell_model"}}, "engine: do must be"),
+        ({"breaker": {"share": 2}}, "breaker.share"),
+    ],
+)
+def test_what_cannot_be_done_about_a_class_is_refused(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        failures_of(settings)

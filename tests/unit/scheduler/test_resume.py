@@ -24,6 +24,7 @@ from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.environment.rewards import GroupFilter, Reward, scores_differ
 from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.errors import ConfigError, EngineError, JournalError, TargetNotReached
+from fsm_rollout.scheduler.failure_policy import Failures, ToolFailures
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.states import State
@@ -498,13 +499,17 @@ def test_a_reopened_group_keeps_its_place_its_prompts_own_sampling_and_its_attem
 
 def test_a_failure_that_ends_the_trajectory_ends_it_after_an_interruption_too() -> None:
     bench = Bench(
-        with_tool("tests.law_tools:fail"), lambda request: Turn(text=call("tool", "no")), on_tool_failure="end"
+        with_tool("tests.law_tools:fail"),
+        lambda request: Turn(text=call("tool", "no")),
+        failures=Failures(tool=ToolFailures(do="end")),
     )
     expected = outline(run_virtual(bench.run(n=1, prompts=1)))
     assert expected["p0/0"][0] == "failed:ToolError"
     for cut in range(len(bench.log)):
         again = Bench(
-            with_tool("tests.law_tools:fail"), lambda request: Turn(text=call("tool", "no")), on_tool_failure="end"
+            with_tool("tests.law_tools:fail"),
+            lambda request: Turn(text=call("tool", "no")),
+            failures=Failures(tool=ToolFailures(do="end")),
         )
         assert outline(run_virtual(again.run(n=1, prompts=1, resume=histories(bench.log[:cut])))) == expected, cut
 

@@ -30,6 +30,7 @@ from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.environment.rewards import Reward
 from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.errors import ConfigError
+from fsm_rollout.scheduler.failure_policy import Failures, ToolFailures
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.states import State
@@ -339,7 +340,7 @@ def test_a_failing_tool_may_end_the_trajectory_but_a_broken_call_never_does() ->
     for text, reason in (
         (call("fail", "no"), "failed:ToolError"), (call("refuse", "x"), "answered"), (broken, "answered")
     ):  # fmt: skip
-        groups, _ = run(agent(TOOLS, tools=tools), [text, "done"], on_tool_failure="end")
+        groups, _ = run(agent(TOOLS, tools=tools), [text, "done"], failures=Failures(tool=ToolFailures(do="end")))
         assert only(groups).stop_reason == reason
 
 

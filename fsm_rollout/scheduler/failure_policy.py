@@ -1,0 +1,206 @@
+"""What becomes of a failure, class by class; and when a run in which nearly everything fails stops.
+
+Invariant: only a failure of the policy's is learned from. A trajectory that failed for any other reason is begun anew
+where its class says so, within a budget; what still fails then has no score, so it is in no group's mean.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationError
+
+from fsm_rollout.errors import ConfigError, Problem, RunStopped
+from fsm_rollout.trajectory.config_errors import explanations
+from fsm_rollout.trajectory.enums import FailureClass
+from fsm_rollout.trajectory.settings import AtLeastOne, Count, Seconds, StrictModel
+from fsm_rollout.trajectory.trajectory import Trajectory
+
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+AGAIN = ("retry", "elsewhere")
+"""What a class does whose samples are begun anew."""
+
+
+class PolicyFailures(StrictModel):
+    """What happens to what the model does wrong: it is told of a bad call; limits and cut turns end its trajectory."""
+
+    do: Literal["tell_model", "end", "stop"] = Field(
+        "tell_model", description="`end`: a bad call ends the trajectory at once; `stop`: the run stops"
+    )
+
+
+class DataFailures(StrictModel):
+    """What happens to a prompt that cannot be run; it does not get better by being tried again."""
+
+    do: Literal["end", "stop"] = Field("end", description="the trajectory ends, or the run stops")
+
+
+class ToolFailures(StrictModel):
+    """What happens to a tool that fails through no fault of the model's."""
+
+    do: Literal["tell_model", "retry", "end", "stop"] = Field(
+        "tell_model",
+        description="`retry`: a call is made again, if the tool has no `retry` of its own, before the model is told; "
+        "`end`: the trajectory ends; `stop`: the run stops",
+    )
+    attempts: AtLeastOne = Field(3, description="`retry`: how often one call is made in all")
+    backoff: NotNegative = Field(
+        0.5, description="`retry`: seconds before the second try, doubled for each further one"
+    )
+
+
+class EnvironmentFailures(StrictModel):
+    """What happens to an error in the agent's own code: a handler, an interaction, a predicate."""
+
+    do: Literal["end", "retry", "stop"] = Field("end", description="`retry`: the sample is begun anew")
+    repeats: Count = Field(1, description="`retry`: how often a sample is begun anew")
+    backoff: NotNegative = Field(1.0, description="`retry`: seconds before that, doubled for each further time")
+
+
+class EngineFailures(StrictModel):
+    """What happens to a generation that its engine fails."""
+
+    do: Literal["retry", "elsewhere", "end", "stop"] = Field(
+        "retry",
+        description="`retry`: it is tried again from the tokens that came; `elsewhere`: at another replica, if there "
+        "is one; `end`: tried once; `stop`: the run stops",
+    )
+    attempts: AtLeastOne = Field(3, description="how often one generation is tried in all")
+    backoff: NotNegative = Field(0.1, description="seconds before the second try, doubled for each further one")
+    repeats: Count = Field(1, description="how often a sample that failed all the same is begun anew")
+
+
+class InfrastructureFailures(StrictModel):
+    """What happens when a replica or a worker process is lost, or memory runs out."""
+
+    do: Literal["elsewhere", "retry", "end", "stop"] = Field(
+        "elsewhere",
+        description="`elsewhere`, `retry`: generations go on at other replicas, and a sample that failed all the same "
+        "is begun anew; `end`: the trajectory ends; `stop`: the run stops",
+    )
+    repeats: Count = Field(1, description="how often a sample is begun anew")
+    backoff: NotNegative = Field(1.0, description="seconds before that, doubled for each further time")
+
+
+class Breaker(StrictModel):
+    """When a run stops because nearly everything in it fails, instead of filling a batch with failures."""
+
+    window: AtLeastOne = Field(32, description="how many of the latest attempts are looked at, once there are so many")
+    share: float = Field(0.9, gt=0, le=1, description="the run stops when this share of them failed, policy's apart")
+
+
+def _word(value: object) -> object:
+    """Return a class's settings, for which one word may stand."""
+    return {"do": value} if isinstance(value, str) else value
+
+
+_Word = BeforeValidator(_word)
+
+
+class Failures(StrictModel):
+    """What becomes of failures, by their class: a word (``tool: end``), or a mapping with ``do`` and more."""
+
+    policy: Annotated[PolicyFailures, _Word] = Field(PolicyFailures(), description="what the model does wrong")
+    data: Annotated[DataFailures, _Word] = Field(DataFailures(), description="a prompt that cannot be run")
+    tool: Annotated[ToolFailures, _Word] = Field(
+        ToolFailures(), description="a tool that fails through no fault of the model's"
+    )
+    environment: Annotated[EnvironmentFailures, _Word] = Field(
+        EnvironmentFailures(), description="an error in the agent's own code"
+    )
+    engine: Annotated[EngineFailures, _Word] = Field(EngineFailures(), description="a generation that its engine fails")
+    infrastructure: Annotated[InfrastructureFailures, _Word] = Field(
+        InfrastructureFailures(), description="a replica, a worker process or memory that is lost"
+    )
+    breaker: Breaker | None = Field(Breaker(), description="stops a run in which nearly everything fails; null: never")
+    stall_seconds: Seconds | None = Field(
+        300.0, description="after so many seconds without any event the log says what is waited for; null: never"
+    )
+
+    @property
+    def engine_attempts(self) -> int:
+        """How often one generation is tried."""
+        return self.engine.attempts if self.engine.do in AGAIN else 1
+
+    def of(self, failure: FailureClass) -> Any:
+        """Return the settings of a class."""
+        return getattr(self, failure)
+
+    def pause_before_repeat(self, failure: FailureClass, earlier: int) -> float | None:
+        """Return the seconds after which a sample is begun anew that failed; ``None``: it is not.
+
+        ``earlier``: how often it was begun anew for failures so far.
+        """
+        settings = self.of(failure)
+        if settings.do not in AGAIN or earlier >= getattr(settings, "repeats", 0):
+            return None
+        return float(settings.backoff * 2**earlier)
+
+
+def failures_of(settings: Mapping[str, object]) -> Failures:
+    """Return the settings that a program gives.
+
+    Raises:
+        ConfigError: they are wrong; says every key that is, and what to try.
+    """
+    try:
+        return Failures.model_validate(settings)
+    except ValidationError as error:
+        raise ConfigError([Problem(f"failures: {message}") for _, message in explanations(error, Failures)]) from error
+
+
+ENDS = Failures(
+    engine=EngineFailures(repeats=0), infrastructure=InfrastructureFailures(repeats=0), breaker=None, stall_seconds=None
+)
+"""Generations are tried again, samples are not; a run goes on whatever fails."""
+
+
+def is_the_policys(trajectory: Trajectory) -> bool:
+    """Whether a trajectory's end says something about the policy: it failed for no other reason."""
+    return trajectory.failure in (None, FailureClass.POLICY)
+
+
+class Watch:
+    """What has failed in a run so far: says when it is to stop."""
+
+    def __init__(self, failures: Failures) -> None:
+        self._failures = failures
+        breaker = failures.breaker
+        self._latest: deque[Trajectory] = deque(maxlen=breaker.window if breaker is not None else 0)
+
+    def note(self, trajectory: Trajectory) -> RunStopped | None:
+        """Take an attempt that has ended in, and return why the run is to stop, if it is."""
+        failure = trajectory.failure
+        if failure is not None and self._failures.of(failure).do == "stop":
+            return RunStopped(
+                f"the run stops, as `failures.{failure}` says: trajectory {trajectory.trajectory_id} ended as "
+                f"{trajectory.stop_reason} ({_first_line(trajectory)})"
+            )
+        breaker = self._failures.breaker
+        if breaker is None:
+            return None
+        self._latest.append(trajectory)
+        failed = [latest for latest in self._latest if not is_the_policys(latest)]
+        if len(self._latest) < breaker.window or len(failed) < breaker.share * breaker.window:
+            return None
+        return RunStopped(
+            f"the run stops: {len(failed)} of the latest {len(self._latest)} trajectories failed through no fault of "
+            f"the policy's: {_told(failed)} (failures.breaker)"
+        )
+
+
+def _told(failed: Iterable[Trajectory]) -> str:
+    """Return how many failed in which way, and what the first of each said."""
+    failed = list(failed)
+    counts = Counter((trajectory.failure, trajectory.stop_reason) for trajectory in failed)
+    first = {(trajectory.failure, trajectory.stop_reason): trajectory for trajectory in reversed(failed)}
+    return "; ".join(
+        f"{count} {reason} ({failure}: {_first_line(first[failure, reason])})"
+        for (failure, reason), count in counts.most_common(3)
+    )
+
+
+def _first_line(trajectory: Trajectory) -> str:
+    return (trajectory.detail or "no further detail").partition("\n")[0]
