@@ -22,6 +22,7 @@ from fsm_rollout.errors import ConfigError, did_you_mean
 from fsm_rollout.jobs.recorded_config import recorded_config
 from fsm_rollout.jobs.standing import standing
 from fsm_rollout.rollout import Rollout
+from fsm_rollout.scheduler.failure_policy import ENDS
 from fsm_rollout.trajectory.enums import LimitName, Trigger
 from fsm_rollout.trajectory.events import (
     AnyEvent,
@@ -141,7 +142,7 @@ def replay(
         engines=engines,
         sampling=sampling,
         on_event=[listen],
-        on_tool_failure="tell_model" if config is None else config.failures.tool,
+        failures=ENDS if config is None else config.failures.within_trajectories,
     )
     rollout.scheduler.replayed = {name: events for name, (_, events) in recordings.items()}
     firsts = [recordings[trajectory.trajectory_id][1][:1] for trajectory in samples]

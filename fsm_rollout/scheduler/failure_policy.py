@@ -124,6 +124,13 @@ class Failures(StrictModel):
         """How often one generation is tried."""
         return self.engine.attempts if self.engine.do in AGAIN else 1
 
+    @property
+    def within_trajectories(self) -> Failures:
+        """The same within single trajectories; no sample is begun anew, and no run stops."""
+        tool = ToolFailures(do="end") if self.tool.do == "stop" else self.tool
+        policy = PolicyFailures() if self.policy.do == "stop" else self.policy
+        return ENDS.model_copy(update={"tool": tool, "policy": policy})
+
     def of(self, failure: FailureClass) -> Any:
         """Return the settings of a class."""
         return getattr(self, failure)
