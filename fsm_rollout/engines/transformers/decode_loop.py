@@ -1,14 +1,18 @@
 """Decoding many requests of different lengths as one batch, with a cache of keys and values.
 
-Invariant: before each step, row i of the cache holds the keys and values of all tokens but the last of the i-th running
-request, at the columns of their positions, under the present weights. A request is *filled* (its tokens but the last
-go through the model, padded on the right, where causal attention cannot see the padding) and from then on it is like
-every other: each step feeds the last token of every row and samples the next. So requests join and leave between any
-two steps, and there is one sampling path.
+Invariant: before each step, the row of each running request in the cache holds the keys and values of all its tokens
+but the last, at the columns of their positions, under the present weights. A request is *filled* (what of its tokens
+is not in its row yet goes through the model, but for the last) and from then on it is like every other: each step
+feeds the last token of every row and samples the next. So requests join and leave between any two steps, and there is
+one sampling path.
+
+A row whose request has ended stays, *idle*, for the next turn of its session, which then fills only what is new; it
+is given to another request when there is no free row, and removed when too many are idle. Idle rows take part in a
+step (their last token is fed again) because leaving gaps is cheaper than moving rows. Requests that begin alike, as the
+samples of a group do, are filled once.
 
 After an update of the weights every row is filled again, so the logprobs of later tokens are those of the new weights
-over the whole prefix. Nothing is kept between the requests of a session: each turn fills its prefix anew, which costs
-one forward pass over it (about 30,000 tokens per second and core for the embedded model).
+over the whole prefix.
 
 No thread, no event loop here: :class:`DecodeLoop` is plain and synchronous.
 """
@@ -17,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -33,10 +37,12 @@ COLUMN_STEP = 128
 """The cache grows by at least so many columns at a time."""
 LIKE_LENGTH = 32
 """Requests are filled together when the longest has at most so many tokens more than the shortest."""
+IDLE = 16
+"""So many idle rows are kept, and one more for every two that run; further ones are removed, the longest idle first."""
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not typed
-    """One layer's keys and values: ``[rows, heads, columns, head_dim]``; never-written places hold 0."""
+    """One layer's keys and values: ``[rows, columns, heads, head_dim]``; never-written places hold 0."""
 
     is_sliding = False
 
@@ -50,36 +56,38 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not type
         """Nothing: :meth:`_fit` makes the room."""
 
     def _fit(self, old: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-        shape = (self._rows.capacity, like.shape[1], self._rows.columns, like.shape[3])
+        shape = (self._rows.capacity, self._rows.columns, like.shape[1], like.shape[3])
         if old is not None and old.shape == shape:
             return old
         new = like.new_zeros(shape)
         if old is not None:
-            new[: old.shape[0], :, : old.shape[2]] = old
+            new[: old.shape[0], : old.shape[1]] = old
         return new
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store new keys and values, ``[n, heads, q, head_dim]``; return those to attend to."""
-        rows, count, width = self._rows, key_states.shape[0], key_states.shape[2]
-        self.keys = keys = self._fit(self.keys, key_states)
-        self.values = values = self._fit(self.values, value_states)
-        if rows.filling is not None:
-            filled = slice(rows.filling, rows.filling + count)
-            keys[filled, :, :width] = key_states
-            values[filled, :, :width] = value_states
+        place = self._rows.place
+        self.keys = self._fit(self.keys, key_states)
+        self.values = self._fit(self.values, value_states)
+        if isinstance(place, Fresh):
+            filled = slice(0, key_states.shape[2])
+            self.keys[place.rows, filled] = key_states[place.sources].transpose(1, 2)
+            self.values[place.rows, filled] = value_states[place.sources].transpose(1, 2)
             return key_states, value_states
-        keys[rows.index[:count], :, rows.positions] = key_states[:, :, 0]
-        values[rows.index[:count], :, rows.positions] = value_states[:, :, 0]
-        return keys[:count, :, : rows.width], values[:count, :, : rows.width]
+        self.keys[place.rows[:, None], place.positions] = key_states.transpose(1, 2)
+        self.values[place.rows[:, None], place.positions] = value_states.transpose(1, 2)
+        attended = slice(0, len(place.rows)) if place.all_rows else place.rows
+        keys, values = self.keys[attended, : place.width], self.values[attended, : place.width]
+        return keys.transpose(1, 2), values.transpose(1, 2)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the key length and offset that a mask made by the model (only while filling) needs."""
+        """Return the key length and offset that a mask made by the model (only for fresh rows) needs."""
         return query_length, 0
 
     def get_seq_length(self) -> int:
-        """Return 0: while filling nothing comes before; while decoding the mask is given."""
+        """Return 0: in fresh rows nothing comes before; otherwise the mask is given."""
         return 0
 
     def get_max_cache_shape(self) -> int:
@@ -87,31 +95,53 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not type
         return -1
 
 
-class KeyValueRows(Cache):  # type: ignore[misc]  # transformers is not typed
-    """The cache of all layers. Set ``filling`` or ``positions`` and ``width`` before each forward pass."""
+@dataclass(slots=True)
+class Fresh:
+    """The tokens of a forward pass are whole prefixes: what goes into each of ``rows``, and from which sequence."""
 
-    def __init__(self, layers: int, device: torch.device) -> None:
+    rows: torch.Tensor
+    sources: torch.Tensor
+
+
+@dataclass(slots=True)
+class Further:
+    """The tokens of a forward pass follow what their rows hold: at ``positions`` ``[n, q]``, within ``width``."""
+
+    rows: torch.Tensor
+    positions: torch.Tensor
+    width: int
+    all_rows: bool
+    """Whether ``rows`` are the first n, in order."""
+
+    def mask(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the attention mask ``[n, 1, q, width]``: each token sees the columns up to its own."""
+        hidden = torch.arange(self.width, device=self.positions.device) > self.positions[:, :, None]
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+        return mask.masked_fill_(hidden, torch.finfo(dtype).min)[:, None]
+
+
+class KeyValueRows(Cache):  # type: ignore[misc]  # transformers is not typed
+    """The cache of all layers. Set ``place`` before each forward pass."""
+
+    place: Fresh | Further
+
+    def __init__(self, layers: int) -> None:
         super().__init__(layers=[_Layer(self) for _ in range(layers)])
-        self.capacity = self.columns = self.width = 0
-        self.filling: int | None = None
-        """The first row to fill, or ``None`` in a decoding step."""
-        self.positions = torch.zeros(0, dtype=torch.int64, device=device)
-        self.index = torch.zeros(0, dtype=torch.int64, device=device)
+        self.capacity = self.columns = 0
 
     def reserve(self, rows: int, columns: int, limit: int) -> None:
         """Make room for ``rows`` × ``columns``, of at most ``limit`` columns, with some to spare."""
         if rows > self.capacity:
             self.capacity = max(rows, 2 * self.capacity)
-            self.index = torch.arange(self.capacity, device=self.index.device)
         if columns > self.columns:
-            self.columns = min(max(columns + COLUMN_STEP, columns * 5 // 4), max(limit, columns))
+            self.columns = min(max(columns + COLUMN_STEP, columns * 3 // 2), max(limit, columns))
 
-    def move(self, source: int, target: int) -> None:
-        """Copy one row over another, in every layer."""
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first ``length`` columns of one row over another's, in every layer."""
         for layer in self.layers:
             if layer.keys is not None:
-                layer.keys[target] = layer.keys[source]
-                layer.values[target] = layer.values[source]
+                layer.keys[target, :length] = layer.keys[source, :length]
+                layer.values[target, :length] = layer.values[source, :length]
 
 
 @dataclass(slots=True, eq=False)
@@ -127,6 +157,17 @@ class _Running:
     ids: Ids = field(default_factory=lambda: Ids("i"))
     """Sampled and not yet sent."""
     logprobs: Logprobs = field(default_factory=lambda: Logprobs("f"))
+    row: int = -1
+    """Its row in the cache, once it has one."""
+    cached: int = 0
+    """How many of its tokens its row holds."""
+    idle: bool = False
+    """It has ended; its row is kept for the next turn of its session."""
+
+    @property
+    def missing(self) -> list[int]:
+        """The tokens to fill: not in its row yet, but for the last."""
+        return self.tokens[self.cached : -1]
 
 
 class DecodeLoop:
@@ -164,13 +205,16 @@ class DecodeLoop:
         self._waiting: deque[_Running] = deque()
         self._unfilled: deque[_Running] = deque()
         self._rows: list[_Running] = []
+        """What is in each row of the cache: running requests, and idle ones."""
+        self._idle: dict[str, _Running] = {}
+        """The idle rows by session, the longest idle first."""
         self._steps = 0
-        self.forget()
+        self.release()
 
     @property
     def running(self) -> int:
         """How many requests are admitted."""
-        return len(self._rows) + len(self._unfilled)
+        return len(self._rows) - len(self._idle) + len(self._unfilled)
 
     @property
     def waiting(self) -> int:
@@ -180,7 +224,11 @@ class DecodeLoop:
     @property
     def used_tokens(self) -> int:
         """The tokens of all admitted requests."""
-        return sum(len(r.tokens) for r in (*self._rows, *self._unfilled))
+        return sum(len(r.tokens) for r in (*self._decoding, *self._unfilled))
+
+    @property
+    def _decoding(self) -> list[_Running]:
+        return [running for running in self._rows if not running.idle]
 
     def add(self, requests: Iterable[Request], now: float) -> None:
         """Queue requests that came at ``now`` seconds."""
@@ -200,28 +248,33 @@ class DecodeLoop:
     def abort(self, request_ids: Iterable[str]) -> list[Chunk]:
         """End these requests; return their last chunks, with all that was sampled and not yet sent."""
         names = set(request_ids)
-        ended = [r for r in (*self._waiting, *self._rows, *self._unfilled) if r.request.request_id in names]
+        decoding = [r for r in self._decoding if r.request.request_id in names]
+        ended = [r for r in (*self._waiting, *self._unfilled) if r.request.request_id in names] + decoding
         self._waiting = deque(r for r in self._waiting if r.request.request_id not in names)
         self._unfilled = deque(r for r in self._unfilled if r.request.request_id not in names)
-        self._drop([row for row, r in enumerate(self._rows) if r.request.request_id in names])
+        self._rest(decoding)
         return [self._chunk(r, FinishReason.ABORT) for r in ended]
 
     def flush(self) -> list[Chunk]:
         """Return chunks with everything sampled and not yet sent."""
-        return [self._chunk(r) for r in (*self._rows, *self._unfilled) if r.ids]
+        return [self._chunk(r) for r in (*self._decoding, *self._unfilled) if r.ids]
 
     def forget(self) -> None:
-        """Drop the cache (the weights have changed, or its memory is wanted); running requests will be filled again."""
-        self._unfilled.extendleft(reversed(self._rows))
-        self._rows = []
+        """Take what the cache holds as outdated (the weights have changed); running requests will be filled again."""
+        self._unfilled.extendleft(reversed(self._decoding))
+        self._rows, self._idle = [], {}
         self._sampler: Sampler | None = None
-        self._cache = KeyValueRows(self.model.config.num_hidden_layers, self.device)
+
+    def release(self) -> None:
+        """Forget, and give the cache's memory back."""
+        self.forget()
+        self._cache = KeyValueRows(self.model.config.num_hidden_layers)
 
     def step(self) -> list[Chunk]:
         """Fill what is not filled, within ``fill_tokens``; then sample one token for every filled request."""
         with torch.no_grad():  # not inference_mode: its tensors could not be touched between two steps
             self._fill()
-            if not self._rows:
+            if len(self._rows) == len(self._idle):
                 return []
             chunks = self._decode()
         self._steps += 1
@@ -231,54 +284,87 @@ class DecodeLoop:
 
     def _fill(self) -> None:
         """Take requests in their order, as many as fit; those of like length go through the model together."""
-        # 1. What the budget allows, and one request in any case.
+        # 1. What the budget allows, and one request in any case; each in a row, after what its session left there.
         fresh: list[_Running] = []
         budget = self._fill_tokens
-        while self._unfilled and (not fresh or len(self._unfilled[0].tokens) <= budget):
-            budget -= len(self._unfilled[0].tokens)
-            fresh.append(self._unfilled.popleft())
+        while self._unfilled:
+            running = self._unfilled[0]
+            kept = self._idle.get(running.request.session)
+            running.cached = 0 if kept is None else _common(kept.tokens[: kept.cached], running.tokens[:-1])
+            if fresh and len(running.missing) > budget:
+                break
+            budget -= len(running.missing)
+            self._give_row(self._unfilled.popleft(), kept)
+            fresh.append(running)
         if not fresh:
             return
         self._sampler = None
-        fresh.sort(key=lambda r: len(r.tokens))
-        self._cache.reserve(len(self._rows) + len(fresh), len(fresh[-1].tokens), self._max_context)
-        # 2. One forward pass for each set of like lengths.
-        while fresh:
-            count = sum(len(r.tokens) <= len(fresh[0].tokens) + LIKE_LENGTH for r in fresh)
-            group, fresh = fresh[:count], fresh[count:]
-            width = len(group[-1].tokens) - 1
-            if width:  # a prompt of one token has nothing before its last
-                ids = torch.zeros(count, width, dtype=torch.int64)
-                for row, running in enumerate(group):
-                    ids[row, : len(running.tokens) - 1] = torch.tensor(running.tokens[:-1])
-                self._cache.filling = len(self._rows)
-                self._forward(ids, torch.arange(width).expand(count, -1), None)
-            self._rows += group
+        self._cache.reserve(
+            len(self._rows), max(r.cached + LIKE_LENGTH + len(r.missing) for r in fresh), self._max_context
+        )
+        # 2. One forward pass for each set of like lengths; requests without anything in their rows apart.
+        for further in (False, True):
+            filled = [r for r in fresh if r.missing and bool(r.cached) == further]
+            filled.sort(key=lambda r: len(r.missing))
+            while filled:
+                count = sum(len(r.missing) <= len(filled[0].missing) + LIKE_LENGTH for r in filled)
+                together, filled = filled[:count], filled[count:]
+                (self._fill_further if further else self._fill_fresh)(together)
+        for running in fresh:
+            running.cached = len(running.tokens) - 1
+
+    def _give_row(self, running: _Running, kept: _Running | None) -> None:
+        """Give a request its row: the one its session has kept, a new one, or (all being there) the longest idle."""
+        if kept is None and self._idle and len(self._rows) >= self._max_running:
+            kept = next(iter(self._idle.values()))
+        if kept is None:
+            running.row = len(self._rows)
+            self._rows.append(running)
+        else:
+            del self._idle[kept.request.session]
+            running.row = kept.row
+            self._rows[kept.row] = running
+
+    def _fill_fresh(self, together: list[_Running]) -> None:
+        """Fill rows that hold nothing; what is alike (the samples of a group begin so) goes through the model once."""
+        sequences: dict[tuple[int, ...], int] = {}
+        sources = [sequences.setdefault(tuple(running.missing), len(sequences)) for running in together]
+        ids = _rectangle(list(sequences))
+        rows = torch.tensor([running.row for running in together], device=self.device)
+        self._cache.place = Fresh(rows, torch.tensor(sources, device=self.device))
+        self._forward(ids, torch.arange(ids.shape[1]).expand(len(ids), -1), None)
+
+    def _fill_further(self, together: list[_Running]) -> None:
+        """Fill rows after what they hold."""
+        ids = _rectangle([running.missing for running in together])
+        cached = torch.tensor([[running.cached] for running in together], device=self.device)
+        positions = cached + torch.arange(ids.shape[1], device=self.device)
+        rows = torch.tensor([running.row for running in together], device=self.device)
+        self._further(ids, Further(rows, positions, int(positions.max()) + 1, all_rows=False))
 
     def _decode(self) -> list[Chunk]:
         """Sample a token for each row; return the last chunks of the requests that end with it."""
         # 1. One forward pass over the last token of every row.
         lengths = [len(r.tokens) for r in self._rows]
         self._cache.reserve(len(lengths), max(lengths), self._max_context)
-        self._cache.filling = None
-        self._cache.width = width = max(lengths)
-        self._cache.positions = positions = torch.tensor(lengths, device=self.device) - 1
-        hidden = torch.arange(width, device=self.device) > positions[:, None]
-        mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.device)
-        mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)
+        positions = torch.tensor(lengths, device=self.device)[:, None] - 1
+        rows = torch.arange(len(lengths), device=self.device)
         ids = torch.tensor([[r.tokens[-1]] for r in self._rows])
-        logits = self._forward(ids, positions[:, None], mask[:, None, None])[:, -1]
+        logits = self._further(ids, Further(rows, positions, max(lengths), all_rows=True))[:, -1]
         # 2. Sampling.
         if self._sampler is None:
             self._sampler = Sampler([r.request.sampling for r in self._rows], self.device)
         tokens, logprobs = self._sampler(logits, lengths)
         # 3. Who has ended.
         chunks, ended = [], []
-        for row, (running, token, logprob) in enumerate(zip(self._rows, tokens, logprobs, strict=True)):
+        for running, token, logprob in zip(self._rows, tokens, logprobs, strict=True):
+            if running.idle:
+                continue
+            running.cached = len(running.tokens)
             if math.isnan(logprob):
                 error = "EngineError: the model's logits are not numbers (NaN); look at its weights"
                 chunks.append(self._chunk(running, FinishReason.ABORT, error=error))
-                ended.append(row)
+                ended.append(running)
                 continue
             running.tokens.append(token)
             running.ids.append(token)
@@ -288,9 +374,13 @@ class DecodeLoop:
             stopped = token in sampling.stop_ids and not sampling.ignore_eos
             if stopped or not running.room:
                 chunks.append(self._chunk(running, FinishReason.STOP if stopped else FinishReason.LENGTH))
-                ended.append(row)
-        self._drop(ended)
+                ended.append(running)
+        self._rest(ended)
         return chunks
+
+    def _further(self, ids: torch.Tensor, place: Further) -> torch.Tensor:
+        self._cache.place = place
+        return self._forward(ids, place.positions, place.mask(self.model.dtype))
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Return the logits of the last column, ``[n, 1, V]``."""
@@ -304,15 +394,24 @@ class DecodeLoop:
         ).logits
         return logits
 
-    def _drop(self, rows: list[int]) -> None:
-        """Remove rows (ascending); the last rows move into the gaps."""
-        for row in reversed(rows):
-            last = self._rows.pop()
-            if row < len(self._rows):
-                self._cache.move(len(self._rows), row)
-                self._rows[row] = last
-        if rows:
-            self._sampler = None
+    def _rest(self, ended: list[_Running]) -> None:
+        """Let the rows of requests that have ended be idle, and remove those that are idle too many."""
+        for running in ended:
+            if (before := self._idle.pop(running.request.session, None)) is not None:
+                self._remove(before)
+            running.idle = True
+            self._idle[running.request.session] = running
+        while len(self._idle) > IDLE + (len(self._rows) - len(self._idle)) // 2:
+            self._remove(self._idle.pop(next(iter(self._idle))))
+
+    def _remove(self, idle: _Running) -> None:
+        """Remove an idle row; the last row moves into the gap."""
+        last = self._rows.pop()
+        if last is not idle:
+            self._cache.move(last.row, idle.row, len(last.tokens))
+            last.row = idle.row
+            self._rows[last.row] = last
+        self._sampler = None
 
     def _chunk(
         self,
@@ -335,3 +434,19 @@ class DecodeLoop:
         )
         running.ids, running.logprobs = Ids("i"), Logprobs("f")
         return chunk
+
+
+def _common(cached: list[int], tokens: list[int]) -> int:
+    """Return how many tokens two lists begin with alike."""
+    if tokens[: len(cached)] == cached:
+        return len(cached)
+    return next(
+        (i for i, pair in enumerate(zip(cached, tokens, strict=False)) if pair[0] != pair[1]),
+        min(len(cached), len(tokens)),
+    )
+
+
+def _rectangle(sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return sequences as rows, padded on the right with 0, where causal attention does not see it."""
+    width = max(map(len, sequences))
+    return torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in sequences], dtype=torch.int64)

@@ -129,7 +129,7 @@ class _ModelThread(threading.Thread):
             with self._lock:
                 failed, self._streams = self._streams, {}
             self.decode.abort(failed)
-            self.decode.forget()  # its memory may be what was wanted
+            self.decode.release()  # its memory may be what was wanted
             self._measure()
             fail_all(failed.values(), EngineError(f"the model failed: {type(error).__name__}: {error}"), self._unheard)
 
@@ -176,7 +176,7 @@ class _ModelThread(threading.Thread):
         if (busy := len(self.under_way)) and "paused" not in self._held:
             raise EngineError(f"{busy} request(s) are under way; pause the engine before it sleeps")
         self._held.add("asleep")
-        self.decode.forget()
+        self.decode.release()
         if self.decode.device.type == "cuda":
             self.decode.model.to("cpu")
             torch.cuda.empty_cache()

@@ -194,3 +194,66 @@ def test_nan_logits_fail_the_request(model: Any):
     (chunks,) = run(loop_of(broken), {0: [Request("r", as_ids([1, 2]), SamplingParams(5))]}).values()
     assert chunks[-1].finish_reason == "abort"
     assert str(chunks[-1].error).startswith("EngineError: the model's logits are not numbers")
+
+
+def counted(decode: DecodeLoop) -> list[int]:
+    """Return a list that gets the number of tokens (padding included) of each forward pass."""
+    passes: list[int] = []
+    forward = decode._forward
+
+    def count(ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+        passes.append(ids.numel())
+        return forward(ids, *rest)
+
+    decode._forward = count  # type: ignore[method-assign]
+    return passes
+
+
+turns = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 6)), min_size=1, max_size=4)
+
+
+@settings(max_examples=15)
+@given(sessions=st.lists(st.tuples(st.integers(0, 5), turns), min_size=1, max_size=9), max_running=st.integers(1, 4))
+def test_turns_that_go_on_from_what_their_row_holds_have_the_logprobs_of_a_plain_pass(
+    model: Any, sessions: list[tuple[int, list[tuple[int, int]]]], max_running: int
+):
+    """Each turn's ids are those before it, what was sampled, and something new; one session changes its past."""
+    decode = loop_of(model, max_running=max_running)
+    histories = {str(index): prompt(index % 3, 20) for index in range(len(sessions))}
+    for number in range(max(start + len(lengths) for start, lengths in sessions)):
+        requests = []
+        for index, (start, lengths) in enumerate(sessions):
+            if 0 <= number - start < len(lengths):
+                new, max_tokens = lengths[number - start]
+                name = str(index)
+                histories[name] = histories[name] + prompt(100 * index + number, new)
+                if index == len(sessions) - 1:
+                    histories[name][len(histories[name]) // 2] = number
+                sampling = SamplingParams(max_tokens, seed=index)
+                requests.append(Request(name, as_ids(histories[name]), sampling, trajectory_id=name))
+        for name, chunks in run(decode, {0: requests}).items():
+            expected = plain_logprobs(model, histories[name], ids_of(chunks), 1.0)
+            assert logprobs_of(chunks) == pytest.approx(expected, abs=CLOSE)
+            histories[name] += ids_of(chunks)
+
+
+def test_the_next_turn_fills_only_what_is_new_until_the_weights_change(model: Any):
+    decode = loop_of(model)
+    first = prompt(1, 50)
+    sampled = ids_of(run(decode, {0: [Request("a", as_ids(first), SamplingParams(3), trajectory_id="t")]})["a"])
+    second = [*first, *sampled, *prompt(2, 5)]
+    passes = counted(decode)
+    run(decode, {0: [Request("b", as_ids(second), SamplingParams(1), trajectory_id="t")]})
+    assert passes == [5, 1]  # the last token that was sampled and four of the five new ones; then the fifth
+    decode.forget()
+    passes.clear()
+    run(decode, {0: [Request("c", as_ids(second), SamplingParams(1), trajectory_id="t")]})
+    assert passes == [len(second) - 1, 1]
+
+
+def test_samples_of_one_prompt_are_filled_once(model: Any):
+    decode = loop_of(model)
+    passes = counted(decode)
+    same = as_ids(prompt(1, 7))
+    run(decode, {0: [Request(str(i), same, SamplingParams(1, seed=i), trajectory_id=str(i)) for i in range(8)]})
+    assert passes == [6, 8]
