@@ -447,8 +447,12 @@ def _words(words: Iterable[object]) -> str:
 
 
 def _models(titles: Mapping[str, str], definitions: Mapping[str, Any]) -> str:
-    known = [name for name in titles if "properties" in definitions.get(name, {})]
-    return "\n\n".join(_model(titles[name], definitions[name]) for name in known)
+    known = {name: titles[name] for name in titles if "properties" in definitions.get(name, {})}
+    text = "\n\n".join(_model(title, definitions[name]) for name, title in known.items())
+    for name, title in known.items():
+        anchor = re.sub(r"[^\w\s-]", "", title).strip().lower().replace(" ", "-")
+        text = text.replace(f"as `{name}`", f"as [{title}](#{anchor})")
+    return text.replace("as `Engine`", "as an [engine kind](engines.md) takes it")
 
 
 def _model(title: str, schema: Mapping[str, Any]) -> str:
