@@ -30,8 +30,10 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except RolloutError as error:
             problems = error.problems if isinstance(error, ConfigError) else (error,)
+            from fsm_rollout.report.texts import visible
+
             for line in dict.fromkeys(" ".join(str(problem).split("\n")) for problem in problems):
-                typer.echo(line, err=True)
+                typer.echo(visible(line), err=True)  # names come from files
             raise typer.Exit(2) from None
 
 
@@ -166,6 +168,7 @@ def _carry_out(out: Path, work: Callable[[Progress], Summary]) -> None:
 
     from fsm_rollout.jobs.progress import RunProgress
     from fsm_rollout.jobs.summary import every_trajectory_failed, failure_lines, most_rewards_failed, summary_table
+    from fsm_rollout.report.texts import visible
 
     console = Console(stderr=True)
     try:
@@ -177,7 +180,7 @@ def _carry_out(out: Path, work: Callable[[Progress], Summary]) -> None:
         typer.echo(f"interrupted{by}{hint}", err=True)
         raise typer.Exit(128 + number) from None
     except TargetNotReached as error:
-        typer.echo(f"{error}; to continue: fsm-rollout resume {_short(out)} max_filtered=…", err=True)
+        typer.echo(visible(f"{error}; to continue: fsm-rollout resume {_short(out)} max_filtered=…"), err=True)
         raise typer.Exit(1) from None
     except RunStopped as error:
         typer.echo(f"{error}; to continue: fsm-rollout resume {_short(out)}", err=True)

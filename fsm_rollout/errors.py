@@ -184,12 +184,21 @@ _PACKAGE = f"{Path(__file__).parent}{os.sep}"
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
+FILE_LIKENESS = 0.8
+"""How alike names of files must be for a hint: their endings always are."""
+
+
+def close_match(word: str, candidates: Iterable[str], likeness: float = 0.6) -> str:
+    """Return ``"; did you mean 'x'?"`` for the closest candidate, or ``""`` if none is close."""
+    close = difflib.get_close_matches(word, sorted(set(candidates)), n=1, cutoff=likeness)
+    return f"; did you mean '{close[0]}'?" if close else ""
+
+
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the closest candidate, the short list of them, or ``""``."""
     pool = sorted(set(candidates))
-    close = difflib.get_close_matches(word, pool, n=1, cutoff=0.6)
-    if close:
-        return f"; did you mean '{close[0]}'?"
+    if hint := close_match(word, pool):
+        return hint
     if 0 < len(pool) <= 12:
         return f"; known: {', '.join(pool)}"
     return ""

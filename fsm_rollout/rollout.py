@@ -12,21 +12,22 @@ Invariant: a rollout owns what it builds (engines named by a spec, its event loo
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from fsm_rollout.agent.graph import POLICY, AgentGraph
-from fsm_rollout.agent.loader import dump
+from fsm_rollout.agent.loader import dump, load_agent, loads
 from fsm_rollout.agent.proof import prove
 from fsm_rollout.agent.verify import verify
 from fsm_rollout.concurrency.loop_thread import LoopThread, close_at_exit
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Engine
-from fsm_rollout.engines.specs import build_engine
+from fsm_rollout.engines.specs import EngineLike, as_engine_or_spec, build_engine
 from fsm_rollout.environment.rewards import GroupFilter, Reward, RewardLike
 from fsm_rollout.errors import ConfigError, EngineError, Problem
 from fsm_rollout.scheduler.failure_policy import Failures, failures_of
@@ -47,8 +48,11 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 P = ParamSpec("P")
-EngineLike = Engine | Mapping[str, Any]
+AgentLike = AgentGraph | Mapping[str, Any] | str | Path
+"""An agent: a graph, the path of its YAML, or the mapping that stands in one."""
 PromptLike = Prompt | Mapping[str, object] | str
+Prompts = Iterable[PromptLike] | str | Path
+"""Prompts, or the file that they are read from."""
 
 
 def _plain(
@@ -74,8 +78,10 @@ class Rollout:
     """Runs prompts through one or more agents.
 
     Args:
-        agent: an agent, or several by name (a prompt chooses by its ``agent`` field).
-        engine: the policy: an engine, or its spec as in a run YAML (``{"kind": "transformers", "model": …}``).
+        agent: an agent (what ``load_agent`` gives, the path of a YAML, or the mapping that stands in one), or several
+            by name (a prompt chooses by its ``agent`` field).
+        engine: the policy: an engine, its spec as in a run YAML (``{"kind": "transformers", "model": …}``), or a model
+            (``"embedded"``, a folder) for the transformers engine.
         engines: further, untrained engines by name.
         seed: everything random follows from it.
         sampling: laid over the agents' own in the policy's contexts.
@@ -105,7 +111,7 @@ class Rollout:
 
     def __init__(
         self,
-        agent: AgentGraph | Mapping[str, AgentGraph],
+        agent: AgentLike | Mapping[str, AgentLike],
         engine: EngineLike,
         *,
         engines: Mapping[str, EngineLike] | None = None,
@@ -124,21 +130,23 @@ class Rollout:
         journal: Journal | None = None,
         base: Path | None = None,
     ) -> None:
-        self.agents = {agent.agent: agent} if isinstance(agent, AgentGraph) else dict(agent)
+        self.agents = _agents(agent)
         problems = [problem for graph in self.agents.values() for problem in verify(graph)]
         if problems:
             raise ConfigError(problems)
         for graph in self.agents.values():
             prove(graph)
         self.validate = validate
-        greedy, training_sampling = Sampling(temperature=0.0), _sampling(sampling)
-        validation = greedy if validation_sampling is None else _sampling(validation_sampling)
+        greedy, training_sampling = Sampling(temperature=0.0), _sampling(sampling, "sampling")
+        validation = greedy if validation_sampling is None else _sampling(validation_sampling, "validation_sampling")
         self._evaluation_sampling = validation.over(training_sampling)
         run_sampling = self._evaluation_sampling if validate else training_sampling
         self._closed = False
         self._loop_thread: LoopThread | None = None
         self._owned: list[Engine] = []
-        specs = {POLICY: engine, **(engines or {})}
+        base = base or Path.cwd()
+        given = {POLICY: engine, **(engines or {})}
+        specs = {name: _engine_or_spec(name, engine_like, base) for name, engine_like in given.items()}
         policy = failures if isinstance(failures, Failures) else failures_of(failures or {})
         self._client = partial(
             EngineClient,
@@ -155,7 +163,7 @@ class Rollout:
         }
         """What the schedulers of runs and of evaluations have in common."""
         try:
-            self.engines = {name: self._engine(name, spec, base or Path.cwd()) for name, spec in specs.items()}
+            self.engines = {name: self._engine(name, spec, base) for name, spec in specs.items()}
             self.clients = {name: self._client(engine) for name, engine in self.engines.items()}
             self.scheduler = Scheduler(
                 self.agents,
@@ -171,7 +179,7 @@ class Rollout:
             self.description = {
                 "agents": {name: dump(graph) for name, graph in self.agents.items()},
                 "engines": {name: _describe(self.engines[name], spec) for name, spec in specs.items()},
-                "base": str(base or Path.cwd()),
+                "base": str(base),
             }
             """What a journal must know so that its trajectories can be drawn, read and replayed later: plain data."""
             self.journal = journal
@@ -187,25 +195,23 @@ class Rollout:
 
     @journal.setter
     def journal(self, journal: Journal | None) -> None:
+        if not isinstance(journal, Journal | None):
+            raise ConfigError(f"journal: got {journal!r}; open one: Journal({str(journal)!r})")
         self.scheduler.journal = journal
         if journal is not None:
             journal.describe(self.description)
 
-    def _engine(self, name: str, spec: EngineLike, base: Path) -> Engine:
+    def _engine(self, name: str, spec: Engine | Mapping[str, Any], base: Path) -> Engine:
         if not isinstance(spec, Mapping):
             return spec
-        try:
+        with _named(f"engine '{name}'"):
             engine = build_engine(spec, base)
-        except ConfigError as error:
-            raise ConfigError(
-                [Problem(f"engine '{name}': {p.message}", p.file, p.line) for p in error.problems]
-            ) from error
         self._owned.append(engine)
         return engine
 
     async def stream(
         self,
-        prompts: Iterable[PromptLike],
+        prompts: Prompts,
         n: int = 1,
         *,
         target_groups: int | None = None,
@@ -216,7 +222,8 @@ class Rollout:
         """Yield each prompt's group of ``n`` trajectories as it ends, in the order in which groups end.
 
         Args:
-            prompts: all of them are checked before anything runs. With ``target_groups``, an iterator is taken from
+            prompts: prompts, mappings with their fields, texts; or a file that ``read_prompts`` reads. All of them are
+                checked before anything runs. With ``target_groups``, an iterator is taken from
                 only as far as needed; each prompt is checked then.
             n: trajectories per prompt.
             target_groups: so many groups are enough. What is under way then is set aside, and goes on, on the weights
@@ -245,12 +252,12 @@ class Rollout:
                 yield group
 
     def _groups(
-        self, prompts: Iterable[PromptLike], n: int, *, target_groups: int | None, **options: Any
+        self, prompts: Prompts, n: int, *, target_groups: int | None, **options: Any
     ) -> AsyncGenerator[Group, None]:
         return self._groups_of(self.scheduler, prompts, n, target_groups=target_groups, **options)
 
     async def _groups_of(
-        self, scheduler: Scheduler, prompts: Iterable[PromptLike], n: int, *, target_groups: int | None, **options: Any
+        self, scheduler: Scheduler, prompts: Prompts, n: int, *, target_groups: int | None, **options: Any
     ) -> AsyncGenerator[Group, None]:
         self._check_open()
         for name, client in scheduler.clients.items():
@@ -259,10 +266,11 @@ class Rollout:
                     f"engine '{name}' serves another event loop, which still lives; use either the plain forms (run, "
                     "update_weights, …) or the async ones (arun, stream, aupdate_weights, …) of a rollout, not both"
                 )
-        checked: Iterable[Prompt] = self._one_by_one(scheduler, prompts)
-        if target_groups is None or isinstance(prompts, Sequence):
-            checked = as_prompts(prompts, named=False)
+        if target_groups is None or isinstance(prompts, Sequence | Path):
+            checked: Iterable[Prompt] = as_prompts(prompts, named=False)
             scheduler.check(checked)
+        else:
+            checked = self._one_by_one(scheduler, prompts)
         programs = list(scheduler.programs.values())
         for program in programs:
             await program.toolbox.prepare()
@@ -283,7 +291,7 @@ class Rollout:
     async def arun(
         self,
         /,
-        prompts: Iterable[PromptLike],
+        prompts: Prompts,
         n: int = 1,
         *,
         target_groups: int | None = None,
@@ -334,7 +342,7 @@ class Rollout:
     async def aevaluate(
         self,
         /,
-        prompts: Iterable[PromptLike],
+        prompts: Prompts,
         n: int = 1,
         *,
         sampling: Sampling | Mapping[str, object] | None = None,
@@ -355,7 +363,7 @@ class Rollout:
         scheduler = Scheduler(
             self.agents,
             {name: self._client(engine) for name, engine in self.engines.items()},
-            sampling=_sampling(sampling).over(self._evaluation_sampling),
+            sampling=_sampling(sampling, "sampling").over(self._evaluation_sampling),
             validate=True,
             **self._common,
         )
@@ -473,11 +481,53 @@ class Rollout:
         self.close()
 
 
-def _sampling(value: Sampling | Mapping[str, object] | None) -> Sampling:
-    return value if isinstance(value, Sampling) else Sampling.model_validate(dict(value or {}))
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Have every problem begin with what it is about."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError([Problem(f"{what}: {p.message}", p.file, p.line, p.rule) for p in error.problems]) from error
 
 
-def _describe(engine: Engine, spec: EngineLike) -> dict[str, object]:
+def _agents(given: AgentLike | Mapping[str, AgentLike]) -> dict[str, AgentGraph]:
+    """Return the agents by name: one by its own, several by those that they were given."""
+    if isinstance(given, Mapping) and not {"states", "transitions"} & given.keys():
+        if not given:
+            raise ConfigError("agent: got an empty mapping; give an agent, or several by name")
+        return {name: _agent(agent) for name, agent in given.items()}
+    graph = _agent(given)
+    return {graph.agent: graph}
+
+
+def _agent(given: AgentLike) -> AgentGraph:
+    if isinstance(given, AgentGraph):
+        return given
+    if isinstance(given, str | Path):
+        return load_agent(given)
+    if isinstance(given, Mapping):
+        return loads(json.dumps(given), name="the agent's mapping")  # JSON is YAML, too
+    raise ConfigError(
+        f"agent: got a {type(given).__name__}; give what load_agent returns, the path of an agent's YAML, or a mapping "
+        "from names to them"
+    )
+
+
+def _engine_or_spec(name: str, given: EngineLike, base: Path) -> Engine | Mapping[str, Any]:
+    with _named(f"engine '{name}'"):
+        return as_engine_or_spec(given, base)
+
+
+def _sampling(value: Sampling | Mapping[str, object] | None, what: str) -> Sampling:
+    if isinstance(value, Sampling):
+        return value
+    if not isinstance(value, Mapping | None):
+        raise ConfigError(f'{what}: got {value!r}; give a mapping: {{"temperature": 0.7}}')
+    with _named(what):
+        return Sampling(**(value or {}))
+
+
+def _describe(engine: Engine, spec: Engine | Mapping[str, Any]) -> dict[str, object]:
     if not isinstance(spec, Mapping) or ":" in spec["kind"]:
         spec = {"tokenizer": getattr(engine.tokenizer, "name_or_path", None)}
     description = {key: str(spec[key]) for key in ("kind", "tokenizer", "model", "run", "engine") if spec.get(key)}

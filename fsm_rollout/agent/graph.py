@@ -9,9 +9,9 @@ by content, so a graph can be sent anywhere.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from fsm_rollout.trajectory.enums import Trigger
 from fsm_rollout.trajectory.settings import (
@@ -192,9 +192,35 @@ class State(StrictModel):
     )
     final: bool = Field(False, description="a trajectory that enters the state has ended")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _spelled_out(cls, value: object) -> object:
+        """Take nothing for no keys, and a custom handler's keys where a YAML writes them: beside the others."""
+        if value is None:
+            return {}
+        if not isinstance(value, dict) or ":" not in str(value.get("handler", "")):
+            return value
+        own = {key: value[key] for key in value if key not in cls.model_fields}
+        kept = {key: item for key, item in value.items() if key not in own}
+        return kept | {"options": {**value.get("options", {}), **own}} if own else value
+
 
 STATE_KEYS = frozenset(State.model_fields) - {"options"}
 """The YAML keys of every state; a custom handler's options are written beside them."""
+
+
+def as_predicates(value: object) -> object:
+    """Return conditions as a YAML spells them (``name``, ``{name: argument}``, or a list) as mappings."""
+    return tuple(_as_predicate(item) for item in (value if isinstance(value, list | tuple) else (value,)))
+
+
+def _as_predicate(item: object) -> object:
+    if isinstance(item, str):
+        return {"name": item, "argument": None}
+    if isinstance(item, dict) and len(item) == 1:
+        ((name, argument),) = item.items()
+        return {"name": name, "argument": argument}
+    return item
 
 
 class Predicate(StrictModel):
@@ -204,16 +230,25 @@ class Predicate(StrictModel):
     argument: Any = Field(None, description="what it takes, if anything")
 
 
+def _spelled_out(value: object) -> object:
+    """Return conditions as mappings; one with the key ``name`` alone is spelled out already."""
+    items = value if isinstance(value, list | tuple) else (value,)
+    return tuple(item if isinstance(item, dict) and item.keys() == {"name"} else _as_predicate(item) for item in items)
+
+
+Conditions = Annotated[tuple[Predicate, ...], BeforeValidator(_spelled_out)]
+
+
 class TransitionRow(StrictModel):
     """One row of the transition table; ``source`` names states, or is ``*``: all that are not final."""
 
     trigger: Name = Field(description="the outcome of a visit that this row is for")
     source: tuple[str, ...] = Field(description="the state that was visited, or a list of them; `*`: any working state")
     dest: Name = Field(description="the next state")
-    conditions: tuple[Predicate, ...] = Field(
+    conditions: Conditions = Field(
         (), description="what must hold: `name`, `{name: argument}`, or a list of which all must hold"
     )
-    unless: tuple[Predicate, ...] = Field((), description="what must not hold, in the same forms: not one of them")
+    unless: Conditions = Field((), description="what must not hold, in the same forms: not one of them")
     stop_reason: str | None = Field(
         None,
         pattern=r"^[a-z][a-z0-9_:.\-]*$",

@@ -72,10 +72,10 @@ COUNTED_LIMITS = tuple(name for name, limit in LIMITS.items() if limit.counted)
 
 
 class LimitReached(Exception):  # control flow between a visit and the scheduler, not an error
-    """A limit holds the trajectory back; ``limit`` is its name."""
+    """A limit holds the trajectory back; ``limit`` is its name, ``detail`` what else is to be said."""
 
-    def __init__(self, limit: str) -> None:
-        self.limit = limit
+    def __init__(self, limit: str, detail: str | None = None) -> None:
+        self.limit, self.detail = limit, detail
         super().__init__(limit)
 
 

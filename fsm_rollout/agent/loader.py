@@ -22,13 +22,13 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
-from fsm_rollout.agent.graph import STATE_KEYS, TERMINATED, AgentGraph
+from fsm_rollout.agent.graph import STATE_KEYS, TERMINATED, AgentGraph, as_predicates
 from fsm_rollout.agent.handlers import load_object, look_in
 from fsm_rollout.agent.verify import findings, verify
 from fsm_rollout.agent.yaml.dump import dump
 from fsm_rollout.agent.yaml.overrides import apply_overrides, interpolate, unescape_interpolation
 from fsm_rollout.agent.yaml.source import TEXT_FILE, SourceMap, in_file_order, read_text, read_yaml
-from fsm_rollout.errors import ConfigError, Problem, did_you_mean
+from fsm_rollout.errors import FILE_LIKENESS, ConfigError, Problem, close_match, did_you_mean
 from fsm_rollout.trajectory.config_errors import ConfigData, ConfigPath, describe_path, explanations
 
 __all__ = ["Reading", "dump", "load_agent", "loads", "read_agent", "recorded_agent"]
@@ -215,7 +215,7 @@ class _NormalForm:
         for row in rows if isinstance(rows, list) else ():
             for key in ("conditions", "unless"):
                 if isinstance(row, dict) and key in row:
-                    row[key] = [_predicate(item) for item in (row[key] if isinstance(row[key], list) else [row[key]])]
+                    row[key] = as_predicates(row[key])
 
     def _report(self, path: ConfigPath, message: str) -> None:
         self.problems.append(self.source.problem(path, f"{describe_path(path)}: {message}"))
@@ -239,7 +239,7 @@ class _NormalForm:
         if isinstance(text, str):
             return text
         names = [path.name for path in file.parent.iterdir()] if file.parent.is_dir() else []
-        hint = did_you_mean(file.name, filter(kind.fullmatch, names))
+        hint = close_match(file.name, filter(kind.fullmatch, names), FILE_LIKENESS)
         self._report(at, f"'{file}' {text.message}{hint}")
         return None
 
@@ -304,13 +304,3 @@ def _entries(data: ConfigData, path: ConfigPath, key: str) -> Iterator[tuple[Con
                 entries[name] = entry = {}
             if isinstance(entry, dict):
                 yield entry, (*path, key, name)
-
-
-def _predicate(item: object) -> object:
-    """Return ``name`` or ``{name: argument}`` as ``{name, argument}``."""
-    if isinstance(item, str):
-        return {"name": item}
-    if isinstance(item, dict) and len(item) == 1:
-        ((name, argument),) = item.items()
-        return {"name": name, "argument": argument}
-    return str(item)  # not a predicate: pydantic reports that for a string

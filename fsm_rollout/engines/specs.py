@@ -337,6 +337,44 @@ def _signature_model(engine_class: Callable[..., object]) -> type[BaseModel]:
     return create_model("Signature", __config__=config, **fields)
 
 
+EngineLike = Engine | Mapping[str, Any] | str | Path
+"""An engine; its spec, as in a run YAML; or the name or folder of a model, for an engine of kind ``transformers``."""
+
+
+def as_engine_or_spec(given: EngineLike, base: Path) -> Engine | Mapping[str, Any]:
+    """Return an engine as it is, and everything else as a spec; a model's folder is relative to ``base``.
+
+    Raises:
+        ConfigError: it is neither an engine nor says which one is meant.
+    """
+    example = 'give an engine, its spec ({"kind": "transformers", "model": …}), or a model'
+    if isinstance(given, Mapping):
+        return given
+    if isinstance(given, str | Path):
+        if str(given) in KINDS:
+            raise ConfigError(f'\'{given}\' is a kind of engine; give it with its keys: {{"kind": "{given}", …}}')
+        try:
+            model_folder(given, base)
+        except EngineError as error:
+            raise ConfigError(f"{error}; {example}") from error
+        return {"kind": "transformers", "model": str(given)}
+    if isinstance(given, type):
+        raise ConfigError(
+            f"got the class {given.__name__}; make an engine of it, or name it: "
+            f'{{"kind": "{given.__module__}:{given.__qualname__}", …}}'
+        )
+    if missing := lacking(given):
+        raise ConfigError(
+            f"got a {type(given).__name__}, which is no engine (it lacks {', '.join(missing)}); {example}"
+        )
+    return given
+
+
+def lacking(engine: object) -> list[str]:
+    """Return what of the engine protocol an object does not have."""
+    return [name for name in vars(Engine) if not name.startswith("_") and not hasattr(engine, name)]
+
+
 def build_engine(spec: Mapping[str, object], base: Path) -> Engine:
     """Build the engine that ``spec`` (a mapping with ``kind``) describes; its files are relative to ``base``.
 
@@ -405,7 +443,7 @@ def _build(spec: EngineSpec, base: Path) -> Engine:
         raise
     except Exception as error:  # it is the user's code
         raise EngineError(f"engine '{spec.kind}' cannot be built: {type(error).__name__}: {error}") from error
-    if missing := [name for name in vars(Engine) if not name.startswith("_") and not hasattr(engine, name)]:
+    if missing := lacking(engine):
         lacks = ", ".join(missing)
         raise EngineError(f"engine '{spec.kind}' is no engine, it lacks {lacks}; see fsm_rollout.engines.protocol")
     return engine

@@ -8,13 +8,14 @@ engines' mappings are passed on as they were written.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
-from fsm_rollout.agent.graph import POLICY
+from fsm_rollout.agent.graph import POLICY, AgentGraph
 from fsm_rollout.agent.handlers import look_in
 from fsm_rollout.agent.yaml.overrides import apply_overrides, interpolate
 from fsm_rollout.agent.yaml.source import SourceMap, in_file_order, read_text, read_yaml
@@ -142,6 +143,9 @@ class RunConfig(StrictModel):
         return json.dumps(data, indent=2)
 
 
+_KEYS = frozenset(field.alias or name for name, field in RunConfig.model_fields.items())
+
+
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run's YAML; interpolation and ``key=value`` overrides as in an agent's.
 
@@ -190,13 +194,25 @@ def _config(
     data: dict[str, Any], base: Path, overrides: Sequence[str], source: SourceMap, problems: list[Problem]
 ) -> RunConfig:
     # 1. Overrides, then what refers to them.
-    problems += apply_overrides(data, [text for text in overrides if not text.startswith(AGENT)], source)
+    own: list[str] = []
+    agents_own: list[str] = []
+    for override in overrides:
+        key = re.split(r"[.=\[]", override, maxsplit=1)[0].strip()
+        is_agents = key in AgentGraph.model_fields and key not in _KEYS
+        (agents_own if is_agents and not override.startswith(AGENT) else own).append(override)
+    problems += [Problem(f"is the agent's; write {AGENT}{text}", f"override '{text}'") for text in agents_own]
+    problems += apply_overrides(data, [text for text in own if not text.startswith(AGENT)], source)
     problems += interpolate(data, source)
     # 2. The form. Through JSON, because pydantic is strict there in the right way: no "8" for 8, but lists for tuples.
     try:
         config = RunConfig.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
-        problems += [source.problem(*explained) for explained in explanations(error, RunConfig)]
+        for path, message in explanations(error, RunConfig):
+            of_agent = len(path) == 1 and path[0] in AgentGraph.model_fields and path[0] not in _KEYS
+            if of_agent:
+                where = f"set it in the agent's YAML, or on the command line: {AGENT}{path[0]}…"
+                message = f"'{path[0]}' is the agent's, not the run's; {where}"
+            problems.append(source.problem(path, message))
     if problems:
         raise ConfigError(in_file_order(problems))
 

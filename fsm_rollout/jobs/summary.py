@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from rich.table import Table
+from rich.text import Text
 
 from fsm_rollout.batch.rows import turns_of
-from fsm_rollout.report.texts import shortened
+from fsm_rollout.report.texts import shortened, visible
 from fsm_rollout.trajectory.enums import FailureClass
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -38,7 +39,7 @@ def summarize(
     both, as the batch is; ``bad_calls`` are the failures among those calls that the model is to blame for, and
     ``tool_failures`` the others. ``turns_mean`` counts the messages of all streams of a trajectory, system messages
     apart. ``stop_reasons`` counts a trajectory that has none as ``suspended``, or ``unfinished``; ``failures`` (if
-    there are any) says of each kind what the first one was.
+    there are any) says of each kind what the first one was, as ``details`` does of ends that are no failures.
 
     ``failure_classes`` counts those that failed by who has to answer for it; all but the policy's have no score.
     ``scored`` counts those that have a score, ``score_mean`` is the mean of theirs, and ``reward_parts`` (if there are
@@ -89,15 +90,19 @@ def _parts(trajectory: Trajectory) -> dict[str, float]:
 
 
 def _endings(trajectories: Sequence[Trajectory]) -> Summary:
-    """Return how many ended for which reason, and what failed."""
+    """Return how many ended for which reason, what failed, and what else is to be said of a reason."""
     reasons: Counter[str] = Counter()
     failures: dict[str, str] = {}
+    details: dict[str, str] = {}
     for trajectory in trajectories:
         reason = trajectory.stop_reason or ("unfinished" if trajectory.suspended is None else "suspended")
         reasons[reason] += 1
         if reason.startswith("failed:"):
             failures.setdefault(reason, trajectory.detail or "")
-    return {"stop_reasons": dict(reasons.most_common())} | ({"failures": failures} if failures else {})
+        elif trajectory.detail:
+            details.setdefault(reason, trajectory.detail)
+    said = {"failures": failures, "details": details}
+    return {"stop_reasons": dict(reasons.most_common())} | {key: value for key, value in said.items() if value}
 
 
 def _reward_parts(trajectories: Sequence[Trajectory]) -> Summary:
@@ -135,39 +140,43 @@ def _slowest(trajectories: Sequence[Trajectory]) -> Summary | None:
 def summary_table(summary: Summary) -> Table:
     """Return a run's summary as a table for people."""
     table = Table(show_header=False, box=None, padding=(0, 2))
+
+    def row(name: str, text: str) -> None:
+        table.add_row(name, Text(visible(text)))  # names come from files: no markup of theirs, no control sequence
+
     tokens, trained = summary["tokens"], summary["trained_tokens"]
     timing, called = summary["timing"], summary["sub_agents"]
     besides = f" + {called['trajectories']:,} of sub-agents" if called["trajectories"] else ""
     of_both = ", sub-agents' too" if besides else ""
     groups = f"{summary['trajectories']:,} in {summary['groups']:,} groups"
-    table.add_row("trajectories", f"{groups}{besides}, {summary['wall_seconds']:.1f} s")
-    table.add_row("stop reasons", _counted(summary["stop_reasons"]))
+    row("trajectories", f"{groups}{besides}, {summary['wall_seconds']:.1f} s")
+    row("stop reasons", _counted(summary["stop_reasons"]))
     if besides:
-        table.add_row("of sub-agents", _counted(called["stop_reasons"]))
+        row("of sub-agents", _counted(called["stop_reasons"]))
     if summary["failure_classes"]:
         again = summary.get("repeated_samples", 0)
         left_out = sum(count for name, count in summary["failure_classes"].items() if name != FailureClass.POLICY)
-        table.add_row(
+        row(
             "failures",
             f"{_counted(summary['failure_classes'])}"
             + (f"; {left_out:,} in no group's mean" if left_out else "")
             + (f"; {again:,} attempts were repeated" if again else ""),
         )
-    table.add_row("states", _counted(summary["states"]))
-    table.add_row("turns", f"{_number(summary['turns_mean'])} on average, {summary['transitions']:,} transitions")
+    row("states", _counted(summary["states"]))
+    row("turns", f"{_number(summary['turns_mean'])} on average, {summary['transitions']:,} transitions")
     share = f"{trained / tokens:.0%}" if tokens else "-"
-    table.add_row("tokens", f"{tokens:,} after the prompts, {trained:,} trained ({share}){of_both}")
-    table.add_row("tool calls", _calls(summary) + of_both)
-    table.add_row("score", _score(summary))
+    row("tokens", f"{tokens:,} after the prompts, {trained:,} trained ({share}){of_both}")
+    row("tool calls", _calls(summary) + of_both)
+    row("score", _score(summary))
     for name, spread in timing.items():
         if name != "slowest" and (spread["max"] or 0.0) >= SHOWN_FROM:
             seconds = " / ".join(_number(spread[key], digits=2) for key in ("min", "mean", "max"))
-            table.add_row(f"{name} (s)", f"{seconds} (min / mean / max per trajectory)")
+            row(f"{name} (s)", f"{seconds} (min / mean / max per trajectory)")
     if (slowest := timing["slowest"]) is not None:
         spent = {name: slowest[f"{name}_seconds"] for name in PARTS}
         parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in spent.items() if seconds >= SHOWN_FROM)
         end = f"{slowest['stop_reason']} after {slowest['wall_seconds']:.2f} s"
-        table.add_row("slowest", f"{slowest['trajectory_id']}: {end}" + (f" ({parts})" if parts else ""))
+        row("slowest", f"{slowest['trajectory_id']}: {end}" + (f" ({parts})" if parts else ""))
     return table
 
 
@@ -178,13 +187,18 @@ def _calls(summary: Summary) -> str:
 
 
 def failure_lines(summary: Summary) -> Iterator[str]:
-    """Yield a line for the rewards that failed, with the first of them, and for the first kinds of failures."""
+    """Yield a line for the rewards that failed, with the first of them, and for the first kinds of failures.
+
+    So have ends that need a word: a limit that the engine's window has set, say.
+    """
     if errors := summary.get("reward_errors", []):
-        yield f"scored {summary['scored']:,} of {summary['trajectories']:,}; the first without a score: {errors[0]}"
+        count = f"scored {summary['scored']:,} of {summary['trajectories']:,}"
+        yield visible(f"{count}; the first without a score: {errors[0]}")
     for part, whose in ((summary, ""), (summary["sub_agents"], " sub-agents")):
-        for reason, detail in list(part.get("failures", {}).items())[:MOST_FAILURES]:
+        failures, details = (list(part.get(key, {}).items())[:MOST_FAILURES] for key in ("failures", "details"))
+        for reason, detail in [*failures, *details]:
             count = f"{part['stop_reasons'][reason]:,} of {part['trajectories']:,}{whose}"
-            yield f"{reason} ({count}): {shortened(detail)}"
+            yield visible(f"{reason} ({count}): {shortened(detail)}")
 
 
 def every_trajectory_failed(summary: Summary) -> bool:

@@ -109,5 +109,5 @@ def _prompt(group_id: str, trajectory: Trajectory) -> Prompt:
         return Prompt(
             prompt_id=group_id, messages=tuple(trajectory.prompt_messages), limits=limits, sampling=sampling, **fields
         )
-    except (ValidationError, TypeError) as error:
+    except (ConfigError, ValidationError, TypeError) as error:
         raise ConfigError(f"trajectory '{trajectory.trajectory_id}' cannot be resumed: {error}") from error

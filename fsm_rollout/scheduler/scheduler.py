@@ -184,6 +184,8 @@ class Scheduler:
         """Groups that were delivered and that the caller still holds."""
         self._run: _Run | None = None
         self._run_number = -1
+        self._system_replaced: set[str] = set()
+        """The agents of which it was said that prompts replace their system messages."""
         self._prompts = 0
         """How many prompts were taken so far."""
 
@@ -220,6 +222,8 @@ class Scheduler:
         """
         problems: list[Problem] = []
         seen: set[str] = set()
+        with_system: dict[str, list[str]] = {}
+        """The prompts that have a system message of their own, by agent."""
         for index, prompt in enumerate(prompts):
             group_id = prompt.prompt_id or str(index)
             if group_id in seen:
@@ -227,6 +231,8 @@ class Scheduler:
             seen.add(group_id)
             try:
                 program = self.program_of(prompt.model_copy(update={"prompt_id": group_id}))
+                if prompt.messages[0].get("role") == "system":
+                    with_system.setdefault(program.graph.agent, []).append(group_id)
                 program.toolbox.check(prompt.extra.get("tools_kwargs") or {})
                 for spec in program.interactions:
                     build_interaction(spec, prompt.extra.get("interaction_kwargs"))
@@ -236,6 +242,19 @@ class Scheduler:
                 problems.append(Problem(f"prompt '{group_id}': {error}"))
         if problems:
             raise ConfigError(problems)
+        self._warn_of_system_messages(with_system)
+
+    def _warn_of_system_messages(self, with_system: Mapping[str, Sequence[str]]) -> None:
+        """Say once of each agent that prompts replace its system messages."""
+        for program in self.agents.values():
+            agent, group_ids = program.graph.agent, with_system.get(program.graph.agent, ())
+            contexts = [name for name, context in program.graph.contexts.items() if context.system is not None]
+            if group_ids and contexts and agent not in self._system_replaced:
+                self._system_replaced.add(agent)
+                logger.warning(
+                    "%d prompts (the first is '%s') have a system message of their own; it replaces that of agent '%s' "
+                    "(in %s)", len(group_ids), group_ids[0], agent, ", ".join(contexts),
+                )  # fmt: skip
 
     # -- the run ------------------------------------------------------------------------------------------------
 

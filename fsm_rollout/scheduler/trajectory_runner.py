@@ -169,7 +169,7 @@ def _outcome_of(error: BaseException) -> Outcome:
     """Return the outcome of a visit that raised."""
     error = single(error)
     if isinstance(error, LimitReached):
-        return Outcome(Trigger.LIMIT_REACHED, limit=error.limit)
+        return Outcome(Trigger.LIMIT_REACHED, limit=error.limit, detail=error.detail)
     if type(error) is RuntimeError and isinstance(error.__cause__, SystemExit | GeneratorExit | KeyboardInterrupt):
         error = error.__cause__  # what an interaction raised, as `invoke` hands it on
     kind = error.kind if isinstance(error, EngineError) else None

@@ -8,11 +8,14 @@ how the visit came out.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from fsm_rollout.agent.graph import State as StateSpec
+from fsm_rollout.errors import ConfigError, Problem
+from fsm_rollout.trajectory.config_errors import explanations
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 if TYPE_CHECKING:
@@ -71,7 +74,19 @@ class State(ABC):
     def __init__(self, name: str, spec: StateSpec) -> None:
         self.name = name
         self.spec = spec
-        self.options = self.Options(**spec.options) if self.Options is not None else None
+        self.options = self._read_options(spec.options)
+
+    def _read_options(self, options: Mapping[str, object]) -> BaseModel | None:
+        try:
+            if self.Options is not None:
+                return self.Options(**options)
+        except ValidationError as error:
+            found = explanations(error, self.Options, ("states", self.name))
+            raise ConfigError([Problem(message) for _, message in found]) from None
+        if options:
+            key = next(iter(options))
+            raise ConfigError(f"state '{self.name}': unknown key '{key}'; its handler takes no keys of its own")
+        return None
 
     @abstractmethod
     async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:

@@ -14,7 +14,6 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from fsm_rollout.agent.graph import MAIN, Context
-from fsm_rollout.agent.limits import LimitReached
 from fsm_rollout.concurrency.cancellation import being_cancelled
 from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.concurrency.seeds import derive_seed
@@ -93,7 +92,7 @@ class HandlerContext(Visit):
             recorded = self._effects.take(Generated, context)
         if recorded is not None:
             if recorded.cut_by is not None:
-                raise LimitReached(recorded.cut_by)
+                raise self.limit_reached(recorded.cut_by, context)
             return recorded
         if context in self._generations:
             raise StreamError(f"two generations at once in context '{context}'; give each a context of its own")

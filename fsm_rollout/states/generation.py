@@ -72,7 +72,7 @@ class Generation:
         if generated is None or generated.finish_reason == FinishReason.ABORT:
             raise EngineError(f"request {request.request_id} was aborted by the engine")
         if generated.cut_by is not None:
-            raise LimitReached(generated.cut_by)
+            raise visit.limit_reached(generated.cut_by, bound.name)
         return generated
 
     async def _wait_for_earlier(self, *, cut: bool = False) -> None:
@@ -127,7 +127,7 @@ class Generation:
         if self.visit.remaining(LimitName.RESPONSE_TOKENS) - added < 1:
             raise LimitReached(LimitName.RESPONSE_TOKENS)
         if self.visit.room_in_context(self.bound, length) < 1:
-            raise LimitReached(LimitName.CONTEXT_TOKENS)
+            raise self.visit.limit_reached(LimitName.CONTEXT_TOKENS, self.bound.name)
 
     def _request(self, stream: Stream, sampling: Sampling | None, *, resumed: bool) -> tuple[Request, str | None]:
         """Return the request for the next turn, and the limit that bounds its length (None: its own max_tokens)."""

@@ -233,6 +233,16 @@ class Visit:
         """What the chat template's clock shows: when the trajectory started."""
         return datetime.fromisoformat(self.trajectory.date)
 
+    def limit_reached(self, limit: str, context: str) -> LimitReached:
+        """Return what to raise when a limit stops a generation; where that is the engine's window, it is named."""
+        bound, own = self.context(context), self.trajectory.limits.get(LimitName.CONTEXT_TOKENS)
+        window = bound.client.engine.max_context
+        if limit != LimitName.CONTEXT_TOKENS or (own is not None and own <= window):
+            return LimitReached(limit)
+        setting = "not set" if own is None else f"{own:,}"
+        detail = f"the window of engine '{bound.spec.engine}' is {window:,} tokens, and context_tokens is {setting}"
+        return LimitReached(limit, detail)
+
     def room_in_context(self, bound: BoundContext, length: int) -> float:
         """Return how many tokens ``context_tokens`` and the engine's window leave a stream of that length."""
         room = remaining(self.program.graph, self.trajectory, LimitName.CONTEXT_TOKENS, length)

@@ -7,6 +7,7 @@ and what may stand there.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -17,6 +18,8 @@ from fsm_rollout.trajectory.events import PlainData
 
 ConfigData = PlainData
 """A configuration as plain data, not checked yet."""
+MOST = 100
+"""Problems of one file that are told: each is compared with what may stand in its place."""
 ConfigPath = tuple[str | int, ...]
 """Keys and list positions from the top of a configuration, say ``("transitions", 3, "dest")``."""
 
@@ -46,8 +49,10 @@ def explanations(error: ValidationError, root: object, below: ConfigPath = ()) -
     first: dict[ConfigPath, ErrorDetails] = {}
     for item in error.errors(include_url=False):
         first.setdefault(tuple(part for part in item["loc"] if not str(part).startswith("<")), item)
-    for path, item in first.items():
+    for path, item in islice(first.items(), MOST):
         yield _explained((*below, *path), item, _model_at(root, path[:-1]))
+    if len(first) > MOST:
+        yield below, f"and {len(first) - MOST:,} more problems"
 
 
 def _explained(path: ConfigPath, item: ErrorDetails, model: type[BaseModel] | None) -> tuple[ConfigPath, str]:

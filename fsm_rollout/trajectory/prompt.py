@@ -8,6 +8,7 @@ found all in one go, each with its line.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections import Counter
@@ -19,12 +20,17 @@ from typing import Annotated, NamedTuple, NoReturn
 import msgspec
 from pydantic import ConfigDict, Field, ValidationError, field_validator
 
-from fsm_rollout.errors import ConfigError, Problem, did_you_mean
+from fsm_rollout.errors import FILE_LIKENESS, ConfigError, Problem, close_match, did_you_mean
 from fsm_rollout.trajectory.config_errors import explanations
 from fsm_rollout.trajectory.events import Message, PlainData, unwritable
 from fsm_rollout.trajectory.settings import Limits, Sampling, StrictModel
 
+logger = logging.getLogger(__name__)
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
+KWARGS = ("tools_kwargs", "interaction_kwargs")
+"""Further fields that tools and interactions read."""
+PROMPT_FILES = (".jsonl", ".json", ".parquet")
 SHOWN_PROBLEMS = 20
 
 
@@ -101,12 +107,14 @@ def read_prompts(path: str | os.PathLike[str], limit: int | None = None) -> list
             20 problems, each with its line (its row in parquet), and how many more there are.
     """
     path = Path(path)
-    readers = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
+    readers = dict(zip(PROMPT_FILES, (_jsonl, _json, _parquet), strict=True))
     if path.suffix.lower() not in readers:
         what = f"the extension '{path.suffix}'" if path.suffix else "no extension"
         raise ConfigError(Problem(f"has {what}; prompts are read from {', '.join(readers)} files", str(path)))
     if not path.is_file():
-        raise ConfigError(Problem("is a directory" if path.is_dir() else "no such file", str(path)))
+        names = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+        problem = "is a directory" if path.is_dir() else f"no such file{close_match(path.name, names, FILE_LIKENESS)}"
+        raise ConfigError(Problem(problem, str(path)))
     try:
         prompts = _checked(islice(readers[path.suffix.lower()](path), limit))
     except OSError as error:
@@ -116,12 +124,18 @@ def read_prompts(path: str | os.PathLike[str], limit: int | None = None) -> list
     return prompts
 
 
-def as_prompts(items: Iterable[Prompt | Mapping[str, object] | str], *, named: bool = True) -> list[Prompt]:
+def as_prompts(
+    items: Iterable[Prompt | Mapping[str, object] | str] | str | Path, *, named: bool = True
+) -> list[Prompt]:
     """Return prompts for what Python code gives: prompts, mappings with their fields, texts (one user message).
+
+    One text (or path) that ends as a file of prompts does is read as one.
 
     All that is wrong with them is one ConfigError, as for :func:`read_prompts`.
     """
-    if isinstance(items, str | Mapping | Prompt):
+    if isinstance(items, str | Path) and Path(items).suffix.lower() in PROMPT_FILES:
+        return read_prompts(items)
+    if isinstance(items, str | Path | Mapping | Prompt):
         raise ConfigError(f"prompts must come as a list, got one {'text' if isinstance(items, str) else 'prompt'}")
     return _checked((_Item(item, None, None, f"prompts[{index}]") for index, item in enumerate(items)), named=named)
 
@@ -136,6 +150,7 @@ def _checked(items: Iterable[_Item | Problem], *, named: bool = True) -> list[Pr
     prompts: list[Prompt] = []
     problems: list[Problem] = []
     used: dict[str, _Item] = {}
+    fields: dict[str, None] = {}
     for index, item in enumerate(items):
         if isinstance(item, Problem):
             problems.append(item)
@@ -151,13 +166,23 @@ def _checked(items: Iterable[_Item | Problem], *, named: bool = True) -> list[Pr
             where = f"line {first_place.line}" if first_place.line else first_place.name
             problems.append(item.problem(f"prompt_id '{prompt_id}' was used before ({where})"))
         used[prompt_id] = item
+        if not isinstance(item.data, Prompt):
+            fields |= dict.fromkeys(prompt.model_extra or {})
         prompts.append(prompt.model_copy(update={"prompt_id": prompt_id}) if named else prompt)
+    _warn_of_near_misses(fields)
     if len(problems) > SHOWN_PROBLEMS:
         more = len(problems) - SHOWN_PROBLEMS
         problems = [*problems[:SHOWN_PROBLEMS], Problem(f"and {more} more", problems[0].file)]
     if problems:
         raise ConfigError(problems)
     return prompts
+
+
+def _warn_of_near_misses(fields: Iterable[str]) -> None:
+    """Warn of further fields that are spelled nearly as one that means something."""
+    for key in fields:
+        if hint := close_match(key, Prompt.model_fields, likeness=0.85):
+            logger.warning("the prompts' field '%s' is read by nobody but your own code%s", key, hint)
 
 
 def _prompt(item: _Item) -> Prompt:
@@ -177,6 +202,11 @@ def _prompt(item: _Item) -> Prompt:
     except (TypeError, ValueError, RecursionError) as error:
         what = "something that is not plain data (text, numbers, lists, mappings)"
         raise ConfigError(item.problem(f"holds {what}: {error}")) from None
+    for key, value in prompt.extra.items():
+        if key in KWARGS and not isinstance(value, Mapping | None):
+            raise ConfigError(item.problem(f"{key} must be a mapping, got {value!r}"))
+        if key not in KWARGS and "kwargs" in key and (hint := close_match(key, KWARGS)):
+            raise ConfigError(item.problem(f"'{key}' is read by nobody{hint}"))
     if (unwritten := unwritable([prompt.messages, prompt.extra])) is not None:
         raise ConfigError(item.problem(unwritten))
     return prompt

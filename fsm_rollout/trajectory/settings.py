@@ -10,7 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Generic, NoReturn, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic._internal._model_construction import ModelMetaclass  # there is no other name for a model's metaclass
+
+from fsm_rollout.errors import ConfigError, Problem
+from fsm_rollout.trajectory.config_errors import explanations
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -52,8 +56,29 @@ FreeForm = Annotated[Mapping[str, Any], AfterValidator(FrozenMap)]
 """Plain data that the YAML passes on as it is."""
 
 
-class StrictModel(BaseModel):
-    """Base of all configuration: frozen, and unknown keys are errors."""
+class _Explaining(ModelMetaclass):
+    """Has a model that is built in Python complain as one that is read from a YAML does.
+
+    It is a metaclass, because an ``__init__`` of the model would be called by pydantic too, for models within models.
+    """
+
+    def __call__(cls, *args: object, **values: object) -> Any:  # noqa: N805  # what it is called on is a class
+        if args:
+            keys = list(cls.model_fields)  # type: ignore[attr-defined]  # every class of it is a model
+            raise ConfigError(f"{cls.__name__} takes its keys by name: {cls.__name__}({keys[0]}=…), got {args[0]!r}")
+        try:
+            return super().__call__(**values)
+        except ValidationError as error:
+            found = explanations(error, cls)
+            raise ConfigError([Problem(f"{cls.__name__}: {message}") for _, message in found]) from None
+
+
+class StrictModel(BaseModel, metaclass=_Explaining):
+    """Base of all configuration: frozen, and unknown keys are errors.
+
+    Raises:
+        ConfigError: it is built in Python of what it does not take; all problems at once.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, populate_by_name=True)
 

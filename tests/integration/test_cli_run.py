@@ -53,6 +53,7 @@ def test_the_place_is_sound(place: Path) -> None:
         ("run.yaml", "agent.yaml", "agnet.yaml", "agnet.yaml"),
         ("run.yaml", "prompts.jsonl", "nothing.jsonl", "nothing.jsonl"),
         ("run.yaml", "engine:", "engin:", "did you mean 'engine'"),
+        ("run.yaml", "engine:", "limits: {}\nengine:", "'limits' is the agent's, not the run's; set it in"),
         ("run.yaml", "kind: scripted", "kind: skripted", "scripted"),
         ("run.yaml", "{kind: scripted, turns: ", "{kind: transformers, model: no/such/model, x: ", "x"),
         ("run.yaml", 'kind: scripted, turns: ["The answer is 3."]', "kind: transformers, model: no/such", "no/such"),
@@ -86,6 +87,8 @@ def test_one_mistake_one_clear_message(place: Path, file: str, old: str, new: st
         ("agent.limits.tool_cals=3", "did you mean 'tool_calls'"),
         ("agent.limits.tool_calls=many", "tool_calls"),
         ("nonsense", "nonsense"),
+        ("limits.tool_calls=3", "is the agent's; write agent.limits.tool_calls=3"),
+        ("states.GENERATING.timeout=3", "is the agent's; write agent.states.GENERATING.timeout=3"),
     ],
 )
 def test_wrong_overrides(place: Path, override: str, says: str) -> None:
@@ -107,6 +110,82 @@ def test_a_prompt_longer_than_the_window_ends_alone(place: Path) -> None:
     assert done.exit_code == 0, done.output
     summary = json.loads((place / "out/summary.json").read_text("utf-8"))
     assert summary["stop_reasons"] == {"answered": 1, "prompt_too_long": 1}
+
+
+@pytest.mark.parametrize(("setting", "says"), [("null", "not set"), ("4096", "4,096")])
+def test_a_window_that_ends_a_trajectory_is_named(place: Path, setting: str, says: str) -> None:
+    talks = 'engine: {kind: scripted, turns: ["' + "word " * 200 + '"], max_context: 200}'
+    (place / "run.yaml").write_text(
+        (place / "run.yaml").read_text("utf-8").replace(RUN.splitlines()[3], talks), "utf-8"
+    )
+    options = [f"agent.limits.context_tokens={setting}", "agent.states.GENERATING.sampling.max_tokens=null"]
+    done = CliRunner().invoke(app, ["run", str(place / "run.yaml"), *options])
+    assert done.exit_code == 0, done.output
+    line = f"the window of engine 'policy' is 200 tokens, and context_tokens is {says}"
+    assert f"limit:context_tokens (1 of 1): {line}" in done.output
+    summary = json.loads((place / "out/summary.json").read_text("utf-8"))
+    assert summary["details"] == {"limit:context_tokens": line}
+
+
+def test_a_limit_of_the_agent_needs_no_explanation(place: Path) -> None:
+    talks = 'engine: {kind: scripted, turns: ["' + "word " * 200 + '"], max_context: 200}'
+    (place / "run.yaml").write_text(
+        (place / "run.yaml").read_text("utf-8").replace(RUN.splitlines()[3], talks), "utf-8"
+    )
+    options = ["agent.limits.context_tokens=200", "agent.states.GENERATING.sampling.max_tokens=null"]
+    done = CliRunner().invoke(app, ["run", str(place / "run.yaml"), *options])
+    assert "limit:context_tokens 1" in done.output
+    assert "window" not in done.output
+
+
+ESCAPES = "[/x]\x1b[31m"
+
+
+def test_names_from_files_are_printed_as_text(place: Path) -> None:
+    (place / "prompts.jsonl").write_text(json.dumps(PROMPT | {"prompt_id": ESCAPES}) + "\n", "utf-8")
+    failing = ["reward=json:dumps"]
+    for options in ([], ["--replace", *failing]):
+        done = CliRunner().invoke(app, ["run", str(place / "run.yaml"), *options])
+        assert done.exit_code == (1 if options else 0), done.output
+        assert "[/x]␛[31m/0" in done.output
+        assert "\x1b" not in done.output
+    (place / "prompts.jsonl").write_text(json.dumps(PROMPT | {"prompt_id": ESCAPES, "tools_kwargs": {"x": 1}}) + "\n")
+    done = CliRunner().invoke(app, ["run", str(place / "run.yaml"), "--replace"])
+    assert (done.exit_code, "\x1b" in done.output, "␛[31m" in done.output) == (2, False, True)
+
+
+@pytest.mark.parametrize(
+    ("field", "says"),
+    [
+        ({"tool_kwargs": {}}, ":1: 'tool_kwargs' is read by nobody; did you mean 'tools_kwargs'?"),
+        (
+            {"interactions_kwargs": {}},
+            ":1: 'interactions_kwargs' is read by nobody; did you mean 'interaction_kwargs'?",
+        ),
+        ({"tools_kwargs": 7}, ":1: tools_kwargs must be a mapping, got 7"),
+        ({"interaction_kwargs": [1]}, ":1: interaction_kwargs must be a mapping, got [1]"),
+    ],
+)
+def test_misspelt_and_wrong_kwargs_of_prompts(place: Path, field: dict[str, object], says: str) -> None:
+    (place / "prompts.jsonl").write_text(json.dumps(PROMPT | field) + "\n", "utf-8")
+    assert f"prompts.jsonl{says}" in refused(place)
+
+
+def test_what_a_prompt_replaces_or_nearly_says_is_told_once(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (place / "agent.yaml").write_text(AGENT.replace("main: {}", 'main: {system: "Be brief."}'), "utf-8")
+    own = {"messages": [{"role": "system", "content": "Shout."}, *PROMPT["messages"]], "limit": 3}
+    (place / "prompts.jsonl").write_text(
+        "".join(json.dumps(each) + "\n" for each in (PROMPT, PROMPT | own) * 2), "utf-8"
+    )
+    assert CliRunner().invoke(app, ["run", str(place / "run.yaml")]).exit_code == 0
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line for line in lines if "system message" in line] == [
+        "2 prompts (the first is '1') have a system message of their own; it replaces that of agent 'tool_user' "
+        "(in main)"
+    ]
+    assert [line for line in lines if "'limit'" in line] == [
+        "the prompts' field 'limit' is read by nobody but your own code; did you mean 'limits'?"
+    ]
 
 
 def test_out_must_be_a_folder(place: Path) -> None:

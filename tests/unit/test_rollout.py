@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import fsm_rollout as fr
+from fsm_rollout.agent.loader import dump
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.errors import EngineError
+from fsm_rollout.model.folders import model_folder
 from fsm_rollout.report.recording import open_run
 from fsm_rollout.trajectory.journal import Journal, metadata
 from tests.embedded import tokenizer
@@ -230,3 +233,82 @@ def test_the_trainers_copy_is_its_own() -> None:
     assert own_tokenizer.get_vocab() == tokenizer().get_vocab()
     with pytest.raises(EngineError, match="did you mean 'early'"):
         fr.load_model("embedded:erly")
+
+
+AGENT_FILE = CONFIGS / "agents/single_turn.yaml"
+
+
+@pytest.mark.parametrize("form", [str(AGENT_FILE), AGENT_FILE, "mapping", {"solver": AGENT_FILE}])
+def test_an_agent_may_be_given_in_any_clear_form(form: Any) -> None:
+    given = yaml.safe_load(dump(agent())) if form == "mapping" else form
+    with fr.Rollout(given, SCRIPTED) as rollout:
+        assert list(rollout.agents.values()) == [agent()]
+        assert list(rollout.agents) == (["solver"] if isinstance(form, dict) else [agent().agent])
+
+
+def test_an_engine_may_be_given_as_a_model(tmp_path: Path) -> None:
+    folder = model_folder("embedded:early")
+    (tmp_path / "mine").symlink_to(folder)
+    for given, base in (("embedded", None), ("embedded:early", None), (folder, None), ("mine", tmp_path)):
+        with fr.Rollout(agent(), given, base=base) as rollout:
+            assert type(rollout.engines["policy"]).__name__ == "TransformersEngine"
+            assert rollout.description["engines"]["policy"]["kind"] == "transformers"
+
+
+@pytest.mark.parametrize(
+    ("engine", "says"),
+    [
+        ("embeded", "engine 'policy': model 'embeded': there is no folder"),
+        ("sglang", '\'sglang\' is a kind of engine; give it with its keys: {"kind": "sglang", …}'),
+        (ScriptedEngine, 'fsm_rollout.engines.scripted.engine:ScriptedEngine", …}'),
+        (["scripted"], "got a list, which is no engine (it lacks tokenizer, "),
+        (None, "got a NoneType, which is no engine"),
+        ({"kind": "scripted", "trns": []}, "engine 'policy': unknown key 'trns'; did you mean 'turns'?"),
+    ],
+)
+def test_what_is_no_engine_says_what_to_give(engine: Any, says: str) -> None:
+    with pytest.raises(fr.ConfigError) as caught:
+        fr.Rollout(agent(), engine)
+    assert str(caught.value).startswith("engine 'policy': ")
+    assert says in str(caught.value)
+    with pytest.raises(fr.ConfigError, match="engine 'judge': "):
+        fr.Rollout(agent(), SCRIPTED, engines={"judge": engine})
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"agent": "nowhere.yaml"}, "nowhere.yaml: no such file"),
+        ({"agent": 3}, "agent: got a int; give what load_agent returns"),
+        ({"agent": {}}, "agent: got an empty mapping"),
+        ({"agent": {"agent": "a", "states": {"A": {}}}}, "'transitions' is missing"),
+        (
+            {"sampling": {"temprature": 1.0}},
+            "sampling: Sampling: unknown key 'temprature'; did you mean 'temperature'?",
+        ),
+        ({"sampling": 0.5}, 'sampling: got 0.5; give a mapping: {"temperature": 0.7}'),
+        (
+            {"validation_sampling": {"top_p": 2}},
+            "validation_sampling: Sampling: top_p should be less than or equal to 1",
+        ),
+        ({"journal": "runs/x"}, "journal: got 'runs/x'; open one: Journal('runs/x')"),
+        ({"reward": 3}, "reward 3 is no function"),
+    ],
+)
+def test_a_wrong_argument_is_one_clear_line(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(fr.ConfigError) as caught:
+        fr.Rollout(**{"agent": agent(), "engine": SCRIPTED} | options)
+    assert says in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_prompts_may_be_given_as_their_file(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"messages": [{"role": "user", "content": "?"}], "prompt_id": "mine"}\n', "utf-8")
+    with fr.Rollout(agent(), SCRIPTED) as rollout:
+        assert rollout.run(file).tensordict["group_id"] == ["mine"]
+        assert rollout.run(str(file), target_groups=1).tensordict["group_id"] == ["mine"]
+        with pytest.raises(fr.ConfigError, match=r"no such file; did you mean 'prompts.jsonl'\?"):
+            rollout.run(tmp_path / "promts.jsonl")
+        with pytest.raises(fr.ConfigError, match="prompts must come as a list, got one text"):
+            rollout.run("What is 1 + 1?")

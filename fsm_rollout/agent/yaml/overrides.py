@@ -17,6 +17,10 @@ from fsm_rollout.agent.yaml.source import SourceMap, read_yaml
 from fsm_rollout.errors import Problem, did_you_mean
 from fsm_rollout.trajectory.config_errors import ConfigData, ConfigPath
 
+MAX_NESTED = 10
+"""Interpolations within one another in one text."""
+MOST_SHOWN = 200
+"""Characters of what OmegaConf says, which may repeat the text."""
 _NAMED = ("states", "contexts", "tools")
 """Mappings whose keys are names made in the file: an override changes what is there and adds nothing."""
 
@@ -80,6 +84,8 @@ def interpolate(data: ConfigData, source: SourceMap) -> list[Problem]:
     # 1. A text that cannot even be read would spoil all others.
     for path, holder in holders.items():
         try:
+            if _depth(holder[path[-1]]) > MAX_NESTED:
+                raise ValueError(f"more than {MAX_NESTED} of them stand within one another")
             OmegaConf.create({"text": holder[path[-1]]})
         except Exception as error:  # a resolver is code of the user's, here and below
             failures[path], holder[path[-1]] = _reason(error), ""
@@ -114,10 +120,19 @@ def _interpolations(holder: Any, path: ConfigPath) -> Iterator[tuple[ConfigPath,
             yield from _interpolations(value, (*path, key))
 
 
+def _depth(text: str) -> int:
+    """Return how many interpolations stand within one another, or more where some are never closed."""
+    depth = deepest = 0
+    for mark in re.findall(r"\$\{|\}", text):
+        depth = depth + 1 if mark == "${" else max(0, depth - 1)
+        deepest = max(deepest, depth)
+    return deepest
+
+
 def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "it refers to itself"
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return str(error).splitlines()[0][:MOST_SHOWN] if str(error) else type(error).__name__
 
 
 def escape_interpolation(text: str) -> str:

@@ -24,6 +24,9 @@ MAX_BYTES = 1 << 20
 MAX_VALUES = 100_000
 """Values in one file after its aliases are followed (an "alias bomb" has billions)."""
 
+MAX_DEPTH = 50
+"""Values within values."""
+
 TEXT_FILE = re.compile(r"\S+\.(md|txt|jinja|j2)")
 """A text that is one such word names a file."""
 
@@ -162,6 +165,8 @@ class _Reader:
         self._count += 1
         if self._count > MAX_VALUES:
             raise _TooManyError
+        if len(path) > MAX_DEPTH:
+            raise RecursionError
         line = node.start_mark.line + 1
         self.source.lines.setdefault(path, line)
         if isinstance(node, yaml.ScalarNode):

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from fsm_rollout.agent.graph import AgentGraph
+from fsm_rollout.agent.graph import AgentGraph, Predicate, State, TransitionRow
 from fsm_rollout.agent.json_schema import agent_schema
 from fsm_rollout.agent.loader import load_agent, loads, read_agent
 from fsm_rollout.agent.new_agent import new_agent
@@ -25,6 +25,8 @@ from fsm_rollout.agent.yaml.source import SourceMap, read_yaml
 from fsm_rollout.cli import app
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.testing.strategies.graphs import graphs, texts, values
+from fsm_rollout.trajectory import config_errors
+from fsm_rollout.trajectory.settings import Limits, Sampling
 from tests.kit import ROOT
 
 CONFIGS = sorted((ROOT / "configs" / "agents").glob("*.yaml"))
@@ -589,3 +591,108 @@ def test_reading_says_where_everything_stands(tmp_path: Path) -> None:
     assert reading.graph == loads(AGENT)
     assert reading.problems == ()
     assert reading.source.locate(("states", "GENERATING", "timeout")) == (str(tmp_path / "a.yaml"), 7)
+
+
+# -- built in Python
+
+
+def test_an_agent_built_in_python_takes_what_a_yaml_takes() -> None:
+    built = AgentGraph(
+        agent="solver",
+        limits={"assistant_turns": 2},
+        tools={"calculate": {"use": "fsm_rollout.tools.calculator:calculate", "timeout": 5}},
+        states={"PENDING": None, "GENERATING": {"timeout": 1}, "PROCESSING_TOOLS": {"timeout": 1}},
+        transitions=[
+            {"trigger": "prompted", "source": "PENDING", "dest": "GENERATING"},
+            {
+                "trigger": "generated",
+                "source": "GENERATING",
+                "dest": "PROCESSING_TOOLS",
+                "conditions": "has_tool_calls",
+                "unless": [{"text_contains": "DONE"}, "all_calls_bad"],
+            },
+            TransitionRow(
+                trigger="generated", source="GENERATING", dest="TERMINATED", conditions={"text_contains": "STOP"}
+            ),
+            {"trigger": "generated", "source": "GENERATING", "dest": "TERMINATED"},
+            {"trigger": "tools_done", "source": ["PROCESSING_TOOLS"], "dest": "GENERATING"},
+        ],
+    )
+    first, second = built.transitions[1], built.transitions[2]
+    assert first.conditions == (Predicate(name="has_tool_calls"),)
+    assert first.unless == (Predicate(name="text_contains", argument="DONE"), Predicate(name="all_calls_bad"))
+    assert second.conditions == (Predicate(name="text_contains", argument="STOP"),)
+    assert loads(json.dumps(yaml.safe_load(dump(built)))) == built
+
+
+def test_a_custom_state_built_in_python_takes_its_own_keys() -> None:
+    state = State(handler="mine:Grade", timeout=3, depth=4, options={"wide": True})
+    assert state == State(handler="mine:Grade", timeout=3, options={"depth": 4, "wide": True})
+    with pytest.raises(ConfigError, match=r"^State: unknown key 'tiemout'; did you mean 'timeout'\?$"):
+        State(handler="generate", tiemout=3)
+
+
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (
+            lambda: AgentGraph(agnet="a", states={}, transitions=[]),
+            "AgentGraph: unknown key 'agnet'; did you mean 'agent'?",
+        ),
+        (
+            lambda: AgentGraph(agent="a", states={"A": {"tiemout": 1}}, transitions=[]),
+            "state 'A': unknown key 'tiemout'",
+        ),
+        (
+            lambda: AgentGraph(agent="a", states={}, transitions=[{"triger": "x"}]),
+            "row 1: unknown key 'triger'; did you",
+        ),
+        (lambda: Sampling(temprature=1), "Sampling: unknown key 'temprature'; did you mean 'temperature'?"),
+        (lambda: Limits(tool_calls=-1), "Limits: tool_calls should be greater than or equal to 0, got -1"),
+        (lambda: Sampling(0.5), "Sampling takes its keys by name: Sampling(temperature=…), got 0.5"),
+    ],
+)
+def test_typos_in_python_are_told_as_those_in_a_yaml(build: Any, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build()
+    assert says in str(caught.value)
+
+
+# -- what is too much
+
+
+@pytest.mark.parametrize("count", [11, 100, 187, 500])
+@pytest.mark.parametrize("part", ["${", "${oc.env:"])
+def test_deep_interpolations_are_refused_in_one_short_line(part: str, count: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        loads(f'initial: "{part * count}agent{"}" * count}"\n' + AGENT)
+    (line,) = [text for text in str(caught.value).splitlines() if "interpolation failed" in text]
+    assert "more than 10 of them stand within one another" in line
+    assert len(line) < 200
+
+
+@pytest.mark.parametrize("count", [60, 300, 5_000])
+def test_deep_values_are_refused(count: int) -> None:
+    text = "[" * count + '"${agent}"' + "]" * count
+    with pytest.raises(ConfigError, match="is nested too deeply to be read"):
+        loads(f"initial: {text}\n" + AGENT)
+
+
+def test_many_unknown_keys_are_told_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(config_errors, "did_you_mean", lambda word, known: asked.append(word) or "")
+    with pytest.raises(ConfigError) as caught:
+        loads(AGENT + "".join(f"k{number}: 1\n" for number in range(5_000)))
+    assert len(caught.value.problems) == config_errors.MOST + 1
+    assert "and 4,900 more problems" in str(caught.value)
+    assert len(asked) == config_errors.MOST
+
+
+def test_the_hint_for_a_missing_file_is_a_close_name_or_nothing(tmp_path: Path) -> None:
+    (tmp_path / "e.txt").write_text("x")
+    (tmp_path / "review.jinja").write_text("x")
+    text = AGENT.replace("PENDING:\n", "PENDING: {prompt: FILE}\n")
+    for file, says in (("critic.jinja", "no such file"), ("reviw.jinja", "no such file; did you mean 'review.jinja'?")):
+        with pytest.raises(ConfigError) as caught:
+            loads(text.replace("FILE", file), base=tmp_path)
+        assert str(caught.value).endswith(says)

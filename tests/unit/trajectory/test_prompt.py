@@ -37,7 +37,7 @@ records = st.fixed_dictionaries(
     },
     optional={
         "answer": unicode_values,
-        "tools_kwargs": unicode_values,
+        "tools_kwargs": st.dictionaries(st.text(max_size=3), unicode_values, max_size=2),
         "agent": st.text(),
         "limits": st.just({"tool_calls": 2}),
         "sampling": st.just({"temperature": 0.5}),

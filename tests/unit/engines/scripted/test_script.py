@@ -6,10 +6,10 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from fsm_rollout.engines.protocol import Request, SamplingParams
 from fsm_rollout.engines.scripted.script import Plan, ScriptError, Turn, plan, scripted_logprob, turn_for
+from fsm_rollout.errors import ConfigError
 from fsm_rollout.trajectory.tokens import as_ids
 
 EOS = 9
@@ -145,5 +145,5 @@ def test_a_script_that_runs_out_says_what_to_add(script: object, message: str):
     ],
 )
 def test_turns_that_mean_nothing_are_refused(turn: dict[str, object]):
-    with pytest.raises(ValidationError):
+    with pytest.raises(ConfigError):
         Turn(**turn)
