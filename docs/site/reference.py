@@ -451,7 +451,7 @@ def _models(titles: Mapping[str, str], definitions: Mapping[str, Any]) -> str:
     text = "\n\n".join(_model(title, definitions[name]) for name, title in known.items())
     for name, title in known.items():
         anchor = re.sub(r"[^\w\s-]", "", title).strip().lower().replace(" ", "-")
-        text = text.replace(f"as `{name}`", f"as [{title}](#{anchor})")
+        text = re.sub(rf"(?:, each entry as|: as|as) `{name}`", f" [{title}](#{anchor})", text)
     return text.replace("as `Engine`", "as an [engine kind](engines.md) takes it")
 
 
@@ -468,6 +468,8 @@ def _keys(properties: Mapping[str, Any], schema: Mapping[str, Any], said: Mappin
             default = "**required**"
         elif default is None:
             default = "–"
+        elif isinstance(default, Mapping):  # shown where its own keys are
+            default = ""
         elif default != "":
             default = f"`{_yaml(default)}`"
         rows.append([f"`{name}`", shape(field, schema), str(default), _sentence(meaning)])
