@@ -181,7 +181,7 @@ def row_of(
         stop_reason=trajectory.stop_reason,
         failure=trajectory.failure,
         num_turns=turns_of(stream),
-        sampling=[[turn, *sampling] for turn, sampling in stream.sampled_with.items()],
+        sampling=[[turn, temperature, top_p, top_k] for turn, _, temperature, top_p, top_k in stream.sampled_with],
         metrics={
             "generate_seconds": trajectory.generate_seconds,
             "tool_seconds": trajectory.tool_seconds,
@@ -201,10 +201,14 @@ def row_of(
 
 
 def _temperatures(stream: Stream) -> npt.NDArray[np.float32]:
-    spans = stream.tokens.spans[1:]
-    sampled = {turn: sampling.temperature or 1.0 for turn, sampling in stream.sampled_with.items()}
-    values = [sampled[span.turn] if span.owner is Owner.MODEL else 1.0 for span in spans]
-    return np.repeat(np.array(values, dtype=np.float32), np.array([len(span) for span in spans], dtype=np.intp))
+    temperatures = np.ones(len(stream.tokens), dtype=np.float32)
+    ends = [*(sampled.start for sampled in stream.sampled_with[1:]), len(stream.tokens)]
+    for sampled, end in zip(stream.sampled_with, ends, strict=False):
+        temperatures[sampled.start : end] = sampled.temperature or 1.0
+    for span in stream.tokens.spans:
+        if span.owner is not Owner.MODEL:
+            temperatures[span.start : span.end] = 1.0
+    return temperatures[stream.tokens.prompt_length :]
 
 
 def _token_scores(

@@ -18,15 +18,19 @@ YOUNG = 20_000
 _calm = 0
 """How many blocks are open."""
 _before = (0, 0, 0)
+_frozen_here = False
+"""Whether it was a block here that froze what lives; thawing what others have frozen would undo their work."""
 
 
 @contextmanager
 def calm_collection() -> Iterator[None]:
     """Leave what lives already out of collections, and collect what is new less often. Blocks may overlap."""
-    global _calm, _before
+    global _calm, _before, _frozen_here
     if _calm == 0:
         _before = gc.get_threshold()
-        gc.freeze()
+        _frozen_here = gc.get_freeze_count() == 0
+        if _frozen_here:
+            gc.freeze()
         gc.set_threshold(max(YOUNG, _before[0]) if _before[0] else 0, *_before[1:])  # 0: the user has switched it off
     _calm += 1
     try:
@@ -35,4 +39,5 @@ def calm_collection() -> Iterator[None]:
         _calm -= 1
         if _calm == 0:
             gc.set_threshold(*_before)
-            gc.unfreeze()
+            if _frozen_here:
+                gc.unfreeze()

@@ -314,7 +314,8 @@ class Scheduler:
         self._run, self.stopping = run, None
         run.watch = Watch(self.failures)
         for client in self.clients.values():
-            client.before_dispatch = self._persist
+            # What happened is kept, whatever becomes of this process, before generations are asked for.
+            client.before_dispatch = self.journal.persist if self.journal is not None else None
         self._run_number += 1
         run.feeder = asyncio.get_running_loop().create_task(self._feed(run))
         run.feeder.add_done_callback(lambda _: run.changed.set())
@@ -824,11 +825,6 @@ class Scheduler:
                 listener(trajectory, event)
             except Exception:  # the user's code
                 logger.exception("an event listener failed on %s of %s", type(event).__name__, trajectory.trajectory_id)
-
-    def _persist(self) -> None:
-        """Have the journal keep, whatever becomes of this process, what happened before generations are asked for."""
-        if self.journal is not None:
-            self.journal.persist()
 
     # -- weights, stopping --------------------------------------------------------------------------------------
 

@@ -67,8 +67,10 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class SampledWith(NamedTuple):
-    """The sampling that the logprobs of one generation belong to; ``top_k`` 0 keeps every token."""
+    """The sampling that the logprobs of a turn's tokens belong to, from ``start`` on; ``top_k`` 0 keeps every token."""
 
+    turn: int
+    start: int
     temperature: float
     top_p: float
     top_k: int
@@ -97,7 +99,7 @@ class Stream(msgspec.Struct):
     """Where the tokens of the latest assistant turn begin."""
     guarded_at: list[int]
     """Positions of the tokens that spell a control marker which was kept from becoming one."""
-    sampled_with: dict[int, SampledWith]
+    sampled_with: list[SampledWith]
     """The sampling of each generation, by its index."""
     pending_state: str | None = None
     """The state that wrote the first pending message."""
@@ -450,7 +452,7 @@ class Trajectory(msgspec.Struct):
             tokens=TokenStream(event.ids, state=event.state, turn=self.turn, trained=event.trained),
             turn_at=len(event.ids),
             guarded_at=list(event.guarded_at),
-            sampled_with={},
+            sampled_with=[],
         )
         self.streams.append(stream)
         self.open_streams[event.context] = stream
@@ -486,7 +488,9 @@ class Trajectory(msgspec.Struct):
             stream.turn_at = len(stream.tokens)
             stream.messages.append(event.message)
         turn = stream.turn if event.resumed and stream.turn is not None else self.turn
-        stream.sampled_with[turn] = SampledWith(event.temperature, event.top_p, event.top_k)
+        sampled_with = SampledWith(turn, len(stream.tokens), event.temperature, event.top_p, event.top_k)
+        if not stream.sampled_with or stream.sampled_with[-1]._replace(start=sampled_with.start) != sampled_with:
+            stream.sampled_with.append(sampled_with)
         start = 0
         for count, version in event.versions:
             piece = slice(start, start + count)

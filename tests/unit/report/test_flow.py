@@ -22,6 +22,7 @@ TWO_WAYS = """
 agent: tool_user
 limits: {assistant_turns: 8, user_turns: 4, tool_calls: 8}
 interaction: {use: "fsm_rollout.interactions:ScriptedUser"}
+tools: {calculate: {use: "fsm_rollout.tools.calculator:calculate"}}
 states: {PENDING: {}, GENERATING: {timeout: 60}, PROCESSING_TOOLS: {timeout: 5}, INTERACTING: {timeout: 5}}
 transitions:
   - {trigger: prompted, source: PENDING, dest: GENERATING}
