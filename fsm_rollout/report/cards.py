@@ -62,7 +62,9 @@ class Card:
     interacted: float | None = None
     step: Transitioned | None = None
     pause: str | None = None
-    """Why it was set aside, or when it resumed."""
+    """Why it was suspended, or when it was resumed."""
+    abandoned: bool = False
+    """Whether it is a prompt from which nothing was sampled: more was said first, and the next stream has it all."""
     queries: list[ModelQueried] = field(default_factory=list)
     """What the environment asked other models after it."""
 
@@ -84,7 +86,11 @@ class Card:
 
 def cards(recording: Recording) -> list[Card]:
     """Return the cards of a trajectory; without its events those that its token streams alone tell."""
-    return _Dealer(recording).cards if recording.events else _from_spans(recording)
+    dealt = _Dealer(recording).cards if recording.events else _from_spans(recording)
+    streams = recording.trajectory.streams
+    for card in dealt:
+        card.abandoned = card.kind == "prompt" and not streams[card.stream].open and not streams[card.stream].sampled
+    return dealt
 
 
 class _Dealer:
@@ -137,10 +143,10 @@ class _Dealer:
             case ModelQueried() if self.latest is not None:
                 self.latest.queries.append(event)
             case Suspended():
-                self.cards.append(Card("pause", self.state, pause=f"set aside: {event.reason}"))
+                self.cards.append(Card("pause", self.state, pause=f"suspended: {event.reason}"))
             case Resumed():
                 away = f" after {duration(event.away)}" if event.away > 0 else ""
-                pause = f"went on{away}, on weights {event.weight_version}"
+                pause = f"resumed{away}, with weights {event.weight_version}"
                 self.cards.append(Card("pause", self.state, pause=pause))
             case Prompted():
                 self.state = event.initial

@@ -16,7 +16,7 @@ import numpy as np
 
 from fsm_rollout.batch.rows import turns_of
 from fsm_rollout.report.recording import Recording, kind_of_end
-from fsm_rollout.report.texts import number
+from fsm_rollout.report.texts import number, percent
 from fsm_rollout.report.times import BUSY, Clock, Kind, Stretch, wall_seconds
 
 BINS = 120
@@ -49,8 +49,9 @@ class Line:
         self.trained = trajectory.trained_tokens
         self.calls = trajectory.calls_seen
         self.failures = trajectory.calls_failed
+        self.bad_calls = trajectory.bad_calls
         self.resumed = trajectory.resumptions
-        """How often it was set aside, or cut off, and resumed."""
+        """How often it was suspended, or cut off, and resumed."""
         self.versions = recording.versions
         self.start = trajectory.started_at
         self.end = recording.events[-1].at if trajectory.ended_at is None else trajectory.ended_at
@@ -62,13 +63,13 @@ class Line:
         """Seconds in which any such thing was under way."""
         away = Clock((stretch.start, stretch.end) for stretch in times.of("away"))
         self.lives = tuple(away.runs(self.start, self.end))
-        """When it was under way: from its start to its end without the times for which it was set aside."""
+        """When it was under way: from its start to its end without the times for which it was suspended."""
         self.wall = sum(end - start for start, end in self.lives)
         """Seconds for which it was under way."""
 
     @property
     def away(self) -> float:
-        """Seconds for which it was set aside."""
+        """Seconds for which it was suspended."""
         return self.seconds["away"]
 
     @property
@@ -84,8 +85,8 @@ class Line:
         if not self.wall:
             return "nothing took any time"
         if other > self.seconds[kind]:
-            return f"{other / self.wall:.0%} outside of engine, tools and interactions"
-        share = f"{self.seconds[kind] / self.wall:.0%} {_DOING[kind]}"
+            return f"{percent(other / self.wall)} outside of engine, tools and interactions"
+        share = f"{percent(self.seconds[kind] / self.wall)} {_DOING[kind]}"
         if kind == "generate":
             return f"{share}: {_counted(self.generations, 'generation')}, {self.trained:,} trained tokens"
         if kind == "tool" and self.longest is not None and self.longest.kind == "tool":

@@ -20,6 +20,7 @@ from fsm_rollout.diagrams.draw import DrawingError, render
 from fsm_rollout.diagrams.picture import ANY, FEW, conditions_of
 from fsm_rollout.report.pages import render_template
 from fsm_rollout.report.recording import Recording
+from fsm_rollout.report.texts import percent
 
 SCORE_STEPS = 5
 """Colours on the scale of scores, 0 the lowest."""
@@ -153,7 +154,7 @@ def traffic_picture(flow: Flow) -> Markup | None:
         colour = ""
         if edge.score is not None and high > low:
             colour = f" score{round((edge.score - low) / (high - low) * (SCORE_STEPS - 1))}"
-        return f"{flow.share(edge):.0%}" if edge.count else "", 0.8 + (WIDEST - 0.8) * flow.share(edge), colour
+        return percent(flow.share(edge)) if edge.count else "", 0.8 + (WIDEST - 0.8) * flow.share(edge), colour
 
     return _picture(flow, look)
 

@@ -29,7 +29,7 @@ from fsm_rollout.diagrams.draw import template_environment
 from fsm_rollout.diagrams.palette import css_variables
 from fsm_rollout.diagrams.picture import shown
 from fsm_rollout.report.recording import kind_of_end
-from fsm_rollout.report.texts import as_json, duration, folded, number, replica_name, visible
+from fsm_rollout.report.texts import as_json, duration, folded, number, percent, replica_name, visible
 
 TEMPLATES = Path(__file__).parent / "page"
 PAGES = "trajectories"
@@ -131,6 +131,7 @@ def _environment() -> Environment:
             "kind_of_end": kind_of_end,
             "duration": lambda seconds: duration(seconds).replace(" ", "\u00a0"),  # never broken over two lines
             "number": number,
+            "percent": lambda share: percent(share).replace(" ", "\u00a0"),
             "as_json": as_json,
             "state_class": state_class,
             "shown": shown,

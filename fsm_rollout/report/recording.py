@@ -123,10 +123,17 @@ class RunFolder:
     notes: list[str] = field(default_factory=list)
     """What could not be read, in words for the reader of a page."""
     _texts: dict[str, TokenTexts | None] = field(default_factory=dict)
+    _ids: list[str] | None = None
 
     def recordings(self) -> Iterator[Recording]:
         """Yield every trajectory with its events, in the order in which they began, one at a time."""
         return map(Recording.of, histories(self.journal, report=self.note))
+
+    def trajectory_ids(self) -> list[str]:
+        """Return the ids of all trajectories, in the order in which they began."""
+        if self._ids is None or self.summary is None:  # a run that goes on gets more
+            self._ids = list(trajectory_ids(self.journal, self.note))
+        return self._ids
 
     def recording(self, trajectory_id: str) -> Recording:
         """Return one trajectory with its events.
@@ -134,7 +141,7 @@ class RunFolder:
         Raises:
             ConfigError: there is none of that id; names the closest.
         """
-        journal_ids = trajectory_ids(self.journal, self.note)
+        journal_ids = self.trajectory_ids()
         if trajectory_id not in journal_ids:
             hint = did_you_mean(trajectory_id, journal_ids) or (
                 f"; the first is '{journal_ids[0]}'" if journal_ids else "; it has none"

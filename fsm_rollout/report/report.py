@@ -23,6 +23,8 @@ from fsm_rollout.report.trajectory import page_of_run
 TAIL = 8
 GROUPS_SHOWN = 30
 SCORES_SHOWN = 64
+MOST_SOLVED = 16
+"""Scores of a group up to which every number of solved ones has a bar, also one that no group has."""
 FLATS_SHOWN = 6
 """Different scores of groups without spread that are named."""
 WORTH_A_PAGE = 3
@@ -208,7 +210,10 @@ class _Spread:
 
 
 def _groups(lines: Sequence[Line]) -> dict[str, object] | None:
-    """Return the groups of several scored trajectories, the widest spread first; without spread nothing is learned."""
+    """Return the groups of several scored trajectories, the widest spread first; without spread nothing is learned.
+
+    Where every score is 0 or 1, groups of one size differ only in how many of them are solved: those are counted.
+    """
     by_group: defaultdict[str, list[float]] = defaultdict(list)
     for line in lines:
         if line.score is not None:
@@ -221,11 +226,20 @@ def _groups(lines: Sequence[Line]) -> dict[str, object] | None:
             spreads.append(_Spread(group, sorted(scores), mean, deviation))
     if not spreads:
         return None
+    solved: defaultdict[int, Counter[int]] = defaultdict(Counter)
+    if all(score in (0.0, 1.0) for spread in spreads for score in spread.scores):
+        for spread in spreads:
+            solved[len(spread.scores)][round(sum(spread.scores))] += 1
     spreads.sort(key=lambda spread: (-spread.deviation, spread.mean))
     wide = [spread for spread in spreads if spread.deviation > 0]
     flats = Counter(spread.mean for spread in spreads if not spread.deviation > 0).most_common()
     return {
-        "shown": wide[:GROUPS_SHOWN],
+        "shown": [] if solved else wide[:GROUPS_SHOWN],
+        "solved": [
+            (size, [(count, counts[count]) for count in (range(size + 1) if size <= MOST_SOLVED else sorted(counts))])
+            for size, counts in sorted(solved.items())
+        ],
+        "most_alike": max((max(counts.values()) for counts in solved.values()), default=0),
         "dots": SCORES_SHOWN,
         "count": len(spreads),
         "spread": len(wide),

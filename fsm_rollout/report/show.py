@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -19,10 +19,11 @@ from fsm_rollout.diagrams.palette import colour_of
 from fsm_rollout.errors import ConfigError, JournalError
 from fsm_rollout.report.cards import Card, cards
 from fsm_rollout.report.figures import Figures, Line
+from fsm_rollout.report.folding import folded_repeats
 from fsm_rollout.report.pages import Links, write_page
 from fsm_rollout.report.recording import Recording, RunFolder, kind_of_end, open_run
 from fsm_rollout.report.report import write_report
-from fsm_rollout.report.texts import TokenTexts, duration, number, shortened, visible
+from fsm_rollout.report.texts import GOES_ON, TokenTexts, duration, number, shortened, visible
 from fsm_rollout.report.times import KINDS
 from fsm_rollout.report.trace import trace
 from fsm_rollout.report.trajectory import ending_of, page_of_run
@@ -146,22 +147,37 @@ def trajectory_view(run: RunFolder, trajectory_id: str) -> RenderableType:
         f", score {number(trajectory.score)}, {trajectory.turn} generations, "
         f"{trajectory.trained_tokens:,} of {trajectory.response_tokens:,} tokens trained",
     )
-    path = Text(" → ").join(_chip(visit.state, order) for visit in times.visits)
+    path = Text(" → ").join(
+        _repeated(Text(" → ").join(_chip(state, order) for state in block.items), block.times)
+        for block in folded_repeats([visit.state for visit in times.visits])
+    )
     parts: list[RenderableType] = [*_notes(run.notes), head, Text(shortened(visible(ending_of(recording)))), path]
     if times.stretches:
         totals = times.totals()
         spent = [f"{kind} {duration(totals[kind])}" for kind in KINDS if times.of(kind)]
         parts.append(Text(", ".join(spent), style="dim"))
+    spread = [
+        token_texts.spread(stream.tokens) if (token_texts := texts[stream.engine]) is not None else {}
+        for stream in trajectory.streams
+    ]
     for card in cards(recording):
         if card.pause is not None:
             parts.append(Text(f"\n{shortened(visible(card.pause))}", style="dim italic"))
         elif card.step is None:
-            parts += _card(card, recording, order, texts)
+            parts += _card(card, recording, order, texts, spread)
     return Group(*parts)
 
 
+def _repeated(states: Text, times: int) -> Text:
+    return states if times == 1 else Text.assemble("(", states, f") ×{times:,}")
+
+
 def _card(
-    card: Card, recording: Recording, order: Sequence[str], texts: dict[str, TokenTexts | None]
+    card: Card,
+    recording: Recording,
+    order: Sequence[str],
+    texts: Mapping[str, TokenTexts | None],
+    spread: Sequence[Mapping[int, str]],
 ) -> list[RenderableType]:
     # 1. Its title: who, how much, what cut it, what it scored.
     pending = card.kind == "pending"
@@ -173,11 +189,13 @@ def _card(
         title.append(f"  {visible(card.cut)}", "red")
     for value, _ in card.scores:
         title.append(f"  score {number(value)}", "green")
+    if card.abandoned:
+        title.append("  abandoned: more was said before the first turn", "yellow")
     if card.guarded:
         title.append(f"  {card.guarded} markers kept as text", "yellow")
     # 2. Its tokens, or the messages that have none.
     messages = [Text(_cut(visible(str(message.get("content") or "")))) for message in card.messages]
-    shown: list[RenderableType] = [title, *(messages if pending else [_ribbon(card, recording, texts)])]
+    shown: list[RenderableType] = [title, *(messages if pending else [_ribbon(card, recording, texts, spread)])]
     # 3. Its calls, and what became of them.
     for call in card.calls:
         line = Text(f"  {visible(call.name)}({_cut(visible(str(call.arguments)))}) → ", style="dim")
@@ -191,12 +209,14 @@ def _card(
     return shown
 
 
-def _ribbon(card: Card, recording: Recording, texts: dict[str, TokenTexts | None]) -> Text:
+def _ribbon(
+    card: Card, recording: Recording, texts: Mapping[str, TokenTexts | None], spread: Sequence[Mapping[int, str]]
+) -> Text:
     stream = recording.trajectory.streams[card.stream]
     tokens, token_texts = stream.tokens, texts[stream.engine]
     ids = tokens.ids[card.start : card.end]
     logprobs = tokens.response_logprobs()[max(0, card.start - tokens.prompt_length) :]
-    vocabulary, spread = (token_texts.vocabulary(ids), token_texts.spread(tokens)) if token_texts else ({}, {})
+    vocabulary = token_texts.vocabulary(ids) if token_texts else {}
     ribbon, half = Text(), TOKENS_SHOWN // 2
     for place, id_ in enumerate(ids):
         if half <= place < len(ids) - half:
@@ -209,7 +229,9 @@ def _ribbon(card: Card, recording: Recording, texts: dict[str, TokenTexts | None
             style += " red" if surprise > 3 else " yellow" if surprise > 1 else ""
         elif token_texts is not None and id_ in token_texts.markers:
             style = "dim"
-        text = spread.get(card.start + place, vocabulary.get(id_, ""))
+        text = spread[card.stream].get(card.start + place, vocabulary.get(id_, ""))
+        if text == GOES_ON:  # its character stands there already
+            continue
         ribbon.append(visible(text) if token_texts else f"{id_} ", style.strip())
     ribbon.rstrip()
     return ribbon

@@ -81,6 +81,17 @@ def number(value: float | None, digits: int = 3) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
+def percent(share: float) -> str:
+    """Return a share in percent; what is not nothing, and not all, is never said to be: ``<0.1 %``, ``>99.9 %``."""
+    if share <= 0 or share >= 1:
+        return "0 %" if share <= 0 else f"{share:.0%}".replace("%", " %")
+    if share < 0.001:
+        return "<0.1 %"
+    if share > 0.999:
+        return ">99.9 %"
+    return f"{100 * share:.1f} %" if share < 0.0095 or share > 0.995 else f"{100 * share:.0f} %"
+
+
 def replica_name(name: str) -> str:
     """Return how a replica is called in a sentence: pools name theirs ``replica-0``, engines of others as they like."""
     return name if "replica" in name.lower() else f"replica {name}"

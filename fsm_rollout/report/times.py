@@ -28,7 +28,7 @@ from fsm_rollout.trajectory.wall_time import covered
 
 Kind = Literal["queue", "generate", "tool", "interact", "away"]
 KINDS: tuple[Kind, ...] = ("queue", "generate", "tool", "interact", "away")
-"""``away``: from the last event before the trajectory was set aside until it resumed."""
+"""``away``: from the last event before the trajectory was suspended until it was resumed."""
 BUSY = KINDS[:-1]
 """What a trajectory's time goes into while it is under way."""
 
@@ -107,7 +107,7 @@ def times_of(events: Sequence[AnyEvent]) -> Times:
                 visits.append(Visit(state, since, event.at, event.trigger))
                 state, since, final = event.dest, event.at, event.stop_reason is not None
             case Resumed() if event.away > 0:
-                add("away", state, event.at - event.away, event.at, "set aside")
+                add("away", state, event.at - event.away, event.at, "suspended")
             case ContextOpened():
                 turn_of.pop(event.context, None)
             case Generated():

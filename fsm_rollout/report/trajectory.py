@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -19,6 +20,7 @@ from fsm_rollout.agent.limits import spent
 from fsm_rollout.diagrams.picture import shown
 from fsm_rollout.report.cards import cards
 from fsm_rollout.report.flow import Flow, path_picture
+from fsm_rollout.report.folding import Block, folded_repeats
 from fsm_rollout.report.pages import Links, render_page
 from fsm_rollout.report.recording import Recording, RunFolder
 from fsm_rollout.report.texts import TokenTexts, visible
@@ -29,9 +31,13 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 Item = TypeVar("Item", Stretch, Visit)
 Texts = Callable[[str], TokenTexts | None]
 """Gives the token texts of an engine, by its name."""
-STEPS_SHOWN = 200
-"""Steps of the path that are listed; the picture has them all."""
+BLOCKS_SHOWN = 60
+"""Steps of the path that are listed, repeated ones folded; the picture has them all."""
+TURN_LENGTH = 90
+"""Characters of a turn that the index of turns says."""
 TICKS = 5
+_SAMPLE = re.compile(r".*/\d+(~\d+)?", re.DOTALL)
+"""The id of a prompt's own trajectory; a sub-agent's ends in its tool's name and a number."""
 GIST = 240
 """Characters of what was asked and answered that stand at the top."""
 NO_EVENTS = (
@@ -51,7 +57,43 @@ def page_of_run(run: RunFolder, trajectory_id: str, links: Links) -> str:
     for stream in recording.trajectory.streams:
         run.texts(stream.engine)  # asked now, so that what is missing is among the notes
     graph = run.agents.get(recording.trajectory.agent)
-    return trajectory_page(recording, graph=graph, texts=run.texts, notes=run.notes, run=run.folder.name, links=links)
+    return trajectory_page(
+        recording, graph=graph, texts=run.texts, notes=run.notes, run=run.folder.name, links=links,
+        neighbours=neighbours_of(recording.trajectory, run.trajectory_ids(), links),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """The trajectories beside one, by id: those before and after it in the run, and all of its group."""
+
+    before: str | None
+    after: str | None
+    group: list[str]
+
+
+def neighbours_of(trajectory: Trajectory, ids: Sequence[str], links: Links) -> Neighbours | None:
+    """Return the neighbours of a trajectory among the run's ``ids``; in both directions the next that has a page.
+
+    ``None`` for a sub-agent's, which has its caller.
+    """
+    own = [id_ for id_ in ids if _SAMPLE.fullmatch(id_)]
+    if trajectory.parent_id is not None or trajectory.trajectory_id not in own:
+        return None
+    place = own.index(trajectory.trajectory_id)
+    earlier, later = own[:place][::-1], own[place + 1 :]
+    before, after = (
+        next((id_ for id_ in side if links.to(id_) is not None), side[0] if side else None) for side in (earlier, later)
+    )
+    group = re.compile(re.escape(trajectory.group_id) + r"/\d+(~\d+)?")
+    return Neighbours(before, after, [id_ for id_ in ids if group.fullmatch(id_)]) if len(own) > 1 else None
+
+
+def path_of(recording: Recording) -> list[Block[tuple[str, str | None, str | None]]]:
+    """Return the states in order, each with the trigger (and the limit) that left it, repeated ones folded."""
+    steps = recording.steps
+    left = [(step.source, step.trigger, step.limit) for step in steps]
+    return folded_repeats([*left, *((step.dest, None, None) for step in steps[-1:])])
 
 
 def trajectory_page(
@@ -62,6 +104,7 @@ def trajectory_page(
     notes: Sequence[str] = (),
     run: str = "",
     links: Links | None = None,
+    neighbours: Neighbours | None = None,
 ) -> str:
     """Return one self-contained HTML page about a trajectory.
 
@@ -88,10 +131,14 @@ def trajectory_page(
         versions=recording.versions,
         picture=path_picture(flow) if recording.events or graph else None,
         flow=flow,
-        steps=recording.steps[:STEPS_SHOWN],
-        more_steps=len(recording.steps) - STEPS_SHOWN,
+        path=(path := path_of(recording))[:BLOCKS_SHOWN],
+        more_steps=sum(len(block.items) * block.times for block in path[BLOCKS_SHOWN:]),
+        steps=recording.steps,
         lanes=time_lanes(recording, names),
-        cards=cards(recording),
+        cards=(dealt := cards(recording)),
+        turns=[(place, card) for place, card in enumerate(dealt) if card.kind == "model"],
+        turn_length=TURN_LENGTH,
+        neighbours=neighbours,
         limits=[(name, spent(trajectory, name, until), most) for name, most in trajectory.limits.items() if most],
     )
 
@@ -136,7 +183,7 @@ def ending_of(recording: Recording) -> str:
     trajectory, row = recording.trajectory, recording.trajectory.exit
     if trajectory.stop_reason is None:
         if trajectory.suspended is not None:
-            return f"It was set aside in {trajectory.state} ({trajectory.suspended}) and may be resumed."
+            return f"It was suspended in {trajectory.state} ({trajectory.suspended}) and can be resumed."
         return f"It has not ended: it is in {trajectory.state}."
     if row is None:
         return f"It ended in {trajectory.state} without a row: {trajectory.detail or trajectory.stop_reason}."
@@ -148,7 +195,7 @@ def ending_of(recording: Recording) -> str:
 
 
 def _gist(trajectory: Trajectory) -> list[tuple[str, str]]:
-    """Return what a reader wants first: what was asked and the answer to that, and the last that was asked and said.
+    """Return what a reader wants first: what was asked and what is expected, and the last that was asked and said.
 
     Said by what is trained, where there is such: a critic's verdict is not what a trajectory came to.
     """
@@ -157,10 +204,10 @@ def _gist(trajectory: Trajectory) -> list[tuple[str, str]]:
     latest = max(spoken, key=lambda stream: stream.turn or 0).messages if spoken else []
     first_request, last_request = _last_of("user", trajectory.prompt_messages), _last_of("user", latest)
     gist = [
-        ("asked", first_request),
-        ("answer", _text(trajectory.extra.get("answer"))),
-        ("asked last", last_request if last_request != first_request else ""),
-        ("said last", _last_of("assistant", latest)),
+        ("question", first_request),
+        ("expected", _text(trajectory.extra.get("answer"))),
+        ("last question", last_request if last_request != first_request else ""),
+        ("last answer", _last_of("assistant", latest)),
     ]
     return [(name, shown(" ".join(text.split()), GIST)) for name, text in gist if text.strip()]
 
@@ -185,7 +232,7 @@ class Lane:
     stretches: list[tuple[Stretch, int]]
     """Those that overlap are in different rows."""
     marks: list[tuple[Stretch, float]]
-    """For how long it was set aside, and where that stands in the lane."""
+    """For how long it was suspended, and where that stands in the lane."""
 
     @property
     def rows(self) -> int:
@@ -200,7 +247,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """A trajectory's time from 0 to ``seconds``, without that for which it was set aside: there stands a mark."""
+    """A trajectory's time from 0 to ``seconds``, without that for which it was suspended: there stands a mark."""
 
     seconds: float
     lanes: list[Lane]
@@ -211,7 +258,7 @@ class Lanes:
 
     @property
     def idle(self) -> float:
-        """Seconds in which nothing of these was under way."""
+        """Seconds in which none of these was under way."""
         return max(0.0, self.seconds - wall_seconds(stretch for lane in self.lanes for stretch, _ in lane.stretches))
 
     @property

@@ -118,6 +118,11 @@ class Stream(msgspec.Struct):
         return self.messages[self.glued :]
 
     @property
+    def sampled(self) -> bool:
+        """Whether anything was sampled in it; a prompt that grew before its first turn is abandoned for the next."""
+        return self.turn is not None
+
+    @property
     def turn_ids(self) -> Ids:
         """What was sampled for the latest assistant turn (several generations when it was cut and went on)."""
         return self.tokens.tail(self.turn_at)

@@ -85,7 +85,7 @@
     if (names.length) element.className = names.join(" ");
     element.dataset.s = number;
     element.dataset.k = at;
-    element.textContent = textOf(stream, at);
+    element.textContent = stream.spread[at] === "⋯" ? "" : textOf(stream, at);
     return element;
   };
   const fill = (into, number, start, end) => {

@@ -138,10 +138,10 @@ def test_at_80_columns_nothing_is_cut(tmp_path: Path) -> None:
     assert "…" not in table
     for n, reason in enumerate(REASONS[:2]):
         assert re.search(rf"^a-prompt-\S+ +{reason} ", table, re.MULTILINE), reason
-        assert f"a-prompt-with-a-name-{n}/0: 45% generating: 2 generations, " in table
+        assert f"a-prompt-with-a-name-{n}/0: 45 % generating: 2 generations, " in table
     assert max(map(len, narrow.split("\n")[:-1])) <= 80
     assert "what it went into:" not in wide
-    assert wide.count("45% generating") == len(REASONS)
+    assert wide.count("45 % generating") == len(REASONS)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,8 @@ def hrefs(page: Path) -> list[Path]:
 def test_a_call_and_its_sub_agent_lead_to_each_other_and_to_the_report(run: Path, tmp_path: Path) -> None:
     write_report(run, pages=True)
     parent, child, report = page_path(run, "0/0"), page_path(run, CHILD), run / "report.html"
-    assert hrefs(parent) == [report, child]
+    assert hrefs(parent)[0] == report
+    assert child in hrefs(parent)
     assert hrefs(child) == [report, parent]
     assert len(list((run / "trajectories").iterdir())) < 20, "only those worth a look have a page"
     shutil.move(run, tmp_path / "moved")

@@ -40,7 +40,7 @@ def test_time_away_is_neither_tools_nor_generation() -> None:
     (line,) = figures.lines
     assert (line.resumed, line.away, line.wall, figures.seconds) == (1, 7.0, 10.0, 10.0)
     assert line.seconds["tool"] == 2.0
-    assert line.why().startswith("45% generating")
+    assert line.why().startswith("45 % generating")
 
 
 def test_a_run_that_went_on_after_a_night_is_looked_at_without_the_night(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_run_that_went_on_after_a_night_is_looked_at_without_the_night(tmp_pat
     write_report(write_run(tmp_path, {"0/0": interrupted(away=night)}))
     report = (tmp_path / "report.html").read_text("utf-8")
     assert "without 833 min 20 s in which nothing was under way" in report.replace("\u00a0", " ")
-    assert "besides, set aside for 833 min 20 s" in report.replace("\u00a0", " ")
+    assert "It was also suspended for 833 min 20 s, which does not count." in report.replace("\u00a0", " ")
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted), max_size=5), st.integers(0, 40),
@@ -92,8 +92,8 @@ def test_pages_say_how_long_it_was_away_and_which_weights_it_crossed(tmp_path: P
     run = write_run(tmp_path / "run", {"0/0": interrupted(), "1/0": history("1/0", group_id="1", versions=(1, 1))})
     show(run, "0/0", tmp_path / "t.html")
     page = (tmp_path / "t.html").read_text("utf-8")
-    assert "set aside: partial" in page
-    assert "went on after 7.00 s, on weights 4" in page
+    assert "suspended: partial" in page
+    assert "resumed after 7.00 s, with weights 4" in page
     assert "1 × <small>away 7.00" in page
     assert "0 → 1 <small>2 versions" in page
     write_report(run)

@@ -1,0 +1,207 @@
+"""What makes long runs and long trajectories readable: folding, counting, finding one's way."""
+
+from __future__ import annotations
+
+import html
+import re
+from array import array
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from rich.console import Console
+
+from fsm_rollout.report.folding import Block, folded_repeats
+from fsm_rollout.report.pages import page_path
+from fsm_rollout.report.recording import Recording
+from fsm_rollout.report.report import write_report
+from fsm_rollout.report.show import show
+from fsm_rollout.report.texts import GOES_ON, percent
+from fsm_rollout.report.trajectory import trajectory_page
+from fsm_rollout.trajectory.events import AnyEvent, ContextOpened, Generated, Transitioned
+from tests.embedded import tokenizer
+from tests.unit.report.recorded_runs import history, write_run
+
+
+def moved(source: str, trigger: str, dest: str, stop_reason: str | None = None) -> Transitioned:
+    return Transitioned(at=101.0, trigger=trigger, source=source, dest=dest, spent={}, stop_reason=stop_reason)
+
+
+def rounds(count: int) -> list[AnyEvent]:
+    """A trajectory that goes round between two states."""
+    begun = history()[0]
+    there = moved("GENERATING", "generated", "PROCESSING_TOOLS")
+    back = moved("PROCESSING_TOOLS", "tools_done", "GENERATING")
+    around = [step for _ in range(count) for step in (there, back)]
+    return [begun, moved("PENDING", "prompted", "GENERATING"), *around,
+            moved("GENERATING", "generated", "TERMINATED", "answered")]  # fmt: skip
+
+
+def text_of(page: str, part: str) -> str:
+    """The words of the page's first element that begins so."""
+    inside = page.partition(part)[2].partition("</p>")[0]
+    return " ".join(html.unescape(re.sub("<[^>]*>", "", inside.partition(">")[2])).split())
+
+
+def on_screen(folder: Path, trajectory_id: str) -> str:
+    console = Console(width=200, record=True, file=StringIO())
+    console.print(show(folder, trajectory_id))
+    return console.export_text()
+
+
+# Folding.
+
+
+@given(st.lists(st.sampled_from("ab"), max_size=30) | st.lists(st.sampled_from("abc"), max_size=5).map(lambda x: x * 7))
+def test_unfolding_gives_the_sequence_again(items: list[str]) -> None:
+    assert [item for block in folded_repeats(items) for _ in range(block.times) for item in block.items] == items
+
+
+@pytest.mark.parametrize(
+    ("items", "blocks"),
+    [
+        ("", []),
+        ("pgtgtgtx", [("p", 1), ("gt", 3), ("x", 1)]),
+        ("aaaa", [("a", 4)]),
+        ("aab", [("a", 1), ("a", 1), ("b", 1)]),
+        ("abcabcabc", [("abc", 3)]),
+    ],
+)
+def test_what_repeats_is_said_once(items: str, blocks: list[tuple[str, int]]) -> None:
+    assert folded_repeats(items) == [Block(tuple(part), times) for part, times in blocks]
+
+
+def test_forty_rounds_are_one_line(tmp_path: Path) -> None:
+    page = trajectory_page(Recording.of(rounds(40)))
+    steps = text_of(page, '<p class="steps"')
+    assert steps == (
+        "PENDING prompted → (GENERATING generated → PROCESSING_TOOLS tools_done → ) ×40 GENERATING generated → "
+        "TERMINATED"
+    )
+    write_run(tmp_path, {"0/0": rounds(40)})
+    assert "PENDING → (GENERATING → PROCESSING_TOOLS) ×40 → GENERATING → TERMINATED" in on_screen(tmp_path, "0/0")
+
+
+# Shares.
+
+
+@pytest.mark.parametrize(
+    ("share", "said"),
+    [(0.0, "0 %"), (1e-6, "<0.1 %"), (0.004, "0.4 %"), (0.015, "2 %"), (0.5, "50 %"), (0.9961, "99.6 %"),
+     (0.99999, ">99.9 %"), (1.0, "100 %")],
+)  # fmt: skip
+def test_something_is_never_nothing_and_never_all(share: float, said: str) -> None:
+    assert percent(share) == said
+
+
+# Characters of several tokens.
+
+
+def test_characters_of_several_tokens_are_not_crossed_out(tmp_path: Path) -> None:
+    events = history(text="漢字")
+    ids = tokenizer()("漢字 😀", add_special_tokens=False)["input_ids"]
+    assert len(ids) > 6
+    for at, event in enumerate(events):
+        if isinstance(event, Generated):
+            events[at] = replace(
+                event, ids=array("i", ids), logprobs=array("f", [-0.5] * len(ids)), versions=[(len(ids), 0)]
+            )
+    write_run(tmp_path, {"0/0": events})
+    screen = on_screen(tmp_path, "0/0")
+    assert "漢字 😀" in screen
+    assert GOES_ON not in screen
+
+
+# Groups.
+
+
+def scored(folder: Path, groups: dict[str, tuple[float, ...]]) -> str:
+    write_report(write_run(folder, {
+        f"{group}/{sample}": history(f"{group}/{sample}", group_id=group, score=score)
+        for group, scores in groups.items() for sample, score in enumerate(scores)
+    }))  # fmt: skip
+    return (folder / "report.html").read_text("utf-8").partition('id="groups"')[2].partition("</section>")[0]
+
+
+def test_groups_that_are_solved_or_not_are_counted(tmp_path: Path) -> None:
+    groups = {f"half{n}": (0.0, 1.0) for n in range(40)} | {"none": (0.0, 0.0), "all": (1.0, 1.0), "also": (1.0, 1.0)}
+    section = scored(tmp_path, groups)
+    rows = re.findall(r"<span>(\d+) of (\d+) solved</span>.*?width:([\d.]+)%.*?<span>([^<]*)</span>", section)
+    assert rows == [("0", "2", "2.50", "1 group"), ("1", "2", "100.00", "40 groups"), ("2", "2", "5.00", "2 groups")]
+    assert 'class="group"' not in section, "forty equal rows say no more than one number"
+
+
+def test_groups_of_other_scores_keep_their_rows(tmp_path: Path) -> None:
+    section = scored(tmp_path, {"a": (0.0, 1.0), "b": (0.0, 0.5)})
+    assert section.count('class="group"') == 2
+    assert "solved" not in section
+
+
+def test_histograms_say_their_counts(tmp_path: Path) -> None:
+    write_report(write_run(tmp_path, {f"{n}/0": history(f"{n}/0", group_id=str(n), score=n % 2) for n in range(10)}))
+    page = (tmp_path / "report.html").read_text("utf-8")
+    section = page.partition('id="spreads"')[2].partition("</section>")[0]
+    score = section.partition("score <small>")[2].partition("</div></div>")[0]
+    assert re.findall("<b>(\\d+)</b>", score) == ["5", "5"]
+
+
+# Finding one's way.
+
+
+def links_of(page: Path) -> list[str]:
+    beside = page.read_text("utf-8").partition('<nav class="beside">')[2].partition("</nav>")[0]
+    return re.findall(r'<a href="([^"]*)"', beside)
+
+
+def test_a_page_leads_to_its_group_and_to_those_beside_it(tmp_path: Path) -> None:
+    ids = [f"{group}/{sample}" for group in range(3) for sample in range(2)]
+    run = write_run(tmp_path, {id_: history(id_, group_id=id_[0]) for id_ in ids})
+    for id_ in ids:
+        show(run, id_, page_path(run, id_))
+    page = page_path(run, "1/0")
+    show(run, "1/0", page)
+    assert links_of(page) == [page_path(run, id_).name for id_ in ("0/1", "1/1", "1/1")]
+    page_path(run, "0/1").unlink()
+    page_path(run, "1/1").unlink()
+    show(run, "1/0", page)
+    assert links_of(page) == [page_path(run, id_).name for id_ in ("0/0", "2/0")], "the next that has a page"
+    assert "--trajectory 1/1 -o" in page.read_text("utf-8"), "the command that makes the other"
+
+
+def test_turns_have_an_index() -> None:
+    events = history()
+    turns = [event for event in events if isinstance(event, Generated)]
+    more = [replace(turns[-1], continued=True) for _ in range(3)]
+    at = events.index(turns[-1]) + 1
+    page = trajectory_page(Recording.of([*events[:at], *more, *events[at:]]))
+    index = page.partition('<nav class="turns"')[2].partition("</nav>")[0]
+    places = re.findall(r'<a href="#(card-\d+)"', index)
+    assert len(places) == len(turns) + 3
+    assert all(f'id="{place}"' in page for place in places)
+    assert '<nav class="turns"' not in trajectory_page(Recording.of(events)), "two turns are found without"
+
+
+def test_an_abandoned_prompt_is_told_apart(tmp_path: Path) -> None:
+    """The first prompt grew before anything was sampled, and the next stream opened with all of it."""
+    events = history()
+    at = next(place for place, event in enumerate(events) if isinstance(event, ContextOpened))
+    events.insert(at, events[at])
+    page = trajectory_page(Recording.of(events))
+    assert page.count('class="card prompt abandoned') == 1
+    assert page.count("abandoned before its first turn") == 1
+    write_run(tmp_path, {"0/0": events})
+    assert on_screen(tmp_path, "0/0").count("abandoned: more was said") == 1
+    assert "abandoned" not in re.sub("(?s)<style>.*?</style>", "", trajectory_page(Recording.of(history())))
+
+
+def test_calls_say_whose_fault_their_failures_were(tmp_path: Path) -> None:
+    def called(**facts: Any) -> str:
+        events = [replace(e, **facts) if type(e).__name__ == "Called" else e for e in history(failure="KeyError")]
+        return trajectory_page(Recording.of(events))
+
+    assert "1 failed, 1 through the model’s fault" in called(bad=True)
+    assert "1 failed</small>" in called(bad=False)
