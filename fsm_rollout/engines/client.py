@@ -179,6 +179,10 @@ class EngineClient:
             finally:
                 await self.resume("update")
 
+    def waits_of(self, trajectory_id: str) -> list[PendingRequest]:
+        """Return the requests of a trajectory that have not ended."""
+        return [pending for pending in self._open if pending.request.trajectory_id == trajectory_id]
+
     def sampling_since(self) -> dict[tuple[str, str], int]:
         """Return, by trajectory and context, the oldest weight version among the tokens of generations under way."""
         oldest: dict[tuple[str, str], int] = {}

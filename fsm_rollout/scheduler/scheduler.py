@@ -45,6 +45,7 @@ from fsm_rollout.scheduler.failure_policy import ENDS, Failures, Watch
 from fsm_rollout.scheduler.group import Group, GroupState, score_group
 from fsm_rollout.scheduler.resume import History, resumed_groups
 from fsm_rollout.scheduler.staleness import Staleness
+from fsm_rollout.scheduler.stalls import StallWatch, waits_of
 from fsm_rollout.scheduler.trajectory_runner import Program, run_trajectory
 from fsm_rollout.states.active_trajectory import CARRIED, INTERRUPTED, UNREAD, ActiveTrajectory, Stop, Suspension
 from fsm_rollout.states.effect_log import Replayed
@@ -159,6 +160,7 @@ class Scheduler:
         """Recorded events by trajectory, from which tools, users and judges answer when a run is run again."""
         self.failures = failures
         self.group_filter = group_filter
+        self._stalls = None if failures.stall_seconds is None else StallWatch(failures.stall_seconds, self._waits)
         policy = clients[POLICY]
         self.staleness = Staleness(max_staleness, max_restarts, lambda: policy.engine.weight_version)
         self.programs: dict[int, Program] = {}
@@ -338,6 +340,8 @@ class Scheduler:
             finally:
                 self._run = None
                 run.changed.set()
+                if self._stalls is not None:
+                    self._stalls.stop()
                 calm.close()
             for client in self.clients.values():
                 await client.drain()
@@ -820,11 +824,17 @@ class Scheduler:
             self.journal.append(trajectory.trajectory_id, event, payload)
             if isinstance(event, CallBegun):
                 self.journal.persist()  # or the call, which must not be made twice, could be after a crash
+        if self._stalls is not None:
+            self._stalls.event()
         for listener in self.listeners:
             try:
                 listener(trajectory, event)
             except Exception:  # the user's code
                 logger.exception("an event listener failed on %s of %s", type(event).__name__, trajectory.trajectory_id)
+
+    def _waits(self) -> list[str]:
+        """Return what the run waits for."""
+        return waits_of(list(self._open.values()), self.clients, asyncio.get_running_loop().time())
 
     # -- weights, stopping --------------------------------------------------------------------------------------
 

@@ -509,6 +509,8 @@ class ToolSession:
         """Check the prompt's ``tools_kwargs``."""
         self.hidden = self.toolbox.check(tools_kwargs)
         """The values of hidden parameters, by tool."""
+        self.under_way: dict[str, str] = {}
+        """The tools of the calls under way, by the calls' ids."""
         self.instances: dict[Holder, Any] = {}
         """What this trajectory holds open: the tasks that make, or have made, its instances, and its connections."""
 
@@ -540,7 +542,11 @@ class ToolSession:
         if tool is None:
             return CallResult(tool_messages.unknown_tool(attempt.name, list(tools)), failure="unknown_tool", bad=True)
         # 2. Run, as often as its retry allows.
-        result = replace(await self._run(tool, attempt), seconds=loop.time() - begun)
+        self.under_way[attempt.id] = attempt.name
+        try:
+            result = replace(await self._run(tool, attempt), seconds=loop.time() - begun)
+        finally:
+            self.under_way.pop(attempt.id, None)
         # 3. Cut to size.
         if tool.spec.response_tokens is None:
             text, dropped = bounded_result(result.text, tool.spec.truncate)

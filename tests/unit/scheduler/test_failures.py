@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -371,3 +372,62 @@ def test_a_bad_call_may_end_its_trajectory() -> None:
 def test_what_cannot_be_done_about_a_class_is_refused(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         failures_of(settings)
+
+
+# -- what is waited for --------------------------------------------------------------------------------------------
+
+
+class Silent:
+    """A user that never replies."""
+
+    async def reply(self, conversation: Conversation) -> Reply:
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+
+def never(trajectory: Trajectory) -> Any:
+    return asyncio.Event().wait()
+
+
+SLOWLY = {**SINGLE, "states": {"PENDING": {}, "GENERATING": {"timeout": 3000.0}}}
+BUSY = {**TOOLS, "states": {**TOOLS["states"], "PROCESSING_TOOLS": {"timeout": 3000.0}}}  # type: ignore[dict-item]
+ALONE = {
+    **ASKS,
+    "interaction": {"use": f"{HERE}:Silent"},
+    "states": {"PENDING": {}, "INTERACTING": {"timeout": 3000.0}},
+}
+HANGING = {**OWN, "states": {"PENDING": {}, "OWN": {**OWN["states"]["OWN"], "timeout": 3000.0}}}  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("frame", "turn", "says"),
+    [
+        (
+            SLOWLY,
+            Turn(text="one two", hang=True),
+            r"p/0 in GENERATING for \d+ s: request p/0/main/0/\d+ of engine 'policy'",
+        ),
+        (BUSY, call("hang", "x"), r"p/0 in PROCESSING_TOOLS for \d+ s: call c00000000 of tool 'hang'"),
+        (ALONE, "", r"p/0 in INTERACTING for \d+ s: the user's reply"),
+        (HANGING, "", r"p/0 in OWN for \d+ s: its handler"),
+        (SINGLE, "four", r"the reward or the filter of group p"),
+    ],
+)
+def test_a_run_that_stands_still_says_what_it_waits_for(
+    frame: Frame, turn: Any, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = {**LIMITS, **frame.get("limits", {}), "wall_seconds": 2000.0}
+    prompt = Prompt(prompt_id="p", messages=({"role": "user", "content": "?"},), how="hangs")
+    run(
+        agent({**frame, "limits": limits}, tools=TOLD), [turn, "done"], [prompt],
+        failures=ENDS.model_copy(update={"stall_seconds": 100.0}), reward=Reward(never, timeout=1000.0),
+    )  # fmt: skip
+    told = [record.getMessage() for record in caplog.records if "nothing has happened" in record.getMessage()]
+    assert re.search(says, told[0])
+    assert len(told) == (1 if frame is SINGLE else 2), "once for each silence: the reward hangs too"
+
+
+def test_a_run_that_works_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    slow = Turn(text="one two three", delay=90.0)
+    run(agent(SINGLE), [slow], prompts(5), concurrency=1, failures=ENDS.model_copy(update={"stall_seconds": 100.0}))
+    assert not [record for record in caplog.records if "nothing has happened" in record.getMessage()]
