@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 TRAINERS := .venv-trainers
-.PHONY: demo test test-trainers quick check format bench diagrams docs mutants clean
+.PHONY: nightly demo test test-trainers quick check format bench diagrams docs mutants clean
 
 demo: $(STAMP)
 	$(BIN)/fsm-rollout run configs/runs/demo.yaml --replace
@@ -79,6 +79,10 @@ $(STAMP): pyproject.toml constraints.txt requirements-sglang-cpu.txt
 # Breaks the code in many ways, one at a time, and prints which law caught each: a few minutes.
 mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants
+
+# What takes long: a run is killed at 200 random moments, and must come to the same rows each time.
+nightly: $(STAMP)
+	$(BIN)/python -m tests.integration.kill_points --points 200
 
 clean:
 	rm -rf $(VENV) $(TRAINERS) runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis

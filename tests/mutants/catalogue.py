@@ -19,6 +19,12 @@ SUB_AGENTS = (
     "tests/unit/scheduler/test_resume.py::"
     "test_whoever_is_killed_and_resumed_however_often_rows_ids_and_order_are_those_of_one_run",
 )
+ENTRY = ("tests/unit/agent/test_limits.py",)
+STATES = ("tests/unit/states/test_states.py",)
+CLASSES = (
+    "tests/unit/scheduler/test_failures.py::test_every_failure_has_its_class",
+    "tests/unit/scheduler/test_failures.py::test_a_prompt_that_does_not_fit_is_the_data_s",
+)
 FAILURES = ("tests/unit/scheduler/test_failures.py",)
 TRIALS = ("tests/unit/engines/test_trials.py",)
 DISPATCH = ("tests/unit/engines/test_client.py",)
@@ -367,6 +373,106 @@ MUTANTS = (
         "stop for no class", "scheduler/failure_policy.py", "self._failures.of(failure).do == \"stop\":", "False:",
         "a class may stop the run",
         FAILURES,
+    ),
+    Mutant(
+        "let a second pass before the time is up", "agent/limits.py",
+        "if remaining(graph, trajectory, LimitName.WALL_SECONDS, trajectory.elapsed(now)) <= 0:",
+        "if remaining(graph, trajectory, LimitName.WALL_SECONDS, trajectory.elapsed(now)) <= -1:",
+        "2: time is up when it is up",
+        ENTRY,
+    ),
+    Mutant(
+        "name another limit first", "agent/limits.py",
+        "if max_visits is not None and trajectory.visits[trajectory.state] > max_visits:\n        return LimitName.MAX_VISITS\n",
+        "if spends is not None and trajectory.spent.get(spends, 0) > 9e9:\n        return LimitName.MAX_VISITS\n",
+        "2: no state is visited more often than it may be",
+        ENTRY,
+    ),
+    Mutant(
+        "a prompt raises a limit", "trajectory/settings.py",
+        "min((v for v in (own[name], lower[name]) if v is not None), default=None)",
+        "max((v for v in (own[name], lower[name]) if v is not None), default=None)",
+        "2: a prompt lowers limits and never raises one",
+        ENTRY,
+    ),
+    Mutant(
+        "contexts share their randomness", "states/generation.py", "seed=derive_seed(trajectory.seed, bound.name, index),",
+        "seed=derive_seed(trajectory.seed, index),",
+        "6: no two contexts share their randomness",
+        STATES,
+    ),
+    Mutant(
+        "call again what an earlier visit has called", "states/built_in.py", "if attempt.id not in finished_before]", "]",
+        "6: a call is made once",
+        STATES,
+    ),
+    Mutant(
+        "ignore parallel", "states/built_in.py", "asyncio.Semaphore(self.spec.parallel or 2**31)", "asyncio.Semaphore(2**31)",
+        "no more calls at once than `parallel` says",
+        STATES,
+    ),
+    Mutant(
+        "a prompt raises max_tokens", "states/generation.py", 'update={"max_tokens": min(most, default=None)}',
+        'update={"max_tokens": max(most, default=None)}',
+        "2: a prompt lowers max_tokens and never raises it",
+        STATES,
+    ),
+    Mutant(
+        "a filter that fails drops its group", "environment/rewards.py",
+        "failed; the group is kept\", self.name)\n            return True", "failed; the group is kept\", self.name)\n            return False",
+        "8: no sample is lost to a filter's mistake",
+        ("tests/unit/environment/test_rewards.py",),
+    ),
+    Mutant(
+        "a lost replica is the engine's failure", "states/failures.py", "    ReplicaLost: FailureClass.INFRASTRUCTURE,", "    ReplicaLost: FailureClass.ENGINE,",
+        "each failure has its class",
+        CLASSES,
+    ),
+    Mutant(
+        "a prompt that is too long is the engine's failure", "states/failures.py", "    PromptTooLong: FailureClass.DATA,", "    PromptTooLong: FailureClass.ENGINE,",
+        "each failure has its class",
+        CLASSES,
+    ),
+    Mutant(
+        "the engine's failure is the policy's", "states/failures.py", "    EngineError: FailureClass.ENGINE,", "    EngineError: FailureClass.POLICY,",
+        "each failure has its class",
+        CLASSES,
+    ),
+    Mutant(
+        "a tool's failure is the policy's", "states/failures.py", "    ToolError: FailureClass.TOOL,", "    ToolError: FailureClass.POLICY,",
+        "each failure has its class",
+        CLASSES,
+    ),
+    Mutant(
+        "lost memory is the environment's failure", "states/failures.py", "    MemoryError: FailureClass.INFRASTRUCTURE,\n", "",
+        "each failure has its class",
+        CLASSES,
+    ),
+    Mutant(
+        "an agent's own error is the policy's", "states/failures.py", "return next(found, FailureClass.ENVIRONMENT)", "return next(found, FailureClass.POLICY)",
+        "each failure has its class",
+        CLASSES,
+    ),
+    Mutant(
+        "a reached limit is nobody's failure", "trajectory/trajectory.py", "            case Trigger.LIMIT_REACHED | Trigger.TRUNCATED:",
+        "            case Trigger.TRUNCATED:",
+        "each failure has its class",
+        CLASSES,
+    ),
+    Mutant(
+        "never say what is waited for", "scheduler/stalls.py", "        elif waits := self._waits():", "        elif waits := []:",
+        "a run that stands still says what it waits for",
+        FAILURES,
+    ),
+    Mutant(
+        "a busy run is said to stand still", "scheduler/stalls.py", "        self._heard = True\n", "        pass\n",
+        "a run that works says nothing",
+        FAILURES,
+    ),
+    Mutant(
+        "ask the replica that failed", "engines/router.py", "if replica.name != request.avoids]", "if replica.name]",
+        "what a replica has failed is tried elsewhere where the policy says so",
+        ROUTER,
     ),
     Mutant(
         "take a broken call for an answer", "states/generation.py",

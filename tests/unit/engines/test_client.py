@@ -473,3 +473,15 @@ def test_the_last_weight_version_is_the_last_that_a_batch_can_tell() -> None:
         return dispatcher.engine.weight_version
 
     assert run(scripted(Turn(text="yes")), body) == 2**31 - 1
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_a_second_try_may_keep_away_from_the_replica_that_failed(elsewhere: bool) -> None:
+    engine = scripted(Turn(text="one two", error="Boom: no", fails=1), replica="r7")
+
+    async def body(dispatcher: EngineClient) -> None:
+        await done(dispatcher.submit(request("a")))
+
+    run(engine, body, elsewhere=elsewhere)
+    avoided = [line.what.avoids for line in engine.log if isinstance(line.what, Request)]
+    assert avoided == ["", "r7" if elsewhere else ""]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fsm_rollout.engines.protocol import Load, Request, SamplingParams
-from fsm_rollout.engines.router import FIRST, LeastLoadedRouter, ReplicaView, Router, StickyRouter, allowance
+from fsm_rollout.engines.router import FIRST, LeastLoadedRouter, ReplicaView, Router, StickyRouter, allowance, choose
 from fsm_rollout.trajectory.tokens import as_ids
 
 IDS = as_ids([1])
@@ -197,3 +198,14 @@ def test_least_loaded_looks_at_nothing_else():
 )
 def test_a_replica_is_given_more_while_it_runs_all_and_little_when_it_queues(load: Load, allowed: int):
     assert allowance(load) == allowed
+
+
+@pytest.mark.parametrize("router", [StickyRouter, LeastLoadedRouter])
+def test_what_a_replica_has_failed_goes_to_another_one_that_has_room(router: type[Router]) -> None:
+    views = [ReplicaView("r0", allowed=4), ReplicaView("r1", allowed=4, in_flight=2)]
+    asked = request("t")
+    assert choose(router(), asked, views).name == "r0"
+    assert choose(router(), replace(asked, avoids="r0"), views).name == "r1"
+    views[1].in_flight = 4
+    assert choose(router(), replace(asked, avoids="r0"), views).name == "r0", "better than none"
+    assert choose(router(), replace(asked, avoids="r0"), views[:1]).name == "r0"

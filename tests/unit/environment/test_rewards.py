@@ -407,3 +407,18 @@ def test_of_several_rewards_one_that_fails_leaves_no_score_and_one_that_gives_no
 def test_what_is_no_list_of_rewards_is_refused(reward: Any, says: str):
     with pytest.raises(ConfigError, match=says):
         Reward(reward)
+
+
+def test_a_filter_that_fails_keeps_its_group_and_says_so(caplog: pytest.LogCaptureFixture):
+    def broken(group: Sequence[Trajectory]) -> bool:
+        raise KeyError("score")
+
+    def never(group: Sequence[Trajectory]) -> Any:
+        return asyncio.Event().wait()
+
+    assert asyncio.run(GroupFilter(broken).keeps([])) is True
+    assert asyncio.run(GroupFilter(never, timeout=0.001).keeps([])) is True
+    assert [record.getMessage() for record in caplog.records] == [
+        "group filter 'broken' failed; the group is kept",
+        "group filter 'never' failed; the group is kept",
+    ]

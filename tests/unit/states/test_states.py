@@ -1,0 +1,101 @@
+"""What a visit promises: seeds of its own, calls made once, as many at once as it may make, a prompt's own bounds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from fsm_rollout.agent.graph import Context
+from fsm_rollout.engines.protocol import Request
+from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
+from fsm_rollout.trajectory.settings import FrozenMap, Sampling
+from tests.laws.world import call
+from tests.unit.scheduler.test_scheduler import SINGLE, TOOLS, agent, custom, only, prompts, run
+
+HERE = "tests.unit.states.test_states"
+MADE: Counter[str] = Counter()
+"""The calls that were made, by what they were given."""
+AT_ONCE: list[int] = [0, 0]
+"""How many calls run now, and the most that ever did."""
+
+
+async def work(text: str) -> str:
+    """Take a second, or for ever.
+
+    Args:
+        text: What to say; `hang` never returns.
+    """
+    MADE[text] += 1
+    AT_ONCE[0] += 1
+    AT_ONCE[1] = max(AT_ONCE)
+    try:
+        await (asyncio.Event().wait() if text == "hang" else asyncio.sleep(1.0))
+    finally:
+        AT_ONCE[0] -= 1
+    return text
+
+
+TOLD = {"work": {"use": f"{HERE}:work"}}
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    MADE.clear()
+    AT_ONCE[:] = [0, 0]
+
+
+def asked(engine: ScriptedEngine) -> list[Request]:
+    return [line.what for line in engine.log if isinstance(line.what, Request)]
+
+
+def test_no_two_contexts_share_their_randomness() -> None:
+    graph = custom("Debate").model_copy(update={"contexts": FrozenMap({"left": Context(), "right": Context()})})
+    _, engine = run(graph, lambda request: Turn(text="one two"))
+    left, right = asked(engine)
+    assert (left.context, right.context) == ("left", "right")
+    assert left.sampling.seed != right.sampling.seed
+
+
+def test_no_two_turns_share_their_randomness_and_another_run_has_the_same() -> None:
+    def seeds(**options: Any) -> list[int]:
+        _, engine = run(agent(TOOLS, tools=TOLD), [call("work", "a"), "done"], n=2, **options)
+        return [request.sampling.seed for request in asked(engine)]
+
+    assert len(set(seeds())) == 4
+    assert seeds() == seeds()
+    assert not set(seeds()) & set(seeds(seed=1))
+
+
+def test_calls_that_an_earlier_visit_has_finished_are_not_made_again() -> None:
+    """The first visit runs out of time with one of two calls done, and a row leads back to the state."""
+    states = {**TOOLS["states"], "PROCESSING_TOOLS": {"timeout": 5.0, "max_visits": 2}}  # type: ignore[dict-item]
+    rows = [*TOOLS["transitions"], {"trigger": "timed_out", "source": "PROCESSING_TOOLS", "dest": "PROCESSING_TOOLS"}]
+    graph = agent({"states": states, "transitions": rows}, tools=TOLD)
+    groups, _ = run(graph, [f"{call('work', 'a')}\n{call('work', 'hang')}", "done"])
+    trajectory = only(groups)
+    assert trajectory.visits["PROCESSING_TOOLS"] == 2
+    assert dict(MADE) == {"a": 1, "hang": 1}
+    assert trajectory.stop_reason == "answered"
+
+
+@pytest.mark.parametrize(("parallel", "most", "seconds"), [(1, 1, 4.0), (2, 2, 2.0), (None, 4, 1.0)])
+def test_so_many_calls_of_a_turn_run_at_once(parallel: int | None, most: int, seconds: float) -> None:
+    states = {**TOOLS["states"], "PROCESSING_TOOLS": {"timeout": 50.0, "parallel": parallel}}  # type: ignore[dict-item]
+    turn = "\n".join(call("work", letter) for letter in "abcd")
+    groups, _ = run(agent({**TOOLS, "states": states}, tools=TOLD), [turn, "done"])
+    assert AT_ONCE[1] == most
+    assert only(groups).tool_seconds == seconds
+
+
+@pytest.mark.parametrize(
+    ("own", "of_the_prompt", "asks"), [(3, 50, 3), (50, 3, 3), (None, 3, 3), (3, None, 3), (4, 4, 4)]
+)
+def test_a_prompt_lowers_max_tokens_and_never_raises_it(own: int | None, of_the_prompt: int | None, asks: int) -> None:
+    states = {"PENDING": {}, "GENERATING": {"timeout": 100.0, "sampling": {"max_tokens": own}}}
+    listed = prompts(sampling=Sampling(max_tokens=of_the_prompt, temperature=0.5))
+    _, engine = run(agent(SINGLE, states=states), ["one two three four five six"], listed)
+    (request,) = asked(engine)
+    assert (request.sampling.max_tokens, request.sampling.temperature) == (asks, 0.5)
