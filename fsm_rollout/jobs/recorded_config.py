@@ -92,6 +92,8 @@ def _code(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield f"agent.{name}" if name else "agent", str(path)
     for number, reward in enumerate(config.reward):
         yield ("reward" if len(config.reward) == 1 else f"reward.{number}.use"), reward.use
+    if config.track is not None and ":" in config.track.use:
+        yield "track", config.track.use
     if config.group_filter is not None:
         yield "group_filter", config.group_filter
     specs = {"engine": config.engine} | {f"engines.{name}": spec for name, spec in config.engines.items()}

@@ -20,6 +20,7 @@ from fsm_rollout.agent.handlers import look_in
 from fsm_rollout.agent.yaml.overrides import apply_overrides, interpolate
 from fsm_rollout.agent.yaml.source import SourceMap, in_file_order, read_text, read_yaml
 from fsm_rollout.errors import ConfigError, Problem
+from fsm_rollout.jobs.tracking import Track
 from fsm_rollout.scheduler.failure_policy import Failures
 from fsm_rollout.trajectory.config_errors import ConfigPath, explanations
 from fsm_rollout.trajectory.settings import AtLeastOne, FreeForm, ImportPath, Named, Sampling, Seconds, StrictModel
@@ -45,6 +46,7 @@ def _listed(value: object) -> object:
     return tuple({"use": item} if isinstance(item, str) else item for item in items)
 
 
+TrackLike = Annotated[Track, BeforeValidator(lambda value: {"use": value} if isinstance(value, str) else value)]
 Rewards = Annotated[tuple[WeightedReward, ...], BeforeValidator(_listed)]
 
 
@@ -85,6 +87,11 @@ class RunConfig(StrictModel):
     engine: FreeForm = Field(description="the policy: `kind`, and what that kind of engine takes")
     engines: Named[FreeForm] = Field(default_factory=dict, description="further, untrained engines by name")
     failures: Failures = Field(Failures(), description="what becomes of failures, by their class")
+    track: TrackLike | None = Field(
+        None,
+        description="where the figures go: wandb, mlflow, tensorboard, or `module:Class` of a "
+        "`fsm_rollout.jobs.tracking.Tracker`; with keys of its own: `{use: wandb, project: mine}`",
+    )
     concurrency: AtLeastOne = Field(1024, description="trajectories that run at once")
     queue_timeout: Seconds = Field(600.0, description="seconds that an engine which answers nothing is waited for")
     out: Path = Field(description="the folder that the results go to, relative to where the command is given")

@@ -37,6 +37,8 @@ def run_schema() -> Schema:
         settings = {"$ref": classes[failure].pop("$ref")}
         do = definitions[settings["$ref"].rpartition("/")[2]]["properties"]["do"]
         classes[failure]["anyOf"] = [{"enum": do["enum"], "type": "string"}, settings]
+    track = {"anyOf": [{"type": "string"}, {"$ref": _REF.format(model="Track")}, _NULL]}
+    run["properties"]["track"] = {"description": run["properties"]["track"]["description"], **track}
     for definition in definitions.values():
         allow_interpolations(definition)
         plain_words(definition)

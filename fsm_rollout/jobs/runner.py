@@ -25,6 +25,7 @@ from fsm_rollout.jobs.recorded_config import recorded_config
 from fsm_rollout.jobs.run_config import RunConfig, recorded_run
 from fsm_rollout.jobs.run_folder import JOURNAL, SUMMARY, check_free, claimed, clear
 from fsm_rollout.jobs.summary import Summary, summarize
+from fsm_rollout.jobs.tracking import Tracker, Tracking, build_tracker, check_tracker
 from fsm_rollout.report.report import write_report
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.scheduler.group import Group
@@ -126,6 +127,8 @@ def _carry_out(
 ) -> Summary:
     """Run ``prompts``, or what is left of them after the trajectories ``earlier``."""
     _check_engines(config)
+    if config.track is not None:
+        check_tracker(config.track)
     ended = sum(trajectory.ended for trajectory in earlier or () if trajectory.parent_id is None)
     with progress(len(prompts) * config.n, ended) as listener:
         # Engines are built outside the event loop, in which a Ctrl-C would wait until a model has been loaded.
@@ -151,11 +154,13 @@ def _carry_out(
 async def _run(
     rollout: Rollout, config: RunConfig, prompts: list[Prompt], earlier: Sequence[Trajectory] | None
 ) -> Summary:
+    tracking, policy = Tracking(None, 0), rollout.engines[POLICY]
     try:
         # 1. Nothing is written before the prompts are known to fit their agents.
         rollout.scheduler.check(prompts)
         if earlier is None:
             clear(config.out)
+        tracking = Tracking(_tracker(config), len(prompts))
         # 2. The run itself.
         facts: dict[str, object] = rollout.description | {"run": config.to_json()}
         if config.file is not None:
@@ -171,12 +176,24 @@ async def _run(
                 max_filtered=config.max_filtered,
                 resume=earlier or (),
             )
-            groups = [group async for group in stream]
+            groups: list[Group] = []
+            async for group in stream:
+                groups.append(group)
+                await tracking.add(group, policy.weight_version)
             seconds = time.monotonic() - started
         # 3. Its results.
-        return _write(config.out, rollout, groups, seconds)
+        summary = _write(config.out, rollout, groups, seconds)
+        await tracking.finish(summary, policy.weight_version)
+        return summary
     finally:
+        await tracking.close()
         await rollout.aclose()
+
+
+def _tracker(config: RunConfig) -> Tracker | None:
+    if config.track is None:
+        return None
+    return build_tracker(config.track, config.out.name, config.out, json.loads(config.to_json()))
 
 
 def _check_engines(config: RunConfig) -> None:

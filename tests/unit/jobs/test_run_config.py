@@ -34,6 +34,7 @@ group_filter: "fsm_rollout.rewards:scores_differ"
 target_groups: 3
 over_sample: 2.5
 max_filtered: 8
+track: {use: wandb, project: mine}
 out: runs/demo
 """
 
@@ -81,6 +82,8 @@ def test_every_key(folder: Path) -> None:
     assert (run.concurrency, run.queue_timeout, run.agent_overrides) == (8, 1.5, ())
     assert (run.group_filter, run.target_groups) == ("fsm_rollout.rewards:scores_differ", 3)
     assert (run.over_sample, run.max_filtered) == (2.5, 8)
+    assert run.track is not None
+    assert (run.track.use, run.track.model_extra) == ("wandb", {"project": "mine"})
     assert set(EVERY_KEY.replace(":", " ").split()) >= {f.alias or n for n, f in RunConfig.model_fields.items()}
 
 

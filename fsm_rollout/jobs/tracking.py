@@ -1,0 +1,259 @@
+"""Figures of a run for the experiment trackers that people use: wandb, mlflow, TensorBoard, or one of their own.
+
+Invariant: a tracker that cannot start is found before anything runs, and one that fails later costs its figures and
+nothing else. It is called in a thread, one call at a time, so the run does not wait for it. Each is its own package,
+imported only where a run names it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import ConfigDict, Field
+
+from fsm_rollout.agent.handlers import load_object
+from fsm_rollout.errors import ConfigError, did_you_mean
+from fsm_rollout.jobs.summary import Summary, summarize
+from fsm_rollout.scheduler.group import Group
+from fsm_rollout.trajectory.settings import StrictModel
+from fsm_rollout.trajectory.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
+
+Figures = Mapping[str, float]
+
+MOST_STEPS = 1_000
+"""Steps of one run: of more groups, several make one step."""
+
+
+class Track(StrictModel):
+    """Where a run's figures go."""
+
+    model_config = ConfigDict(extra="allow")
+
+    use: str = Field(
+        description="wandb, mlflow, tensorboard, or `module:Class` of one's own; further keys are the tracker's"
+    )
+
+
+class Tracker(Protocol):
+    """What receives the figures of a run.
+
+    One of your own (``track: module:Class``) is made as ``Class(name, folder, config, **keys)``: the run's name, its
+    folder, its configuration as plain data, and the further keys of ``track``.
+    """
+
+    def log(self, step: int, figures: Figures) -> None:
+        """Take the figures of a step; ``step`` is how many groups have come so far."""
+
+    def close(self) -> None:
+        """Write what is left. Called once, also when the run was interrupted."""
+
+
+class Wandb:
+    """A run of Weights & Biases; keys are those of ``wandb.init`` (``project``, ``tags``, ``mode``, …)."""
+
+    def __init__(self, name: str, folder: Path, config: Mapping[str, object], **keys: Any) -> None:
+        import wandb
+
+        defaults: dict[str, Any] = {"project": "fsm-rollout", "name": name, "dir": str(folder), "config": dict(config)}
+        self._run = wandb.init(**defaults | keys)
+
+    def log(self, step: int, figures: Figures) -> None:
+        """Log a step."""
+        self._run.log(dict(figures), step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+class MLflow:
+    """A run of MLflow, where ``MLFLOW_TRACKING_URI`` says; keys: ``uri`` and ``experiment``."""
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        config: Mapping[str, object],
+        uri: str | None = None,
+        experiment: str = "fsm-rollout",
+    ) -> None:
+        from mlflow import MlflowClient
+
+        self._client = MlflowClient(uri)
+        known = self._client.get_experiment_by_name(experiment)
+        where = self._client.create_experiment(experiment) if known is None else known.experiment_id
+        self._run_id = self._client.create_run(where, run_name=name).info.run_id
+        for key, value in config.items():
+            self._client.log_param(self._run_id, key, json.dumps(value)[:500])
+
+    def log(self, step: int, figures: Figures) -> None:
+        """Log a step."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        names = {name: re.sub(r"[^\w.\- :/]", "_", name) for name in figures}
+        metrics = [Metric(names[name], value, now, step) for name, value in figures.items()]
+        self._client.log_batch(self._run_id, metrics=metrics)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._client.set_terminated(self._run_id)
+
+
+class TensorBoard:
+    """Event files in the run's folder, under ``tensorboard/``; key: ``folder``, another place for them."""
+
+    def __init__(self, name: str, run_folder: Path, config: Mapping[str, object], folder: str | None = None) -> None:
+        from tensorboard.summary import Writer
+
+        self._writer = Writer(str(run_folder / "tensorboard" if folder is None else Path(folder)))
+
+    def log(self, step: int, figures: Figures) -> None:
+        """Log a step."""
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+TRACKERS: Mapping[str, type[Tracker]] = {"wandb": Wandb, "mlflow": MLflow, "tensorboard": TensorBoard}
+
+
+def check_tracker(track: Track) -> None:
+    """Check that there is such a tracker, without starting it.
+
+    Raises:
+        ConfigError: there is none of that name, it is no class, or its package is not installed.
+    """
+    if ":" in track.use:
+        if not callable(load_object(track.use)):
+            raise ConfigError(f"track: '{track.use}' is no class")
+    elif track.use not in TRACKERS:
+        raise ConfigError(
+            f"track: '{track.use}' is no tracker{did_you_mean(track.use, TRACKERS)} or give 'module:Class'"
+        )
+    elif find_spec(track.use) is None:
+        raise ConfigError(f"track: {track.use} is not installed: pip install 'fsm-rollout[{track.use}]'")
+
+
+def build_tracker(track: Track, name: str, folder: Path, config: Mapping[str, object]) -> Tracker:
+    """Start the tracker of a run.
+
+    Raises:
+        ConfigError: there is none of that name, its package is not installed, or it cannot start.
+    """
+    check_tracker(track)
+    make: Any = load_object(track.use) if ":" in track.use else TRACKERS[track.use]
+    try:
+        tracker: Tracker = make(name, folder, config, **(track.model_extra or {}))
+    except Exception as error:  # it is other people's code, which may want a login, a server, other keys
+        raise ConfigError(f"track: {track.use} cannot start: {type(error).__name__}: {error}") from error
+    if missing := [part for part in ("log", "close") if not callable(getattr(tracker, part, None))]:
+        raise ConfigError(f"track: '{track.use}' is no tracker, it has no {' and no '.join(missing)}")
+    return tracker
+
+
+class Tracking:
+    """Gives a tracker the figures of a run, group by group.
+
+    Args:
+        tracker: what receives them; ``None``: nobody.
+        expected: how many groups the run has at most.
+    """
+
+    def __init__(self, tracker: Tracker | None, expected: int) -> None:
+        self._tracker = tracker
+        self._every = max(1, expected // MOST_STEPS)
+        self._groups: list[Group] = []
+        self._step = 0
+        self._since = time.monotonic()
+
+    async def add(self, group: Group, weight_version: int) -> None:
+        """Take in a group that has come; ``weight_version`` is that of the present policy."""
+        self._step += 1
+        if self._tracker is not None:
+            self._groups.append(group)
+            if len(self._groups) >= self._every:
+                await self._log_groups(weight_version)
+
+    async def _log_groups(self, weight_version: int) -> None:
+        now = time.monotonic()
+        trajectories = [trajectory for group in self._groups for trajectory in group.all]
+        figures = dict(figures_of(summarize(trajectories, wall_seconds=now - self._since)))
+        figures |= staleness(trajectories, weight_version)
+        figures["groups/dropped"] = sum(group.dropped for group in self._groups)
+        self._groups, self._since = [], now
+        await self._log(figures)
+
+    async def _log(self, figures: Figures) -> None:
+        if self._tracker is not None:
+            try:
+                await asyncio.to_thread(self._tracker.log, self._step, figures)
+            except Exception as error:  # other people's code
+                logger.warning("the tracker failed; the run goes on without it: %s: %s", type(error).__name__, error)
+                await self.close()
+
+    async def finish(self, summary: Summary, weight_version: int) -> None:
+        """Log what is left, and the figures of the whole run, under ``run/``."""
+        if self._groups:
+            await self._log_groups(weight_version)
+        await self._log({f"run/{name}": value for name, value in figures_of(summary)})
+
+    async def close(self) -> None:
+        """Close the tracker. Safe to call twice."""
+        tracker, self._tracker = self._tracker, None
+        if tracker is not None:
+            try:
+                await asyncio.to_thread(tracker.close)
+            except Exception as error:  # other people's code
+                logger.warning("the tracker could not be closed: %s: %s", type(error).__name__, error)
+
+
+def figures_of(summary: Summary) -> Iterator[tuple[str, float]]:
+    """Yield the figures of a summary by name: scores, tokens, stop reasons (as shares), tool calls and seconds."""
+    every = summary["trajectories"]
+    yield "trajectories", every
+    yield "score/scored", summary["scored"]
+    measured = {"mean": summary["score_mean"], **summary.get("reward_parts", {})}
+    yield from ((f"score/{name}", value) for name, value in measured.items() if value is not None)
+    yield "tokens/response", summary["tokens"]
+    yield "tokens/trained", summary["trained_tokens"]
+    for name in ("turns_mean", "transitions", "tool_calls", "bad_calls", "tool_failures"):
+        if summary[name] is not None:
+            yield name, summary[name]
+    for reason, count in summary["stop_reasons"].items():
+        yield f"stop_reasons/{reason}", count / every
+    yield "seconds/wall", summary["wall_seconds"]
+    for part, spread in summary["timing"].items():
+        if part != "slowest":
+            yield from ((f"seconds/{part}/{key}", spread[key]) for key in ("mean", "max") if spread[key] is not None)
+    if (slowest := summary["timing"]["slowest"]) is not None:
+        yield "seconds/slowest", slowest["wall_seconds"]
+
+
+def staleness(trajectories: Sequence[Trajectory], weight_version: int) -> dict[str, float]:
+    """Return how many weight updates ago the trained tokens were sampled: their mean and the oldest."""
+    spans = [
+        (weight_version - span.version, len(span))
+        for trajectory in trajectories
+        for stream in trajectory.streams
+        for span in stream.tokens.sampled()
+        if stream.tokens.trained_length
+    ]
+    tokens = sum(length for _, length in spans)
+    if not tokens:
+        return {}
+    mean = sum(age * length for age, length in spans) / tokens
+    return {"staleness/mean": mean, "staleness/max": max(age for age, _ in spans)}
