@@ -468,7 +468,7 @@ def _keys(properties: Mapping[str, Any], schema: Mapping[str, Any], said: Mappin
             default = "**required**"
         elif default is None:
             default = "–"
-        elif isinstance(default, Mapping):  # shown where its own keys are
+        elif isinstance(default, Mapping) and len(_set(default)) != 1:  # shown where its own keys are
             default = ""
         elif default != "":
             default = f"`{_yaml(default)}`"
@@ -481,9 +481,11 @@ def _sentence(text: str) -> str:
 
 
 def _yaml(value: object) -> str:
-    if isinstance(value, Mapping):
-        value = {key: item for key, item in value.items() if item is not None}
-    return json.dumps(value) if not isinstance(value, str) else value
+    return value if isinstance(value, str) else json.dumps(_set(value) if isinstance(value, Mapping) else value)
+
+
+def _set(values: Mapping[str, object]) -> dict[str, object]:
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def shape(field: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
