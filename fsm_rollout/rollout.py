@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Itera
 from contextlib import aclosing, contextmanager
 from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, get_args
 
 from fsm_rollout.agent.graph import POLICY, AgentGraph
 from fsm_rollout.agent.loader import dump, load_agent, loads
@@ -34,6 +34,8 @@ from fsm_rollout.scheduler.failure_policy import Failures, failures_of
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.resume import History
 from fsm_rollout.scheduler.scheduler import MAX_FILTERED, MAX_RESTARTS, OVER_SAMPLE, Listener, Scheduler
+from fsm_rollout.scheduler.worker_placement import WorkerPlacement, start_actor, start_process
+from fsm_rollout.scheduler.worker_pool import WorkerPool
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.prompt import Prompt, as_prompt, as_prompts
 from fsm_rollout.trajectory.settings import Sampling
@@ -101,6 +103,10 @@ class Rollout:
             ended, are restarted.
         max_restarts: how often a sample is restarted; after that its group is ``dropped``.
         on_event: called with each trajectory and event as it happens; must not block.
+        workers: how many processes run the trajectories; 1: this one. The states' handlers and the tools then run in
+            the workers, on this rollout's engines; groups, rewards, the journal and ``on_event`` stay here. When a
+            worker dies, its trajectories go on in another.
+        worker_placement: ``local`` for processes of this machine, ``ray`` for actors of a Ray cluster.
         journal: where to keep all events.
         base: what paths in engine specs are relative to; by default the working directory.
 
@@ -127,6 +133,8 @@ class Rollout:
         max_staleness: int | None = None,
         max_restarts: int = MAX_RESTARTS,
         on_event: Sequence[Listener] = (),
+        workers: int = 1,
+        worker_placement: WorkerPlacement = "local",
         journal: Journal | None = None,
         base: Path | None = None,
     ) -> None:
@@ -141,6 +149,10 @@ class Rollout:
         validation = greedy if validation_sampling is None else _sampling(validation_sampling, "validation_sampling")
         self._evaluation_sampling = validation.over(training_sampling)
         run_sampling = self._evaluation_sampling if validate else training_sampling
+        if workers < 1:
+            raise ConfigError(f"workers must be at least 1 process, got {workers}")
+        if worker_placement not in get_args(WorkerPlacement):
+            raise ConfigError(f"worker_placement must be 'local' or 'ray', got {worker_placement!r}")
         self._closed = False
         self._loop_thread: LoopThread | None = None
         self._owned: list[Engine] = []
@@ -176,6 +188,10 @@ class Rollout:
                 max_restarts=max_restarts,
                 **self._common,
             )
+            self._workers: WorkerPool | None = None
+            if workers > 1 or worker_placement == "ray":
+                start = start_process if worker_placement == "local" else start_actor
+                self._workers = WorkerPool(self.scheduler, workers, start, remote=worker_placement == "ray")
             self.description = {
                 "agents": {name: dump(graph) for name, graph in self.agents.items()},
                 "engines": {name: _describe(self.engines[name], spec) for name, spec in specs.items()},
@@ -439,6 +455,8 @@ class Rollout:
         self._closed = True
         try:
             await self.scheduler.drop_carried()
+            if self._workers is not None:
+                await self._workers.aclose()
         finally:
             await self._close_engines()
 
@@ -458,7 +476,7 @@ class Rollout:
 
     def close(self) -> None:
         """Close the engines that this rollout built, and its event loop. Safe to call twice."""
-        self._close(self.aclose if self._owned or self.scheduler.carried else None)
+        self._close(self.aclose if self._owned or self._workers or self.scheduler.carried else None)
 
     def _close(self, clean_up: Callable[[], Coroutine[object, object, None]] | None) -> None:
         self._closed = True

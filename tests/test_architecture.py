@@ -27,6 +27,8 @@ ORDER = (
         "engines.pending",
         "engines.trials",
         "engines.client",
+        "engines.chunk_stream",
+        "engines.wire",
         "engines.specs",
         "engines.router",
         "engines.scripted.script",

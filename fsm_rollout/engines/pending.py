@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fsm_rollout.concurrency.deadline import Deadline
@@ -60,6 +61,8 @@ class PendingRequest:
     """Whether the present try has had tokens."""
     lost: bool = False
     """Whether the previous try was lost with its replica: silence then only means that no other replica has room."""
+    on_end: Callable[[PendingRequest], None] | None = None
+    """Called when it has ended."""
     watch: asyncio.TimerHandle | None = None
     """Gives the try up when its first chunk does not come in time; ``None`` from that chunk on."""
 
@@ -118,4 +121,6 @@ class PendingRequest:
             self.finish_reason, self.error = finish_reason, error
             self.done.set()
             self.stop_watch()
+            if self.on_end is not None:
+                self.on_end(self)
             self.keep_time()

@@ -1,7 +1,7 @@
 """Replicas of a pool as Ray actors.
 
 Invariant: an actor holds one engine and adds nothing to it but the way there: blocks of bytes
-(:mod:`fsm_rollout.engines.ray_wire`), one call for all that is said at once, in order. The driver keeps one call open
+(:mod:`fsm_rollout.engines.wire`), one call for all that is said at once, in order. The driver keeps one call open
 per replica that is at work, which returns with all there is to tell. Nothing outlives :meth:`RayPlacement.close`: no
 actor, no placement group, and no Ray that was started here.
 """
@@ -19,8 +19,8 @@ from fsm_rollout.concurrency.ray_session import answer_to, connect, import_ray
 from fsm_rollout.engines.chunk_stream import ChunkStream
 from fsm_rollout.engines.pool import LocalPlacement, describe, failure_of, ping
 from fsm_rollout.engines.protocol import Chunk, Engine, Load, ReplicaLost, Request
-from fsm_rollout.engines.ray_wire import Contexts, Failure, pack_flush, pack_requests, unpack_flush, unpack_requests
 from fsm_rollout.engines.specs import RaySpec
+from fsm_rollout.engines.wire import Contexts, Failure, pack_flush, pack_requests, unpack_flush, unpack_requests
 from fsm_rollout.errors import EngineError
 
 ray = import_ray()

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
@@ -93,6 +93,10 @@ class RunConfig(StrictModel):
         "`fsm_rollout.jobs.tracking.Tracker`; with keys of its own: `{use: wandb, project: mine}`",
     )
     concurrency: AtLeastOne = Field(1024, description="trajectories that run at once")
+    workers: AtLeastOne = Field(1, description="processes that run the trajectories; 1: the run's own")
+    worker_placement: Literal["local", "ray"] = Field(
+        "local", description="where they run: as processes of this machine, or as actors of a Ray cluster"
+    )
     queue_timeout: Seconds = Field(600.0, description="seconds that an engine which answers nothing is waited for")
     out: Path = Field(description="the folder that the results go to, relative to where the command is given")
 

@@ -143,6 +143,8 @@ def _carry_out(
             validation_sampling=config.validation_sampling,
             reward=config.rewards,
             concurrency=config.concurrency,
+            workers=config.workers,
+            worker_placement=config.worker_placement,
             queue_timeout=config.queue_timeout,
             failures=config.failures,
             group_filter=config.group_filter,

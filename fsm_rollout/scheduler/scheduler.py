@@ -20,7 +20,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakSet
 
 from msgspec import to_builtins
@@ -69,6 +69,16 @@ OVER_SAMPLE = 1.5
 MAX_RESTARTS = 3
 MAX_FILTERED = 32.0
 """Groups that the filter may turn down, per group of the target; fewer than one in 33 is then worth training on."""
+
+
+class Workers(Protocol):
+    """Runs trajectories elsewhere (:mod:`fsm_rollout.scheduler.worker_pool`)."""
+
+    async def run(self, group: Group, live: ActiveTrajectory) -> None:
+        """Do what :func:`run_trajectory` does."""
+
+    def sampling_since(self) -> dict[tuple[str, str], int]:
+        """Return what :meth:`EngineClient.sampling_since` does, of requests made elsewhere."""
 
 
 @dataclass(slots=True, eq=False)
@@ -166,6 +176,8 @@ class Scheduler:
         self.programs: dict[int, Program] = {}
         """Those of all agents, sub-agents among them, by the identity of their graphs."""
         self.agents: Mapping[str, Program] = {name: self.program(graph) for name, graph in agents.items()}
+        self.workers: Workers | None = None
+        """Who runs trajectories, if that is not to be done here."""
         self.groups: dict[str, Group] = {}
         """All groups that have not been delivered, by id."""
         self.running: dict[str, ActiveTrajectory] = {}
@@ -668,15 +680,16 @@ class Scheduler:
         )
         trajectory = Trajectory.fold([prompted])
         self.record(trajectory, prompted)
-        return self._activate(group, trajectory, program, caller)
+        return self.activate(group, trajectory, program, caller)
 
-    def _activate(
+    def activate(
         self,
         group: Group,
         trajectory: Trajectory,
         program: Program | None = None,
         caller: ActiveTrajectory | None = None,
     ) -> ActiveTrajectory:
+        """Return what runs a trajectory of a group; its program is the group's unless it is a sub-agent's."""
         trajectory_id = trajectory.trajectory_id
         run_agent = partial(self._run_agent, group, trajectory_id)
         live = ActiveTrajectory(
@@ -691,7 +704,7 @@ class Scheduler:
         self, group: Group, trajectory: Trajectory, program: Program, caller: ActiveTrajectory | None = None
     ) -> ActiveTrajectory:
         """Let a trajectory go on that was set aside, or cut off by a crash."""
-        live = group.active.get(trajectory.trajectory_id) or self._activate(group, trajectory, program)
+        live = group.active.get(trajectory.trajectory_id) or self.activate(group, trajectory, program)
         live.stop, live.caller = None, caller
         now, version = asyncio.get_running_loop().time(), self.staleness.version()
         live.emit(Resumed(at=now, away=now - trajectory.latest_at, weight_version=version))
@@ -740,7 +753,10 @@ class Scheduler:
         self.running[trajectory_id] = live
         live.task, live.stop = task, run.stop or self.stopping
         try:
-            await run_trajectory(live, group.program.handlers)
+            if self.workers is None or self.replayed is not None:
+                await run_trajectory(live, group.program.handlers)
+            else:
+                await self.workers.run(group, live)
         except asyncio.CancelledError:
             if live.stop is None:
                 raise
@@ -852,6 +868,8 @@ class Scheduler:
     async def _give_up_stale(self) -> None:
         """Give up all samples that are too old, whether they run, have ended or wait for the next run."""
         under_way = self.clients[POLICY].sampling_since()
+        if self.workers is not None:
+            under_way |= self.workers.sampling_since()
         for live in list(self.running.values()):
             group, sample = self.groups[live.trajectory.group_id], live.trajectory.sample
             outcome = self.staleness.end_of(group, live.trajectory, under_way)
@@ -895,7 +913,7 @@ class Scheduler:
                     group.drop_reason = DropReason.WRONG_TOKENS
                     number += 1
                     delivered += group.state is GroupState.DELIVERED
-                    live = group.active.get(trajectory.trajectory_id) or self._activate(group, trajectory)
+                    live = group.active.get(trajectory.trajectory_id) or self.activate(group, trajectory)
                     live.fail(outcome)
         logger.error(
             "%d trajectories hold tokens of a wrong glue; they end as %s, and their groups are in no batch%s: %s",

@@ -90,6 +90,8 @@ class ActiveTrajectory:
             extra=trajectory.extra,
             run_agent=run_agent,
         )
+        self.on_close: Callable[[], None] | None = None
+        """Called when it is closed: what it holds open may be in another process."""
         self.glue_entries: set[object] = set()
         """The entries of the chat templates' caches that its glue came from."""
         self._record = record
@@ -124,6 +126,9 @@ class ActiveTrajectory:
     async def close(self) -> None:
         """Release the tools and close the interactions, each once; what fails is reported, never fatal."""
         trajectory_id = self.trajectory.trajectory_id
+        if self.on_close is not None:
+            self.on_close()
+            self.on_close = None
         try:
             for failure in await self.tools.release():
                 logger.warning("trajectory %s: %s", trajectory_id, failure)

@@ -180,7 +180,7 @@ serve(int(sys.argv[2]), int(sys.argv[3]))
 def serve(descriptor: int, parent: int) -> None:
     """In the worker: answer calls until the process ``parent``, which has the other end of the pipe, is gone."""
     os.set_inheritable(descriptor, False)  # not for the programs that tools start
-    threading.Thread(target=_end_with, args=(parent,), name="fsm-rollout-watch", daemon=True).start()
+    threading.Thread(target=end_with, args=(parent,), name="fsm-rollout-watch", daemon=True).start()
     pipe = Connection(descriptor)
     with suppress(OSError, EOFError):  # the other end is gone
         sys.path[:] = pipe.recv()
@@ -188,18 +188,18 @@ def serve(descriptor: int, parent: int) -> None:
             use, arguments = pickle.loads(pipe.recv_bytes())
             importlib.invalidate_caches()
             pipe.send_bytes(_answer(use, arguments, call=call))
-    _end()
+    end_process()
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """End with the parent: one that is killed during a call cannot say so, and the pipe is read between calls only."""
     never = threading.Event()
     while os.getppid() == parent:
         never.wait(WATCH_SECONDS)
-    _end()
+    end_process()
 
 
-def _end() -> None:
+def end_process() -> None:
     """End this process, and with it all that tools have started in its session."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)

@@ -297,3 +297,46 @@ def test_a_plan_replays_a_run_exactly(case: tuple[AgentGraph, Plan]) -> None:
 def test_the_simplest_plan_is_the_simplest_run() -> None:
     (trajectory,) = simulate(SIMPLEST, Plan(says=({"law/main": (Turn(text="4"),)},))).trajectories
     assert list(trajectory.assistant_texts()) == ["4"]
+
+
+def shared(plan: Plan, workers: int) -> Plan:
+    return plan.model_copy(update={"schedule": plan.schedule.model_copy(update={"workers": workers})})
+
+
+@given(drawn(agents()), st.integers(2, 3))
+def test_runs_with_several_workers_keep_the_laws(case: tuple[AgentGraph, Plan], workers: int) -> None:
+    everything(simulate(case[0], shared(case[1], workers)))
+
+
+@given(said(failures=True), st.integers(2, 3))
+def test_runs_with_several_workers_and_real_tools_keep_the_laws(case: tuple[AgentGraph, Plan], workers: int) -> None:
+    answers_every_call(everything(simulate(case[0], shared(case[1], workers), real_tools=True)))
+
+
+@given(drawn(graphs(max_states=6, max_limit=4, plain=True), max_prompts=1), st.integers(2, 3))
+def test_any_verified_graph_keeps_the_laws_with_several_workers(case: tuple[AgentGraph, Plan], workers: int) -> None:
+    everything(simulate(case[0], shared(case[1], workers)))
+
+
+@given(said(failures=False, faults=False), st.integers(2, 3))
+def test_results_do_not_depend_on_the_number_of_workers(case: tuple[AgentGraph, Plan], workers: int) -> None:
+    """Law 6: the same trajectories, asked for with the same seeds."""
+    graph, plan = without_clocks(case[0]), case[1]
+    alone, several = (simulate(graph, each, real_tools=True) for each in (plan, shared(plan, workers)))
+    laws.same_results(alone, several, "several workers")
+    assert seeds(alone) == seeds(several)
+
+
+@given(said(failures=False, faults=False), st.integers(1, 3), st.lists(st.floats(0, 20), min_size=10, max_size=10))
+def test_a_worker_that_is_killed_at_ten_points_loses_nothing(
+    case: tuple[AgentGraph, Plan], workers: int, moments: list[float]
+) -> None:
+    """Each trajectory goes on elsewhere from its last event, and comes to the end that it comes to undisturbed."""
+    graph, plan = without_clocks(case[0]), case[1]
+    kills = tuple(Fault(at=at, kind="kill_worker", target=number) for number, at in enumerate(sorted(moments)))
+    schedule = plan.schedule.model_copy(update={"workers": workers})
+    calm = simulate(graph, plan.model_copy(update={"schedule": Schedule()}), real_tools=True)
+    shaken = simulate(graph, plan.model_copy(update={"schedule": schedule, "faults": kills}), real_tools=True)
+    laws.keeps_running(shaken)
+    laws.comes_back(shaken)
+    laws.same_results(calm, shaken, "killed workers")

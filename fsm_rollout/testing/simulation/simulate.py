@@ -30,6 +30,7 @@ from fsm_rollout.model.folders import EMBEDDED, load_tokenizer, model_folder
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.resume import History
 from fsm_rollout.scheduler.scheduler import Scheduler
+from fsm_rollout.scheduler.worker_pool import WorkerPool
 from fsm_rollout.testing.simulation.blocked_loop import Blockage, LoopInterrupted, blocking_detected
 from fsm_rollout.testing.simulation.plan import Fault, Plan
 from fsm_rollout.testing.simulation.simulated import (
@@ -42,6 +43,7 @@ from fsm_rollout.testing.simulation.simulated import (
 )
 from fsm_rollout.testing.simulation.virtual_time import VirtualTimeLoop, run_virtual
 from fsm_rollout.testing.simulation.visits import Visit, watch_visits
+from fsm_rollout.testing.simulation.workers import PairedWorkers, close_workers
 from fsm_rollout.tools.toolbox import AgentTool
 from fsm_rollout.trajectory.events import AnyEvent
 from fsm_rollout.trajectory.journal import Journal
@@ -130,6 +132,8 @@ class Simulation:
     """What reached and left the engine; of a pool, each of its replicas."""
     replicas: MortalReplicas | None = None
     """Those of a pool."""
+    pool: WorkerPool | None = None
+    """Who runs the trajectories, if the plan has several workers, or kills one."""
     groups: list[Group] = field(default_factory=list)
     events: dict[str, list[AnyEvent]] = field(default_factory=lambda: defaultdict(list))
     """Every event, by trajectory, as the listeners heard it."""
@@ -291,12 +295,19 @@ async def _run(
             {played.agent: played}, OneEngine(engine, chats=_shared_chats(engine.tokenizer)), seed=plan.seed,
             concurrency=plan.schedule.concurrency, sampling=sampling, listeners=[listen], journal=book,
         )  # fmt: skip
-        for program in {id(graph): scheduler.program(graph) for graph in agents_of(played)}.values():
-            if not real_tools:
-                program.toolbox.replace(lambda t: t if isinstance(t, AgentTool) else SimulatedTool(t, plan.tools))
-            for state, handler in program.handlers.items():
-                if ":" in program.graph.handler_of(state):
-                    watch_visits(handler, result.visits)
+
+        def simulated(scheduler: Scheduler) -> None:
+            for program in {id(graph): scheduler.program(graph) for graph in agents_of(played)}.values():
+                if not real_tools:
+                    program.toolbox.replace(lambda t: t if isinstance(t, AgentTool) else SimulatedTool(t, plan.tools))
+                for state, handler in program.handlers.items():
+                    if ":" in program.graph.handler_of(state):
+                        watch_visits(handler, result.visits)
+
+        simulated(scheduler)
+        workers = PairedWorkers(simulated, {name: client.chats for name, client in scheduler.clients.items()})
+        shared = plan.schedule.workers > 1 or any(fault.kind == "kill_worker" for fault in plan.faults)
+        result.pool = WorkerPool(scheduler, plan.schedule.workers, workers.connect) if shared else None
         # 2. The run, and what interferes with it.
         faults = [loop.create_task(_interfere(result, scheduler, fault)) for fault in plan.faults]
         try:
@@ -308,6 +319,8 @@ async def _run(
             for task in faults:
                 task.cancel()
             await asyncio.gather(*faults, return_exceptions=True)
+            if result.pool is not None:
+                await close_workers(result.pool, workers)
             if result.replicas is not None and isinstance(engine, PoolEngine):
                 result.log = result.replicas.log(replica.name for replica in engine.replicas if replica.state == "up")
             await engine.aclose()
@@ -338,6 +351,9 @@ async def _interfere(result: Simulation, scheduler: Scheduler, fault: Fault) -> 
         case "kill_replica":
             assert result.replicas is not None, "a plan that kills replicas has some"
             result.replicas.kill(fault.target)
+        case "kill_worker":
+            assert result.pool is not None
+            result.pool.kill(fault.target)
 
 
 def without_clocks(graph: AgentGraph) -> AgentGraph:

@@ -29,6 +29,8 @@ engine: {kind: transformers, model: embedded, nested: {list: [1, two]}}
 engines: {judge: {kind: scripted}}
 failures: {engine: {attempts: 5}, tool: end}
 concurrency: 8
+workers: 2
+worker_placement: local
 queue_timeout: 1.5
 group_filter: "fsm_rollout.rewards:scores_differ"
 target_groups: 3

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsm_rollout.engines.protocol import Chunk, Load, Request, SamplingParams
-from fsm_rollout.engines.ray_wire import Contexts, pack_flush, pack_requests, unpack_flush, unpack_requests
+from fsm_rollout.engines.wire import Contexts, pack_flush, pack_requests, unpack_flush, unpack_requests
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import TokenStream, as_ids, as_logprobs

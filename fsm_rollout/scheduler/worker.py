@@ -1,0 +1,437 @@
+"""A rollout worker: runs trajectories of a run in a process of its own, on the run's engines.
+
+Invariant: a worker decides nothing about groups, targets, weights or engines. It is handed a trajectory as it stands,
+visits its states as any scheduler does, and tells each event as it happens; the run applies and keeps them. What a
+worker has not told is not done: a trajectory whose worker died goes on elsewhere from its last event that was told.
+Requests go to the engines of the run, which are shared by all workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import pickle
+import socket
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fsm_rollout.agent.graph import AgentGraph
+from fsm_rollout.agent.handlers import look_in
+from fsm_rollout.concurrency.deadline import Deadline
+from fsm_rollout.engines.client import ABORT_GRACE, EngineClient
+from fsm_rollout.engines.pending import PendingRequest
+from fsm_rollout.engines.protocol import Chunk, Load, Request
+from fsm_rollout.engines.wire import Contexts, pack_requests
+from fsm_rollout.errors import EngineError, GlueMismatchError
+from fsm_rollout.scheduler.failure_policy import Failures
+from fsm_rollout.scheduler.group import Group
+from fsm_rollout.scheduler.scheduler import Scheduler
+from fsm_rollout.scheduler.trajectory_runner import Program, run_trajectory
+from fsm_rollout.scheduler.worker_link import Link, SocketLink
+from fsm_rollout.states.active_trajectory import ActiveTrajectory, Stop
+from fsm_rollout.tools.placement import end_process, end_with
+from fsm_rollout.trajectory.enums import FinishReason
+from fsm_rollout.trajectory.events import AnyEvent, PromptExtended, encode
+from fsm_rollout.trajectory.prompt import Prompt
+from fsm_rollout.trajectory.settings import Sampling
+from fsm_rollout.trajectory.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from fsm_rollout.engines.protocol import Weights
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What a worker must know of an engine of the run."""
+
+    tokenizer: Any
+    max_context: int
+    eos_ids: frozenset[int]
+    weight_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSetup:
+    """Everything that a worker's scheduler is made of."""
+
+    agents: Mapping[str, AgentGraph]
+    engines: Mapping[str, EngineFacts]
+    sampling: Sampling
+    validate: bool
+    failures: Failures
+    folders: Sequence[str] = ()
+    """Where ``module:name`` is looked for too."""
+    log_level: int = logging.WARNING
+    now: float = 0.0
+    """What the run's clock said when this was sent."""
+    remote: bool = False
+    """Whether the worker may be on another machine, and sets its clock by the run's."""
+
+
+class RemoteEngine:
+    """What a worker knows of an engine of the run. Requests to it go through :class:`RemoteClient`."""
+
+    def __init__(self, facts: EngineFacts) -> None:
+        self.tokenizer = facts.tokenizer
+        self.max_context = facts.max_context
+        self.eos_ids = facts.eos_ids
+        self.weight_version = facts.weight_version
+
+    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
+        """Refuse: the run's client alone speaks to the engine."""
+        raise EngineError("a worker asks the run's client, not the engine")
+
+    async def abort(self, request_ids: Iterable[str]) -> None:
+        """Do nothing, for the same reason."""
+
+    async def update_weights(self, weights: Weights, version: int | None = None) -> int:
+        """Refuse: the run alone changes weights."""
+        raise EngineError("a worker cannot change the weights; call update_weights of the rollout")
+
+    async def pause(self) -> None:
+        """Do nothing: the run pauses its engines."""
+
+    resume = sleep = wake = aclose = pause
+
+    def load(self) -> Load:
+        """Return nothing: the run's engine knows."""
+        return Load()
+
+
+class RemoteClient(EngineClient):
+    """The run's client of one engine, as a worker sees it. The run keeps the one ledger: it batches and tries again.
+
+    What is sent of a request: that somebody works on it or nobody (its deadline runs or stands still), and how it
+    ended, with all its tokens.
+    """
+
+    def __init__(self, name: str, facts: EngineFacts, link: Link) -> None:
+        super().__init__(RemoteEngine(facts))
+        self._name, self._link = name, link
+        self._contexts = Contexts()
+        self._numbers = itertools.count()
+        self._under_way: dict[int, PendingRequest] = {}
+        self._unsent: list[tuple[int, Request]] = []
+
+    def submit(self, request: Request, deadline: Deadline | None = None) -> PendingRequest:
+        """Queue one request for the next flush; see :meth:`EngineClient.submit`."""
+        loop = asyncio.get_running_loop()
+        pending = PendingRequest(request, loop.time(), deadline, request_id=request.request_id)
+        pending.keep_time()
+        number = next(self._numbers)
+        self._under_way[number] = pending
+        self._unsent.append((number, request))
+        if len(self._unsent) == 1:
+            loop.call_soon(self._send)
+        return pending
+
+    def _send(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        block = pack_requests((request for _, request in unsent), self._contexts)
+        self._link.send("submit", self._name, [number for number, _ in unsent], block)
+
+    def keep_time(self, number: int, held: bool) -> None:
+        """Let a request's deadline stand still, or run."""
+        pending = self._under_way.get(number)
+        if pending is not None:
+            if pending.admitted_at is None and not held:
+                pending.admitted_at = asyncio.get_running_loop().time()
+            pending.waits = held
+            pending.keep_time()
+
+    def end_request(self, number: int, ending: Ending) -> None:
+        """Give a request all its tokens, and its end."""
+        pending = self._under_way.pop(number, None)
+        if pending is not None:
+            pending.ids.frombytes(ending.ids)
+            pending.logprobs.frombytes(ending.logprobs)
+            pending.versions += ending.versions
+            pending.admitted_at = ending.admitted_at
+            pending.cached_tokens, pending.replica = ending.cached_tokens, ending.replica
+            pending.end(ending.finish_reason, ending.error)
+
+    async def abort(self, pending: PendingRequest) -> None:
+        """End a request soon and wait (a bounded time) for its last tokens; it is done afterwards."""
+        if pending.done.is_set():
+            return
+        pending.aborted = True
+        number = next(number for number, other in self._under_way.items() if other is pending)
+        self._link.send("abort", self._name, number)
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(2 * ABORT_GRACE):
+                    await pending.done.wait()
+        finally:
+            self._under_way.pop(number, None)
+            pending.end(FinishReason.ABORT)
+
+    async def drain(self) -> None:
+        """End every request here; the run ends those of workers that are gone."""
+        for pending in self._under_way.values():
+            pending.end(FinishReason.ABORT)
+        self._under_way.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a request ended: tokens and log-probs as bytes, the rest as in :class:`PendingRequest`."""
+
+    ids: bytes
+    logprobs: bytes
+    versions: list[tuple[int, int]]
+    finish_reason: FinishReason
+    error: EngineError | None
+    admitted_at: float | None
+    cached_tokens: int
+    replica: str
+
+
+class WorkerScheduler(Scheduler):
+    """A scheduler without groups of its own: it runs what it is handed and tells what happens."""
+
+    def __init__(self, setup: WorkerSetup, link: Link, clients: Mapping[str, EngineClient]) -> None:
+        super().__init__(
+            setup.agents, clients, sampling=setup.sampling, validate=setup.validate, failures=setup.failures
+        )
+        self._link = link
+        self._lives: dict[str, ActiveTrajectory] = {}
+        """What runs here or is kept open, sub-agents' among them, by trajectory id."""
+        self._kept: dict[str, Group] = {}
+        """The groups (as far as they are here) of samples that were set aside and may come back."""
+        self._entries: dict[object, int] = {}
+        """Numbers of the entries of chat templates' caches, by which the run knows them."""
+        self._told: dict[str, int] = {}
+        """How many entries of a trajectory were told."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, trajectory: Trajectory, agent: str, prompt: Prompt, n: int, children: list[Trajectory]) -> None:
+        """Run a trajectory from where it stands; one that is kept here finds its tools as they were."""
+        trajectory_id = trajectory.trajectory_id
+        group = self._kept.pop(trajectory_id, None)
+        if group is None:
+            group = Group(trajectory.group_id, 0, prompt, self.agents[agent], n)
+            live = self.activate(group, trajectory)
+        else:
+            live = self._lives[trajectory_id]
+            live.trajectory, live.stop = trajectory, None
+        group.trajectories = [trajectory]
+        group.children.clear()
+        for child in children:
+            group.add_child(child)
+            if (kept := self._lives.get(child.trajectory_id)) is not None:
+                kept.trajectory = child
+        task = asyncio.get_running_loop().create_task(self._run_one(group, live))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run_one(self, group: Group, live: ActiveTrajectory) -> None:
+        trajectory_id = live.trajectory.trajectory_id
+        live.task, failure = asyncio.current_task(), None
+        try:
+            await run_trajectory(live, group.program.handlers)
+        except asyncio.CancelledError:
+            pass  # it was stopped, and has told its end
+        except Exception as error:  # what must not happen fails the run, as it does in one process
+            failure = f"{type(error).__name__}: {error}"
+            logger.exception("running %s failed", trajectory_id)
+        live.task = None
+        if live.stays_open and failure is None:
+            self._kept[trajectory_id] = group
+        else:
+            self._forget(trajectory_id)
+        self._link.send("over", trajectory_id, trajectory_id in self._kept, failure)
+
+    def _forget(self, trajectory_id: str) -> None:
+        """Forget a sample, and the sub-agents' trajectories that served it."""
+        names = [name for name in self._lives if name == trajectory_id or name.startswith(f"{trajectory_id}/")]
+        for name in names:
+            del self._lives[name]
+            self._told.pop(name, None)
+
+    def stop_one(self, trajectory_id: str, stop: Stop | None) -> None:
+        """Have a trajectory stopped; a second time it is cancelled again, since its handler may ignore the first."""
+        live = self._lives.get(trajectory_id)
+        if live is not None and live.task is not None:
+            live.stop = live.stop or stop
+            live.task.cancel()
+
+    async def drop(self, trajectory_id: str) -> None:
+        """Close what a sample that was set aside has kept open."""
+        if self._kept.pop(trajectory_id, None) is not None:
+            live = self._lives[trajectory_id]
+            self._forget(trajectory_id)
+            await live.close()
+
+    async def aclose(self) -> None:
+        """End what runs, and close what is kept open."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(self.drop(trajectory_id) for trajectory_id in list(self._kept)))
+        for client in self.clients.values():
+            await client.drain()
+        for program in self.programs.values():
+            await program.toolbox.close()
+
+    def activate(
+        self,
+        group: Group,
+        trajectory: Trajectory,
+        program: Program | None = None,
+        caller: ActiveTrajectory | None = None,
+    ) -> ActiveTrajectory:
+        """Return what runs a trajectory, and remember it."""
+        live = super().activate(group, trajectory, program, caller)
+        self._lives[trajectory.trajectory_id] = live
+        return live
+
+    def record(self, trajectory: Trajectory, event: AnyEvent, payload: bytes | None = None) -> None:
+        """Tell an event; with glue also the cache entries that the trajectory's glue came from, if there are more."""
+        trajectory_id, entries = trajectory.trajectory_id, None
+        if isinstance(event, PromptExtended):
+            used = self._lives[trajectory_id].glue_entries
+            if len(used) != self._told.get(trajectory_id, 0):
+                self._told[trajectory_id] = len(used)
+                entries = [self._entries.setdefault(entry, len(self._entries)) for entry in used]
+        self._link.send("event", trajectory_id, encode(event) if payload is None else payload, entries)
+
+    def glue_mismatch(self, mismatch: GlueMismatchError) -> None:
+        """Leave it to the run, which knows who else has such tokens."""
+        entry = self._entries.setdefault(mismatch.entry, len(self._entries))
+        self._link.send("mismatch", entry, str(mismatch).removeprefix("[glue-mismatch] "))
+
+
+class Worker:
+    """What answers a run's messages on one link."""
+
+    def __init__(self, link: Link, scheduler: WorkerScheduler) -> None:
+        self.scheduler = scheduler
+        self.gone = asyncio.Event()
+        """Set when the run is over, or nobody is there any more."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        link.receive, link.lost = self._receive, self.gone.set
+        link.send("ready")
+
+    def _client(self, name: str) -> RemoteClient:
+        client = self.scheduler.clients[name]
+        assert isinstance(client, RemoteClient)
+        return client
+
+    def _receive(self, kind: str, *parts: Any) -> None:
+        match kind:
+            case "start":
+                self.scheduler.start(*parts)
+            case "stop":
+                self.scheduler.stop_one(*parts)
+            case "drop":
+                task = asyncio.get_running_loop().create_task(self.scheduler.drop(*parts))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            case "time":
+                name, number, held = parts
+                self._client(name).keep_time(number, held)
+            case "ended":
+                name, endings = parts
+                for number, ending in endings:
+                    self._client(name).end_request(number, ending)
+            case "bye":
+                self.gone.set()
+
+
+def remote_clients(setup: WorkerSetup, link: Link) -> dict[str, EngineClient]:
+    """Return clients of the run's engines."""
+    return {name: RemoteClient(name, facts, link) for name, facts in setup.engines.items()}
+
+
+# -- the process ----------------------------------------------------------------------------------------------------
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """An event loop that shows the run's time: on another machine the clocks differ."""
+
+    ahead = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.ahead
+
+
+class _Told(logging.Handler):
+    """Tells the run what is logged here."""
+
+    def __init__(self, link: Link, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self._link, self._loop = link, loop
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = self.format(record)
+            self._loop.call_soon_threadsafe(self._link.send, "log", record.name, record.levelno, text)
+        except RuntimeError:  # the loop is closed
+            self.handleError(record)
+
+
+def serve(connection: socket.socket) -> None:
+    """Be a worker on a connection, the first block on which is the setup, until the run is over."""
+    path = pickle.loads(_block(connection))  # where modules are, by which the rest can be read
+    sys.path += [entry for entry in path if entry not in sys.path and os.path.isdir(entry)]
+    setup: WorkerSetup = pickle.loads(_block(connection))
+    loop = _Loop()
+    loop.ahead = setup.now - loop.time() if setup.remote else 0.0
+    try:
+        loop.run_until_complete(_serve(connection, setup))
+    finally:
+        loop.close()
+
+
+def _block(connection: socket.socket) -> bytes:
+    """Read one block, and nothing behind it."""
+    size, block = 0, bytearray()
+    while len(block) < (size or 8):
+        received = connection.recv(min((size or 8) - len(block), 2**20))
+        if not received:
+            raise EOFError("the run ended before it had said what it is")
+        block += received
+        if not size and len(block) == 8:
+            size, block = int.from_bytes(block, "little"), bytearray()
+    return bytes(block)
+
+
+async def _serve(connection: socket.socket, setup: WorkerSetup) -> None:
+    loop = asyncio.get_running_loop()
+    for folder in setup.folders:
+        look_in(folder)
+    _, link = await loop.create_connection(SocketLink, sock=connection)
+    package = logging.getLogger("fsm_rollout")
+    package.setLevel(setup.log_level)
+    package.addHandler(_Told(link, loop))
+    package.propagate = False
+    try:
+        scheduler = WorkerScheduler(setup, link, remote_clients(setup, link))
+        for program in scheduler.programs.values():
+            await program.toolbox.prepare()
+    except Exception as error:  # the user's code, imported here
+        link.send("failed", f"{type(error).__name__}: {error}")
+        link.close()
+        return
+    worker = Worker(link, scheduler)
+    await worker.gone.wait()
+    await scheduler.aclose()
+    link.close()
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Be a worker process of ``parent``, which has the other end of the socket."""
+    os.set_inheritable(descriptor, False)  # not for the programs that tools start
+    threading.Thread(target=end_with, args=(parent,), name="fsm-rollout-watch", daemon=True).start()
+    try:
+        serve(socket.socket(fileno=descriptor))
+    finally:
+        end_process()

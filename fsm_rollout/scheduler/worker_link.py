@@ -1,0 +1,148 @@
+"""Messages between a run and one of its workers.
+
+Invariant: messages arrive whole and in the order in which they were sent, until the link is lost; then that is said
+once, and nothing comes any more. All that is sent in one turn of the event loop travels as one block.
+
+A message is a tuple: what it is, then its parts. Events, requests and chunks travel packed as bytes, so no token
+becomes a Python object on the way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, cast
+
+Receive = Callable[..., None]
+"""Is called with the parts of each message."""
+_SIZE = struct.Struct("<Q")
+
+
+class Link(ABC):
+    """One end. ``receive`` and ``lost`` are set by whoever uses it, before anything can come."""
+
+    def __init__(self) -> None:
+        self.receive: Receive = _nobody
+        self.lost: Callable[[], None] = _nobody
+        self.open = True
+        self._unsent: list[tuple[Any, ...]] = []
+
+    def send(self, *message: Any) -> None:
+        """Send a message; on a link that is lost it goes nowhere."""
+        if self.open:
+            self._unsent.append(message)
+            if len(self._unsent) == 1:
+                asyncio.get_running_loop().call_soon(self.flush)
+
+    def flush(self) -> None:
+        """Let what was sent go out now."""
+        if self.open and self._unsent:
+            messages, self._unsent = self._unsent, []
+            self._write(pickle.dumps(messages, pickle.HIGHEST_PROTOCOL))
+
+    def _take(self, block: bytes | bytearray | memoryview) -> None:
+        for message in pickle.loads(block):
+            if self.open:
+                self.receive(*message)
+
+    def _end(self) -> None:
+        if self.open:
+            self.open = False
+            self.lost()
+
+    @abstractmethod
+    def _write(self, block: bytes) -> None:
+        """Send a block."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close this end; the other one is told that the link is lost."""
+
+
+def _nobody(*message: Any) -> None:
+    """Where a link's messages go that nobody uses yet."""
+
+
+def framed(block: bytes) -> bytes:
+    """Return a block as it travels on a stream: behind its size."""
+    return _SIZE.pack(len(block)) + block
+
+
+class SocketLink(Link, asyncio.Protocol):
+    """A link over a stream socket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._transport: asyncio.Transport | None = None
+        self._received = bytearray()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin."""
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Take the blocks that are complete."""
+        received = self._received
+        received += data
+        start = 0
+        while len(received) - start >= _SIZE.size:
+            (size,) = _SIZE.unpack_from(received, start)
+            end = start + _SIZE.size + size
+            if len(received) < end:
+                break
+            self._take(bytes(memoryview(received)[start + _SIZE.size : end]))
+            start = end
+        if start:
+            del received[:start]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Say so."""
+        self._end()
+
+    def write_frame(self, frame: bytes) -> None:
+        """Send what :func:`framed` gave, before any message."""
+        assert self._transport is not None
+        self._transport.write(frame)
+
+    def _write(self, block: bytes) -> None:
+        self.write_frame(framed(block))
+
+    def close(self) -> None:
+        """Send what is left, and close."""
+        self.flush()
+        self.open = False
+        if self._transport is not None:
+            self._transport.close()
+
+
+class PairedLink(Link):
+    """One of two ends on the same event loop: a worker in the run's own process, for simulations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._other: PairedLink | None = None
+
+    @classmethod
+    def pair(cls) -> tuple[PairedLink, PairedLink]:
+        """Return two ends."""
+        first, second = cls(), cls()
+        first._other, second._other = second, first
+        return first, second
+
+    def _write(self, block: bytes) -> None:
+        assert self._other is not None
+        asyncio.get_running_loop().call_soon(self._other._take, block)
+
+    def cut(self) -> None:
+        """Lose the link at this end."""
+        self._end()
+
+    def close(self) -> None:
+        """Close this end, once what was sent is on its way."""
+        self.flush()
+        self.open = False
+        if self._other is not None:
+            asyncio.get_running_loop().call_soon(self._other.cut)

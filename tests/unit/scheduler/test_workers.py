@@ -1,0 +1,128 @@
+"""A run shared among workers: targets, weights, pauses and what is carried, as in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from fsm_rollout.engines.client import EngineClient
+from fsm_rollout.engines.protocol import Request
+from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
+from fsm_rollout.errors import EngineError
+from fsm_rollout.scheduler.group import Group
+from fsm_rollout.scheduler.scheduler import Scheduler
+from fsm_rollout.scheduler.worker_pool import MOST_DEATHS, WorkerPool
+from fsm_rollout.testing.simulation.virtual_time import run_virtual
+from fsm_rollout.testing.simulation.workers import PairedWorkers, close_workers
+from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.embedded import tokenizer
+from tests.unit.scheduler.test_scheduler import SINGLE, agent, prompts
+
+Body = Callable[[Scheduler, WorkerPool], Coroutine[Any, Any, None]]
+
+
+def shared(body: Body, turn: Turn | Callable[[Request], Turn], *, workers: int = 2, **options: Any) -> None:
+    """Run ``body`` with a scheduler whose trajectories run in workers, in virtual time."""
+    graph = agent(SINGLE)
+
+    async def main() -> None:
+        engine = ScriptedEngine(turn if callable(turn) else lambda request: turn, tokenizer=tokenizer())
+        scheduler = Scheduler({graph.agent: graph}, {"policy": EngineClient(engine)}, **options)
+        paired = PairedWorkers()
+        pool = WorkerPool(scheduler, workers, paired.connect)
+        try:
+            await body(scheduler, pool)
+        finally:
+            await close_workers(pool, paired)
+
+    run_virtual(main())
+
+
+def trajectories(groups: list[Group]) -> list[Trajectory]:
+    return [trajectory for group in groups for trajectory in group.trajectories]
+
+
+def test_a_target_is_kept_and_what_is_carried_goes_on_with_the_next_run() -> None:
+    async def body(scheduler: Scheduler, pool: WorkerPool) -> None:
+        first = [group async for group in scheduler.run(iter(prompts(6)), 2, target_groups=2, over_sample=2)]
+        assert len(first) == 2
+        assert all(trajectory.ended for trajectory in trajectories(first))
+        carried = {group.group_id for group in scheduler.carried}
+        assert carried
+        rest = [group async for group in scheduler.run([], 2)]
+        assert {group.group_id for group in rest} == carried
+        assert any(trajectory.resumptions for trajectory in trajectories(rest))
+
+    def script(request: Request) -> Turn:
+        return Turn(text="one two three", delay=1.0 + int(request.group_id[1:]), chunks=3)
+
+    shared(body, script, concurrency=6)
+
+
+def test_samples_that_fall_behind_the_weights_begin_anew() -> None:
+    async def body(scheduler: Scheduler, pool: WorkerPool) -> None:
+        async def update() -> None:
+            await asyncio.sleep(1.5)  # of virtual time: every trajectory has sampled something
+            assert await scheduler.update_weights({}) == 1
+
+        updating = asyncio.create_task(update())
+        groups = [group async for group in scheduler.run(prompts(3), 2)]
+        await updating
+        versions = {span.version for t in trajectories(groups) for span in t.streams[0].tokens.sampled()}
+        assert versions == {1}
+        assert sum(len(group.discarded) for group in groups) == 6
+
+    shared(body, Turn(text="one two three", delay=1.0, chunks=3), max_staleness=0)
+
+
+def test_timeouts_stand_still_while_the_engine_is_paused() -> None:
+    async def body(scheduler: Scheduler, pool: WorkerPool) -> None:
+        async def pause() -> None:
+            await asyncio.sleep(1.5)
+            await scheduler.clients["policy"].pause()
+            await asyncio.sleep(500)  # five times as long as the state may take
+            await scheduler.clients["policy"].resume()
+
+        pausing = asyncio.create_task(pause())
+        (group,) = [group async for group in scheduler.run(prompts(1))]
+        await pausing
+        assert group.trajectories[0].stop_reason == "answered"
+
+    shared(body, Turn(text="one two three", delay=1.0, chunks=3))
+
+
+def test_cancelling_and_suspending_reach_a_trajectory_in_its_worker() -> None:
+    async def body(scheduler: Scheduler, pool: WorkerPool) -> None:
+        async def stop() -> None:
+            await asyncio.sleep(1.5)
+            assert scheduler.cancel("p0/0")
+            assert scheduler.suspend("p1/0", "asked")
+
+        stopping = asyncio.create_task(stop())
+        groups = [group async for group in scheduler.run(prompts(3))]
+        await stopping
+        found = {t.trajectory_id: (t.stop_reason, t.suspended, t.turn) for t in trajectories(groups)}
+        assert found == {"p0/0": ("cancelled", None, 1), "p1/0": (None, "asked", 1), "p2/0": ("answered", None, 1)}
+
+    shared(body, Turn(text="one two three", delay=1.0, chunks=3))
+
+
+def test_workers_that_only_die_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    async def body(scheduler: Scheduler, pool: WorkerPool) -> None:
+        async def kill() -> None:
+            while True:
+                await asyncio.sleep(0.5)
+                pool.kill(0)
+
+        killing = asyncio.create_task(kill())
+        with caplog.at_level(logging.ERROR), pytest.raises(EngineError, match="died one after the other"):
+            [group async for group in scheduler.run(prompts(1))]
+        killing.cancel()
+        await asyncio.gather(killing, return_exceptions=True)
+        assert pool._deaths == MOST_DEATHS + 1
+
+    shared(body, Turn(text="one two three", delay=1.0), workers=1)
