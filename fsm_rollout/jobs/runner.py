@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 from fsm_rollout.agent.graph import POLICY, AgentGraph
+from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.agent.loader import dump, load_agent
 from fsm_rollout.agent.yaml.source import in_file_order
 from fsm_rollout.concurrency.interruption import Interruptible, interruptible
@@ -113,6 +115,16 @@ def _agents(config: RunConfig) -> dict[str, AgentGraph]:
     return {graph.agent: graph}
 
 
+def _start_lines(graphs: Iterable[AgentGraph]) -> Iterator[str]:
+    """Yield what tools have to say when a run begins (``at_start`` of a tool's class): what protects it, say."""
+    for graph in graphs:
+        for name, tool in graph.tools.items():
+            at_start = getattr(load_object(tool.use), "at_start", None) if tool.use is not None else None
+            if at_start is not None:
+                yield f"{name} {at_start()}"
+        yield from _start_lines(tool.agent for tool in graph.tools.values() if tool.agent is not None)
+
+
 def _prompts(config: RunConfig) -> list[Prompt]:
     return read_prompts(config.prompts, limit=config.limit)
 
@@ -129,6 +141,8 @@ def _carry_out(
     _check_engines(config)
     if config.track is not None:
         check_tracker(config.track)
+    for line in _start_lines(agents.values()):
+        print(line, file=sys.stderr)
     ended = sum(trajectory.ended for trajectory in earlier or () if trajectory.parent_id is None)
     with progress(len(prompts) * config.n, ended) as listener:
         # Engines are built outside the event loop, in which a Ctrl-C would wait until a model has been loaded.

@@ -1,0 +1,401 @@
+"""Sandboxed code: what tries to get out, or to take more than its share, does not; and nothing of it is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fsm_rollout as fr
+from fsm_rollout.agent.loader import loads
+from fsm_rollout.errors import ToolError
+from fsm_rollout.tools.sandbox import Limits, LocalSession, Output, bash, protection, python
+from fsm_rollout.tools.sandbox import session as sessions
+from fsm_rollout.trajectory.events import Called
+from fsm_rollout.trajectory.journal import histories
+from tests.embedded import tokenizer
+from tests.kit import CONFIGS, ROOT
+
+pytestmark = pytest.mark.process
+
+SMALL: dict[str, Any] = {
+    "seconds": 20,
+    "cpu_seconds": 0.3,
+    "memory_mb": 200,
+    "disk_mb": 4,
+    "processes": 8,
+    "output": 2000,
+}
+
+
+@pytest.fixture(params=[True, False], ids=["namespaces", "limits"])
+def namespaces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Both kinds of protection; a machine without namespaces has the second one only."""
+    known = protection()
+    if request.param and not known.namespaces:
+        pytest.skip(f"no namespaces here: {known.why_not}")
+    if not request.param:
+        monkeypatch.setattr(sessions, "protection", lambda: sessions.Protection(False, known.system_calls, "a test"))
+    return bool(request.param)
+
+
+@pytest.fixture
+def isolated(namespaces: bool) -> None:
+    if not namespaces:
+        pytest.skip("limits alone do not hide anything; the docstring says so")
+
+
+def run(*codes: str, tool: type = python, **limits: Any) -> list[str]:
+    """Return what a session answers to each piece of code, one after the other."""
+
+    async def calls() -> list[str]:
+        instance = tool(**SMALL | limits)
+        try:
+            return [await instance.execute(code) for code in codes]
+        finally:
+            await instance.release()
+
+    return asyncio.run(calls())
+
+
+def processes_of(mark: str) -> list[int]:
+    """Return the processes of this machine whose command line, or whose parents' as far up, has a mark."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            try:
+                if mark.encode() in Path(f"/proc/{name}/cmdline").read_bytes():
+                    found.append(int(name))
+            except OSError:
+                pass
+    return found
+
+
+def test_a_session_keeps_what_its_calls_have_made(namespaces: bool) -> None:
+    answers = run("x = 6 * 7\nx", "def f():\n    return x + 1\nprint('a')\nf()", "1 / 0", "f(", "f() + 1")
+    assert (answers[0], answers[1], answers[4]) == ("42", "a\n43", "44")
+    assert answers[2].startswith(
+        'Traceback (most recent call last):\n  File "<code 3>", line 1, in <module>\n    1 / 0\n'
+    )
+    assert answers[2].endswith("ZeroDivisionError: division by zero")
+    assert answers[3].endswith("SyntaxError: '(' was never closed")
+    assert run("cd /; a=5; export b=6", "pwd; echo $a; sh -c 'echo $b'", "false", tool=bash) == [
+        "[no output]", "/\n5\n6", "[exit status 1]",
+    ]  # fmt: skip
+    ended, after = run("y = 1", "import sys; sys.exit(0)", "y")[1:]
+    assert ended == "[the code ended its session; the next call begins a new session, without what was defined before]"
+    assert after.endswith("NameError: name 'y' is not defined")
+    assert run("import os; os.listdir(), sorted(os.environ)") == ["([], ['HOME', 'LANG', 'PATH', 'TMPDIR'])"]
+
+
+BOMBS = {
+    "an endless loop": ("while True: pass", "more than 0.3 s of CPU time"),
+    "one that catches all": (
+        "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
+        "more than 0.3 s of CPU time",
+    ),
+    "one that ignores signals": (
+        "import signal\nfor n in range(1, 32):\n    try: signal.signal(n, signal.SIG_IGN)\n    except OSError: pass\n"
+        "while True: pass",
+        "more than 0.3 s of CPU time",
+    ),
+    "sleep": ("import time; time.sleep(1000)", "longer than 1 s"),
+    "forks": (
+        "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+        ("processes", "CPU time", "memory", "session broke"),
+    ),
+    "forks of bash": ("import subprocess; subprocess.run(['bash', '-c', 'f() { f | f & }; f; wait'])", None),
+    "memory": ("x = []\nwhile True: x.append(bytearray(10**6))", ("MemoryError", "memory")),
+    "memory of several processes": (
+        "import os, time\nfor _ in range(5):\n    if not os.fork():\n        x = bytearray(10**8)\n"
+        "        for i in range(0, 10**8, 4096): x[i] = 1\n        time.sleep(1000)\ntime.sleep(1000)",
+        "memory",
+    ),
+    "a large number": ("10 ** 10 ** 10", ("CPU time", "MemoryError", "ended its session")),
+    "a disk of one file": ("f = open('a', 'wb')\nwhile True: f.write(b'x' * 10**6); f.flush()", "OSError"),
+    "endless output": ("while True: print('x' * 1000)", "the output is longer; these are its first 2,000 characters"),
+    "endless output of another program": ("import subprocess; subprocess.run(['yes'])", "these are its first 2,000"),
+    "descriptors": ("import os\nwhile True: os.dup(1)", "Too many open files"),
+    "limits raised": (
+        "import resource as r\nfor k in (r.RLIMIT_AS, r.RLIMIT_FSIZE, r.RLIMIT_NOFILE):\n"
+        "    try: r.setrlimit(k, (r.RLIM_INFINITY,) * 2); print('RAISED')\n"
+        "    except (ValueError, OSError): print('no')",
+        "no\nno\nno",
+    ),
+    "a crash": ("import ctypes; ctypes.string_at(0)", "ended its session"),
+    "deep recursion": ("import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()", None),
+    "closed descriptors": ("import os; os.closerange(0, 1000)", ("ended its session", "broke")),
+    "junk on the wire": (
+        "import os\nfor n in range(3, 50):\n    try: os.write(n, b'junk\\n' * 1000)\n    except OSError: pass",
+        ("broke", "ended its session", "no output"),
+    ),
+    "a forged answer": (
+        "import os\nfor n in range(3, 50):\n    try: os.write(n, b'{\"text\": 7, \"exit\": [], \"shell\": 1}\\n')\n"
+        "    except OSError: pass",
+        ("ended its session", "broke", "no output"),
+    ),
+    "all that can be killed": ("import os, signal; os.kill(-1, signal.SIGKILL)", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_bomb_hits_its_own_session_alone(bomb: str, namespaces: bool) -> None:
+    if bomb == "all that can be killed" and not namespaces:
+        pytest.skip("without namespaces it would be this very test that is killed, as the docstring says")
+    if not namespaces and list(BOMBS).index(bomb) % 3:
+        pytest.skip("every third is enough to see that the same guard does the same")
+    code, expected = BOMBS[bomb]
+
+    async def calls() -> tuple[str, str, str]:
+        limits = SMALL | ({"seconds": 1} if bomb == "sleep" else {})
+        hit, neighbour = python(**limits), python(**SMALL)
+        try:
+            await neighbour.execute("x = 1")
+            return await hit.execute(code), await hit.execute("1 + 1"), await neighbour.execute("x")
+        finally:
+            await hit.release()
+            await neighbour.release()
+
+    answer, after, beside = asyncio.run(calls())
+    expected = (expected,) if isinstance(expected, str) else expected
+    assert expected is None or any(text in answer for text in expected), answer
+    assert "RAISED" not in answer
+    assert len(answer) < 4000
+    assert (after, beside) == ("2", "1"), "the session, or a new one, goes on; so does the neighbour"
+
+
+@pytest.fixture
+def listening() -> Iterator[int]:
+    """A server on this machine, which must not be reached."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+ESCAPES = {
+    "the network": "import socket; socket.create_connection(('1.1.1.1', 53), 3)",
+    "this machine's servers": "import socket; socket.create_connection(('127.0.0.1', {port}), 3)",
+    "a host's file": "open('{secret}').read()",
+    "the users": "open('/etc/shadow').read()",
+    "the repository": "open('{root}/README.md').read()",
+    "through the guard's root": "open('/proc/1/root{secret}').read()",
+    "the guard's environment": "open('/proc/1/environ').read()",
+    "the guard's memory": "open('/proc/1/mem', 'rb').read(1)",
+    "a signal to the run": "import os; os.kill({pid}, 0)",
+    "a signal to the guard": "import os; os.kill(1, 9)",
+    "the host's processes": "import os; assert '{pid}' not in os.listdir('/proc'); raise OSError('hidden')",
+    "programs overwritten": "open('/usr/bin/true', 'wb')",
+    "a new file beside them": "open('/usr/x', 'w')",
+    "a device": "import os; os.mknod('/tmp/sda', 0o60600, os.makedev(8, 0))",
+    "another user": "import os; os.setuid(0)",
+    "ptrace": (
+        "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        "assert libc.ptrace(16, 1, 0, 0) == -1\nraise OSError(ctypes.get_errno(), 'refused')"
+    ),
+    "new namespaces": (
+        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        "assert libc.unshare(0x10000000) == -1\nraise OSError(ctypes.get_errno(), 'refused')"
+    ),
+    "a mount": (
+        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        "assert libc.mount(b'none', b'/tmp', b'tmpfs', 0, None) == -1\nraise OSError(ctypes.get_errno(), 'refused')"
+    ),
+    "memory that no limit sees": "import os; os.memfd_create('x')",
+    "a way out of the root": "import os; os.chroot('/tmp')",
+    "more rights by a program": (
+        "import subprocess\nassert subprocess.run(['su', '-c', 'id'], stdin=-3, capture_output=True).returncode\n"
+        "raise OSError('refused')"
+    ),
+    "a large disk of small files": "for n in range(10**5): open(str(n), 'w').write('x' * 5000)",
+}
+
+
+@pytest.mark.usefixtures("isolated")
+@pytest.mark.parametrize("escape", ESCAPES)
+def test_there_is_no_way_out(escape: str, tmp_path: Path, listening: int) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("the secret")
+    secret.chmod(0o644)
+    code = ESCAPES[escape]
+    for name, value in (("port", listening), ("secret", secret), ("pid", os.getpid()), ("root", ROOT)):
+        code = code.replace(f"{{{name}}}", str(value))
+    answer, after = run(code, "1 + 1", seconds=60, cpu_seconds=60)
+    assert "Error" in answer, answer
+    assert "AssertionError" not in answer
+    assert "the secret" not in answer
+    assert after == "2"
+
+
+def test_what_a_call_leaves_running_ends_with_it(namespaces: bool) -> None:
+    daemon = (
+        "import os, time\nif not os.fork():\n    os.setsid()\n    if os.fork(): os._exit(0)\n"
+        "    while True:\n        open('alive', 'a').write('x'); time.sleep(0.01)\n"
+    )
+    size = "import os, time\nbefore = os.path.getsize('alive') if os.path.exists('alive') else 0\n"
+    grows = f"{size}time.sleep(0.3)\n(os.path.getsize('alive') if os.path.exists('alive') else 0) - before"
+    assert run(f"{daemon}while not os.path.exists('alive'): time.sleep(0.01)", grows)[1] == "0"
+
+
+def test_a_cancelled_call_ends_its_session(namespaces: bool) -> None:
+    async def calls() -> str:
+        tool = python(**SMALL | {"seconds": 600, "cpu_seconds": 600})
+        await tool.execute("x = 1")
+        running = asyncio.ensure_future(tool.execute("import time; time.sleep(600)"))
+        await asyncio.sleep(0)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        try:
+            return await tool.execute("x")
+        finally:
+            await tool.release()
+
+    assert "NameError" in asyncio.run(calls())
+
+
+KILLED = """
+import asyncio, os, sys
+from fsm_rollout.tools.sandbox import python, session
+if sys.argv[1] == "limits":
+    known = session.protection()
+    session.protection = lambda: session.Protection(False, known.system_calls, "a test")
+async def main():
+    tools = [python(seconds=600, cpu_seconds=600) for _ in range(4)]
+    await asyncio.gather(*(tool.execute("1") for tool in tools))
+    mark = "mark-" + sys.argv[2]
+    code = f"import subprocess; subprocess.run(['bash', '-c', 'sleep 600; : {mark}'])"
+    for tool in tools: asyncio.ensure_future(tool.execute(code))
+    print("running", flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_is_left_of_a_run_that_was_killed(namespaces: bool, how: signal.Signals, tmp_path: Path) -> None:
+    mark = f"{os.getpid()}-{how}-{namespaces}"
+    kind = "namespaces" if namespaces else "limits"
+    process = subprocess.Popen([sys.executable, "-c", KILLED, kind, mark], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with process.stdout:
+        assert process.stdout.readline() == "running\n"
+        until(lambda: len(processes_of(f"mark-{mark}")) >= 4, process)
+        (nursery,) = [
+            pid for pid in children_of(process.pid) if b"jail.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+        process.send_signal(how)
+        process.wait(600)
+    until(lambda: not processes_of(f"mark-{mark}") and not Path(f"/proc/{nursery}").exists())
+
+
+def children_of(pid: int) -> list[int]:
+    lists = Path(f"/proc/{pid}/task").glob("*/children")  # each thread has its own
+    return [int(child) for children in lists for child in children.read_text().split()]
+
+
+def until(holds: Any, process: subprocess.Popen[str] | None = None) -> None:
+    waited = threading.Event()
+    for _ in range(6_000):
+        if holds():
+            return
+        assert process is None or process.poll() is None, "it has ended"
+        waited.wait(0.1)
+    raise AssertionError("it never came")
+
+
+def test_256_sessions_at_once() -> None:
+    async def calls() -> list[str]:
+        tools = [python(**SMALL | {"seconds": 300, "cpu_seconds": 60}) for _ in range(256)]
+        try:
+            await asyncio.gather(*(tool.execute(f"x = {place}") for place, tool in enumerate(tools)))
+            return await asyncio.gather(*(tool.execute("x * x") for tool in tools))
+        finally:
+            await asyncio.gather(*(tool.release() for tool in tools))
+
+    assert asyncio.run(calls()) == [str(place * place) for place in range(256)]
+
+
+MADE: list[tuple[object, ...]] = []
+
+
+class Echo:
+    """A backend of a user's own: another place in which code runs."""
+
+    def __init__(self, language: str, limits: Limits) -> None:
+        MADE.append((language, limits.seconds))
+
+    async def execute(self, code: str) -> Output:
+        return Output(code.upper(), ended="time")
+
+    async def close(self) -> None:
+        MADE.append(("closed",))
+
+
+def test_a_backend_of_ones_own() -> None:
+    MADE.clear()
+    (answer,) = run("hello", tool=bash, backend=f"{__name__}:Echo")
+    assert answer.startswith("HELLO\n[the code ran longer than 20 s")
+    assert MADE == [("bash", 20), ("closed",)]
+    with pytest.raises(ToolError, match="the sandbox's seconds must be a positive number, got 0"):
+        python(seconds=0)
+
+
+def test_what_is_required_and_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "protection", lambda: sessions.Protection(False, True, "a test"))
+    with pytest.raises(ToolError, match="needs namespaces, which cannot be had here: a test"):
+        asyncio.run(LocalSession("python", Limits(), namespaces=True).execute("1"))
+    assert "are NOT hidden, because namespaces cannot be had: a test" in str(sessions.protection())
+
+
+AGENT = """
+agent: coder
+limits: {assistant_turns: 4, tool_calls: 4}
+contexts: {main: {tool_format: hermes}}
+tools: {python: {use: "fsm_rollout.tools.sandbox:python", kwargs: {seconds: 60}, timeout: 300}}
+states: {PENDING: {}, GENERATING: {timeout: 600}, PROCESSING_TOOLS: {timeout: 600}}
+transitions:
+  - {trigger: prompted, source: PENDING, dest: GENERATING}
+  - {trigger: generated, source: GENERATING, dest: PROCESSING_TOOLS, conditions: has_tool_calls}
+  - {trigger: generated, source: GENERATING, dest: TERMINATED}
+  - {trigger: tools_done, source: PROCESSING_TOOLS, dest: GENERATING}
+"""
+
+
+def test_an_agent_computes_with_it() -> None:
+    """Each trajectory has a session of its own, which is closed with it."""
+    call = '<tool_call>\n{"name": "python", "arguments": {"code": "%s"}}\n</tool_call>'
+    turns = [call % "x = globals().get('x', 40) + 1", call % "x + 1", "The answer is 42."]
+    engine = fr.ScriptedEngine(turns, tokenizer=tokenizer())
+    with fr.Rollout(loads(AGENT), engine) as rollout:
+        batch = rollout.run(["What is 40 + 2?"] * 4, n=2)
+    assert list(batch.tensordict["stop_reason"]) == ["answered"] * 8
+    texts = [
+        tokenizer().decode(ids[mask.bool()])
+        for ids, mask in zip(batch.tensordict["input_ids"], batch.tensordict["attention_mask"], strict=True)
+    ]
+    assert all("\n42" in text for text in texts)
+
+
+def test_the_embedded_model_computes_in_a_sandbox(tmp_path: Path) -> None:
+    """The shipped example, for real; a run says what protects it."""
+    command = [sys.executable, "-m", "fsm_rollout", "run", str(CONFIGS / "runs/code_user.yaml")]
+    done = subprocess.run(
+        [*command, f"out={tmp_path / 'out'}", "limit=2"], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "calculate runs code in a sandbox: " in done.stderr
+    assert str(protection()).partition(",")[0] in done.stderr
+    called = [e for h in histories(tmp_path / "out/journal.sqlite") for e in h if isinstance(e, Called)]
+    assert called
+    for event in called:
+        left, operator, right = (event.arguments[name] for name in ("left", "operator", "right"))
+        value = {"+": left + right, "-": left - right, "*": left * right}[operator]
+        assert (event.result, event.failure) == (str(value), None)
