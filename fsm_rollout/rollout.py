@@ -12,7 +12,6 @@ Invariant: a rollout owns what it builds (engines named by a spec, its event loo
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, get_args
 
 from fsm_rollout.agent.graph import POLICY, AgentGraph
-from fsm_rollout.agent.loader import dump, load_agent, loads
+from fsm_rollout.agent.loader import dump, load_agent
 from fsm_rollout.agent.proof import prove
 from fsm_rollout.agent.verify import verify
 from fsm_rollout.concurrency.loop_thread import LoopThread, close_at_exit
@@ -521,10 +520,8 @@ def _agents(given: AgentLike | Mapping[str, AgentLike]) -> dict[str, AgentGraph]
 def _agent(given: AgentLike) -> AgentGraph:
     if isinstance(given, AgentGraph):
         return given
-    if isinstance(given, str | Path):
+    if isinstance(given, str | Path | Mapping):
         return load_agent(given)
-    if isinstance(given, Mapping):
-        return loads(json.dumps(given), name="the agent's mapping")  # JSON is YAML, too
     raise ConfigError(
         f"agent: got a {type(given).__name__}; give what load_agent returns, the path of an agent's YAML, or a mapping "
         "from names to them"

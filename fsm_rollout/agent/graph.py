@@ -8,11 +8,12 @@ by content, so a graph can be sent anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from fsm_rollout.errors import ConfigError
 from fsm_rollout.trajectory.enums import Trigger
 from fsm_rollout.trajectory.settings import (
     AtLeastOne,
@@ -288,6 +289,19 @@ class AgentGraph(StrictModel):
         """Hash a few names: enough to tell graphs apart, and defined whatever free-form data they hold."""
         return hash((self.agent, self.initial, frozenset(self.states), len(self.transitions)))
 
+    def with_tools(self, **tools: object) -> AgentGraph:
+        """Return this agent with further tools, or with others in the place of those of the same name.
+
+        Each is a function or class, its ``module:name``, another agent, or what stands in a YAML:
+        ``agent.with_tools(add=add, solve={"agent": solver, "timeout": 60})``. A function that cannot be imported (a
+        lambda, one within a function) serves in this process alone.
+
+        Raises:
+            ConfigError: something else.
+        """
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return AgentGraph(**fields | {"tools": {**self.tools, **{name: _tool(name, tools[name]) for name in tools}}})
+
     def context(self, name: str) -> Context:
         """Return the context called ``name``; ``main`` exists without being named."""
         return self.contexts.get(name) or Context()
@@ -324,6 +338,20 @@ class AgentGraph(StrictModel):
         on_error = self.states[state].on_error
         if trigger == Trigger.FAILED and on_error is not None:
             yield None, TransitionRow(trigger=Trigger.FAILED, source=(state,), dest=on_error)
+
+
+def _tool(name: str, given: object) -> Tool:
+    if isinstance(given, Tool):
+        return given
+    if isinstance(given, AgentGraph):
+        return Tool(agent=given)
+    if isinstance(given, Mapping):
+        return Tool(**given)
+    if isinstance(given, str) or callable(given):
+        return Tool(use=given)
+    raise ConfigError(
+        f"tool '{name}': got {given!r:.80}; give a function or class, its `module:name`, an agent, or a mapping"
+    )
 
 
 Tool.model_rebuild()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from fsm_rollout.agent.yaml.overrides import apply_overrides, interpolate, unesc
 from fsm_rollout.agent.yaml.source import TEXT_FILE, SourceMap, in_file_order, read_text, read_yaml
 from fsm_rollout.errors import FILE_LIKENESS, ConfigError, Problem, close_match, did_you_mean
 from fsm_rollout.trajectory.config_errors import ConfigData, ConfigPath, describe_path, explanations
+from fsm_rollout.trajectory.named_objects import path_of
 
 __all__ = ["Reading", "dump", "load_agent", "loads", "read_agent", "recorded_agent"]
 
@@ -47,13 +48,29 @@ class Reading:
     problems: tuple[Problem, ...]
 
 
-def load_agent(path: str | Path, overrides: Sequence[str] = ()) -> AgentGraph:
-    """Load and verify the agent in the YAML file ``path``, with ``overrides`` such as ``limits.assistant_turns=4``.
+def load_agent(
+    source: str | Path | Mapping[str, object], overrides: Sequence[str] = (), *, base: str | Path = "."
+) -> AgentGraph:
+    """Load and verify an agent, with ``overrides`` such as ``limits.assistant_turns=4``.
+
+    Args:
+        source: the path of a YAML file; or the YAML itself, a text of several lines (or one in braces); or the mapping
+            that stands in one, in which functions may stand for their names.
+        overrides: laid over it.
+        base: what files that a text or a mapping names are relative to.
 
     Raises:
         ConfigError: the file, an override or the agent is wrong; holds every problem, in file order.
     """
-    return _graph(read_agent(path, overrides))
+    if isinstance(source, Mapping):
+        try:
+            text = json.dumps(source, default=path_of)  # JSON is YAML, too
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"the agent's mapping is not plain data: {error}") from error
+        return loads(text, base, overrides, name="the agent's mapping")
+    if isinstance(source, str) and ("\n" in source or source.lstrip().startswith("{")):
+        return loads(source, base, overrides)
+    return _graph(read_agent(source, overrides))
 
 
 def loads(text: str, base: str | Path = ".", overrides: Sequence[str] = (), name: str = "<text>") -> AgentGraph:

@@ -45,6 +45,7 @@ from fsm_rollout.tools.bounded_call import (
 from fsm_rollout.tools.schema import Arguments, Function, Parameters, Schema, context_parameters, parameters_of
 from fsm_rollout.tools.tool_messages import GO_ON, Tokenizer, bounded_result, described, error_text, truncate
 from fsm_rollout.trajectory.events import MalformedCall, ToolCall
+from fsm_rollout.trajectory.named_objects import HERE_ALONE
 
 CORRECT = "correct the arguments and try again"
 GO_ON_LATER = "try again later or go on without it"
@@ -330,6 +331,11 @@ def bind(name: str, spec: graph.Tool) -> BoundTool:
         raise ToolError(f"tool '{name}': {error}") from error
     if isinstance(code, type):
         return ClassTool(name, spec, code)
+    if spec.placement != "local" and str(spec.use).startswith(HERE_ALONE):
+        raise ToolError(
+            f"tool '{name}': it was given as an object, which a process of its own cannot import; write it into a "
+            "module and name that, or leave `placement` out"
+        )
     if callable(code):
         return FunctionTool(name, spec, code)
     raise ToolError(f"tool '{name}': '{spec.use}' is a {type(code).__name__}; a tool is a function or a class")

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Generic, NoReturn, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic._internal._model_construction import ModelMetaclass  # there is no other name for a model's metaclass
 
 from fsm_rollout.errors import ConfigError, Problem
 from fsm_rollout.trajectory.config_errors import explanations
+from fsm_rollout.trajectory.named_objects import path_of
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -45,7 +46,7 @@ class FrozenMap(dict[K, V], Generic[K, V]):
 
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
+ImportPath = Annotated[str, BeforeValidator(path_of), Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 MOST = 2**53
 """Larger counts are mistakes: not every reader of JSON could tell them apart."""

@@ -119,7 +119,7 @@ def test_a_row_that_can_never_fire_is_named(folder: pytest.Pytester) -> None:
     agent(folder, DEAD_ROW)
     result = folder.runpytest_inprocess("--fsm-agents", "agent.yaml", "-k", "coverage", *FEW)
     result.assert_outcomes(failed=1, deselected=7)
-    result.stdout.fnmatch_lines(["  GENERATING --generated [[]visits_over 3]--> TERMINATED"])
+    result.stdout.fnmatch_lines(["  GENERATING --generated [[]visits_over *PENDING*]--> TERMINATED"])
 
 
 @pytest.mark.parametrize(
@@ -204,6 +204,29 @@ def test_an_agent_whose_rows_never_fire_is_named(folder: pytest.Pytester) -> Non
     result = folder.runpytest_inprocess("--fsm-agents", "agent.yaml", "-k", "coverage", *FEW)
     result.assert_outcomes(failed=1, deselected=7)
     result.stdout.fnmatch_lines(["*no row was ever taken in 8 runs: every trajectory ended as *prompt_too_long*"])
+
+
+SESAME = """
+agent: door
+limits: {assistant_turns: 3, wall_seconds: 60}
+states: {PENDING: {}, GENERATING: {timeout: 9}}
+transitions:
+  - {trigger: prompted, source: PENDING, dest: GENERATING}
+  - {trigger: generated, source: GENERATING, dest: TERMINATED, conditions: "words:opens"}
+  - {trigger: generated, source: GENERATING, dest: TERMINATED, stop_reason: closed}
+"""
+
+
+def test_a_vocabulary_lets_text_predicates_of_ones_own_hold(folder: pytest.Pytester) -> None:
+    agent(folder, SESAME, words='def opens(trajectory):\n    return trajectory.text[::-1] == "emases nepo"\n')
+    (folder.path / "said.txt").write_text("open sesame\nlet me in\n", "utf-8")
+    options = ("--fsm-agents", "agent.yaml", "-k", "coverage", *FEW)
+    folder.runpytest_inprocess(*options).stdout.fnmatch_lines(["*2 of 3 rows taken in 8 runs", "*NEVER*"])
+    result = folder.runpytest_inprocess(*options, "--fsm-texts", "said.txt")
+    result.stdout.fnmatch_lines(["agent.yaml: 3 of 3 rows taken in 8 runs"])
+    (folder.path / "said.json").write_text("[]", "utf-8")
+    result = folder.runpytest_inprocess(*options, "--fsm-texts", "said.json")
+    result.stdout.fnmatch_lines(["*--fsm-texts said.json: give a text a line, or a JSON list of texts*"])
 
 
 def test_the_names_that_v_prints_can_be_pasted(folder: pytest.Pytester) -> None:

@@ -66,7 +66,7 @@ def _never_holds(structure: Structure, predicate: Predicate, row: TransitionRow,
     match predicate.name:
         case "limit" if argument in list(LimitName) and row.trigger == Trigger.LIMIT_REACHED:
             return _never_reached(structure, str(argument), state)
-        case "has_tool_calls" | "tool_called":
+        case "has_tool_calls" | "tool_called" if graph.tools:  # an agent without any may be given some in Python
             # A turn that has just ended is of the state's own context; others may be of any.
             own = row.trigger in _FINISHED_TURN and not structure.is_custom(state)
             contexts = {graph.states[state].context} if own else {MAIN, *graph.contexts}

@@ -97,7 +97,8 @@ def check_interaction(
         ConformanceError: a promise does not hold; with the shortest conversation that shows it.
     """
     code = interaction.use if isinstance(interaction, Spec) else interaction
-    with SUITE.judging(), named(code) as (path, name):
+    with SUITE.judging():
+        path, name = named(code)
         spec = interaction if isinstance(interaction, Spec) else Spec(use=path, kwargs=kwargs or {})
         subject = _Interaction(spec, name, patience, examples, interaction_kwargs or {}, extra or {}, most_replies)
         subject.unmade |= (set() if deterministic else {5, 6}) | (set() if resumable else {6})

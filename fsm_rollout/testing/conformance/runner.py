@@ -9,19 +9,16 @@ after the other (:class:`Stepped`), so it can be cancelled at each of its awaits
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
-from fsm_rollout.agent.handlers import load_object
-from fsm_rollout.errors import ConfigError
 from fsm_rollout.testing.simulation import blocked_loop
 from fsm_rollout.testing.simulation.virtual_time import Deadlock, Endless, LeakedTasks, VirtualTimeLoop, run_virtual
 from fsm_rollout.tools.bounded_call import STOP_SECONDS
+from fsm_rollout.trajectory.named_objects import path_of
 
 if TYPE_CHECKING:
     from hypothesis import strategies as st
@@ -351,35 +348,12 @@ def search(
 
 # -- code by its name ---------------------------------------------------------------------------------------------
 
-lent = SimpleNamespace()
-"""Names for code that has none: what is defined inside a function cannot be imported as ``module:Name``."""
-_numbers = itertools.count()
 
-
-@contextmanager
-def named(code: object) -> Iterator[tuple[str, str]]:
-    """Give the ``module:Name`` under which an object is imported for the block, and what to call it in messages.
-
-    A string is taken as it is.
-    """
+def named(code: object) -> tuple[str, str]:
+    """Return the ``module:Name`` under which an object is imported (a string is one), and its name in messages."""
     if isinstance(code, str):
-        yield code, code
-        return
-    name = str(getattr(code, "__name__", repr(code)))
-    path = f"{getattr(code, '__module__', '')}:{getattr(code, '__qualname__', '')}"
-    try:
-        importable = "<" not in path and load_object(path) is code
-    except (ConfigError, ValueError):
-        importable = False
-    if importable:
-        yield path, name
-        return
-    attribute = f"object_{next(_numbers)}"
-    setattr(lent, attribute, code)
-    try:
-        yield f"{__name__}:lent.{attribute}", name
-    finally:
-        delattr(lent, attribute)
+        return code, code
+    return str(path_of(code)), str(getattr(code, "__name__", repr(code)))
 
 
 # -- steps --------------------------------------------------------------------------------------------------------

@@ -99,7 +99,8 @@ def check_state(
         ConformanceError: a promise does not hold; with the simplest run that shows it.
         ConfigError: ``state`` or ``agent`` are no YAML keys.
     """
-    with SUITE.judging(), named(handler) as (path, title):
+    with SUITE.judging():
+        path, title = named(handler)
         spec = _load(path, title)
         graph = _agent(path, spec, state or {}, agent or {}, patience)
         try:

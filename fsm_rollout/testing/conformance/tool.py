@@ -85,7 +85,8 @@ def check_tool(
     if isinstance(tool, Tool) and tool.agent is not None:
         embedded_tokenizer()  # loading it takes seconds, which are not the tool's
     code = tool.use or "agent" if isinstance(tool, Tool) else tool
-    with SUITE.judging(), named(code) as (path, name):
+    with SUITE.judging():
+        path, name = named(code)
         spec = tool if isinstance(tool, Tool) else Tool(use=path, kwargs=kwargs or {})
         subject = _Tool(spec, name, patience, examples, {"tool": tools_kwargs} if tools_kwargs else {}, extra or {})
         subject.calls = subject.calls if arguments is None else arguments

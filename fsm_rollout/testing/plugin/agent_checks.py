@@ -65,6 +65,8 @@ class Subject:
     real_tools: bool = False
     prompts: tuple[Prompt, ...] = ()
     tokenizer: Any = None
+    texts: tuple[str, ...] = ()
+    """Texts that turns may say beside those that the agent's own conditions ask for."""
     blocking_seconds: float | None = None
     notes: dict[str, str] = field(default_factory=dict, compare=False)
 
@@ -117,7 +119,8 @@ class Subject:
         if self.replay is not None:
             holds(self.replay)
             return 1
-        script = engine_scripts(self.graph, self.tokenizer or embedded_tokenizer(), failures=failures)
+        tokenizer = self.tokenizer or embedded_tokenizer()
+        script = engine_scripts(self.graph, tokenizer, failures=failures, texts=self.texts)
         drawn = plans(self.graph, script, failures=failures, **what)
         return runner.search(drawn, holds, self.count, seed=self.seed, slow=_is_slow)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
@@ -99,10 +100,25 @@ class AgentFile(pytest.File):
                 replay=None if option.fsm_replay is None else Plan.of_line(option.fsm_replay),
                 real_tools=option.fsm_real_tools,
                 prompts=() if option.fsm_prompts is None else tuple(read_prompts(option.fsm_prompts)),
+                texts=() if option.fsm_texts is None else _texts(option.fsm_texts),
                 tokenizer=None if option.fsm_tokenizer is None else _tokenizer(option.fsm_tokenizer),
             )
         except RolloutError as error:
             raise self.CollectError(str(error)) from error
+
+
+def _texts(file: str) -> tuple[str, ...]:
+    """Return the lines of a file, or the texts of a JSON list."""
+    from fsm_rollout.errors import ConfigError
+
+    try:
+        written = Path(file).read_text("utf-8")
+        texts = json.loads(written) if file.endswith(".json") else [line for line in written.splitlines() if line]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--fsm-texts {file}: it cannot be read: {error}") from error
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
+        raise ConfigError(f"--fsm-texts {file}: give a text a line, or a JSON list of texts; got {texts!r:.80}")
+    return tuple(texts)
 
 
 @cache

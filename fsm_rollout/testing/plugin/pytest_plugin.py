@@ -40,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     option("--fsm-seed", type=int, metavar="N", help="seed of the drawing (default: Hypothesis chooses)")
     option("--fsm-tokenizer", metavar="FOLDER", help="a model's folder (default: the embedded model)")
     option("--fsm-prompts", metavar="FILE", help="prompts to begin from (default: short questions)")
+    option("--fsm-texts", metavar="FILE", help="texts that turns may say, one a line (or a .json list)")
     option("--fsm-real-tools", action="store_true", help="call the agent's own tools and interactions for real")
     option("--fsm-replay", metavar="PLAN", help="run this one plan, as a failure printed it")
     option(

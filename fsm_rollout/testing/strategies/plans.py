@@ -6,7 +6,7 @@ fast machine where nothing fails. Everything shrinks towards it: shorter scripts
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 from hypothesis import strategies as st
@@ -49,15 +49,16 @@ def turns(texts: st.SearchStrategy[str], *, failures: bool = True) -> st.SearchS
 
 
 def engine_scripts(
-    graph: AgentGraph, tokenizer: object, *, failures: bool = True, max_turns: int = 6
+    graph: AgentGraph, tokenizer: object, *, failures: bool = True, max_turns: int = 6, texts: Sequence[str] = ()
 ) -> st.SearchStrategy[Turns]:
     """Return a strategy for scripts of the scripted engine, by ``agent/context``, in which the agent's conditions hold.
 
-    A context that is left out, or a script that ends early, leaves the rest to whoever runs it.
+    A context that is left out, or a script that ends early, leaves the rest to whoever runs it. ``texts`` are said
+    beside what the conditions ask for: those that predicates of the user's own may want.
     """
     contexts = {
-        key: st.lists(turns(texts, failures=failures), max_size=max_turns).map(tuple)
-        for key, texts in vocabularies(graph, tokenizer).items()
+        key: st.lists(turns(said, failures=failures), max_size=max_turns).map(tuple)
+        for key, said in vocabularies(graph, tokenizer, texts).items()
     }
     return st.fixed_dictionaries(contexts).map(lambda script: {key: turns for key, turns in script.items() if turns})
 

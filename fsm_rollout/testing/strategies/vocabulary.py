@@ -27,10 +27,14 @@ _ALPHABETS = (st.characters(min_codepoint=32, max_codepoint=126), st.characters(
 """Tried in turn: the first may not spell a pattern."""
 
 
-def vocabularies(graph: AgentGraph, tokenizer: object) -> Mapping[str, st.SearchStrategy[str]]:
-    """Return what may be said, by ``agent/context``; the agents used as tools included."""
+def vocabularies(
+    graph: AgentGraph, tokenizer: object, texts: Sequence[str] = ()
+) -> Mapping[str, st.SearchStrategy[str]]:
+    """Return what may be said, by ``agent/context``; the agents used as tools included. ``texts`` are said, too."""
     toolbox = Toolbox(graph)
     plain = st.one_of(st.sampled_from([*ANSWERS, *_texts(graph)]), *_patterns(graph))
+    if texts:
+        plain |= st.sampled_from(list(texts))
     found: dict[str, st.SearchStrategy[str]] = {}
     for name in dict.fromkeys([MAIN, *graph.contexts, *(graph.states[s].context for s in graph.working_states)]):
         key = f"{graph.agent}/{name}"
@@ -44,7 +48,7 @@ def vocabularies(graph: AgentGraph, tokenizer: object) -> Mapping[str, st.Search
             found[key] = plain.flatmap(st.just) | _calls(tools, wanted, tool_format, tokenizer)
     for tool in graph.tools.values():
         if tool.agent is not None:
-            found |= vocabularies(tool.agent, tokenizer)
+            found |= vocabularies(tool.agent, tokenizer, texts)
     return found
 
 

@@ -1,0 +1,55 @@
+"""Functions and classes by name: a configuration is plain data, and names code as ``module:name``.
+
+Invariant: a name stands for the same object as long as this process runs. What can be imported has its own name; what
+cannot (a lambda, a function within a function) is given one here, which no other process knows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+
+from fsm_rollout.errors import ConfigError
+
+
+class _Given:
+    """Holds objects that were given a name, as its attributes."""
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ConfigError(
+            f"'{name}' was given as an object to the process that began with it, and no other knows it; "
+            "write it into a module, and name it as `module:name`"
+        )
+
+
+given = _Given()
+_names: dict[int, str] = {}
+_numbers = itertools.count(1)
+HERE_ALONE = f"{__name__}:given."
+"""How the names begin that only this process knows."""
+
+
+def path_of(code: object) -> object:
+    """Return ``module:name`` of a function or class; anything else (such as a name) as it is."""
+    if isinstance(code, str) or not callable(code):
+        return code
+    # 1. Its own name, if that leads to it.
+    module, name = getattr(code, "__module__", None), getattr(code, "__qualname__", "<unnamed>")
+    if "<" not in name and module in sys.modules:
+        try:
+            found: object = sys.modules[module]
+            for part in name.split("."):
+                found = getattr(found, part)
+            if found is code:
+                return f"{module}:{name}"
+        except AttributeError:
+            pass
+    # 2. Else one that is made for it, once.
+    if id(code) not in _names:
+        word = re.sub(r"\W", "", name.rpartition(".")[2]) or "object"
+        _names[id(code)] = f"{word}_{next(_numbers)}"
+        setattr(given, _names[id(code)], code)
+    return HERE_ALONE + _names[id(code)]
