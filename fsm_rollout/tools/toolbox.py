@@ -329,6 +329,8 @@ def bind(name: str, spec: graph.Tool) -> BoundTool:
         code = load_object(str(spec.use))
     except ConfigError as error:
         raise ToolError(f"tool '{name}': {error}") from error
+    if isinstance(code, type) and issubclass(code, BoundTool):
+        return code(name, spec)  # a kind of its own, which knows its schema otherwise
     if isinstance(code, type):
         return ClassTool(name, spec, code)
     if spec.placement != "local" and str(spec.use).startswith(HERE_ALONE):

@@ -1,0 +1,137 @@
+"""verl's ``LLMServerClient`` as an engine: token ids in, token ids with log probabilities out.
+
+Invariant: verl owns the servers and their weights. An answer carries the weight versions (``min_global_steps`` to
+``max_global_steps``) that verl says; where they differ, only the last token of the answer carries the newest, because
+verl does not say which token changed over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from fsm_rollout.engines.chunk_stream import ChunkStream
+from fsm_rollout.engines.protocol import Chunk, Load, Request
+from fsm_rollout.errors import EngineError
+from fsm_rollout.model.folders import stop_tokens
+from fsm_rollout.trajectory.enums import FinishReason
+from fsm_rollout.trajectory.tokens import as_ids, as_logprobs
+
+if TYPE_CHECKING:
+    from fsm_rollout.engines.protocol import Weights
+
+
+class VerlEngine:
+    """See the module. ``max_context`` is verl's ``prompt_length + response_length``."""
+
+    def __init__(self, client: Any, tokenizer: Any, *, max_context: int) -> None:
+        self.client = client
+        self.tokenizer = tokenizer
+        self.max_context = max_context
+        self.eos_ids = stop_tokens(tokenizer.eos_token_id)
+        self.weight_version = 0
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
+        """Ask verl for each request on its own; its client balances the load."""
+        stream = ChunkStream((request.request_id for request in requests), self._cancel)
+        for request in requests:
+            stream.put(Chunk(request.request_id, weight_version=self.weight_version))
+            task = asyncio.get_running_loop().create_task(self._answer(request, stream))
+            self._tasks[request.request_id] = task
+            task.add_done_callback(partial(self._forget, request.request_id))
+        return aiter(stream)
+
+    async def _answer(self, request: Request, stream: ChunkStream) -> None:
+        sampling = request.sampling
+        params: dict[str, Any] = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "repetition_penalty": 1.0,
+            "logprobs": True,
+            "max_tokens": sampling.max_tokens,
+            "stop_token_ids": sorted(sampling.stop_ids),
+        }
+        try:
+            output = await self.client.generate(
+                request.session, prompt_ids=request.ids.tolist(), sampling_params=params
+            )
+            for chunk in self._chunks(request, output):
+                stream.put(chunk)
+        except asyncio.CancelledError:
+            stream.put(Chunk(request.request_id, weight_version=self.weight_version, finish_reason=FinishReason.ABORT))
+        except Exception as error:  # whatever verl's client and servers raise
+            text = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+            stream.put(
+                Chunk(
+                    request.request_id,
+                    weight_version=self.weight_version,
+                    finish_reason=FinishReason.ABORT,
+                    error=f"EngineError: {text}",
+                )
+            )
+
+    def _chunks(self, request: Request, output: Any) -> list[Chunk]:
+        """Return verl's answer as one chunk, or two where it spans weight versions."""
+        ids = list(output.token_ids)[: request.sampling.max_tokens]
+        if output.log_probs is None or not ids:
+            lacks = "no token" if not ids else "no log probabilities; set rollout.calculate_log_probs=true"
+            raise EngineError(f"verl's server answered request {request.request_id} with {lacks}")
+        logprobs = list(output.log_probs)[: len(ids)]
+        fields = output.extra_fields
+        step = fields.get("global_steps")
+        newest = fields.get("max_global_steps", step)
+        oldest = fields.get("min_global_steps", newest)
+        newest, oldest = int(newest or 0), int(oldest if oldest is not None else newest or 0)
+        self.weight_version = max(self.weight_version, newest)
+        if ids[-1] in request.sampling.stop_ids:
+            reason = FinishReason.STOP
+        else:
+            reason = FinishReason.ABORT if output.stop_reason == "aborted" else FinishReason.LENGTH
+        chunks = []
+        split = len(ids) if oldest == newest else len(ids) - 1
+        for start, end, version in ((0, split, oldest), (split, len(ids), newest)):
+            if start < end:
+                last = end == len(ids)
+                chunks.append(
+                    Chunk(
+                        request.request_id,
+                        as_ids(ids[start:end]),
+                        as_logprobs(logprobs[start:end]),
+                        weight_version=version,
+                        finish_reason=reason if last else None,
+                    )
+                )
+        return chunks
+
+    def _forget(self, request_id: str, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(request_id, None)
+
+    def _cancel(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            if (task := self._tasks.get(request_id)) is not None:
+                task.cancel()
+
+    async def abort(self, request_ids: Iterable[str]) -> None:
+        """Wait for these answers no longer; verl's servers may still finish them."""
+        self._cancel(request_ids)
+
+    async def update_weights(self, weights: Weights, version: int | None = None) -> int:
+        """Refuse: verl updates its servers itself."""
+        raise EngineError("verl updates the weights of its servers itself")
+
+    async def pause(self) -> None:
+        """Do nothing: verl pauses its servers itself; so for :meth:`resume`, :meth:`sleep` and :meth:`wake`."""
+
+    resume = sleep = wake = pause
+
+    def load(self) -> Load:
+        """Return how many answers are waited for."""
+        return Load(running=len(self._tasks))
+
+    async def aclose(self) -> None:
+        """Wait for no answer any more."""
+        self._cancel(list(self._tasks))

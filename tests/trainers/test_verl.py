@@ -1,0 +1,179 @@
+"""verl's own workers, V0 and V1, with a client that says a script: ids and masks are those of the template."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transfer_queue
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
+from verl.protocol import DataProto
+from verl.trainer.ppo.v1 import agent_loop_tq
+from verl.utils.import_utils import load_class_from_fqn
+
+from fsm_rollout.adapters import verl_plug
+from fsm_rollout.adapters.verl import agent_loop_outputs, data_proto
+from fsm_rollout.errors import BatchError
+from tests.trainers.example_batches import RUNS, example_batch
+from tests.trainers.verl_work import CALLS, LOGPROB, FakeClient, columns, config, expected, released
+
+N = 5
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What is put into TransferQueue, by key; tags under ``tags``."""
+    put: dict[str, Any] = {"tags": {}}
+
+    async def one(key: str, partition_id: str, tag: Any = None, **_: Any) -> None:
+        put["tags"][key] = (partition_id, tag)
+
+    async def many(keys: list[str], fields: Any, tags: list[Any], partition_id: str) -> None:
+        for i, key in enumerate(keys):
+            put[key] = fields[i]
+            put["tags"][key] = (partition_id, tags[i])
+
+    monkeypatch.setattr(transfer_queue, "init", lambda *a, **k: None)
+    monkeypatch.setattr(transfer_queue, "async_kv_put", one)
+    monkeypatch.setattr(transfer_queue, "async_kv_batch_put", many)
+    return put
+
+
+def batch_of_columns(n: int) -> TensorDict:
+    data = {key: NonTensorStack(*values) for key, values in columns(n).items()}
+    data["index"] = torch.arange(n)
+    tensordict = TensorDict(data, batch_size=[n])
+    tensordict["global_steps"] = NonTensorData(7)
+    tensordict["validate"] = NonTensorData(False)
+    return tensordict
+
+
+def assert_is_expected(field: Any, i: int) -> None:
+    prompt, ids, mask = expected(i)
+    assert field["prompts"].tolist() == prompt
+    assert field["responses"].tolist() == ids
+    assert field["response_mask"].tolist() == mask
+    assert field["rollout_log_probs"].tolist() == [LOGPROB * m for m in mask]
+
+
+def test_the_worker_of_v0_gets_what_the_template_writes(tmp_path: Path) -> None:
+    client = FakeClient()
+    released.clear()
+
+    async def main() -> DataProto:
+        worker = AgentLoopWorker(config(tmp_path, reward="fsm_rollout.rewards:first_answer"), client)
+        tensors = {"dummy": torch.zeros(N, 1)}
+        batch = DataProto.from_dict(tensors=tensors, non_tensors=columns(N), meta_info={"global_steps": 7})
+        return await worker.generate_sequences(batch)
+
+    out = asyncio.run(main())
+    width = out.batch["prompts"].shape[1]
+    for i in range(N):
+        attended = out.batch["attention_mask"][i].bool()
+        n = int(attended[width:].sum())
+        field = {key: out.batch[key][i][:n] for key in ("responses", "response_mask", "rollout_log_probs")}
+        assert_is_expected({"prompts": out.batch["prompts"][i][attended[:width]], **field}, i)
+        assert out.batch["rm_scores"][i].nonzero().tolist() == [[n - 1]]
+        assert (out.non_tensor_batch["min_global_steps"][i], out.non_tensor_batch["max_global_steps"][i]) == (3, 5)
+        assert out.non_tensor_batch["tool_rewards"][i] == [0.25] * CALLS
+    assert len(client.sessions) == N, "the turns of a trajectory are one session, for the servers' prefix caches"
+    assert len(released) == N * CALLS
+
+
+@pytest.mark.parametrize("manager", [False, True])
+def test_v1_gets_what_the_template_writes(tmp_path: Path, queue: dict[str, Any], manager: bool) -> None:
+    """verl's own worker with our agent loop; and our manager in the place of its manager."""
+    settings = config(tmp_path, reward="fsm_rollout.rewards:first_answer")
+    client = FakeClient(fails=frozenset({2}))
+
+    async def work() -> None:
+        worker = agent_loop_tq.AgentLoopWorkerTQ.__ray_metadata__.modified_class(settings, client)
+        await worker.generate_sequences(batch_of_columns(N))
+        while worker.background_tasks:
+            await asyncio.wait(list(worker.background_tasks))
+
+    async def ended(worker: Any) -> None:
+        while worker.background_tasks:
+            await asyncio.wait(list(worker.background_tasks))
+
+    if manager:
+        name = "fsm_rollout.adapters.verl_plug.FSMAgentLoopManager"
+        made = load_class_from_fqn(name, "AgentLoopManager").create(
+            config=settings, llm_client=client, teacher_client=None, reward_loop_worker_handles=None
+        )
+        made.generate_sequences(batch_of_columns(N))
+        made.loop.call(lambda: ended(made.worker))
+    else:
+        asyncio.run(work())
+    for i in range(N):
+        status = queue["tags"][f"u{i}"][1]["status"]
+        assert status == ("failure" if i == 2 else "finished")
+        for session in range(2):
+            key = f"u{i}_{session}_0"
+            if i == 2:
+                assert key not in queue
+                continue
+            assert_is_expected(queue[key], i)
+            partition, tag = queue["tags"][key]
+            assert partition == "train"
+            assert (tag["min_global_steps"], tag["max_global_steps"], tag["global_steps"]) == (3, 5, 7)
+            assert queue[key]["rm_scores"].tolist()[-1] == 1.0
+
+
+def test_an_agent_of_several_rows(tmp_path: Path, queue: dict[str, Any]) -> None:
+    """V1 takes them, each with the trajectory's score; V0 takes one, and is told what to set."""
+    rows = [row for row in example_batch("delegate").rows() if (row.group_id, row.sample) == ("0", 0)]
+    outputs = agent_loop_outputs(rows)
+    assert [row.trajectory_id for row in rows] == ["0/0", "0/0/solve.1"]
+
+    async def main() -> None:
+        worker = agent_loop_tq.AgentLoopWorkerTQ.__ray_metadata__.modified_class(config(tmp_path), FakeClient())
+        await worker._agent_loop_postprocess(outputs, False, uid="u", session_id=0, global_steps=1, raw_prompt=[])
+
+    asyncio.run(main())
+    for i in range(2):
+        field = queue[f"u_0_{i}"]
+        assert field["rm_scores"].tolist()[-1] == rows[i].score
+        assert field["response_mask"].tolist()[-1] == 1
+    with pytest.raises(BatchError, match=r"has 2 rows .* verl's AgentLoopWorker .* takes one; set `trainable: false`"):
+        verl_plug.one_row_each(rows, "verl's AgentLoopWorker (trainer.use_v1=false)")
+
+
+@pytest.mark.parametrize("agent", RUNS)
+def test_every_example_agent_becomes_a_data_proto(agent: str) -> None:
+    batch = example_batch(agent)
+    data = data_proto(batch, {"global_steps": 1})
+    data.check_consistency()
+    assert len(data.chunk(2)) == 2
+    assert torch.equal(data.batch["rm_scores"], batch.tensordict["token_level_scores"])
+    assert data.non_tensor_batch["uid"].tolist() == batch.tensordict["group_id"]
+    for output, row in zip(agent_loop_outputs(batch.rows()), batch.rows(), strict=True):
+        assert output.as_dict()["response_mask"].sum() == row.mask.sum()
+
+
+def test_prompts_longer_than_verls_width_are_an_error_and_not_cut(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    settings.actor_rollout_ref.rollout.prompt_length = 10
+
+    async def main() -> None:
+        worker = AgentLoopWorker(settings, FakeClient())
+        batch = DataProto.from_dict(
+            tensors={"dummy": torch.zeros(1, 1)}, non_tensors=columns(1), meta_info={"global_steps": 7}
+        )
+        await worker.generate_sequences(batch)
+
+    with pytest.raises(BatchError, match=re.escape("tokens, and rollout.prompt_length is 10")):
+        asyncio.run(main())
+
+
+def test_importing_the_package_loads_no_trainer() -> None:
+    import subprocess
+
+    code = "import fsm_rollout, sys; sys.exit(any(m in sys.modules for m in ('verl', 'trl', 'transfer_queue')))"
+    subprocess.run([sys.executable, "-c", code], check=True)
