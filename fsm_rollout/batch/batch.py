@@ -8,6 +8,7 @@ was dropped is listed with the reason.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -333,7 +334,7 @@ class TrajectoryBatch:
         A padded batch can also be read with ``TensorDict.load_memmap(path)``. An earlier batch at ``path`` is replaced.
 
         Raises:
-            BatchError: something other than a saved batch stands at ``path``.
+            BatchError: something other than a saved batch stands at ``path``, or there is no room for it.
         """
         target = Path(path)
         if target.exists() and not (target / _FACTS).is_file() and (target.is_file() or any(target.iterdir())):
@@ -342,6 +343,7 @@ class TrajectoryBatch:
         draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         try:
             stored = _unjagged(self.tensordict) if self.packed else self.tensordict
+            _make_sure_of_room(draft, stored)
             stored.memmap(str(draft), copy_existing=True)
             facts = {name: getattr(self, name) for name in _FACT_NAMES}
             (draft / _FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
@@ -349,6 +351,11 @@ class TrajectoryBatch:
             if target.exists():
                 shutil.rmtree(target)
             draft.rename(target)
+        except OSError as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise BatchError(f"the batch cannot be saved as {target}: {error.strerror}") from error
+            raise
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             raise
@@ -432,6 +439,20 @@ def _column(values: Sequence[object]) -> NonTensorStack | NonTensorData:
 def _jagged(values: Mapping[str, torch.Tensor], offsets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return each key as a nested tensor; keys of one ragged dimension share its offsets, so torch can combine them."""
     return {key: torch.nested.nested_tensor_from_jagged(flat, offsets[RAGGED_OF[key]]) for key, flat in values.items()}
+
+
+def _make_sure_of_room(folder: Path, tensordict: TensorDict) -> None:
+    """Take as much room as the tensors will need, and give it back: a memory map on a full disk ends the process.
+
+    Raises:
+        OSError: there is not so much.
+    """
+    needed = sum(t.numel() * t.element_size() for t in tensordict.values(True, True) if isinstance(t, torch.Tensor))
+    reserve = folder / "reserve"
+    with reserve.open("wb") as file:
+        if needed:
+            os.posix_fallocate(file.fileno(), 0, needed)
+    reserve.unlink()
 
 
 def _unjagged(tensordict: TensorDict) -> TensorDict:

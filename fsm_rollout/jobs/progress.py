@@ -1,10 +1,12 @@
 """Live progress of a run in a terminal: trajectories by state, tokens per second, and the last ones still running.
 
-Invariant: it only listens to events. A run without a terminal prints a plain line every few seconds instead.
+Invariant: it only listens to events. A run without a terminal prints a plain line at once and every few seconds
+instead, from a thread of its own: engines may take minutes to start, and an event loop may be held up.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from types import TracebackType
@@ -29,18 +31,23 @@ class RunProgress:
         total: trajectories of the run.
         done: how many of them had ended in an earlier part of it.
         console: where to show it.
+        every: seconds between two lines where there is no terminal.
 
     States and counts are those of the prompts' own trajectories.
     """
 
-    def __init__(self, total: int, done: int, console: Console) -> None:
+    def __init__(self, total: int, done: int, console: Console, every: float = PLAIN_EVERY) -> None:
         self._total, self._done = total, done
         self._console = console
+        self._every = every
+        self._over = threading.Event()
+        self._ticker = threading.Thread(target=self._tick, name="progress", daemon=True)
         self._states: Counter[str] = Counter()
         self._sub_agents: set[str] = set()
         self._open: dict[str, Trajectory] = {}
         self._tokens = 0
-        self._started = self._plain_at = time.monotonic()
+        self._begun = False
+        self._started = time.monotonic()
         columns = TextColumn("trajectories"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
         self._bar = Progress(*columns, console=console)
         self._task = self._bar.add_task("", total=total, completed=done)
@@ -50,11 +57,28 @@ class RunProgress:
         """Start showing."""
         if self._console.is_terminal:
             self._live.start()
+        else:
+            self._console.print(self._line())
+            self._ticker.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """Take the display away; the caller prints the result."""
         self._live.stop()
+        self._over.set()
+        if self._ticker.ident is not None:
+            self._ticker.join()
+
+    def _tick(self) -> None:
+        while not self._over.wait(self._every):
+            self._console.print(self._line())
+
+    def _line(self) -> Text:
+        """Return the plain line of now."""
+        if not self._begun:
+            waited = time.monotonic() - self._started
+            return Text("starting the engines …" + (f" ({waited:.0f} s)" if waited >= 1 else ""))
+        return Text(f"{self._done:,}/{self._total:,} trajectories, {self._speed()}")
 
     def __call__(self, trajectory: Trajectory, event: AnyEvent) -> None:
         """Count one event."""
@@ -66,6 +90,7 @@ class RunProgress:
                 self._states[event.source] -= 1
                 self._states[event.dest] += 1
             case Prompted() | Resumed() if own:
+                self._begun = True
                 self._open[name] = trajectory
                 self._states[trajectory.state] += 1
             case Prompted() | Resumed():
@@ -76,16 +101,13 @@ class RunProgress:
                 self._bar.update(self._task, completed=self._done)
             case Ended() | Suspended():
                 self._sub_agents.discard(name)
-        if not self._console.is_terminal and time.monotonic() - self._plain_at >= PLAIN_EVERY:
-            self._plain_at = time.monotonic()
-            self._console.print(f"{self._done}/{self._total} trajectories, {self._speed()}")
 
     def _speed(self) -> str:
         seconds = max(time.monotonic() - self._started, 1e-9)
         return f"{self._tokens:,} tokens sampled, {self._tokens / seconds:,.0f} tokens/s"
 
     def _render(self) -> RenderableType:
-        if not self._states:
+        if not self._begun:
             return Text("starting the engines …", style="dim")
         states = Table.grid(padding=(0, 2))
         states.add_column()

@@ -22,7 +22,7 @@ from fsm_rollout.agent.loader import dump, load_agent
 from fsm_rollout.agent.yaml.source import in_file_order
 from fsm_rollout.concurrency.interruption import Interruptible, interruptible
 from fsm_rollout.engines.specs import faults
-from fsm_rollout.errors import ConfigError
+from fsm_rollout.errors import BatchError, ConfigError
 from fsm_rollout.jobs.recorded_config import recorded_config
 from fsm_rollout.jobs.run_config import RunConfig, recorded_run
 from fsm_rollout.jobs.run_folder import JOURNAL, SUMMARY, check_free, claimed, clear
@@ -236,7 +236,10 @@ def _write(folder: Path, rollout: Rollout, groups: list[Group], seconds: float) 
     dropped = sum(group.dropped for group in groups)
     if dropped or rollout.scheduler.group_filter is not None:
         summary["groups_dropped"] = dropped
-    rollout.batch(groups).save(folder / "batch")
+    try:
+        rollout.batch(groups).save(folder / "batch")
+    except BatchError as error:
+        raise BatchError(f"{error}; nothing is lost: when that is mended, fsm-rollout resume {folder}") from error
     partial = folder / f"{SUMMARY}.partial"
     partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     partial.replace(folder / SUMMARY)
