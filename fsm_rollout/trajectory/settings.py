@@ -46,7 +46,7 @@ class FrozenMap(dict[K, V], Generic[K, V]):
 
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-ImportPath = Annotated[str, BeforeValidator(path_of), Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
+ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"), BeforeValidator(path_of)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 MOST = 2**53
 """Larger counts are mistakes: not every reader of JSON could tell them apart."""
