@@ -20,6 +20,7 @@ _HOMES = {
     "BadArguments": "errors",
     "ChatTemplate": "chat",
     "ConfigError": "errors",
+    "ForeignVisit": "states.external.handler",
     "Group": "scheduler.group",
     "Journal": "trajectory.journal",
     "Outcome": "trajectory.trajectory",
@@ -46,6 +47,7 @@ __all__ = [  # as in the table above; the type checker wants the literals
     "BadArguments",
     "ChatTemplate",
     "ConfigError",
+    "ForeignVisit",
     "Group",
     "Journal",
     "Outcome",
@@ -81,6 +83,7 @@ if TYPE_CHECKING:
     from fsm_rollout.rollout import Rollout
     from fsm_rollout.scheduler.group import Group
     from fsm_rollout.states import State
+    from fsm_rollout.states.external.handler import ForeignVisit
     from fsm_rollout.tools import ToolContext, ToolResult
     from fsm_rollout.trajectory.endless import endless_prompts
     from fsm_rollout.trajectory.journal import Journal

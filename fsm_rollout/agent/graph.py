@@ -165,8 +165,8 @@ class State(StrictModel):
 
     handler: str | None = Field(
         None,
-        description="what a visit does: prompt, generate, call_tools, interact, write, or `module:Class`; PENDING, "
-        "GENERATING, PROCESSING_TOOLS and INTERACTING know theirs",
+        description="what a visit does: prompt, generate, call_tools, interact, write, external, or `module:Class`; "
+        "PENDING, GENERATING, PROCESSING_TOOLS and INTERACTING know theirs",
     )
     context: Name = Field(MAIN, description="the context that the state works in")
     prompt: str | None = Field(

@@ -39,6 +39,7 @@ BUILT_IN_HANDLERS = {
     "call_tools": "fsm_rollout.states.built_in:CallTools",
     "interact": "fsm_rollout.states.built_in:Interact",
     "write": "fsm_rollout.states.built_in:Write",
+    "external": "fsm_rollout.states.external.handler:External",
 }
 """The handlers that a YAML names by one word; any other is ``module:Class``."""
 

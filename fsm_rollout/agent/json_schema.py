@@ -48,7 +48,7 @@ def agent_schema() -> Schema:
     # 2. Entries may be empty, and a custom handler has keys of its own.
     state = definitions["State"]
     del state["properties"]["options"], state["additionalProperties"]
-    state["if"] = {"properties": {"handler": {"type": "string", "pattern": ":"}}, "required": ["handler"]}
+    state["if"] = {"properties": {"handler": {"type": "string", "pattern": ":|^external$"}}, "required": ["handler"]}
     state["else"] = {"propertyNames": {"enum": sorted(STATE_KEYS)}}
     state["type"] = definitions["Context"]["type"] = ["object", "null"]
     return {

@@ -23,7 +23,7 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from fsm_rollout.agent.graph import STATE_KEYS, TERMINATED, AgentGraph, as_predicates
-from fsm_rollout.agent.handlers import load_object, look_in
+from fsm_rollout.agent.handlers import load_handler, look_in
 from fsm_rollout.agent.verify import findings, verify
 from fsm_rollout.agent.yaml.dump import dump
 from fsm_rollout.agent.yaml.overrides import apply_overrides, interpolate, unescape_interpolation
@@ -263,7 +263,7 @@ class _NormalForm:
     def _options(self, entry: ConfigData, at: ConfigPath) -> None:
         """Move the keys that a custom handler's class declares to ``options``, and check them."""
         handler = entry.get("handler")
-        if not isinstance(handler, str) or ":" not in handler:
+        if not isinstance(handler, str) or (":" not in handler and handler != "external"):
             return
         options = {key: entry.pop(key) for key in list(entry) if key not in STATE_KEYS}
         if options:
@@ -271,7 +271,7 @@ class _NormalForm:
         if self.recorded:
             return
         try:
-            model: type[BaseModel] | None = getattr(load_object(handler), "Options", None)
+            model: type[BaseModel] | None = getattr(load_handler(handler), "Options", None)
         except ConfigError:
             return  # verification reports the import
         option_names = set() if model is None else {field.alias or name for name, field in model.model_fields.items()}

@@ -191,6 +191,7 @@ def row_of(
             "tokens": trajectory.response_tokens,
             "trained_tokens": trajectory.trained_tokens,
             "guarded": trajectory.guarded,
+            "forks": trajectory.forks,
             "wall_seconds": trajectory.wall_seconds,
         },
         turn_scores=[list(pair) for pair in trajectory.turn_scores],

@@ -119,6 +119,10 @@ def _facts(graph: AgentGraph, name: str, handler: str, spends: str | None) -> It
         kinds = {name: f" (agent {tool.agent.agent})" for name, tool in graph.tools.items() if tool.agent is not None}
         kinds |= {name: " (MCP)" for name, tool in graph.tools.items() if tool.mcp is not None}
         yield ", ".join(f"{name}{kinds.get(name, '')}" for name in tools)
+    if handler == "external":
+        options = state.options
+        command = options.get("command")
+        yield " ".join(map(str, command)) if command else str(options.get("use"))
     if handler == "interact" and (interaction := state.interaction or graph.interaction):
         yield interaction.use.rpartition(":")[2]
     for limit, row in LIMITS.items():

@@ -65,6 +65,8 @@ class PendingRequest:
     """Called when it has ended."""
     watch: asyncio.TimerHandle | None = None
     """Gives the try up when its first chunk does not come in time; ``None`` from that chunk on."""
+    on_tokens: Callable[[], object] | None = None
+    """Called when tokens have come, for those who show them at once."""
 
     def keep_time(self) -> None:
         """Let the deadline run while somebody works on the request, and stand still otherwise."""
@@ -104,6 +106,8 @@ class PendingRequest:
                 self.versions.append((len(ids), version))
         self.cached_tokens = max(self.cached_tokens, chunk.cached_tokens)
         self.replica = chunk.replica or self.replica
+        if ids and self.on_tokens is not None:
+            self.on_tokens()
 
     @property
     def ended_as(self) -> FinishReason | None:

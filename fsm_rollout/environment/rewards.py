@@ -24,7 +24,7 @@ from fsm_rollout.environment.answer_matching import gives_answer
 from fsm_rollout.errors import ConfigError, describe
 from fsm_rollout.tools.bounded_call import invoke
 from fsm_rollout.trajectory.events import Part
-from fsm_rollout.trajectory.trajectory import Trajectory
+from fsm_rollout.trajectory.trajectory import Trajectory, root_of
 
 logger = logging.getLogger(__name__)
 
@@ -319,7 +319,7 @@ def _correct(trajectory: Trajectory) -> list[bool]:
     texts: dict[int, str] = {}
     place = 0
     for stream in trajectory.streams:
-        new = stream.messages[stream.opening :] if stream.context == MAIN else []
+        new = stream.messages[stream.opening :] if root_of(stream.context) == MAIN else []
         for message, following in zip_longest(new, new[1:]):
             # A broken call leaves no tool_calls, but a tool message answers it.
             called = message.get("tool_calls") or (following is not None and following["role"] == "tool")

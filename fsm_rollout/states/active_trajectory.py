@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from fsm_rollout.environment.users import BoundInteraction, build_interaction
 from fsm_rollout.errors import GlueMismatchError
-from fsm_rollout.states.bound_agent import BoundAgent
+from fsm_rollout.states.bound_agent import BoundAgent, BoundContext
 from fsm_rollout.states.effect_log import Replayed
 from fsm_rollout.tools import RunAgent, ToolSession
 from fsm_rollout.trajectory.enums import FailureClass, Trigger
@@ -92,6 +92,8 @@ class ActiveTrajectory:
         )
         self.on_close: Callable[[], None] | None = None
         """Called when it is closed: what it holds open may be in another process."""
+        self.branches: dict[str, BoundContext] = {}
+        """Contexts that a foreign agent has beside those of the agent, as it uses them: with its own tools."""
         self.glue_entries: set[object] = set()
         """The entries of the chat templates' caches that its glue came from."""
         self._record = record

@@ -23,7 +23,8 @@ from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.errors import ConfigError, PromptTooLong, ReplayDiverged, StreamError, ToolError, did_you_mean
 from fsm_rollout.states.active_trajectory import ActiveTrajectory
 from fsm_rollout.states.bound_agent import shared_chat
-from fsm_rollout.states.generation import Generation, sampling_params
+from fsm_rollout.states.effect_log import EffectLog
+from fsm_rollout.states.generation import Generation, OnTokens, sampling_params
 from fsm_rollout.states.visit import Visit, are_long
 from fsm_rollout.tools import CallResult, tool_messages
 from fsm_rollout.tools.bounded_call import ToolDied
@@ -103,6 +104,34 @@ class HandlerContext(Visit):
             generation.recorded.set()
             del self._generations[context]
 
+    def forget_recorded(self) -> None:
+        """Let a visit that begins again do things anew: what it had done stands in the streams, for its handler to see.
+
+        A generation that was recorded has been paid for.
+        """
+        self._effects = EffectLog(())
+        self._prepaid = self._prepaid and not any(isinstance(event, Generated) for event in self.trajectory.here)
+
+    async def generate_beside(
+        self, context: str, sampling: Sampling | None, on_tokens: OnTokens | None, *, paid: bool
+    ) -> Generated:
+        """Sample as :meth:`generate` does, and record it at once, whatever other generations are under way.
+
+        For foreign agents, in whose calls there is no order but that of time. ``paid``: it goes on with a turn.
+        """
+        if not paid:
+            if not self._prepaid:
+                self.charge(LimitName.ASSISTANT_TURNS)
+            self._prepaid = False
+        if context in self._generations:
+            raise StreamError(f"two generations at once in context '{context}'; give each a context of its own")
+        generation = self._generations[context] = Generation(self, context, ())
+        try:
+            return await generation.sample(sampling, on_tokens)
+        finally:
+            generation.recorded.set()
+            del self._generations[context]
+
     # -- tools, interactions, scores ----------------------------------------------------------------------------
 
     async def call_tool(self, attempt: ToolCall | MalformedCall, *, prepaid: bool = False) -> Called:
@@ -156,7 +185,7 @@ class HandlerContext(Visit):
                 return self.record_call(attempt, CallResult(text, failure="interrupted"))
             self.emit(events.CallBegun(at=self.clock(), state=self.state, id=attempt.id))
         last = self.trajectory.last
-        bound = self.program.contexts[last.context if last is not None else MAIN]
+        bound = self.context(last.context if last is not None else MAIN)
         tokenizer = bound.client.engine.tokenizer
         return self.record_call(attempt, await self.active.tools.call(attempt, context=bound.name, tokenizer=tokenizer))
 

@@ -8,7 +8,7 @@ that would leave no room for a token.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from fsm_rollout.agent.graph import POLICY
@@ -25,7 +25,9 @@ from fsm_rollout.trajectory.enums import FinishReason, LimitName
 from fsm_rollout.trajectory.events import Generated, MalformedCall, Message, PromptExtended, ToolCall, unwritable
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.tokens import Ids, as_ids
-from fsm_rollout.trajectory.trajectory import Stream
+from fsm_rollout.trajectory.trajectory import Stream, root_of
+
+OnTokens = Callable[[PendingRequest], object]
 
 
 class Generation:
@@ -33,13 +35,16 @@ class Generation:
 
     def __init__(self, visit: Visit, context: str, earlier: Iterable[Generation]) -> None:
         self.visit = visit
-        self.bound = visit.program.contexts[context]
+        self.bound = visit.context(context)
         self.earlier = list(earlier)
         self.task = asyncio.current_task()
         self.recorded = asyncio.Event()
 
-    async def sample(self, sampling: Sampling | None) -> Generated:
-        """Do what :meth:`fsm_rollout.states.context.HandlerContext.generate` promises, once it is paid for."""
+    async def sample(self, sampling: Sampling | None, on_tokens: OnTokens | None = None) -> Generated:
+        """Do what :meth:`fsm_rollout.states.context.HandlerContext.generate` promises, once it is paid for.
+
+        ``on_tokens`` is called with the request whenever tokens of it have come.
+        """
         # 1. Where the stream stands: a turn that was cut goes on; else what is new is written before the next turn.
         visit, bound = self.visit, self.bound
         stream = await visit.opened_context(bound.name)
@@ -54,6 +59,8 @@ class Generation:
         # 2. The request. Whatever comes of it is recorded, also when the visit is cut off.
         request, cut_by = self._request(stream, sampling, resumed=resumed)
         pending = bound.client.submit(request, visit.deadline)
+        if on_tokens is not None:
+            pending.on_tokens = partial(on_tokens, pending)
         record = partial(self._record, pending, stream, cut_by, continued=continued, resumed=resumed)
         try:
             await pending.done.wait()
@@ -164,7 +171,7 @@ class Generation:
     def _sampling(self, sampling: Sampling | None) -> Sampling:
         """Return what the agent, the run, the handler and (in the policy's contexts) the prompt say about sampling."""
         visit, bound = self.visit, self.bound
-        settings = visit.program.samplings[visit.state, bound.name]
+        settings = visit.program.samplings[visit.state, root_of(bound.name)]
         if sampling is not None:
             settings = sampling.over(settings)
         lowered = visit.active.sampling

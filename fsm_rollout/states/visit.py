@@ -10,6 +10,7 @@ import asyncio
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import cached_property
 
@@ -27,7 +28,7 @@ from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.enums import LimitName
 from fsm_rollout.trajectory.events import AnyEvent, Message
 from fsm_rollout.trajectory.tokens import as_ids
-from fsm_rollout.trajectory.trajectory import DONE_IN_A_VISIT, Stream
+from fsm_rollout.trajectory.trajectory import DONE_IN_A_VISIT, Stream, root_of
 
 LONG_TEXT = 20_000
 """Characters of messages from which on they are encoded in a thread: they take some 10 ms."""
@@ -129,14 +130,18 @@ class Visit:
             self.write(messages, context=spec.context)
 
     def context(self, name: str) -> BoundContext:
-        """Return a context of the agent.
+        """Return a context of the agent, or a branch of one.
 
         Raises:
             StreamError: it has none of that name.
         """
-        if name not in self.program.contexts:
+        if name in self.active.branches:
+            return self.active.branches[name]
+        root = root_of(name)
+        if root not in self.program.contexts:
             raise StreamError(f"there is no context '{name}'{did_you_mean(name, self.program.contexts)}")
-        return self.program.contexts[name]
+        bound = self.program.contexts[root]
+        return bound if root == name else replace(bound, name=name)
 
     def open_context(self, context: str) -> Stream:
         """Return the open stream of ``context``; a first use opens it with the trajectory's prompt.

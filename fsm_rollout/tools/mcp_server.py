@@ -10,24 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import shutil
-import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 from weakref import WeakKeyDictionary
 
 from fsm_rollout.agent import graph
-from fsm_rollout.agent.handlers import looked_in
 from fsm_rollout.concurrency.cancellation import being_cancelled, wait_for
 from fsm_rollout.concurrency.threads import DaemonThreads
 from fsm_rollout.errors import BadArguments, ToolError, did_you_mean, single
 from fsm_rollout.tools import tool_messages
 from fsm_rollout.tools.base import fresh
 from fsm_rollout.tools.bounded_call import ToolDied
+from fsm_rollout.tools.commands import from_environment, search_path, words_of
 from fsm_rollout.tools.schema import Arguments, Schema, tidy
 from fsm_rollout.tools.toolbox import BoundTool, MakeContext, NotReady, ReportedFailure, ToolSession
 
@@ -143,17 +139,14 @@ class MCPServer:
     async def transport(self, errors: IO[str]) -> AsyncIterator[Transport]:
         """Yield the way to the server; what a program writes to its standard error goes to ``errors``."""
         if self.mcp.command:
-            first, *arguments = (_path_of(word) for word in self.mcp.command)
-            # Commands installed beside this interpreter are found without an activated environment.
-            path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-            env = {"PATH": path} | _from_environment(self.mcp.env)
-            command = shutil.which(first, path=env["PATH"]) or first
+            command, *arguments = words_of(self.mcp.command)
+            env = {"PATH": search_path()} | from_environment(self.mcp.env)
             yield stdio_client(
                 StdioServerParameters(command=command, args=arguments, env=env), errlog=cast(TextIO, errors)
             )
             return
         async with httpx2.AsyncClient(
-            headers=_from_environment(self.mcp.headers), timeout=httpx2.Timeout(30.0, read=None)
+            headers=from_environment(self.mcp.headers), timeout=httpx2.Timeout(30.0, read=None)
         ) as http:
             yield streamable_http_client(str(self.mcp.url), http_client=http)
 
@@ -353,24 +346,6 @@ class _WatchedStream:
 async def _watched(transport: Transport, lost: asyncio.Event) -> AsyncIterator[TransportStreams]:
     async with transport as (read, write):
         yield _WatchedStream(read, lost), write
-
-
-def _path_of(word: str) -> str:
-    """Return a word of a command; one that names a file beside the agent's YAML (and none here) as its path."""
-    if not os.path.isabs(word) and not os.path.exists(word) and Path(word).suffix:
-        for folder in looked_in():
-            if (found := Path(folder) / word).is_file():
-                return str(found)
-    return word
-
-
-def _from_environment(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return settings with each ``$NAME`` read from the environment, so that no journal holds a secret."""
-    read = {key: os.path.expandvars(str(value)) for key, value in values.items()}
-    for key, value in read.items():
-        if value == values[key] and value.startswith("$"):
-            raise Unreachable(f"{key}: the environment has no {value}; set it where the run is started")
-    return read
 
 
 def _explained(failure: BaseException, errors: IO[str]) -> str:

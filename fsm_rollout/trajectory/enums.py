@@ -66,6 +66,8 @@ class Trigger(Word):
     """The simulated user has nothing more to say."""
     WRITTEN = "written"
     """The state's text stands in the history."""
+    RETURNED = "returned"
+    """The foreign agent has come to its end."""
     FAILED = "failed"
     """The scheduler: the handler raised an error."""
     TIMED_OUT = "timed_out"

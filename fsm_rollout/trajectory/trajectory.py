@@ -410,6 +410,11 @@ class Trajectory(msgspec.Struct):
                         yield str(message.get("content") or "")
 
     @property
+    def forks(self) -> int:
+        """How often a foreign agent has rewritten a history, so that it is a stream of its own."""
+        return sum(BRANCH in stream.context for stream in self.streams)
+
+    @property
     def response_tokens(self) -> int:
         """Tokens after the opening prompts, over all streams."""
         return sum(stream.tokens.response_length for stream in self.streams)
@@ -608,6 +613,16 @@ class Trajectory(msgspec.Struct):
         """Say which, where and how far."""
         where = self.stop_reason or (f"suspended: {self.suspended}" if self.suspended else self.state)
         return f"<Trajectory {self.trajectory_id} of {self.agent}: {where}, {self.turn} generations>"
+
+
+BRANCH, FURTHER = "~", "+"
+"""What the name of a context is followed by, with a number, in the contexts of a foreign agent that has several
+histories at a time: ``main~2`` is a rewrite of an earlier one, ``main+2`` has nothing in common with one."""
+
+
+def root_of(context: str) -> str:
+    """Return the agent's context that a context of a trajectory is, or is a branch of."""
+    return context.partition(BRANCH)[0].partition(FURTHER)[0]
 
 
 def routing_key(limit: str, state: str) -> str:

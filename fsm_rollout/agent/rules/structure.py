@@ -59,8 +59,8 @@ class Structure:
                         yield place, row
 
     def is_custom(self, state: str) -> bool:
-        """Whether a state's handler is the user's class; it may generate, call tools and wait."""
-        return state in self.specs and ":" in self.specs[state].name
+        """Whether a state runs code of the user's, a class or a foreign agent: it may generate, call tools and wait."""
+        return state in self.specs and (":" in self.specs[state].name or self.specs[state].name == "external")
 
     def spends(self, state: str) -> str | None:
         """Return the counted limit that each visit is charged for, if any."""

@@ -31,11 +31,13 @@ from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.resume import History
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.scheduler.worker_pool import WorkerPool
+from fsm_rollout.states.external.handler import External
 from fsm_rollout.testing.simulation.blocked_loop import Blockage, LoopInterrupted, blocking_detected
 from fsm_rollout.testing.simulation.plan import Fault, Plan
 from fsm_rollout.testing.simulation.simulated import (
     MortalReplicas,
     OneEngine,
+    SimulatedAgent,
     SimulatedTool,
     agents_of,
     with_agents,
@@ -300,7 +302,9 @@ async def _run(
             for program in {id(graph): scheduler.program(graph) for graph in agents_of(played)}.values():
                 if not real_tools:
                     program.toolbox.replace(lambda t: t if isinstance(t, AgentTool) else SimulatedTool(t, plan.tools))
-                for state, handler in program.handlers.items():
+                for state, handler in list(program.handlers.items()):
+                    if isinstance(handler, External):
+                        program.handlers[state] = SimulatedAgent(state, program.graph.states[state])
                     if ":" in program.graph.handler_of(state):
                         watch_visits(handler, result.visits)
 

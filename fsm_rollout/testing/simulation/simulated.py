@@ -23,9 +23,14 @@ from fsm_rollout.engines.pool import LocalPlacement
 from fsm_rollout.engines.protocol import Chunk, Engine, ReplicaLost, Request
 from fsm_rollout.engines.scripted.engine import Logged, ScriptedEngine
 from fsm_rollout.environment.users import Conversation, Reply
+from fsm_rollout.states.context import HandlerContext
+from fsm_rollout.states.external.chat_request import ChatRequest, ProtocolError
+from fsm_rollout.states.external.conversations import Conversations
+from fsm_rollout.states.external.handler import External
 from fsm_rollout.testing.simulation.plan import ReplyFate, ToolFate
 from fsm_rollout.tools.base import ToolResult
 from fsm_rollout.tools.toolbox import BoundTool, MakeContext, ToolSession
+from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 if TYPE_CHECKING:
     from fsm_rollout.engines.protocol import Weights
@@ -106,6 +111,31 @@ def with_simulated_users(graph: AgentGraph, replies: Sequence[ReplyFate]) -> Age
         return graph.model_copy(update={"interaction": graph.interaction and user, "states": states})
 
     return with_agents(graph, replaced)
+
+
+# -- foreign agents -------------------------------------------------------------------------------------------------
+
+
+class SimulatedAgent(External):
+    """A foreign agent whose calls are drawn: it goes on with its history, or rewrites it; none of its code runs."""
+
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
+        """Make up to three calls."""
+        conversations = Conversations(ctx, self.spec.context, {})
+        messages = [dict(message) for message in trajectory.prompt_messages]
+        for number in range(ctx.rng.randint(0, 3)):
+            try:
+                answer = await conversations.answer(ChatRequest([dict(message) for message in messages]))
+            except ProtocolError:
+                break
+            answer.delivered()
+            reply = (
+                dict(answer.reply.message) if ctx.rng.random() < 0.8 else {"role": "assistant", "content": "shorter"}
+            )
+            messages += [{**reply, "tool_calls": []}, {"role": "user", "content": f"go on {number}"}]
+            if not messages[-2]["tool_calls"]:
+                del messages[-2]["tool_calls"]
+        return conversations.outcome()
 
 
 # -- engines --------------------------------------------------------------------------------------------------------

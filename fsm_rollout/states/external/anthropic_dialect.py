@@ -1,0 +1,194 @@
+"""Anthropic's messages, by the ``anthropic`` package's types; the counterpart of the OpenAI dialect."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from anthropic.types import (
+    ErrorResponse,
+    InputJSONDelta,
+    InvalidRequestError,
+    RawContentBlockDeltaEvent,
+    RawContentBlockStartEvent,
+    RawContentBlockStopEvent,
+    RawMessageDeltaEvent,
+    RawMessageStartEvent,
+    RawMessageStopEvent,
+    TextBlock,
+    TextDelta,
+    ToolUseBlock,
+    Usage,
+)
+from anthropic.types import (
+    Message as Reply,
+)
+from pydantic import BaseModel
+
+from fsm_rollout.states.external.chat_request import ChatReply, ChatRequest, ProtocolError, refuse, text_of
+from fsm_rollout.states.external.openai_dialect import sampling_of
+from fsm_rollout.trajectory.enums import FinishReason
+from fsm_rollout.trajectory.events import Message
+
+PATH = "/v1/messages"
+
+
+def read(body: Mapping[str, Any]) -> ChatRequest:
+    """Return the request in a body, or raise ProtocolError."""
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise refuse("`messages` must be a list of at least one message")
+    for key in ("stop_sequences", "thinking", "container", "mcp_servers"):
+        if body.get(key) and (body.get(key) or {}) != {"type": "disabled"}:
+            raise refuse(f"`{key}` is not supported; leave it out", "unsupported_parameter")
+    choice = (body.get("tool_choice") or {}).get("type", "auto")
+    if choice not in ("auto", "none"):
+        raise refuse("`tool_choice` may be 'auto' or 'none': no call is forced", "unsupported_parameter")
+    read: list[Message] = []
+    if body.get("system"):
+        read.append({"role": "system", "content": text_of(body["system"], "system")})
+    names: dict[str, str] = {}
+    for i, message in enumerate(messages):
+        read += _messages(message, f"messages[{i}]", names)
+    tools = []
+    for tool in body.get("tools") or ():
+        if not isinstance(tool, Mapping) or "input_schema" not in tool:
+            raise refuse("`tools` must have a name and an input_schema: server tools are not here")
+        function = {"name": tool["name"], "description": tool.get("description") or tool["name"]}
+        tools.append({"type": "function", "function": {**function, "parameters": tool["input_schema"]}})
+    return ChatRequest(
+        messages=read,
+        tools=[] if choice == "none" else tools,
+        model=str(body.get("model") or ""),
+        stream=bool(body.get("stream")),
+        sampling=sampling_of(body, body.get("max_tokens")),
+    )
+
+
+def _messages(message: object, where: str, names: dict[str, str]) -> Iterator[Message]:
+    """Yield a message in OpenAI's form: results of tools are messages of their own there, and come first."""
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if not isinstance(message, Mapping) or role not in ("user", "assistant"):
+        raise refuse(f"{where}: the role must be user or assistant, got {role!r}")
+    content = message.get("content")
+    if isinstance(content, str):
+        yield {"role": role, "content": content}
+        return
+    rest, calls = [], []
+    for block in content or ():
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        if kind == "tool_use" and role == "assistant":
+            names[block["id"]] = block["name"]
+            calls.append(
+                {
+                    "id": block["id"],
+                    "type": "function",
+                    "function": {"name": block["name"], "arguments": block["input"]},
+                }
+            )
+        elif kind == "tool_result" and role == "user":
+            tool_id = str(block.get("tool_use_id"))
+            result = {"role": "tool", "content": text_of(block.get("content"), where), "tool_call_id": tool_id}
+            yield result | ({"name": names[tool_id]} if tool_id in names else {})
+        else:
+            rest.append(block)
+    text = text_of(rest, where)
+    if role == "assistant":
+        yield {"role": role, "content": text} | ({"tool_calls": calls} if calls else {})
+    elif text or not content:
+        yield {"role": role, "content": text}
+
+
+def _stop_reason(reply: ChatReply) -> Literal["end_turn", "max_tokens", "tool_use"]:
+    if reply.finish_reason == FinishReason.LENGTH:
+        return "max_tokens"
+    return "tool_use" if reply.calls else "end_turn"
+
+
+def _tool_blocks(reply: ChatReply) -> list[ToolUseBlock]:
+    return [
+        ToolUseBlock(type="tool_use", id=c["id"], name=c["function"]["name"], input=c["function"]["arguments"])
+        for c in reply.calls
+    ]
+
+
+def whole(reply: ChatReply) -> bytes:
+    """Return a reply as one body."""
+    text = [TextBlock(type="text", text=reply.text)] if reply.text or not reply.calls else []
+    message = Reply(
+        id=reply.reply_id, type="message", role="assistant", model=reply.model, content=[*text, *_tool_blocks(reply)],
+        stop_reason=_stop_reason(reply), stop_sequence=None,
+        usage=Usage(input_tokens=reply.prompt_tokens, output_tokens=reply.completion_tokens),
+    )  # fmt: skip
+    return message.model_dump_json(exclude_unset=True).encode()
+
+
+class Streamed:
+    """A reply as server-sent events."""
+
+    def __init__(self, reply_id: str, request: ChatRequest) -> None:
+        self._id, self._request = reply_id, request
+        self._has_text = False
+
+    def begin(self) -> Iterator[bytes]:
+        """Yield what comes before any text."""
+        message = Reply(
+            id=self._id, type="message", role="assistant", model=self._request.model, content=[], stop_reason=None,
+            stop_sequence=None, usage=Usage(input_tokens=0, output_tokens=0),
+        )  # fmt: skip
+        yield _sse(RawMessageStartEvent(type="message_start", message=message))
+
+    def text(self, delta: str) -> Iterator[bytes]:
+        """Yield a piece of the text."""
+        if not self._has_text:
+            self._has_text = True
+            block = TextBlock(type="text", text="")
+            yield _sse(RawContentBlockStartEvent(type="content_block_start", index=0, content_block=block))
+        piece = TextDelta(type="text_delta", text=delta)
+        yield _sse(RawContentBlockDeltaEvent(type="content_block_delta", index=0, delta=piece))
+
+    def end(self, reply: ChatReply) -> Iterator[bytes]:
+        """Yield the calls and what comes last."""
+        if self._has_text:
+            yield _sse(RawContentBlockStopEvent(type="content_block_stop", index=0))
+        for index, block in enumerate(_tool_blocks(reply), int(self._has_text)):
+            empty = ToolUseBlock(type="tool_use", id=block.id, name=block.name, input={})
+            yield _sse(RawContentBlockStartEvent(type="content_block_start", index=index, content_block=empty))
+            piece = InputJSONDelta(type="input_json_delta", partial_json=json.dumps(block.input))
+            yield _sse(RawContentBlockDeltaEvent(type="content_block_delta", index=index, delta=piece))
+            yield _sse(RawContentBlockStopEvent(type="content_block_stop", index=index))
+        yield _sse(
+            RawMessageDeltaEvent.model_validate(
+                {
+                    "type": "message_delta",
+                    "delta": {"stop_reason": _stop_reason(reply), "stop_sequence": None},
+                    "usage": {"input_tokens": reply.prompt_tokens, "output_tokens": reply.completion_tokens},
+                }
+            )
+        )
+        yield _sse(RawMessageStopEvent(type="message_stop"))
+
+    def failed(self, error: ProtocolError) -> Iterator[bytes]:
+        """Yield an error that comes after the beginning."""
+        yield b"event: error\ndata: " + failure(error) + b"\n\n"
+
+
+def _sse(event: BaseModel) -> bytes:
+    data = event.model_dump_json(exclude_unset=True)
+    return f"event: {event.type}\ndata: {data}\n\n".encode()  # type: ignore[attr-defined]  # every event has one
+
+
+_KINDS = {
+    401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
+    529: "overloaded_error",
+}  # fmt: skip
+
+
+def failure(error: ProtocolError) -> bytes:
+    """Return the body of an error."""
+    kind = _KINDS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    if kind == "invalid_request_error":
+        told = ErrorResponse(type="error", error=InvalidRequestError(type=kind, message=error.message))
+        return told.model_dump_json(exclude_unset=True).encode()
+    return json.dumps({"type": "error", "error": {"type": kind, "message": error.message}}).encode()

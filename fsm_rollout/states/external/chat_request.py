@@ -1,0 +1,110 @@
+"""What a foreign agent asks and is answered, whichever protocol it speaks.
+
+Invariant: messages are in OpenAI's form with plain text and with arguments as plain data, so that two histories can be
+compared; what cannot be put so is refused, with the protocol's own error, and never dropped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsm_rollout.trajectory.enums import FinishReason
+from fsm_rollout.trajectory.events import Message
+from fsm_rollout.trajectory.settings import Sampling
+
+
+class ProtocolError(Exception):
+    """What a caller is told; ``code`` is a word that programs may look at."""
+
+    def __init__(self, status: int, code: str, message: str, retry_after: int | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.message, self.retry_after = status, code, message, retry_after
+
+
+def refuse(message: str, code: str = "invalid_request") -> ProtocolError:
+    """Return the error of a request that is wrong, or asks for what there is not."""
+    return ProtocolError(400, code, message)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """One chat call."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """OpenAI schemas, as they came."""
+    model: str = ""
+    stream: bool = False
+    include_usage: bool = False
+    sampling: Sampling = field(default_factory=Sampling)
+    """What the call says of sampling; ours comes first."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatReply:
+    """The answer to one."""
+
+    reply_id: str
+    model: str
+    message: Message
+    finish_reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    extra: Mapping[str, object] = field(default_factory=dict)
+    """Further fields of the answer, for those who look."""
+
+    @property
+    def calls(self) -> Sequence[Mapping[str, Any]]:
+        """The tool calls in it, their arguments as plain data."""
+        calls: Sequence[Mapping[str, Any]] = self.message.get("tool_calls") or ()
+        return calls
+
+    @property
+    def text(self) -> str:
+        """Its text without the calls."""
+        return str(self.message.get("content") or "")
+
+
+def text_of(content: object, where: str) -> str:
+    """Return the text of a content that may come in parts, or raise ProtocolError for what is not text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise refuse(f"{where}: the content must be text or a list of parts, got {type(content).__name__}")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if (
+            isinstance(part, Mapping)
+            and kind in ("text", "input_text", "output_text")
+            and isinstance(part["text"], str)
+        ):
+            texts.append(part["text"])
+        else:
+            raise refuse(f"{where}: a part of type '{kind}' is not supported; only text is", "unsupported_content")
+    return "".join(texts)
+
+
+def arguments_of(arguments: object) -> object:
+    """Return a call's arguments as plain data; text that is no JSON object stays text."""
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments)
+        except ValueError:
+            return arguments
+        return parsed if isinstance(parsed, dict) else arguments
+    return arguments if isinstance(arguments, Mapping) else {}
+
+
+def key_of(message: Message) -> str:
+    """Return what makes two messages the same, as text."""
+    calls = [
+        (call.get("id"), call["function"]["name"], call["function"].get("arguments"))
+        for call in message.get("tool_calls") or ()
+    ]
+    return json.dumps(
+        [message["role"], message.get("content") or "", calls, message.get("tool_call_id")], sort_keys=True
+    )

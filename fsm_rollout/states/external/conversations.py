@@ -1,0 +1,387 @@
+"""Which token stream a chat call belongs to: found by exact prefix over the history that it re-sends.
+
+Invariants:
+
+1. A history that only grows is one stream: its new messages are glued to the tokens that were sampled.
+2. Any other history is a stream of its own, in a context of its own, and counted: a rewrite or a second answer to the
+   same history is a branch (``main~2``), a history that shares no user's message with an earlier one is another
+   conversation (``main+2``). A branch begins with the very tokens of what it shares, as its prompt, so nothing that was
+   sampled is encoded again where the histories are the same, and nothing is trained twice.
+3. A call is answered once. The same call again, when its answer never reached the caller, is a retry: it gets that
+   answer, or the rest of it. When it did, it is a wish for another answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fsm_rollout.agent.limits import LimitReached
+from fsm_rollout.chat.formats import detect_format, get_format
+from fsm_rollout.chat.markers import Encoded
+from fsm_rollout.errors import ChatTemplateError, EngineError, PromptTooLong
+from fsm_rollout.states.bound_agent import BoundContext
+from fsm_rollout.states.context import HandlerContext
+from fsm_rollout.states.external.chat_request import ChatReply, ChatRequest, ProtocolError, key_of, refuse
+from fsm_rollout.states.generation import OnTokens
+from fsm_rollout.trajectory.enums import FinishReason, LimitName, Trigger
+from fsm_rollout.trajectory.events import ContextOpened, Message
+from fsm_rollout.trajectory.settings import Sampling
+from fsm_rollout.trajectory.tokens import Owner
+from fsm_rollout.trajectory.trajectory import BRANCH, FURTHER, Outcome, Stream, root_of
+
+Chain = bytes
+"""Stands for a history: a hash of its messages, each after those before it, and of the tools that came with it."""
+
+
+@dataclass(slots=True)
+class _Turn:
+    """An assistant turn of a branch: where its tokens stand, and whether its caller has had it."""
+
+    before: int
+    """How many messages stand before it."""
+    start: int
+    end: int
+    """Its tokens."""
+    answered: bool = True
+    """Whether it has come to its end; else the rest of it can be sampled."""
+    delivered: bool = True
+
+
+@dataclass(slots=True)
+class _Branch:
+    """One history with its stream."""
+
+    name: str
+    bound: BoundContext
+    chains: list[Chain]
+    """That of each beginning of its messages, the empty one first."""
+    turns: list[_Turn] = field(default_factory=list)
+    asks: bool = True
+    """Whether its last message waits for an answer."""
+    busy: bool = False
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a call is answered with."""
+
+    reply: ChatReply
+    delivered: Callable[[], None]
+    """To be called when the caller has it."""
+
+
+class Conversations:
+    """The histories of one visit's foreign agent, and of its earlier visits to the same context.
+
+    Args:
+        ctx: the visit.
+        context: whose chat template, engine and settings hold for all of them.
+        schemas: tools that were shown before, by their JSON; one object for each, since caches know them by identity.
+    """
+
+    def __init__(self, ctx: HandlerContext, context: str, schemas: dict[str, tuple[dict[str, Any], ...]]) -> None:
+        self.ctx = ctx
+        self.context = context
+        self.limit: str | None = None
+        """The limit that a call has met."""
+        self.failure: EngineError | None = None
+        """Why the latest call was not answered."""
+        self._schemas = schemas
+        self._branches: list[_Branch] = []
+        self._ends: dict[Chain, tuple[_Branch, int]] = {}
+        """The turn that a history ends in."""
+        self._questions: dict[Chain, list[_Branch]] = {}
+        """The branches that have asked a history."""
+        self._begun: set[Chain] = set()
+        """The beginnings of all histories, up to a user's message."""
+        if ctx.resumed:
+            ctx.forget_recorded()
+        new = {id(stream) for stream in self._opened_here()}
+        for stream in ctx.trajectory.streams:
+            if root_of(stream.context) == context and ctx.trajectory.stream(stream.context) is stream:
+                self._remember(stream, delivered=id(stream) not in new)
+
+    def outcome(self) -> Outcome:
+        """Return how a visit has come out whose agent has come to its end.
+
+        Raises:
+            LimitReached: a call was refused for a limit.
+            EngineError: the engine failed the latest call.
+        """
+        if self.limit is not None:
+            raise LimitReached(self.limit)
+        if self.failure is not None:
+            raise self.failure
+        return Outcome(Trigger.RETURNED)
+
+    # -- calls ----------------------------------------------------------------------------------------------------
+
+    async def answer(self, request: ChatRequest, on_tokens: OnTokens | None = None) -> Answer:
+        """Answer one call; ``on_tokens`` is called with the request to the engine whenever tokens have come.
+
+        Raises:
+            ProtocolError: a limit holds it back, the engine failed, or the history cannot be put into tokens.
+        """
+        branch = None
+        try:
+            branch, number = self._claim(request)
+            if number is None or not branch.turns[number].answered:
+                branch.busy = True
+                await self._generate(branch, request, on_tokens, paid=number is not None)
+                number = len(branch.turns) - 1
+            self.failure = None
+        except LimitReached as reached:
+            raise self._told(reached.limit) from None
+        except PromptTooLong as error:
+            raise refuse(str(error), "context_length_exceeded") from None
+        except ChatTemplateError as error:
+            raise refuse(f"the chat template cannot render this history exactly: {error}") from None
+        except EngineError as error:
+            self.failure = error
+            raise ProtocolError(503, "engine_failed", f"the engine failed: {error}") from None
+        finally:
+            if branch is not None:
+                branch.busy = False
+        return self._reply(branch, number, request)
+
+    def _told(self, limit: str) -> ProtocolError:
+        """Return what a caller is told of a limit. One that a shorter history may still meet is not the end."""
+        if limit == LimitName.CONTEXT_TOKENS:
+            return refuse("the history leaves no room to answer; shorten it", "context_length_exceeded")
+        self.limit = limit
+        return refuse(f"the limit '{limit}' of this agent is reached; bring your work to an end", "limit_reached")
+
+    async def _generate(self, branch: _Branch, request: ChatRequest, on_tokens: OnTokens | None, *, paid: bool) -> None:
+        try:
+            await self.ctx.generate_beside(branch.name, self._sampling(request), on_tokens, paid=paid)
+        except LimitReached as reached:
+            if not self._has_turn(branch):
+                raise
+            self._told(reached.limit)  # the turn stands, cut; the next call is refused
+        finally:
+            self._note_turn(branch)
+
+    def _sampling(self, request: ChatRequest) -> Sampling:
+        """Return what a call may say of sampling: what nobody else says, and fewer tokens."""
+        ctx = self.ctx
+        ours = ctx.program.samplings[ctx.state, self.context]
+        theirs = request.sampling
+        most = [count for count in (ours.max_tokens, theirs.max_tokens) if count is not None]
+        return ours.over(theirs).model_copy(update={"max_tokens": min(most, default=None)})
+
+    def _note_turn(self, branch: _Branch) -> None:
+        """Take what was sampled into the branch, also when it was cut off."""
+        stream = self.ctx.trajectory.stream(branch.name)
+        if stream is None or not self._has_turn(branch):
+            return  # nothing was sampled; the question stands
+        answered = stream.finish_reason != FinishReason.ABORT
+        if branch.asks:
+            branch.turns.append(_Turn(len(branch.chains) - 1, stream.turn_at, len(stream.tokens), delivered=False))
+            branch.asks = False
+            branch.chains.append(b"")
+        turn = branch.turns[-1]
+        turn.start, turn.end, turn.answered = stream.turn_at, len(stream.tokens), answered
+        branch.chains[-1] = _chain(branch.chains[-2], key_of(stream.messages[-1]))
+        if answered:
+            self._ends[branch.chains[-1]] = branch, len(branch.turns) - 1
+
+    def _has_turn(self, branch: _Branch) -> bool:
+        """Whether something of an answer to the branch's last question stands in its stream."""
+        stream = self.ctx.trajectory.stream(branch.name)
+        return stream is not None and len(stream.messages) == len(branch.chains) - (not branch.asks)
+
+    def _reply(self, branch: _Branch, number: int, request: ChatRequest) -> Answer:
+        stream = self.ctx.trajectory.stream(branch.name)
+        assert stream is not None
+        turn = branch.turns[number]
+        ids = stream.tokens.ids[turn.start : turn.end]
+        stopped = len(ids) > 0 and ids[-1] in branch.bound.stop_ids
+
+        def delivered() -> None:
+            turn.delivered = True
+
+        name = f"{self.ctx.trajectory.trajectory_id}-{branch.name}-{number}"
+        reply = ChatReply(
+            reply_id=f"chatcmpl-{name}", model=request.model, message=stream.messages[turn.before],
+            finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH, prompt_tokens=turn.start,
+            completion_tokens=len(ids),
+        )  # fmt: skip
+        return Answer(reply, delivered)
+
+    # -- finding the stream ---------------------------------------------------------------------------------------
+
+    def _claim(self, request: ChatRequest) -> tuple[_Branch, int | None]:
+        """Return the branch that a call belongs to, with its question written, and its turn if that has begun.
+
+        Nothing here waits, so that two calls at a time never take the same branch.
+        """
+        messages, schemas = request.messages, self._shown(request.tools)
+        if messages[-1]["role"] == "assistant":
+            raise refuse("the last message is the assistant's own; end with one that it is to answer")
+        chains = [_root(schemas)]
+        for message in messages:
+            chains.append(_chain(chains[-1], key_of(message)))
+        # 1. A retry: the same question, whose answer nobody has had.
+        asked = self._questions.get(chains[-1], [])
+        for branch in asked:
+            if branch.busy:
+                continue
+            for number, turn in enumerate(branch.turns):
+                if turn.before == len(messages) and not turn.delivered and branch.chains[turn.before] == chains[-1]:
+                    return branch, number
+            if branch.asks and branch.chains[-1] == chains[-1]:
+                return branch, None
+        # 2. What grows: the longest history of ours that it begins with, and no assistant's turn after that.
+        end = next((i for i in range(len(messages) - 1, 0, -1) if chains[i] in self._ends), 0)
+        new = messages[end:]
+        if end and all(message["role"] != "assistant" for message in new):
+            branch, number = self._ends[chains[end]]
+            if number == len(branch.turns) - 1 and not branch.asks and not branch.busy:
+                branch.turns[-1].delivered = True  # or it would not be re-sent
+                self.ctx.write(new, context=branch.name)
+                return self._asked(branch, chains), None
+            return self._fork(chains, messages, branch, branch.turns[number].end, end, number), None
+        # 3. Another answer to a question that was answered.
+        for branch in asked:
+            for number, turn in enumerate(branch.turns):
+                if turn.before == len(messages):
+                    return self._fork(chains, messages, branch, turn.start, len(messages), number), None
+        # 4. A history of its own.
+        return self._open(chains, messages, schemas), None
+
+    def _fork(
+        self, chains: list[Chain], messages: list[Message], branch: _Branch, end: int, shared: int, number: int
+    ) -> _Branch:
+        """Open a branch with the first ``end`` tokens of another, which are its first ``shared`` messages."""
+        stream = self.ctx.trajectory.stream(branch.name)
+        assert stream is not None
+        new, turn, bound = messages[shared:], branch.turns[number], branch.bound
+        own = [*stream.messages[:shared], *new]
+        ids = stream.tokens.ids[:end]
+        guarded_at = [at for at in stream.guarded_at if at < end]
+        encoded = Encoded(ids.tolist(), len(guarded_at), tuple(guarded_at))
+        if new:
+            if bound.chat.must_split(own[:shared], new, bound.tools):
+                return self._open(chains, messages, bound.tools)
+            stopped = len(ids) > turn.start and ids[-1] in bound.stop_ids
+            try:
+                glue = bound.chat.glue_detailed(
+                    own[:shared], new, bound.tools, sampled_ids=ids[turn.start :], now=self.ctx.date,
+                    finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
+                )  # fmt: skip
+            except ChatTemplateError:
+                return self._open(chains, messages, bound.tools)
+            if glue.entry is not None:
+                self.ctx.active.glue_entries.add(glue.entry)
+            places = (*guarded_at, *(len(ids) + at for at in glue.guarded_at))
+            encoded = Encoded([*ids, *glue.ids], encoded.guarded + glue.guarded, places)
+        bound = self._bind(BRANCH, bound.tools)
+        self.ctx.open_with(bound, own, encoded=encoded)
+        return self._asked(_Branch(bound.name, bound, chains), chains)
+
+    def _open(self, chains: list[Chain], messages: list[Message], schemas: tuple[dict[str, Any], ...]) -> _Branch:
+        """Open a history by rendering it in full."""
+        stream = self.ctx.trajectory.stream(self.context)
+        if stream is None or (stream.turn is None and not self._branches):
+            bound = replace(self._bind(None, schemas), name=self.context)
+            self.ctx.active.branches[self.context] = bound
+            if stream is not None and stream.messages == messages and not schemas and not self._own_tools:
+                return self._asked(_Branch(bound.name, bound, chains), chains)  # the prompt, as it was opened
+        else:
+            shares = any(chain in self._begun for chain in chains[1:])
+            bound = self._bind(BRANCH if shares else FURTHER, schemas)
+        self.ctx.open_with(bound, list(messages))
+        return self._asked(_Branch(bound.name, bound, chains), chains)
+
+    @property
+    def _own_tools(self) -> bool:
+        """Whether the agent's YAML shows tools of its own in the context, which a foreign agent does not have."""
+        return bool(self.ctx.program.contexts[self.context].tools)
+
+    def _asked(self, branch: _Branch, chains: list[Chain]) -> _Branch:
+        """Note that a branch has a question to answer."""
+        if not branch.turns and branch not in self._branches:
+            self._branches.append(branch)
+        branch.chains, branch.asks = list(chains), True
+        self._questions.setdefault(chains[-1], []).append(branch)
+        self._begun.update(self._user_chains(branch, chains))
+        return branch
+
+    def _user_chains(self, branch: _Branch, chains: Sequence[Chain]) -> Sequence[Chain]:
+        stream = self.ctx.trajectory.stream(branch.name)
+        messages = stream.messages if stream is not None else []
+        first = next((i for i, message in enumerate(messages) if message["role"] == "user"), len(messages))
+        return chains[first + 1 :]
+
+    def _bind(self, mark: str | None, schemas: tuple[dict[str, Any], ...]) -> BoundContext:
+        """Return the context of a branch that is about to be opened, with the tools that its calls bring."""
+        base = self.ctx.program.contexts[self.context]
+        tool_format = None
+        if schemas:
+            name = detect_format(base.chat.source) if base.spec.tool_format == "auto" else base.spec.tool_format
+            tool_format = get_format(name, base.client.engine.tokenizer)
+        names = {stream.context for stream in self.ctx.trajectory.streams}
+        number = 2
+        while mark is not None and f"{self.context}{mark}{number}" in names:
+            number += 1
+        name = self.context if mark is None else f"{self.context}{mark}{number}"
+        bound = replace(base, name=name, tools=schemas, tool_format=tool_format)
+        self.ctx.active.branches[name] = bound
+        return bound
+
+    def _shown(self, tools: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+        """Return the schemas of a call, the same objects each time."""
+        key = json.dumps(tools, sort_keys=True)
+        if key not in self._schemas:
+            if len(self._schemas) >= 256:
+                self._schemas.clear()
+            self._schemas[key] = tuple(tools)
+        return self._schemas[key]
+
+    # -- what there was before ------------------------------------------------------------------------------------
+
+    def _opened_here(self) -> list[Stream]:
+        """Return the streams that this visit had opened before it was interrupted."""
+        opened = [event.context for event in self.ctx.trajectory.here if isinstance(event, ContextOpened)]
+        streams = (self.ctx.trajectory.stream(context) for context in opened)
+        return [stream for stream in streams if stream is not None]
+
+    def _remember(self, stream: Stream, *, delivered: bool) -> None:
+        """Take in a stream of an earlier visit, or of this one before it was interrupted."""
+        bound = self.ctx.context(stream.context)
+        spans: dict[int, list[int]] = {}
+        for span in stream.tokens.spans:
+            if span.owner is Owner.MODEL:
+                spans.setdefault(span.turn, [span.start, span.end])[1] = span.end
+        places = [i for i, m in enumerate(stream.messages) if i >= stream.opening and m["role"] == "assistant"]
+        if len(places) != len(spans) or not spans:
+            return  # nothing was sampled in it, or a turn went on after it was cut: it is not gone on with
+        chains = [_root(bound.tools)]
+        for message in stream.messages:
+            chains.append(_chain(chains[-1], key_of(message)))
+        turns = [
+            _Turn(before, start, end, delivered=delivered)
+            for before, (start, end) in zip(places, spans.values(), strict=True)
+        ]
+        turns[-1].answered = stream.finish_reason != FinishReason.ABORT
+        branch = _Branch(stream.context, bound, chains, turns, asks=stream.awaiting or bool(stream.pending))
+        self._branches.append(branch)
+        for number, turn in enumerate(turns):
+            self._questions.setdefault(chains[turn.before], []).append(branch)
+            if turn.answered:
+                self._ends[chains[turn.before + 1]] = branch, number
+        if branch.asks:
+            self._questions.setdefault(chains[-1], []).append(branch)
+        self._begun.update(self._user_chains(branch, chains))
+
+
+def _root(schemas: Sequence[Mapping[str, Any]]) -> Chain:
+    return hashlib.blake2b(json.dumps(list(schemas), sort_keys=True).encode(), digest_size=16).digest()
+
+
+def _chain(before: Chain, key: str) -> Chain:
+    return hashlib.blake2b(before + key.encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -1,0 +1,172 @@
+"""``handler: external``: a program or a coroutine that nobody here wrote, run as the visit of a state.
+
+Invariant: every token that it has sampled goes through the visit, so it is charged, recorded and trained like any
+other; when the visit ends, whatever the reason, nothing of the program runs on and its key opens nothing any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryFile, mkdtemp
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from fsm_rollout.agent.graph import State as StateSpec
+from fsm_rollout.agent.handlers import load_object
+from fsm_rollout.errors import ConfigError
+from fsm_rollout.states.base import State
+from fsm_rollout.tools.bounded_call import invoke
+from fsm_rollout.tools.commands import MARK, end_family, from_environment, scrubbed, words_of
+from fsm_rollout.trajectory.enums import LimitName, Trigger
+from fsm_rollout.trajectory.events import Message, Scored
+from fsm_rollout.trajectory.settings import ImportPath
+from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
+
+if TYPE_CHECKING:
+    from fsm_rollout.states.context import HandlerContext
+
+SHOWN_OUTPUT = 2000
+"""Characters of a failed program's output that stand in the trajectory's detail."""
+STARTED = "the program could not be started"
+
+
+class ProgramFailed(Exception):
+    """A foreign agent's program ended with an error, or could not be started."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignVisit:
+    """What a foreign agent in Python (``use: module:function``) is given."""
+
+    base_url: str
+    """Where the model is, as its protocol's clients want it: with ``/v1`` for OpenAI's, without for Anthropic's."""
+    api_key: str
+    """Opens this one visit, while it lasts."""
+    model: str
+    """The model's name; any name will do."""
+    task: str
+    """The text of the prompt's last message."""
+    messages: list[Message]
+    """The prompt's messages."""
+    extra: Mapping[str, object]
+    """The prompt's other fields."""
+
+
+class External(State):
+    """Runs a foreign agent; each of its chat calls becomes a generation of a token stream.
+
+    It raises ``returned`` when the agent has come to its end, and ``limit_reached`` instead if a call of it was refused
+    for a limit. A program that ends with another exit code than 0, or a function that raises, fails the visit. A number
+    that a function returns becomes the trajectory's score.
+    """
+
+    triggers = (Trigger.RETURNED,)
+    spends = LimitName.ASSISTANT_TURNS
+    keys = ("sampling", "options")
+
+    class Options(BaseModel):
+        """The keys of its own."""
+
+        model_config = ConfigDict(extra="forbid", frozen=True)
+
+        command: tuple[str, ...] | None = Field(None, min_length=1, description="a program with its arguments")
+        use: ImportPath | None = Field(None, description="`module:function`, sync or async, of a ForeignVisit")
+        dialect: Literal["openai", "anthropic"] = Field("openai", description="the protocol that it speaks")
+        env: dict[str, str] = Field(default_factory=dict, description="for the program; `$NAME` is read here")
+
+        @model_validator(mode="after")
+        def _one_agent(self) -> External.Options:
+            if (self.command is None) == (self.use is None):
+                raise ValueError("give either `command` (a program) or `use` (module:function)")
+            return self
+
+    options: Options
+
+    def __init__(self, name: str, spec: StateSpec) -> None:
+        super().__init__(name, spec)
+        self._function: Any = load_object(self.options.use) if self.options.use is not None else None
+        if self.options.use is not None and not callable(self._function):
+            raise ConfigError(f"'{self.options.use}' is no function")
+        self._schemas: dict[str, tuple[dict[str, Any], ...]] = {}
+        """The tools that foreign agents have shown: a cache."""
+
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
+        """Serve the agent, run it, and see how it ended."""
+        try:
+            dialect = import_module(f"fsm_rollout.states.external.{self.options.dialect}_dialect")
+        except ImportError as error:
+            raise ConfigError(
+                f"a foreign agent needs the package `{self.options.dialect}`: pip install 'fsm-rollout[external]'"
+            ) from error
+        from fsm_rollout.states.external.conversations import Conversations
+        from fsm_rollout.states.external.gateway import Session, gateway  # a server: only for those who need one
+
+        conversations = Conversations(ctx, self.spec.context, self._schemas)
+        session = Session(conversations, dialect, trajectory.agent)
+        async with gateway().session(session) as (url, key):
+            messages = [dict(message) for message in trajectory.prompt_messages]
+            visit = ForeignVisit(
+                base_url=f"{url}/v1" if self.options.dialect == "openai" else url, api_key=key, model=trajectory.agent,
+                task=str(messages[-1].get("content") or ""), messages=messages, extra=trajectory.extra,
+            )  # fmt: skip
+            if self.options.command is not None:
+                await self._run_program(visit)
+                result = None
+            else:
+                result = await invoke(partial(self._function, visit), {})
+        outcome = conversations.outcome()
+        if isinstance(result, int | float) and not isinstance(result, bool):
+            ctx.emit(Scored(at=ctx.clock(), value=float(result), source=self.name))
+        return outcome
+
+    async def _run_program(self, visit: ForeignVisit) -> None:
+        """Run the program to its end, or end it.
+
+        Raises:
+            ProgramFailed: it cannot be started, or its exit code is not 0.
+        """
+        assert self.options.command is not None
+        mark, folder = uuid.uuid4().hex, mkdtemp(prefix="fsm-rollout-")
+        names = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL")
+        if self.options.dialect == "anthropic":
+            names = ("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "ANTHROPIC_MODEL")
+        told = dict(zip(names, (visit.base_url, visit.api_key, visit.model), strict=True))
+        env = (
+            scrubbed() | {"HOME": folder, "TASK": visit.task} | told | from_environment(self.options.env) | {MARK: mark}
+        )
+        data = json.dumps({"task": visit.task, "messages": visit.messages, "extra": visit.extra}, default=str).encode()
+        with TemporaryFile() as output:
+            try:
+                try:
+                    process = await asyncio.create_subprocess_exec(
+                        *words_of(self.options.command), env=env, cwd=folder, start_new_session=True,
+                        stdin=asyncio.subprocess.PIPE, stdout=output, stderr=output,
+                    )  # fmt: skip
+                except OSError as error:
+                    raise ProgramFailed(f"{STARTED}: {error}") from error
+                try:
+                    with suppress(BrokenPipeError, ConnectionResetError):  # one that does not read
+                        await process.communicate(data)
+                finally:
+                    with suppress(ProcessLookupError):  # at once, so that it asks for nothing more
+                        process.kill()
+                    await asyncio.to_thread(end_family, process.pid, mark)
+                    await process.wait()
+            finally:
+                await asyncio.to_thread(partial(shutil.rmtree, folder, ignore_errors=True))
+            if process.returncode:
+                output.seek(0)
+                said = output.read().decode(errors="replace").strip()[-SHOWN_OUTPUT:] or "nothing"
+                name = Path(self.options.command[0]).name
+                message = f"{name} ended with exit code {process.returncode}; it wrote: {said}"
+                raise ProgramFailed(message)

@@ -1,0 +1,208 @@
+"""OpenAI's chat completions, by the ``openai`` package's types.
+
+Invariant: what a request asks for and we do not do is refused, and not passed over: other sampling than ours may be
+ignored, another meaning of the call may not.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, cast
+
+from openai.types import CompletionUsage, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
+from openai.types.chat.chat_completion import Choice
+from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
+from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaToolCall, ChoiceDeltaToolCallFunction
+from openai.types.chat.chat_completion_message_function_tool_call import ChatCompletionMessageFunctionToolCall, Function
+from openai.types.shared import ErrorObject
+
+from fsm_rollout.states.external.chat_request import (
+    ChatReply,
+    ChatRequest,
+    ProtocolError,
+    arguments_of,
+    refuse,
+    text_of,
+)
+from fsm_rollout.trajectory.enums import FinishReason
+from fsm_rollout.trajectory.events import Message
+from fsm_rollout.trajectory.settings import Sampling
+
+PATH = "/v1/chat/completions"
+ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_UNSERVED: Mapping[str, tuple[object, ...]] = {
+    "n": (None, 1), "stop": (None, [], ""), "logit_bias": (None, {}), "audio": (None,), "functions": (None, []),
+    "function_call": (None,), "modalities": (None, ["text"]), "prediction": (None,), "web_search_options": (None,),
+}  # fmt: skip
+"""What is refused unless it has one of these values."""
+
+
+def read(body: Mapping[str, Any]) -> ChatRequest:
+    """Return the request in a body, or raise ProtocolError."""
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise refuse("`messages` must be a list of at least one message")
+    for key, served in _UNSERVED.items():
+        if body.get(key) not in served:
+            raise refuse(f"`{key}` is not supported; leave it out", "unsupported_parameter")
+    if (body.get("response_format") or {}).get("type", "text") != "text":
+        raise refuse("`response_format` is not supported; ask for text", "unsupported_parameter")
+    tools = [tool for tool in body.get("tools") or () if isinstance(tool, Mapping)]
+    choice = body.get("tool_choice")
+    if choice not in (None, "auto", "none"):
+        raise refuse("`tool_choice` may be 'auto' or 'none': no call is forced", "unsupported_parameter")
+    if any(tool.get("type") != "function" or "name" not in (tool.get("function") or {}) for tool in tools):
+        raise refuse("`tools` must be functions, each with a name", "unsupported_parameter")
+    return ChatRequest(
+        messages=_named([_message(message, f"messages[{i}]") for i, message in enumerate(messages)]),
+        tools=[] if choice == "none" else [_without_nulls(tool) for tool in tools],
+        model=str(body.get("model") or ""),
+        stream=bool(body.get("stream")),
+        include_usage=bool((body.get("stream_options") or {}).get("include_usage")),
+        sampling=sampling_of(body, body.get("max_completion_tokens") or body.get("max_tokens")),
+    )
+
+
+def sampling_of(body: Mapping[str, Any], max_tokens: object) -> Sampling:
+    """Return what a body says of sampling, or raise ProtocolError."""
+    try:
+        return Sampling(temperature=body.get("temperature"), top_p=body.get("top_p"), max_tokens=max_tokens)
+    except ValueError as error:
+        raise refuse(f"sampling: {error}") from None
+
+
+def _message(message: object, where: str) -> Message:
+    if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+        role = message.get("role") if isinstance(message, Mapping) else type(message).__name__
+        raise refuse(f"{where}: the role must be one of {', '.join(ROLES)}; got {role!r}")
+    role = ROLES[message["role"]]
+    read: Message = {"role": role, "content": text_of(message.get("content"), where)}
+    if role == "tool":
+        read["tool_call_id"] = str(message.get("tool_call_id") or "")
+    if message.get("name"):
+        read["name"] = str(message["name"])
+    if role == "assistant" and message.get("tool_calls"):
+        read["tool_calls"] = [_call(call, where) for call in message["tool_calls"]]
+    return read
+
+
+def _call(call: Any, where: str) -> Message:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise refuse(f"{where}: a tool call needs function.name")
+    arguments = arguments_of(function.get("arguments"))
+    return {
+        "id": str(call.get("id") or ""), "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }  # fmt: skip
+
+
+def _named(messages: list[Message]) -> list[Message]:
+    """Give each tool message the name of the tool that it answers: some templates show it."""
+    names = {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()}
+    for message in messages:
+        if message["role"] == "tool" and "name" not in message and message["tool_call_id"] in names:
+            message["name"] = names[message["tool_call_id"]]
+    return messages
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return value
+
+
+Finish = Literal["stop", "length", "tool_calls"]
+
+
+def _finish(reply: ChatReply) -> Finish:
+    if reply.finish_reason == FinishReason.LENGTH:
+        return "length"
+    return "tool_calls" if reply.calls else "stop"
+
+
+def _usage(reply: ChatReply) -> CompletionUsage:
+    total = reply.prompt_tokens + reply.completion_tokens
+    return CompletionUsage(
+        prompt_tokens=reply.prompt_tokens, completion_tokens=reply.completion_tokens, total_tokens=total
+    )
+
+
+def whole(reply: ChatReply) -> bytes:
+    """Return a reply as one body."""
+    calls = [
+        ChatCompletionMessageFunctionToolCall(
+            id=call["id"],
+            type="function",
+            function=Function(name=call["function"]["name"], arguments=json.dumps(call["function"]["arguments"])),
+        )
+        for call in reply.calls
+    ]
+    message = ChatCompletionMessage(role="assistant", content=reply.text or None, tool_calls=cast(Any, calls or None))
+    choice = Choice(index=0, message=message, finish_reason=_finish(reply))
+    completion = ChatCompletion(
+        id=reply.reply_id, object="chat.completion", created=int(time.time()), model=reply.model, choices=[choice],
+        usage=_usage(reply), **cast(Any, dict(reply.extra)),
+    )  # fmt: skip
+    return completion.model_dump_json(exclude_unset=True).encode()
+
+
+class Streamed:
+    """A reply as server-sent events."""
+
+    def __init__(self, reply_id: str, request: ChatRequest) -> None:
+        self._id, self._request, self._created = reply_id, request, int(time.time())
+
+    def begin(self) -> Iterator[bytes]:
+        """Yield what comes before any text."""
+        yield self._event(ChoiceDelta(role="assistant", content=""))
+
+    def text(self, delta: str) -> Iterator[bytes]:
+        """Yield a piece of the text."""
+        yield self._event(ChoiceDelta(content=delta))
+
+    def end(self, reply: ChatReply) -> Iterator[bytes]:
+        """Yield the calls and what comes last."""
+        for index, call in enumerate(reply.calls):
+            function = ChoiceDeltaToolCallFunction(
+                name=call["function"]["name"], arguments=json.dumps(call["function"]["arguments"])
+            )
+            delta = ChoiceDeltaToolCall(index=index, id=call["id"], type="function", function=function)
+            yield self._event(ChoiceDelta(tool_calls=[delta]))
+        yield self._event(ChoiceDelta(), _finish(reply))
+        if self._request.include_usage:
+            yield self._sse(self._chunk([], _usage(reply)))
+        yield b"data: [DONE]\n\n"
+
+    def failed(self, error: ProtocolError) -> Iterator[bytes]:
+        """Yield an error that comes after the beginning."""
+        yield b"data: " + failure(error) + b"\n\n"
+
+    def _event(self, delta: ChoiceDelta, finish_reason: Finish | None = None) -> bytes:
+        return self._sse(self._chunk([ChunkChoice(index=0, delta=delta, finish_reason=finish_reason)]))
+
+    def _chunk(self, choices: list[ChunkChoice], usage: CompletionUsage | None = None) -> ChatCompletionChunk:
+        return ChatCompletionChunk(
+            id=self._id, object="chat.completion.chunk", created=self._created, model=self._request.model,
+            choices=choices, usage=usage,
+        )  # fmt: skip
+
+    @staticmethod
+    def _sse(chunk: ChatCompletionChunk) -> bytes:
+        return f"data: {chunk.model_dump_json(exclude_unset=True)}\n\n".encode()
+
+
+def failure(error: ProtocolError) -> bytes:
+    """Return the body of an error."""
+    kind = "server_error" if error.status >= 500 else "invalid_request_error"
+    told = ErrorObject(message=error.message, type=kind, code=error.code, param=None)
+    return json.dumps({"error": told.model_dump()}).encode()
+
+
+def models(names: list[str]) -> bytes:
+    """Return the list of models."""
+    cards = [Model(id=name, object="model", created=0, owned_by="fsm-rollout").model_dump() for name in names]
+    return json.dumps({"object": "list", "data": cards}).encode()

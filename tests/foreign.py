@@ -1,0 +1,87 @@
+"""Foreign agents for tests, by what they do; an agent with such a state; and what its rows must be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from fsm_rollout.agent.graph import AgentGraph
+from fsm_rollout.agent.loader import loads
+from fsm_rollout.engines.protocol import Request
+from fsm_rollout.engines.scripted.engine import ScriptedEngine
+from fsm_rollout.states.external.handler import ForeignVisit
+from fsm_rollout.tools import tool_schema
+from fsm_rollout.tools.calculator import calculate
+from fsm_rollout.trajectory.trajectory import Trajectory
+
+YAML = """
+agent: foreign
+initial: EXTERNAL
+limits: {assistant_turns: 20}
+states:
+  EXTERNAL: {handler: external, AGENT, timeout: 600}
+transitions:
+  - {trigger: returned, source: EXTERNAL, dest: TERMINATED}
+"""
+CALCULATOR = tool_schema(calculate)
+CALL = '<tool_call>\n{"name": "calculate", "arguments": {"left": 20, "operator": "+", "right": 22}}\n</tool_call>'
+
+
+def agent(keys: str, **limits: int) -> AgentGraph:
+    """Return an agent with one foreign state; ``keys`` are those of the state."""
+    graph = loads(YAML.replace("AGENT", keys))
+    return graph.model_copy(update={"limits": graph.limits.model_copy(update=limits)}) if limits else graph
+
+
+def client(visit: ForeignVisit) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=visit.base_url, api_key=visit.api_key, max_retries=0)
+
+
+def check_exact(trajectories: Sequence[Trajectory], engine: ScriptedEngine) -> None:
+    """Compare with the engine's own log: each token that it sampled stands in one stream, trained, behind the very ids
+    that it was asked to go on from; and nothing else is trained."""
+    streams = [stream.tokens for trajectory in trajectories for stream in trajectory.streams]
+    ids = [list(tokens.ids) for tokens in streams]
+    trained = [[0] * tokens.prompt_length + tokens.response_mask().tolist() for tokens in streams]
+    asked: dict[str, list[int]] = {}
+    sampled: dict[str, list[int]] = {}
+    for entry in engine.log:
+        if isinstance(entry.what, Request):
+            asked[entry.what.request_id], sampled[entry.what.request_id] = list(entry.what.ids), []
+        else:
+            sampled[entry.what.request_id] += entry.what.ids
+    for request_id, before in asked.items():
+        places = range(len(before), len(before) + len(sampled[request_id]))
+        if places:
+            found = [
+                number
+                for number, stream in enumerate(ids)
+                if stream[: places.stop] == before + sampled[request_id] and all(trained[number][i] for i in places)
+            ]
+            assert found, (request_id, before, sampled[request_id])
+            for place in places:
+                trained[found[0]][place] = 0
+    assert not any(map(any, trained))
+
+
+Transcript = list[dict[str, Any]]
+
+
+async def chat(openai: AsyncOpenAI, messages: Transcript, **options: Any) -> Any:
+    reply = await openai.chat.completions.create(model="any", messages=messages, **options)  # type: ignore[call-overload]
+    message = reply.choices[0].message
+    messages.append(message.model_dump(exclude_none=True))
+    return message
+
+
+async def tool_user(visit: ForeignVisit) -> None:
+    """Ask, carry out the calls, ask again: until there are none. Its history only grows."""
+    async with client(visit) as openai:
+        messages: Transcript = [dict(message) for message in visit.messages]
+        while calls := (await chat(openai, messages, tools=[CALCULATOR])).tool_calls:
+            for call in calls:
+                result = calculate(**json.loads(call.function.arguments))
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})

@@ -1,0 +1,195 @@
+"""Real foreign agents, as programs: exact rows on a real model, no secret of ours, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import fsm_rollout as fr
+from fsm_rollout.agent.graph import AgentGraph
+from fsm_rollout.engines.scripted.engine import ScriptedEngine
+from fsm_rollout.engines.transformers.engine import TransformersEngine
+from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
+from fsm_rollout.tools.commands import MARK
+from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.foreign import agent, check_exact
+from tests.kit import ROOT
+
+pytestmark = pytest.mark.process
+EXAMPLES = ROOT / "examples/foreign_agents"
+TASK = "Please work out (40 + 67) - 76."
+
+
+def run(graph: AgentGraph, engine: Any, prompt: Any = TASK, n: int = 1) -> list[Trajectory]:
+    trajectories: list[Trajectory] = []
+
+    async def main() -> None:
+        async with fr.Rollout(graph, engine, seed=1) as rollout:
+            async with asyncio.timeout(900):
+                async for group in rollout.stream([prompt], n):
+                    trajectories.extend(group.trajectories)
+
+    asyncio.run(main())
+    return trajectories
+
+
+def left_over() -> list[psutil.Process]:
+    """Processes that bear the mark of a foreign agent's program."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if MARK in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def scripted(turns: Any) -> ScriptedEngine:
+    return ScriptedEngine(turns, tokenizer=embedded_tokenizer(), log=True)
+
+
+def program(text: str, tmp_path: Path, keys: str = "") -> AgentGraph:
+    path = tmp_path / "program.py"
+    path.write_text(text)
+    return agent(f"command: [python, '{path}'] {keys}")
+
+
+@pytest.mark.parametrize("name", ["langgraph", "openai_agents", "shell"])
+def test_the_examples_give_exact_rows_on_a_real_model(name: str) -> None:
+    engine = TransformersEngine("embedded", threads=1)
+    asked: dict[str, list[int]] = {}
+    sampled: dict[str, list[int]] = {}
+    generate: Callable[..., Any] = engine.generate
+
+    async def logged(requests: Any) -> Any:
+        for request in requests:
+            asked[request.request_id], sampled[request.request_id] = list(request.ids), []
+        async for chunk in generate(requests):
+            sampled[chunk.request_id] += chunk.ids
+            yield chunk
+
+    engine.generate = logged  # type: ignore[method-assign]
+    n = 1 if name == "shell" else 2
+    try:
+        trajectories = run(fr.load_agent(EXAMPLES / f"{name}.yaml"), engine, n=n)
+    finally:
+        asyncio.run(engine.aclose())
+    for trajectory in trajectories:
+        assert trajectory.stop_reason == "answered", trajectory.detail
+        (stream,) = trajectory.streams
+        assert trajectory.turn >= 2
+        mask = [0] * stream.tokens.prompt_length + stream.tokens.response_mask().tolist()
+        own = {key: ids for key, ids in sampled.items() if key.startswith(f"{trajectory.trajectory_id}/")}
+        assert sum(mask) == sum(map(len, own.values()))
+        ids = list(stream.tokens.ids)
+        for request_id, out in own.items():
+            before = asked[request_id]
+            assert ids[: len(before) + len(out)] == before + out
+            assert all(mask[len(before) : len(before) + len(out)])
+    if name != "shell":
+        assert any("31" in trajectory.text for trajectory in trajectories)
+    assert not left_over()
+
+
+def test_a_program_sees_no_secret_and_its_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("API_TOKEN", "secret")
+    monkeypatch.setenv("FOR_IT", "given")
+    text = """
+import json, os, sys, urllib.request
+told = json.load(sys.stdin)
+names = {name for name in os.environ}
+assert "API_TOKEN" not in names, names
+assert os.environ["GIVEN"] == "given"
+assert os.listdir() == [] and os.getcwd() == os.path.realpath(os.environ["HOME"])
+assert told["task"] == os.environ["TASK"] and told["extra"] == {"answer": "31"}
+body = json.dumps({"messages": told["messages"], "model": "m"}).encode()
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body,
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
+assert json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"] == "yes"
+"""
+    engine = scripted(["yes"])
+    prompt = {"messages": [{"role": "user", "content": TASK}], "answer": "31"}
+    (trajectory,) = run(program(text, tmp_path, ", env: {GIVEN: $FOR_IT}"), engine, prompt)
+    assert trajectory.stop_reason == "answered", trajectory.detail
+    check_exact([trajectory], engine)
+
+
+def test_a_program_that_fails_says_what_it_wrote(tmp_path: Path) -> None:
+    (trajectory,) = run(program("raise SystemExit('no such file')", tmp_path), scripted([]))
+    assert trajectory.stop_reason == "failed:ProgramFailed"
+    assert trajectory.detail is not None
+    assert "python ended with exit code 1; it wrote: no such file" in trajectory.detail
+    (missing,) = run(agent("command: [no-such-program]"), scripted([]))
+    assert missing.stop_reason == "failed:ProgramFailed"
+    assert "could not be started" in str(missing.detail)
+
+
+FAMILY = """
+import os, subprocess, sys, time
+wait = "import time; time.sleep(10000)"
+subprocess.Popen([sys.executable, "-c", wait], start_new_session=True)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        time.sleep(10000)
+    os._exit(0)
+print("ready", flush=True)
+time.sleep(10000 if "stay" in sys.argv else 0)
+"""
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_its_children_end_with_the_visit_however_they_hide(stays: bool, tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(FAMILY)
+    graph = agent(f"command: [python, '{path}'{', stay' if stays else ''}]")
+    if stays:
+        graph = graph.model_copy(
+            update={"states": {"EXTERNAL": graph.states["EXTERNAL"].model_copy(update={"timeout": 3.0})}}
+        )
+    (trajectory,) = run(graph, scripted([]))
+    assert trajectory.stop_reason == ("timed_out" if stays else "answered")
+    assert not left_over()
+
+
+def test_a_killed_run_goes_on_with_the_answers_that_it_had(tmp_path: Path) -> None:
+    """The visit begins again; calls that were answered before get the same answers, and nothing is sampled twice."""
+    text = """
+import json, os, time, urllib.request
+messages = [{"role": "user", "content": "one"}]
+for number in range(3):
+    body = json.dumps({"messages": messages, "model": "m"}).encode()
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body,
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
+    messages.append(json.load(urllib.request.urlopen(request))["choices"][0]["message"])
+    messages.append({"role": "user", "content": f"and {number}"})
+"""
+    graph, engine = program(text, tmp_path), scripted(["first", "second", "third"])
+    seen: list[Any] = []
+
+    async def main() -> list[Trajectory]:
+        def listen(trajectory: Trajectory, event: Any) -> None:
+            seen.append(event)
+            if type(event).__name__ == "Generated" and event.message["content"] == "second":
+                asyncio.get_running_loop().call_soon(rollout.scheduler.stop, "for now")
+
+        async with fr.Rollout(graph, engine, on_event=[listen]) as rollout:
+            (group,) = [group async for group in rollout.stream(["x"])]
+            (suspended,) = group.trajectories
+            assert suspended.suspended == "for now"
+            assert suspended.turn >= 2  # the next call may have been answered before the program was ended
+            (group,) = [group async for group in rollout.stream([], resume=[suspended])]
+            return group.trajectories
+
+    (trajectory,) = asyncio.run(main())
+    assert trajectory.stop_reason == "answered", trajectory.detail
+    check_exact([trajectory], engine)
+    assert [stream.context for stream in trajectory.streams] == ["main"]
+    assert (trajectory.turn, trajectory.spent["assistant_turns"]) == (3, 3)
+    assert not left_over()

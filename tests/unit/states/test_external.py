@@ -1,0 +1,373 @@
+"""A foreign agent as a state, over its real HTTP: exact rows, limits, keys, streams, ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import anthropic
+import openai
+import pytest
+
+import fsm_rollout as fr
+from fsm_rollout.agent.graph import AgentGraph
+from fsm_rollout.engines.scripted.engine import ScriptedEngine
+from fsm_rollout.errors import ConfigError
+from fsm_rollout.states.external import gateway
+from fsm_rollout.states.external.handler import ForeignVisit
+from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
+from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.foreign import CALCULATOR, CALL, agent, chat, check_exact, client
+
+HERE = "tests.unit.states.test_external"
+SEEN: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    SEEN.clear()
+
+
+def run(
+    graph: AgentGraph | str, turns: Any, prompt: Any = "What is 20 + 22?", n: int = 1, **options: Any
+) -> tuple[list[Trajectory], ScriptedEngine]:
+    """Run a foreign agent (the name of a function here), and hold its rows to the engine's log."""
+    engine = ScriptedEngine(turns, tokenizer=embedded_tokenizer(), log=True)
+    if isinstance(graph, str):
+        graph = agent(f"use: '{HERE}:{graph}'")
+    trajectories: list[Trajectory] = []
+
+    async def main() -> None:
+        async with fr.Rollout(graph, engine, **options) as rollout:
+            async with asyncio.timeout(600):
+                async for group in rollout.stream([prompt], n):
+                    trajectories.extend(group.trajectories)
+
+    asyncio.run(main())
+    check_exact(trajectories, engine)
+    return trajectories, engine
+
+
+# -- histories and streams ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 8])
+def test_a_history_that_only_grows_is_one_row(n: int) -> None:
+    graph = agent("use: 'tests.foreign:tool_user'")
+    trajectories, engine = run(graph, [CALL, CALL, "It is 42."], n=n)
+    for trajectory in trajectories:
+        assert trajectory.stop_reason == "answered"
+        assert [stream.context for stream in trajectory.streams] == ["main"]
+        assert trajectory.forks == 0
+        assert trajectory.turn == 3
+        assert trajectory.spent["assistant_turns"] == 3
+        (stream,) = trajectory.streams
+        assert [m["role"] for m in stream.messages] == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
+        assert stream.messages[2]["name"] == "calculate"
+        text = engine.tokenizer.decode(stream.tokens.tail(stream.tokens.prompt_length))
+        assert text.count("<tool_call>\n{") == 2
+        assert text.count("42") == 3
+
+
+async def rewriter(visit: ForeignVisit) -> None:
+    async with client(visit) as api:
+        messages = [{"role": "user", "content": "one"}]
+        await chat(api, messages)
+        messages.append({"role": "user", "content": "two"})
+        await chat(api, messages)
+        short = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "(summed up)"}]
+        await chat(api, [*short, {"role": "user", "content": "three"}])
+
+
+def test_a_rewrite_is_a_counted_stream_of_its_own() -> None:
+    (trajectory,), _ = run("rewriter", {"main": ["a", "b"], "main~2": ["c"]})
+    assert [stream.context for stream in trajectory.streams] == ["main", "main~2"]
+    assert trajectory.forks == 1
+    assert trajectory.streams[0].tokens.trained_length == 4  # two turns of a token and a stop
+
+
+async def brancher(visit: ForeignVisit) -> None:
+    async with client(visit) as api:
+        messages = [{"role": "user", "content": "one"}]
+        await chat(api, messages)
+        await asyncio.gather(*(chat(api, [*messages, {"role": "user", "content": f"{i}"}]) for i in range(3)))
+        await chat(api, [{"role": "user", "content": "one"}])
+        await chat(api, [{"role": "user", "content": "something else"}])
+
+
+def test_a_branch_begins_with_the_very_tokens_that_it_shares() -> None:
+    (trajectory,), _ = run("brancher", lambda request: f"{request.context} {request.turn}")
+    names = [stream.context for stream in trajectory.streams]
+    assert sorted(names) == ["main", "main+2", "main~2", "main~3", "main~4"]
+    streams = {stream.context: stream.tokens for stream in trajectory.streams}
+    first = next(stream for stream in trajectory.streams if stream.context == "main")
+    end = [span.end for span in first.tokens.spans][1]
+    for name in ("main~2", "main~3"):
+        assert streams[name].ids[:end] == streams["main"].ids[:end]
+        assert streams[name].prompt_length > end
+    again = streams["main~4"]  # another answer to the first question
+    assert again.ids[: again.prompt_length] == streams["main"].ids[: streams["main"].prompt_length]
+    assert trajectory.forks == 3
+
+
+async def two_conversations(visit: ForeignVisit) -> None:
+    async with client(visit) as api:
+        plans = [{"role": "system", "content": "Plan."}, {"role": "user", "content": "p"}]
+        works = [{"role": "system", "content": "Work."}, {"role": "user", "content": "w"}]
+        for number in range(3):
+            await chat(api, plans)
+            await chat(api, works)
+            plans.append({"role": "user", "content": f"p{number}"})
+            works.append({"role": "user", "content": f"w{number}"})
+
+
+def test_histories_that_grow_side_by_side_are_a_stream_each() -> None:
+    (trajectory,), _ = run("two_conversations", lambda request: f"turn {request.turn}")
+    assert [stream.context for stream in trajectory.streams] == ["main", "main+2"]
+    assert [stream.turn for stream in trajectory.streams] == [4, 5]
+    assert trajectory.forks == 0
+
+
+async def gives_up(visit: ForeignVisit) -> None:
+    """Break a call off, ask it again, then go on."""
+    async with client(visit) as api:
+        messages = [{"role": "user", "content": "one"}]
+        with pytest.raises(openai.APITimeoutError):
+            await api.chat.completions.create(model="m", messages=messages, timeout=0.3)  # type: ignore[arg-type]
+        while not any(len(chunk.ids) for chunk in SEEN[0]()):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        reply = await chat(api, messages)
+        assert reply.content == "a long answer"
+        messages.append({"role": "user", "content": "two"})
+        await chat(api, messages)
+
+
+def test_a_call_that_was_broken_off_goes_on_where_it_was() -> None:
+    slow = fr.engines.scripted.script.Turn(text="a long answer", delay=0.25, chunks=4)
+    engine = ScriptedEngine({"main": [slow, "b"]}, tokenizer=embedded_tokenizer(), log=True)
+    SEEN.append(lambda: [e.what for e in engine.log if hasattr(e.what, "finish_reason")])
+    trajectories: list[Trajectory] = []
+
+    async def main() -> None:
+        async with fr.Rollout(agent(f"use: '{HERE}:gives_up'"), engine) as rollout:
+            async for group in rollout.stream(["x"]):
+                trajectories.extend(group.trajectories)
+
+    asyncio.run(main())
+    check_exact(trajectories, engine)
+    (trajectory,) = trajectories
+    assert trajectory.stop_reason == "answered", trajectory.detail
+    assert [stream.context for stream in trajectory.streams] == ["main"]
+    assert trajectory.turn == 2
+    assert trajectory.spent["assistant_turns"] == 2
+
+
+# -- limits, errors, keys -------------------------------------------------------------------------------------------
+
+
+async def goes_on_for_ever(visit: ForeignVisit) -> None:
+    async with client(visit) as api:
+        messages = [{"role": "user", "content": "go"}]
+        try:
+            while True:
+                await chat(api, messages)
+                messages.append({"role": "user", "content": "on"})
+        except openai.BadRequestError as error:
+            SEEN.append((error.code, error.message))
+
+
+def test_a_limit_is_told_in_the_protocol_s_own_error_and_ends_the_state() -> None:
+    (trajectory,), _ = run(agent(f"use: '{HERE}:goes_on_for_ever'", assistant_turns=3), lambda request: "more")
+    assert trajectory.stop_reason == "limit:assistant_turns"
+    assert trajectory.turn == 3
+    ((code, message),) = SEEN
+    assert code == "limit_reached"
+    assert "the limit 'assistant_turns' of this agent is reached" in message
+
+
+def test_a_turn_that_a_token_limit_cuts_is_an_answer_and_the_next_call_is_refused() -> None:
+    (trajectory,), _ = run(agent(f"use: '{HERE}:goes_on_for_ever'", response_tokens=30), lambda request: "word " * 12)
+    assert trajectory.stop_reason == "limit:response_tokens"
+    assert SEEN[0][0] == "limit_reached"
+    assert trajectory.response_tokens == 30
+
+
+async def forgets(visit: ForeignVisit) -> None:
+    async with client(visit) as api:
+        messages = [{"role": "user", "content": "word " * 30}]
+        await chat(api, messages)
+        messages.append({"role": "user", "content": "word " * 100})
+        with pytest.raises(openai.BadRequestError) as error:
+            await chat(api, messages)
+        assert error.value.code == "context_length_exceeded"
+        await chat(api, [messages[0], {"role": "user", "content": "shorter"}])
+
+
+def test_a_history_that_is_too_long_may_be_shortened() -> None:
+    (trajectory,), _ = run(agent(f"use: '{HERE}:forgets'", context_tokens=200), lambda request: "yes")
+    assert trajectory.stop_reason == "answered", trajectory.detail
+    assert trajectory.turn == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "`messages` must be a list"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, r"messages\[0\]: the role must be one of"),
+        ({"n": 2}, "`n` is not supported"),
+        ({"stop": ["x"]}, "`stop` is not supported"),
+        ({"response_format": {"type": "json_object"}}, "`response_format` is not supported"),
+        ({"tool_choice": "required"}, "no call is forced"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a part of type 'image_url'"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "the last message is the assistant's own"),
+        ({"temperature": -1}, "sampling"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_and_not_passed_over(body: dict[str, Any], message: str) -> None:
+    good = {} if not body else {"messages": [{"role": "user", "content": "x"}]}
+
+    async def asks(visit: ForeignVisit) -> None:
+        own = {"Authorization": f"Bearer {visit.api_key}"}
+        url = f"{visit.base_url}/chat/completions"
+        async with aiohttp.ClientSession(headers=own) as http, http.post(url, json=good | body) as answer:
+            SEEN.append((answer.status, (await answer.json())["error"]["message"]))
+
+    globals()["asks"] = asks
+    run("asks", [])
+    ((status, told),) = SEEN
+    assert status == 400
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(told)
+
+
+KEYS: list[ForeignVisit] = []
+
+
+async def tries_keys(visit: ForeignVisit) -> None:
+    KEYS.append(visit)
+    while len(KEYS) < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    other = KEYS[1 - KEYS.index(visit)]
+    url = visit.base_url + "/chat/completions"
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    async with aiohttp.ClientSession() as http:
+        for key in ("", "fsm-wrong", "Bearer"):
+            async with http.post(url, json=body, headers={"Authorization": f"Bearer {key}"}) as answer:
+                SEEN.append(answer.status)
+        own = {"Authorization": f"Bearer {visit.api_key}"}
+        async with http.post(url, json=body, headers=own) as answer:
+            SEEN.append((await answer.json())["choices"][0]["message"]["content"])
+        async with http.get(visit.base_url + "/../../etc/passwd", headers=own) as answer:
+            SEEN.append(answer.status)
+        async with http.post(url, data=b"{" + b" " * gateway.MOST_BYTES, headers=own) as answer:
+            SEEN.append(answer.status)
+    assert other.api_key != visit.api_key
+
+
+def test_a_key_opens_its_own_visit_alone_and_bodies_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    KEYS.clear()
+    monkeypatch.setattr(gateway, "MOST_BYTES", 1000)
+    trajectories, _ = run("tries_keys", lambda request: f"for {request.trajectory_id}", n=2)
+    assert [t.stop_reason for t in trajectories] == ["answered"] * 2, [t.detail for t in trajectories]
+    assert sorted(map(str, SEEN)) == sorted(["401"] * 6 + ["404"] * 2 + ["413"] * 2 + ["for 0/0", "for 0/1"])
+    for trajectory in trajectories:
+        assert trajectory.text == f"for {trajectory.trajectory_id}"
+
+    async def late() -> int:
+        async with aiohttp.ClientSession() as http:
+            try:
+                headers = {"Authorization": f"Bearer {KEYS[0].api_key}"}
+                async with http.get(KEYS[0].base_url + "/models", headers=headers) as answer:
+                    return answer.status
+            except aiohttp.ClientConnectorError:
+                return 401
+
+    assert asyncio.run(late()) == 401
+
+
+async def raises(visit: ForeignVisit) -> None:
+    raise KeyError("mine")
+
+
+async def returns_score(visit: ForeignVisit) -> float:
+    async with client(visit) as api:
+        await chat(api, [{"role": "user", "content": visit.task}])
+    return 0.75
+
+
+def test_how_it_ends() -> None:
+    (failed,), _ = run("raises", [])
+    assert failed.stop_reason == "failed:KeyError"
+    (scored,), _ = run("returns_score", ["x"])
+    assert (scored.stop_reason, scored.score) == ("answered", 0.75)
+    (broken,), _ = run(
+        "returns_score", [fr.engines.scripted.script.Turn(text="x", fails=100, error="Boom: no")], engine_attempts=1
+    )
+    assert broken.stop_reason.startswith("failed:")
+
+
+def test_the_yaml_is_checked() -> None:
+    with pytest.raises(ConfigError, match="give either `command`"):
+        agent("timeout: 5")
+    with pytest.raises(ConfigError, match="unknown key 'comand'; did you mean 'command'"):
+        agent("comand: [x]")
+    with pytest.raises(ConfigError, match="may wait for ever"):
+        fr.agent.loader.loads(
+            fr.agent.loader.dump(agent("use: 'os:getcwd'")).replace("timeout: 600.0", "max_visits: 1")
+        )
+    assert "20 generations" in str(fr.prove(agent("use: 'os:getcwd'")))
+
+
+# -- streaming, and Anthropic's protocol ----------------------------------------------------------------------------
+
+
+async def streams(visit: ForeignVisit) -> None:
+    async with client(visit) as api:
+        messages: list[Any] = [{"role": "user", "content": "x"}]
+        options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}, "tools": [CALCULATOR]}
+        chunks = [c async for c in await api.chat.completions.create(model="m", messages=messages, **options)]
+        pieces = [c.choices[0].delta.content for c in chunks if c.choices and c.choices[0].delta.content]
+        calls = [call for c in chunks if c.choices for call in c.choices[0].delta.tool_calls or ()]
+        SEEN.append((pieces, [(call.function.name, json.loads(call.function.arguments)) for call in calls]))
+        assert chunks[-1].usage.completion_tokens > 5
+        assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "tool_calls"
+
+
+def test_text_is_streamed_as_it_comes_and_calls_when_they_are_whole() -> None:
+    turn = fr.engines.scripted.script.Turn(text=f"Let me see: é漢. {CALL}", chunks=12, delay=0.001)
+    run("streams", [turn])
+    ((pieces, calls),) = SEEN
+    assert "".join(pieces) == "Let me see: é漢."
+    assert len(pieces) > 2
+    assert calls == [("calculate", {"left": 20, "operator": "+", "right": 22})]
+
+
+async def claude(visit: ForeignVisit) -> None:
+    tool = CALCULATOR["function"]
+    tools: Any = [{"name": tool["name"], "description": "Add.", "input_schema": tool["parameters"]}]
+    async with anthropic.AsyncAnthropic(base_url=visit.base_url, api_key=visit.api_key, max_retries=0) as api:
+        messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": visit.task}]}]
+        options: dict[str, Any] = {"model": "m", "max_tokens": 100, "tools": tools, "system": "Count."}
+        reply = await api.messages.create(messages=messages, **options)
+        assert reply.stop_reason == "tool_use"
+        messages.append({"role": "assistant", "content": [b.model_dump(exclude_none=True) for b in reply.content]})
+        (use,) = [block for block in reply.content if block.type == "tool_use"]
+        messages.append({"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": "42"}]})
+        async with api.messages.stream(messages=messages, **options) as stream:
+            SEEN.append([text async for text in stream.text_stream])
+            final = await stream.get_final_message()
+        assert final.stop_reason == "end_turn"
+        with pytest.raises(anthropic.BadRequestError, match="stop_sequences"):
+            await api.messages.create(messages=messages, stop_sequences=["x"], **options)
+
+
+def test_anthropic_s_protocol_gives_the_same_rows() -> None:
+    last = fr.engines.scripted.script.Turn(text="The answer is 42.", chunks=6, delay=0.001)
+    (trajectory,), _ = run(agent(f"use: '{HERE}:claude', dialect: anthropic"), [f"So: {CALL}", last])
+    assert trajectory.stop_reason == "answered", trajectory.detail
+    assert [stream.context for stream in trajectory.streams] == ["main"]
+    assert "".join(SEEN[0]) == "The answer is 42."
+    roles = [message["role"] for message in trajectory.streams[0].messages]
+    assert roles == ["system", "user", "assistant", "tool", "assistant"]
