@@ -42,8 +42,8 @@ class HandlerContext(Visit):
 
     def __init__(self, active: ActiveTrajectory, deadline: Deadline) -> None:
         super().__init__(active, deadline)
-        self._prepaid = self.program.machine.spends[self.state] == LimitName.ASSISTANT_TURNS
-        """Whether the visit's first generation was paid for when the state was entered."""
+        self._prepaid = int(self.program.machine.spends[self.state] == LimitName.ASSISTANT_TURNS)
+        """How many generations of the visit are paid for: the first, if that was done when the state was entered."""
         self._queries = dict(self.trajectory.asked)
         """The index of the next query, by engine; in a visit that begins again, that of its first recorded query."""
         for event in self.trajectory.here:
@@ -84,7 +84,7 @@ class HandlerContext(Visit):
         """
         self.context(context)
         if self._prepaid:
-            self._prepaid = False
+            self._prepaid -= 1
         else:
             self.charge(LimitName.ASSISTANT_TURNS)
         recorded = self._effects.take(Generated, context)
@@ -107,10 +107,15 @@ class HandlerContext(Visit):
     def forget_recorded(self) -> None:
         """Let a visit that begins again do things anew: what it had done stands in the streams, for its handler to see.
 
-        A generation that was recorded has been paid for.
+        What was paid for and not generated before the interruption stays paid for.
         """
         self._effects = EffectLog(())
-        self._prepaid = self._prepaid and not any(isinstance(event, Generated) for event in self.trajectory.here)
+        for event in self.trajectory.here:
+            if isinstance(event, events.LimitCharged):
+                self._prepaid += event.limit == LimitName.ASSISTANT_TURNS
+            elif isinstance(event, Generated):
+                self._prepaid -= not event.resumed
+        self._prepaid = max(0, self._prepaid)
 
     async def generate_beside(
         self, context: str, sampling: Sampling | None, on_tokens: OnTokens | None, *, paid: bool
@@ -120,9 +125,10 @@ class HandlerContext(Visit):
         For foreign agents, in whose calls there is no order but that of time. ``paid``: it goes on with a turn.
         """
         if not paid:
-            if not self._prepaid:
+            if self._prepaid:
+                self._prepaid -= 1
+            else:
                 self.charge(LimitName.ASSISTANT_TURNS)
-            self._prepaid = False
         if context in self._generations:
             raise StreamError(f"two generations at once in context '{context}'; give each a context of its own")
         generation = self._generations[context] = Generation(self, context, ())

@@ -29,7 +29,7 @@ from fsm_rollout.states.external.handler import External
 from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from fsm_rollout.trajectory.enums import FinishReason, Trigger
 from fsm_rollout.trajectory.trajectory import Outcome
-from tests.foreign import CALCULATOR, CALL, agent, check_exact
+from tests.foreign import CALCULATOR, CALL, YAML, agent, check_exact
 
 WORDS = st.sampled_from(["yes", "no", "what is 2 + 2?", "é漢字", "<|im_end|>", "a b  c "])
 ANSWERS = ("four", "let me think about that for a while", CALL, f"so {CALL}", "<tool_call>{broken")
@@ -203,3 +203,11 @@ class ForeignAgent(RuleBasedStateMachine):
 
 
 TestForeignAgent = ForeignAgent.TestCase
+
+
+def test_the_plugin_plays_it_with_drawn_calls_and_runs_none_of_its_code(pytester: pytest.Pytester) -> None:
+    pytester.makefile(".yaml", test_foreign=YAML.replace("AGENT", "command: [no-such-program]"))
+    result = pytester.runpytest_inprocess(
+        "--fsm-agents", "test_foreign.yaml", "--fsm-examples", "5", "-p", "no:cacheprovider", "-q"
+    )
+    assert result.ret == 0, result.stdout.str()

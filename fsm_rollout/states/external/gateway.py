@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,6 +21,8 @@ from aiohttp import web
 from fsm_rollout.states.external.chat_request import ChatRequest, ProtocolError, refuse
 from fsm_rollout.states.external.conversations import Answer, Conversations
 from fsm_rollout.states.external.text_stream import TextStream
+
+logger = logging.getLogger(__name__)
 
 MOST_BYTES = 32 * 2**20
 """The longest body of a call."""
@@ -94,6 +97,12 @@ class Gateway:
             return await self._call(request, session)
         except ProtocolError as error:
             return failed(session.dialect, error)
+        except (web.HTTPException, ConnectionError):
+            raise
+        except Exception as error:
+            logger.exception("a call of a foreign agent could not be answered")
+            told = f"the call could not be answered: {type(error).__name__}: {error}"
+            return failed(session.dialect, ProtocolError(500, "internal_error", told))
         finally:
             session.tasks.discard(task)
 

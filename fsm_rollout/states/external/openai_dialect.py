@@ -19,6 +19,7 @@ from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaTool
 from openai.types.chat.chat_completion_message_function_tool_call import ChatCompletionMessageFunctionToolCall, Function
 from openai.types.shared import ErrorObject
 
+from fsm_rollout.errors import ConfigError
 from fsm_rollout.states.external.chat_request import (
     ChatReply,
     ChatRequest,
@@ -70,7 +71,7 @@ def sampling_of(body: Mapping[str, Any], max_tokens: object) -> Sampling:
     """Return what a body says of sampling, or raise ProtocolError."""
     try:
         return Sampling(temperature=body.get("temperature"), top_p=body.get("top_p"), max_tokens=max_tokens)
-    except ValueError as error:
+    except (ValueError, ConfigError) as error:
         raise refuse(f"sampling: {error}") from None
 
 

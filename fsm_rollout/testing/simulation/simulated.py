@@ -129,12 +129,8 @@ class SimulatedAgent(External):
             except ProtocolError:
                 break
             answer.delivered()
-            reply = (
-                dict(answer.reply.message) if ctx.rng.random() < 0.8 else {"role": "assistant", "content": "shorter"}
-            )
-            messages += [{**reply, "tool_calls": []}, {"role": "user", "content": f"go on {number}"}]
-            if not messages[-2]["tool_calls"]:
-                del messages[-2]["tool_calls"]
+            reply = answer.reply.message if ctx.rng.random() < 0.8 else {"role": "assistant", "content": "shorter"}
+            messages += [reply, {"role": "user", "content": f"go on {number}"}]
         return conversations.outcome()
 
 

@@ -302,9 +302,7 @@ def test_how_it_ends() -> None:
     assert failed.stop_reason == "failed:KeyError"
     (scored,), _ = run("returns_score", ["x"])
     assert (scored.stop_reason, scored.score) == ("answered", 0.75)
-    (broken,), _ = run(
-        "returns_score", [fr.engines.scripted.script.Turn(text="x", fails=100, error="Boom: no")], engine_attempts=1
-    )
+    (broken,), _ = run("returns_score", [fr.engines.scripted.script.Turn(text="x", fails=100, error="Boom: no")])
     assert broken.stop_reason.startswith("failed:")
 
 
