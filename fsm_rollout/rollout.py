@@ -104,7 +104,8 @@ class Rollout:
         on_event: called with each trajectory and event as it happens; must not block.
         workers: how many processes run the trajectories; 1: this one. The states' handlers and the tools then run in
             the workers, on this rollout's engines; groups, rewards, the journal and ``on_event`` stay here. When a
-            worker dies, its trajectories go on in another.
+            worker dies, its trajectories go on in another. A tool's ``concurrency`` is shared among the workers, each
+            of which has one slot at least.
         worker_placement: ``local`` for processes of this machine, ``ray`` for actors of a Ray cluster.
         journal: where to keep all events.
         base: what paths in engine specs are relative to; by default the working directory.

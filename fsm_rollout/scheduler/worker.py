@@ -67,6 +67,8 @@ class WorkerSetup:
     sampling: Sampling
     validate: bool
     failures: Failures
+    count: int = 1
+    """How many workers there are: they share the slots of a tool with ``concurrency``."""
     folders: Sequence[str] = ()
     """Where ``module:name`` is looked for too."""
     log_level: int = logging.WARNING
@@ -201,6 +203,8 @@ class WorkerScheduler(Scheduler):
         super().__init__(
             setup.agents, clients, sampling=setup.sampling, validate=setup.validate, failures=setup.failures
         )
+        for program in self.programs.values():
+            program.toolbox.share = setup.count
         self._link = link
         self._lives: dict[str, ActiveTrajectory] = {}
         """What runs here or is kept open, sub-agents' among them, by trajectory id."""

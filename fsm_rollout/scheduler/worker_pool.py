@@ -265,6 +265,7 @@ class WorkerPool:
             sampling=scheduler.sampling,
             validate=scheduler.validate,
             failures=scheduler.failures,
+            count=self.count,
             folders=looked_in(),
             log_level=logging.getLogger("fsm_rollout").getEffectiveLevel(),
             now=asyncio.get_running_loop().time(),

@@ -411,6 +411,8 @@ class Toolbox:
             self._tools |= tools
         self._schemas: dict[str, tuple[Schema, ...]] = {}
         self._by_context: dict[str, Mapping[str, BoundTool]] = {}
+        self.share = 1
+        """Among how many processes the slots of a tool are shared; each has one at least."""
         self._needs_nothing = False
         """Whether it is known that a prompt may give no ``tools_kwargs``."""
         self.attempts, self.first_pause = 1, FIRST_PAUSE
@@ -485,6 +487,8 @@ class Toolbox:
     def slot(self, tool: BoundTool) -> AbstractAsyncContextManager[None]:
         """Return what to hold while a tool runs: one of its ``concurrency`` slots, over all trajectories."""
         limit = tool.spec.concurrency or tool.slots
+        if limit is not None and self.share > 1:
+            limit = max(1, limit // self.share)
         if limit is None:
             return nullcontext()
         slots = self._slots.setdefault(asyncio.get_running_loop(), {})

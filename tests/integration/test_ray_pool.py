@@ -28,8 +28,13 @@ from fsm_rollout.engines.ray import RayOptions, RayPlacement, fitting
 from fsm_rollout.engines.router import LeastLoadedRouter
 from fsm_rollout.engines.specs import build_engine
 from fsm_rollout.errors import ConfigError, EngineError
+from fsm_rollout.rollout import Rollout
+from fsm_rollout.scheduler.worker_pool import WorkerPool
 from fsm_rollout.testing import check_engine
-from tests.integration import ray_work
+from fsm_rollout.trajectory.events import AnyEvent, Called
+from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.embedded import tokenizer
+from tests.integration import ray_work, worker_work
 from tests.integration.ray_work import ByTrajectory, Weighted, ask, right, through
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning")]
@@ -411,3 +416,27 @@ def test_five_updates_and_two_losses_leave_every_token_with_its_version(tmp_path
         assert list(ticket.logprobs) == [-float(version) for version in sampled]
         versions.update(sampled)
     assert versions == set(range(6))
+
+
+# -- rollout workers ------------------------------------------------------------------------------------------------
+
+
+def test_rollout_workers_may_be_actors_and_one_that_dies_loses_nothing(tmp_path: Path) -> None:
+    async def main(**options: Any) -> dict[str, Any]:
+        graph, script = worker_work.agent(tmp_path), worker_work.engine(tokenizer(), 3, 0.05)
+        killed = False
+
+        def listen(trajectory: Trajectory, event: AnyEvent) -> None:
+            nonlocal killed
+            if isinstance(event, Called) and not killed:
+                killed = True
+                if isinstance(pool := rollout.scheduler.workers, WorkerPool):
+                    asyncio.get_running_loop().call_soon(pool.kill, 0)
+
+        async with Rollout(graph, script, seed=3, on_event=[listen], **options) as rollout:
+            groups = [group async for group in rollout.stream(worker_work.prompts(3), 2)]
+            assert killed
+            return worker_work.rows([trajectory for group in groups for trajectory in group.trajectories])
+
+    there = asyncio.run(main(workers=2, worker_placement="ray"))
+    assert there == asyncio.run(main())

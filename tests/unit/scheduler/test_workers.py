@@ -126,3 +126,26 @@ def test_workers_that_only_die_end_the_run(caplog: pytest.LogCaptureFixture) -> 
         assert pool._deaths == MOST_DEATHS + 1
 
     shared(body, Turn(text="one two three", delay=1.0), workers=1)
+
+
+def test_a_tools_slots_are_shared_among_the_workers() -> None:
+    tool = {"use": "fsm_rollout.tools.calculator:calculate", "concurrency": 5}
+    graph = agent(SINGLE, tools={"calculate": tool})
+    limits: list[int] = []
+
+    def prepare(scheduler: Scheduler) -> None:
+        toolbox = scheduler.program(graph).toolbox
+        with_slots = toolbox.slot(toolbox.tools_of("main")["calculate"])
+        assert with_slots is not None
+        limits.extend(slots.free._value for slots in toolbox._slots[asyncio.get_running_loop()].values())
+
+    async def main() -> None:
+        engine = ScriptedEngine(["text"], tokenizer=tokenizer())
+        scheduler = Scheduler({graph.agent: graph}, {"policy": EngineClient(engine)})
+        paired = PairedWorkers(prepare)
+        pool = WorkerPool(scheduler, 2, paired.connect)
+        assert len([group async for group in scheduler.run(prompts(2))]) == 2
+        await close_workers(pool, paired)
+
+    run_virtual(main())
+    assert limits == [2, 2]
