@@ -3,6 +3,7 @@
     python benchmarks/overhead.py                                          # n=2048, four tool turns, one process
     python benchmarks/overhead.py --extra-tools 29 --journal               # with 30 tools, with a journal
     python benchmarks/overhead.py --n 512 --delay 0.2                      # each generation takes 0.2 s
+    python benchmarks/overhead.py --workers 2                              # trajectories in two processes
     python benchmarks/overhead.py --context 100000 --n 16 --turns 32       # what a turn costs in a long context
     python benchmarks/overhead.py --workload DIR --peer VENV               # beside verl, in turn, with ratios
 
@@ -33,6 +34,7 @@ import tempfile
 import time
 from array import array
 from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,7 +69,7 @@ async def lookup(key: str, count: int) -> str:
 
 
 def _answer(arguments: dict[str, Any]) -> Any:
-    return sys.modules[os.environ["OVERHEAD_WORKLOAD"]].tool_answer(arguments)
+    return importlib.import_module(os.environ["OVERHEAD_WORKLOAD"]).tool_answer(arguments)
 
 
 class InstantEngine:
@@ -132,6 +134,17 @@ def resident_mb() -> float:
     """Return this process's resident memory."""
     with open("/proc/self/statm", encoding="ascii") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and of its workers."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = stat.read_text(encoding="utf-8").rpartition(")")[2].split()
+            if int(fields[1]) == os.getpid():
+                ticks += int(fields[11]) + int(fields[12])
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
 # -- our side -------------------------------------------------------------------------------------------------------
@@ -200,35 +213,42 @@ def wrong(work: Any, prompts: Sequence[Any], tools: Any, batch: Any) -> int:
 
 async def run_once(options: argparse.Namespace, work: Any, graph: Any, prompts: Sequence[Any], rep: int) -> Any:
     """Run all prompts, make the batch, and return what it took."""
-    from fsm_rollout import Rollout
+    from fsm_rollout import Prompt, Rollout
     from fsm_rollout.trajectory.journal import Journal
 
     engine = InstantEngine(work, options.delay)
     marks = SimpleNamespace(cpu=0.0, resident=0.0, tokens=0, aside_cpu=0.0, aside_wall=0.0)
-    if options.turns:  # not in virtual time: a gate before the second turn, where every trajectory waits
+    if (
+        options.turns and options.workers == 1
+    ):  # not in virtual time: a gate before the second turn, where every trajectory waits
         engine.gate, engine.expected = 1, len(prompts)
 
         def at_gate() -> None:
-            began = time.process_time(), time.perf_counter()
+            began = cpu_seconds(), time.perf_counter()
             gc.collect()
             running = rollout.scheduler.running.values()
             marks.tokens = sum(len(stream.tokens) for live in running for stream in live.trajectory.streams)
-            marks.resident, marks.cpu = resident_mb(), time.process_time()
+            marks.resident, marks.cpu = resident_mb(), cpu_seconds()
             marks.aside_cpu, marks.aside_wall = marks.cpu - began[0], time.perf_counter() - began[1]
 
         engine.at_gate = at_gate
     folder = tempfile.TemporaryDirectory()
     journal = Journal(Path(folder.name) / "journal.sqlite") if options.journal else None
-    rollout = Rollout(graph, engine, concurrency=max(len(prompts), 1), journal=journal)
+    count = max(len(prompts), 1)
+    rollout = Rollout(graph, engine, concurrency=count, journal=journal, workers=options.workers)
+    if options.workers > 1:  # they start, and learn their first glue
+        first = [Prompt(prompt_id=f"{10**9 + number}", messages=prompts[0].messages) for number in range(16)]
+        assert len([group async for group in rollout.stream(first)]) == 16
     gc.collect()
-    before, wall, cpu = resident_mb(), time.perf_counter(), time.process_time()
+    before, wall, cpu = resident_mb(), time.perf_counter(), cpu_seconds()
     groups = [group async for group in rollout.stream(prompts)]
-    ran = time.process_time()
+    ran = cpu_seconds()
     width = None if options.context else options.prompt_length
     batch = rollout.batch(groups, prompt_width=width, response_width=options.response_length)
     if journal is not None:
         journal.close()
-    wall, cpu = time.perf_counter() - wall - marks.aside_wall, time.process_time() - cpu - marks.aside_cpu
+    wall, cpu = time.perf_counter() - wall - marks.aside_wall, cpu_seconds() - cpu - marks.aside_cpu
+    await rollout.aclose()
     folder.cleanup()
     generations = len(prompts) * (options.turns + 1)
     tools = rollout.scheduler.agents["overhead"].toolbox.schemas("main")
@@ -238,14 +258,15 @@ async def run_once(options: argparse.Namespace, work: Any, graph: Any, prompts: 
         "n": len(prompts),
         "turns": options.turns,
         "delay": options.delay,
+        "workers": options.workers,
         "rep": rep,
         "wall_s": round(wall, 3),
         "cpu_s": round(cpu, 3),
         "traj_per_s": round(len(prompts) / wall, 1),
         "us_wall_per_gen": round(1e6 * wall / generations, 1),
         "us_cpu_per_gen": round(1e6 * cpu / generations, 1),
-        "us_cpu_per_turn": round(1e6 * (ran - marks.cpu) / max(1, len(prompts) * options.turns), 1),
-        "kb_per_trajectory": round(held / len(prompts), 1),
+        "us_cpu_per_turn": round(1e6 * (ran - marks.cpu) / (len(prompts) * options.turns), 1) if marks.cpu else None,
+        "kb_per_trajectory": round(held / len(prompts), 1) if marks.cpu else None,
         "rss_before_mb": round(before),
         "rss_after_mb": round(resident_mb()),
         "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
@@ -257,6 +278,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Run our side in this process, once to warm up and then ``reps`` times."""
     logging.disable(logging.WARNING)
     sys.path.insert(0, str(HERE))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
     sys.modules["overhead"] = sys.modules[__name__]
     results = []
     with tempfile.TemporaryDirectory() as folder:
@@ -278,7 +300,7 @@ def show(result: dict[str, Any], options: argparse.Namespace) -> None:
     print(
         f"{result['rep'] + 1}: {result['us_cpu_per_gen']:.0f} us CPU and {result['us_wall_per_gen']:.0f} us wall per "
         f"generation, {result['traj_per_s']:.0f} trajectories/s, {result['wall_s']:.2f} s, "
-        f"peak {result['peak_rss_mb']} MB, {result['kb_per_trajectory']:.0f} kB per trajectory, "
+        f"peak {result['peak_rss_mb']} MB, {result['kb_per_trajectory'] or 0:.0f} kB per trajectory, "
         f"{result['wrong_trajectories']} wrong",
         flush=True,
     )
@@ -294,7 +316,8 @@ def beside_verl(options: argparse.Namespace) -> None:
     shared: list[object] = []
     for name in ("n", "turns", "delay", "reps", "extra_tools", "prompt_length", "response_length"):
         shared += [f"--{name.replace('_', '-')}", getattr(options, name)]
-    own = ["--workload", options.workload, "--context", options.context, *["--journal"] * options.journal]
+    own = ["--workload", options.workload, "--context", options.context, "--workers", options.workers]
+    own += ["--journal"] * options.journal
     python = options.peer / "bin/python"
     sides = {
         "verl": [python, options.workload / "bench_verl.py", *shared, "--mode", "worker", "--check"],
@@ -333,6 +356,7 @@ def main() -> None:
     parser.add_argument("--response-length", type=int, default=1024, help="width of the batch's responses")
     parser.add_argument("--context", type=int, default=0, help="make each prompt so many tokens longer")
     parser.add_argument("--journal", action="store_true", help="keep a journal")
+    parser.add_argument("--workers", type=int, default=1, help="processes that run the trajectories")
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="print one object a line")
     parser.add_argument("--workload", type=Path, help="the folder of the neutral workload")
