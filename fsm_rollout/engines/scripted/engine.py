@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 from collections import ChainMap, Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -60,10 +61,10 @@ class Logged(msgspec.Struct, frozen=True):
     what: Request | Chunk
 
 
-@lru_cache(maxsize=4096)
-def _encoded(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """Return the tokens of a text: the same few are said again and again, by one engine after the other."""
-    return tuple(tokenizer.encode(text, add_special_tokens=False))
+_texts: WeakKeyDictionary[Any, dict[str, tuple[int, ...]]] = WeakKeyDictionary()
+"""The tokens of texts by their tokenizers: the same few are said again and again, by one engine after the other."""
+MOST_TEXTS = 4096
+"""So many of a tokenizer are kept."""
 
 
 class ScriptedEngine:
@@ -93,6 +94,9 @@ class ScriptedEngine:
         replica: str = "",
     ) -> None:
         self.tokenizer = tokenizer
+        self._known: dict[str, tuple[int, ...]] = {}
+        with suppress(TypeError):  # one of the user's own may take no weak reference
+            self._known = _texts.setdefault(tokenizer, {})
         self.max_context = max_context
         self.weight_version = 0
         """How often :meth:`update_weights` was called, or the version it was last given."""
@@ -206,10 +210,18 @@ class ScriptedEngine:
                 if self._failed[tries] >= turn.fails:
                     turn = turn.mended()
                 self._failed[tries] += 1
-            encode = partial(_encoded, self.tokenizer)
-            return plan(turn, request, encode=encode, eos=self._eos, max_context=self.max_context)
+            return plan(turn, request, encode=self._encode, eos=self._eos, max_context=self.max_context)
         except Exception as error:  # the script may be the user's function; its error is this request's alone
             return Plan(error=f"{type(error).__name__}: {error}")
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        ids = self._known.get(text)
+        if ids is None:
+            ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+            if len(self._known) >= MOST_TEXTS:
+                self._known.clear()
+            self._known[text] = ids
+        return ids
 
     def _schedule(self, answer: _Answer, delay: float) -> None:
         answer.timer = answer.stream.loop.call_later(delay, self._next_piece, answer)

@@ -1,6 +1,8 @@
 """The scripted engine in virtual time: every delay is exact, so times are compared with ==."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -244,3 +246,26 @@ def test_ten_thousand_requests_at_once(tokenizer: Any):
         return sum(chunk.finish_reason == "stop" for _, chunk in chunks), chunks[-1][0]
 
     assert run_virtual(main()) == (10_000, 1.0)
+
+
+def test_an_engine_that_is_gone_keeps_no_tokenizer() -> None:
+    """What it knows of texts goes with the tokenizer; each takes more than half a megabyte."""
+
+    class Spelling:
+        eos_token_id = 0
+
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            return [1 + ord(letter) for letter in text]
+
+    kept = Spelling()
+    engine = ScriptedEngine(["one two"], tokenizer=kept)
+
+    async def main(engine: ScriptedEngine) -> list[Chunk]:
+        asked = Request("r", as_ids([1]), SamplingParams(20, stop_ids=frozenset({0})))
+        return [chunk async for chunk in engine.generate([asked])]
+
+    assert sum(len(chunk.ids) for chunk in run_virtual(main(engine))) == len("one two") + 1
+    left = weakref.ref(kept)
+    del engine, kept
+    gc.collect()
+    assert left() is None

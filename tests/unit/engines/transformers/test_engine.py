@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fsm_rollout.engines.client import EngineClient
+from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.protocol import Chunk, Engine, Load, Request, SamplingParams
 from fsm_rollout.engines.transformers.checkpoints import check_supported
 from fsm_rollout.engines.transformers.engine import TransformersEngine
@@ -309,3 +311,35 @@ def test_the_embedded_model_speaks(name: str):
             await engine.aclose()
 
     assert asyncio.run(main())[-1].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("when", ["filling", "decoding"])
+def test_memory_that_runs_out_over_one_long_prompt_costs_no_other(model: Any, tokenizer: Any, when: str):
+    """One forward pass holds many requests, and fails them all; only the one that is too long for it may end."""
+    engine = TransformersEngine(model, tokenizer, send_every=1)
+    decode = engine._thread.decode
+    forward = decode._forward
+
+    def crowded(ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        longest = ids.shape[1] if mask is None else int(positions.max())
+        if longest > (60 if when == "filling" else 103) and (mask is None) == (when == "filling"):
+            raise torch.OutOfMemoryError("3.2 GiB wanted")
+        return forward(ids, positions, mask)
+
+    decode._forward = crowded  # type: ignore[method-assign]
+
+    async def main() -> list[PendingRequest]:
+        client = EngineClient(engine, backoff=0.0)
+        asked = [client.submit(request(f"r{number}", prompt=100 if number == 7 else 5)) for number in range(16)]
+        for pending in asked:
+            await pending.done.wait()
+        await client.drain()
+        await engine.aclose()
+        return asked
+
+    for number, pending in enumerate(asyncio.run(main())):
+        if number == 7:
+            assert "OutOfMemoryError: 3.2 GiB wanted" in str(pending.error)
+            assert "request r7 of 100 tokens" in str(pending.error)
+        else:
+            assert (pending.error, len(pending.ids)) == (None, 8)
