@@ -59,6 +59,7 @@ def run_yaml() -> str:
         "Breaker": "`failures.breaker`",
         "Sampling": "`sampling` and `validation_sampling`",
         "WeightedReward": "`reward`: each of a list",
+        "Track": "`track`",
     }
     engines = {spec.__name__ for spec in KINDS.values()} | {
         "Engine",
