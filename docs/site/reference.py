@@ -380,6 +380,7 @@ API: dict[str, tuple[str, ...]] = {
         "engines.protocol.Chunk", "engines.protocol.Load", "engines.router.Router", "fr.ScriptedEngine",
         "fr.TransformersEngine", "fr.load_model",
     ),
+    "Agents of others": ("fr.ForeignVisit",),
     "Agents as data": ("fr.AgentGraph", "fr.verify", "fr.prove"),
     "Testing": (
         "testing.check_engine", "testing.check_state", "testing.check_tool", "testing.check_interaction",
@@ -408,8 +409,12 @@ MEMBERS = {
 
 def python_api() -> str:
     """Return directives for what users import."""
+    import fsm_rollout
+
+    listed = {name for names in API.values() for name in names}
+    further = tuple(f"fr.{name}" for name in fsm_rollout.__all__ if f"fr.{name}" not in listed)
     parts = []
-    for title, names in API.items():
+    for title, names in [*API.items(), *([("Further", further)] if further else [])]:
         parts.append(f"## {title}")
         for name in names:
             options: dict[str, object] = {"heading_level": 3, "heading": name, "toc_label": name}
