@@ -29,7 +29,7 @@ from pydantic import (
 
 from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.agent.handlers import load_object, look_in, looked_in
-from fsm_rollout.agent.yaml.source import SourceMap, read_text, read_yaml
+from fsm_rollout.agent.yaml.source import MAX_VALUES, SourceMap, read_text, read_yaml
 from fsm_rollout.engines.protocol import Engine
 from fsm_rollout.engines.router import LeastLoadedRouter, Router, StickyRouter
 from fsm_rollout.engines.scripted.script import Script, Turn
@@ -485,7 +485,7 @@ def _read_script(path: Path) -> Script:
     text = read_text(path)
     if isinstance(text, Problem):
         raise ConfigError(text)
-    data, problems = read_yaml(text, source)  # JSON is YAML, too
+    data, problems = read_yaml(text, source, max_lines=MAX_VALUES)  # JSON is YAML, too
     if problems:
         raise ConfigError(problems)
     try:

@@ -244,7 +244,8 @@ class Scheduler:
                 problems.append(Problem(f"prompt id '{group_id}' is used twice; it names the group"))
             seen.add(group_id)
             try:
-                program = self.program_of(prompt.model_copy(update={"prompt_id": group_id}))
+                named = prompt if prompt.prompt_id else prompt.model_copy(update={"prompt_id": group_id})
+                program = self.program_of(named)
                 if prompt.messages[0].get("role") == "system":
                     with_system.setdefault(program.graph.agent, []).append(group_id)
                 program.toolbox.check(prompt.extra.get("tools_kwargs") or {})

@@ -156,7 +156,7 @@ def _checked(items: Iterable[_Item | Problem], *, named: bool = True) -> list[Pr
             problems.append(item)
             continue
         try:
-            prompt = _prompt(item)
+            prompt = _prompt(item, str(index) if named else None)
         except ConfigError as error:
             problems += error.problems
             continue
@@ -168,7 +168,7 @@ def _checked(items: Iterable[_Item | Problem], *, named: bool = True) -> list[Pr
         used[prompt_id] = item
         if not isinstance(item.data, Prompt):
             fields |= dict.fromkeys(prompt.model_extra or {})
-        prompts.append(prompt.model_copy(update={"prompt_id": prompt_id}) if named else prompt)
+        prompts.append(prompt)
     _warn_of_near_misses(fields)
     if len(problems) > SHOWN_PROBLEMS:
         more = len(problems) - SHOWN_PROBLEMS
@@ -185,7 +185,8 @@ def _warn_of_near_misses(fields: Iterable[str]) -> None:
             logger.warning("the prompts' field '%s' is read by nobody but your own code%s", key, hint)
 
 
-def _prompt(item: _Item) -> Prompt:
+def _prompt(item: _Item, default_id: str | None = None) -> Prompt:
+    """Return the prompt that an item stands for; ``default_id`` names one that has no id of its own."""
     data = item.data
     if isinstance(data, str) and item.file is None:
         data = {"messages": [{"role": "user", "content": data}]}
@@ -194,7 +195,14 @@ def _prompt(item: _Item) -> Prompt:
         raise ConfigError(item.problem(f"a prompt is a mapping with 'messages', got {kind}"))
     try:
         # Through JSON, because pydantic is strict there in the right way: no "8" for 8, but lists for tuples.
-        prompt = data if isinstance(data, Prompt) else Prompt.model_validate_json(json.dumps(dict(data)), strict=True)
+        if isinstance(data, Prompt):
+            given_id = data.prompt_id
+            prompt = data if given_id or not default_id else data.model_copy(update={"prompt_id": default_id})
+        else:
+            fields = dict(data)
+            if default_id is not None and fields.get("prompt_id") is None:
+                fields["prompt_id"] = default_id
+            prompt = Prompt.model_validate_json(json.dumps(fields), strict=True)
     except ValidationError as error:
         hints = {"'messages' is missing": "; is it 'prompt'?"} if "prompt" in data else {}
         messages = [message for _, message in explanations(error, Prompt)]

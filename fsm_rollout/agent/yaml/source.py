@@ -24,6 +24,8 @@ MAX_BYTES = 1 << 20
 MAX_VALUES = 100_000
 """Values in one file after its aliases are followed (an "alias bomb" has billions)."""
 
+MAX_LINES = 10_000
+"""Of the YAML of an agent or a run: reading takes a second for each ten thousand."""
 MAX_DEPTH = 50
 """Values within values."""
 
@@ -124,9 +126,11 @@ def read_text(path: str | Path) -> str | Problem:
         return Problem(f"is not UTF-8 (byte 0x{data[error.start]:02x}); save it as UTF-8", shown, line)
 
 
-def read_yaml(text: str, source: SourceMap) -> tuple[object, list[Problem]]:
+def read_yaml(text: str, source: SourceMap, max_lines: int = MAX_LINES) -> tuple[object, list[Problem]]:
     """Turn YAML into plain data and fill ``source`` with its lines; ``None`` when it cannot be parsed or is empty."""
     line = None
+    if (lines := text.count("\n")) > max_lines:
+        return None, [Problem(f"has {lines:,} lines; at most {max_lines:,} are read", source.file)]
     try:
         node = yaml.compose(text, Loader=_Loader)
         reader = _Reader(source)

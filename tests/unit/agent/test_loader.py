@@ -696,3 +696,11 @@ def test_the_hint_for_a_missing_file_is_a_close_name_or_nothing(tmp_path: Path) 
         with pytest.raises(ConfigError) as caught:
             loads(text.replace("FILE", file), base=tmp_path)
         assert str(caught.value).endswith(says)
+
+
+def test_a_file_of_very_many_lines_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yaml, "compose", None)  # reading seventy thousand lines takes ten seconds
+    with pytest.raises(ConfigError) as caught:
+        loads(AGENT + "".join(f"k{number}: 1\n" for number in range(70_000)))
+    assert "lines; at most 10,000 are read" in str(caught.value)
+    assert len(caught.value.problems) == 1

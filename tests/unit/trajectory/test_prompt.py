@@ -279,3 +279,14 @@ def test_a_prompt_made_in_python_is_checked_too(answer: Any) -> None:
         as_prompts([good, bad])
     with pytest.raises(ConfigError, match=r"prompts\[7\]: the values cannot be written down"):
         as_prompt(bad, 7)
+
+
+def test_prompts_are_read_without_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of thousands are read before the first of them runs."""
+    monkeypatch.setattr(Prompt, "model_copy", None)
+    lines = [{"messages": ASK["messages"]}, {"messages": ASK["messages"], "prompt_id": "mine"}]
+    file = tmp_path / "p.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    prompts = read_prompts(file)
+    assert [prompt.prompt_id for prompt in prompts] == ["0", "mine"]
+    assert as_prompts(prompts) == prompts
