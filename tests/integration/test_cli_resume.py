@@ -159,17 +159,23 @@ from contextlib import contextmanager
 from fsm_rollout.trajectory.events import Called
 from fsm_rollout.jobs.runner import execute
 from fsm_rollout.jobs.run_config import load_run
+from fsm_rollout.trajectory.journal import Journal
 config = load_run(sys.argv[1])
+journals = []
+class Held(Journal):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        journals.append(self)
+import fsm_rollout.jobs.runner as runner
+runner.Journal = Held
 @contextmanager
 def listener(total, done):
     yield hear
 seen = []
 def hear(trajectory, event):
     seen.append(event)
-    if sum(isinstance(one, Called) for one in seen) == 4:
-        import gc
-        from fsm_rollout.trajectory.journal import Journal
-        next(found for found in gc.get_objects() if type(found) is Journal).flush()
+    if sum(isinstance(event, Called) for event in seen) == 4:
+        journals[0].flush()
         os._exit(9)
 execute(config, listener)
 """
