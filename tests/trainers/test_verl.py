@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import transfer_queue
+import yaml
+from omegaconf import OmegaConf
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 from verl.protocol import DataProto
@@ -20,6 +22,7 @@ from verl.utils.import_utils import load_class_from_fqn
 from fsm_rollout.adapters import verl_plug
 from fsm_rollout.adapters.verl import agent_loop_outputs, data_proto
 from fsm_rollout.errors import BatchError
+from tests.kit import CONFIGS, ROOT
 from tests.trainers.example_batches import RUNS, example_batch
 from tests.trainers.verl_work import CALLS, LOGPROB, FakeClient, columns, config, expected, released
 
@@ -170,6 +173,18 @@ def test_prompts_longer_than_verls_width_are_an_error_and_not_cut(tmp_path: Path
 
     with pytest.raises(BatchError, match=re.escape("tokens, and rollout.prompt_length is 10")):
         asyncio.run(main())
+
+
+def test_the_page_about_verl_names_what_there_is(tmp_path: Path) -> None:
+    entry, options = re.findall(r"```text\n(.*?)```", (ROOT / "docs/trainers/verl.md").read_text("utf-8"), re.DOTALL)
+    (loop,) = yaml.safe_load(entry)
+    assert load_class_from_fqn(loop["_target_"], "agent loop") is verl_plug.FSMAgentLoop
+    settings = config(tmp_path, CONFIGS / Path(loop["agent"]).relative_to("configs"), reward=loop["reward"])
+    for line in options.splitlines():
+        key, value = line.split("=")
+        added = key.startswith("+")  # as Hydra writes it: verl's files do not name the key
+        OmegaConf.update(settings, key.removeprefix("+"), yaml.safe_load(value), merge=False, force_add=added)
+    assert settings.actor_rollout_ref.rollout.agent.agent_loop_manager_class.endswith("FSMAgentLoopManager")
 
 
 def test_importing_the_package_loads_no_trainer() -> None:

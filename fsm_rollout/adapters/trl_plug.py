@@ -1,0 +1,157 @@
+"""Rollouts inside TRL 1.16: a ``rollout_func`` for GRPOTrainer, and a worker for AsyncGRPOTrainer.
+
+Invariant: the trainer's weights are in the engine before anything is sampled with them, and each row that reaches the
+trainer is of a trajectory that it asked for.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from fsm_rollout.adapters.demands import one_row_each
+from fsm_rollout.adapters.trl import TRAINER, rollout_func_result, rollout_samples
+from fsm_rollout.errors import BatchError, RolloutError
+from fsm_rollout.rollout import Rollout
+
+if TYPE_CHECKING:
+    import torch
+    from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+
+def rollout_func(
+    rollout: Rollout, dataset: Iterable[Mapping[str, object]] = ()
+) -> Callable[[list[Any], Any], dict[str, list[object]]]:
+    """Return a ``rollout_func`` for GRPOTrainer: each of the prompts it gives is run once, on the trainer's weights.
+
+    The engine gets the trainer's weights before each call in which its step has changed. A rollout's own reward reaches
+    the trainer through ``reward_funcs=[fsm_rollout.adapters.trl.score_reward]``. What a reward or a tool needs beside
+    the messages (the ``answer``) is looked up in ``dataset`` by the prompt's messages: TRL gives only these. Set
+    ``bf16=False`` where the engine samples in float32: autocast in the trainer alone moves ratios by some 10 %.
+
+    Raises (when called):
+        BatchError: a sample has several rows, or none, because it failed before a token was sampled.
+    """
+    known = {_key(row["prompt"]): {name: row[name] for name in row if name != "prompt"} for row in dataset}
+    loaded: int | None = None
+
+    def run(prompts: list[Any], trainer: Any) -> dict[str, list[object]]:
+        nonlocal loaded
+        if trainer.state.global_step != loaded:
+            model = trainer.accelerator.unwrap_model(trainer.model)
+            rollout.update_weights({name: weight.detach() for name, weight in model.named_parameters()})
+            loaded = trainer.state.global_step
+        items = [{"messages": _messages(prompt), **known.get(_key(prompt), {})} for prompt in prompts]
+        batch = rollout.run(items)
+        rows = batch.rows()
+        one_row_each(rows, TRAINER)
+        if len(rows) < len(prompts):
+            raise BatchError(
+                f"{len(prompts) - len(rows)} of {len(prompts)} samples have no row ({batch.unrowed or batch.dropped}), "
+                f"and {TRAINER} needs one for each; look at the engine, and give the rollout no group filter"
+            )
+        return rollout_func_result(rows)
+
+    return run
+
+
+class RolloutWorker:
+    """A worker for AsyncGRPOTrainer (``rollout_worker=``): runs groups in a thread and queues their rows as samples.
+
+    It is the trainer's ``weight_transfer`` too: the engine gets each update while trajectories run. Rows older than the
+    trainer allows are dropped by the trainer itself.
+
+    Args:
+        rollout: with a reward, and usually ``group_filter=fsm_rollout.rewards:scores_differ``.
+        prompts: an iterator that does not end soon (:func:`fsm_rollout.endless_prompts`).
+        n: samples per group.
+        queue_size: how many samples may wait for the trainer; then the worker waits.
+    """
+
+    def __init__(self, rollout: Rollout, prompts: Iterator[Any], n: int, *, queue_size: int = 1024) -> None:
+        self.rollout = rollout
+        self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue(maxsize=queue_size)
+        self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
+        self._prompts = prompts
+        self._n = n
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._groups = 0
+        self._lively_at = time.monotonic()
+
+    # -- RolloutWorkerProtocol ------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to run groups."""
+        self._thread = threading.Thread(target=self._work, name="fsm-rollout-trl", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Run no further group, and wait for the one that runs."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def update_model_version(self, model_version: int) -> None:
+        """Do nothing: each token carries the version of the weights that sampled it."""
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raise what ended the worker, or that it has been silent for so long.
+
+        Raises:
+            RolloutError: it was.
+        """
+        if self._error is not None:
+            raise RolloutError(f"the rollout worker has ended: {self._error}") from self._error
+        silent = time.monotonic() - self._lively_at
+        if self._thread is not None and silent > stale_after_s and self.rollout_buffer.empty():
+            raise RolloutError(f"the rollout worker has queued nothing for {silent:.0f} s; look at its engine")
+
+    # -- WeightTransferProtocol -----------------------------------------------------------------------------------
+
+    def init_weight_transfer(self) -> None:
+        """Do nothing: engine and trainer are in one process; so for :meth:`pause`, :meth:`resume`, :meth:`destroy`."""
+
+    pause = resume = destroy = init_weight_transfer
+
+    def send_weights(self, iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load the trainer's weights; trajectories under way go on with them."""
+        self.rollout.update_weights({name: tensor.detach() for name, tensor in iterator})
+
+    # -- the thread -----------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                batch = self.rollout.run(self._prompts, n=self._n, target_groups=1)
+                if not len(batch):
+                    raise RolloutError(f"the prompts have ended, or nothing of a group was trained: {batch!r}")
+                for sample in rollout_samples(batch, first_group_id=self._groups):
+                    sample.enqueued_at = time.time()
+                    self._put(sample)
+                self._groups += 1
+                self._lively_at = time.monotonic()
+                self.metrics_queue.put(dict(batch.figures))
+        except BaseException as error:  # told to the trainer, which asks
+            self._error = error
+
+    def _put(self, sample: RolloutSample) -> None:
+        while not self._stopping.is_set():
+            try:
+                return self.rollout_buffer.put(sample, timeout=0.5)
+            except queue.Full:
+                self._lively_at = time.monotonic()
+        return None
+
+
+def _messages(prompt: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(message) for message in prompt]
+
+
+def _key(prompt: Any) -> str:
+    return repr([(message["role"], message["content"]) for message in _messages(prompt)])

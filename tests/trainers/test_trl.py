@@ -1,0 +1,158 @@
+"""TRL itself: twenty real steps of GRPOTrainer on the embedded model, and AsyncGRPO's queue and collator."""
+
+from __future__ import annotations
+
+import queue
+import re
+from collections import defaultdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+from trl.experimental.async_grpo.async_grpo_trainer import (
+    DataCollatorForRollout,
+    FixedCountBatcher,
+    RolloutQueueDataset,
+)
+
+import fsm_rollout as fr
+from fsm_rollout.adapters.trl import rollout_func_result, score_reward
+from fsm_rollout.adapters.trl_plug import RolloutWorker, rollout_func
+from fsm_rollout.errors import BatchError, RolloutError
+from tests.kit import CONFIGS, ROOT
+from tests.trainers.example_batches import EMBEDDED, RUNS, SEVERAL_ROWS, example_batch
+
+STEPS, PROMPTS, N = 20, 2, 4
+
+
+def rollout(**options: Any) -> fr.Rollout:
+    engine = EMBEDDED | {"model": "embedded:early"}
+    graph = fr.load_agent(CONFIGS / "agents/tool_agent.yaml")
+    return fr.Rollout(
+        graph, engine, reward="fsm_rollout.rewards:first_answer", sampling={"temperature": 1.0}, **options
+    )
+
+
+def test_twenty_steps_of_grpo(tmp_path: Path) -> None:
+    model, tokenizer = fr.load_model("embedded:early")
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    prompts = fr.read_prompts(CONFIGS / "data/arithmetic_train.jsonl", limit=16)
+    data = [{"prompt": [dict(m) for m in prompt.messages], "answer": str(prompt.extra["answer"])} for prompt in prompts]
+    scores: list[list[float | None]] = []
+    ratios: list[float] = []
+
+    def reward(completions: Any, **columns: Any) -> list[float | None]:
+        scores.append(columns["score"])
+        return score_reward(completions, **columns)
+
+    with rollout() as own:
+        func = rollout_func(own, data)
+
+        def checked(given: list[Any], trainer: Any) -> dict[str, Any]:
+            result = func(given, trainer)
+            assert len(result["prompt_ids"]) == len(given) == PROMPTS * N
+            ratios.append(off_by(trainer.model, result))
+            return result
+
+        arguments = GRPOConfig(
+            output_dir=str(tmp_path), max_steps=STEPS, per_device_train_batch_size=PROMPTS * N, num_generations=N,
+            max_completion_length=512, learning_rate=1e-4, temperature=1.0, beta=0.0, report_to=[], save_strategy="no",
+            logging_steps=1, use_cpu=True, bf16=False, disable_tqdm=True,
+        )  # fmt: skip
+        trainer = GRPOTrainer(
+            model, reward, args=arguments, train_dataset=Dataset.from_list(data), processing_class=tokenizer,
+            rollout_func=checked,
+        )  # fmt: skip
+        trainer.train()
+        assert own.engines["policy"].weight_version == STEPS
+    assert trainer.state.global_step == STEPS == len(scores)
+    assert {score for step in scores for score in step} == {0.0, 1.0}
+    assert max(ratios) < 1e-3, "each step was sampled with the weights that the trainer had"
+    assert any(not torch.equal(before[name], weight) for name, weight in model.named_parameters())
+    logged = [line["rewards/reward/mean"] for line in trainer.state.log_history if "rewards/reward/mean" in line]
+    assert logged == pytest.approx([sum(step) / len(step) for step in scores])  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def off_by(model: Any, result: dict[str, Any]) -> float:
+    """Return how far the ratio of a trained token is from 1 under the trainer's model."""
+    most = 0.0
+    for prompt, ids, logprobs, mask in zip(
+        *(result[key] for key in ("prompt_ids", "completion_ids", "logprobs", "env_mask")), strict=True
+    ):
+        logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].float()
+        own = torch.log_softmax(logits, -1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
+        most = max(most, (((own - torch.tensor(logprobs)).exp() - 1).abs() * torch.tensor(mask)).max().item())
+    return most
+
+
+def test_async_grpos_queue_and_collator_take_the_workers_samples() -> None:
+    prompts = fr.endless_prompts(fr.read_prompts(CONFIGS / "data/arithmetic_train.jsonl", limit=32))
+    with rollout(group_filter="fsm_rollout.rewards:scores_differ") as own:
+        worker = RolloutWorker(own, prompts, N, queue_size=64)
+        worker.send_weights(fr.load_model("embedded:early")[0].named_parameters())
+        worker.start()
+        try:
+            sink: Any = defaultdict(list)
+            source = RolloutQueueDataset(worker.rollout_buffer, lambda: 1, worker.check_health, 600.0, sink)
+            rows = next(iter(FixedCountBatcher(source, num_processes=1, microbatch_size=2 * N)))
+        finally:
+            worker.stop()
+    collated = DataCollatorForRollout(pad_token_id=0, metrics=sink)([rows])
+    samples = rows[0].samples
+    assert collated["old_log_probs"].numel() == sum(int(sample["completion_mask"].sum()) for sample in samples)
+    assert collated["global_n_tokens"].tolist() == [collated["old_log_probs"].numel()]
+    assert {sample["group_id"] for sample in samples} == {0, 1}
+    assert sink["sample/staleness_max"] == [0.0] * 2 * N, "the first weights that were sent are version 1"
+    for group in (0, 1):
+        assert sum(sample["advantage"] for sample in samples if sample["group_id"] == group) == pytest.approx(
+            0, abs=1e-4
+        )
+    assert set(worker.metrics_queue.get_nowait()) >= {"score_mean", "dropped_groups", "sampled_tokens"}
+
+
+def test_a_worker_whose_prompts_end_says_so() -> None:
+    engine = {"kind": "scripted", "turns": ["The answer is 1."]}
+    graph = fr.load_agent(CONFIGS / "agents/single_turn.yaml")
+    with fr.Rollout(graph, engine, reward="fsm_rollout.rewards:exact_answer") as own:
+        prompts = islice(fr.endless_prompts(fr.read_prompts(CONFIGS / "data/sums.jsonl")), 1)
+        worker = RolloutWorker(own, prompts, 1)
+        worker.start()
+        assert worker.rollout_buffer.get(timeout=600) is not None
+        assert worker._thread is not None
+        worker._thread.join()
+        with pytest.raises(RolloutError, match=r"has ended: the prompts have ended"):
+            worker.check_health(600)
+        with pytest.raises(queue.Empty):
+            worker.rollout_buffer.get_nowait()
+
+
+@pytest.mark.parametrize("agent", RUNS)
+def test_rollout_func_takes_one_row_each(agent: str) -> None:
+    rows = example_batch(agent).rows()
+    if agent in SEVERAL_ROWS:
+        with pytest.raises(BatchError, match=r"has \d rows .* GRPOTrainer's rollout_func takes one; set"):
+            rollout_func_result(rows)
+    else:
+        assert len(rollout_func_result(rows)["logprobs"]) == 4
+
+
+def test_the_page_about_trl_runs(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```text\n(.*?)```", (ROOT / "docs/trainers/trl.md").read_text("utf-8"), re.DOTALL)
+    arguments = GRPOConfig(
+        output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=2, num_generations=2, report_to=[],
+        save_strategy="no", use_cpu=True, bf16=False, disable_tqdm=True,
+    )  # fmt: skip
+    prompts = fr.read_prompts(CONFIGS / "data/arithmetic_train.jsonl", limit=2)
+    data = [{"prompt": [dict(m) for m in prompt.messages], "answer": str(prompt.extra["answer"])} for prompt in prompts]
+    names: dict[str, Any] = {
+        "agent": fr.load_agent(CONFIGS / "agents/tool_agent.yaml"), "engine": EMBEDDED, "config": arguments,
+        "dataset": Dataset.from_list(data),
+    }  # fmt: skip
+    exec(code, names)
+    assert names["trainer"].state.global_step == 1
+    names["rollout"].close()
