@@ -83,6 +83,7 @@ mutants: $(STAMP)
 # What takes long: a run is killed at 200 random moments, and must come to the same rows each time.
 nightly: $(STAMP)
 	$(BIN)/python -m tests.integration.kill_points --points 200
+	$(BIN)/python -m tests.fuzz --count 100000
 
 clean:
 	rm -rf $(VENV) $(TRAINERS) runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis

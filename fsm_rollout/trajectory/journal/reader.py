@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -29,6 +30,11 @@ Report = Callable[[str], None]
 """Hears in a sentence of what is damaged, and left out."""
 _FORMATS = 1000
 """A file of a larger format is a damaged one."""
+
+
+_DURATIONS = ("seconds", "queue_seconds", "away")
+DAMAGED = (sqlite3.DatabaseError, UnicodeDecodeError)
+"""What SQLite raises over a damaged file; its own message may be no text."""
 
 
 class _NotAJournal(sqlite3.DatabaseError):
@@ -82,8 +88,9 @@ def is_empty(path: str | os.PathLike[str]) -> bool:
         return True
     try:
         with closing(_open(path)) as connection:
-            return not connection.execute("SELECT * FROM sqlite_master").fetchall()
-    except sqlite3.Error:
+            (tables,) = connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
+            return int(tables) == 0
+    except (sqlite3.Error, UnicodeDecodeError):
         return False
 
 
@@ -129,7 +136,7 @@ def recordings(
     try:
         with _reading(path) as (connection, form):
             yield from _recordings(connection, form, os.fspath(path), unfinished, only, report, seen)
-    except sqlite3.DatabaseError as error:
+    except DAMAGED as error:
         with _salvaging(path, error, report) as connection:
             yield from _recordings(connection, FORMAT, os.fspath(path), unfinished, only, report, seen)
 
@@ -169,6 +176,8 @@ def _recording(
                 why = "it is not what was written"
             if why is None:
                 event = decode(payload)
+                if not math.isfinite(sum(getattr(event, name, 0.0) for name in ("at", *_DURATIONS))):
+                    raise ValueError("its time is no number")
                 if trajectory is not None:
                     trajectory.apply(event)
                 elif (trajectory := Trajectory.fold([event])).trajectory_id != trajectory_id:
@@ -187,15 +196,15 @@ def _recording(
 
 
 def event_rows(path: str | os.PathLike[str], report: Report) -> Iterator[tuple[Any, ...]]:
-    """Yield ``trajectory_id, seq, at, kind, payload`` of all events, as they stand, in the order of the run."""
-    query = "SELECT id, trajectory_id, seq, at, kind, payload FROM events WHERE id > ? ORDER BY id"
+    """Yield ``trajectory_id, seq, payload`` of all events, as they stand, in the order of the run."""
+    query = "SELECT id, trajectory_id, seq, payload FROM events WHERE id > ? ORDER BY id"
     latest = -1
     try:
         with _reading(path) as (connection, _):
             for number, *row in connection.execute(query, (latest,)):
                 latest = number
                 yield tuple(row)
-    except sqlite3.DatabaseError as error:
+    except DAMAGED as error:
         with _salvaging(path, error, report) as connection:
             for _, *row in connection.execute(query, (latest,)):
                 yield tuple(row)
@@ -210,7 +219,7 @@ def _query(path: str | os.PathLike[str], query: str, report: Report) -> list[tup
     try:
         with _reading(path) as (connection, _):
             return connection.execute(query).fetchall()
-    except sqlite3.DatabaseError as error:
+    except DAMAGED as error:
         with _salvaging(path, error, report) as connection:
             return connection.execute(query).fetchall()
 
@@ -252,7 +261,10 @@ def _salvaging(path: str | os.PathLike[str], error: Exception, report: Report) -
         JournalError: it is none, or another program works on it, or nothing is left.
     """
     path = Path(path)
-    if getattr(error, "sqlite_errorcode", 0) & 0xFF not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+    if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF not in (
+        sqlite3.SQLITE_CORRUPT,
+        sqlite3.SQLITE_NOTADB,
+    ):
         raise JournalError(f"{path} cannot be read: {error}") from error
     with salvaged(path) as connection:
         (count,) = connection.execute("SELECT COUNT(*) FROM events").fetchone()
@@ -263,4 +275,10 @@ def _salvaging(path: str | os.PathLike[str], error: Exception, report: Report) -
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+    connection.text_factory = _text  # what is damaged may be no text
+    return connection
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", errors="replace")

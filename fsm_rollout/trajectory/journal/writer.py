@@ -20,8 +20,16 @@ from pathlib import Path
 
 from fsm_rollout import __version__
 from fsm_rollout.errors import JournalError
-from fsm_rollout.trajectory.events import AnyEvent, Prompted, encode
-from fsm_rollout.trajectory.journal.reader import event_rows, handed_over, is_journal, logger, metadata, recordings
+from fsm_rollout.trajectory.events import AnyEvent, Prompted, decode, encode
+from fsm_rollout.trajectory.journal.reader import (
+    DAMAGED,
+    event_rows,
+    handed_over,
+    is_journal,
+    logger,
+    metadata,
+    recordings,
+)
 from fsm_rollout.trajectory.journal.schema import (
     FORMAT,
     INSERT_EVENT,
@@ -268,7 +276,7 @@ def _made_sound(path: Path) -> dict[str, int]:
     with closing(sqlite3.connect(path, timeout=0, isolation_level=None)) as connection:
         try:
             connection.execute("PRAGMA journal_mode = DELETE")  # not granted while anybody else has its log open
-        except sqlite3.DatabaseError as error:
+        except DAMAGED as error:
             if "locked" in str(error):
                 raise
     # 2. It is whole; else what is whole of it is written anew.
@@ -276,7 +284,7 @@ def _made_sound(path: Path) -> dict[str, int]:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
             (form,) = connection.execute("PRAGMA user_version").fetchone()
             lengths: dict[str, int] | None = _lengths(connection) if form == FORMAT else None
-    except sqlite3.DatabaseError:
+    except (*DAMAGED, TypeError):
         form, lengths = FORMAT, None
     if lengths is None:
         lengths = _rewrite(path, form)
@@ -310,9 +318,11 @@ def _rewrite(path: Path, form: int) -> dict[str, int]:
     # 2. That much of it, in the order of the run.
     def fill(connection: sqlite3.Connection) -> None:
         connection.executemany(INSERT_TRAJECTORY, trajectories)
-        for own, seq, at, kind, payload in event_rows(path, damages.append):
-            if seq < lengths.get(own, 0):
-                connection.execute(INSERT_EVENT, (own, seq, at, kind, payload, checksum(payload, seq)))
+        for own, seq, payload in event_rows(path, damages.append):
+            if isinstance(seq, int) and seq < lengths.get(own, 0):
+                event = decode(payload)
+                row = (own, seq, event.at, str(event.__struct_config__.tag), payload, checksum(payload, seq))
+                connection.execute(INSERT_EVENT, row)
         connection.executemany("INSERT INTO run VALUES (?, ?)", facts(metadata(path, damages.append)))
         connection.executemany("INSERT INTO handed_over VALUES (?, ?)", handed_over(path, damages.append))
 
