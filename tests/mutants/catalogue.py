@@ -22,6 +22,7 @@ SUB_AGENTS = (
 ENTRY = ("tests/unit/agent/test_limits.py",)
 STATES = ("tests/unit/states/test_states.py",)
 CLASSES = (
+    "tests/unit/states/test_failure_classes.py",
     "tests/unit/scheduler/test_failures.py::test_every_failure_has_its_class",
     "tests/unit/scheduler/test_failures.py::test_a_prompt_that_does_not_fit_is_the_data_s",
 )
