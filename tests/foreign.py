@@ -85,3 +85,33 @@ async def tool_user(visit: ForeignVisit) -> None:
             for call in calls:
                 result = calculate(**json.loads(call.function.arguments))
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
+
+
+class EngineLog:
+    """Notes what an engine is asked and says, by wrapping its ``generate``."""
+
+    def __init__(self, engine: Any) -> None:
+        self.asked: dict[str, list[int]] = {}
+        self.sampled: dict[str, list[int]] = {}
+        self._generate = engine.generate
+        engine.generate = self.generate
+
+    async def generate(self, requests: Sequence[Request]) -> Any:
+        for request in requests:
+            self.asked[request.request_id], self.sampled[request.request_id] = list(request.ids), []
+        async for chunk in self._generate(requests):
+            self.sampled[chunk.request_id] += chunk.ids
+            yield chunk
+
+    def check_one_row(self, trajectory: Trajectory) -> None:
+        """Hold the one stream of an agent whose history only grew to what the engine was asked and said."""
+        (stream,) = trajectory.streams
+        ids = list(stream.tokens.ids)
+        mask = [0] * stream.tokens.prompt_length + stream.tokens.response_mask().tolist()
+        own = {key: out for key, out in self.sampled.items() if key.startswith(f"{trajectory.trajectory_id}/")}
+        assert len(own) == trajectory.turn >= 2
+        assert sum(mask) == sum(map(len, own.values()))
+        for request_id, out in own.items():
+            before = self.asked[request_id]
+            assert ids[: len(before) + len(out)] == before + out
+            assert all(mask[len(before) : len(before) + len(out)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from fsm_rollout.tools.commands import MARK
 from fsm_rollout.trajectory.trajectory import Trajectory
-from tests.foreign import agent, check_exact
+from tests.foreign import EngineLog, agent, check_exact
 from tests.kit import ROOT
 
 pytestmark = pytest.mark.process
@@ -63,18 +62,7 @@ def program(text: str, tmp_path: Path, keys: str = "") -> AgentGraph:
 @pytest.mark.parametrize("name", ["langgraph", "openai_agents", "shell"])
 def test_the_examples_give_exact_rows_on_a_real_model(name: str) -> None:
     engine = TransformersEngine("embedded", threads=1)
-    asked: dict[str, list[int]] = {}
-    sampled: dict[str, list[int]] = {}
-    generate: Callable[..., Any] = engine.generate
-
-    async def logged(requests: Any) -> Any:
-        for request in requests:
-            asked[request.request_id], sampled[request.request_id] = list(request.ids), []
-        async for chunk in generate(requests):
-            sampled[chunk.request_id] += chunk.ids
-            yield chunk
-
-    engine.generate = logged  # type: ignore[method-assign]
+    log = EngineLog(engine)
     n = 1 if name == "shell" else 2
     try:
         trajectories = run(fr.load_agent(EXAMPLES / f"{name}.yaml"), engine, n=n)
@@ -82,16 +70,7 @@ def test_the_examples_give_exact_rows_on_a_real_model(name: str) -> None:
         asyncio.run(engine.aclose())
     for trajectory in trajectories:
         assert trajectory.stop_reason == "answered", trajectory.detail
-        (stream,) = trajectory.streams
-        assert trajectory.turn >= 2
-        mask = [0] * stream.tokens.prompt_length + stream.tokens.response_mask().tolist()
-        own = {key: ids for key, ids in sampled.items() if key.startswith(f"{trajectory.trajectory_id}/")}
-        assert sum(mask) == sum(map(len, own.values()))
-        ids = list(stream.tokens.ids)
-        for request_id, out in own.items():
-            before = asked[request_id]
-            assert ids[: len(before) + len(out)] == before + out
-            assert all(mask[len(before) : len(before) + len(out)])
+        log.check_one_row(trajectory)
     if name != "shell":
         assert any("31" in trajectory.text for trajectory in trajectories)
     assert not left_over()

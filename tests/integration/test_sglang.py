@@ -38,6 +38,7 @@ from fsm_rollout.errors import EngineError
 from fsm_rollout.model import embedded_model
 from fsm_rollout.testing import check_engine
 from fsm_rollout.trajectory.tokens import as_ids
+from tests.foreign import EngineLog
 from tests.integration.sglang_oracle import PATIENCE, Answers, Got, ask, model, request, worst
 from tests.kit import ROOT
 
@@ -525,6 +526,22 @@ def test_by_openai_s_protocol_it_conforms(openai: OpenAIEngine) -> None:
         check_engine(openai, weights=embedded_model("final"), deterministic=False, cuts=False, patience=PATIENCE)
     )
     assert report.tokens > 50
+
+
+@pytest.mark.parametrize("name", ["langgraph", "openai_agents", "shell"])
+def test_foreign_agents_have_exact_rows_on_it(elsewhere: dict[str, Any], name: str) -> None:
+    engine = SGLangHTTPEngine(**elsewhere)
+    log = EngineLog(engine)
+
+    async def main() -> None:
+        async with fr.Rollout(fr.load_agent(ROOT / f"examples/foreign_agents/{name}.yaml"), engine) as rollout:
+            async for group in rollout.stream(["Please work out (40 + 67) - 76."]):
+                (trajectory,) = group.trajectories
+                assert trajectory.stop_reason == "answered", trajectory.detail
+                log.check_one_row(trajectory)
+        await engine.aclose()
+
+    asyncio.run(main())
 
 
 def test_several_servers_are_a_pool(elsewhere: dict[str, Any]) -> None:

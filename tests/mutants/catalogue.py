@@ -42,6 +42,7 @@ ROUTER = ("tests/unit/engines/test_router.py",)
 MACHINE = ("tests/laws/test_scheduler_machine.py",)
 SCHEDULER = ("tests/unit/scheduler/test_scheduler.py",)
 LOOP = ("tests/unit/scheduler/test_training_loop.py",)
+FOREIGN = ("tests/laws/test_foreign_agents.py",)
 
 
 @dataclass(frozen=True)
@@ -561,5 +562,24 @@ MUTANTS = (
         "    if len(trained) < 3:\n        return None\n",
         "7: every trained token is in a row",
         ROWS,
+    ),
+    # -- foreign agents
+    Mutant(
+        "a fork loses a token of what it shares", "states/external/conversations.py",
+        "        ids = stream.tokens.ids[:end]", "        ids = stream.tokens.ids[: end - 1]",
+        "5: a fork goes on from the very tokens that it shares",
+        FOREIGN,
+    ),
+    Mutant(
+        "two calls at a time go on in one stream", "states/external/conversations.py",
+        "and not branch.asks and not branch.busy:", "and not branch.asks:",
+        "5: a call's input is the history that it re-sent",
+        FOREIGN,
+    ),
+    Mutant(
+        "a retry is sampled anew", "states/external/conversations.py",
+        "not turn.delivered and branch.chains", "False and branch.chains",
+        "7: an answer that nobody had is not sampled twice",
+        FOREIGN,
     ),
 )  # fmt: skip
