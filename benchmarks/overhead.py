@@ -243,7 +243,7 @@ async def run_once(options: argparse.Namespace, work: Any, graph: Any, prompts: 
     before, wall, cpu = resident_mb(), time.perf_counter(), cpu_seconds()
     groups = [group async for group in rollout.stream(prompts)]
     ran = cpu_seconds()
-    width = None if options.context else options.prompt_length
+    width = None if options.context or options.extra_tools else options.prompt_length
     batch = rollout.batch(groups, prompt_width=width, response_width=options.response_length)
     if journal is not None:
         journal.close()
