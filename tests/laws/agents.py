@@ -57,7 +57,8 @@ def agents(draw: st.DrawFn, *, timeouts: bool = True) -> AgentGraph:
         row("generated", "GENERATING", "PROCESSING_TOOLS", conditions=[{"name": "has_tool_calls"}])
         if compacts:
             states["RESUMING"] = {"handler": "write", "reset": True, "prompt": "{{ task }} So far: {{ text }}"}
-            over = {"name": "context_over", "argument": draw(st.integers(30, 90))}
+            most = min(90, limits.get("context_tokens", 90) - 1)
+            over = {"name": "context_over", "argument": draw(st.integers(30, most))}
             row("tools_done", "PROCESSING_TOOLS", "RESUMING", conditions=[over])
             row("written", "RESUMING", "GENERATING")
         row("tools_done", "PROCESSING_TOOLS", "GENERATING")

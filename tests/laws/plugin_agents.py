@@ -24,7 +24,7 @@ states:
   GENERATING: {prompt: "Go on.", timeout: 10, max_visits: 3}
 transitions:
   - {trigger: prompted,  source: PENDING,    dest: GENERATING}
-  - {trigger: generated, source: GENERATING, dest: TERMINATED, conditions: {visits_over: {PENDING: 1}}, stop_reason: no}
+  - {trigger: generated, source: GENERATING, dest: TERMINATED, conditions: {visits_over: {PENDING: 1}}}
   - {trigger: generated, source: GENERATING, dest: GENERATING, conditions: {text_contains: again}}
   - {trigger: generated, source: GENERATING, dest: TERMINATED}
 """

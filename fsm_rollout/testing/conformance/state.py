@@ -159,7 +159,7 @@ def _agent(
     }
     try:
         return AgentGraph(**keys)
-    except ValueError as error:
+    except (ConfigError, ValueError) as error:
         raise ConfigError(f"the agent around the handler cannot be made: {error}") from error
 
 
