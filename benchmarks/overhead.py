@@ -244,7 +244,8 @@ async def run_once(options: argparse.Namespace, work: Any, graph: Any, prompts: 
     groups = [group async for group in rollout.stream(prompts)]
     ran = cpu_seconds()
     width = None if options.context or options.extra_tools else options.prompt_length
-    batch = rollout.batch(groups, prompt_width=width, response_width=options.response_length)
+    response_width = None if options.context else options.response_length
+    batch = rollout.batch(groups, prompt_width=width, response_width=response_width)
     if journal is not None:
         journal.close()
     wall, cpu = time.perf_counter() - wall - marks.aside_wall, cpu_seconds() - cpu - marks.aside_cpu

@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 _NAMES = {
-    "conformance.engine": ("Report", "check_engine"),
+    "conformance.engine": ("Report", "check_engine", "check_engine_sync"),
     "conformance.interaction": ("check_interaction",),
     "conformance.runner": ("Checked", "ConformanceError"),
     "conformance.state": ("check_state",),
@@ -39,6 +39,7 @@ __all__ = [  # as in the table above; the type checker wants the literals
     "Simulation",
     "VirtualTimeLoop",
     "check_engine",
+    "check_engine_sync",
     "check_interaction",
     "check_state",
     "check_tool",
@@ -48,7 +49,7 @@ __all__ = [  # as in the table above; the type checker wants the literals
 ]
 
 if TYPE_CHECKING:
-    from fsm_rollout.testing.conformance.engine import Report, check_engine
+    from fsm_rollout.testing.conformance.engine import Report, check_engine, check_engine_sync
     from fsm_rollout.testing.conformance.interaction import check_interaction
     from fsm_rollout.testing.conformance.runner import Checked, ConformanceError
     from fsm_rollout.testing.conformance.state import check_state

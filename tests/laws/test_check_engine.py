@@ -13,7 +13,7 @@ from fsm_rollout.engines.protocol import Chunk, Load, Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn, scripted_logprob
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import EngineError
-from fsm_rollout.testing import ConformanceError, check_engine, run_virtual
+from fsm_rollout.testing import ConformanceError, check_engine, check_engine_sync, run_virtual
 from fsm_rollout.testing.simulation import virtual_time
 from fsm_rollout.testing.simulation.virtual_time import Endless
 
@@ -851,3 +851,37 @@ def test_one_prompt_is_too_few(tokenizer: Any):
 
 def test_every_invariant_has_an_engine_that_breaks_it():
     assert {invariant for _, invariant, _ in [*SPOILED, *FAULTY]} == set(range(1, 10))
+
+
+def broken_promises(error: ConformanceError) -> list[int]:
+    return [error.invariant, *(other.invariant for other in error.further)]
+
+
+class ForgetsAndMiscounts(AbortsKnownOnly, MiscountsVersions, Forgets):
+    """Three faults that have nothing to do with each other."""
+
+
+def test_all_broken_promises_are_named_at_once(tokenizer: Any):
+    with pytest.raises(ConformanceError) as found:
+        run_virtual(check_engine(ForgetsAndMiscounts(script, tokenizer=tokenizer), settle=1.0), leaks="ignore")
+    assert sorted(broken_promises(found.value)) == [4, 8, 9]
+    text = str(found.value)
+    for message in ("abort of an unknown id raised KeyError", "by default it goes up by one", "a closed engine took"):
+        assert message in text
+    assert text.count("\nand invariant ") == 2
+    assert text.count("promise ") == 3, "each with its sentence"
+
+
+def test_an_engine_that_answers_no_more_is_asked_no_more(tokenizer: Any):
+    with pytest.raises(ConformanceError) as found:
+        run_virtual(check_engine(ScriptedEngine([Turn(hang=True)], tokenizer=tokenizer)))
+    assert found.value.further == ()
+
+
+def test_the_check_has_a_form_for_code_that_awaits_nothing(tokenizer: Any):
+    def make() -> ScriptedEngine:
+        return ScriptedEngine(script, tokenizer=tokenizer)
+
+    assert check_engine_sync(make, settle=0.01).requests > 0
+    with pytest.raises(ConformanceError, match="abort of an unknown id raised KeyError"):
+        check_engine_sync(AbortsKnownOnly(script, tokenizer=tokenizer), settle=0.01)

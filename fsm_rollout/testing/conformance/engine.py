@@ -14,8 +14,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from fsm_rollout.concurrency.loop_thread import LoopThread
 from fsm_rollout.engines.protocol import Chunk, Engine, Request
 from fsm_rollout.errors import EngineError
 from fsm_rollout.testing.conformance.engine_subject import LATE, LONG, Answer, Dispatch, EngineSubject, check_good
@@ -86,7 +87,8 @@ async def check_engine(
         settle: seconds after which a paused engine is believed to be silent; more than lie between two chunks.
 
     Raises:
-        ConformanceError: the first promise found broken, and in which check.
+        ConformanceError: the first promise found broken, and in which check; ``further`` are the others, each once,
+            which may follow from it. After an answer that did not come in time nothing more is asked.
         ValueError: ``prompts`` are too few.
     """
     if prompts is not None and len({tuple(prompt) for prompt in prompts if len(prompt)}) < 2:
@@ -103,14 +105,56 @@ async def check_engine(
                 settle=settle,
             )
         checks = [check for check in SUITE.checks if deterministic or check.numbers != (5,)]
-        for check in checks:
-            await hold(check, subject)
+        await _hold_all(checks, subject)
     except BaseException:
         with suppress(Exception):  # what was found is worth more than a failing close
             async with asyncio.timeout(patience):
                 await engine.aclose()
         raise
     return Report(tuple(check.name for check in checks), subject.requests, subject.tokens, subject.seeds_matter)
+
+
+def check_engine_sync(engine: Engine | Callable[[], Engine], **options: Any) -> Report:
+    """Do what :func:`check_engine` does, for code that awaits nothing: scripts, plain tests, notebooks.
+
+    Args:
+        engine: a fresh, idle engine, or what makes one.
+        options: those of :func:`check_engine`.
+
+    Raises:
+        ConformanceError: as :func:`check_engine` does.
+        ValueError: the same.
+    """
+
+    async def work() -> Report:
+        return await check_engine(engine() if callable(engine) else engine, **options)
+
+    loop = LoopThread()
+    try:
+        return loop.call(work)
+    finally:
+        loop.close()
+
+
+async def _hold_all(checks: Sequence[Check[Hold]], subject: EngineSubject) -> None:
+    """Make all checks and raise for what was broken, one error for each promise."""
+    broken: dict[int, ConformanceError] = {}
+    loop = asyncio.get_running_loop()
+    for check in checks:
+        began = loop.time()
+        try:
+            await hold(check, subject)
+        except ConformanceError as error:
+            broken.setdefault(error.invariant, error)
+            if loop.time() - began >= subject.patience:
+                break  # it answers no more
+            with suppress(Exception):  # what the check left paused
+                async with asyncio.timeout(subject.patience):
+                    await subject.engine.resume()
+    if broken:
+        first, *further = broken.values()
+        first.further = tuple(further)
+        raise first
 
 
 async def hold(check: Check[Hold], subject: EngineSubject) -> None:

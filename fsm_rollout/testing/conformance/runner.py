@@ -47,11 +47,14 @@ class ConformanceError(AssertionError):
     def __init__(self, invariant: int, message: str) -> None:
         super().__init__(invariant, message)
         self.invariant, self.message, self.promise = invariant, message, ""
+        self.further: tuple[ConformanceError, ...] = ()
+        """What else was found broken; it may follow from this."""
 
     def __str__(self) -> str:
         """Return number and message, and what was promised."""
         promise = f"\n  promise {self.invariant}: {self.promise}" if self.promise else ""
-        return f"invariant {self.invariant}: {self.message}{promise}"
+        further = "".join(f"\nand {error}" for error in self.further)
+        return f"invariant {self.invariant}: {self.message}{promise}{further}"
 
 
 class SlowError(ConformanceError):

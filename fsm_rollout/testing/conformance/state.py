@@ -105,6 +105,8 @@ def check_state(
         graph = _agent(path, spec, state or {}, agent or {}, patience)
         try:
             load_handler(path)(CHECKED, graph.states[CHECKED])
+        except ConfigError as error:  # of the keys that the caller gave its state
+            raise ConfigError(f"{title} cannot be made: {error}") from error
         except Exception as error:
             raise ConformanceError(1, f"{title} cannot be made: {type(error).__name__}: {error}") from error
         opening_prompt = Prompt(
