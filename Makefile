@@ -84,6 +84,7 @@ mutants: $(STAMP)
 nightly: $(STAMP)
 	$(BIN)/python -m tests.integration.kill_points --points 200
 	$(BIN)/python -m tests.fuzz --count 100000
+	SANDBOX_SESSIONS=256 $(BIN)/python -m pytest -q tests/integration/test_sandbox.py -k sessions_at_once
 
 clean:
 	rm -rf $(VENV) $(TRAINERS) runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis
