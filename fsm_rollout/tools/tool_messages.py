@@ -71,9 +71,9 @@ def described(error: BaseException, name: str = "") -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """Return an error's message, shortened."""
+    """Return an error's message, shortened, as valid Unicode."""
     try:
-        return _short(str(error), LONGEST_MESSAGE)
+        return clean(_short(str(error), LONGEST_MESSAGE))
     except Exception:  # an exception that cannot even be printed
         return ""
 

@@ -27,7 +27,8 @@ from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 
-@pytest.mark.parametrize("handler", BUILT_IN_HANDLERS)
+# Programs of others keep no promise of a handler's; what `external` itself promises is in test_foreign_agents.
+@pytest.mark.parametrize("handler", sorted(set(BUILT_IN_HANDLERS) - {"external"}))
 def test_the_built_in_handlers_conform(handler: str) -> None:
     state = {"prompt": "Once more."} if handler == "write" else {}
     checked = check_state(handler, state=state, examples=8)

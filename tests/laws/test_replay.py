@@ -19,6 +19,7 @@ from fsm_rollout.errors import EngineError
 from fsm_rollout.jobs.progress import RunProgress
 from fsm_rollout.jobs.run_config import load_run
 from fsm_rollout.jobs.runner import execute
+from fsm_rollout.scheduler.failure_policy import ENDS
 from fsm_rollout.testing import run_virtual
 from fsm_rollout.tools.calculator import calculate
 from fsm_rollout.trajectory.journal import Journal, read
@@ -134,7 +135,7 @@ def miscalculate(left: int, operator: str, right: int) -> int:
 
 
 def replayed(journal: Path, agent: fr.AgentGraph = AGENT, prompt: str = "What is 1 + 2?") -> Trajectory:
-    with fr.Rollout(agent, replay(journal)) as rollout:
+    with fr.Rollout(agent, replay(journal), failures=ENDS) as rollout:
 
         async def go() -> Trajectory:
             (group,) = [group async for group in rollout.stream([prompt])]
@@ -159,7 +160,7 @@ def test_what_changed_is_named_where_it_first_shows(journal: Path, caplog: pytes
 
 
 def test_what_the_run_never_asked_is_named(journal: Path) -> None:
-    with fr.Rollout(AGENT, replay(journal)) as rollout:
+    with fr.Rollout(AGENT, replay(journal), failures=ENDS) as rollout:
 
         async def go() -> list[Trajectory]:
             return [group.trajectories[0] async for group in rollout.stream(["What is 1 + 2?", "And 1 + 2?"])]

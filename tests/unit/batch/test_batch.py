@@ -393,6 +393,7 @@ def test_the_non_tensor_values() -> None:
             "tokens": 3,
             "trained_tokens": 3,
             "guarded": 0,
+            "forks": 0,
             "wall_seconds": 2.5,
         },
         "turn_scores": [[0, 0.25]],

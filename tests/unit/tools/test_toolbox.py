@@ -386,11 +386,14 @@ def test_a_call_that_reaches_no_tool_is_the_models_fault_and_it_is_told_why(
     ],
 )
 @pytest.mark.parametrize("use", ["fail", "async_fail"])
-def test_whatever_a_tool_raises_becomes_a_result(use: str, kind: str, failure: str, says: str):
+def test_whatever_a_tool_raises_becomes_a_result(
+    use: str, kind: str, failure: str, says: str, caplog: pytest.LogCaptureFixture
+):
     result = made(box(fail=use), a_call("fail", kind=kind))
     assert (result.failure, result.bad, result.tries) == (failure, False, 1), "a tool's own error is no model's fault"
     assert result.text.startswith("error: fail failed: ")
     assert says in result.text
+    assert caplog.text.encode(), "the log can be written"
     assert result.text.endswith("; try again, or go on without it")
     assert len(result.text) < 700
     result.text.encode()
