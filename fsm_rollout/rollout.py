@@ -28,7 +28,7 @@ from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Engine
 from fsm_rollout.engines.specs import EngineLike, as_engine_or_spec, build_engine
 from fsm_rollout.environment.rewards import GroupFilter, Reward, RewardLike
-from fsm_rollout.errors import ConfigError, EngineError, Problem
+from fsm_rollout.errors import ConfigError, EngineError, Problem, did_you_mean
 from fsm_rollout.scheduler.failure_policy import Failures, failures_of
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.resume import History
@@ -321,6 +321,7 @@ class Rollout:
         Arguments are those of :meth:`stream`; further ones those of :meth:`TrajectoryBatch.from_trajectories` (widths,
         ``packed``, …). Whatever weights change meanwhile, no trained token of it is older than ``max_staleness``.
         """
+        _check_batch_options("run", batch, ("n", "target_groups", "over_sample", "max_filtered", "resume"))
         options: dict[str, Any] = {"target_groups": target_groups, "over_sample": over_sample}
         options |= {"max_filtered": max_filtered, "resume": resume}
         async with aclosing(self._groups(prompts, n, deliver_at_end=True, **options)) as stream:
@@ -376,6 +377,7 @@ class Rollout:
             sampling: laid over the rollout's ``validation_sampling`` (greedy unless given).
             **batch: as for :meth:`arun`.
         """
+        _check_batch_options("evaluate", batch, ("n", "sampling"))
         scheduler = Scheduler(
             self.agents,
             {name: self._client(engine) for name, engine in self.engines.items()},
@@ -532,6 +534,19 @@ def _agent(given: AgentLike) -> AgentGraph:
 def _engine_or_spec(name: str, given: EngineLike, base: Path) -> Engine | Mapping[str, Any]:
     with _named(f"engine '{name}'"):
         return as_engine_or_spec(given, base)
+
+
+BATCH_OPTIONS = ("pad_id", "prompt_width", "response_width", "overflow", "packed", "state_names")
+"""What :meth:`Rollout.batch` hands on to ``TrajectoryBatch.from_trajectories``."""
+
+
+def _check_batch_options(method: str, options: Iterable[str], own: tuple[str, ...]) -> None:
+    """Refuse an argument that nothing takes before anything is sampled, not when the batch is made."""
+    known = (*own, *BATCH_OPTIONS)
+    for name in options:
+        if name not in BATCH_OPTIONS:
+            hint = did_you_mean(name, known) or f"; there are {', '.join(known)}"
+            raise ConfigError(f"{method}: unknown argument '{name}'{hint}")
 
 
 def _sampling(value: Sampling | Mapping[str, object] | None, what: str) -> Sampling:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model.folders import model_folder
 from fsm_rollout.report.recording import open_run
+from fsm_rollout.rollout import BATCH_OPTIONS
 from fsm_rollout.trajectory.journal import Journal, metadata
 from tests.embedded import tokenizer
 from tests.kit import ROOT
@@ -312,3 +314,14 @@ def test_prompts_may_be_given_as_their_file(tmp_path: Path) -> None:
             rollout.run(tmp_path / "promts.jsonl")
         with pytest.raises(fr.ConfigError, match="prompts must come as a list, got one text"):
             rollout.run("What is 1 + 1?")
+
+
+def test_an_argument_that_nothing_takes_is_refused_before_anything_is_sampled() -> None:
+    with fr.Rollout(agent(), SCRIPTED) as rollout:
+        with pytest.raises(fr.ConfigError, match="run: unknown argument 'target_group'; did you mean 'target_groups'"):
+            rollout.run(["hm"], target_group=1)
+        with pytest.raises(fr.ConfigError, match="evaluate: unknown argument 'samplin'; did you mean 'sampling'"):
+            rollout.evaluate(["hm"], samplin={})
+        assert rollout.engine_stats()["policy"]["requests"] == 0
+    takes = inspect.signature(fr.TrajectoryBatch.from_trajectories).parameters
+    assert set(BATCH_OPTIONS) == set(takes) - {"trajectories"}
