@@ -19,7 +19,8 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.foreign import EngineLog, agent, check_exact
 from tests.kit import ROOT
 
-pytestmark = pytest.mark.process
+# One worker runs them: each looks for what any of them may have left.
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("foreign")]
 EXAMPLES = ROOT / "examples/foreign_agents"
 TASK = "Please work out (40 + 67) - 76."
 

@@ -105,9 +105,9 @@ def check_state(
         graph = _agent(path, spec, state or {}, agent or {}, patience)
         try:
             load_handler(path)(CHECKED, graph.states[CHECKED])
-        except ConfigError as error:  # of the keys that the caller gave its state
-            raise ConfigError(f"{title} cannot be made: {error}") from error
         except Exception as error:
+            if state and isinstance(error, ConfigError):  # of the keys that the caller gave its state
+                raise ConfigError(f"{title} cannot be made: {error}") from error
             raise ConformanceError(1, f"{title} cannot be made: {type(error).__name__}: {error}") from error
         opening_prompt = Prompt(
             prompt_id="p", messages=({"role": "user", "content": "What is 2 + 2?"},), **prompt or {}
