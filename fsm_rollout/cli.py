@@ -106,10 +106,11 @@ def draw(
         Path, typer.Option("-o", "--output", metavar="F", help="the picture: .svg, .png, .dot or .mmd (Mermaid)")
     ],
     implicit: Annotated[
-        bool, typer.Option("--implicit", help="also show the ends that need no row: failed, timed_out, limits, ...")
+        bool,
+        typer.Option("--implicit", help="also show the ends that need no transition: failed, timed_out, limits, ..."),
     ] = False,
 ) -> None:
-    """Draw an agent: its states, rows, limits and bound.
+    """Draw an agent: its states, transitions, limits and bound.
 
     Example: fsm-rollout draw configs/agents/tool_user.yaml -o tool_user.svg
     """
@@ -316,7 +317,7 @@ def replay(
     Example: fsm-rollout replay runs/demo
 
     No model and no tool runs; handlers, predicates and templates do. So it shows what a change of an agent, of a chat
-    template or of this package changes: by state, turn and token. It exits with 1 when anything differs.
+    template or of this package changes: by state, generation and token. It exits with 1 when anything differs.
     """
     from fsm_rollout.jobs.replay import replay as run_again
     from fsm_rollout.report.texts import visible

@@ -34,7 +34,7 @@ def agent_yaml() -> str:
         "Interaction": "`interaction`",
         "State": "`states`: each entry",
         "Sampling": "`sampling`",
-        "TransitionRow": "`transitions`: each row",
+        "TransitionRow": "`transitions`: each one",
         "MCP": "`tools`: `mcp`",
     }
     rest = {name: f"`{name}`" for name in definitions if name not in places}
@@ -135,7 +135,7 @@ def triggers() -> str:
         meaning = said[trigger.name].removeprefix("The scheduler: ")
         implicit = "ends the trajectory" if trigger in IMPLICIT_TRIGGERS else "is a mistake that `check` reports"
         rows.append([f"`{trigger}`", meaning, ", ".join(raisers) or "the scheduler", implicit])
-    return table(["trigger", "it says", "raised by", "without a row it"], rows)
+    return table(["trigger", "it says", "raised by", "without a transition it"], rows)
 
 
 def predicates() -> str:
@@ -184,12 +184,12 @@ def stop_reasons() -> str:
     said = attribute_docs(StopReason)
     rows = [[f"`{reason}`", said[reason.name]] for reason in StopReason]
     rows += [
-        ["`limit:<name>`", "That limit was reached, and no row took it on."],
+        ["`limit:<name>`", "That limit was reached, and no transition took it on."],
         [
             "`failed:<class>`",
-            "An error of that class was raised, and no row took it on. `trajectory.detail` has its text.",
+            "An error of that class was raised, and no transition took it on. `trajectory.detail` has its text.",
         ],
-        ["your own", "The `stop_reason` of the row that led to the final state."],
+        ["your own", "The `stop_reason` of the transition that led to the final state."],
     ]
     return table(["stop reason", "meaning"], rows)
 

@@ -181,7 +181,9 @@ class State(StrictModel):
     max_visits: AtLeastOne | None = Field(
         None, description="how often a trajectory may visit the state; one visit more raises `limit_reached`"
     )
-    on_error: Name | None = Field(None, description="the state after a failure here; short for a last `failed` row")
+    on_error: Name | None = Field(
+        None, description="the state after a failure here; short for a last transition for `failed`"
+    )
     sampling: Sampling = Field(Sampling(), description="of this state's generations; the run's is laid over it")
     parallel: AtLeastOne | None = Field(
         None, description="how many calls of one turn run at once (call_tools); default: all"
@@ -241,9 +243,9 @@ Conditions = Annotated[tuple[Predicate, ...], BeforeValidator(_spelled_out)]
 
 
 class TransitionRow(StrictModel):
-    """One row of the transition table; ``source`` names states, or is ``*``: all that are not final."""
+    """One line of the transition table; ``source`` names states, or is ``*``: all that are not final."""
 
-    trigger: Name = Field(description="the outcome of a visit that this row is for")
+    trigger: Name = Field(description="the outcome of a visit that this transition is for")
     source: tuple[str, ...] = Field(description="the state that was visited, or a list of them; `*`: any working state")
     dest: Name = Field(description="the next state")
     conditions: Conditions = Field(
@@ -263,7 +265,7 @@ class TransitionRow(StrictModel):
 
     @property
     def tests(self) -> tuple[tuple[Predicate, bool], ...]:
-        """Every predicate of the row with the answer that it must give."""
+        """Every predicate of the transition with the answer that it must give."""
         return (*((p, True) for p in self.conditions), *((p, False) for p in self.unless))
 
 
@@ -282,7 +284,7 @@ class AgentGraph(StrictModel):
     interaction: Interaction | None = Field(None, description="who answers in INTERACTING")
     states: Named[State] = Field(description="the states by name, with what happens in each")
     transitions: tuple[TransitionRow, ...] = Field(
-        description="which state follows which; the first row whose conditions hold wins"
+        description="which state follows which; the first transition whose conditions hold wins"
     )
 
     def __hash__(self) -> int:
@@ -327,10 +329,10 @@ class AgentGraph(StrictModel):
         return tuple(name for name in self.states if not self.is_final(name))
 
     def rows_of(self, state: str, trigger: str) -> Iterator[tuple[int | None, TransitionRow]]:
-        """Yield the rows that may fire when ``trigger`` is raised in ``state``, each with its place in ``transitions``.
+        """Yield the transitions that may fire when ``trigger`` is raised in ``state``, each with its place in the list.
 
-        The first that holds wins. The last may be the state's ``on_error``, a row in short form, which has no place.
-        When none holds, the machine's own last row ends the trajectory (see :mod:`fsm_rollout.agent.machine`).
+        The first that holds wins. The last may be the state's ``on_error``, which is short for one and has no place.
+        When none holds, the machine's own last transition ends the trajectory (see :mod:`fsm_rollout.agent.machine`).
         """
         for place, row in enumerate(self.transitions):
             if row.trigger == trigger and (state in row.source or "*" in row.source):

@@ -54,7 +54,7 @@ TEMPLATE_FACTS = {
     "extra": "the prompt's other fields",
     "visits": "how often each state was visited",
     "spent": "how much of each counted limit is spent",
-    "turn": "how many turns have been generated",
+    "turn": "how many generations there have been",
     "score": "the trajectory's score, if any",
     "turn_scores": "(turn, score) of each turn that was scored",
 }

@@ -18,7 +18,7 @@ While the handler runs:
 6. after a generation that was cut short of its ``max_tokens``: the token limit that cut it
 7. after tool calls: ``bad_calls``
 
-A reached limit raises ``limit_reached``. Rows may route each limit once; from then on it does not hold in states that
+A reached limit raises ``limit_reached``. Transitions may route each limit once; then it does not hold in states that
 have a ``max_visits`` of their own (they live on that alone), and ends the trajectory anywhere else.
 """
 
@@ -34,7 +34,7 @@ from fsm_rollout.trajectory.trajectory import Trajectory, routing_key
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """One row of the table; its name says what is counted."""
+    """One entry of the table; its name says what is counted."""
 
     name: LimitName
     handler: str | None = None

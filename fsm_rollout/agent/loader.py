@@ -35,7 +35,7 @@ from fsm_rollout.trajectory.named_objects import path_of
 __all__ = ["Reading", "dump", "load_agent", "loads", "read_agent", "recorded_agent"]
 
 _UNREMARKABLE: ConfigData = {"trigger": "failed", "source": [], "dest": TERMINATED}
-"""A row about which there is nothing to say."""
+"""A transition about which there is nothing to say."""
 _AGENT_FILE = re.compile(r".+\.yaml")
 
 
@@ -175,9 +175,9 @@ def _read(text: str, source: SourceMap, base: Path, overrides: Sequence[str], in
 def _leave_out(data: ConfigData, path: ConfigPath, left_out: set[ConfigPath], is_missing: bool) -> bool:
     """Take the wrong piece at ``path`` out of ``data``; False when it is required and nothing can stand in for it.
 
-    Named entries and rows are emptied instead, so that names stay defined and rows keep their numbers.
+    Named entries and transitions are emptied instead, so that names stay defined and transitions keep their numbers.
     """
-    # 1. The smallest piece that can go: something with a key, or a row.
+    # 1. The smallest piece that can go: something with a key, or a transition.
     while path and (path[-1] == "[key]" or (isinstance(path[-1], int) and path[-2:-1] != ("transitions",))):
         path = path[:-1]
     if not path:

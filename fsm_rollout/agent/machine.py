@@ -1,9 +1,10 @@
-"""The state machine: one shared ``transitions.Machine`` per agent, compiled from its rows.
+"""The state machine: one shared ``transitions.Machine`` per agent, compiled from its graph.
 
-Invariant: only a row decides the next state. Each user row becomes one transition, in order; after them every working
-state has the machine's own last rows, which end the trajectory when the scheduler raises a trigger that no row takes.
+Invariant: only a transition decides the next state. Each of the user's becomes one of the library's, in order; after
+them every working state has the machine's own last ones, which end the trajectory when the scheduler raises a trigger
+that no transition takes.
 A trajectory is never registered with the machine (that would cost O(n) each): it is handed to an event, and all that
-firing a row does to it is to emit one :class:`~fsm_rollout.trajectory.events.Transitioned`.
+firing a transition does to it is to emit one :class:`~fsm_rollout.trajectory.events.Transitioned`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Charge = Callable[[Trajectory], dict[str, int]]
 
 
 class PredicateFailed(RolloutError):
-    """A user's predicate raised while rows were being tried."""
+    """A user's predicate raised while transitions were being tried."""
 
 
 class _Condition(Condition):
@@ -42,7 +43,7 @@ class _Condition(Condition):
 
 
 class _Transition(transitions.Transition):
-    """One row for one source state. Changing the state means emitting the event that says so."""
+    """One transition for one source state. Changing the state means emitting the event that says so."""
 
     condition_cls = _Condition
 
@@ -50,11 +51,11 @@ class _Transition(transitions.Transition):
     charge: Charge
     stop_reason: str | None = None
     row: int | None = None
-    """Its place among the user's rows; ``None`` for ``on_error`` and the machine's own."""
+    """Its place among the user's transitions; ``None`` for ``on_error`` and the machine's own."""
     final: bool
 
     def execute(self, event_data: EventData) -> bool:
-        """Take the row if its conditions hold. The library's own method calls lists of callbacks, empty here."""
+        """Take the transition if its conditions hold. The library's own method calls lists of callbacks, empty here."""
         for condition in self.conditions:
             if not condition.check(event_data):
                 return False
@@ -81,7 +82,7 @@ class _Transition(transitions.Transition):
 
 class _Event(transitions.Event):
     def trigger(self, model: Any, *args: Any, **kwargs: Any) -> bool:
-        """Take the first row that can be taken: no queue, no callbacks, and what is raised goes on to the caller."""
+        """Take the first transition that can be taken: no queue, no callbacks; what is raised goes on to the caller."""
         event_data = EventData(None, self, self.machine, model, args, kwargs)
         return any(transition.execute(event_data) for transition in self.transitions[model.state])
 
@@ -116,7 +117,7 @@ class AgentMachine:
         triggers = dict.fromkeys([*(row.trigger for row in graph.transitions), *IMPLICIT_TRIGGERS])
         for state in graph.working_states:
             for trigger in triggers:
-                if trigger != Trigger.CANCELLED:  # the one trigger that no row may take
+                if trigger != Trigger.CANCELLED:  # the one trigger that no transition may take
                     for place, row in graph.rows_of(state, trigger):
                         self._add(trigger, state, row.dest, row, place)
                 if trigger in IMPLICIT_TRIGGERS:  # taken when nothing that the user wrote holds
@@ -152,10 +153,10 @@ class AgentMachine:
         return condition
 
     def _routable(self, event_data: EventData) -> bool:
-        """Say whether a user row may be tried at all.
+        """Say whether a user transition may be tried at all.
 
         A limit may be routed once, and only one that the agent itself sets (the proof knows of no other); nothing may
-        be after the rows themselves have failed.
+        be after the transitions themselves have failed.
         """
         trajectory, outcome = _firing(event_data)
         if outcome.limit is None or not event_data.kwargs["routed"]:
@@ -168,23 +169,25 @@ class AgentMachine:
         return _nothing if limit is None else lambda trajectory: {limit: LIMITS[limit].price(trajectory)}
 
     def fire(self, trajectory: Trajectory, outcome: Outcome, *, at: float, emit: Emit, routed: bool = True) -> None:
-        """Fire the first row that takes ``outcome.trigger`` in the present state: emits one ``Transitioned``.
+        """Fire the first transition that takes ``outcome.trigger`` in the present state: emits one ``Transitioned``.
 
-        A trigger without any row that holds, and a predicate that raises, become ``failed`` in the same state; if that
-        cannot be routed either, the trajectory ends. With ``routed=False`` no row of the user's is tried.
+        A trigger that no transition takes, and a predicate that raises, become ``failed`` in the same state; if that
+        cannot be routed either, the trajectory ends. With ``routed=False`` no transition of the user's is tried.
         """
         try:
             if self._fire(trajectory, outcome, at, emit, routed=routed):
                 return
             failed = Outcome(
-                Trigger.FAILED, error="NoRow", detail=f"no row takes '{outcome.trigger}' in state '{trajectory.state}'"
+                Trigger.FAILED,
+                error="NoTransition",
+                detail=f"no transition takes '{outcome.trigger}' in state '{trajectory.state}'",
             )
         except PredicateFailed as error:
             failed = Outcome(Trigger.FAILED, error="PredicateFailed", detail=str(error))
         try:
-            # After `limit_reached` no `failed` row may be tried: the proof does not count that step.
+            # After `limit_reached` no `failed` transition may be tried: the proof does not count that step.
             self._fire(trajectory, failed, at, emit, routed=outcome.limit is None)
-        except PredicateFailed:  # in the rows for `failed` themselves
+        except PredicateFailed:  # in the transitions for `failed` themselves
             self._fire(trajectory, failed, at, emit, routed=False)
 
     def _fire(self, trajectory: Trajectory, outcome: Outcome, at: float, emit: Emit, *, routed: bool) -> bool:

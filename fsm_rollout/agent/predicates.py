@@ -1,4 +1,4 @@
-"""The conditions that rows may ask for, by name.
+"""The conditions that transitions may ask for, by name.
 
 Invariant: a predicate is a function of the trajectory and of the outcome at hand, of nothing else, and changes neither.
 Its argument is checked when it is compiled, so at run time only a user's own function can fail.
@@ -185,7 +185,7 @@ def _response_over(argument: object, graph: AgentGraph) -> Condition:
 
 
 def visits_argument(argument: object, graph: AgentGraph) -> tuple[str | None, int]:
-    """Return the state (``None``: the one that the row leaves) and the count of a ``visits_over``.
+    """Return the state (``None``: the one that the transition leaves) and the count of a ``visits_over``.
 
     Raises:
         ConfigError: the argument is neither a count nor ``{STATE: count}``.

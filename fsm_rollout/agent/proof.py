@@ -13,10 +13,10 @@ What a run may do (the contract with :mod:`fsm_rollout.agent.machine` and :mod:`
 3. A handler that runs comes to one of its triggers, or ``failed``, ``timed_out``, ``truncated`` (where it generates),
    or ``limit_reached`` for a limit that is not counted on entry; a custom handler also for one that it may spend.
    ``context_tokens`` is always one of them, as the engine has a window.
-4. Each limit is routed by rows once (``max_visits`` once per state); the next time it ends the run. A routed limit
+4. Transitions route each limit once (``max_visits`` once per state); the next time it ends the run. A routed limit
    stays reached: a state that spends it ends the run, unless it has ``max_visits`` and is thereby exempt.
-5. The first row whose conditions hold fires. Counter predicates are evaluated; the others are free each time they are
-   asked. Without such a row the run ends, which is a transition too.
+5. The first transition whose conditions hold fires. Counter predicates are evaluated; the others are free each time
+   they are asked. Without such a transition the run ends, which is a transition too.
 
 Agents used as tools are included in every figure but the seconds (they run within their parent's): a call may be any
 of them, and each call is counted at the largest bound.
@@ -106,7 +106,7 @@ def _proven(graph: AgentGraph, situations: int) -> Bound:
 
 
 def reachable_rows(graph: AgentGraph, *, situations: int = 40_000) -> frozenset[int] | None:
-    """Return the places of the rows that some run takes; ``None``: more than ``situations`` would have to be seen."""
+    """Return the places of the transitions that some run takes; ``None``: more than ``situations`` are to be seen."""
     counts = search(Structure(graph), situations)
     return None if counts is None else counts.rows
 

@@ -3,8 +3,8 @@
 Invariant: neither result is ever too small. The search is exact for the contract written down in
 :mod:`fsm_rollout.agent.proof`; the ranking counts how often each state can be entered at all.
 
-A situation is (state, counts, routed): counts of visits and spendings are kept only where some row or limit asks for
-them, and only as far as it can tell them apart; ``routed`` is a bit set of the limits that rows have taken.
+A situation is (state, counts, routed): counts of visits and spendings are kept only where some transition or limit asks
+for them, and only as far as it can tell them apart; ``routed`` is a bit set of the limits that transitions have taken.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Counts:
     """(limit, state): the state's handler can run after the limit was routed, bounded by ``max_visits`` alone."""
     exact: bool
     rows: frozenset[int] | None = None
-    """The places of the rows that some run takes; ``None`` where not every situation was looked at."""
+    """The places of the transitions that some run takes; ``None`` where not every situation was looked at."""
 
 
 class _Way(NamedTuple):
-    """A row as the search sees it."""
+    """A transition as the search sees it."""
 
     place: int | None
     dest: str | None
@@ -74,7 +74,7 @@ class _Search:
                 caps[key] = max(caps.get(key, 0), most + 1)
         self.slots = {key: slot for slot, key in enumerate(caps)}
         self.caps = [*caps.values()]
-        # 2. What each state may come to; a limit that a row may route has a bit.
+        # 2. What each state may come to; a limit that a transition may route has a bit.
         self.bits: dict[str, int] = {}
         self.limit: dict[str, str | None] = {}
         """The limit that each state spends, where it is set."""
@@ -102,7 +102,7 @@ class _Search:
             raise ConfigError(f"agent '{self.graph.agent}' does not pass verification; there is nothing to prove")
 
     def _counted(self, state: str) -> Iterator[tuple[str, int]]:
-        """Yield what visits of a state, and the rows that leave it, ask to be counted, and how far."""
+        """Yield what visits of a state, and the transitions that leave it, ask to be counted, and how far."""
         max_visits, limit = self.graph.states[state].max_visits, self.structure.spends(state)
         if max_visits is not None:
             yield state, max_visits

@@ -1,32 +1,32 @@
 """What makes sense: the numbered rules that an agent is held to before it runs.
 
 Invariant: an agent with no problems here ends (:func:`fsm_rollout.agent.proof.prove` gives its bound), and every
-trigger that can be raised in it has a row or ends the trajectory by the rules of the machine. All rules are tried;
+trigger that can be raised in it has a transition or ends the trajectory by the machine's own. All rules are tried;
 those about paths are left out while names are wrong, because what follows from a misspelt name is not worth reading.
 
 | rule | what is wrong |
 |---|---|
 | 1 | a name that is not defined: a state, context, tool, handler, predicate, or a trigger that no state raises |
 | 2 | a state that nothing leads to |
-| 3 | a state from which no rows lead to a final state |
-| 4 | an outcome of a state's handler for which there is no row (the scheduler's own triggers need none) |
-| 5 | a row whose source never raises its trigger (``timed_out`` without a timeout, ``limit_reached`` without a limit) |
-| 6 | the last row for an outcome is conditional |
-| 7 | a row that can never fire: an earlier one takes all its cases, or its conditions never hold, or not together |
-| 8 | a row for ``cancelled`` |
+| 3 | a state from which no transitions lead to a final state |
+| 4 | an outcome of a state's handler for which there is no transition (the scheduler's own triggers need none) |
+| 5 | a transition whose source never raises its trigger (``timed_out`` without timeout, or no limit is reached) |
+| 6 | the last transition for an outcome is conditional |
+| 7 | a transition that can never fire: an earlier one takes all its cases, or its conditions never hold (at once) |
+| 8 | a transition for ``cancelled`` |
 | 9 | a cycle that spends nothing countable and has no ``max_visits``: it may never end |
 | 10 | a limit that a cycle spends, or agents used as tools need, is not set: it may never end |
 | 11 | a state that waits, with nothing to end the wait |
 | 12 | a predicate's argument |
-| 13 | a ``stop_reason`` on a row that does not end the trajectory |
+| 13 | a ``stop_reason`` on a transition that does not end the trajectory |
 | 14 | a tool whose schema cannot be built, an interaction that cannot be imported |
 | 15 | a context of an untrained engine that is to be trained |
 | 16 | a key that means nothing to the state's handler, or one that it needs |
-| 17 | a final state that does things, or that rows leave |
+| 17 | a final state that does things, or that transitions leave |
 | 18 | an initial state that is final |
 | 19 | a state that interacts, with nobody to answer |
 | 20 | a prompt that is not a Jinja template, or names what no trajectory has |
-| 21 | a row that lets a model speak again right after its own finished turn, with nothing new to answer |
+| 21 | a transition that lets a model speak again right after its own finished turn, with nothing new to answer |
 """
 
 from __future__ import annotations

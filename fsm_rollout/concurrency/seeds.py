@@ -1,6 +1,6 @@
 """Where randomness comes from.
 
-Invariant: a trajectory's randomness is a function of (run seed, prompt, sample, turn) and of nothing else: not of
+Invariant: a trajectory's randomness is a function of (run seed, prompt, sample, generation) and of nothing else: not of
 completion order, batch size, replica or time. So every seed is a hash of where in the run it is used.
 """
 

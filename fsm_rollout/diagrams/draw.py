@@ -50,7 +50,7 @@ class DrawingError(RolloutError):
 
 
 def to_dot(graph: AgentGraph, *, implicit: bool = False) -> str:
-    """Return ``graph`` as DOT, which needs no Graphviz; ``implicit`` shows the ends that need no row, dashed."""
+    """Return ``graph`` as DOT, which needs no Graphviz; ``implicit`` shows the ends that need no transition, dashed."""
     return _written("agent.dot.jinja", picture(graph, implicit=implicit))
 
 

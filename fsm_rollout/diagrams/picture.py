@@ -1,8 +1,8 @@
 """What a picture of an agent says, before any format: boxes, arrows, a caption.
 
-Invariant: every row of the graph is one :class:`Label` on one :class:`Arrow` per state that it leaves (one arrow from
-:data:`ANY` where a ``*`` row leaves many), and nothing else is, unless it is marked implicit. Texts here are plain and
-complete; formats shorten and escape them.
+Invariant: every transition of the graph is one :class:`Label` on one :class:`Arrow` per state that it leaves (one from
+:data:`ANY` where a ``*`` transition leaves many), and nothing else is, unless it is marked implicit. Texts here are
+plain and complete; formats shorten and escape them.
 
 A graph that does not pass verification can be drawn too: a picture helps to see what is wrong with it.
 """
@@ -25,9 +25,9 @@ from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, LimitName, Trigger
 from fsm_rollout.trajectory.trajectory import Outcome
 
 ANY = "*"
-"""Stands for every working state, where drawing each row from each of them would hide the rest."""
+"""Stands for every working state, where drawing each transition from each of them would hide the rest."""
 FEW = 6
-"""Up to this many arrows are drawn for a row that leaves any state."""
+"""Up to this many arrows are drawn for a transition that leaves any state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,11 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """One row, as it stands on an arrow."""
+    """One transition, as it stands on an arrow."""
 
     trigger: str
     order: int | None = None
-    """Its place among the rows that may take the same trigger in the same state, where there are several."""
+    """Its place among the transitions that may take the same trigger in the same state, where there are several."""
     conditions: tuple[str, ...] = ()
     """Must all hold."""
     stop_reason: str | None = None
@@ -59,14 +59,14 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Arrow:
-    """The rows from one state to another."""
+    """The transitions from one state to another."""
 
     source: str
     dest: str
     labels: tuple[Label, ...]
     colour: Colour
     implicit: bool = False
-    """The machine's own last rows, which no user wrote."""
+    """The machine's own last transitions, which no user wrote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Picture:
 
 
 def picture(graph: AgentGraph, *, implicit: bool = False) -> Picture:
-    """Return the picture of ``graph``; ``implicit`` adds the ends that the machine has without a row."""
+    """Return the picture of ``graph``; ``implicit`` adds the ends that the machine has without a transition."""
     structure = Structure(graph)
     arrows = [*_arrows(structure), *(_implicit_arrows(structure) if implicit else ())]
     names = dict.fromkeys([*graph.states, *(name for arrow in arrows for name in (arrow.source, arrow.dest))])
@@ -141,7 +141,7 @@ def _facts(graph: AgentGraph, name: str, handler: str, spends: str | None) -> It
 
 
 def _arrows(structure: Structure) -> Iterator[Arrow]:
-    """Yield the arrows of what the user wrote, in the order in which the rows stand."""
+    """Yield the arrows of what the user wrote, in the order in which the transitions stand."""
     graph = structure.graph
     rows = [(row, structure.sources(row)) for row in graph.transitions]
     for name in graph.working_states:
@@ -162,14 +162,14 @@ def _arrows(structure: Structure) -> Iterator[Arrow]:
 
 
 def _label(graph: AgentGraph, row: TransitionRow, order: int | None) -> Label:
-    """Return what stands on an arrow for a row; ``…`` in a stop reason stands for what only a run knows."""
+    """Return what stands on an arrow for a transition; ``…`` in a stop reason stands for what only a run knows."""
     limit = next((str(p.argument) for p in row.conditions if p.name == "limit"), "…")
     reason = row.stop_reason or Outcome(row.trigger, limit=limit, error="…").stop_reason
     return Label(row.trigger, order, conditions_of(row), reason if graph.is_final(row.dest) else None)
 
 
 def conditions_of(row: TransitionRow) -> tuple[str, ...]:
-    """Return what must all hold for a row to fire, in words."""
+    """Return what must all hold for a transition to fire, in words."""
     return tuple(_condition(predicate) if answer else f"not {_condition(predicate)}" for predicate, answer in row.tests)
 
 
@@ -194,13 +194,13 @@ def shown(text: str, width: int) -> str:
 
 
 def _implicit_arrows(structure: Structure) -> Iterator[Arrow]:
-    """Yield the ends that need no row: one arrow per state with all the triggers that end it where no row holds."""
+    """Yield the ends that need no transition: one arrow per state with all triggers that end it where none holds."""
     graph = structure.graph
     if len(graph.working_states) > FEW:
         yield Arrow(ANY, TERMINATED, tuple(map(Label, IMPLICIT_TRIGGERS)), PALE, implicit=True)
         return
     for state in graph.working_states:
-        # A limit is routed once only; the second time it ends the run, whatever rows there are.
+        # A limit is routed once only; the second time it ends the run, whatever transitions there are.
         raised = [trigger for trigger in IMPLICIT_TRIGGERS if structure.may_raise(state, trigger)]
         always = {trigger for trigger in raised for _, row in graph.rows_of(state, trigger) if not row.tests}
         always -= {Trigger.LIMIT_REACHED, Trigger.CANCELLED}

@@ -77,7 +77,7 @@ class EngineClient:
         self._engine_ids: set[str] = set()
         """The ids that the engine may still have: also of requests that it did not end in time."""
         self._aborts: list[str] = []
-        """The ids that the engine is told to end in this turn of the loop."""
+        """The ids that the engine is told to end in this pass of the loop."""
         self._tries: int = getattr(engine, "attempts", attempts)
         self._trials = Trials(self)
         """What failed together, and is tried again in parts."""
@@ -407,7 +407,7 @@ class EngineClient:
             self._end(pending, FinishReason.ABORT)
 
     def _abort_soon(self, request_id: str) -> None:
-        """Have the engine end a request: all that are ended in one turn of the loop in one call."""
+        """Have the engine end a request: all that are ended in one pass of the loop in one call."""
         self._aborts.append(request_id)
         if len(self._aborts) == 1:
             asyncio.get_running_loop().call_soon(self._flush_aborts)

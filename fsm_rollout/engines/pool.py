@@ -412,7 +412,7 @@ class PoolEngine:
     # -- requests -------------------------------------------------------------------------------------------------
 
     def _assign_soon(self) -> None:
-        """Send the waiting requests after the other callbacks of this turn of the loop."""
+        """Send the waiting requests after the other callbacks of this pass of the loop."""
         if self._waiting and not self._assigning:
             self._assigning = True
             asyncio.get_running_loop().call_soon(self._assign)

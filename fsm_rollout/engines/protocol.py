@@ -1,6 +1,6 @@
 """The engine protocol: token ids in, token ids out, never text.
 
-Invariants every engine keeps (``fsm_rollout.testing.check_engine`` tests them):
+Promises that every engine keeps (``fsm_rollout.testing.check_engine`` tests them):
 
 1. Each request is answered by one or more chunks, of which the last and only the last has a ``finish_reason``.
 2. A chunk has one logprob per token: the natural log of the token's probability under the distribution it was sampled
@@ -132,7 +132,7 @@ class Load:
 
 @runtime_checkable
 class Engine(Protocol):
-    """What the scheduler needs of an engine; see the module's invariants.
+    """What the scheduler needs of an engine; see the module's promises.
 
     One of several replicas also has ``attempts``, how often a request may be tried in all (losses included), and
     ``loop``, the event loop that it serves.

@@ -97,7 +97,7 @@ class ReplicaActor:
 
     async def _pack(self) -> bytes:
         await self._news.wait()
-        await asyncio.sleep(0)  # other callbacks of this turn of the loop add their chunks first
+        await asyncio.sleep(0)  # other callbacks of this pass of the loop add their chunks first
         self._news.clear()
         if not (self._chunks or self._failures):
             await ping(self._engine)

@@ -60,7 +60,7 @@ AROUND = 60
 """Characters of a value that is shown where it differs."""
 
 Step = tuple[type, dict[str, Any], str, int]
-"""An event's kind, what is compared of it, and the state and the turn in which it happened."""
+"""An event's kind, what is compared of it, and the state and the generation in which it happened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Difference:
     def __str__(self) -> str:
         """Say where, and what."""
         token = "" if self.token is None else f", token {self.token}"
-        return f"{self.trajectory_id}: in {self.state}, turn {self.turn}{token}: {self.what}"
+        return f"{self.trajectory_id}: in {self.state}, generation {self.turn}{token}: {self.what}"
 
 
 @dataclass(slots=True)

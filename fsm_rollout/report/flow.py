@@ -1,9 +1,9 @@
-"""Which rows of a graph trajectories took: how often, in which order, how likely, and with which score.
+"""Which transitions of a graph trajectories took: how often, in which order, how likely, and with which score.
 
-Invariants: an edge is one row of the graph from one of its sources, taken or not; every transition that happened is on
-exactly one edge, and one that no row explains has an edge of its own. Older journals do not say which row fired: their
-transitions count for the row with the same source, trigger and dest where there is only one, else for an edge of their
-own. The picture's colours are the page's (CSS classes), so it follows light and dark.
+Invariants: an edge is one transition of the graph from one of its sources, taken or not; every one that fired is on
+exactly one edge, and one that the graph does not explain has an edge of its own. Older journals do not say which one
+fired: what fired counts for the transition with its source, trigger and dest where there is only one, else for an edge
+of its own. The picture's colours are the page's (CSS classes), so it follows light and dark.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _POINT = 4 / 3
 """CSS pixels."""
 
 _Key = tuple[str, str, str, int | None]
-"""Source, trigger, dest, and the row's place in ``transitions``; ``None`` where it stands in no list."""
+"""Source, trigger, dest, and the place in ``transitions``; ``None`` where it stands in no list."""
 
 
 @dataclass(slots=True)
@@ -47,9 +47,9 @@ class Edge:
     trigger: str
     dest: str
     conditions: str = ""
-    """The row's conditions, where other rows lead from the same state by the same trigger to the same place."""
+    """The transition's conditions, where others lead from the same state by the same trigger to the same place."""
     shared: bool = False
-    """Whether its row leaves any state, and there are many: drawn where it was taken only."""
+    """Whether its transition leaves any state, and there are many: drawn where it was taken only."""
     order: list[int] = field(default_factory=list)
     """The steps (1, 2, …) of the first trajectory that took it."""
     count: int = 0
@@ -71,7 +71,7 @@ class Flow:
         self.trajectories = 0
         self._edges: dict[_Key, Edge] = {}
         self._rows: defaultdict[tuple[str, str, str], list[_Key]] = defaultdict(list)
-        """The rows of each triple."""
+        """The transitions of each triple."""
         self._states: dict[str, None] = dict.fromkeys(graph.states if graph is not None else ())
         self._departures: Counter[str] = Counter()
         if graph is not None:
@@ -122,7 +122,7 @@ class Flow:
 
     @property
     def edges(self) -> list[Edge]:
-        """The graph's rows as declared, then what happened without a row."""
+        """The graph's transitions as declared, then what happened besides."""
         return list(self._edges.values())
 
     def share(self, edge: Edge) -> float:

@@ -39,7 +39,7 @@ EndKind = Literal["fine", "cut", "open"]
 def kind_of_end(reason: str) -> EndKind:
     """Return whether the agent ended by itself (``fine``), the scheduler ended it (``cut``), or it is still ``open``.
 
-    A stop reason of an agent's own row is always ``fine``, whatever word its author chose.
+    A stop reason of an agent's own transition is always ``fine``, whatever word its author chose.
     """
     if reason in OPEN:
         return "open"

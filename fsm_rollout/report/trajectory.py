@@ -108,7 +108,7 @@ def trajectory_page(
 ) -> str:
     """Return one self-contained HTML page about a trajectory.
 
-    Without its events there are no steps and no times, only visits; without its graph, no rows that were not taken;
+    Without its events there are no steps and no times, only visits; without its graph, no transitions but those taken;
     without token texts, ids in their place.
     """
     trajectory = recording.trajectory
@@ -186,7 +186,7 @@ def ending_of(recording: Recording) -> str:
             return f"It was suspended in {trajectory.state} ({trajectory.suspended}) and can be resumed."
         return f"It has not ended: it is in {trajectory.state}."
     if row is None:
-        return f"It ended in {trajectory.state} without a row: {trajectory.detail or trajectory.stop_reason}."
+        return f"It ended in {trajectory.state} without a transition: {trajectory.detail or trajectory.stop_reason}."
     limit, detail = "", row.detail or trajectory.detail
     if row.limit:
         spent, most = trajectory.spent.get(row.limit), trajectory.limits.get(row.limit)

@@ -903,8 +903,8 @@ class Scheduler:
     def glue_mismatch(self, mismatch: GlueMismatchError) -> None:
         """End every trajectory that has tokens from a wrong cache entry as failed, and drop its group.
 
-        One that has ended already is ended once more, and no row may route the failure. Groups that were delivered
-        are dropped too: it is not too late if their batch has not been made.
+        One that has ended already is ended once more, and no transition may route the failure. Groups that were
+        delivered are dropped too: it is not too late if their batch has not been made.
         """
         outcome = Outcome(Trigger.FAILED, error=type(mismatch).__name__, detail=str(mismatch), blame=class_of(mismatch))
         number = delivered = 0

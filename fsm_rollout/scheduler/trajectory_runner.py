@@ -1,4 +1,4 @@
-"""Running one trajectory: visit after visit, until a row leads to a final state.
+"""Running one trajectory: visit after visit, until a transition leads to a final state.
 
 Invariant: a visit only has an outcome, and the machine alone says which state comes next. What the trajectory holds
 open is closed when it stops, unless it stays open to go on in this process.
@@ -73,11 +73,11 @@ class Program(BoundAgent):
 
 
 async def run_trajectory(live: ActiveTrajectory, handlers: Mapping[str, State]) -> None:
-    """Visit state after state until a row leads to a final one; cancellation ends (or suspends) the trajectory."""
+    """Visit states until a transition leads to a final one; cancellation ends (or suspends) the trajectory."""
     trajectory, machine = live.trajectory, live.program.machine
     loop = asyncio.get_running_loop()
     try:
-        live.end_if_final()  # an interruption may have come between the last row and the end
+        live.end_if_final()  # an interruption may have come between the last transition and the end
         while not trajectory.ended and live.stop is None:
             outcome = await _visit(live, handlers[trajectory.state])
             if live.stop is None:  # else the handler swallowed the cancellation

@@ -1,7 +1,7 @@
 """Messages between a run and one of its workers.
 
 Invariant: messages arrive whole and in the order in which they were sent, until the link is lost; then that is said
-once, and nothing comes any more. All that is sent in one turn of the event loop travels as one block.
+once, and nothing comes any more. All that is sent in one pass of the event loop travels as one block.
 
 A message is a tuple: what it is, then its parts. Events, requests and chunks travel packed as bytes, so no token
 becomes a Python object on the way.

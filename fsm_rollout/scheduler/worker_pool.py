@@ -81,7 +81,7 @@ class _Worker:
     requests: dict[tuple[str, int], PendingRequest] = field(default_factory=dict)
     """Its requests under way, by engine and number."""
     ended: dict[str, list[tuple[int, Ending]]] = field(default_factory=dict)
-    """Those that have ended in this turn of the loop."""
+    """Those that have ended in this pass of the loop."""
     alive: bool = True
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when its link is lost."""
@@ -383,7 +383,7 @@ class WorkerPool:
             pending.on_end = partial(self._ended, worker, name, number)
 
     def _ended(self, worker: _Worker, name: str, number: int, pending: PendingRequest) -> None:
-        """Send how a request ended, with all others that end in this turn of the loop."""
+        """Send how a request ended, with all others that end in this pass of the loop."""
         worker.requests.pop((name, number), None)
         if pending.versions:  # until the event is told, these tokens are nowhere else
             key = pending.request.trajectory_id, pending.request.context

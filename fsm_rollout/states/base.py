@@ -100,4 +100,4 @@ class State(ABC):
         """
 
     def timed_out(self, trajectory: Trajectory, ctx: HandlerContext) -> None:  # noqa: B027  # optional, most need nothing
-        """Close what a visit left open when its time was up (synchronously, before the row for ``timed_out``)."""
+        """Close what a visit left open when its time was up (synchronously, before ``timed_out`` is routed)."""

@@ -76,7 +76,9 @@ class Visit:
                 handler to emit: it would begin, move or end the trajectory; or a score is not a finite number.
         """
         if type(event) not in DONE_IN_A_VISIT and not isinstance(event, events.PromptExtended):
-            raise StreamError(f"a handler cannot emit {type(event).__name__}; return an Outcome, rows do the rest")
+            raise StreamError(
+                f"a handler cannot emit {type(event).__name__}; return an Outcome, transitions do the rest"
+            )
         if self._over:
             raise StreamError(f"the visit of '{self.state}' is over; a handler must wait for the tasks it starts")
         if isinstance(event, events.Scored) and not math.isfinite(event.value):

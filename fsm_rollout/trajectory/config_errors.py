@@ -33,7 +33,7 @@ def describe_path(path: ConfigPath) -> str:
         case ("states" | "contexts" | "tools" as kind, name, *rest):
             head = f"{kind[:-1]} '{name}'"
         case ("transitions", int(row), *rest):
-            head = f"row {row + 1}"
+            head = f"transition {row + 1}"
         case _:
             head, rest = "", list(path)
     tail = ".".join(str(part) for part in rest)

@@ -75,11 +75,11 @@ class Trigger(Word):
     LIMIT_REACHED = "limit_reached"
     """The scheduler: a limit holds the trajectory back."""
     CANCELLED = "cancelled"
-    """The scheduler: somebody took the trajectory back. No row can take it."""
+    """The scheduler: somebody took the trajectory back. No transition can take it."""
 
 
 IMPLICIT_TRIGGERS = (Trigger.TRUNCATED, Trigger.FAILED, Trigger.TIMED_OUT, Trigger.LIMIT_REACHED, Trigger.CANCELLED)
-"""Triggers that need no row: without one they end the trajectory; ``cancelled`` always does."""
+"""Triggers that need no transition: without one they end the trajectory; ``cancelled`` always does."""
 SCHEDULERS_TRIGGERS = frozenset(IMPLICIT_TRIGGERS) - {Trigger.TRUNCATED}
 """Triggers that the scheduler alone raises."""
 
@@ -98,16 +98,16 @@ class DropReason(Word):
 class StopReason(Word):
     """Why a trajectory ended, as far as the reasons are fixed.
 
-    A row may give a ``stop_reason`` of the user's own; a limit gives ``limit:<name>`` and an error ``failed:<class>``
+    A transition may give a ``stop_reason`` of its own; a limit gives ``limit:<name>`` and an error ``failed:<class>``
     (:meth:`of_limit`, :meth:`of_failure`), so the stop reason of a trajectory is a ``str``.
     """
 
     ANSWERED = "answered"
-    """A row led to a final state and named no reason."""
+    """A transition led to a final state and named no reason."""
     TRUNCATED = "truncated"
-    """A turn was cut at the length limit, and no row took it on."""
+    """A turn was cut at the length limit, and no transition took it on."""
     TIMED_OUT = "timed_out"
-    """A visit's timeout was over, and no row took it on."""
+    """A visit's timeout was over, and no transition took it on."""
     INTERACTION_DONE = "interaction_done"
     """The simulated user had nothing more to say."""
     PROMPT_TOO_LONG = "prompt_too_long"
@@ -145,7 +145,7 @@ class FailureClass(Word):
     TOOL = "tool"
     """A tool: it failed for good, or its state's time was up."""
     ENVIRONMENT = "environment"
-    """Code of the agent's: a handler, an interaction, a predicate, a row that is missing."""
+    """Code of the agent's: a handler, an interaction, a predicate, a transition that is missing."""
     ENGINE = "engine"
     """The engine answered with an error, with nothing, or with what no engine may answer."""
     INFRASTRUCTURE = "infrastructure"

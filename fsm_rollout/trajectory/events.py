@@ -215,7 +215,7 @@ class LimitCharged(Event, frozen=True, kw_only=True, tag="charged"):
 
 
 class Transitioned(Event, frozen=True, kw_only=True, tag="transitioned"):
-    """A row fired. ``spent`` is what entering ``dest`` was charged; ``stop_reason`` is set when ``dest`` is final."""
+    """A transition fired. ``spent``: what entering ``dest`` was charged; ``stop_reason`` is set for final ones."""
 
     trigger: str
     source: str
@@ -225,9 +225,9 @@ class Transitioned(Event, frozen=True, kw_only=True, tag="transitioned"):
     detail: str | None = None
     stop_reason: str | None = None
     row: int | None = None
-    """Which of the agent's rows fired, by its place in ``transitions``; ``None`` for an implicit one."""
+    """Which of the agent's transitions fired, by its place in ``transitions``; ``None`` for an implicit one."""
     failure: FailureClass | None = None
-    """Who has to answer for it, if it is a failure: ``failed``, or another trigger that no row of the agent's takes."""
+    """Who has to answer for it, if it is a failure: ``failed``, or another trigger that the agent routes nowhere."""
 
 
 Part = float | str | None

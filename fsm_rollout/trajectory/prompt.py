@@ -104,7 +104,7 @@ def read_prompts(path: str | os.PathLike[str], limit: int | None = None) -> list
 
     Raises:
         ConfigError: the file is missing, empty or not what its extension says, or prompts in it are wrong: the first
-            20 problems, each with its line (its row in parquet), and how many more there are.
+            20 problems, each with its line (its record in parquet), and how many more there are.
     """
     path = Path(path)
     readers = dict(zip(PROMPT_FILES, (_jsonl, _json, _parquet), strict=True))
@@ -312,7 +312,7 @@ def _parquet(path: Path) -> Iterator[_Item | Problem]:
             for batch in file.iter_batches():
                 for row in batch.to_pylist():
                     number += 1
-                    yield _Item(_without_nulls(row), str(path), None, f"row {number}")
+                    yield _Item(_without_nulls(row), str(path), None, f"record {number}")
     except ArrowException as error:
         yield Problem(f"is not parquet that can be read: {error}", str(path))
 

@@ -189,7 +189,7 @@ class TokenStream:
         return self._of_spans(lambda span: span.version)
 
     def response_turns(self) -> npt.NDArray[np.int32]:
-        """Return the turn of each response token, int32 ``[R]``: the generation that sampled it or that it leads to."""
+        """Return the generation of each response token, int32 ``[R]``: the one that sampled it or that it leads to."""
         return self._of_spans(lambda span: span.turn)
 
     def response_states(self, state_ids: dict[str, int]) -> npt.NDArray[np.int32]:

@@ -21,7 +21,7 @@ from fsm_rollout.trajectory.wall_time import WallTime
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What a visit of a state came to: the trigger to raise, and facts about it that rows may ask for.
+    """What a visit of a state came to: the trigger to raise, and facts about it that transitions may ask for.
 
     A handler returns one of its declared triggers. The scheduler itself raises ``failed`` (with the error's class
     name in ``error``), ``timed_out``, ``limit_reached`` (with the limit's name in ``limit``) and ``cancelled``.
@@ -52,7 +52,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
     @property
     def stop_reason(self) -> str:
-        """The stop reason of a trajectory that this outcome ends, when the row names none."""
+        """The stop reason of a trajectory that this outcome ends, when the transition names none."""
         match self.trigger:
             case Trigger.LIMIT_REACHED:
                 return StopReason.of_limit(self.limit)
@@ -208,7 +208,7 @@ class Trajectory(msgspec.Struct):
     latest_at: float
     """When its latest event happened, on the same clock."""
     routed: frozenset[str] = frozenset()
-    """Limits that a ``limit_reached`` row has routed; each may be routed once."""
+    """Limits that a ``limit_reached`` transition has routed; each may be routed once."""
     transitions: int = 0
     """How many transitions it has made."""
     exit: events.Transitioned | None = None
@@ -563,7 +563,9 @@ class Trajectory(msgspec.Struct):
 
     def _transitioned(self, event: events.Transitioned) -> None:
         if event.source != self.state:
-            raise StreamError(f"a row from '{event.source}' fired in state '{self.state}' of {self.trajectory_id}")
+            raise StreamError(
+                f"a transition from '{event.source}' fired in state '{self.state}' of {self.trajectory_id}"
+            )
         if event.trigger == Trigger.LIMIT_REACHED:
             self.routed |= {routing_key(str(event.limit), event.source)}
         self.transitions += 1

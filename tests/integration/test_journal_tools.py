@@ -161,13 +161,13 @@ def test_a_replay_says_where_a_change_shows_first(out: Path, tmp_path: Path) -> 
     changed.write_text(dump(load_agent(AGENT, ["contexts.main.system=You are terse."])), "utf-8")
     said = command("replay", out, "--agent", changed, code=1)
     assert "8 of them differ" in said
-    assert "0/0: in PENDING, turn 0, token" in said
+    assert "0/0: in PENDING, generation 0, token" in said
     # 2. Another row fires, and no token differs.
     rows = load_agent(AGENT).transitions
     last = next(place for place, row in enumerate(rows) if row.dest == "TERMINATED")
     changed.write_text(dump(load_agent(AGENT, [f"transitions.{last}.stop_reason=finished"])), "utf-8")
     said = command("replay", out, "--agent", changed, code=1)
-    assert "0/0: in GENERATING, turn 3: stop_reason of 'transitioned' is 'finished', in the recording" in said
+    assert "0/0: in GENERATING, generation 3: stop_reason of 'transitioned' is 'finished', in the recording" in said
     # 3. Tools are not called: what they said is recorded, whatever they would say now.
     changed.write_text(
         dump(load_agent(AGENT)).replace("fsm_rollout.tools.calculator:calculate", f"{__name__}:calculate")

@@ -193,7 +193,7 @@ def test_a_spoiled_chunk_is_found(tokenizer: Any, spoil: Any, invariant: int, me
     with pytest.raises(ConformanceError, match=message) as found:
         run_virtual(check_engine(engine))
     assert found.value.invariant == invariant
-    assert str(found.value).startswith(f"invariant {invariant}: ")
+    assert str(found.value).startswith(f"promise {invariant}: ")
 
 
 class Swaps(Third):
@@ -868,8 +868,8 @@ def test_all_broken_promises_are_named_at_once(tokenizer: Any):
     text = str(found.value)
     for message in ("abort of an unknown id raised KeyError", "by default it goes up by one", "a closed engine took"):
         assert message in text
-    assert text.count("\nand invariant ") == 2
-    assert text.count("promise ") == 3, "each with its sentence"
+    assert text.count("\nand promise ") == 2
+    assert text.count("\n  it says: ") == 3, "each with its sentence"
 
 
 def test_an_engine_that_answers_no_more_is_asked_no_more(tokenizer: Any):

@@ -480,7 +480,7 @@ def test_a_broken_handler_is_found(handler: Any, invariant: int, message: str) -
     with pytest.raises(ConformanceError, match=message) as found:
         check_state(handler, examples=12)
     assert found.value.invariant == invariant
-    assert str(found.value).startswith(f"invariant {invariant}: ")
+    assert str(found.value).startswith(f"promise {invariant}: ")
 
 
 def test_a_handler_that_cannot_be_resumed_may_say_so() -> None:

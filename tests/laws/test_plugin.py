@@ -81,7 +81,7 @@ def test_items_run_without_a_test_file_and_say_which_rows_were_taken(folder: pyt
     agent(folder, GOOD)
     result = folder.runpytest_inprocess("--fsm-agents", "*.yaml", *FEW)
     result.assert_outcomes(passed=8)
-    result.stdout.fnmatch_lines(["*rows taken in drawn runs*", "agent.yaml: 3 of 3 rows taken in 8 runs"])
+    result.stdout.fnmatch_lines(["*transitions taken in drawn runs*", "agent.yaml: 3 of 3 transitions taken in 8 runs"])
 
 
 def test_agents_run_with_other_tests_by_name_and_by_expression(folder: pytest.Pytester) -> None:
@@ -111,7 +111,7 @@ def test_an_agent_that_does_not_load_is_one_failing_item(folder: pytest.Pytester
     result = folder.runpytest_inprocess("--fsm-agents", "agent.yaml", *FEW)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
-        ["agent.yaml:7: row 1: dest 'GENERATIN' is not defined; did you mean 'GENERATING'? [[]rule 1]"]
+        ["agent.yaml:7: transition 1: dest 'GENERATIN' is not defined; did you mean 'GENERATING'? [[]rule 1]"]
     )
 
 
@@ -203,7 +203,9 @@ def test_an_agent_whose_rows_never_fire_is_named(folder: pytest.Pytester) -> Non
     agent(folder, GOOD.replace("limits: {", "limits: {context_tokens: 5, "))
     result = folder.runpytest_inprocess("--fsm-agents", "agent.yaml", "-k", "coverage", *FEW)
     result.assert_outcomes(failed=1, deselected=7)
-    result.stdout.fnmatch_lines(["*no row was ever taken in 8 runs: every trajectory ended as *prompt_too_long*"])
+    result.stdout.fnmatch_lines(
+        ["*no transition was ever taken in 8 runs: every trajectory ended as *prompt_too_long*"]
+    )
 
 
 SESAME = """
@@ -221,9 +223,9 @@ def test_a_vocabulary_lets_text_predicates_of_ones_own_hold(folder: pytest.Pytes
     agent(folder, SESAME, words='def opens(trajectory):\n    return trajectory.text[::-1] == "emases nepo"\n')
     (folder.path / "said.txt").write_text("open sesame\nlet me in\n", "utf-8")
     options = ("--fsm-agents", "agent.yaml", "-k", "coverage", *FEW)
-    folder.runpytest_inprocess(*options).stdout.fnmatch_lines(["*2 of 3 rows taken in 8 runs", "*NEVER*"])
+    folder.runpytest_inprocess(*options).stdout.fnmatch_lines(["*2 of 3 transitions taken in 8 runs", "*NEVER*"])
     result = folder.runpytest_inprocess(*options, "--fsm-texts", "said.txt")
-    result.stdout.fnmatch_lines(["agent.yaml: 3 of 3 rows taken in 8 runs"])
+    result.stdout.fnmatch_lines(["agent.yaml: 3 of 3 transitions taken in 8 runs"])
     (folder.path / "said.json").write_text("[]", "utf-8")
     result = folder.runpytest_inprocess(*options, "--fsm-texts", "said.json")
     result.stdout.fnmatch_lines(["*--fsm-texts said.json: give a text a line, or a JSON list of texts*"])

@@ -75,8 +75,8 @@ def test_a_broken_promise_is_named_with_number_and_sentence(folder: pytest.Pytes
     assert counts["failed"] + counts.get("passed", 0) == 9
     result.stdout.fnmatch_lines(
         [
-            "my_engine.py::3-stop-tokens: invariant 3: *the stop token was dropped (check 'stop tokens')",
-            "  promise 3: A sampled stop token is part of the ids*",
+            "my_engine.py::3-stop-tokens: promise 3: *the stop token was dropped (check 'stop tokens')",
+            "  it says: A sampled stop token is part of the ids*",
         ]
     )
 

@@ -316,7 +316,7 @@ MUTANTS = (
     Mutant(
         "a recovered failure is one in the end", "agent/machine.py", "if self.row is None or outcome.trigger == Trigger.FAILED else None",
         "if self.row is None else None",
-        "a failure that a row takes to an end is still one",
+        "a failure that a transition takes to an end is still one",
         FAILURES,
     ),
     Mutant(

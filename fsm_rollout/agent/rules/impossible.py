@@ -46,7 +46,7 @@ def never_raised(structure: Structure, state: str, trigger: str) -> str | None:
 
 
 def never_fires(structure: Structure, row: TransitionRow, sources: Collection[str]) -> str | None:
-    """Return why no case passes a row's tests in any of the states that it leaves, or ``None`` if one may."""
+    """Return why no case passes a transition's tests in any of the states that it leaves, or ``None`` if one may."""
     if not sources:
         return None  # other rules say so
     for predicate in row.conditions:

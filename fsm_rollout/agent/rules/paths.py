@@ -15,11 +15,12 @@ def _unreachable_or_endless(structure: Structure) -> Iterator[Finding]:
     reachable, can_end = structure.reachable(), structure.can_end()
     for state in structure.graph.states:
         if state not in reachable and state != TERMINATED:
-            message = f"state '{state}' is never entered; add a row with dest: {state}, or remove it"
+            message = f"state '{state}' is never entered; add a transition with dest: {state}, or remove it"
             yield Finding(2, ("states", state), message)
         elif state in reachable and state not in can_end:
             message = (
-                f"state '{state}' cannot end: no rows lead from it to a final state; add one with dest: {TERMINATED}"
+                f"state '{state}' cannot end: no transitions lead from it to a final state; "
+                f"add one with dest: {TERMINATED}"
             )
             yield Finding(3, ("states", state), message)
 
@@ -64,13 +65,13 @@ def _agents_as_tools(structure: Structure) -> Iterator[Finding]:
         if routed and graph.states[state].max_visits is not None:
             message = (
                 f"state '{state}' has max_visits, so tool_calls no longer bounds its calls of agents once a "
-                "'limit_reached' row has routed it; remove max_visits"
+                "'limit_reached' transition has routed it; remove max_visits"
             )
             yield Finding(10, ("states", state, "max_visits"), message)
 
 
 def _routes_calls(row: TransitionRow) -> bool:
-    """Whether a row may take ``tool_calls`` when it was reached."""
+    """Whether a transition may take ``tool_calls`` when it was reached."""
     return row.trigger == Trigger.LIMIT_REACHED and all(
         (predicate.argument == LimitName.TOOL_CALLS) is answer
         for predicate, answer in row.tests
@@ -79,7 +80,7 @@ def _routes_calls(row: TransitionRow) -> bool:
 
 
 def nothing_new(structure: Structure) -> Iterator[Finding]:
-    """Yield rule 21: a row that lets a model speak again in a context where it has just spoken.
+    """Yield rule 21: a transition that lets a model speak again in a context where it has just spoken.
 
     What follows ``generated`` is a finished turn; a chat template has no way to put another one right after it. Only
     what is certain is reported: states that might write there (the user's own, tools, interactions) end the search.
@@ -104,7 +105,7 @@ def nothing_new(structure: Structure) -> Iterator[Finding]:
                 path: ConfigPath = ("states", state, "on_error") if place is None else ("transitions", place)
                 if path not in reported:
                     reported.add(path)
-                    where = f"state '{state}': on_error" if place is None else f"row {place + 1}"
+                    where = f"state '{state}': on_error" if place is None else f"transition {place + 1}"
                     message = (
                         f"{where}: '{start}' has let the model speak in context '{context}', and nothing answers "
                         f"before '{row.dest}' asks it again; give '{row.dest}' a prompt, or write a message on the way"

@@ -1,4 +1,4 @@
-"""Rules about names and rows: 1, 4 to 8, 12 and 13."""
+"""Rules about names and transitions: 1, 4 to 8, 12 and 13."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def names(structure: Structure) -> Iterator[Finding]:
         at: ConfigPath = ("transitions", index)
         if row.trigger not in triggers and not structure.without_handler:
             hint = did_you_mean(row.trigger, triggers)
-            yield Finding(1, (*at, "trigger"), f"row {index + 1}: no state raises trigger '{row.trigger}'{hint}")
+            yield Finding(1, (*at, "trigger"), f"transition {index + 1}: no state raises trigger '{row.trigger}'{hint}")
         for source in row.source:
             yield from _defined((*at, "source"), "source", source, states, source == "*")
         yield from _defined((*at, "dest"), "dest", row.dest, states)
@@ -59,12 +59,14 @@ def _outcomes(structure: Structure) -> Iterator[Finding]:
                 continue
             rows = list(structure.graph.rows_of(state, trigger))
             if not rows:
-                message = f"state '{state}' may raise '{trigger}', which no row takes; add one with source: {state}"
+                message = (
+                    f"state '{state}' may raise '{trigger}', which no transition takes; add one with source: {state}"
+                )
                 yield Finding(4, ("states", state), message)
             elif all(row.tests for _, row in rows):
                 last = rows[-1][0] or 0
                 message = (
-                    f"row {last + 1}: the last row for '{trigger}' from '{state}' is conditional; "
+                    f"transition {last + 1}: the last transition for '{trigger}' from '{state}' is conditional; "
                     "add one without conditions after it"
                 )
                 yield Finding(6, ("transitions", last), message)
@@ -79,13 +81,15 @@ def _never_raised(structure: Structure) -> Iterator[Finding]:
         for state in row.source:
             if state in structure.specs and not structure.may_raise(state, row.trigger):
                 raised = ", ".join(structure.specs[state].triggers)
-                message = f"row {index + 1}: state '{state}' never raises '{row.trigger}'; its handler raises {raised}"
+                message = (
+                    f"transition {index + 1}: state '{state}' never raises '{row.trigger}'; its handler raises {raised}"
+                )
                 yield Finding(5, at, message)
             elif state in structure.specs and (reason := never_raised(structure, state, row.trigger)) is not None:
-                message = f"row {index + 1}: state '{state}' never raises '{row.trigger}': {reason}"
+                message = f"transition {index + 1}: state '{state}' never raises '{row.trigger}': {reason}"
                 yield Finding(5, at, message)
         if "*" in row.source and not structure.sources(row):
-            yield Finding(5, at, f"row {index + 1}: no state raises '{row.trigger}'")
+            yield Finding(5, at, f"transition {index + 1}: no state raises '{row.trigger}'")
 
 
 def _shadowed(structure: Structure) -> Iterator[Finding]:
@@ -95,31 +99,35 @@ def _shadowed(structure: Structure) -> Iterator[Finding]:
         contradictory = [predicate.name for predicate in row.conditions if predicate in row.unless]
         if contradictory:
             yield Finding(
-                7, at, f"row {index + 1} never fires: it wants '{contradictory[0]}' both to hold and not to hold"
+                7, at, f"transition {index + 1} never fires: it wants '{contradictory[0]}' both to hold and not to hold"
             )
             continue
         sources = structure.sources(row)
         if (reason := never_fires(structure, row, sources)) is not None:
-            yield Finding(7, at, f"row {index + 1} never fires: {reason}")
+            yield Finding(7, at, f"transition {index + 1} never fires: {reason}")
             continue
-        # 1. Which earlier row takes all cases of this one, by the state that it leaves.
+        # 1. Which earlier transition takes all cases of this one, by the state that it leaves.
         taken_by: dict[str, int] = {}
         for place, earlier in enumerate(graph.transitions[:index]):
             if earlier.trigger == row.trigger and _covers(earlier, row):
                 for state in structure.sources(earlier):
                     taken_by.setdefault(state, place)
-        # 2. A row that fires nowhere is named once. A `*` may be taken in part by rows before it.
+        # 2. A transition that fires nowhere is named once. A `*` may be taken in part by transitions before it.
         dead = [state for state in sources if state in taken_by]
         for state in dead[:1] if len(dead) == len(sources) else [state for state in dead if state in row.source]:
             message = (
-                f"row {index + 1} never fires from '{state}': row {taken_by[state] + 1} takes all its cases; "
+                f"transition {index + 1} never fires from '{state}': transition {taken_by[state] + 1} takes all its "
+                f"cases; "
                 "put it before, or remove it"
             )
             yield Finding(7, at, message)
     for state in structure.specs:
         rows = graph.rows_of(state, Trigger.FAILED) if graph.states[state].on_error is not None else ()
         for place in [place for place, row in rows if place is not None and not row.tests][:1]:
-            message = f"state '{state}': on_error never holds: row {place + 1} takes every 'failed'; remove one of them"
+            message = (
+                f"state '{state}': on_error never holds: transition {place + 1} takes every 'failed'; "
+                "remove one of them"
+            )
             yield Finding(7, ("states", state, "on_error"), message)
 
 
@@ -133,21 +141,26 @@ def _single_rows(structure: Structure) -> Iterator[Finding]:
     for index, row in enumerate(graph.transitions):
         at: ConfigPath = ("transitions", index)
         if row.trigger == Trigger.CANCELLED:
-            message = f"row {index + 1}: 'cancelled' cannot be routed; it always ends the trajectory"
+            message = f"transition {index + 1}: 'cancelled' cannot be routed; it always ends the trajectory"
             yield Finding(8, (*at, "trigger"), message)
         for predicate, answer in row.tests:
             path: ConfigPath = (*at, "conditions" if answer else "unless")
             if predicate.name not in PREDICATES and ":" not in predicate.name:
                 continue  # rule 1 says so
             if predicate.name == "limit" and row.trigger != Trigger.LIMIT_REACHED:
-                message = f"row {index + 1}: predicate 'limit' says nothing about '{row.trigger}', only 'limit_reached'"
+                message = (
+                    f"transition {index + 1}: predicate 'limit' says nothing about '{row.trigger}', "
+                    "only 'limit_reached'"
+                )
                 yield Finding(12, path, message)
             try:
                 compile_predicate(predicate, graph)
             except ConfigError as error:
-                yield Finding(12, path, f"row {index + 1}: {error}")
+                yield Finding(12, path, f"transition {index + 1}: {error}")
         if row.stop_reason is not None and row.dest in graph.states and not graph.is_final(row.dest):
-            message = f"row {index + 1}: stop_reason '{row.stop_reason}' would be lost, as '{row.dest}' is not final"
+            message = (
+                f"transition {index + 1}: stop_reason '{row.stop_reason}' would be lost, as '{row.dest}' is not final"
+            )
             yield Finding(13, (*at, "stop_reason"), message)
 
 

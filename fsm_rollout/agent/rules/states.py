@@ -87,13 +87,15 @@ def _final_states(structure: Structure) -> Iterator[Finding]:
         if not graph.is_final(name):
             continue
         if name == TERMINATED and "final" in state.model_fields_set and not state.final:
-            yield Finding(17, ("states", name, "final"), f"state '{name}' is always final; give another state the rows")
+            yield Finding(
+                17, ("states", name, "final"), f"state '{name}' is always final; give another state the transitions"
+            )
         for key in State.model_fields:
             if key != "final" and getattr(state, key) != getattr(_DEFAULTS, key):
                 yield Finding(17, ("states", name, key), f"state '{name}' is final, so its {key} would never be used")
     for index, row in enumerate(graph.transitions):
         for source in filter(graph.is_final, row.source):
-            message = f"row {index + 1}: state '{source}' is final; nothing leaves it"
+            message = f"transition {index + 1}: state '{source}' is final; nothing leaves it"
             yield Finding(17, ("transitions", index, "source"), message)
     if graph.is_final(graph.initial):
         message = f"initial state '{graph.initial}' is final; a trajectory would end before it began"

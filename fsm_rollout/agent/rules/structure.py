@@ -1,8 +1,8 @@
-"""The graph as a graph: what each state may raise, where its rows lead, what can be reached, and its cycles.
+"""The graph as a graph: what each state may raise, where its transitions lead, what can be reached, and its cycles.
 
-Invariant: everything here is conservative. A predicate may hold or not, so every row whose trigger its source may
-raise is an edge; names that are not defined lead nowhere. A rule is a function of a :class:`Structure` that yields its
-breaches (:class:`Finding`); it raises nothing.
+Invariant: everything here is conservative. A predicate may hold or not, so every transition whose trigger its source
+may raise is an edge; names that are not defined lead nowhere. A rule is a function of a :class:`Structure` that yields
+its breaches (:class:`Finding`); it raises nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Structure:
             except ConfigError as error:
                 self.without_handler[state] = f"state '{state}': {error}"
         self.edges = {state: tuple(self._edges(state)) for state in graph.working_states}
-        """Every row (``on_error`` too) that may fire in a working state and leads somewhere, with its place."""
+        """Every transition (``on_error`` too) that may fire in a working state and leads somewhere, with its place."""
 
     def _edges(self, state: str) -> Iterable[tuple[int | None, TransitionRow]]:
         for trigger in dict.fromkeys([*(row.trigger for row in self.graph.transitions), Trigger.FAILED]):
@@ -76,7 +76,7 @@ class Structure:
     def outcomes(self, state: str) -> Iterator[tuple[str, str | None]]:
         """Yield the triggers that may be raised while a handler runs, each limit with ``limit_reached``.
 
-        A custom handler may spend any limit. ``cancelled`` is left out: no row can take it.
+        A custom handler may spend any limit. ``cancelled`` is left out: no transition can take it.
         """
         custom, bounded = self.is_custom(state), self.graph.limits.model_dump(exclude_none=True)
         scheduler = (Trigger.FAILED, Trigger.TIMED_OUT, *((Trigger.TRUNCATED,) if custom else ()))
@@ -87,7 +87,7 @@ class Structure:
                 yield Trigger.LIMIT_REACHED, name
 
     def sources(self, row: TransitionRow) -> tuple[str, ...]:
-        """Return the working states that a row leaves; ``*`` stands for all of them that may raise its trigger."""
+        """Return the working states that a transition leaves; ``*`` stands for all that may raise its trigger."""
         working = self.graph.working_states
         sources = [state for state in row.source if state in working]
         if "*" in row.source:
@@ -95,11 +95,11 @@ class Structure:
         return tuple(dict.fromkeys(sources))
 
     def reachable(self) -> Collection[str]:
-        """Return the states that rows lead to from the initial state, itself included."""
+        """Return the states that transitions lead to from the initial state, itself included."""
         return _paths(self.graph.initial, self._dests).keys()
 
     def can_end(self) -> Collection[str]:
-        """Return the states from which rows lead to a final state."""
+        """Return the states from which transitions lead to a final state."""
         ends = {state for state in (*self.graph.states, TERMINATED) if self.graph.is_final(state)}
         while further := {state for state in self.edges.keys() - ends if not ends.isdisjoint(self._dests(state))}:
             ends |= further
@@ -111,7 +111,7 @@ class Structure:
     def cycle_within(self, states: Collection[str]) -> tuple[str, ...] | None:
         """Return a shortest cycle through ``states`` alone, its first state repeated at the end, or ``None``.
 
-        ``limit_reached`` rows do not count: each limit is routed once, so they cannot go round for ever.
+        ``limit_reached`` transitions do not count: each limit is routed once, so they cannot go round for ever.
         """
         onward = {
             state: [r.dest for _, r in self.edges[state] if r.trigger != Trigger.LIMIT_REACHED and r.dest in states]

@@ -55,7 +55,7 @@ def _agent(graph: AgentGraph) -> ConfigData:
 
 
 def _row(row: TransitionRow) -> ConfigData:
-    """Return a row in the short spellings: a list of one stands without its brackets, a predicate without its keys."""
+    """Return a transition in the short spellings: a list of one without its brackets, a predicate without its keys."""
     source: list[object] = [*row.source]
     conditions, unless = ([_predicate(p) for p in predicates] for predicates in (row.conditions, row.unless))
     lists = {"source": source, "conditions": conditions, "unless": unless}

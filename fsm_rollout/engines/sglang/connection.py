@@ -121,7 +121,7 @@ class Connection(threading.Thread):
         self._taking = threading.Lock()
         """Guards what :meth:`submit` looks at: ``_entries`` and ``failure``."""
         self._chunks: list[tuple[ChunkStream, Chunk]] = []
-        """What has come in this turn of the loop."""
+        """What has come in this pass of the loop."""
         self._held: set[str] = set()
         """Why SGLang may have no requests: "paused", "asleep", "updating", "doubted"."""
         self._last_activity = 0.0

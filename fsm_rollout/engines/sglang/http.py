@@ -11,7 +11,7 @@ do, beyond or beside the protocol:
 - Logprobs are after temperature and before top_k and top_p. Where these cut, the renormalised logprob of SGLang's
   sampling mask is used, which is exact; a top_p without a top_k then cuts at 3,840 tokens as well (at the whole
   vocabulary where that is smaller). With speculative decoding there is no mask: such a request fails.
-- Per-request seeds (invariant 5) need ``deterministic``, which exists on GPUs only. Without it sampling above
+- Per-request seeds (promise 5) need ``deterministic``, which exists on GPUs only. Without it sampling above
   temperature 0 is not reproducible; greedy sampling is, up to rounding in batches of different shapes.
 - A request is known to be admitted by its first output, so ``queue_seconds`` includes its prefill.
 - The model's own stop tokens end a generation even when a request's ``stop_ids`` lack them.

@@ -4,7 +4,7 @@ Invariant: the model belongs to one thread. The event loop never computes and th
 loop's objects: requests and orders go one way through a queue, chunks come back in one callback per step and loop.
 
 Why not transformers' own continuous batching (5.12): it samples every request with one global random state, so what a
-request gets depends on what else is in the batch, which invariant 5 of :mod:`fsm_rollout.engines.protocol` forbids. The
+request gets depends on what else is in the batch, which promise 5 of :mod:`fsm_rollout.engines.protocol` forbids. The
 decode loop here is :mod:`fsm_rollout.engines.transformers.decode_loop`; the random numbers are those of
 :mod:`fsm_rollout.engines.transformers.sampling`.
 """

@@ -48,7 +48,7 @@ SUITE = Suite[Hold]({
     8: ("versions", "Each chunk carries the version of the weights that sampled it, across updates."),
     9: ("ids and close", "Ids of requests under way are unique; a closed engine takes no more requests."),
 })  # fmt: skip
-"""The invariants of :mod:`fsm_rollout.engines.protocol`, each in one sentence, and the checks of them."""
+"""The promises of :mod:`fsm_rollout.engines.protocol`, each in one sentence, and the checks of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +73,13 @@ async def check_engine(
     patience: float = 60.0,
     settle: float = 0.2,
 ) -> Report:
-    """Hold ``engine`` to every invariant of the protocol, and close it.
+    """Hold ``engine`` to every promise of the protocol, and close it.
 
     Args:
         engine: a fresh, idle engine.
         prompts: token ids to go on from, at least two different ones; default: a few texts in its tokenizer.
         weights: what to update its weights with; default: no tensors at all, which changes nothing but the version.
-        deterministic: whether equal requests get equal tokens (invariant 5). An engine that computes in half precision
+        deterministic: whether equal requests get equal tokens (promise 5). An engine that computes in half precision
             without batch-invariant kernels does not; then everything else is checked.
         cuts: whether it samples with top_k and top_p. An engine that refuses them, since it cannot say the logprobs, is
             not asked to.

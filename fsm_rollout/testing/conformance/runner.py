@@ -52,9 +52,9 @@ class ConformanceError(AssertionError):
 
     def __str__(self) -> str:
         """Return number and message, and what was promised."""
-        promise = f"\n  promise {self.invariant}: {self.promise}" if self.promise else ""
+        promise = f"\n  it says: {self.promise}" if self.promise else ""
         further = "".join(f"\nand {error}" for error in self.further)
-        return f"invariant {self.invariant}: {self.message}{promise}{further}"
+        return f"promise {self.invariant}: {self.message}{promise}{further}"
 
 
 class SlowError(ConformanceError):

@@ -153,7 +153,7 @@ def rules(subject: Subject) -> str:
     graph = subject.graph
     if loads(dump(graph), base=subject.path.parent) != graph:
         raise LawBroken(1, "written by dump() and loaded again it is another agent")
-    return f"{len(graph.working_states)} working states, {len(graph.transitions)} rows, no rule broken"
+    return f"{len(graph.working_states)} working states, {len(graph.transitions)} transitions, no rule broken"
 
 
 def bound(subject: Subject) -> str:
@@ -173,12 +173,12 @@ def bound(subject: Subject) -> str:
 
 
 def coverage(subject: Subject) -> str:
-    """Every row can fire; says how often each did in drawn runs, and which did not."""
+    """Every transition can fire; says how often each did in drawn runs, and which did not."""
     names = {number: row_name(row) for number, row in enumerate(subject.graph.transitions)}
     # 1. By the proof.
     possible = reachable_rows(subject.graph)
     if possible is not None and (dead := [name for number, name in names.items() if number not in possible]):
-        raise LawBroken(2, f"{len(dead)} row(s) can never fire, whatever happens:\n  " + "\n  ".join(dead))
+        raise LawBroken(2, f"{len(dead)} transition(s) can never fire, whatever happens:\n  " + "\n  ".join(dead))
     # 2. In walks without engines.
     walked = Counter(row for walk in subject.walks(10_000) for row in walk.rows)
     if possible is not None and (impossible := walked.keys() - possible - {None}):
@@ -196,14 +196,14 @@ def coverage(subject: Subject) -> str:
 
     runs = subject.search(holds, faults=False)
     if not fired.keys() - {None}:
-        raise LawBroken(2, f"no row was ever taken in {runs} runs: every trajectory ended as {_listed(reasons)}")
+        raise LawBroken(2, f"no transition was ever taken in {runs} runs: every trajectory ended as {_listed(reasons)}")
     missed = [name for number, name in names.items() if not fired[number]]
-    summary = f"{len(names) - len(missed)} of {len(names)} rows taken in {runs} runs"
+    summary = f"{len(names) - len(missed)} of {len(names)} transitions taken in {runs} runs"
     lines = [summary]
     for number, name in names.items():
         never = "" if fired[number] else "   NEVER TAKEN" + ("" if walked[number] else ", nor in walks without engines")
         lines.append(f"  {fired[number]:>6}  {name}{never}")
-    lines.append(f"  {fired[None]:>6}  (rows of the machine's own: failures, time-outs and limits without a row)")
+    lines.append(f"  {fired[None]:>6}  (of the machine's own: failures, time-outs and limits without a transition)")
     subject.notes["coverage"] = "\n".join(lines)
     return f"{summary}; never: {'; '.join(missed)}" if missed else summary
 
@@ -259,7 +259,7 @@ def schedule(subject: Subject) -> str:
 
 
 def journalled(subject: Subject) -> str:
-    """Law 10: what is journalled folds to the trajectories, in memory and from the file."""
+    """Law 6, of the journal: what is journalled folds to the trajectories, in memory and from the file."""
     count = 0
     # In memory, where that can be: disks take longer to be sure than a drawn run takes.
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -272,7 +272,7 @@ def journalled(subject: Subject) -> str:
             trajectories = {trajectory.trajectory_id: trajectory for trajectory in journal.read(file)}
         for name, trajectory in run.live.items():
             if trajectories.get(name) != trajectory:
-                raise LawBroken(10, "its journal folds to something else", trajectory_id=name, run=run)
+                raise LawBroken(6, "its journal folds to something else", trajectory_id=name, run=run)
         count += sum(map(len, run.events.values()))
 
     runs = subject.search(holds)

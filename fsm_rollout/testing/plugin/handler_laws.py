@@ -28,7 +28,7 @@ def handlers_stay(run: Simulation) -> None:
 
 
 def handlers_behave(run: Simulation) -> None:
-    """Hold handlers to this: they return what they declare, let cancellation pass, and fail only where a row is."""
+    """Hold handlers to this: they return what they declare, let cancellation pass, fail only where that is routed."""
     for visit in run.visits:
         returned = f"returned {getattr(visit.outcome, 'trigger', visit.outcome)!r}"
         if visit.cancelled and not isinstance(visit.outcome, BaseException):
@@ -73,7 +73,7 @@ def fails_as_drawn(run: Simulation) -> None:
 
 
 def _raised(run: Simulation) -> Iterator[Visit]:
-    """Yield the visits that raised something of their own where no row takes ``failed``."""
+    """Yield the visits that raised something of their own where no transition takes ``failed``."""
     for visit in run.visits:
         error, graph = visit.outcome, run.graph
         own = isinstance(error, asyncio.CancelledError) and not visit.cancelled
@@ -85,7 +85,9 @@ def _raised(run: Simulation) -> Iterator[Visit]:
 def _failed(visit: Visit) -> LawBroken:
     error = visit.outcome
     what = f"raised {type(error).__name__}{f': {error}' if str(error) else ''}\n  at {visit.where}"
-    return _blame(visit, f"{what}\n  no row takes 'failed' there: handle it in the handler, or write a row")
+    return _blame(
+        visit, f"{what}\n  no transition takes 'failed' there: handle it in the handler, or write a transition"
+    )
 
 
 def _blame(visit: Visit, what: str) -> LawBroken:

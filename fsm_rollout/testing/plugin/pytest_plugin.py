@@ -116,7 +116,7 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print what was seen, and the coverage of the rows."""
+    """Print what was seen, and the coverage of the transitions."""
     verbose = terminalreporter.config.get_verbosity() > 0
     passed = [report for report in terminalreporter.stats.get("passed", ()) if report.when == "call"]
     findings = [finding for report in passed for finding in report.user_properties]
@@ -126,7 +126,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for line in seen_texts:
             terminalreporter.write_line(line)
     if covered:
-        terminalreporter.section("rows taken in drawn runs")
+        terminalreporter.section("transitions taken in drawn runs")
         for text in covered:
             first, *rows = text.splitlines()
             for line in (first, *(row for row in rows if verbose or "NEVER" in row)):

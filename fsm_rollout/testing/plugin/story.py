@@ -131,6 +131,8 @@ def _tokens_of(run: Simulation, trajectory_id: str, place: Place) -> Iterator[st
         span = next(s for s in tokens.spans if s.start <= at < s.end)
         facts = (mask[at - prompt], logprobs[at - prompt], versions[at - prompt]) if at >= prompt else (0, 0.0, -1)
         mark = ">" if first <= at <= last else " "
-        owner = f"{span.owner.value}, {span.state}, turn {span.turn}" if span.owner is not Owner.PROMPT else "prompt"
+        owner = (
+            f"{span.owner.value}, {span.state}, generation {span.turn}" if span.owner is not Owner.PROMPT else "prompt"
+        )
         text = _shortened(run.tokenizer.decode([ids[at]]), 24)
         yield f"{mark} {at:>8}  {ids[at]:>6}  {facts[0]:>4}  {facts[1]:>7.3f}  {facts[2]:>7}  {owner}: {text}"

@@ -39,7 +39,7 @@ def _freed(predicates: tuple[Predicate, ...]) -> tuple[Predicate, ...]:
 
 @dataclass(slots=True)
 class Walk:
-    """One walk: the rows that fired (``None``: the machine's own), and the states that they led to."""
+    """One walk: the transitions that fired (``None``: the machine's own), and the states that they led to."""
 
     path: list[str]
     rows: list[int | None] = field(default_factory=list)
@@ -111,6 +111,6 @@ class Walker:
 
 
 def row_name(row: TransitionRow) -> str:
-    """Return a row in one line: ``GENERATING --generated [has_tool_calls]--> PROCESSING_TOOLS``."""
+    """Return a transition in one line: ``GENERATING --generated [has_tool_calls]--> PROCESSING_TOOLS``."""
     conditions = ", ".join(conditions_of(row))
     return f"{'|'.join(row.source)} --{row.trigger}{f' [{conditions}]' if conditions else ''}--> {row.dest}"

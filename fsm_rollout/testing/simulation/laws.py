@@ -9,10 +9,9 @@ package's data types and none of its logic; a breach raises :class:`LawBroken`, 
 | 3 | a stream's ids, mask, logprobs, versions and spans have one length, and spans cover it |
 | 4 | mask 1 exactly on the trained tokens that the engine sampled; logprob 0.0 elsewhere |
 | 5 | each generation's input extends the one before it, token for token |
-| 6 | a calm run's results do not depend on the schedule, nor on where it was set aside and went on |
+| 6 | a calm run's results do not depend on the schedule, nor on where it was set aside; events fold to the trajectory |
 | 7 | every sampled token of a trained context is in exactly one row |
 | 8 | every prompt comes back exactly once, ended or suspended, and nothing is left running |
-| 10 | folding the events gives the trajectory |
 """
 
 from __future__ import annotations
@@ -129,7 +128,7 @@ def _generations(run: Simulation, trajectory: Trajectory) -> int:
 
 
 def keeps_limits(run: Simulation) -> None:
-    """Law 2: what was spent, counted from the events, never exceeds a limit that no row routes."""
+    """Law 2: what was spent, counted from the events, never exceeds a limit that no transition routes."""
     graphs = _agents(run)
     for trajectory in run.trajectories:
         graph = graphs[trajectory.agent]
@@ -234,11 +233,11 @@ def _check_rows(trajectory: Trajectory) -> None:
 
 
 def keeps_events(run: Simulation) -> None:
-    """Law 10: the events, packed and unpacked, fold to the very same trajectory."""
+    """Law 6, of what a run is resumed from: the events, packed and unpacked, fold to the very same trajectory."""
     for trajectory in run.trajectories:
         events = [decode(encode(event)) for event in run.events[trajectory.trajectory_id]]
         if Trajectory.fold(events) != trajectory:
-            raise LawBroken(10, "its events fold to something else", trajectory.trajectory_id)
+            raise LawBroken(6, "its events fold to something else", trajectory.trajectory_id)
 
 
 def outline(run: Simulation, samples_only: bool = False) -> dict[str, Mapping[str, object]]:
@@ -247,7 +246,7 @@ def outline(run: Simulation, samples_only: bool = False) -> dict[str, Mapping[st
         t.trajectory_id: {
             "stop reason": t.stop_reason,
             "states visited": dict(t.visits),
-            "rows taken": [
+            "transitions taken": [
                 (e.source, e.trigger, e.dest) for e in run.events[t.trajectory_id] if isinstance(e, Transitioned)
             ],
             "spendings": dict(t.spent),

@@ -161,7 +161,7 @@ class Simulation:
 
     @property
     def transitions(self) -> int:
-        """Rows that fired."""
+        """Transitions that fired."""
         return sum(trajectory.transitions for trajectory in self.live.values())
 
     def killed(self, after: int) -> list[list[AnyEvent]]:

@@ -1,6 +1,6 @@
 """Agents that pass verification, by construction.
 
-Invariant: nothing is filtered, so agents shrink well: towards one state, no limits, and no rows but those that a
+Invariant: nothing is filtered, so agents shrink well: towards one state, no limits, and no transitions but those that a
 handler needs. ``verify(graph)`` finds nothing wrong with any of them.
 """
 
@@ -22,7 +22,7 @@ from fsm_rollout.trajectory.settings import FrozenMap
 
 Strategy = st.SearchStrategy[Data]
 Leads = dict[tuple[str, str], list[str]]
-"""Where the rows of a state and trigger lead, in order."""
+"""Where the transitions of a state and trigger lead, in order."""
 
 NAMES = ("GENERATING", "PROCESSING_TOOLS", "INTERACTING", "A", "B", "on", "y", "null", "_1e3", "PENDING")
 """Some know their handler; some are words that YAML takes for something else."""
@@ -58,7 +58,7 @@ def graphs(draw: st.DrawFn, max_states: int = 5, max_limit: int = 4, plain: bool
     specs: dict[str, Data] = {name: draw(_state(name, plain)) for name in states}
     handlers = {name: spec.get("handler") or BUILT_IN_STATES[name] for name, spec in specs.items()}
     tools: Data = {} if plain else draw(st.dictionaries(st.sampled_from(["calc", "no"]), _tools, max_size=2))
-    # 2. Where their rows lead: each declared trigger has a last row without conditions, the others may have one.
+    # 2. Where their transitions lead: each declared trigger has a last one without conditions, the others may have one.
     dests = st.sampled_from([*FINALS, *states])
     limits = draw(_limits(max_limit))
     leads: Leads = {}
@@ -76,7 +76,7 @@ def graphs(draw: st.DrawFn, max_states: int = 5, max_limit: int = 4, plain: bool
             leads[state, trigger] = draw(st.lists(dests, min_size=1, max_size=3))
             if draw(st.booleans()):
                 conditional.add((state, trigger))
-    # 3. What is out of reach is left out, what cannot end gets a row to a final state, what could go round for ever
+    # 3. What is out of reach is left out, what cannot end gets one to a final state, what could go round for ever
     #    gets `max_visits`.
     _repair(leads, states)
     specs = {name: spec for name, spec in specs.items() if any(name == state for state, _ in leads)}

@@ -79,7 +79,7 @@ def tool_fates(*, failures: bool = True) -> st.SearchStrategy[ToolFate]:
 
 
 def reply_fates(graph: AgentGraph, *, failures: bool = True) -> st.SearchStrategy[ReplyFate]:
-    """Return a strategy for what a user's reply may come to, with scores around those that rows ask for."""
+    """Return a strategy for what a user's reply may come to, with scores around those that transitions ask for."""
     asked = [
         float(p.argument)
         for row in graph.transitions

@@ -1,8 +1,8 @@
 """What an engine should say so that an agent's own conditions hold sometimes.
 
 Invariant: a vocabulary holds nothing but what stands in the agent: texts that its predicates look for, calls of its
-tools in the format of the context, lengths around its thresholds. Without it, drawn runs would never leave the rows
-that take anything.
+tools in the format of the context, lengths around its thresholds. Without it, drawn runs would never leave the
+transitions that take anything.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def vocabularies(
 def _calls(
     tools: Sequence[Schema], wanted_names: list[str], tool_format: str, tokenizer: object
 ) -> st.SearchStrategy[str]:
-    """Return a strategy for calls of a context's tools, those that rows ask for more often than others."""
+    """Return a strategy for calls of a context's tools, those that transitions ask for more often than others."""
     names = [tool["function"]["name"] for tool in tools]
     if tool_format in WRITERS:
         calls = {name: tool_calls(tools, tool_format, only=name) for name in names}

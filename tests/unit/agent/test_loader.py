@@ -283,10 +283,10 @@ def test_missing_files_and_folders(tmp_path: Path) -> None:
         ("GENERATING: {", "GENERATING: {prompt: {txt: a}, ",
          "a.yaml:7: state 'GENERATING': prompt: must be text, the name of a text file, or {text: …}"),
         ("transitions:", "transitions: {}\nx:", None),
-        ("trigger: prompted,   ", "", "a.yaml:10: row 1: 'trigger' is missing"),
+        ("trigger: prompted,   ", "", "a.yaml:10: transition 1: 'trigger' is missing"),
         ("dest: TERMINATED}", "dest: TERMINATED, stop_reason: Not Good}", None),
         ("conditions: has_tool_calls", "condition: has_tool_calls",
-         "a.yaml:11: row 2: unknown key 'condition'; did you mean 'conditions'?"),
+         "a.yaml:11: transition 2: unknown key 'condition'; did you mean 'conditions'?"),
         ("conditions: has_tool_calls", "conditions: {a: 1, b: 2}", None),
     ],
 )  # fmt: skip
@@ -312,12 +312,12 @@ def test_everything_is_found_in_one_go() -> None:
     assert problems(text) == [
         "a.yaml:2: limits.tool_calls should be a valid integer, got 'x'",
         "a.yaml:7: state 'GENERATING': sampling: unknown key 'max_token'; did you mean 'max_tokens'?",
-        "a.yaml:10: row 1: no state raises trigger 'promted'; did you mean 'prompted'? [rule 1]",
+        "a.yaml:10: transition 1: no state raises trigger 'promted'; did you mean 'prompted'? [rule 1]",
         'a.yaml:11: `on` is a boolean in YAML 1.1; write true or false, or "on" for text',
-        "a.yaml:11: row 2: dest 'PROCESSING_TOOL' is not defined; did you mean 'PROCESSING_TOOLS'? [rule 1]",
-        "a.yaml:11: row 2: predicate 'has_tool_cals' is not defined; did you mean 'has_tool_calls'? [rule 1]",
-        "a.yaml:12: row 3: 'source' is missing",
-        "a.yaml:12: row 3: unknown key 'sorce'; did you mean 'source'?",
+        "a.yaml:11: transition 2: dest 'PROCESSING_TOOL' is not defined; did you mean 'PROCESSING_TOOLS'? [rule 1]",
+        "a.yaml:11: transition 2: predicate 'has_tool_cals' is not defined; did you mean 'has_tool_calls'? [rule 1]",
+        "a.yaml:12: transition 3: 'source' is missing",
+        "a.yaml:12: transition 3: unknown key 'sorce'; did you mean 'source'?",
     ]
 
 
@@ -325,8 +325,8 @@ def test_rows_after_a_broken_row_keep_their_numbers_and_lines() -> None:
     text = changed("  - {trigger: prompted,   source: PENDING,          dest: GENERATING}", "  - 5")
     text = text.replace("source: PROCESSING_TOOLS, dest: GENERATING}", "source: PROCESSING_TOOLS, dest: GENERATNG}")
     assert problems(text) == [
-        "a.yaml:10: row 1 must be a mapping, got 5",
-        "a.yaml:13: row 4: dest 'GENERATNG' is not defined; did you mean 'GENERATING'? [rule 1]",
+        "a.yaml:10: transition 1 must be a mapping, got 5",
+        "a.yaml:13: transition 4: dest 'GENERATNG' is not defined; did you mean 'GENERATING'? [rule 1]",
     ]
 
 
@@ -399,7 +399,7 @@ def test_problems_of_an_agent_in_a_file_are_shown_there(tmp_path: Path) -> None:
     assert problems(with_helper("helper.yaml"), tmp_path) == [
         f"{tmp_path}/helper.yaml:7: tool 'helper': agent: state 'GENERATING': sampling: unknown key 'max_token'; "
         "did you mean 'max_tokens'?",
-        f"{tmp_path}/helper.yaml:12: tool 'helper': agent: row 3: dest 'TERMINATE' is not defined; "
+        f"{tmp_path}/helper.yaml:12: tool 'helper': agent: transition 3: dest 'TERMINATE' is not defined; "
         "did you mean 'TERMINATED'? [rule 1]",
     ]
 
@@ -477,7 +477,10 @@ def test_overrides() -> None:
         ("agent.name=3", "'agent' holds no further keys, so there is no 'name' in it"),
         ("transitions.9.dest=A", "'transitions' is a list of 4; there is no item '9' in it"),
         ("transitions.x=A", "there is no item 'x' in it"),
-        ("transitions.0.dest=GENERATNG", "row 1: dest 'GENERATNG' is not defined; did you mean 'GENERATING'? [rule 1]"),
+        (
+            "transitions.0.dest=GENERATNG",
+            "transition 1: dest 'GENERATNG' is not defined; did you mean 'GENERATING'? [rule 1]",
+        ),
         ("description=${nothing}", "interpolation failed"),
     ],
 )
@@ -568,7 +571,7 @@ def test_check_reports_all_files(run: Command, tmp_path: Path) -> None:
     assert done.exit_code == 2
     assert done.stdout.startswith("solver (good.yaml): ends within 18 ")
     assert done.stderr.splitlines() == [
-        "bad.yaml:12: row 3: dest 'TERMINATE' is not defined; did you mean 'TERMINATED'? [rule 1]",
+        "bad.yaml:12: transition 3: dest 'TERMINATE' is not defined; did you mean 'TERMINATED'? [rule 1]",
         "none.yaml: no such file",
     ]
 
@@ -645,7 +648,7 @@ def test_a_custom_state_built_in_python_takes_its_own_keys() -> None:
         ),
         (
             lambda: AgentGraph(agent="a", states={}, transitions=[{"triger": "x"}]),
-            "row 1: unknown key 'triger'; did you",
+            "transition 1: unknown key 'triger'; did you",
         ),
         (lambda: Sampling(temprature=1), "Sampling: unknown key 'temprature'; did you mean 'temperature'?"),
         (lambda: Limits(tool_calls=-1), "Limits: tool_calls should be greater than or equal to 0, got -1"),

@@ -108,7 +108,7 @@ def test_entering_a_tool_state_without_a_call_is_charged_all_the_same() -> None:
         (Outcome("timed_out"), "timed_out"),
         (Outcome("limit_reached", limit="user_turns"), "limit:user_turns"),
         (Outcome("cancelled"), "cancelled"),
-        (Outcome("nonsense"), "failed:NoRow"),
+        (Outcome("nonsense"), "failed:NoTransition"),
     ],
 )
 def test_what_no_row_takes_ends_the_trajectory_with_its_reason(outcome: Outcome, reason: str) -> None:

@@ -94,10 +94,11 @@ def test_1_names() -> None:
         "context 'main': tool 'calculat' is not defined; did you mean 'calculate'? [rule 1]",
         "state 'GENERATING': context 'mian' is not defined; did you mean 'main'? [rule 1]",
         "state 'GENERATING': on_error 'PENDIN' is not defined; did you mean 'PENDING'? [rule 1]",
-        "row 2: no state raises trigger 'generatd'; did you mean 'generated'? [rule 1]",
-        "row 2: source 'GENERATIN' is not defined; did you mean 'GENERATING'? [rule 1]",
-        "row 2: dest 'NOWHERE' is not defined; known: GENERATING, PENDING, PROCESSING_TOOLS, TERMINATED [rule 1]",
-        "row 2: predicate 'has_calls' is not defined; did you mean 'has_tool_calls'? [rule 1]",
+        "transition 2: no state raises trigger 'generatd'; did you mean 'generated'? [rule 1]",
+        "transition 2: source 'GENERATIN' is not defined; did you mean 'GENERATING'? [rule 1]",
+        "transition 2: dest 'NOWHERE' is not defined; known: GENERATING, PENDING, "
+        "PROCESSING_TOOLS, TERMINATED [rule 1]",
+        "transition 2: predicate 'has_calls' is not defined; did you mean 'has_tool_calls'? [rule 1]",
     ]
     assert not any(f"[rule {rule}]" in line for line in found(data) for rule in (2, 3, 9, 10))
 
@@ -118,7 +119,7 @@ def test_1_handlers() -> None:
 def test_2_unreachable() -> None:
     data = base()
     data["states"] |= {"LOST": {"final": True}, "TERMINATED": {}}
-    expect(data, "state 'LOST' is never entered; add a row with dest: LOST, or remove it [rule 2]")
+    expect(data, "state 'LOST' is never entered; add a transition with dest: LOST, or remove it [rule 2]")
 
 
 def test_2_rows_that_cannot_fire_lead_nowhere() -> None:
@@ -136,8 +137,8 @@ def test_3_endless() -> None:
     messages = found(data)
     assert len(messages) == 3
     assert (
-        "state 'PENDING' cannot end: no rows lead from it to a final state; add one with dest: TERMINATED [rule 3]"
-        in messages
+        "state 'PENDING' cannot end: no transitions lead from it to a final state; add one "
+        "with dest: TERMINATED [rule 3]" in messages
     )
     data["transitions"].append(row("limit_reached", "GENERATING", "TERMINATED"))
     expect(data)
@@ -147,12 +148,13 @@ def test_4_and_6_outcomes() -> None:
     data = base()
     del data["transitions"][2]
     assert found(data)[0] == (
-        "row 2: the last row for 'generated' from 'GENERATING' is conditional; "
+        "transition 2: the last transition for 'generated' from 'GENERATING' is conditional; "
         "add one without conditions after it [rule 6]"
     )
     del data["transitions"][2]
     message = (
-        "state 'PROCESSING_TOOLS' may raise 'tools_done', which no row takes; add one with source: PROCESSING_TOOLS"
+        "state 'PROCESSING_TOOLS' may raise 'tools_done', which no transition takes; add one "
+        "with source: PROCESSING_TOOLS"
     )
     assert f"{message} [rule 4]" in found(data)
 
@@ -161,10 +163,10 @@ def test_5_never_raised() -> None:
     data = base()
     data["transitions"] += [row("tools_done", ["GENERATING", "PROCESSING_TOOLS"], "TERMINATED")]
     assert (
-        "row 5: state 'GENERATING' never raises 'tools_done'; its handler raises generated, truncated [rule 5]"
+        "transition 5: state 'GENERATING' never raises 'tools_done'; its handler raises generated, truncated [rule 5]"
     ) in found(data)
     data["transitions"][-1] = row("truncated", "PENDING", "TERMINATED")
-    expect(data, "row 5: state 'PENDING' never raises 'truncated'; its handler raises prompted [rule 5]")
+    expect(data, "transition 5: state 'PENDING' never raises 'truncated'; its handler raises prompted [rule 5]")
 
 
 def test_7_shadowed() -> None:
@@ -172,17 +174,18 @@ def test_7_shadowed() -> None:
     data["transitions"].append(row("generated", "GENERATING", "TERMINATED", conditions=[("text_contains", "x")]))
     expect(
         data,
-        "row 5 never fires from 'GENERATING': row 3 takes all its cases; put it before, or remove it [rule 7]",
+        "transition 5 never fires from 'GENERATING': transition 3 takes all its cases; put it "
+        "before, or remove it [rule 7]",
     )
     data["transitions"].insert(
         2, row("generated", "GENERATING", "PENDING", conditions=[("text_contains", "x"), "has_tool_calls"])
     )
-    assert found(data)[0].startswith("row 3 never fires from 'GENERATING': row 2 takes all its cases")
+    assert found(data)[0].startswith("transition 3 never fires from 'GENERATING': transition 2 takes all its cases")
     data["transitions"][2:] = [
         row("generated", "GENERATING", "TERMINATED", unless=["all_calls_bad"], conditions=["all_calls_bad"]),
         *base()["transitions"][2:],
     ]
-    expect(data, "row 3 never fires: it wants 'all_calls_bad' both to hold and not to hold [rule 7]")
+    expect(data, "transition 3 never fires: it wants 'all_calls_bad' both to hold and not to hold [rule 7]")
 
 
 def test_7_a_star_may_be_taken_in_part() -> None:
@@ -193,18 +196,20 @@ def test_7_a_star_may_be_taken_in_part() -> None:
     ]
     expect(data)
     data["transitions"].append(row("failed", ["*", "PENDING"], "TERMINATED"))
-    assert [line[:16] for line in found(data)] == ["row 7 never fire"]
+    assert [line[:23] for line in found(data)] == ["transition 7 never fire"]
     data["transitions"][-2:] = [row("failed", ["PENDING", "GENERATING"], "TERMINATED", stop_reason="x")]
-    assert [line[:34] for line in found(data)] == ["row 6 never fires from 'GENERATING"]
+    assert [line[:41] for line in found(data)] == ["transition 6 never fires from 'GENERATING"]
     data["transitions"][-1] = row("failed", "*", "TERMINATED", stop_reason="x")
     data["states"]["PENDING"]["on_error"] = "TERMINATED"
-    expect(data, "state 'PENDING': on_error never holds: row 6 takes every 'failed'; remove one of them [rule 7]")
+    expect(
+        data, "state 'PENDING': on_error never holds: transition 6 takes every 'failed'; remove one of them [rule 7]"
+    )
 
 
 def test_8_cancelled() -> None:
     data = base()
     data["transitions"].append(row("cancelled", "GENERATING", "TERMINATED"))
-    expect(data, "row 5: 'cancelled' cannot be routed; it always ends the trajectory [rule 8]")
+    expect(data, "transition 5: 'cancelled' cannot be routed; it always ends the trajectory [rule 8]")
 
 
 def test_9_free_cycles() -> None:
@@ -305,15 +310,15 @@ def test_12_arguments() -> None:
     data = base()
     data["transitions"][1] = row("generated", "GENERATING", "PROCESSING_TOOLS", conditions=[("text_matches", "(")])
     (message,) = found(data)
-    assert message.startswith("row 2: predicate 'text_matches': '(' is no regular expression")
+    assert message.startswith("transition 2: predicate 'text_matches': '(' is no regular expression")
     data["transitions"][1] = row("generated", "GENERATING", "PROCESSING_TOOLS", unless=[("limit", "tool_calls")])
-    expect(data, "row 2: predicate 'limit' says nothing about 'generated', only 'limit_reached' [rule 12]")
+    expect(data, "transition 2: predicate 'limit' says nothing about 'generated', only 'limit_reached' [rule 12]")
 
 
 def test_13_stop_reasons() -> None:
     data = base()
     data["transitions"][0]["stop_reason"] = "lost"
-    expect(data, "row 1: stop_reason 'lost' would be lost, as 'GENERATING' is not final [rule 13]")
+    expect(data, "transition 1: stop_reason 'lost' would be lost, as 'GENERATING' is not final [rule 13]")
 
 
 def test_14_code() -> None:
@@ -364,9 +369,9 @@ def test_17_finals() -> None:
     data["transitions"].append(row("failed", "TERMINATED", "PENDING"))
     expect(
         data,
-        "state 'TERMINATED' is always final; give another state the rows [rule 17]",
+        "state 'TERMINATED' is always final; give another state the transitions [rule 17]",
         "state 'TERMINATED' is final, so its timeout would never be used [rule 17]",
-        "row 5: state 'TERMINATED' is final; nothing leaves it [rule 17]",
+        "transition 5: state 'TERMINATED' is final; nothing leaves it [rule 17]",
     )
 
 
@@ -414,7 +419,8 @@ def test_20_templates_name_facts() -> None:
 
 
 AGAIN = (
-    "row {row}: 'GENERATING' has let the model speak in context 'main', and nothing answers before '{dest}' asks it "
+    "transition {row}: 'GENERATING' has let the model speak in context 'main', and "
+    "nothing answers before '{dest}' asks it "
     "again; give '{dest}' a prompt, or write a message on the way [rule 21]"
 )
 
@@ -455,7 +461,7 @@ def test_21_through_states_that_write_elsewhere() -> None:
         AGAIN.format(row=5, dest="GENERATING"),
     )
     expect(speaking(*rows, again, JUDGING={**judge, "on_error": "GENERATING"}, TELLING=telling), (
-        AGAIN.format(row=0, dest="GENERATING").replace("row 0", "state 'JUDGING': on_error")
+        AGAIN.format(row=0, dest="GENERATING").replace("transition 0", "state 'JUDGING': on_error")
     ))  # fmt: skip
 
 
@@ -532,7 +538,7 @@ NO_SCORES = "nothing gives scores while the trajectory runs: no state interacts,
 )  # fmt: skip
 def test_7_limits_that_are_reached_nowhere(source: str, limit: str, reason: str) -> None:
     tested = row("limit_reached", source, "TERMINATED", conditions=[("limit", limit)])
-    expect(adding(tested), f"row 6 never fires: {reason} [rule 7]")
+    expect(adding(tested), f"transition 6 never fires: {reason} [rule 7]")
 
 
 @pytest.mark.parametrize(
@@ -547,12 +553,12 @@ def test_7_limits_that_are_reached_nowhere(source: str, limit: str, reason: str)
 )
 def test_7_what_never_holds(conditions: list[Any], unless: list[Any], reason: str) -> None:
     tested = row("generated", "REVIEWING", "TERMINATED", conditions=conditions, unless=unless)
-    expect(adding(tested), f"row 6 never fires: {reason} [rule 7]")
+    expect(adding(tested), f"transition 6 never fires: {reason} [rule 7]")
 
 
 def test_7_the_only_limit() -> None:
     tested = row("limit_reached", "PROCESSING_TOOLS", "TERMINATED", unless=[("limit", "tool_calls")])
-    expect(adding(tested), "row 6 never fires: 'limit' always holds there [rule 7]")
+    expect(adding(tested), "transition 6 never fires: 'limit' always holds there [rule 7]")
 
 
 def test_7_tokens_that_limits_do_not_allow() -> None:
@@ -561,7 +567,7 @@ def test_7_tokens_that_limits_do_not_allow() -> None:
             data = adding(
                 row("generated", "REVIEWING", "TERMINATED", conditions=[(name, argument)]), limits={limit: 100}
             )
-            why = f"row 6 never fires: limits.{limit} (100) is reached before that [rule 7]"
+            why = f"transition 6 never fires: limits.{limit} (100) is reached before that [rule 7]"
             expect(data, *([] if holds else [why]))
             data["transitions"].append(row("limit_reached", "GENERATING", "REVIEWING"))
             expect(data)
@@ -571,7 +577,7 @@ def test_7_visits_that_max_visits_does_not_allow() -> None:
     for count, holds in ((1, True), (2, False)):
         data = adding(row("generated", "REVIEWING", "TERMINATED", conditions=[("visits_over", count)]))
         data["states"]["REVIEWING"] = REVIEWED["REVIEWING"] | {"max_visits": 2}
-        why = "row 6 never fires: state 'REVIEWING' has max_visits: 2, which is reached before that [rule 7]"
+        why = "transition 6 never fires: state 'REVIEWING' has max_visits: 2, which is reached before that [rule 7]"
         expect(data, *([] if holds else [why]))
     data["transitions"][5] = row("limit_reached", "REVIEWING", "TERMINATED", conditions=[("limit", "max_visits")])
     expect(data)
@@ -584,23 +590,23 @@ def test_7_tools_that_are_not_shown() -> None:
     expect(data)
     data["contexts"] = {"critic": {}}
     data["states"]["REVIEWING"] = REVIEWED["REVIEWING"] | {"context": "critic"}
-    expect(data, "row 6 never fires: context 'critic' has no tools to call [rule 7]")
+    expect(data, "transition 6 never fires: context 'critic' has no tools to call [rule 7]")
     data["tools"]["other"] = data["tools"]["calculate"]
     data["contexts"] = {"critic": {"tools": ["other"]}}
     expect(data)
     data["transitions"][5] = row("generated", "REVIEWING", "TERMINATED", conditions=[("tool_called", "calculate")])
-    expect(data, "row 6 never fires: tool 'calculate' is not shown in context 'critic' [rule 7]")
+    expect(data, "transition 6 never fires: tool 'calculate' is not shown in context 'critic' [rule 7]")
 
 
 def test_5_what_the_scheduler_never_raises() -> None:
     data = adding(row("timed_out", "PROCESSING_TOOLS", "TERMINATED"))
     reason = "never raises 'timed_out': it has no timeout; give it one [rule 5]"
-    expect(data, f"row 6: state 'PROCESSING_TOOLS' {reason}")
+    expect(data, f"transition 6: state 'PROCESSING_TOOLS' {reason}")
     data["states"]["PROCESSING_TOOLS"] = {"timeout": 5}
     expect(data)
     data["transitions"][5] = row("limit_reached", "PENDING", "TERMINATED")
     reason = "no limit holds there; give it max_visits, or set limits.wall_seconds [rule 5]"
-    expect(data, f"row 6: state 'PENDING' never raises 'limit_reached': {reason}")
+    expect(data, f"transition 6: state 'PENDING' never raises 'limit_reached': {reason}")
     data["limits"]["wall_seconds"] = 5
     expect(data)
 

@@ -51,7 +51,7 @@ async def done(*tickets: PendingRequest) -> list[tuple[str | None, int]]:
 
 
 def test_one_flush_is_one_dispatch_and_no_barrier() -> None:
-    """Requests made in one turn of the loop share a call; the short one does not wait for the long one."""
+    """Requests made in one pass of the loop share a call; the short one does not wait for the long one."""
     engine = ScriptedEngine(
         lambda r: Turn(text="yes", delay=10.0 if r.trajectory_id == "slow" else 1.0), tokenizer=tokenizer()
     )
