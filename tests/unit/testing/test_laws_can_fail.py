@@ -87,7 +87,7 @@ def every_law(run: Simulation) -> list[Law]:
         (end_twice, 8),
         (swap_groups, 8),
         (go_on_too_long, 2),
-        (forget_an_event, 10),
+        (forget_an_event, 6),
     ],
 )
 def test_a_spoilt_run_breaks_its_law(spoil: Callable[[Simulation], None], law: int) -> None:
