@@ -61,16 +61,19 @@ async def hang(text: str) -> str:
 
 
 class Chatty:
-    """An interaction that replies a few times, scoring each turn, then is done."""
+    """An interaction that replies a few times, scoring each turn, then is done.
+
+    It counts by the conversation, not by itself: a trajectory that goes on elsewhere makes a new interaction.
+    """
 
     def __init__(self, replies: int = 2, texts: tuple[str, ...] = ("Go on.",), seconds: float = 0.0) -> None:
-        self.left = replies
+        self.replies = replies
         self.texts = texts
         self.seconds = seconds
 
     async def reply(self, conversation: Conversation) -> Reply:
         await asyncio.sleep(self.seconds)
-        self.left -= 1
-        if self.left < 0:
+        remaining = self.replies - conversation.replies
+        if remaining <= 0:
             return Reply(None, score=0.25, done=True)
-        return Reply(self.texts[self.left % len(self.texts)], score=0.5)
+        return Reply(self.texts[(remaining - 1) % len(self.texts)], score=0.5)

@@ -53,6 +53,9 @@ def test_a_process_that_is_left_is_ended_with_the_loop():
     async def main() -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec("cat", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
-    process = run_virtual(main())
+    loop = Rests()
+    loop.really = True
+    process = run_virtual(main(), loop=loop)
+    assert loop.rests  # the loop says that it waits: however long a process takes to end, nothing blocks
     with pytest.raises(ChildProcessError):
         os.waitpid(process.pid, os.WNOHANG)  # it has ended, and was waited for

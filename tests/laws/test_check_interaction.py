@@ -35,11 +35,24 @@ def test_the_shipped_interactions_conform(interaction: Any, given: dict[str, Any
     assert checked.examples > 30
 
 
+class CountsForItself:
+    """Keeps in itself how often it will still reply."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.remaining = 2
+        self.seconds = seconds
+
+    async def reply(self, conversation: Conversation) -> Reply:
+        await asyncio.sleep(self.seconds)
+        self.remaining -= 1
+        return Reply(None, score=0.25, done=True) if self.remaining < 0 else Reply("Go on.", score=0.5)
+
+
 def test_one_that_counts_for_itself_conforms_but_for_resuming() -> None:
-    checked = check_interaction("tests.law_tools:Chatty", kwargs={"seconds": 1.0}, resumable=False, examples=12)
+    checked = check_interaction(CountsForItself, kwargs={"seconds": 1.0}, resumable=False, examples=12)
     assert "resumed" not in checked.promises
     with pytest.raises(ConformanceError, match="built anew before reply 2") as found:
-        check_interaction("tests.law_tools:Chatty")
+        check_interaction(CountsForItself)
     assert found.value.invariant == 6
 
 

@@ -327,9 +327,6 @@ def test_results_do_not_depend_on_the_number_of_workers(case: tuple[AgentGraph, 
     assert seeds(alone) == seeds(several)
 
 
-# It fails in the whole suite (law 6: one worker, killed ten times at the start, an agent with a critic) and passes
-# alone; the cause is not known.
-@pytest.mark.xfail(reason="a worker killed ten times at once changed the visits; only after other tests", strict=False)
 @given(said(failures=False, faults=False), st.integers(1, 3), st.lists(st.floats(0, 20), min_size=10, max_size=10))
 def test_a_worker_that_is_killed_at_ten_points_loses_nothing(
     case: tuple[AgentGraph, Plan], workers: int, moments: list[float]

@@ -189,7 +189,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         """Close the loop, and end the processes that were left: their end needs a loop that still runs."""
         for process in self._processes:
             process.close()
-        while any(map(_runs, self._processes)) and self._selects.rest(self._patience):
+        while any(map(_runs, self._processes)) and self._rest(self._patience):
             self.run_until_idle()
         if self._processes:
             self.run_until_idle()
