@@ -19,6 +19,7 @@ import threading
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fsm_rollout.agent.graph import AgentGraph
@@ -36,6 +37,7 @@ from fsm_rollout.scheduler.trajectory_runner import Program, run_trajectory
 from fsm_rollout.scheduler.worker_link import Link, SocketLink
 from fsm_rollout.states.active_trajectory import ActiveTrajectory, Stop
 from fsm_rollout.tools.placement import end_process, end_with
+from fsm_rollout.tools.tool_messages import clean
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import AnyEvent, PromptExtended, encode
 from fsm_rollout.trajectory.prompt import Prompt
@@ -244,7 +246,7 @@ class WorkerScheduler(Scheduler):
         except asyncio.CancelledError:
             pass  # it was stopped, and has told its end
         except Exception as error:  # what must not happen fails the run, as it does in one process
-            failure = f"{type(error).__name__}: {error}"
+            failure = clean(f"{type(error).__name__}: {error}")
             logger.exception("running %s failed", trajectory_id)
         live.task = None
         if live.stays_open and failure is None:
@@ -310,7 +312,7 @@ class WorkerScheduler(Scheduler):
     def glue_mismatch(self, mismatch: GlueMismatchError) -> None:
         """Leave it to the run, which knows who else has such tokens."""
         entry = self._entries.setdefault(mismatch.entry, len(self._entries))
-        self._link.send("mismatch", entry, str(mismatch).removeprefix("[glue-mismatch] "))
+        self._link.send("mismatch", entry, clean(str(mismatch).removeprefix("[glue-mismatch] ")))
 
 
 class Worker:
@@ -376,7 +378,7 @@ class _Told(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            text = self.format(record)
+            text = clean(self.format(record))
             self._loop.call_soon_threadsafe(self._link.send, "log", record.name, record.levelno, text)
         except RuntimeError:  # the loop is closed
             self.handleError(record)
@@ -412,7 +414,7 @@ async def _serve(connection: socket.socket, setup: WorkerSetup) -> None:
     loop = asyncio.get_running_loop()
     for folder in setup.folders:
         look_in(folder)
-    _, link = await loop.create_connection(SocketLink, sock=connection)
+    _, link = await loop.create_connection(partial(SocketLink, worker=True), sock=connection)
     package = logging.getLogger("fsm_rollout")
     package.setLevel(setup.log_level)
     package.addHandler(_Told(link, loop))
@@ -422,7 +424,7 @@ async def _serve(connection: socket.socket, setup: WorkerSetup) -> None:
         for program in scheduler.programs.values():
             await program.toolbox.prepare()
     except Exception as error:  # the user's code, imported here
-        link.send("failed", f"{type(error).__name__}: {error}")
+        link.send("failed", clean(f"{type(error).__name__}: {error}"))
         link.close()
         return
     worker = Worker(link, scheduler)

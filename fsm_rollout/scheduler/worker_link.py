@@ -4,27 +4,36 @@ Invariant: messages arrive whole and in the order in which they were sent, until
 once, and nothing comes any more. All that is sent in one pass of the event loop travels as one block.
 
 A message is a tuple: what it is, then its parts. Events, requests and chunks travel packed as bytes, so no token
-becomes a Python object on the way.
+becomes a Python object on the way. What comes from a worker, where tools run, is plain data (MessagePack): reading it
+runs nothing. Only what a run sends its workers is pickled.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import pickle
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, cast
 
+import msgspec
+
+logger = logging.getLogger(__name__)
+
 Receive = Callable[..., None]
 """Is called with the parts of each message."""
 _SIZE = struct.Struct("<Q")
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(list[tuple[Any, ...]]).decode
 
 
 class Link(ABC):
-    """One end. ``receive`` and ``lost`` are set by whoever uses it, before anything can come."""
+    """One end, the ``worker``'s or the run's. ``receive`` and ``lost`` are set before anything can come."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, worker: bool) -> None:
+        self._worker = worker
         self.receive: Receive = _nobody
         self.lost: Callable[[], None] = _nobody
         self.open = True
@@ -41,10 +50,18 @@ class Link(ABC):
         """Let what was sent go out now."""
         if self.open and self._unsent:
             messages, self._unsent = self._unsent, []
-            self._write(pickle.dumps(messages, pickle.HIGHEST_PROTOCOL))
+            self._write(_encode(messages) if self._worker else pickle.dumps(messages, pickle.HIGHEST_PROTOCOL))
 
     def _take(self, block: bytes | bytearray | memoryview) -> None:
-        for message in pickle.loads(block):
+        if not self.open:
+            return
+        try:
+            messages = pickle.loads(block) if self._worker else _decode(block)
+        except msgspec.DecodeError as error:
+            logger.warning("a worker sent what is no message and is given up: %s", error)
+            self._end()
+            return
+        for message in messages:
             if self.open:
                 self.receive(*message)
 
@@ -74,8 +91,8 @@ def framed(block: bytes) -> bytes:
 class SocketLink(Link, asyncio.Protocol):
     """A link over a stream socket."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, worker: bool) -> None:
+        super().__init__(worker=worker)
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
 
@@ -121,16 +138,16 @@ class SocketLink(Link, asyncio.Protocol):
 class PairedLink(Link):
     """One of two ends on the same event loop: a worker in the run's own process, for simulations."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, worker: bool) -> None:
+        super().__init__(worker=worker)
         self._other: PairedLink | None = None
 
     @classmethod
     def pair(cls) -> tuple[PairedLink, PairedLink]:
-        """Return two ends."""
-        first, second = cls(), cls()
-        first._other, second._other = second, first
-        return first, second
+        """Return the run's end and the worker's."""
+        ours, theirs = cls(worker=False), cls(worker=True)
+        ours._other, theirs._other = theirs, ours
+        return ours, theirs
 
     def _write(self, block: bytes) -> None:
         assert self._other is not None

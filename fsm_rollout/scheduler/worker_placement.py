@@ -102,7 +102,7 @@ class _Actor:
 async def _connected(ours: socket.socket, setup: WorkerSetup, kill: Callable[[], object]) -> Connection:
     """Say to a worker what it is."""
     ours.setblocking(False)
-    _, link = await asyncio.get_running_loop().create_connection(SocketLink, sock=ours)
+    _, link = await asyncio.get_running_loop().create_connection(partial(SocketLink, worker=False), sock=ours)
     for part in (sys.path, setup):
         link.write_frame(framed(pickle.dumps(part, pickle.HIGHEST_PROTOCOL)))
 

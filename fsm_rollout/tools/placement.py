@@ -1,8 +1,9 @@
 """A tool's code in another process or on a Ray cluster: a heavy tool neither slows trajectories nor ends them.
 
-Invariant: what comes back from a tool is plain data (:class:`Answer`, as MessagePack), never a pickle, which could run
-code here. So an error comes back in words: the names of its class and its bases, and its message. Arguments are pickled
-on the way there, where they run no code that is not there anyway. A call that is given up is killed.
+Invariant: what goes to a function and what comes back is plain data (:class:`Request`, :class:`Answer`, in
+MessagePack), never a pickle, which could run code where it is read. So arguments travel as the model wrote them and are
+made the function's own types there, and an error comes back in words: the names of its class and its bases, and its
+message. A call that is given up is killed. (Ray itself pickles what it carries: a cluster is trusted as a whole.)
 
 A worker process runs functions, one call at a time. The caller's script is never run again in it, and what a tool
 prints goes to the standard error. It outlives its caller by a second at most, however that ends, and leaves nothing
@@ -21,7 +22,6 @@ import importlib
 import itertools
 import logging
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -31,6 +31,7 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -39,11 +40,11 @@ from msgspec.structs import replace
 
 from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.concurrency.ray_session import answer_to, connect, import_ray
-from fsm_rollout.errors import BadArguments, place_of
+from fsm_rollout.errors import BadArguments, ToolError, place_of
 from fsm_rollout.tools import tool_messages
-from fsm_rollout.tools.base import ToolResult
+from fsm_rollout.tools.base import ToolContext, ToolResult
 from fsm_rollout.tools.bounded_call import RaisedElsewhere, ToolDied, invoke, is_async
-from fsm_rollout.tools.schema import Function
+from fsm_rollout.tools.schema import Arguments, Function, parameters_of
 
 WATCH_SECONDS = 1.0
 """How often a worker looks whether the process that started it is still there."""
@@ -53,6 +54,19 @@ RAY_OPTIONS = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
 
 LONGEST_ANSWER = 2**30
 """Bytes of an answer that are read from a worker process; one that says more is killed."""
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A call of the function ``use`` (``module:name``)."""
+
+    use: str
+    arguments: Arguments
+    """As the model wrote them."""
+    hidden: Arguments
+    """The values of the parameters that the model does not see."""
+    contexts: Sequence[str] = ()
+    """The parameters that get ``context``."""
+    context: ToolContext | None = None
 
 
 class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -71,7 +85,22 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     """Which of its worker's calls it answers."""
 
 
-_encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Answer)
+def _to_plain(value: object) -> object:
+    if isinstance(value, Random):
+        return value.getstate()
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"a {type(value).__name__} is no plain data (text, numbers, lists, mappings)")
+
+
+def _to_random(kind: type, state: tuple[Any, Sequence[int], Any]) -> Random:
+    random = Random()
+    random.setstate((state[0], tuple(state[1]), state[2]))
+    return random
+
+
+_encoder, _decoder = msgspec.msgpack.Encoder(enc_hook=_to_plain), msgspec.msgpack.Decoder(Answer)
+_request_decoder = msgspec.msgpack.Decoder(Request, dec_hook=_to_random)
 
 _logger = logging.getLogger(__name__)
 
@@ -79,18 +108,36 @@ _logger = logging.getLogger(__name__)
 # -- worker processes ---------------------------------------------------------------------------------------------
 
 
-async def call_in_process(use: str, arguments: Mapping[str, object]) -> object:
-    """Call the function ``use`` (``module:name``) in a worker process; cancelling the call kills that process.
+def packed(request: Request) -> bytes:
+    """Return a request as it travels.
 
-    Raises what the function raises, and ToolDied where the arguments cannot be sent or no answer comes.
+    Raises:
+        ToolError: something in it is no plain data.
     """
     try:
-        request = pickle.dumps((use, dict(arguments)))
-    except Exception as error:  # whatever the objects' own pickling does
-        raise ToolDied(f"the call cannot be sent to another process: {error}") from error
+        return _encoder.encode(request)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ToolError(f"the call of '{request.use}' cannot be sent to another process: {error}") from error
+
+
+def check_travels(use: str, hidden: Mapping[str, object]) -> None:
+    """Raise ToolError unless hidden values of a function arrive elsewhere as what they are here."""
+    if _request_decoder.decode(packed(Request(use, {}, dict(hidden)))).hidden != hidden:
+        raise ToolError(
+            f"the hidden values of '{use}' would arrive in another process as something else; give text, numbers, "
+            "lists and mappings"
+        )
+
+
+async def call_in_process(request: Request) -> object:
+    """Call a function in a worker process; cancelling the call kills that process.
+
+    Raises what the function raises, ToolError where the call cannot be sent, and ToolDied where no answer comes.
+    """
+    block = packed(request)
     worker = _free_worker()
     try:
-        answer = await invoke(worker.call, {"request": request})
+        answer = await invoke(worker.call, {"request": block})
     except BaseException:  # the call is given up; the thread that waits for it sees the pipe close
         await asyncio.shield(invoke(worker.kill, {}))
         raise
@@ -128,7 +175,7 @@ class _Worker:
                 pass_fds=[child_end.fileno()],
                 start_new_session=True,
             )
-        self._pipe.send(sys.path)
+        self._pipe.send_bytes(_encoder.encode(sys.path))
         self._calls = 0
 
     def call(self, request: bytes) -> Answer:
@@ -183,11 +230,11 @@ def serve(descriptor: int, parent: int) -> None:
     threading.Thread(target=end_with, args=(parent,), name="fsm-rollout-watch", daemon=True).start()
     pipe = Connection(descriptor)
     with suppress(OSError, EOFError):  # the other end is gone
-        sys.path[:] = pipe.recv()
+        sys.path[:] = msgspec.msgpack.decode(pipe.recv_bytes(), type=list[str])
         for call in itertools.count(1):
-            use, arguments = pickle.loads(pipe.recv_bytes())
+            request = pipe.recv_bytes()
             importlib.invalidate_caches()
-            pipe.send_bytes(_answer(use, arguments, call=call))
+            pipe.send_bytes(_answer(request, call=call))
     end_process()
 
 
@@ -209,14 +256,16 @@ def end_process() -> None:
 # -- Ray ----------------------------------------------------------------------------------------------------------
 
 
-async def call_on_ray(use: str, arguments: Mapping[str, object]) -> object:
-    """Call the function ``use`` (``module:name``) as a Ray task; cancelling the call kills the worker.
+async def call_on_ray(request: Request) -> object:
+    """Call a function as a Ray task; cancelling the call kills the worker.
 
-    Raises what the function raises, ToolDied where the worker was lost, and EngineError where there is no Ray.
+    Raises what the function raises, ToolError where the call cannot be sent, ToolDied where the worker was lost, and
+    EngineError where there is no Ray.
     """
+    block = packed(request)
     ray = await _connected()
     task = ray.remote(_answer).options(max_retries=0, **RAY_OPTIONS)
-    return await _ray_result(task.remote(use, dict(arguments), sys.path), force=True)
+    return await _ray_result(task.remote(block, sys.path), force=True)
 
 
 async def prepare_ray() -> None:
@@ -225,7 +274,7 @@ async def prepare_ray() -> None:
     try:
         if not import_ray().is_initialized():
             with suppress(ToolDied):  # the calls will tell
-                await call_on_ray("os:getpid", {})
+                await call_on_ray(Request(f"{__name__}:_nothing", {}, {}))
     finally:
         slow.cancel()
 
@@ -292,18 +341,25 @@ class _Holder:
 # -- where the tool runs ------------------------------------------------------------------------------------------
 
 
-def _answer(use: str, arguments: dict[str, object], path: Sequence[str] = (), call: int = 0) -> bytes:
+def _answer(block: bytes, path: Sequence[str] = (), call: int = 0) -> bytes:
     """Call a tool's function in this process, and return what it gave, or its error, in a form that can travel."""
     _look_in(path)
     try:
-        function = cast(Function, load_object(use))
-        value = function(**arguments)
+        request = _request_decoder.decode(block)
+        function = cast(Function, load_object(request.use))
+        parameters = parameters_of(function, where=f"tool '{request.use}'", hidden=request.hidden)
+        contexts = dict.fromkeys(request.contexts, request.context)
+        value = function(**request.hidden, **parameters.read(request.arguments), **contexts)
         if is_async(function):
             value = asyncio.run(cast("Coroutine[object, object, object]", value))
         answer = _returned(value)
     except BaseException as error:  # whatever the tool raises, SystemExit too
         answer = _raised(error)
     return _encoder.encode(replace(answer, call=call))
+
+
+def _nothing() -> None:
+    """Do nothing, which starts a worker."""
 
 
 def _look_in(path: Sequence[str]) -> None:

@@ -141,6 +141,19 @@ class FunctionTool(BoundTool):
         self.parameters = parameters_of(function, where=self.where, hidden=spec.kwargs)
         self.schema = self.parameters.tool(name, spec.description)
         self._runs(function)
+        self._check_travels(spec.kwargs)
+
+    def _check_travels(self, hidden: Mapping[str, object]) -> None:
+        """Raise ToolError for hidden values that cannot go to where the tool runs."""
+        if hidden and self.spec.placement != "local":
+            from fsm_rollout.tools.placement import check_travels  # multiprocessing: only for those who ask for it
+
+            check_travels(str(self.spec.use), hidden)
+
+    def read(self, arguments: Mapping[str, object]) -> Arguments:
+        """Return them as the tool takes them; elsewhere they are read once more, as the model wrote them."""
+        read = super().read(arguments)
+        return read if self.spec.placement == "local" else dict(arguments)
 
     def check(self, tools_kwargs: Mapping[str, object]) -> None:
         """Hidden parameters may be given, and those without a default must."""
@@ -159,17 +172,19 @@ class FunctionTool(BoundTool):
                     f"{self.where}: nothing gives the hidden parameter '{key}'; "
                     "give it in the tool's kwargs or in the prompt's tools_kwargs"
                 )
+        self._check_travels(tools_kwargs)
 
     async def call(self, session: ToolSession, arguments: Arguments, context: MakeContext) -> object:
         """Call it where it is placed, with the hidden values laid under the model's arguments."""
         hidden = fresh({**self.spec.kwargs, **session.hidden.get(self.name, {})})
-        arguments = hidden | arguments | {name: context("call") for name in self.parameters.contexts}
+        contexts = self.parameters.contexts
         if self.spec.placement == "local":
-            return await invoke(self.function, arguments)
+            return await invoke(self.function, hidden | arguments | {name: context("call") for name in contexts})
         from fsm_rollout.tools import placement  # multiprocessing and Ray: only for those who ask for them
 
-        elsewhere = placement.call_in_process if self.spec.placement == "process" else placement.call_on_ray
-        return await elsewhere(str(self.spec.use), arguments)
+        call = placement.call_in_process if self.spec.placement == "process" else placement.call_on_ray
+        own = context("call") if contexts else None
+        return await call(placement.Request(str(self.spec.use), arguments, hidden, contexts, own))
 
 
 Instance: TypeAlias = Any

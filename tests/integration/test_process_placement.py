@@ -10,16 +10,20 @@ import stat
 import struct
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass
+from datetime import date
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 
 from fsm_rollout.agent import graph
 from fsm_rollout.errors import BadArguments, ToolError
-from fsm_rollout.tools import AgentAnswer, AgentCall, CallResult, Toolbox, ToolContext, ToolResult, ToolSession
+from fsm_rollout.tools import AgentAnswer, AgentCall, CallResult, Hidden, Toolbox, ToolContext, ToolResult, ToolSession
 from fsm_rollout.trajectory.events import ToolCall
 from tests.kit import ROOT
 
@@ -45,6 +49,33 @@ async def shout(text: str) -> dict[str, str]:
     """
     await asyncio.sleep(0)
     return {"text": text.upper()}
+
+
+@dataclass(frozen=True)
+class Trip:
+    """A way from one place to another."""
+
+    to: str
+    day: date
+    stops: tuple[str, ...] = ()
+
+
+class Kind(Enum):
+    """How."""
+
+    FAST = "fast"
+
+
+def typed(trip: Trip, kind: Kind, key: Annotated[str, Hidden], context: ToolContext, often: int = 2) -> str:
+    """Travel.
+
+    Args:
+        trip: Where to.
+        kind: How.
+        often: How often.
+    """
+    extra = dict(context.extra)
+    return repr((trip, kind, key, often, extra, context.call_id, context.number, context.group_id))
 
 
 class Picky(Exception):
@@ -167,6 +198,20 @@ def test_a_function_elsewhere_gives_what_it_gives_here(placement: str) -> None:
 
 
 @pytest.mark.parametrize("placement", PLACES)
+def test_arguments_arrive_elsewhere_as_the_functions_own_types(placement: str) -> None:
+    tool = {"use": f"{HERE}:typed", "kwargs": {"key": "from the agent"}}
+    sent = {"trip": {"to": "Rome", "day": "2024-02-29", "stops": ["a", "b"]}, "kind": "fast"}, {"trip": {}, "kind": "x"}
+    given: dict[str, Any] = {"extra": {"answer": [1, {"x": b"y"}]}, "tool": {"key": "from the prompt"}}
+    here, elsewhere = call_all(tool, *sent, **given), call_all({**tool, "placement": placement}, *sent, **given)
+    assert "Trip(to='Rome', day=datetime.date(2024, 2, 29), stops=('a', 'b'))" in here[0].text
+    assert "from the prompt" in here[0].text
+    assert [(r.text, r.failure, r.bad, r.tries) for r in here] == [
+        (r.text, r.failure, r.bad, r.tries) for r in elsewhere
+    ]
+    assert here[1].bad
+
+
+@pytest.mark.parametrize("placement", PLACES)
 @pytest.mark.parametrize(
     ("kind", "failure", "says"),
     [
@@ -258,8 +303,6 @@ def gone(pid: int) -> None:
 
 def threading_wait(seconds: float) -> None:
     """Another process is waited for: nothing but time can tell."""
-    import threading
-
     threading.Event().wait(seconds)
 
 
@@ -294,10 +337,20 @@ def test_what_a_tool_prints_does_not_matter(placement: str) -> None:
     assert [r.text for r in call_all({"use": f"{HERE}:talks", "placement": placement}, {}, {})] == ["done"] * 2
 
 
-def test_arguments_that_cannot_be_sent_are_not_the_models_fault() -> None:
+def test_what_cannot_be_sent_is_not_the_models_fault(caplog: pytest.LogCaptureFixture) -> None:
     tool = {"use": f"{HERE}:whoami", "placement": "process"}
-    (result,) = call_all(tool | {"kwargs": {}}, {"text": "x"}, extra={"lock": __import__("threading").Lock()})
-    assert (result.failure, result.bad) == ("ToolDied", False)
+    (result,) = call_all(tool, {"text": "x"}, extra={"lock": threading.Lock()})
+    assert (result.failure, result.bad) == ("ToolError", False)
+    assert "a lock is no plain data (text, numbers, lists, mappings)" in caplog.text
+
+
+@pytest.mark.parametrize("value", [threading.Lock(), Trip("Rome", date(2024, 2, 29)), {1, 2}, Kind.FAST, 2**70])
+@pytest.mark.parametrize("by", ["agent", "prompt"])
+def test_hidden_values_that_cannot_be_sent_are_refused_before_anything_runs(value: object, by: str) -> None:
+    """A pickle would have carried them, and run whatever code they name."""
+    tool = {"use": f"{HERE}:typed", "placement": "process", "kwargs": {"key": value} if by == "agent" else {"key": "k"}}
+    with pytest.raises(ToolError, match=r"cannot be sent|as something else"):
+        call_all(tool, **({"tool": {"key": value}} if by == "prompt" else {}))
 
 
 def test_the_callers_script_is_not_run_again(tmp_path: Path) -> None:

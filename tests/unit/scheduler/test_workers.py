@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import pickle
+import socket
 from collections.abc import Callable, Coroutine
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from fsm_rollout.engines.client import EngineClient
@@ -15,6 +21,7 @@ from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.errors import EngineError
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.scheduler import Scheduler
+from fsm_rollout.scheduler.worker_link import SocketLink, framed
 from fsm_rollout.scheduler.worker_pool import MOST_DEATHS, WorkerPool
 from fsm_rollout.testing.simulation.virtual_time import run_virtual
 from fsm_rollout.testing.simulation.workers import PairedWorkers, close_workers
@@ -149,3 +156,34 @@ def test_a_tools_slots_are_shared_among_the_workers() -> None:
 
     run_virtual(main())
     assert limits == [2, 2]
+
+
+class Loaded:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_pickle_that_a_tool_sends_down_its_workers_link_runs_nowhere(tmp_path: Path) -> None:
+    """Tools run in workers, and can write to whatever their process has open."""
+    got: list[tuple[object, ...]] = []
+    lost = asyncio.Event()
+
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        _, link = await asyncio.get_running_loop().create_connection(partial(SocketLink, worker=False), sock=ours)
+        link.receive, link.lost = lambda *message: got.append(message), lost.set
+        with theirs:
+            theirs.sendall(framed(msgspec.msgpack.encode([("log", "name", 30, "text")])))
+            theirs.sendall(framed(pickle.dumps([("log", "name", 30, Loaded(tmp_path / "made"))])))
+            theirs.sendall(framed(msgspec.msgpack.encode([("ready",)])))
+            await lost.wait()
+        link.close()
+
+    asyncio.run(main())
+    assert not (tmp_path / "made").exists()
+    assert got == [("log", "name", 30, "text")], "a worker that sends what is no message is not listened to any more"
