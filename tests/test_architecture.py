@@ -15,7 +15,7 @@ PACKAGE = ROOT / "fsm_rollout"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "stand_ins" not in path.parts)
 
 ORDER = (
-    ("errors", "concurrency"),
+    ("errors", "files", "lazy_names", "concurrency"),
     ("trajectory",),
     ("agent.graph", "agent.limits", "agent.handlers"),
     ("tools",),

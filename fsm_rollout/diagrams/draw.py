@@ -27,6 +27,7 @@ from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.diagrams.palette import INK, PALE
 from fsm_rollout.diagrams.picture import Picture, picture, shown
 from fsm_rollout.errors import ConfigError, RolloutError, did_you_mean
+from fsm_rollout.files import written_whole
 
 _CLASS = "fsm-rollout-agent"
 _SOURCE = re.compile(r'<metadata class="dot">(.*?)</metadata>', re.DOTALL)
@@ -121,11 +122,8 @@ def draw(graph: AgentGraph, path: str | Path, *, implicit: bool = False) -> Path
     """
     path = Path(path)
     drawn = form_of(path)(graph, implicit=implicit)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(drawn.encode() if isinstance(drawn, str) else drawn)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error
+    with written_whole(path) as partial:
+        partial.write_bytes(drawn.encode() if isinstance(drawn, str) else drawn)
     return path
 
 

@@ -19,9 +19,10 @@ import numpy as np
 from fsm_rollout.batch.padding import RESPONSE_COLUMNS
 from fsm_rollout.batch.rows import TrainingRow, rows
 from fsm_rollout.errors import ConfigError
+from fsm_rollout.files import written_whole
 from fsm_rollout.jobs.rescore import Scores, apply_score
 from fsm_rollout.jobs.standing import standing
-from fsm_rollout.trajectory.journal import Report, trajectory_ids
+from fsm_rollout.trajectory.journal import Report, journal_of, trajectory_ids
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -76,7 +77,7 @@ def export(
         ConfigError: the file cannot be written, or there is no pyarrow.
         JournalError: there is no journal that can be read.
     """
-    journal = folder if folder.is_file() else folder / "journal.sqlite"
+    journal = journal_of(folder)
     result = Exported(None if stream is not None else out or journal.parent / f"rows.{kind}")
     total = len(trajectory_ids(journal, report))
 
@@ -96,18 +97,12 @@ def export(
         _write_lines(found(), stream)
         return result
     assert result.path is not None
-    partial = result.path.with_name(f"{result.path.name}.partial")
-    try:
+    with written_whole(result.path, "; give -o F") as partial:
         if kind == "jsonl":
             with partial.open("w", encoding="utf-8", errors="backslashreplace") as file:
                 _write_lines(found(), file)
         else:
             _write_table(found(), partial)
-        partial.replace(result.path)
-    except OSError as error:
-        raise ConfigError(f"{result.path} cannot be written: {error.strerror or error}; give -o F") from error
-    finally:
-        partial.unlink(missing_ok=True)
     return result
 
 

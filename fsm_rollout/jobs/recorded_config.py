@@ -14,6 +14,7 @@ from pathlib import Path
 
 from fsm_rollout.errors import ConfigError, Problem
 from fsm_rollout.jobs.run_config import AGENT, RunConfig, load_run, recorded_run
+from fsm_rollout.trajectory.journal import JOURNAL
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ def recorded_config(
     if not isinstance(text, str) or not isinstance(base, str):
         missing = "is the journal of a program; `fsm-rollout run` did not write it"
         damaged = "does not say any more how its run was configured; start the run again, with --replace"
-        raise ConfigError(f"{folder / 'journal.sqlite'} {missing if 'run' not in recorded else damaged}")
+        raise ConfigError(f"{folder / JOURNAL} {missing if 'run' not in recorded else damaged}")
     config = recorded_run(text, Path(base), overrides)
     # 2. What the user's own file says.
     own = _own_file(folder, recorded, file)

@@ -37,7 +37,7 @@ from fsm_rollout.trajectory.events import (
     Transitioned,
     UserReplied,
 )
-from fsm_rollout.trajectory.journal import Report, metadata
+from fsm_rollout.trajectory.journal import Report, journal_of, metadata
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 COMPARED: Mapping[type, tuple[str, ...]] = {
@@ -113,7 +113,7 @@ def replay(
         EngineError: an engine of the run is not described, or its tokenizer not on this machine.
     """
     # 1. What was recorded, and what runs.
-    journal = folder if folder.is_file() else folder / "journal.sqlite"
+    journal = journal_of(folder)
     recorded = metadata(journal, report)
     config = None if agents else recorded_config(journal.parent, recorded, (), file)
     recordings = {trajectory.trajectory_id: (trajectory, events) for trajectory, events in standing(journal, report)}

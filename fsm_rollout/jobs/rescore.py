@@ -15,9 +15,10 @@ import msgspec
 
 from fsm_rollout.environment.rewards import Reward, Verdict
 from fsm_rollout.errors import ConfigError, describe
+from fsm_rollout.files import written_whole
 from fsm_rollout.jobs.standing import standing
 from fsm_rollout.trajectory.events import REWARD, NotScored, Part, Scored
-from fsm_rollout.trajectory.journal import Report, metadata
+from fsm_rollout.trajectory.journal import Report, journal_of, metadata
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 SCORES = "scores"
@@ -54,7 +55,7 @@ def rescore(folder: Path, reward: str, out: Path | None = None, *, report: Repor
         JournalError: there is no journal that can be read.
     """
     judge = Reward(reward)
-    journal = folder if folder.is_file() else folder / "journal.sqlite"
+    journal = journal_of(folder)
     out = out or journal.parent / SCORES / f"{reward.replace(':', '.')}.jsonl"
     groups: dict[str, list[Trajectory]] = {}
     for trajectory, _ in standing(journal, report):
@@ -68,13 +69,8 @@ def rescore(folder: Path, reward: str, out: Path | None = None, *, report: Repor
             continue
         judged.append(ended)
     scores = asyncio.run(_scores(judge, judged))
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        partial = out.with_name(f"{out.name}.partial")
+    with written_whole(out, "; give -o F") as partial:
         partial.write_bytes(b"".join(msgspec.json.encode(score) + b"\n" for score in scores))
-        partial.replace(out)
-    except OSError as error:
-        raise ConfigError(f"{out} cannot be written: {error.strerror or error}; give -o F") from error
     return out, scores
 
 

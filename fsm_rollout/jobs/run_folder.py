@@ -17,9 +17,8 @@ from itertools import count
 from pathlib import Path
 
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.trajectory.journal import is_empty, is_journal, trajectory_ids
+from fsm_rollout.trajectory.journal import JOURNAL, is_empty, is_journal, trajectory_ids
 
-JOURNAL = "journal.sqlite"
 SUMMARY = "summary.json"
 LOCK = "run.lock"
 """There while a process writes into the folder; it names that process."""

@@ -23,9 +23,10 @@ from fsm_rollout.agent.yaml.source import in_file_order
 from fsm_rollout.concurrency.interruption import Interruptible, interruptible
 from fsm_rollout.engines.specs import faults
 from fsm_rollout.errors import BatchError, ConfigError
+from fsm_rollout.files import written_whole
 from fsm_rollout.jobs.recorded_config import recorded_config
 from fsm_rollout.jobs.run_config import RunConfig, recorded_run
-from fsm_rollout.jobs.run_folder import JOURNAL, SUMMARY, check_free, claimed, clear
+from fsm_rollout.jobs.run_folder import SUMMARY, check_free, claimed, clear
 from fsm_rollout.jobs.summary import Summary, summarize
 from fsm_rollout.jobs.tracking import Tracker, Tracking, build_tracker, check_tracker
 from fsm_rollout.report.report import write_report
@@ -33,7 +34,7 @@ from fsm_rollout.rollout import Rollout
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.scheduler import Listener
 from fsm_rollout.trajectory.config_errors import ConfigPath
-from fsm_rollout.trajectory.journal import Journal, metadata, read
+from fsm_rollout.trajectory.journal import JOURNAL, Journal, metadata, read
 from fsm_rollout.trajectory.prompt import Prompt, read_prompts
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -240,9 +241,8 @@ def _write(folder: Path, rollout: Rollout, groups: list[Group], seconds: float) 
         rollout.batch(groups).save(folder / "batch")
     except BatchError as error:
         raise BatchError(f"{error}; nothing is lost: when that is mended, fsm-rollout resume {folder}") from error
-    partial = folder / f"{SUMMARY}.partial"
-    partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    partial.replace(folder / SUMMARY)
+    with written_whole(folder / SUMMARY) as partial:
+        partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     try:
         write_report(folder, pages=True)
     except Exception as error:  # pages call users' code; the results are in place, so a failure here is only logged

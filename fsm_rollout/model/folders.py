@@ -15,7 +15,7 @@ import msgspec
 from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.errors import EngineError, did_you_mean
 from fsm_rollout.model import CHECKPOINTS, embedded_model
-from fsm_rollout.trajectory.journal import metadata
+from fsm_rollout.trajectory.journal import journal_of, metadata
 
 EMBEDDED = "embedded"
 REPLAYS = 100
@@ -122,7 +122,7 @@ def recorded_engine(run: Mapping[str, Any], engine: str) -> RecordedEngine:
         if facts.kind != "replay" or facts.run is None:
             return facts
         replayed = Path(facts.base) / facts.run
-        run, engine = metadata(replayed if replayed.is_file() else replayed / "journal.sqlite"), facts.engine
+        run, engine = metadata(journal_of(replayed)), facts.engine
     raise EngineError(f"its journal says that engine '{engine}' is the replay of a replay, more than {REPLAYS} times")
 
 

@@ -76,7 +76,7 @@ class Page:
         """Write the page to ``path`` and return that.
 
         Raises:
-            OSError: the file cannot be written.
+            ConfigError: the file cannot be written.
         """
         from fsm_rollout.report.pages import write_page
 

@@ -28,6 +28,7 @@ from markupsafe import Markup
 from fsm_rollout.diagrams.draw import template_environment
 from fsm_rollout.diagrams.palette import css_variables
 from fsm_rollout.diagrams.picture import shown
+from fsm_rollout.files import written_whole
 from fsm_rollout.report.recording import kind_of_end
 from fsm_rollout.report.texts import as_json, duration, folded, number, percent, replica_name, visible
 
@@ -78,12 +79,10 @@ def write_page(path: Path, text: str) -> None:
     """Put a page in place whole; what UTF-8 cannot say (lone surrogates) is written as an escape.
 
     Raises:
-        OSError: the file cannot be written.
+        ConfigError: the file cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8", errors="backslashreplace")
-    partial.replace(path)
+    with written_whole(path) as partial:
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 @dataclass(frozen=True, slots=True)

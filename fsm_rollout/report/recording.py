@@ -24,7 +24,7 @@ from fsm_rollout.report.texts import TokenTexts
 from fsm_rollout.report.times import Times, times_of
 from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, Trigger
 from fsm_rollout.trajectory.events import AnyEvent, Prompted, Resumed, Transitioned
-from fsm_rollout.trajectory.journal import events, histories, metadata, trajectory_ids
+from fsm_rollout.trajectory.journal import events, histories, journal_of, metadata, trajectory_ids
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 MOST_NOTES = 50
@@ -175,7 +175,7 @@ def open_run(path: str | Path) -> RunFolder:
         ConfigError: there is no readable journal; says what is there instead.
     """
     path = Path(path)
-    journal = path if path.is_file() else path / "journal.sqlite"
+    journal = journal_of(path)
     if not journal.is_file():
         raise ConfigError(f"{path} is not a run's folder: {_what_is_there(path)}; give the `out` of a run")
     try:

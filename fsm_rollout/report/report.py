@@ -41,9 +41,8 @@ def write_report(folder: str | Path, out: str | Path | None = None, *, pages: bo
     the first of every stop reason and those whose failures the report quotes, with their callers and sub-agents.
 
     Raises:
-        ConfigError: ``folder`` is not a run's.
+        ConfigError: ``folder`` is not a run's, or a file cannot be written.
         JournalError: the journal cannot be read.
-        OSError: the file cannot be written.
     """
     run = open_run(folder)
     out = run.folder / REPORT if out is None else Path(out)

@@ -61,8 +61,6 @@ def show(folder: Path, trajectory_id: str | None = None, out: Path | None = None
             write_page(out, page_of_run(run, trajectory_id, Links(run.folder, out)))
     except JournalError as error:
         raise ConfigError(str(error)) from error
-    except OSError as error:
-        raise ConfigError(f"{out} cannot be written: {error.strerror or error}") from error
     return None
 
 

@@ -11,63 +11,42 @@ Everything is imported on first use: pytest loads the plugin in every run of eve
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-_NAMES = {
-    "conformance.engine": ("Report", "check_engine", "check_engine_sync"),
-    "conformance.interaction": ("check_interaction",),
-    "conformance.runner": ("Checked", "ConformanceError"),
-    "conformance.state": ("check_state",),
-    "conformance.tool": ("check_tool",),
-    "conformance.tool_format": ("check_tool_format",),
-    "simulation.laws": ("LawBroken",),
-    "simulation.plan": ("Plan",),
-    "simulation.simulate": ("Simulation", "simulate"),
-    "simulation.virtual_time": ("Deadlock", "LeakedTasks", "VirtualTimeLoop", "run_virtual"),
-}
-_HOMES = {name: home for home, names in _NAMES.items() for name in names}
+from fsm_rollout.lazy_names import lazy_names
 
-__all__ = [  # as in the table above; the type checker wants the literals
-    "Checked",
-    "ConformanceError",
-    "Deadlock",
-    "LawBroken",
-    "LeakedTasks",
-    "Plan",
-    "Report",
-    "Simulation",
-    "VirtualTimeLoop",
-    "check_engine",
-    "check_engine_sync",
-    "check_interaction",
-    "check_state",
-    "check_tool",
-    "check_tool_format",
-    "run_virtual",
-    "simulate",
-]
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "conformance.engine": "Report check_engine check_engine_sync",
+        "conformance.interaction": "check_interaction",
+        "conformance.runner": "Checked ConformanceError",
+        "conformance.state": "check_state",
+        "conformance.tool": "check_tool",
+        "conformance.tool_format": "check_tool_format",
+        "simulation.laws": "LawBroken",
+        "simulation.plan": "Plan",
+        "simulation.simulate": "Simulation simulate",
+        "simulation.virtual_time": "Deadlock LeakedTasks VirtualTimeLoop run_virtual",
+    },
+)
+__all__ = __dir__()
 
 if TYPE_CHECKING:
-    from fsm_rollout.testing.conformance.engine import Report, check_engine, check_engine_sync
-    from fsm_rollout.testing.conformance.interaction import check_interaction
-    from fsm_rollout.testing.conformance.runner import Checked, ConformanceError
-    from fsm_rollout.testing.conformance.state import check_state
-    from fsm_rollout.testing.conformance.tool import check_tool
-    from fsm_rollout.testing.conformance.tool_format import check_tool_format
-    from fsm_rollout.testing.simulation.laws import LawBroken
-    from fsm_rollout.testing.simulation.plan import Plan
-    from fsm_rollout.testing.simulation.simulate import Simulation, simulate
-    from fsm_rollout.testing.simulation.virtual_time import Deadlock, LeakedTasks, VirtualTimeLoop, run_virtual
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'fsm_rollout.testing' has no attribute '{name}'")
-    value: object = getattr(import_module(f"fsm_rollout.testing.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+    from fsm_rollout.testing.conformance.engine import Report as Report
+    from fsm_rollout.testing.conformance.engine import check_engine as check_engine
+    from fsm_rollout.testing.conformance.engine import check_engine_sync as check_engine_sync
+    from fsm_rollout.testing.conformance.interaction import check_interaction as check_interaction
+    from fsm_rollout.testing.conformance.runner import Checked as Checked
+    from fsm_rollout.testing.conformance.runner import ConformanceError as ConformanceError
+    from fsm_rollout.testing.conformance.state import check_state as check_state
+    from fsm_rollout.testing.conformance.tool import check_tool as check_tool
+    from fsm_rollout.testing.conformance.tool_format import check_tool_format as check_tool_format
+    from fsm_rollout.testing.simulation.laws import LawBroken as LawBroken
+    from fsm_rollout.testing.simulation.plan import Plan as Plan
+    from fsm_rollout.testing.simulation.simulate import Simulation as Simulation
+    from fsm_rollout.testing.simulation.simulate import simulate as simulate
+    from fsm_rollout.testing.simulation.virtual_time import Deadlock as Deadlock
+    from fsm_rollout.testing.simulation.virtual_time import LeakedTasks as LeakedTasks
+    from fsm_rollout.testing.simulation.virtual_time import VirtualTimeLoop as VirtualTimeLoop
+    from fsm_rollout.testing.simulation.virtual_time import run_virtual as run_virtual

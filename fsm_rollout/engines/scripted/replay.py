@@ -21,7 +21,7 @@ from fsm_rollout.errors import EngineError, JournalError
 from fsm_rollout.model.folders import load_tokenizer, recorded_engine, tokenizer_folder
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import Generated
-from fsm_rollout.trajectory.journal import histories, metadata
+from fsm_rollout.trajectory.journal import histories, journal_of, metadata
 from fsm_rollout.trajectory.tokens import Ids, Logprobs
 from fsm_rollout.trajectory.trajectory import Stream, Trajectory
 
@@ -73,7 +73,7 @@ def replay(run: Path, engine: str = POLICY, *, max_context: int | None = None) -
     Raises:
         EngineError: nothing can be read there, or the engine's model is not on this machine.
     """
-    journal = run if run.is_file() else run / "journal.sqlite"
+    journal = journal_of(run)
     try:
         facts = recorded_engine(metadata(journal), engine)
         window = max_context or facts.max_context

@@ -22,11 +22,13 @@ say why.
 """
 
 from fsm_rollout.trajectory.journal.reader import (
+    JOURNAL,
     Report,
     events,
     histories,
     is_empty,
     is_journal,
+    journal_of,
     metadata,
     read,
     recordings,
@@ -35,6 +37,6 @@ from fsm_rollout.trajectory.journal.reader import (
 from fsm_rollout.trajectory.journal.writer import Journal
 
 __all__ = [
-    "Journal", "Report", "events", "histories", "is_empty", "is_journal", "metadata", "read", "recordings",
-    "trajectory_ids",
+    "JOURNAL", "Journal", "Report", "events", "histories", "is_empty", "is_journal", "journal_of", "metadata", "read",
+    "recordings", "trajectory_ids",
 ]  # fmt: skip

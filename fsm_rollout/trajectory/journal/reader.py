@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 Report = Callable[[str], None]
 """Hears in a sentence of what is damaged, and left out."""
+JOURNAL = "journal.sqlite"
+"""A journal's name in the folder of its run."""
 _FORMATS = 1000
 """A file of a larger format is a damaged one."""
 
@@ -64,6 +66,11 @@ def metadata(path: str | os.PathLike[str], report: Report = logger.warning) -> d
         except (ValueError, TypeError, RecursionError) as error:
             report(f"{os.fspath(path)}: what it says of its run's '{key}' cannot be read: {error}")
     return found
+
+
+def journal_of(run: Path) -> Path:
+    """Return the journal of a run, of which the folder is given, or the journal itself."""
+    return run if run.is_file() else run / JOURNAL
 
 
 def is_journal(path: str | os.PathLike[str]) -> bool:
