@@ -265,9 +265,9 @@ def export(
         raise ConfigError("only lines of JSON go to the terminal; give -o F.parquet")
     own = None if scores is None else read_scores(scores)
     result = exporting.export(folder, kind, output, scores=own, report=_say, watch=_watched, stream=stream)
-    left = f"; {result.unfinished:,} that have not ended are left out" if result.unfinished else ""
+    open_ones = f"; {result.unfinished:,} that have not ended are left out" if result.unfinished else ""
     what = "standard output" if result.path is None else f"{_short(result.path)}"
-    _say(f"{what}: {result.rows:,} rows of {result.trajectories:,} trajectories{left}")
+    _say(f"{what}: {result.rows:,} rows of {result.trajectories:,} trajectories{open_ones}")
 
 
 @app.command()

@@ -157,8 +157,8 @@ class Rollout:
         self._loop_thread: LoopThread | None = None
         self._owned: list[Engine] = []
         base = base or Path.cwd()
-        given = {POLICY: engine, **(engines or {})}
-        specs = {name: _engine_or_spec(name, engine_like, base) for name, engine_like in given.items()}
+        engine_likes = {POLICY: engine, **(engines or {})}
+        specs = {name: _engine_or_spec(name, engine_like, base) for name, engine_like in engine_likes.items()}
         policy = failures if isinstance(failures, Failures) else failures_of(failures or {})
         self._client = partial(
             EngineClient,
@@ -510,30 +510,30 @@ def _named(what: str) -> Iterator[None]:
         raise ConfigError([Problem(f"{what}: {p.message}", p.file, p.line, p.rule) for p in error.problems]) from error
 
 
-def _agents(given: AgentLike | Mapping[str, AgentLike]) -> dict[str, AgentGraph]:
+def _agents(agents: AgentLike | Mapping[str, AgentLike]) -> dict[str, AgentGraph]:
     """Return the agents by name: one by its own, several by those that they were given."""
-    if isinstance(given, Mapping) and not {"states", "transitions"} & given.keys():
-        if not given:
+    if isinstance(agents, Mapping) and not {"states", "transitions"} & agents.keys():
+        if not agents:
             raise ConfigError("agent: got an empty mapping; give an agent, or several by name")
-        return {name: _agent(agent) for name, agent in given.items()}
-    graph = _agent(given)
+        return {name: _agent(agent) for name, agent in agents.items()}
+    graph = _agent(agents)
     return {graph.agent: graph}
 
 
-def _agent(given: AgentLike) -> AgentGraph:
-    if isinstance(given, AgentGraph):
-        return given
-    if isinstance(given, str | Path | Mapping):
-        return load_agent(given)
+def _agent(agent: AgentLike) -> AgentGraph:
+    if isinstance(agent, AgentGraph):
+        return agent
+    if isinstance(agent, str | Path | Mapping):
+        return load_agent(agent)
     raise ConfigError(
-        f"agent: got a {type(given).__name__}; give what load_agent returns, the path of an agent's YAML, or a mapping "
+        f"agent: got a {type(agent).__name__}; give what load_agent returns, the path of an agent's YAML, or a mapping "
         "from names to them"
     )
 
 
-def _engine_or_spec(name: str, given: EngineLike, base: Path) -> Engine | Mapping[str, Any]:
+def _engine_or_spec(name: str, engine: EngineLike, base: Path) -> Engine | Mapping[str, Any]:
     with _named(f"engine '{name}'"):
-        return as_engine_or_spec(given, base)
+        return as_engine_or_spec(engine, base)
 
 
 BATCH_OPTIONS = ("pad_id", "prompt_width", "response_width", "overflow", "packed", "state_names")

@@ -159,9 +159,9 @@ def replay(
     return result
 
 
-def _agents(given: Sequence[Path], configured: Path | Mapping[str, Path]) -> dict[str, Path]:
-    if given:
-        return {f"#{number}": path for number, path in enumerate(given)}
+def _agents(named: Sequence[Path], configured: Path | Mapping[str, Path]) -> dict[str, Path]:
+    if named:
+        return {f"#{number}": path for number, path in enumerate(named)}
     return dict(configured) if isinstance(configured, Mapping) else {"": configured}
 
 
@@ -178,17 +178,17 @@ def first_difference(trajectory_id: str, recorded: Sequence[AnyEvent], again: Se
     before, now = _steps(recorded), _steps(again)
     whole = isinstance(recorded[-1], Ended) or any(isinstance(event, Ended) for event in recorded)
     before, cut = _without_cut(before)
-    for left, right in itertools.zip_longest(before, now):
-        if left is None:
-            kind, _, state, turn = right
+    for old_step, new_step in itertools.zip_longest(before, now):
+        if old_step is None:
+            kind, _, state, turn = new_step
             if cut or not whole:
                 return None
             return Difference(trajectory_id, state, turn, None, f"it goes on with {_name(kind)}; the recording ends")
-        kind, fields, state, turn = left
-        if right is None:
+        kind, fields, state, turn = old_step
+        if new_step is None:
             return Difference(trajectory_id, state, turn, None, f"it ends; the recording has {_name(kind)}")
-        if (kind, fields) != right[:2]:
-            return _differing(trajectory_id, left, right)
+        if (kind, fields) != new_step[:2]:
+            return _differing(trajectory_id, old_step, new_step)
     return None
 
 
@@ -233,13 +233,13 @@ def _without_cut(steps: list[Step]) -> tuple[list[Step], bool]:
     return steps, False
 
 
-def _differing(trajectory_id: str, left: Step, right: Step) -> Difference:
+def _differing(trajectory_id: str, old_step: Step, new_step: Step) -> Difference:
     """Return what is different about two steps at the same place."""
-    kind, before, state, turn = left
-    if kind is not right[0]:
-        what = f"it has {_name(right[0])}{_detail(right)}; the recording has {_name(kind)}{_detail(left)}"
+    kind, before, state, turn = old_step
+    if kind is not new_step[0]:
+        what = f"it has {_name(new_step[0])}{_detail(new_step)}; the recording has {_name(kind)}{_detail(old_step)}"
         return Difference(trajectory_id, state, turn, None, what)
-    now = right[1]
+    now = new_step[1]
     name = next(name for name in before if before[name] != now[name])
     if name in ("ids", "logprobs", "versions"):
         pairs = enumerate(zip(before[name], now[name], strict=False))

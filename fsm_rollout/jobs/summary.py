@@ -101,8 +101,8 @@ def _endings(trajectories: Sequence[Trajectory]) -> Summary:
             failures.setdefault(reason, trajectory.detail or "")
         elif trajectory.detail:
             details.setdefault(reason, trajectory.detail)
-    said = {"failures": failures, "details": details}
-    return {"stop_reasons": dict(reasons.most_common())} | {key: value for key, value in said.items() if value}
+    texts = {"failures": failures, "details": details}
+    return {"stop_reasons": dict(reasons.most_common())} | {key: value for key, value in texts.items() if value}
 
 
 def _reward_parts(trajectories: Sequence[Trajectory]) -> Summary:

@@ -92,8 +92,8 @@ def neighbours_of(trajectory: Trajectory, ids: Sequence[str], links: Links) -> N
 def path_of(recording: Recording) -> list[Block[tuple[str, str | None, str | None]]]:
     """Return the states in order, each with the trigger (and the limit) that left it, repeated ones folded."""
     steps = recording.steps
-    left = [(step.source, step.trigger, step.limit) for step in steps]
-    return folded_repeats([*left, *((step.dest, None, None) for step in steps[-1:])])
+    departures = [(step.source, step.trigger, step.limit) for step in steps]
+    return folded_repeats([*departures, *((step.dest, None, None) for step in steps[-1:])])
 
 
 def trajectory_page(

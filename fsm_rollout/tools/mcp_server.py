@@ -354,5 +354,5 @@ def _explained(failure: BaseException, errors: IO[str]) -> str:
     while isinstance(failure, BaseExceptionGroup):
         failure = failure.exceptions[0]
     errors.seek(0)
-    said = errors.read().strip()[-SHOWN_OUTPUT:]
-    return f"{tool_messages.described(failure)}" + (f"; it wrote: …{said}" if said else "")
+    output = errors.read().strip()[-SHOWN_OUTPUT:]
+    return f"{tool_messages.described(failure)}" + (f"; it wrote: …{output}" if output else "")

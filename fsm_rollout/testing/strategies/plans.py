@@ -57,8 +57,8 @@ def engine_scripts(
     beside what the conditions ask for: those that predicates of the user's own may want.
     """
     contexts = {
-        key: st.lists(turns(said, failures=failures), max_size=max_turns).map(tuple)
-        for key, said in vocabularies(graph, tokenizer, texts).items()
+        key: st.lists(turns(spoken, failures=failures), max_size=max_turns).map(tuple)
+        for key, spoken in vocabularies(graph, tokenizer, texts).items()
     }
     return st.fixed_dictionaries(contexts).map(lambda script: {key: turns for key, turns in script.items() if turns})
 

@@ -124,16 +124,16 @@ def _reap(guards: dict[int, str]) -> None:
 
 def _fork_guard(settings: dict[str, Any], descriptor: int, control: socket.socket, folder: str) -> int:
     """Fork a guard, into namespaces of its own where ``settings`` say so; return its process id."""
-    told, tell = os.pipe()
+    mapped, users_mapped = os.pipe()  # closed once the users are mapped
     pid = _syscall("clone", _NAMESPACES | signal.SIGCHLD, 0, 0, 0, 0) if settings["namespaces"] else os.fork()
     if pid == 0:
         status = 1
         try:
             control.close()
-            os.close(tell)
+            os.close(users_mapped)
             _libc.prctl(1, signal.SIGKILL)  # ends with the nursery
-            os.read(told, 1)
-            os.close(told)
+            os.read(mapped, 1)
+            os.close(mapped)
             _guard(settings, socket.socket(fileno=descriptor), folder)
             status = 0
         except BaseException as error:  # whatever it is, this process ends here; the run hears why
@@ -141,12 +141,12 @@ def _fork_guard(settings: dict[str, Any], descriptor: int, control: socket.socke
                 os.write(descriptor, json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode() + b"\n")
         finally:
             os._exit(status)
-    os.close(told)
+    os.close(mapped)
     try:
         if settings["namespaces"]:
             _map_users(pid)
     finally:
-        os.close(tell)
+        os.close(users_mapped)
     return pid
 
 
