@@ -368,7 +368,9 @@ API: dict[str, tuple[str, ...]] = {
     "Running": ("fr.Rollout", "fr.load_agent", "fr.read_prompts", "fr.endless_prompts", "fr.Prompt"),
     "What comes out": ("fr.TrajectoryBatch", "fr.Trajectory", "trajectory.trajectory.Turn", "fr.Group", "fr.Journal"),
     "Reading a journal": ("journal.histories", "journal.read", "journal.events", "journal.trajectory_ids"),
-    "Rewards": ("rewards.exact_answer", "rewards.first_answer", "rewards.fraction_answered", "rewards.scores_differ"),
+    "Rewards": ("rewards.exact_answer", "rewards.first_answer", "rewards.fraction_answered", "rewards.sum_of_turns",
+        "rewards.scores_differ",
+    ),
     "Tools of your own": ("fr.ToolContext", "fr.ToolResult", "fr.BadArguments", "tools.Tool", "tools.Hidden"),
     "Handlers of your own": ("fr.State", "fr.Outcome", "states.context.HandlerContext"),
     "Users of your own": (

@@ -35,10 +35,22 @@ TERMINATED = "TERMINATED"
 BUILT_IN_STATES = {PENDING: "prompt", GENERATING: "generate", PROCESSING_TOOLS: "call_tools", INTERACTING: "interact"}
 """The state names that know their handler."""
 
+INTERACTIONS = {"openenv": "fsm_rollout.environment.openenv:OpenEnv"}
+"""The interactions that a YAML names by one word, with their arguments beside it."""
+
 MAIN = "main"
 """The context that exists without being named."""
 POLICY = "policy"
 """The engine that is being trained; every other name is an untrained engine of the run."""
+
+
+def named_by_one_word(value: object, names: Mapping[str, str], model: type[StrictModel]) -> object:
+    """Return ``{use: word, key: …}`` as ``{use: module:name, kwargs: {key: …}}``; all else as it is."""
+    if not isinstance(value, Mapping) or value.get("use") not in names:
+        return value
+    own = {key: value[key] for key in value if key not in model.model_fields}
+    kept = {key: value[key] for key in value if key not in own}
+    return kept | {"use": names[value["use"]], "kwargs": {**value.get("kwargs", {}), **own}}
 
 
 class Context(StrictModel):
@@ -151,10 +163,17 @@ class Tool(StrictModel):
 class Interaction(StrictModel):
     """Who answers in INTERACTING: a simulated user or an environment."""
 
-    use: ImportPath = Field(description="the class, as `module:name`")
+    use: ImportPath = Field(
+        description="the class, as `module:name`; or `openenv`, whose arguments (`url`, …) stand beside it"
+    )
     kwargs: FreeForm = Field(
         default_factory=dict, description="arguments of the class; a prompt's `interaction_kwargs` are laid over them"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spelled_out(cls, value: object) -> object:
+        return named_by_one_word(value, INTERACTIONS, cls)
 
 
 class State(StrictModel):

@@ -8,9 +8,10 @@ Invariant: it is made from the pydantic models, adjusted to what users type (see
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
-from fsm_rollout.agent.graph import STATE_KEYS, AgentGraph
+from fsm_rollout.agent.graph import INTERACTIONS, STATE_KEYS, AgentGraph
 from fsm_rollout.agent.predicates import PREDICATES
 
 Schema = dict[str, Any]
@@ -50,6 +51,7 @@ def agent_schema() -> Schema:
     del state["properties"]["options"], state["additionalProperties"]
     state["if"] = {"properties": {"handler": {"type": "string", "pattern": ":|^external$"}}, "required": ["handler"]}
     state["else"] = {"propertyNames": {"enum": sorted(STATE_KEYS)}}
+    _allow_one_word(definitions["Interaction"], INTERACTIONS)
     state["type"] = definitions["Context"]["type"] = ["object", "null"]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -57,6 +59,16 @@ def agent_schema() -> Schema:
         "$ref": "#/$defs/AgentGraph",
         "$defs": definitions,
     }
+
+
+def _allow_one_word(definition: Schema, names: Iterable[str]) -> None:
+    """Let ``use`` be one of ``names``, which have keys of their own beside it."""
+    keys, use = sorted(definition["properties"]), definition["properties"]["use"]
+    words = {"type": "string", "enum": sorted(names)}
+    definition["properties"]["use"] = {"description": use.pop("description"), "anyOf": [words, use]}
+    del definition["additionalProperties"]
+    definition["if"] = {"properties": {"use": words}}
+    definition["else"] = {"propertyNames": {"enum": keys}}
 
 
 def _conditions() -> Schema:

@@ -309,6 +309,15 @@ def fraction_answered(trajectory: Trajectory) -> float:
     return sum(correct) / len(correct)
 
 
+def sum_of_turns(trajectory: Trajectory) -> float | None:
+    """Return the sum of the scores that its turns were given, as environments give them; ``None`` where none was.
+
+    For trainers that give a trajectory one advantage. ``token_level_scores`` holds the turns' scores already.
+    """
+    scores = [score for _, score in trajectory.turn_scores]
+    return sum(scores) if scores else None
+
+
 def _correct(trajectory: Trajectory) -> list[bool]:
     """Return of each expected answer whether it was given in its place."""
     if "answer" not in trajectory.extra:

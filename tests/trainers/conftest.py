@@ -10,6 +10,7 @@ import typing_extensions
 NEEDS = {
     "test_verl.py": ("verl", "transfer_queue"),
     "test_trl.py": ("trl", "accelerate", "openenv"),  # not in verl's environment, whose transformers is older
+    "test_openenv.py": ("openenv", "fastmcp"),
     "test_validators.py": ("skyrl", "areal", "tinker_cookbook", "openenv"),
 }
 """The packages that a file of tests needs; ``test_laws.py`` tests the adapters whose packages there are."""

@@ -33,3 +33,8 @@ def test_openai_engine() -> None:
     plain, updated = (yaml.safe_load(block)["engine"] for block in blocks("openai_engine"))
     assert faults(plain) == []
     assert faults(updated) == []
+
+
+def test_environments() -> None:
+    (block,) = blocks("environments")
+    assert loads(block).interaction is not None

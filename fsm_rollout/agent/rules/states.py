@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -63,12 +64,27 @@ def _code(structure: Structure) -> Iterator[Finding]:
     interactions: dict[ConfigPath, Interaction | None] = {("interaction", "use"): graph.interaction}
     interactions |= {("states", name, "interaction", "use"): state.interaction for name, state in graph.states.items()}
     for path, interaction in interactions.items():
+        if interaction is None:
+            continue
         try:
-            if interaction is not None and not callable(load_object(interaction.use)):
+            code = load_object(interaction.use)
+            if not callable(code):
                 message = f"interaction '{interaction.use}' cannot be called; name a class or a function"
                 yield Finding(14, path, message)
+            elif unknown := _unknown_argument(code, interaction.kwargs):
+                yield Finding(14, path, f"interaction '{interaction.use}' takes no {unknown}")
         except ConfigError as error:
             yield Finding(14, path, f"interaction: {error}")
+
+
+def _unknown_argument(code: Callable[..., object], kwargs: Mapping[str, object]) -> str | None:
+    try:
+        parameters = inspect.signature(code).parameters
+    except (TypeError, ValueError):
+        return None  # a C extension's
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return None
+    return next((f"'{key}'{did_you_mean(key, parameters)}" for key in kwargs if key not in parameters), None)
 
 
 def _trained(structure: Structure) -> Iterator[Finding]:

@@ -39,6 +39,8 @@ texts = st.one_of(
 values = plain_data(texts, st.integers(-(2**40), 2**40) | st.floats(allow_nan=False), max_leaves=4)
 """Plain data, as free-form settings hold."""
 free_form = st.dictionaries(texts, values, max_size=2)
+_user_kwargs = st.dictionaries(st.sampled_from(["turns", "answers"]), values, max_size=2)
+"""Of SCRIPTED_USER: names that it takes, with whatever values."""
 _temperatures = st.sampled_from([0.0, 0.7, 1.0])
 _LIMITS = ("assistant_turns", "tool_calls", "user_turns", "max_visits", "response_tokens")
 
@@ -103,7 +105,7 @@ def graphs(draw: st.DrawFn, max_states: int = 5, max_limit: int = 4, plain: bool
     specs.update({name: {} if name == TERMINATED else {"final": True} for name in sorted(finals)})
     graph: Data = {"agent": "drawn", "initial": states[0], "limits": limits, "states": specs, "tools": tools}
     graph["transitions"] = rows
-    graph["interaction"] = {"use": SCRIPTED_USER, "kwargs": {} if plain else draw(free_form)}
+    graph["interaction"] = {"use": SCRIPTED_USER, "kwargs": {} if plain else draw(_user_kwargs)}
     if not plain:
         graph["description"] = draw(texts)
         graph["contexts"] = draw(_contexts(list(tools)))
@@ -194,7 +196,7 @@ def _state(draw: st.DrawFn, name: str, plain: bool) -> Data:
         if handler == "call_tools" and draw(st.booleans()):
             spec["parallel"] = draw(st.integers(1, 3))
         if handler == "interact" and draw(st.booleans()):
-            spec["interaction"] = {"use": SCRIPTED_USER, "kwargs": draw(free_form)}
+            spec["interaction"] = {"use": SCRIPTED_USER, "kwargs": draw(_user_kwargs)}
     return spec
 
 

@@ -112,6 +112,21 @@ def test_the_schema_refuses_unknown_keys_and_wrong_types() -> None:
     assert valid(yaml.safe_load(changed("max_tokens: 512", "max_tokens: '${x}'")))
 
 
+def test_an_interaction_of_one_word_has_its_arguments_beside_it() -> None:
+    def built(interaction: str) -> AgentGraph:
+        return loads(AGENT + f"interaction: {interaction}\n")
+
+    graph = built("{use: openenv, url: 'http://127.0.0.1:1', repeatable: true}")
+    assert graph.interaction is not None
+    assert graph.interaction.use == "fsm_rollout.environment.openenv:OpenEnv"
+    assert graph.interaction.kwargs == {"url": "http://127.0.0.1:1", "repeatable": True}
+    assert loads(dump(graph)) == graph
+    assert accepts(yaml.safe_load(AGENT) | {"interaction": {"use": "openenv", "url": "http://127.0.0.1:1"}})
+    with pytest.raises(ConfigError, match="unknown key 'url'"):
+        built("{use: 'fsm_rollout.interactions:ScriptedUser', url: here}")
+    assert not accepts(yaml.safe_load(AGENT) | {"interaction": {"use": "own:User", "url": "here"}})
+
+
 def test_mappings_of_a_graph_cannot_be_changed() -> None:
     graph = loads(AGENT)
     states: Any = graph.states

@@ -340,6 +340,15 @@ def test_14_code() -> None:
     assert messages[1].startswith("interaction: 'tests.custom_code' has no 'missing'")
 
 
+def test_14_an_interaction_s_arguments_are_those_of_its_class() -> None:
+    data = base()
+    data["interaction"] = {"use": "openenv", "ulr": "http://127.0.0.1:1"}
+    takes = "interaction 'fsm_rollout.environment.openenv:OpenEnv' takes no 'ulr'; did you mean 'url'? [rule 14]"
+    expect(data, takes)
+    data["interaction"] = {"use": "openenv", "url": "http://127.0.0.1:1"}
+    expect(data)
+
+
 def test_15_trained() -> None:
     data = base()
     data["contexts"] = {"critic": {"engine": "judge", "trainable": True}}

@@ -21,6 +21,7 @@ from fsm_rollout.environment.rewards import (
     first_answer,
     fraction_answered,
     scores_differ,
+    sum_of_turns,
 )
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.trajectory.events import (
@@ -422,3 +423,11 @@ def test_a_filter_that_fails_keeps_its_group_and_says_so(caplog: pytest.LogCaptu
         "group filter 'broken' failed; the group is kept",
         "group filter 'never' failed; the group is kept",
     ]
+
+
+def test_the_scores_of_turns_are_added_up() -> None:
+    scored = trajectory(FOUR, NEXT, FIVE)
+    assert sum_of_turns(scored) is None
+    for turn, value in ((0, 0.5), (1, -2.0)):
+        scored.apply(Scored(at=0.0, value=value, turn=turn))
+    assert sum_of_turns(scored) == -1.5
