@@ -46,7 +46,9 @@ async def cost(tokenizer: Any, tokens: int, *, count: int, turns: int) -> float:
     groups = [group async for group in scheduler.run(prompts)]
     marks.append(time.process_time())
     await marker
-    assert all(t.stop_reason == "answered" and t.turn == turns + 1 for group in groups for t in group.trajectories)
+    assert all(
+        t.stop_reason == "answered" and t.generations == turns + 1 for group in groups for t in group.trajectories
+    )
     return (marks[1] - marks[0]) / (count * turns)
 
 

@@ -68,7 +68,9 @@ def measure(text: str, sessions: int, prompt: dict[str, Any]) -> tuple[float, fl
             for n in (4, sessions):  # the first run warms up
                 begun, cpu = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_utime
                 async for group in rollout.stream([prompt], n):
-                    assert all(t.turn == TURNS and len(t.streams) == 1 for t in group.trajectories), group.trajectories
+                    assert all(t.generations == TURNS and len(t.streams) == 1 for t in group.trajectories), (
+                        group.trajectories
+                    )
             calls = sessions * TURNS
             used = resource.getrusage(resource.RUSAGE_SELF).ru_utime - cpu
             return 1e3 * (time.perf_counter() - begun) / calls, 1e3 * used / calls

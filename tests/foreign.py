@@ -109,7 +109,7 @@ class EngineLog:
         ids = list(stream.tokens.ids)
         mask = [0] * stream.tokens.prompt_length + stream.tokens.response_mask().tolist()
         own = {key: out for key, out in self.sampled.items() if key.startswith(f"{trajectory.trajectory_id}/")}
-        assert len(own) == trajectory.turn >= 2
+        assert len(own) == trajectory.generations >= 2
         assert sum(mask) == sum(map(len, own.values()))
         for request_id, out in own.items():
             before = self.asked[request_id]

@@ -54,7 +54,7 @@ TEMPLATE_FACTS = {
     "extra": "the prompt's other fields",
     "visits": "how often each state was visited",
     "spent": "how much of each counted limit is spent",
-    "turn": "how many generations there have been",
+    "generations": "how many generations there have been",
     "score": "the trajectory's score, if any",
     "turn_scores": "(turn, score) of each turn that was scored",
 }
@@ -94,9 +94,9 @@ def load_object(path: str) -> object:
     for part in attribute.split("."):
         try:
             target = getattr(target, part)
-        except AttributeError as error:
+        except AttributeError:
             hint = did_you_mean(part, (n for n in dir(target) if not n.startswith("_")))
-            raise ConfigError(f"'{module_name}' has no '{part}' (from '{path}'){hint}") from error
+            raise ConfigError(f"'{module_name}' has no '{part}' (from '{path}'){hint}") from None
     return target
 
 

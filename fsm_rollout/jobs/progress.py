@@ -120,6 +120,6 @@ class RunProgress:
         lines: list[RenderableType] = [self._bar, states, Text(self._speed(), style="dim")]
         if self._open and self._total - self._done <= max(4, self._total // 20):
             oldest = list(self._open.values())[:4]
-            tail = ", ".join(f"{t.trajectory_id} {t.state} (generation {t.turn})" for t in oldest)
+            tail = ", ".join(f"{t.trajectory_id} {t.state} (generation {t.generations})" for t in oldest)
             lines.append(Text(f"tail: {tail}", style="dim"))
         return Group(*lines)

@@ -38,8 +38,9 @@ def summarize(
     counted apart under ``sub_agents``. Only ``tokens``, ``trained_tokens`` and the counts of calls are of
     both, as the batch is; ``bad_calls`` are the failures among those calls that the model is to blame for, and
     ``tool_failures`` the others. ``turns_mean`` counts the messages of all streams of a trajectory, system messages
-    apart. ``stop_reasons`` counts a trajectory that has none as ``suspended``, or ``unfinished``; ``failures`` (if
-    there are any) says of each kind what the first one was, as ``details`` does of ends that are no failures.
+    apart, and ``generations_mean`` what was sampled. ``stop_reasons`` counts a trajectory that has none as
+    ``suspended``, or ``unfinished``; ``failures`` (if there are any) says of each kind what the first one was, as
+    ``details`` does of ends that are no failures.
 
     ``failure_classes`` counts those that failed by who has to answer for it; all but the policy's have no score.
     ``scored`` counts those that have a score, ``score_mean`` is the mean of theirs, and ``reward_parts`` (if there are
@@ -68,6 +69,7 @@ def summarize(
         "failure_classes": dict(Counter(str(t.failure) for t in own if t.failure is not None).most_common()),
         "sub_agents": {"trajectories": len(called), **_endings(called)},
         "turns_mean": _mean([sum(map(turns_of, trajectory.streams)) for trajectory in own]),
+        "generations_mean": _mean([trajectory.generations for trajectory in own]),
         "tokens": sum(trajectory.response_tokens for trajectory in everything),
         "trained_tokens": sum(trajectory.trained_tokens for trajectory in everything),
         "tool_calls": sum(trajectory.calls_seen for trajectory in everything),
@@ -163,7 +165,8 @@ def summary_table(summary: Summary) -> Table:
             + (f"; {again:,} attempts were repeated" if again else ""),
         )
     row("states", _counted(summary["states"]))
-    row("turns", f"{_number(summary['turns_mean'])} on average, {summary['transitions']:,} transitions")
+    messages, generations = _number(summary["turns_mean"]), _number(summary["generations_mean"])
+    row("turns", f"{messages} messages, {generations} generations on average; {summary['transitions']:,} transitions")
     share = f"{trained / tokens:.0%}" if tokens else "-"
     row("tokens", f"{tokens:,} after the prompts, {trained:,} trained ({share}){of_both}")
     row("tool calls", _calls(summary) + of_both)

@@ -230,7 +230,7 @@ def figures_of(summary: Summary) -> Iterator[tuple[str, float]]:
     yield from ((f"score/{name}", value) for name, value in measured.items() if value is not None)
     yield "tokens/response", summary["tokens"]
     yield "tokens/trained", summary["trained_tokens"]
-    for name in ("turns_mean", "transitions", "tool_calls", "bad_calls", "tool_failures"):
+    for name in ("turns_mean", "generations_mean", "transitions", "tool_calls", "bad_calls", "tool_failures"):
         if summary[name] is not None:
             yield name, summary[name]
     for reason, count in summary["stop_reasons"].items():

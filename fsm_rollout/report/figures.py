@@ -44,7 +44,7 @@ class Line:
         self.detail = trajectory.detail
         self.score = trajectory.score
         self.messages = sum(map(turns_of, trajectory.streams))
-        self.generations = trajectory.turn
+        self.generations = trajectory.generations
         self.tokens = trajectory.response_tokens
         self.trained = trajectory.trained_tokens
         self.calls = trajectory.calls_seen

@@ -109,7 +109,7 @@ class _Slowest:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         wide = options.max_width >= WIDE
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for name in ("slowest", "stop reason", "score", "turns", "trained", "calls", "time", "what it went into"):
+        for name in ("slowest", "stop reason", "score", "generations", "trained", "calls", "time", "what it went into"):
             words = name in ("slowest", "stop reason", "what it went into")
             if wide or name != "what it went into":
                 justify: Literal["left", "right"] = "left" if words else "right"
@@ -142,7 +142,7 @@ def trajectory_view(run: RunFolder, trajectory_id: str) -> RenderableType:
         (f"{visible(trajectory.trajectory_id)} ", "bold"),
         f"of {visible(trajectory.agent)}: ",
         (visible(trajectory.stop_reason or "unfinished"), "bold"),
-        f", score {number(trajectory.score)}, {trajectory.turn} generations, "
+        f", score {number(trajectory.score)}, {trajectory.generations} generations, "
         f"{trajectory.trained_tokens:,} of {trajectory.response_tokens:,} tokens trained",
     )
     path = Text(" → ").join(
@@ -182,13 +182,13 @@ def _card(
     title = Text.assemble("\n", _chip(card.state, order), (f" {visible(card.who)}", "bold"))
     title.append("  never entered the tokens" if pending else f"  {card.end - card.start:,} tokens", "dim")
     if card.generated is not None:
-        title.append(f", turn {card.turn}, {duration(card.generated.seconds)}", "dim")
+        title.append(f", generation {card.turn}, {duration(card.generated.seconds)}", "dim")
     if card.cut is not None:
         title.append(f"  {visible(card.cut)}", "red")
     for value, _ in card.scores:
         title.append(f"  score {number(value)}", "green")
     if card.abandoned:
-        title.append("  abandoned: more was said before the first turn", "yellow")
+        title.append("  abandoned: more was said before the first generation", "yellow")
     if card.guarded:
         title.append(f"  {card.guarded} markers kept as text", "yellow")
     # 2. Its tokens, or the messages that have none.

@@ -104,7 +104,12 @@ def _spans(recording: Recording) -> Iterator[_Span]:
             visit.state, visit.start, visit.end, 1 if visit.start == visit.end else 2, {"trigger": visit.trigger}
         )
     for stretch in times.stretches:
-        facts = {"state": stretch.state, "tokens": stretch.tokens, "turn": stretch.turn, "failure": stretch.failure}
+        facts = {
+            "state": stretch.state,
+            "tokens": stretch.tokens,
+            "generation": stretch.turn,
+            "failure": stretch.failure,
+        }
         name = stretch.label if stretch.kind != "tool" else f"tool {stretch.label}"
         yield _Span(name, stretch.start, stretch.end, 3, {k: v for k, v in facts.items() if v is not None})
 
@@ -126,7 +131,7 @@ def _replica(process: int, name: str, generations: list[tuple[Stretch, str]], or
             "tid": first + lane,
             "ts": start,
             "dur": end - start,
-            "args": {"state": stretch.state, "turn": stretch.turn, "tokens": stretch.tokens},
+            "args": {"state": stretch.state, "generation": stretch.turn, "tokens": stretch.tokens},
         }
         changes[start] += 1
         changes[end] -= 1

@@ -316,7 +316,7 @@ class HandlerContext(Visit):
         Raises:
             StreamError: there is no such turn, or the score is not a finite number.
         """
-        latest = self.trajectory.turn - 1
+        latest = self.trajectory.generations - 1
         turn = latest - self._effects.turns_ahead() if turn is None else turn
         if not isinstance(turn, int) or not 0 <= turn <= latest:
             turns_there_are = "none has been generated yet" if latest < 0 else f"the first is 0, the latest {latest}"

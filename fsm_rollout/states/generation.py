@@ -194,7 +194,7 @@ class Generation:
         visit, unread = self.visit, None
         ids = stream.turn_ids + pending.ids if continued else pending.ids
         try:
-            number = stream.turn if resumed and stream.turn is not None else visit.trajectory.turn
+            number = stream.turn if resumed and stream.turn is not None else visit.trajectory.generations
             message, attempts = _read_turn(ids, finish_reason, self.bound, number)
         except Exception as error:
             message, attempts, unread = {"role": "assistant", "content": ""}, [], error

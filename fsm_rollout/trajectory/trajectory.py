@@ -163,7 +163,7 @@ class Trajectory(msgspec.Struct):
 
     - ``messages``: the whole conversation. ``prompt_messages`` is only the prompt's part of it.
     - ``text``: the latest turn's text, which most rewards judge.
-    - ``turns``: each turn's text, tool calls, their results and its score.
+    - ``assistant_turns``: the model's turns: each one's text, tool calls, their results and its score.
     - ``extra``: the prompt's other fields, such as ``answer``.
     - ``stop_reason``: why it ended.
 
@@ -241,7 +241,7 @@ class Trajectory(msgspec.Struct):
     """Every token stream, in the order in which they were opened; those with trained tokens are rows of the batch."""
     open_streams: dict[str, Stream] = {}
     """The open stream of each context that has been used."""
-    turn: int = 0
+    generations: int = 0
     """Number of generations so far; the index of the next one."""
     context_turns: dict[str, int] = {}
     """The same, by context."""
@@ -341,7 +341,7 @@ class Trajectory(msgspec.Struct):
         return messages if messages or context != "main" else list(self.prompt_messages)
 
     @property
-    def turns(self) -> list[Turn]:
+    def assistant_turns(self) -> list[Turn]:
         """The model's turns, of all contexts, in the order in which they began: text, calls, results and score."""
         return [turn for index, turn in enumerate(self.turn_of) if turn.generations[0] == index]
 
@@ -459,7 +459,7 @@ class Trajectory(msgspec.Struct):
             messages=list(event.messages),
             glued=len(event.messages),
             opening=len(event.messages),
-            tokens=TokenStream(event.ids, state=event.state, turn=self.turn, trained=event.trained),
+            tokens=TokenStream(event.ids, state=event.state, turn=self.generations, trained=event.trained),
             turn_at=len(event.ids),
             guarded_at=list(event.guarded_at),
             sampled_with=[],
@@ -477,7 +477,7 @@ class Trajectory(msgspec.Struct):
     def _extended(self, event: events.PromptExtended) -> None:
         stream = self._open_stream(event.context)
         stream.guarded_at.extend(len(stream.tokens) + at for at in event.guarded_at)
-        stream.tokens.write(event.ids, state=event.state, turn=self.turn)
+        stream.tokens.write(event.ids, state=event.state, turn=self.generations)
         stream.awaiting = True
         stream.glued = len(stream.messages)
         stream.pending_state = None
@@ -497,7 +497,7 @@ class Trajectory(msgspec.Struct):
         else:
             stream.turn_at = len(stream.tokens)
             stream.messages.append(event.message)
-        turn = stream.turn if event.resumed and stream.turn is not None else self.turn
+        turn = stream.turn if event.resumed and stream.turn is not None else self.generations
         sampled_with = SampledWith(turn, len(stream.tokens), event.temperature, event.top_p, event.top_k)
         if not stream.sampled_with or stream.sampled_with[-1]._replace(start=sampled_with.start) != sampled_with:
             stream.sampled_with.append(sampled_with)
@@ -511,7 +511,7 @@ class Trajectory(msgspec.Struct):
         stream.finish_reason = event.finish_reason
         stream.turn = turn
         if not event.resumed:
-            self.turn += 1
+            self.generations += 1
             self.context_turns[event.context] = self.context_turns.get(event.context, 0) + 1
         self._turn_of(event).results = self.called = []
         self.last = event
@@ -530,7 +530,7 @@ class Trajectory(msgspec.Struct):
         # 2. What the generation made of it.
         turn.message, turn.calls, turn.finish_reason = event.message, event.attempts, event.finish_reason
         turn.tokens += len(event.ids)
-        if len(self.turn_of) < self.turn:
+        if len(self.turn_of) < self.generations:
             turn.generations.append(len(self.turn_of))
             self.turn_of.append(turn)
         return turn
@@ -614,7 +614,7 @@ class Trajectory(msgspec.Struct):
     def __repr__(self) -> str:
         """Say which, where and how far."""
         where = self.stop_reason or (f"suspended: {self.suspended}" if self.suspended else self.state)
-        return f"<Trajectory {self.trajectory_id} of {self.agent}: {where}, {self.turn} generations>"
+        return f"<Trajectory {self.trajectory_id} of {self.agent}: {where}, {self.generations} generations>"
 
 
 BRANCH, FURTHER = "~", "+"

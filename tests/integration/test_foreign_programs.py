@@ -171,5 +171,5 @@ for number in range(3):
     assert trajectory.stop_reason == "answered", trajectory.detail
     check_exact([trajectory], engine)
     assert [stream.context for stream in trajectory.streams] == ["main"]
-    assert (trajectory.turn, trajectory.spent["assistant_turns"]) == (3, 3)
+    assert (trajectory.generations, trajectory.spent["assistant_turns"]) == (3, 3)
     assert not left_over()

@@ -99,7 +99,7 @@ def test_rows_are_those_of_the_batch(out: Path, tmp_path: Path) -> None:
 
 def half(trajectory: Trajectory) -> dict[str, float]:
     """A reward that gives half, and says what it saw."""
-    return {"score": 0.5, "turns": trajectory.turn}
+    return {"score": 0.5, "turns": trajectory.generations}
 
 
 def by_rank(group: list[Trajectory]) -> list[float]:

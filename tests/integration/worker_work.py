@@ -61,7 +61,7 @@ def rows(trajectories: list[Trajectory]) -> dict[str, tuple[Any, ...]]:
     return {
         t.trajectory_id: (
             t.stop_reason,
-            t.turn,
+            t.generations,
             t.calls_seen,
             [(s.tokens.ids.tobytes(), s.tokens.response_mask().tobytes(), s.messages) for s in t.streams],
         )

@@ -384,7 +384,7 @@ class FailsUnheard(Base):
 
 class ScoresTheNextTurn(Base):
     async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        ctx.score_turn(1.0, trajectory.turn)
+        ctx.score_turn(1.0, trajectory.generations)
         return Outcome("done")
 
 

@@ -288,7 +288,7 @@ def test_fixtures_run_an_agent_in_virtual_time(folder: pytest.Pytester) -> None:
 
         def test_trajectory(fsm_trajectory):
             trajectory = fsm_trajectory("agent.yaml", ["Hm.", "ANSWER 4"])
-            assert (trajectory.stop_reason, trajectory.turn) == ("answered", 2)
+            assert (trajectory.stop_reason, trajectory.generations) == ("answered", 2)
 
         def test_engine_and_scheduler(fsm_scheduler, scripted_engine, fake_clock):
             from fsm_rollout import Prompt

@@ -64,7 +64,7 @@
     const logprob = stream.logprobs[at];
     const lines = [`${JSON.stringify(textOf(stream, at))}   id ${stream.ids[at]}, position ${at}`];
     if (owner === "model") lines.push(`log p ${logprob.toPrecision(4)}, p ${Math.exp(logprob).toPrecision(3)}, weights ${version}`);
-    lines.push(`${state}, turn ${turn}, ${isTrained(stream, spanAt(stream, at)) ? "trained" : owner === "model" ? "sampled, not trained" : owner + ", not trained"}`);
+    lines.push(`${state}, generation ${turn}, ${isTrained(stream, spanAt(stream, at)) ? "trained" : owner === "model" ? "sampled, not trained" : owner + ", not trained"}`);
     if (stream.guarded.has(at)) lines.push("spells a control marker, and was kept from being one");
     return lines.join("\n");
   };

@@ -64,7 +64,7 @@ def test_a_callable_is_a_tool(tool: Any, result: str) -> None:
     with fr.Rollout(agent, engine, reward=lambda trajectory: scored.append(trajectory) or 1.0) as rollout:
         rollout.run([fr.Prompt(messages=({"role": "user", "content": "2 + 3?"},))])
     (trajectory,) = scored
-    assert [turn.results[0].result for turn in trajectory.turns if turn.results] == [result]
+    assert [turn.results[0].result for turn in trajectory.assistant_turns if turn.results] == [result]
     assert loads(dump(agent)) == agent, "an agent stays plain data"
 
 

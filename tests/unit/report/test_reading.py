@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import re
 from array import array
 from io import StringIO
@@ -15,15 +16,19 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from rich.console import Console
 
+from fsm_rollout import Rollout, load_agent
+from fsm_rollout.jobs.summary import summarize, summary_table
 from fsm_rollout.report.folding import Block, folded_repeats
 from fsm_rollout.report.pages import page_path
-from fsm_rollout.report.recording import Recording
+from fsm_rollout.report.recording import Recording, open_run
 from fsm_rollout.report.report import write_report
 from fsm_rollout.report.show import show
 from fsm_rollout.report.texts import GOES_ON, percent
 from fsm_rollout.report.trajectory import trajectory_page
 from fsm_rollout.trajectory.events import AnyEvent, ContextOpened, Generated, Transitioned
+from fsm_rollout.trajectory.journal import Journal
 from tests.embedded import tokenizer
+from tests.kit import CONFIGS
 from tests.unit.report.recorded_runs import history, write_run
 
 
@@ -47,7 +52,7 @@ def text_of(page: str, part: str) -> str:
     return " ".join(html.unescape(re.sub("<[^>]*>", "", inside.partition(">")[2])).split())
 
 
-def on_screen(folder: Path, trajectory_id: str) -> str:
+def on_screen(folder: Path, trajectory_id: str | None) -> str:
     console = Console(width=200, record=True, file=StringIO())
     console.print(show(folder, trajectory_id))
     return console.export_text()
@@ -205,3 +210,28 @@ def test_calls_say_whose_fault_their_failures_were(tmp_path: Path) -> None:
 
     assert "1 failed, 1 through the model’s fault" in called(bad=True)
     assert "1 failed</small>" in called(bad=False)
+
+
+def test_a_turn_is_a_message_and_a_generation_is_one_everywhere(tmp_path: Path) -> None:
+    """The run's table, `show`, the report, the pages and the tensors mean the same by a word."""
+    agent = load_agent(CONFIGS / "agents/tool_agent.yaml")
+    call = '<tool_call>\n{"name": "calculate", "arguments": {"left": 3, "operator": "+", "right": 4}}\n</tool_call>'
+    engine = {"kind": "scripted", "turns": [call, "The answer is 7."]}
+    with Journal(tmp_path / "journal.sqlite") as journal, Rollout(agent, engine, journal=journal) as rollout:
+        batch = rollout.run(["What is 3 + 4?"])
+    (trajectory,) = (recording.trajectory for recording in open_run(tmp_path).recordings())
+    messages = ["user", "assistant", "tool", "assistant"]
+    assert [message["role"] for message in trajectory.messages if message["role"] != "system"] == messages
+    assert (len(trajectory.assistant_turns), trajectory.generations) == (2, 2)
+    assert batch.tensordict["num_turns"] == [4]
+    summary = summarize([trajectory], wall_seconds=1.0)
+    assert (summary["turns_mean"], summary["generations_mean"]) == (4.0, 2.0)
+    console = Console(width=200, record=True, file=StringIO())
+    console.print(summary_table(summary))
+    assert "4.0 messages, 2.0 generations on average" in console.export_text()
+    head, row = on_screen(tmp_path, None).splitlines()[-2:]
+    assert row.split()[head.split().index("generations") - 1] == "2"  # "stop reason" is two words
+    assert "generation 1" in on_screen(tmp_path, "0/0")
+    write_report(tmp_path)
+    columns = json.loads(re.search(r'"columns": ?(\[.*?\])', (tmp_path / "report.html").read_text("utf-8"))[1])  # type: ignore[index]
+    assert {"messages", "generations"} <= {column["name"] for column in columns}

@@ -96,7 +96,7 @@ def outline(groups: Sequence[Group]) -> dict[str, Any]:
     """All that must not depend on where a run was interrupted."""
     return {
         t.trajectory_id: (
-            t.stop_reason, t.visits, t.spent, t.turn_scores, t.tool_rewards, t.turn, t.asked,
+            t.stop_reason, t.visits, t.spent, t.turn_scores, t.tool_rewards, t.generations, t.asked,
             [(s.context, s.tokens.ids.tolist(), s.tokens.spans, s.messages) for s in t.streams],
         )
         for group in sorted(groups, key=lambda group: group.index)
@@ -316,7 +316,7 @@ def everything(groups: Sequence[Group]) -> list[Any]:
     """All that must not depend on where a run was interrupted, sub-agents' trajectories too, in their order."""
     return [
         (
-            t.trajectory_id, t.parent_id, t.sample, t.agent, t.seed, t.stop_reason, t.visits, t.spent, t.turn,
+            t.trajectory_id, t.parent_id, t.sample, t.agent, t.seed, t.stop_reason, t.visits, t.spent, t.generations,
             [(s.context, s.tokens.ids.tolist(), s.tokens.spans, s.messages) for s in t.streams],
             [(called.id, called.result, called.failure, called.tries, called.child_id) for called in t.called],
         )

@@ -436,7 +436,7 @@ def test_a_custom_handler_generates_writes_and_pays() -> None:
     groups, _ = run(custom("Blurt", options={"word": "more"}), ["one two three", "four"])
     trajectory = only(groups)
     assert trajectory.stop_reason == "said"
-    assert trajectory.spent["assistant_turns"] == trajectory.turn == 2
+    assert trajectory.spent["assistant_turns"] == trajectory.generations == 2
     assert [m["content"] for m in trajectory.streams[0].messages if m["role"] == "user"] == ["Question 0?", "more"]
 
 
@@ -700,10 +700,10 @@ class Wrong(State):
                 ctx.score_turn(0.5)
             case "count":
                 await ctx.generate("main")
-                ctx.score_turn(0.5, trajectory.turn)
+                ctx.score_turn(0.5, trajectory.generations)
             case "swapped":
                 await ctx.generate("main")
-                ctx.score_turn(trajectory.turn, 0.0)  # type: ignore[arg-type]
+                ctx.score_turn(trajectory.generations, 0.0)  # type: ignore[arg-type]
         return Outcome("said")
 
 
@@ -1001,7 +1001,7 @@ def test_entering_the_initial_state_is_charged_like_any_entry() -> None:
     }
     groups, _ = run(agent(frame, limits={"assistant_turns": 2}), ["x", "y", "z"])
     trajectory = only(groups)
-    assert (trajectory.stop_reason, trajectory.turn) == ("limit:assistant_turns", 2)
+    assert (trajectory.stop_reason, trajectory.generations) == ("limit:assistant_turns", 2)
     assert trajectory.spent == {"assistant_turns": 3}
 
 

@@ -112,7 +112,7 @@ def test_cancelling_and_suspending_reach_a_trajectory_in_its_worker() -> None:
         stopping = asyncio.create_task(stop())
         groups = [group async for group in scheduler.run(prompts(3))]
         await stopping
-        found = {t.trajectory_id: (t.stop_reason, t.suspended, t.turn) for t in trajectories(groups)}
+        found = {t.trajectory_id: (t.stop_reason, t.suspended, t.generations) for t in trajectories(groups)}
         assert found == {"p0/0": ("cancelled", None, 1), "p1/0": (None, "asked", 1), "p2/0": ("answered", None, 1)}
 
     shared(body, Turn(text="one two three", delay=1.0, chunks=3))

@@ -61,7 +61,7 @@ def test_a_history_that_only_grows_is_one_row(n: int) -> None:
         assert trajectory.stop_reason == "answered"
         assert [stream.context for stream in trajectory.streams] == ["main"]
         assert trajectory.forks == 0
-        assert trajectory.turn == 3
+        assert trajectory.generations == 3
         assert trajectory.spent["assistant_turns"] == 3
         (stream,) = trajectory.streams
         assert [m["role"] for m in stream.messages] == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
@@ -160,7 +160,7 @@ def test_a_call_that_was_broken_off_goes_on_where_it_was() -> None:
     (trajectory,) = trajectories
     assert trajectory.stop_reason == "answered", trajectory.detail
     assert [stream.context for stream in trajectory.streams] == ["main"]
-    assert trajectory.turn == 2
+    assert trajectory.generations == 2
     assert trajectory.spent["assistant_turns"] == 2
 
 
@@ -181,7 +181,7 @@ async def goes_on_for_ever(visit: ForeignVisit) -> None:
 def test_a_limit_is_told_in_the_protocol_s_own_error_and_ends_the_state() -> None:
     (trajectory,), _ = run(agent(f"use: '{HERE}:goes_on_for_ever'", assistant_turns=3), lambda request: "more")
     assert trajectory.stop_reason == "limit:assistant_turns"
-    assert trajectory.turn == 3
+    assert trajectory.generations == 3
     ((code, message),) = SEEN
     assert code == "limit_reached"
     assert "the limit 'assistant_turns' of this agent is reached" in message
@@ -208,7 +208,7 @@ async def forgets(visit: ForeignVisit) -> None:
 def test_a_history_that_is_too_long_may_be_shortened() -> None:
     (trajectory,), _ = run(agent(f"use: '{HERE}:forgets'", context_tokens=200), lambda request: "yes")
     assert trajectory.stop_reason == "answered", trajectory.detail
-    assert trajectory.turn == 2
+    assert trajectory.generations == 2
 
 
 @pytest.mark.parametrize(

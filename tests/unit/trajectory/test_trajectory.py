@@ -116,7 +116,7 @@ def test_tokens_and_counts_are_those_of_the_events(events: list[AnyEvent]) -> No
         return [event for event in events if isinstance(event, kind)]
 
     calls, ends = every(Called), every(Ended)
-    assert trajectory.turn == sum(not event.resumed for event in every(Generated))
+    assert trajectory.generations == sum(not event.resumed for event in every(Generated))
     assert trajectory.calls_seen == len(calls)
     assert trajectory.calls_failed == sum(call.failure is not None for call in calls)
     assert trajectory.tool_rewards == [call.reward for call in calls if call.reward is not None]
@@ -151,7 +151,7 @@ def test_a_generation_that_goes_on_replaces_its_message_and_keeps_its_turn() -> 
     assert [m["content"] for m in stream.messages] == ["hi"]
     assert len(stream.turn_ids) == 5
     assert stream.finish_reason == "stop"
-    assert trajectory.turn == 2
+    assert trajectory.generations == 2
     assert [(span.turn, len(span)) for span in stream.tokens.sampled()] == [(0, 2), (1, 3)]
 
 
@@ -160,7 +160,7 @@ def test_a_generation_resumed_after_an_abort_is_one_generation() -> None:
     rest = generated(sampled=3, continued=True, resumed=True)
     trajectory = Trajectory.fold([PROMPTED, opened(), generated(), cut, rest])
     (stream,) = trajectory.streams
-    assert trajectory.turn == 2
+    assert trajectory.generations == 2
     assert [(span.turn, len(span)) for span in stream.tokens.sampled()] == [(0, 2), (1, 5)]
     assert len(stream.turn_ids) == 5
 
@@ -303,7 +303,7 @@ def test_turns_have_their_text_calls_results_and_scores() -> None:
         generated(message=said("assistant", "It is 2."), continued=True, sampled=1),
         Scored(at=4.0, value=0.25, turn=0), Scored(at=4.0, value=1.0, turn=3),
     ])  # fmt: skip
-    first, critic, last = trajectory.turns
+    first, critic, last = trajectory.assistant_turns
     assert (first.text, first.calls, first.results, first.score) == ("let me", [call], [called], 0.25)
     assert (critic.context, critic.text, critic.tokens, critic.score) == ("critic", "fine", 3, None)
     assert (last.text, last.generations, last.tokens, last.score) == ("It is 2.", [2, 3], 3, 1.0)
