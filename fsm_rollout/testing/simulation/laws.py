@@ -99,16 +99,20 @@ def comes_back(run: Simulation) -> None:
 
 
 def stays_within(bound: Bound) -> Law:
-    """Return law 2 for an agent's bound."""
+    """Return law 2 for an agent's bound.
+
+    Its seconds are those in which a trajectory could run: those for which the plan paused the engine come on top.
+    """
 
     def law(run: Simulation) -> None:
+        beside = STOPPING_SECONDS + sum(fault.seconds for fault in run.plan.faults if fault.kind == "pause")
         for trajectory in run.trajectories:
             if trajectory.parent_id is not None:
                 continue
             name = trajectory.trajectory_id
             family = [t for t in run.trajectories if f"{t.trajectory_id}/".startswith(f"{name}/")]
             ended_at = trajectory.started_at if trajectory.ended_at is None else trajectory.ended_at
-            wall = None if bound.wall_seconds is None else bound.wall_seconds + STOPPING_SECONDS
+            wall = None if bound.wall_seconds is None else bound.wall_seconds + beside
             counted: dict[str, tuple[float, float | None]] = {
                 "transitions": (sum(t.transitions for t in family), bound.transitions),
                 "generations": (sum(_generations(run, t) for t in family), bound.generations),

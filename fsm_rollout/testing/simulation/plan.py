@@ -64,7 +64,7 @@ class Fault(StrictModel):
     at: Moment
     kind: Literal["cancel", "suspend", "stop", "update_weights", "pause", "abort", "kill_replica", "kill_worker"]
     target: int = Field(0, ge=0, description="the number of the trajectory, of the replica or of the worker")
-    seconds: Moment = Field(1.0, description="how long a `pause` lasts")
+    seconds: Moment = Field(1.0, description="how long a `pause` lasts; timeouts of visits do not count it")
 
 
 class Schedule(StrictModel):

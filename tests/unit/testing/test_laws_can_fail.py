@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import yaml
 from msgspec.structs import replace
 
 from fsm_rollout import load_agent, prove
 from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.testing.simulation import laws
 from fsm_rollout.testing.simulation.laws import Law, LawBroken
-from fsm_rollout.testing.simulation.plan import Plan
+from fsm_rollout.testing.simulation.plan import Fault, Plan
 from fsm_rollout.testing.simulation.simulate import Simulation, simulate
 from fsm_rollout.trajectory.tokens import Owner, TokenStream
 from tests.kit import ROOT
@@ -103,6 +104,37 @@ def test_a_spoilt_run_breaks_its_law(spoil: Callable[[Simulation], None], law: i
     with pytest.raises(LawBroken) as broken:
         hold()
     assert broken.value.law == law
+
+
+HURRIED = """
+agent: hurried
+initial: PENDING
+limits: {assistant_turns: 2, response_tokens: 64, wall_seconds: 60}
+states:
+  PENDING: {}
+  GENERATING: {timeout: 600}
+  WRAPPING_UP: {handler: generate, timeout: 30, max_visits: 1}
+transitions:
+  - {trigger: prompted, source: PENDING, dest: GENERATING}
+  - {trigger: generated, source: GENERATING, dest: TERMINATED}
+  - {trigger: limit_reached, source: GENERATING, dest: WRAPPING_UP, conditions: {limit: wall_seconds}}
+  - {trigger: generated, source: WRAPPING_UP, dest: TERMINATED}
+"""
+
+
+def test_the_seconds_of_a_pause_come_on_top_of_the_bound() -> None:
+    """A visit's timeout stands still while its engine is paused."""
+    graph = load_agent(yaml.safe_load(HURRIED))
+    slow = (Turn(text="Let me think.", delay=100.0), Turn(text="It is 4.", delay=10.0))
+    plan = Plan(says=({"hurried/main": slow},), faults=(Fault(at=65.0, kind="pause", seconds=700.0),))
+    run = simulate(graph, plan)
+    (trajectory,) = run.trajectories
+    assert trajectory.ended_at is not None
+    assert trajectory.ended_at > 700.0
+    laws.stays_within(prove(graph))(run)
+    trajectory.ended_at += 200.0
+    with pytest.raises(LawBroken, match=r"law 2: it took .* seconds; the bound is 910"):
+        laws.stays_within(prove(graph))(run)
 
 
 def test_two_runs_that_differ_are_told_apart() -> None:
