@@ -169,6 +169,7 @@ def describe(error: BaseException) -> str:
         message = ""
     if not isinstance(error, RolloutError):
         message = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    message = "; ".join([message, *getattr(error, "__notes__", ())])
     place = place_of(error)
     return f"{message} (at {place})" if place else message
 

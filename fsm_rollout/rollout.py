@@ -12,6 +12,7 @@ Invariant: a rollout owns what it builds (engines named by a spec, its event loo
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
@@ -75,6 +76,18 @@ def _plain(
     return wait
 
 
+def _checked_names(init: Callable[P, None]) -> Callable[P, None]:
+    """Return an ``__init__`` that answers a misspelt argument with a hint."""
+    known = list(inspect.signature(init).parameters)[1:]
+
+    @wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        _check_names("Rollout", kwargs, known)
+        init(*args, **kwargs)
+
+    return checked
+
+
 class Rollout:
     """Runs prompts through one or more agents.
 
@@ -115,6 +128,7 @@ class Rollout:
         EngineError: an engine cannot start.
     """
 
+    @_checked_names
     def __init__(
         self,
         agent: AgentLike | Mapping[str, AgentLike],
@@ -283,8 +297,8 @@ class Rollout:
                     "update_weights, …) or the async ones (arun, stream, aupdate_weights, …) of a rollout, not both"
                 )
         if target_groups is None or isinstance(prompts, Sequence | Path):
-            checked: Iterable[Prompt] = as_prompts(prompts, named=False)
-            scheduler.check(checked)
+            checked: Iterable[Prompt] = (every := as_prompts(prompts, named=False))
+            scheduler.check(every)
         else:
             checked = self._one_by_one(scheduler, prompts)
         programs = list(scheduler.programs.values())
@@ -542,9 +556,12 @@ BATCH_OPTIONS = ("pad_id", "prompt_width", "response_width", "overflow", "packed
 
 def _check_batch_options(method: str, options: Iterable[str], own: tuple[str, ...]) -> None:
     """Refuse an argument that nothing takes before anything is sampled, not when the batch is made."""
-    known = (*own, *BATCH_OPTIONS)
-    for name in options:
-        if name not in BATCH_OPTIONS:
+    _check_names(method, options, (*own, *BATCH_OPTIONS))
+
+
+def _check_names(method: str, given: Iterable[str], known: Sequence[str]) -> None:
+    for name in given:
+        if name not in known:
             hint = did_you_mean(name, known) or f"; there are {', '.join(known)}"
             raise ConfigError(f"{method}: unknown argument '{name}'{hint}")
 

@@ -8,7 +8,8 @@ its name when it is built, so this module knows none of them; ``kind: module:Cla
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
@@ -45,6 +46,8 @@ SpokenTurns = tuple[
     Annotated[Turn, BeforeValidator(lambda turn: {"text": turn} if isinstance(turn, str) else turn)], ...
 ]
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
+_FOLDERS = ("model", "tokenizer")
+"""Keys of the built-in kinds that name a model's folder."""
 _MODEL = "`embedded`, `embedded:early`, or a model folder, relative to the run file; nothing is ever downloaded"
 
 
@@ -119,6 +122,16 @@ class EngineSpec(StrictModel):
     def stands_alone(self) -> bool:
         """Whether this is one engine in this process, hence no pool."""
         return self.replica_count == 1 and self.placement == "local"
+
+    def missing_folders(self, base: Path) -> Iterator[tuple[ConfigPath, str]]:
+        """Yield where the spec names a model's folder that is not on this machine, which is to load it, and what."""
+        elsewhere = self.placement == "ray" and ((self.ray and self.ray.address) or os.environ.get("RAY_ADDRESS"))
+        for key in () if elsewhere else _FOLDERS:
+            if isinstance(value := getattr(self, key, None), str):
+                try:
+                    model_folder(value, base)
+                except EngineError as error:
+                    yield (key,), str(error)
 
     def engine_arguments(self, base: Path) -> dict[str, object]:
         """Return what the engine's class is called with; a model's folder is relative to ``base``."""
@@ -279,6 +292,10 @@ class OwnSpec(EngineSpec):
 
     model_config = ConfigDict(validate_default=False)  # defaults are the class's own business
 
+    def missing_folders(self, base: Path) -> Iterator[tuple[ConfigPath, str]]:
+        """Yield nothing: what its ``model`` may be is the class's business."""
+        yield from ()
+
     def engine_arguments(self, base: Path) -> dict[str, object]:
         """Return what was set; the class knows its own defaults."""
         own = {name: value for name, value in self if name in self.model_fields_set - set(EngineSpec.model_fields)}
@@ -293,6 +310,13 @@ KINDS: Mapping[str, type[EngineSpec]] = {
     "sglang_http": SGLangHTTPSpec,
     "openai": OpenAISpec,
 }
+OTHER_NAMES = {
+    "vllm": "openai",
+    "hf": "transformers",
+    "huggingface": "transformers",
+    "mock": "scripted",
+}
+"""What people call kinds that have another name here."""
 
 
 def spec_class(kind: str) -> type[EngineSpec]:
@@ -307,7 +331,8 @@ def spec_class(kind: str) -> type[EngineSpec]:
     if kind in KINDS:
         return KINDS[kind]
     if ":" not in kind:
-        raise ConfigError(f"engine kind '{kind}' does not exist{did_you_mean(kind, KINDS)}; or give 'module:Class'")
+        hint = f"; use '{OTHER_NAMES[kind]}', with its keys" if kind in OTHER_NAMES else did_you_mean(kind, KINDS)
+        raise ConfigError(f"engine kind '{kind}' does not exist{hint}; or give 'module:Class'")
     engine_class = load_object(kind)
     if not callable(engine_class):
         raise ConfigError(f"engine kind '{kind}' is a {type(engine_class).__name__}; name a class, or a function")
@@ -382,7 +407,7 @@ def build_engine(spec: Mapping[str, object], base: Path) -> Engine:
         ConfigError: the spec, its router, or a script file that it names, is wrong; holds every problem.
         EngineError: the engine cannot start, say for want of its model.
     """
-    if found := faults(spec):
+    if found := faults(spec, base):
         raise ConfigError([Problem(message) for _, message in found])
     spec = _without_nulls(spec)
     checked = spec_class(str(spec["kind"])).model_validate(spec)
@@ -394,8 +419,11 @@ def build_engine(spec: Mapping[str, object], base: Path) -> Engine:
     return pool
 
 
-def faults(spec: Mapping[str, object]) -> list[tuple[ConfigPath, str]]:
-    """Return what is wrong with a spec, as far as can be said without building the engine: where in it, and what."""
+def faults(spec: Mapping[str, object], base: Path | None = None) -> list[tuple[ConfigPath, str]]:
+    """Return what is wrong with a spec, as far as can be said without building the engine: where in it, and what.
+
+    With ``base`` the folders of models that this machine is to load are looked for, too.
+    """
     spec = _without_nulls(spec)
     kind = str(spec.get("kind", ""))
     if not kind:
@@ -406,7 +434,9 @@ def faults(spec: Mapping[str, object]) -> list[tuple[ConfigPath, str]]:
     except ConfigError as error:
         return [(("kind",), problem.message) for problem in error.problems]
     try:
-        model.model_validate(spec)
+        checked = model.model_validate(spec)
+        if base is not None:
+            found += checked.missing_folders(base)
     except ValidationError as error:
         found += explanations(error, model)
     try:

@@ -11,19 +11,20 @@ import functools
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import count, zip_longest
 from pathlib import Path
-from typing import SupportsFloat, TypeAlias, cast, get_origin, get_type_hints
+from typing import SupportsFloat, TypeAlias, TypeVar, cast, get_origin, get_type_hints
 
 from fsm_rollout.agent.graph import MAIN
 from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.concurrency.cancellation import being_cancelled
 from fsm_rollout.environment.answer_matching import gives_answer
-from fsm_rollout.errors import ConfigError, describe
+from fsm_rollout.errors import ConfigError, Problem, close_match, describe
 from fsm_rollout.tools.bounded_call import invoke
 from fsm_rollout.trajectory.events import Part
+from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.trajectory import Trajectory, root_of
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,9 @@ OneReward: TypeAlias = str | Function | tuple[str | Function, float] | Mapping[s
 RewardLike: TypeAlias = str | Function | Mapping[str, object] | Sequence[OneReward]
 """A reward: ``module:function`` or a function; or several, each also as ``(function, weight)`` or
 ``{"use": function, "weight": weight}``."""
+F = TypeVar("F", bound=Function)
+READS = "reads"
+"""The attribute in which :func:`reads` puts its fields."""
 SCORE = "score"
 """The key of the score where a reward returns a mapping."""
 LOG_EVERY = 64
@@ -69,7 +73,7 @@ class _Judge:
             signature = inspect.signature(loaded)
             signature.bind(None)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{self.kind} '{self.name}' must take one argument, {self.takes}: {error}") from error
+            raise ConfigError(f"{self.kind} '{self.name}' must take one argument, {self.takes}: {error}") from None
         self._parameter = next(iter(signature.parameters))
 
     async def _call(self, argument: object) -> object:
@@ -111,10 +115,19 @@ class RewardFunction(_Judge):
             values = await asyncio.gather(*map(self._result, trajectories))
         return [self._read(*pair) for pair in zip(trajectories, values, strict=True)]
 
-    async def _result(self, argument: object) -> object:
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The prompt's fields that it cannot do without, as far as it says so (:func:`reads`)."""
+        return cast("tuple[str, ...]", getattr(self._function, READS, ()))
+
+    async def _result(self, argument: Trajectory | list[Trajectory]) -> object:
         try:
             return await self._call(argument)
         except Exception as error:  # whatever the user's function raises
+            fields = (argument if isinstance(argument, Trajectory) else argument[0]).extra
+            missing = str(error.args[0]) if isinstance(error, KeyError) and len(error.args) == 1 else ""
+            if missing not in fields and (hint := close_match(missing, fields)):
+                error.add_note(f"in the prompt's fields{hint}")
             return error
 
     def _each(self, result: object, count: int) -> Sequence[object]:
@@ -201,6 +214,24 @@ class Reward:
         """Whether a whole group is judged at once."""
         return any(function.of_group for _, function, _ in self.functions)
 
+    def check(self, prompts: Iterable[Prompt]) -> Iterator[Problem]:
+        """Yield a problem for each field that a function reads and that prompts lack: the first of them, and how many.
+
+        Known are the fields of a function that names them with :func:`reads`, as those of this module do.
+        """
+        needed = {field: name for name, function, _ in reversed(self.functions) for field in function.reads}
+        lacking: dict[str, list[int]] = {}
+        first: dict[str, Prompt] = {}
+        for index, prompt in enumerate(prompts if needed else ()):
+            for name in needed.keys() - (prompt.model_extra or {}).keys():
+                lacking.setdefault(name, []).append(index)
+                first.setdefault(name, prompt)
+        for name, places in lacking.items():
+            more = f" (nor have {len(places) - 1:,} more)" if places[1:] else ""
+            hint = close_match(name, first[name].extra) or "; add it, or use another reward"
+            which = first[name].prompt_id or str(places[0])
+            yield Problem(f"prompt '{which}'{more} has no '{name}', which reward '{needed[name]}' reads{hint}")
+
     async def score(self, trajectories: Sequence[Trajectory]) -> list[Judgement]:
         """Return what is to be said of each trajectory of a group, in order; the first failure of all is logged."""
         each = await asyncio.gather(*(function.judge(trajectories) for _, function, _ in self.functions))
@@ -273,6 +304,20 @@ class GroupFilter(_Judge):
         return verdict
 
 
+def reads(*fields: str) -> Callable[[F], F]:
+    """Say which fields of the prompt a reward cannot do without: a run whose prompts lack one does not begin.
+
+    @reads("answer")
+    def correct(trajectory): ...
+    """
+
+    def mark(function: F) -> F:
+        setattr(function, READS, fields)
+        return function
+
+    return mark
+
+
 def scores_differ(group: Sequence[Trajectory]) -> bool:
     """Keep a group whose scores are not all the same: equal scores have no advantage to learn from (a group filter).
 
@@ -281,6 +326,7 @@ def scores_differ(group: Sequence[Trajectory]) -> bool:
     return len({trajectory.score for trajectory in group if trajectory.score is not None}) > 1
 
 
+@reads("answer")
 def exact_answer(trajectory: Trajectory) -> float:
     """Return 1.0 when the model gave every answer that the prompt expects, each in its place, else 0.0.
 
@@ -294,6 +340,7 @@ def exact_answer(trajectory: Trajectory) -> float:
     return float(all(_correct(trajectory)))
 
 
+@reads("answer")
 def first_answer(trajectory: Trajectory) -> float:
     """Return 1.0 when the model gave the prompt's ``answer``, whatever came of later questions; else 0.0.
 
@@ -303,6 +350,7 @@ def first_answer(trajectory: Trajectory) -> float:
     return float(_correct(trajectory)[0])
 
 
+@reads("answer")
 def fraction_answered(trajectory: Trajectory) -> float:
     """Return the fraction of the expected answers that were given, each in its place; see :func:`exact_answer`."""
     correct = _correct(trajectory)

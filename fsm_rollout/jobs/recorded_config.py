@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fsm_rollout.errors import ConfigError, Problem
-from fsm_rollout.jobs.run_config import AGENT, RunConfig, load_run, recorded_run
+from fsm_rollout.jobs.run_config import RunConfig, load_run, recorded_run
 from fsm_rollout.trajectory.journal import JOURNAL
 
 logger = logging.getLogger(__name__)
@@ -47,11 +47,10 @@ def recorded_config(
     # 2. What the user's own file says.
     own = _own_file(folder, recorded, file)
     named, asked = dict(_code(load_run(own, overrides))), dict(_code(config))
-    retyped = {override.removeprefix(AGENT) for override in overrides if override.startswith(AGENT)}
     for override in config.agent_overrides:
         key, _, value = override.partition("=")
-        if override not in retyped and (not _PLAIN.fullmatch(value) or value.endswith(".yaml")):
-            asked[f"{AGENT}{key}"] = value
+        if override not in overrides and (not _PLAIN.fullmatch(value) or value.endswith(".yaml")):
+            asked[key] = value
     foreign = {key: name for key, name in asked.items() if named.get(key) != name}
     if foreign:
         raise ConfigError(

@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, Validation
 
 from fsm_rollout.agent.graph import POLICY, AgentGraph
 from fsm_rollout.agent.handlers import look_in
-from fsm_rollout.agent.yaml.overrides import apply_overrides, interpolate
+from fsm_rollout.agent.yaml.overrides import AGENT, apply_overrides, interpolate
 from fsm_rollout.agent.yaml.source import SourceMap, in_file_order, read_text, read_yaml
 from fsm_rollout.errors import ConfigError, Problem
 from fsm_rollout.jobs.tracking import Track
@@ -27,8 +27,6 @@ from fsm_rollout.trajectory.settings import AtLeastOne, FreeForm, ImportPath, Na
 
 ENGINE_PATHS = ("model", "tokenizer", "script", "run")
 """What of an engine's mapping may be a path."""
-AGENT = "agent."
-"""How an override begins that changes the agents."""
 
 
 class WeightedReward(StrictModel):
@@ -139,18 +137,32 @@ class RunConfig(StrictModel):
 
     @property
     def agent_overrides(self) -> tuple[str, ...]:
-        """What the command line changes in the YAML of every agent of the run: ``limits.tool_calls=3``."""
+        """What the command line changes in the YAML of every agent of the run: ``agent.limits.tool_calls=3``."""
         return self._agent_overrides
 
     def problem(self, path: ConfigPath, message: str) -> Problem:
         """Return a problem that others found with a key of the YAML, with its place."""
         return self._source.problem(path, message)
 
+    def engine_problem(self, at: ConfigPath, path: ConfigPath, message: str) -> Problem:
+        """Return a problem with the key at ``path`` of the engine at ``at``, with its place.
+
+        A key of the file that only an overridden ``kind`` makes wrong is the override's fault.
+        """
+        problem, kind = self.problem((*at, *path), message), self._source.overrides.get((*at, "kind"))
+        if kind is None or problem.line is None:
+            return problem
+        if not path:  # a key that is missing
+            return Problem(message, kind)
+        key = ".".join(map(str, (*at, path[0])))
+        what = message.partition(";")[0]  # a key that was right before is no misspelt one
+        return Problem(f"{what} ({problem.file}:{problem.line}; {key}=null takes it out)", kind)
+
     def to_json(self) -> str:
         """Return the config as JSON text, with the YAML's keys and, if there are any, ``agent_overrides``."""
         data = self.model_dump(mode="json", by_alias=True)
         if self._agent_overrides:
-            data["agent_overrides"] = list(self._agent_overrides)
+            data["agent_overrides"] = [text.removeprefix(AGENT) for text in self._agent_overrides]
         return json.dumps(data, indent=2)
 
 
@@ -248,5 +260,5 @@ def _config(
         }
     )
     config._base, config._source = base, source
-    config._agent_overrides = tuple(text.removeprefix(AGENT) for text in overrides if text.startswith(AGENT))
+    config._agent_overrides = tuple(text for text in overrides if text.startswith(AGENT))
     return config

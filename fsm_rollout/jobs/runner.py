@@ -22,7 +22,8 @@ from fsm_rollout.agent.loader import dump, load_agent
 from fsm_rollout.agent.yaml.source import in_file_order
 from fsm_rollout.concurrency.interruption import Interruptible, interruptible
 from fsm_rollout.engines.specs import faults
-from fsm_rollout.errors import BatchError, ConfigError
+from fsm_rollout.environment.rewards import GroupFilter, Reward
+from fsm_rollout.errors import BatchError, ConfigError, Problem
 from fsm_rollout.files import written_whole
 from fsm_rollout.jobs.recorded_config import recorded_config
 from fsm_rollout.jobs.run_config import RunConfig, recorded_run
@@ -139,9 +140,7 @@ def _carry_out(
     earlier: Sequence[Trajectory] | None = None,
 ) -> Summary:
     """Run ``prompts``, or what is left of them after the trajectories ``earlier``."""
-    _check_engines(config)
-    if config.track is not None:
-        check_tracker(config.track)
+    _check_parts(config, prompts)
     for line in _start_lines(agents.values()):
         print(line, file=sys.stderr)
     ended = sum(trajectory.ended for trajectory in earlier or () if trajectory.parent_id is None)
@@ -213,14 +212,33 @@ def _tracker(config: RunConfig) -> Tracker | None:
     return build_tracker(config.track, config.out.name, config.out, json.loads(config.to_json()))
 
 
-def _check_engines(config: RunConfig) -> None:
-    """Check the engines' mappings while it is known in which lines they stand."""
+def _check_parts(config: RunConfig, prompts: Sequence[Prompt]) -> None:
+    """Check all that can be wrong with a run before an engine is started, while the lines are known.
+
+    Raises:
+        ConfigError: holds every problem.
+    """
+    problems: list[Problem] = []
+    # 1. What the run names beside its engines: the reward, and what it reads; the filter; where figures go.
+    try:
+        if config.rewards is not None:
+            problems += Reward(config.rewards).check(prompts)
+    except ConfigError as error:
+        problems += [config.problem(("reward",), problem.message) for problem in error.problems]
+    try:
+        if config.group_filter is not None:
+            GroupFilter(config.group_filter)
+    except ConfigError as error:
+        problems += [config.problem(("group_filter",), problem.message) for problem in error.problems]
+    if config.track is not None:
+        check_tracker(config.track)
+    # 2. The engines' mappings.
     specs: dict[ConfigPath, Mapping[str, object]] = {("engine",): config.engine}
     specs |= {("engines", name): spec for name, spec in config.engines.items()}
-    problems = [
-        config.problem((*at, *path), f"engine '{at[1] if at[1:] else POLICY}': {message}")
+    problems += [
+        config.engine_problem(at, path, f"engine '{at[1] if at[1:] else POLICY}': {message}")
         for at, spec in specs.items()
-        for path, message in faults(spec)
+        for path, message in faults(spec, config.base)
     ]
     if problems:
         raise ConfigError(in_file_order(problems))

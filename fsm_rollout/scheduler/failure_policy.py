@@ -7,7 +7,7 @@ where its class says so, within a budget; what still fails then has no score, so
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
@@ -88,7 +88,12 @@ class Breaker(StrictModel):
     """When a run stops because nearly everything in it fails, instead of filling a batch with failures."""
 
     window: AtLeastOne = Field(32, description="how many of the latest attempts are looked at, once there are so many")
-    share: float = Field(0.9, gt=0, le=1, description="the run stops when this share of them failed, policy's apart")
+    share: float = Field(
+        0.9,
+        gt=0,
+        le=1,
+        description="the run stops when this share of them failed, policy's apart, or has a reward that failed",
+    )
 
 
 def _word(value: object) -> object:
@@ -176,6 +181,8 @@ class Watch:
         self._failures = failures
         breaker = failures.breaker
         self._latest: deque[Trajectory] = deque(maxlen=breaker.window if breaker is not None else 0)
+        self._judged: deque[str | None] = deque(maxlen=self._latest.maxlen)
+        """Why the reward failed, of the latest trajectories that it was asked about."""
 
     def note(self, trajectory: Trajectory) -> RunStopped | None:
         """Take an attempt that has ended in, and return why the run is to stop, if it is."""
@@ -185,17 +192,29 @@ class Watch:
                 f"the run stops, as `failures.{failure}` says: trajectory {trajectory.trajectory_id} ended as "
                 f"{trajectory.stop_reason} ({_first_line(trajectory)})"
             )
-        breaker = self._failures.breaker
-        if breaker is None:
-            return None
         self._latest.append(trajectory)
         failed = [latest for latest in self._latest if not is_the_policys(latest)]
-        if len(self._latest) < breaker.window or len(failed) < breaker.share * breaker.window:
+        if not self._breaks(len(failed), len(self._latest)):
             return None
         return RunStopped(
             f"the run stops: {len(failed)} of the latest {len(self._latest)} trajectories failed through no fault of "
             f"the policy's: {_told(failed)} (failures.breaker)"
         )
+
+    def judged(self, scored: int, errors: Sequence[str]) -> RunStopped | None:
+        """Take in how many scores a reward has given and why others failed; return why the run is to stop, if it is."""
+        self._judged += [*(None for _ in range(scored)), *errors]
+        failed = [error for error in self._judged if error is not None]
+        if not self._breaks(len(failed), len(self._judged)):
+            return None
+        return RunStopped(
+            f"the run stops: the reward failed for {len(failed)} of the latest {len(self._judged)} trajectories; the "
+            f"first of them: {failed[0]} (failures.breaker)"
+        )
+
+    def _breaks(self, failed: int, looked_at: int) -> bool:
+        breaker = self._failures.breaker
+        return breaker is not None and looked_at >= breaker.window and failed >= breaker.share * breaker.window
 
 
 def _told(failed: Iterable[Trajectory]) -> str:

@@ -228,8 +228,10 @@ class Scheduler:
             raise ConfigError(f"prompt '{prompt.prompt_id}': agent {prompt.agent!r} is not one of the run's{hint}")
         return self.agents[prompt.agent]
 
-    def check(self, prompts: Iterable[Prompt]) -> None:
-        """Check what prompts ask of their agents: that they exist, and take their tools' and interactions' kwargs.
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Check what prompts ask of their agents (that they exist, and take their tools' and interactions' kwargs).
+
+        And that they have the fields that the reward reads.
 
         Raises:
             ConfigError: all that is wrong, each with its prompt.
@@ -255,6 +257,8 @@ class Scheduler:
                 problems += error.problems
             except ToolError as error:
                 problems.append(Problem(f"prompt '{group_id}': {error}"))
+        if self.reward is not None:
+            problems += self.reward.check(prompts)
         if problems:
             raise ConfigError(problems)
         self._warn_of_system_messages(with_system)
@@ -801,6 +805,8 @@ class Scheduler:
                 await live.close()  # it ended while it was set aside
             if not group.dropped:
                 await score_group(group, self.reward, self.record)
+                scored = sum(trajectory.rewarded for trajectory in group.trajectories)
+                run.stopped_by = run.stopped_by or run.watch.judged(scored, group.reward_errors)
                 if self.group_filter is not None and group.ended:
                     keeps = await self.group_filter.keeps(group.trajectories)
                     if not keeps and not group.dropped:

@@ -204,7 +204,10 @@ def _prompt(item: _Item, default_id: str | None = None) -> Prompt:
                 fields["prompt_id"] = default_id
             prompt = Prompt.model_validate_json(json.dumps(fields), strict=True)
     except ValidationError as error:
-        hints = {"'messages' is missing": "; is it 'prompt'?"} if "prompt" in data else {}
+        alike = close_match("messages", map(str, dict(data))) or (
+            "; did you mean 'prompt'?" if "prompt" in data else ""
+        )
+        hints = {"'messages' is missing": alike.replace("did you mean", "is it")}
         messages = [message for _, message in explanations(error, Prompt)]
         raise ConfigError([item.problem(message + hints.get(message, "")) for message in messages]) from None
     except (TypeError, ValueError, RecursionError) as error:

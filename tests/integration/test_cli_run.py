@@ -63,7 +63,9 @@ def test_the_place_is_sound(place: Path) -> None:
         ("agent.yaml", "calculator:calculate", "calculator:calculat", "did you mean 'calculate'"),
         ("agent.yaml", "fsm_rollout.tools.calculator:calculate", "json:dumps", "json:dumps"),
         ("agent.yaml", "dest: TERMINATED", "dest: TERMINTED", "did you mean 'TERMINATED'"),
-        ("prompts.jsonl", "messages", "mesages", "'messages' is missing"),
+        ("prompts.jsonl", "messages", "mesages", "'messages' is missing; is it 'mesages'?"),
+        ("run.yaml", "out:", 'reward: "fsm_rollout.rewards:exact_answer"\nout:', "has no 'answer', which reward"),
+        ("run.yaml", "out:", 'group_filter: "fsm_rollout.rewards:scores_difer"\nout:', "run.yaml:5: 'fsm_rollout.rewa"),
         ("prompts.jsonl", '{"messages"', '{"messages', "prompts.jsonl:1"),
         ("prompts.jsonl", "turns", "turn", "turn"),
         ("prompts.jsonl", '"turns": []', '"turns": "not a list"', "turns"),
@@ -74,7 +76,19 @@ def test_one_mistake_one_clear_message(place: Path, file: str, old: str, new: st
     text = (place / file).read_text("utf-8")
     assert old in text
     (place / file).write_text(text.replace(old, new), "utf-8")
-    assert says in refused(place)
+    shown = refused(place)
+    assert says in shown
+    assert "starting the engines" not in shown or "interaction_kwargs" in shown  # it is found before that
+
+
+def test_a_kind_given_on_the_command_line_is_to_blame_for_the_file_s_keys(place: Path) -> None:
+    assert refused(place, "engine.kind=openai").splitlines() == [
+        "override 'engine.kind=openai': engine 'policy': 'urls' is missing",
+        f"override 'engine.kind=openai': engine 'policy': unknown key 'turns' ({place / 'run.yaml'}:4; "
+        "engine.turns=null takes it out)",
+    ]
+    done = CliRunner().invoke(app, ["run", str(place / "run.yaml"), "engine.kind=transformers", "engine.turns=null"])
+    assert done.exit_code == 0, done.output
 
 
 @pytest.mark.parametrize(
@@ -84,8 +98,19 @@ def test_one_mistake_one_clear_message(place: Path, file: str, old: str, new: st
         ("n=zero", "n"),
         ("n=0", "n"),
         ("engine.kindd=x", "kindd"),
-        ("agent.limits.tool_cals=3", "did you mean 'tool_calls'"),
-        ("agent.limits.tool_calls=many", "tool_calls"),
+        (
+            "agent.limits.tool_cals=3",
+            "override 'agent.limits.tool_cals=3': limits: unknown key 'tool_cals'; did",
+        ),
+        ("agent.limits.tool_calls=many", "override 'agent.limits.tool_calls=many': limits.tool_calls"),
+        (
+            "engine.kind=vllm",
+            "override 'engine.kind=vllm': engine 'policy': engine kind 'vllm' does not exist; use",
+        ),
+        (
+            "engine.tokenizer=no/such",
+            "override 'engine.tokenizer=no/such': engine 'policy': model 'no/such': there",
+        ),
         ("nonsense", "nonsense"),
         ("limits.tool_calls=3", "is the agent's; write agent.limits.tool_calls=3"),
         ("states.GENERATING.timeout=3", "is the agent's; write agent.states.GENERATING.timeout=3"),

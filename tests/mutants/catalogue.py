@@ -367,7 +367,7 @@ MUTANTS = (
         FAILURES,
     ),
     Mutant(
-        "the breaker never breaks", "scheduler/failure_policy.py", "len(failed) < breaker.share * breaker.window:", "True:",
+        "the breaker never breaks", "scheduler/failure_policy.py", "and failed >= breaker.share * breaker.window", "and failed > breaker.window",
         "a run in which nearly everything fails stops",
         FAILURES,
     ),

@@ -325,3 +325,19 @@ def test_an_argument_that_nothing_takes_is_refused_before_anything_is_sampled() 
         assert rollout.engine_stats()["policy"]["requests"] == 0
     takes = inspect.signature(fr.TrajectoryBatch.from_trajectories).parameters
     assert set(BATCH_OPTIONS) == set(takes) - {"trajectories"}
+
+
+def test_a_misspelt_argument_and_a_reward_that_is_not_there_are_one_line_each() -> None:
+    with pytest.raises(fr.ConfigError, match=r"^Rollout: unknown argument 'rewards'; did you mean 'reward'\?$"):
+        fr.Rollout(agent(), SCRIPTED, rewards="fsm_rollout.rewards:exact_answer")  # type: ignore[call-arg]
+    with pytest.raises(fr.ConfigError, match=r"has no 'exact_anser'.*did you mean 'exact_answer'") as caught:
+        fr.Rollout(agent(), SCRIPTED, reward="fsm_rollout.rewards:exact_anser")
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+
+
+def test_prompts_without_what_the_reward_reads_are_refused_before_anything_is_sampled() -> None:
+    with fr.Rollout(agent(), SCRIPTED, reward="fsm_rollout.rewards:exact_answer") as rollout:
+        with pytest.raises(fr.ConfigError, match="prompt '0' has no 'answer', which reward 'exact_answer' reads"):
+            rollout.run(["What is 2 + 2?"], n=4)
+        assert rollout.engine_stats()["policy"]["requests"] == 0

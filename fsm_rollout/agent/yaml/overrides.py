@@ -23,14 +23,19 @@ MOST_SHOWN = 200
 """Characters of what OmegaConf says, which may repeat the text."""
 _NAMED = ("states", "contexts", "tools")
 """Mappings whose keys are names made in the file: an override changes what is there and adds nothing."""
+AGENT = "agent."
+"""How an override begins that a run hands on to its agents."""
 
 
 def apply_overrides(data: ConfigData, overrides: Sequence[str], source: SourceMap) -> list[Problem]:
-    """Set each ``a.b=value`` in ``data``; values are read as YAML, list items are ``rows.0`` or ``rows[0]``."""
+    """Set each ``a.b=value`` in ``data``; values are read as YAML, list items are ``rows.0`` or ``rows[0]``.
+
+    An agent's may begin with ``agent.``, as they do on the command line of a run.
+    """
     problems: list[Problem] = []
     for override in overrides:
         place = f"override '{override}'"
-        key, equals, text = override.partition("=")
+        key, equals, text = override.removeprefix(AGENT).partition("=")
         parts = re.split(r"[.\[]", key.strip().replace("]", ""))
         path: ConfigPath = tuple(int(part) if part.isdecimal() else part for part in parts)
         if not equals or "" in path:

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, Field, field_validator
 
+from fsm_rollout.engines import specs
 from fsm_rollout.engines.pool import PoolEngine
 from fsm_rollout.engines.protocol import Request, SamplingParams
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
-from fsm_rollout.engines.specs import build_engine
+from fsm_rollout.engines.specs import build_engine, faults
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import ConfigError, EngineError
 from fsm_rollout.trajectory.tokens import as_ids
@@ -120,10 +121,32 @@ def test_mistakes_in_a_script_file_have_their_line(text: str, messages: list[str
         assert message in str(error.value)
 
 
-def test_a_model_that_is_not_there_is_an_engine_error(tmp_path: Path):
-    for spec in ({"kind": "transformers", "model": "absent"}, {"kind": "scripted", "turns": [], "tokenizer": "absent"}):
-        with pytest.raises(EngineError, match=f"model 'absent': there is no folder '{tmp_path}/absent'"):
-            build_engine(spec, tmp_path)
+ABSENT = [
+    {"kind": "transformers", "model": "absent"},
+    {"kind": "transformers", "model": "absent", "replicas": 4},
+    {"kind": "scripted", "turns": [], "tokenizer": "absent"},
+    {"kind": "sglang", "model": "absent"},
+    {"kind": "sglang", "model": "absent", "placement": "ray"},
+    {"kind": "openai", "model": "absent", "urls": ["http://localhost:1"]},
+]
+
+
+@pytest.mark.parametrize("spec", ABSENT)
+def test_a_model_that_is_not_there_is_found_before_anything_starts(
+    spec: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(specs, "resolve_name", None)  # what would import the engine
+    with pytest.raises(ConfigError, match=f"model 'absent': there is no folder '{tmp_path}/absent'"):
+        build_engine(spec, tmp_path)
+    if spec.get("placement") == "ray":  # a cluster of others has folders of its own
+        assert faults({**spec, "ray": {"address": "auto"}}, tmp_path) == []
+
+
+@pytest.mark.parametrize(("name", "kind"), [("vllm", "openai"), ("hf", "transformers"), ("mock", "scripted")])
+def test_a_kind_that_is_called_otherwise_elsewhere_leads_to_ours(name: str, kind: str, tmp_path: Path):
+    with pytest.raises(ConfigError, match=f"engine kind '{name}' does not exist; use '{kind}'"):
+        build_engine({"kind": name}, tmp_path)
 
 
 # -- engines of a user's own -----------------------------------------------------------------------------------------

@@ -20,10 +20,11 @@ from fsm_rollout.environment.rewards import (
     exact_answer,
     first_answer,
     fraction_answered,
+    reads,
     scores_differ,
     sum_of_turns,
 )
-from fsm_rollout.errors import ConfigError
+from fsm_rollout.errors import ConfigError, describe
 from fsm_rollout.trajectory.events import (
     AnyEvent,
     ContextOpened,
@@ -33,6 +34,7 @@ from fsm_rollout.trajectory.events import (
     Prompted,
     Scored,
 )
+from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 CALLS = [{"id": "c", "type": "function", "function": {"name": "calculate", "arguments": {}}}]
@@ -431,3 +433,36 @@ def test_the_scores_of_turns_are_added_up() -> None:
     for turn, value in ((0, 0.5), (1, -2.0)):
         scored.apply(Scored(at=0.0, value=value, turn=turn))
     assert sum_of_turns(scored) == -1.5
+
+
+# -- what a reward reads ----------------------------------------------------------------------------------------------
+
+
+@reads("answer", "unit")
+def with_unit(trajectory: Trajectory) -> float:
+    return float(trajectory.extra["unit"] in trajectory.text)
+
+
+def asking(**fields: str) -> Prompt:
+    return Prompt(messages=({"role": "user", "content": "?"},), **fields)
+
+
+def test_prompts_without_what_a_reward_reads_are_named_once_with_a_hint() -> None:
+    prompts = [asking(answer="4", unit="m"), asking(anser="4", unit="m", prompt_id="p7"), asking(unit="m")]
+    assert [str(problem) for problem in Reward(exact_answer).check(prompts)] == [
+        "prompt 'p7' (nor have 1 more) has no 'answer', which reward 'exact_answer' reads; did you mean 'anser'?"
+    ]
+    both = Reward([exact_answer, (with_unit, 0.5)])
+    assert [str(problem) for problem in both.check([asking(answer="4")])] == [
+        "prompt '0' has no 'unit', which reward 'with_unit' reads; add it, or use another reward"
+    ]
+    assert list(Reward(lambda t: 1.0).check(prompts)) == []
+
+
+def test_a_misspelt_field_that_only_the_code_knows_is_hinted_at_when_it_fails() -> None:
+    def own(trajectory: Trajectory) -> float:
+        return float(trajectory.extra["answer"])
+
+    (error,) = asyncio.run(Reward(own).score([trajectory(FOUR, extra={"anwser": "4"})]))
+    assert isinstance(error, KeyError)
+    assert describe(error).startswith("KeyError: 'answer'; in the prompt's fields; did you mean 'anwser'? (at test_")

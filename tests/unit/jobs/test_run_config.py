@@ -129,7 +129,7 @@ def test_overrides_and_interpolation(folder: Path) -> None:
     assert run.sampling == Sampling(temperature=1.0, top_p=0.5)
     assert run.engine == {"kind": "scripted", "model": "m"}
     assert run.engines == {"judge": {"kind": "scripted"}}
-    assert run.agent_overrides == ("limits.tool_calls=3", "states.GENERATING.timeout=5")
+    assert run.agent_overrides == ("agent.limits.tool_calls=3", "agent.states.GENERATING.timeout=5")
     assert run.agent == folder / "configs/runs/a.yaml", "what the file names is beside the file"
     assert run.prompts == folder / "mine.jsonl", "what the command line names is where the command was given"
     assert run.out == folder / "a.yaml.out"

@@ -322,6 +322,18 @@ def test_a_run_in_which_less_fails_goes_on() -> None:
     assert {t.stop_reason for group in groups for t in group.trajectories} == {"limit:response_tokens"}
 
 
+def test_a_reward_that_fails_again_and_again_stops_the_run() -> None:
+    def reward(trajectory: Trajectory) -> float:
+        return trajectory.extra["answer"]
+
+    failures = failures_of({"breaker": {"window": 8, "share": 0.75}})
+    with pytest.raises(RunStopped, match=r"the reward failed for 8 of the latest 8 trajectories; the first of them: p"):
+        run(agent(SINGLE), lambda _: "yes", prompts(40), failures=failures, concurrency=4, reward=Reward(reward))
+    now_and_then = Reward(lambda t: 1.0 if int(t.group_id[1:]) % 2 else t.extra["answer"])
+    groups, _ = run(agent(SINGLE), lambda _: "yes", prompts(40), failures=failures, reward=now_and_then)
+    assert len(groups) == 40
+
+
 def test_what_stops_itself_can_be_resumed(tmp_path: Path) -> None:
     graph, ill = agent(SINGLE), [True]
 

@@ -117,6 +117,7 @@ def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     [
         ({}, ["'messages' is missing"]),
         ({"prompt": "?"}, ["'messages' is missing; is it 'prompt'?"]),
+        ({"mesages": [ASK]}, ["'messages' is missing; is it 'mesages'?"]),
         ([ASK], ["a prompt is a mapping with 'messages', got a list"]),
         ("hi", ["a prompt is a mapping with 'messages', got a text"]),
         (7, ["a prompt is a mapping with 'messages', got a int"]),
