@@ -1,6 +1,11 @@
 """Steps of a coroutine: what it does between two awaits, while everything else on its event loop waits.
 
 Invariant: a watched coroutine does what it does unwatched; it is only timed.
+
+Who looks for a blocked event loop: this times the steps of users' code wherever it runs, and interrupts nothing. In
+production a slow step is logged; a conformance check, which counts CPU seconds, makes it a broken promise. Only code
+under test is refused calls that wait, and interrupted where a step does not end
+(:mod:`fsm_rollout.testing.simulation.blocked_loop`).
 """
 
 from __future__ import annotations
@@ -18,19 +23,32 @@ BLOCKING_SECONDS = 2.0
 
 
 @coroutine
-def watch_steps(work: Coroutine[Any, Any, T], blocked: Callable[[float], None]) -> Generator[Any, Any, T]:
-    """Await ``work``; call ``blocked`` with the seconds of each step that was longer than :data:`BLOCKING_SECONDS`."""
+def watch_steps(
+    work: Coroutine[Any, Any, T],
+    blocked: Callable[[float], object],
+    *,
+    seconds: float = BLOCKING_SECONDS,
+    clock: Callable[[], float] | None = None,
+    waits: Callable[[], object] | None = None,
+) -> Generator[Any, Any, T]:
+    """Await ``work``; call ``blocked`` with the seconds of each step that was longer than ``seconds``.
+
+    ``clock`` counts them, by default those that pass; ``waits`` is called before each wait.
+    """
     step: Callable[[], Any] = partial(work.send, None)
+    now = clock or monotonic
     while True:
-        began = monotonic()
+        began = now()
         try:
             awaited = step()
         except StopIteration as end:
             result: T = end.value
             return result
         finally:
-            if (seconds := monotonic() - began) > BLOCKING_SECONDS:
-                blocked(seconds)
+            if (took := now() - began) > seconds:
+                blocked(took)
+        if waits is not None:
+            waits()
         try:
             step = partial(work.send, (yield awaited))
         except BaseException as error:

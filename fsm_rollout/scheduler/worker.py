@@ -15,7 +15,6 @@ import os
 import pickle
 import socket
 import sys
-import threading
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,7 +35,6 @@ from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.scheduler.trajectory_runner import Program, run_trajectory
 from fsm_rollout.scheduler.worker_link import Link, SocketLink
 from fsm_rollout.states.active_trajectory import ActiveTrajectory, Stop
-from fsm_rollout.tools.placement import end_process, end_with
 from fsm_rollout.tools.tool_messages import clean
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import AnyEvent, PromptExtended, encode
@@ -433,11 +431,6 @@ async def _serve(connection: socket.socket, setup: WorkerSetup) -> None:
     link.close()
 
 
-def main(descriptor: int, parent: int) -> None:
-    """Be a worker process of ``parent``, which has the other end of the socket."""
-    os.set_inheritable(descriptor, False)  # not for the programs that tools start
-    threading.Thread(target=end_with, args=(parent,), name="fsm-rollout-watch", daemon=True).start()
-    try:
-        serve(socket.socket(fileno=descriptor))
-    finally:
-        end_process()
+def main(descriptor: int) -> None:
+    """Be a worker process of the run at the other end of the socket."""
+    serve(socket.socket(fileno=descriptor))

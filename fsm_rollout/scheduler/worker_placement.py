@@ -1,25 +1,23 @@
 """Where rollout workers run: processes of this machine, or actors of a Ray cluster.
 
-Invariant: a worker outlives its run by a second at most, however that ends. The caller's script is never run again in
-it. Ray only places its workers: messages go over a connection of the worker's own, which knows a secret.
+Invariant: a worker outlives its run by a second at most, however that ends (processes are those of
+:mod:`fsm_rollout.concurrency.child_process`). Ray only places its workers: messages go over a connection of the
+worker's own, which knows a secret.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import pickle
 import secrets
-import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
+from fsm_rollout.concurrency.child_process import ChildProcess
 from fsm_rollout.concurrency.ray_session import connect as connect_ray
 from fsm_rollout.concurrency.ray_session import import_ray
 from fsm_rollout.scheduler.worker import WorkerSetup, serve
@@ -31,35 +29,13 @@ SECRET_BYTES = 32
 CONNECT_SECONDS = 60.0
 """How long an actor of Ray may take to start and to call back."""
 
-_START = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from fsm_rollout.scheduler.worker import main
-main(int(sys.argv[2]), int(sys.argv[3]))
-"""
-
 
 async def start_process(setup: WorkerSetup) -> Connection:
     """Start a worker as a process of this machine."""
     ours, theirs = socket.socketpair()
-    package = str(Path(__file__).parents[2])
     with theirs:
-        # A session of its own: a Ctrl-C is for the run, which stops its workers in order.
-        process = await asyncio.to_thread(
-            subprocess.Popen,
-            [sys.executable, "-c", _START, package, str(theirs.fileno()), str(os.getpid())],
-            stdin=subprocess.DEVNULL,
-            stdout=2,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
-
-    def kill() -> None:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # with all that its tools have started
-        process.wait()
-
-    return await _connected(ours, setup, kill)
+        process = await asyncio.to_thread(ChildProcess, "fsm_rollout.scheduler.worker:main", theirs.fileno())
+    return await _connected(ours, setup, process.kill)
 
 
 async def start_actor(setup: WorkerSetup) -> Connection:

@@ -5,10 +5,9 @@ MessagePack), never a pickle, which could run code where it is read. So argument
 made the function's own types there, and an error comes back in words: the names of its class and its bases, and its
 message. A call that is given up is killed. (Ray itself pickles what it carries: a cluster is trusted as a whole.)
 
-A worker process runs functions, one call at a time. The caller's script is never run again in it, and what a tool
-prints goes to the standard error. It outlives its caller by a second at most, however that ends, and leaves nothing
-that a tool started in its session. (The pools of anyio and of the standard library run the caller's script again, which
-may be a training script without a main guard, and end the worker only.)
+A worker process (:mod:`fsm_rollout.concurrency.child_process`) runs functions, one call at a time. (The pools of anyio
+and of the standard library run the caller's script again, which may be a training script without a main guard, and end
+the worker only.)
 
 On Ray a function is a task, and a class one actor for each trajectory. Tools take no CPU of Ray's accounts (engines may
 have them all): the toolbox says how many run at once, and tasks are spread over the nodes.
@@ -22,15 +21,11 @@ import importlib
 import itertools
 import logging
 import os
-import signal
-import subprocess
 import sys
-import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection, Pipe
-from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
@@ -39,6 +34,7 @@ import msgspec
 from msgspec.structs import replace
 
 from fsm_rollout.agent.handlers import load_object
+from fsm_rollout.concurrency.child_process import ChildProcess
 from fsm_rollout.concurrency.ray_session import answer_to, connect, import_ray
 from fsm_rollout.errors import BadArguments, ToolError, place_of
 from fsm_rollout.tools import tool_messages
@@ -46,8 +42,6 @@ from fsm_rollout.tools.base import ToolContext, ToolResult
 from fsm_rollout.tools.bounded_call import RaisedElsewhere, ToolDied, invoke, is_async
 from fsm_rollout.tools.schema import Arguments, Function, parameters_of
 
-WATCH_SECONDS = 1.0
-"""How often a worker looks whether the process that started it is still there."""
 LOG_AFTER = 2.0
 """Seconds of connecting to Ray after which a line says what is waited for."""
 RAY_OPTIONS = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
@@ -162,19 +156,12 @@ def _result(answer: Answer) -> object:
 
 
 class _Worker:
-    """A worker process, in a session of its own, so that it can be killed with all that it started."""
+    """A worker process, and the pipe to it."""
 
     def __init__(self) -> None:
         self._pipe, child_end = Pipe()
-        package = str(Path(__file__).parents[2])
         with child_end:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", _START, package, str(child_end.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                pass_fds=[child_end.fileno()],
-                start_new_session=True,
-            )
+            self.process = ChildProcess("fsm_rollout.tools.placement:serve", child_end.fileno())
         self._pipe.send_bytes(_encoder.encode(sys.path))
         self._calls = 0
 
@@ -184,16 +171,14 @@ class _Worker:
             self._pipe.send_bytes(request)
             answer = _decoded(self._pipe.recv_bytes(LONGEST_ANSWER))
         except (OSError, EOFError) as error:
-            raise ToolDied(f"its process ended without an answer (exit code {self.process.poll()})") from error
+            raise ToolDied(f"its process ended without an answer (exit code {self.process.exit_code})") from error
         if answer.call != self._calls:  # a tool has written to the pipe itself
             raise ToolDied(f"its process answered call {answer.call} where call {self._calls} was made")
         return answer
 
     def kill(self) -> None:
         """End it and everything that it started."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        self.process.kill()
         self._pipe.close()
 
 
@@ -204,7 +189,7 @@ _idle: list[_Worker] = []
 def _free_worker() -> _Worker:
     """Return a worker that is free, a new one if need be: modules are imported once in each."""
     with suppress(IndexError):
-        while (worker := _idle.pop()).process.poll() is not None:
+        while (worker := _idle.pop()).process.exit_code is not None:
             worker.kill()
         return worker
     return _Worker()
@@ -216,41 +201,14 @@ def _dismiss() -> None:
         _idle.pop().kill()
 
 
-_START = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from fsm_rollout.tools.placement import serve
-serve(int(sys.argv[2]), int(sys.argv[3]))
-"""
-
-
-def serve(descriptor: int, parent: int) -> None:
-    """In the worker: answer calls until the process ``parent``, which has the other end of the pipe, is gone."""
-    os.set_inheritable(descriptor, False)  # not for the programs that tools start
-    threading.Thread(target=end_with, args=(parent,), name="fsm-rollout-watch", daemon=True).start()
+def serve(descriptor: int) -> None:
+    """In the worker: answer calls until the other end of the pipe is gone."""
     pipe = Connection(descriptor)
-    with suppress(OSError, EOFError):  # the other end is gone
-        sys.path[:] = msgspec.msgpack.decode(pipe.recv_bytes(), type=list[str])
-        for call in itertools.count(1):
-            request = pipe.recv_bytes()
-            importlib.invalidate_caches()
-            pipe.send_bytes(_answer(request, call=call))
-    end_process()
-
-
-def end_with(parent: int) -> None:
-    """End with the parent: one that is killed during a call cannot say so, and the pipe is read between calls only."""
-    never = threading.Event()
-    while os.getppid() == parent:
-        never.wait(WATCH_SECONDS)
-    end_process()
-
-
-def end_process() -> None:
-    """End this process, and with it all that tools have started in its session."""
-    if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)
-    os._exit(1)
+    sys.path[:] = msgspec.msgpack.decode(pipe.recv_bytes(), type=list[str])
+    for call in itertools.count(1):
+        request = pipe.recv_bytes()
+        importlib.invalidate_caches()
+        pipe.send_bytes(_answer(request, call=call))
 
 
 # -- Ray ----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
+from fsm_rollout.concurrency.step_timing import watch_steps
 from fsm_rollout.testing.simulation import blocked_loop
 from fsm_rollout.testing.simulation.virtual_time import Deadlock, Endless, LeakedTasks, VirtualTimeLoop, run_virtual
 from fsm_rollout.tools.bounded_call import STOP_SECONDS
@@ -374,7 +375,7 @@ class Stepped(Generic[T]):
         cancel_at: int | None = None,
         cancel: Callable[[], object] = lambda: None,
     ) -> None:
-        self._coroutine, self._cancel_at, self._cancel = coroutine, cancel_at, cancel
+        self._coroutine, self._cancel_at, self._cancel, self._waited = coroutine, cancel_at, cancel, 0
         self.cancelled = False
         self.busiest = 0.0
         """The CPU seconds of the longest step."""
@@ -382,34 +383,31 @@ class Stepped(Generic[T]):
         """The loop's seconds that it took."""
         self.ended_by: BaseException | None = None
 
-    def __await__(self) -> Generator[object, object, T]:
+    def __await__(self) -> Generator[object, None, T]:
         """Run it."""
-        inner, waits = self._coroutine.__await__(), 0
-        thrown: BaseException | None = None
+        return self._run().__await__()
+
+    async def _run(self) -> T:
         clock = asyncio.get_running_loop().time
         started = clock()
-        while True:
-            began = time.thread_time()
-            try:
-                waits_for = inner.send(None) if thrown is None else inner.throw(thrown)
-            except StopIteration as stop:
-                result: T = stop.value
-                return result
-            except BaseException as error:
-                self.ended_by = error
-                raise
-            finally:
-                self.busiest = max(self.busiest, time.thread_time() - began)
-                self.seconds = clock() - started
-            waits += 1
-            if waits == self._cancel_at:
-                self.cancelled = True
-                self._cancel()
-            thrown = None
-            try:
-                yield waits_for
-            except BaseException as error:
-                thrown = error
+        try:
+            return await watch_steps(
+                self._coroutine, self._took, seconds=0.0, clock=time.thread_time, waits=self._waits
+            )
+        except BaseException as error:
+            self.ended_by = error
+            raise
+        finally:
+            self.seconds = clock() - started
+
+    def _took(self, seconds: float) -> None:
+        self.busiest = max(self.busiest, seconds)
+
+    def _waits(self) -> None:
+        self._waited += 1
+        if self._waited == self._cancel_at:
+            self.cancelled = True
+            self._cancel()
 
     @property
     def let_cancellation_out(self) -> bool:

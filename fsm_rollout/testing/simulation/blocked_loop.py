@@ -6,8 +6,7 @@ would have been. What may or may not wait (a lock, a queue) is interrupted once 
 computation without end) after :data:`BLOCKING_SECONDS`. How slow a machine is makes no fault: what computes is measured
 in CPU seconds, and what a module does once, when it is imported, is let be (interrupting it would leave half a module).
 
-In production :func:`~fsm_rollout.concurrency.step_timing.watch_steps` only times the steps:
-there nothing may be interrupted.
+:mod:`fsm_rollout.concurrency.step_timing` says who else looks for blocked loops.
 """
 
 from __future__ import annotations
