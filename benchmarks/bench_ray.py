@@ -35,21 +35,7 @@ from fsm_rollout.model.folders import load_tokenizer, model_folder
 from fsm_rollout.scheduler.scheduler import Scheduler
 
 TURNS = 40
-AGENT = """
-agent: bench
-contexts: {main: {system: You are a helpful agent., tools: [lookup]}}
-limits: {assistant_turns: 100, tool_calls: 100, response_tokens: 100000, context_tokens: 100000, wall_seconds: 3600}
-tools: {lookup: {use: "bench_ray:lookup", timeout: 60, response_tokens: 1000}}
-states:
-  PENDING: {}
-  GENERATING: {sampling: {max_tokens: 256}, timeout: 600}
-  PROCESSING_TOOLS: {timeout: 600}
-transitions:
-  - {trigger: prompted,   source: PENDING,          dest: GENERATING}
-  - {trigger: generated,  source: GENERATING,       dest: PROCESSING_TOOLS, conditions: has_tool_calls}
-  - {trigger: generated,  source: GENERATING,       dest: TERMINATED}
-  - {trigger: tools_done, source: PROCESSING_TOOLS, dest: GENERATING}
-"""
+AGENT = Path(__file__).parent / "agent.yaml"
 
 
 async def lookup(key: str, count: int) -> str:
@@ -62,10 +48,11 @@ async def lookup(key: str, count: int) -> str:
     return importlib.import_module("workload").tool_answer({"key": key, "count": count})
 
 
-def agent(folder: Path) -> Any:
-    path = folder / "bench.yaml"
-    path.write_text(AGENT)
-    return load_agent(path)
+def agent(tool: str) -> Any:
+    """Return the agent with one tool, a function of this file."""
+    return load_agent(
+        AGENT, [f'tools={{"{tool}": {{"use": "bench_ray:{tool}", "timeout": 60, "response_tokens": 1000}}}}']
+    )
 
 
 def started(build: Callable[[str], Engine], replicas: int) -> PoolEngine:
@@ -90,7 +77,7 @@ def peer(options: argparse.Namespace) -> float:
 
 def ours(options: argparse.Namespace, graph: Any, pool: PoolEngine, work: Any) -> tuple[float, float]:
     """Return our microseconds of wall time and of the driver's CPU time per generation; checks every token."""
-    prompts = [Prompt(prompt_id=str(i), messages=tuple(work.prompt(i)[1:])) for i in range(options.n)]
+    prompts = [Prompt(prompt_id=str(i), messages=tuple(work.prompt(i))) for i in range(options.n)]
     rollout = Rollout(graph, pool, concurrency=options.n)
 
     async def run() -> tuple[float, float, Any]:
@@ -151,9 +138,7 @@ def beside_verl(options: argparse.Namespace, graph: Any) -> None:
 
 def by_context(options: argparse.Namespace) -> None:
     """Measure the driver alone: its CPU time does not count the actors'."""
-    path = options.folder / "chat.yaml"
-    path.write_text(AGENT.replace("bench_ray:lookup", "bench_ray:echo").replace("lookup", "echo"))
-    graph = load_agent(path)
+    graph = agent("echo")
     call = '<tool_call>\n{"name": "echo", "arguments": {"text": "a few words for the tool to say again"}}\n</tool_call>'
 
     def build(name: str) -> Engine:
@@ -231,10 +216,9 @@ def main() -> None:
     sys.path[:0] = here
     os.environ["PYTHONPATH"] = os.pathsep.join([*here, os.environ.get("PYTHONPATH", "")])  # the actors', too
     with tempfile.TemporaryDirectory() as folder:
-        options.folder = Path(folder)
-        options.assets = options.folder / "assets"
+        options.assets = Path(folder) / "assets"
         if options.only != "context":
-            beside_verl(options, agent(options.folder))
+            beside_verl(options, agent("lookup"))
         if options.only != "wall":
             by_context(options)
 

@@ -40,21 +40,6 @@ from types import SimpleNamespace
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-AGENT = """
-agent: overhead
-contexts: {main: {tools: [%(names)s]}}
-limits: {assistant_turns: 1000, tool_calls: 1000, response_tokens: 1000000, context_tokens: 1000000, wall_seconds: 3600}
-tools: {%(tools)s}
-states:
-  PENDING: {}
-  GENERATING: {sampling: {max_tokens: 256}, timeout: 600}
-  PROCESSING_TOOLS: {timeout: 600}
-transitions:
-  - {trigger: prompted,   source: PENDING,          dest: GENERATING}
-  - {trigger: generated,  source: GENERATING,       dest: PROCESSING_TOOLS, conditions: has_tool_calls}
-  - {trigger: generated,  source: GENERATING,       dest: TERMINATED}
-  - {trigger: tools_done, source: PROCESSING_TOOLS, dest: GENERATING}
-"""
 
 
 async def lookup(key: str, count: int) -> str:
@@ -163,15 +148,13 @@ def load_work(options: argparse.Namespace, folder: Path) -> Any:
     return module.Workload(assets, turns=options.turns)
 
 
-def load_bench_agent(options: argparse.Namespace, folder: Path) -> Any:
+def load_bench_agent(options: argparse.Namespace) -> Any:
     """Return the agent, with as many tools more as asked for."""
     from fsm_rollout import load_agent
 
     names = ["lookup", *(f"tool_{number}" for number in range(options.extra_tools))]
-    tools = ", ".join(f'{name}: {{use: "overhead:lookup", timeout: 60}}' for name in names)
-    path = folder / "overhead.yaml"
-    path.write_text(AGENT % {"names": ", ".join(names), "tools": tools}, encoding="utf-8")
-    return load_agent(path)
+    tools = {name: {"use": "overhead:lookup", "timeout": 60} for name in names}
+    return load_agent(HERE / "agent.yaml", [f"tools={json.dumps(tools)}"])
 
 
 def prompts_of(options: argparse.Namespace, work: Any) -> list[Any]:
@@ -284,7 +267,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     results = []
     with tempfile.TemporaryDirectory() as folder:
         work = load_work(options, Path(folder))
-        graph = load_bench_agent(options, Path(folder))
+        graph = load_bench_agent(options)
         prompts = prompts_of(options, work)
         asyncio.run(run_once(options, work, graph, prompts[:16], -1))
         for rep in range(options.reps):

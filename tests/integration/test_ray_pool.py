@@ -421,9 +421,9 @@ def test_five_updates_and_two_losses_leave_every_token_with_its_version(tmp_path
 # -- rollout workers ------------------------------------------------------------------------------------------------
 
 
-def test_rollout_workers_may_be_actors_and_one_that_dies_loses_nothing(tmp_path: Path) -> None:
+def test_rollout_workers_may_be_actors_and_one_that_dies_loses_nothing() -> None:
     async def main(**options: Any) -> dict[str, Any]:
-        graph, script = worker_work.agent(tmp_path), worker_work.engine(tokenizer(), 3, 0.05)
+        graph, script = worker_work.agent(), worker_work.engine(tokenizer(), 3, 0.05)
         killed = False
 
         def listen(trajectory: Trajectory, event: AnyEvent) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fsm_rollout import Rollout, load_agent
+from fsm_rollout import Rollout
 from fsm_rollout.errors import EngineError
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.worker_placement import start_process
@@ -35,8 +35,8 @@ def pool_of(rollout: Rollout) -> WorkerPool:
     return rollout.scheduler.workers
 
 
-async def alone(folder: Path, **options: Any) -> dict[str, tuple[Any, ...]]:
-    async with Rollout(agent(folder), engine(tokenizer(), TURNS, 0.0), **options) as rollout:
+async def alone(**options: Any) -> dict[str, tuple[Any, ...]]:
+    async with Rollout(agent(), engine(tokenizer(), TURNS, 0.0), **options) as rollout:
         return rows(trajectories([group async for group in rollout.stream(prompts(COUNT), 2)]))
 
 
@@ -51,14 +51,14 @@ def test_workers_give_the_same_rows_and_the_journal_has_every_event(
     async def main() -> tuple[dict[str, Any], dict[str, Any]]:
         with Journal(path) as book:
             options: dict[str, Any] = {"workers": 2, "journal": book, "on_event": [lambda t, e: seen.append(e)]}
-            async with Rollout(agent(tmp_path), engine(tokenizer(), TURNS, 0.0), seed=7, **options) as rollout:
+            async with Rollout(agent(), engine(tokenizer(), TURNS, 0.0), seed=7, **options) as rollout:
                 several = rows(trajectories([group async for group in rollout.stream(prompts(COUNT), 2)]))
                 assert rollout.engine_stats()["policy"]["requests"] == COUNT * 2 * (TURNS + 1)
         await asyncio.sleep(0)
         ran_in = {int(name.name) for name in pids.iterdir()}
         assert len(ran_in) == 2
         assert os.getpid() not in ran_in
-        return several, await alone(tmp_path, seed=7)
+        return several, await alone(seed=7)
 
     several, single = asyncio.run(main())
     assert several == single
@@ -66,7 +66,7 @@ def test_workers_give_the_same_rows_and_the_journal_has_every_event(
     assert len([event for event in seen if isinstance(event, Generated)]) == COUNT * 2 * (TURNS + 1)
 
 
-def test_workers_that_are_killed_lose_nothing(tmp_path: Path) -> None:
+def test_workers_that_are_killed_lose_nothing() -> None:
     """At ten points, and any, in the laws; here they are real processes."""
     draw, kills = random.Random(3), 2
 
@@ -80,7 +80,7 @@ def test_workers_that_are_killed_lose_nothing(tmp_path: Path) -> None:
             generated.set()
 
         options: dict[str, Any] = {"workers": 2, "on_event": [listen]}
-        async with Rollout(agent(tmp_path), engine(tokenizer(), TURNS, 0.2), seed=7, **options) as rollout:
+        async with Rollout(agent(), engine(tokenizer(), TURNS, 0.2), seed=7, **options) as rollout:
 
             async def kill() -> None:
                 for number in range(kills):
@@ -97,22 +97,18 @@ def test_workers_that_are_killed_lose_nothing(tmp_path: Path) -> None:
             return rows(trajectories(groups)), trajectories(groups)
 
     several, shaken = asyncio.run(main())
-    assert several == asyncio.run(alone(tmp_path, seed=7))
+    assert several == asyncio.run(alone(seed=7))
     assert sum(trajectory.resumptions for trajectory in shaken) > 0
 
 
 def test_a_worker_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "gone_tool.py"
     path.write_text('async def gone() -> str:\n    """Be gone."""\n    return ""\n')
-    agent(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "worked.yaml").write_text(
-        (tmp_path / "worked.yaml").read_text().replace("tests.integration.worker_work:where", "gone_tool:gone")
-    )
-    yaml = load_agent(tmp_path / "worked.yaml")
+    graph = agent("gone_tool:gone")
 
     async def main() -> None:
-        async with Rollout(yaml, engine(tokenizer(), TURNS, 0.0)) as rollout:
+        async with Rollout(graph, engine(tokenizer(), TURNS, 0.0)) as rollout:
             WorkerPool(rollout.scheduler, 1, start_process)
             path.unlink()
             with pytest.raises(EngineError, match=r"could not start: .*gone_tool"):

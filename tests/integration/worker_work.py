@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
-from fsm_rollout import Prompt, ScriptedEngine, load_agent
+from fsm_rollout import AgentGraph, Prompt, ScriptedEngine, load_agent
 from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.scripted.engine import Turn
 from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.kit import ROOT
 
-AGENT = """
-agent: worked
-contexts: {main: {tools: [where]}}
-limits: {assistant_turns: 20, tool_calls: 20, response_tokens: 10000, context_tokens: 20000, wall_seconds: 3000}
-tools: {where: {use: "tests.integration.worker_work:where", timeout: 600}}
-states:
-  PENDING: {}
-  GENERATING: {sampling: {max_tokens: 100}, timeout: 600}
-  PROCESSING_TOOLS: {timeout: 600}
-transitions:
-  - {trigger: prompted,   source: PENDING,          dest: GENERATING}
-  - {trigger: generated,  source: GENERATING,       dest: PROCESSING_TOOLS, conditions: has_tool_calls}
-  - {trigger: generated,  source: GENERATING,       dest: TERMINATED}
-  - {trigger: tools_done, source: PROCESSING_TOOLS, dest: GENERATING}
-"""
 CALL = '<tool_call>\n{"name": "where", "arguments": {"number": %d}}\n</tool_call>'
 
 
@@ -40,10 +27,10 @@ def where(number: int) -> str:
     return f"answer {number}"
 
 
-def agent(folder: Path) -> Any:
-    path = folder / "worked.yaml"
-    path.write_text(AGENT, encoding="utf-8")
-    return load_agent(path)
+def agent(tool: str = f"{__name__}:where") -> AgentGraph:
+    """Return the agent of the benchmarks, which a tool answers that is called ``where``."""
+    tools = {"where": {"use": tool, "timeout": 600}}
+    return load_agent(ROOT / "benchmarks/agent.yaml", [f"tools={json.dumps(tools)}"])
 
 
 def engine(tokenizer: Any, turns: int, delay: float) -> ScriptedEngine:

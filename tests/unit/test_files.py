@@ -14,9 +14,14 @@ def test_what_fails_half_way_leaves_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "new" / "rows.jsonl"
     with written_whole(path) as partial:
         partial.write_text("whole")
-    with pytest.raises(KeyError), written_whole(path) as partial:
-        partial.write_text("half")
-        raise KeyError
+
+    def fail() -> None:
+        with written_whole(path) as partial:
+            partial.write_text("half")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
     assert [file.name for file in path.parent.iterdir()] == ["rows.jsonl"]
     assert path.read_text() == "whole"
 
