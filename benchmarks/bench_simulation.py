@@ -14,7 +14,7 @@ from random import Random
 
 from fsm_rollout.agent.loader import load_agent
 from fsm_rollout.engines.scripted.script import Turn
-from fsm_rollout.testing.plugin.agent_checks import Subject
+from fsm_rollout.testing.plugin.agent_checks import CheckedAgent
 from fsm_rollout.testing.simulation.plan import Plan
 from fsm_rollout.testing.simulation.simulate import simulate
 
@@ -26,7 +26,7 @@ CALL = '<tool_call>\n{"name": "calculate", "arguments": {"left": 1, "operator": 
 
 def drawn(path: Path) -> list[Plan]:
     """Return a hundred plans as the items of the plugin draw them."""
-    subject = Subject(path, examples=100, seed=1)
+    subject = CheckedAgent(path, examples=100, seed=1)
     plans: list[Plan] = []
     subject.search(plans.append)
     return plans

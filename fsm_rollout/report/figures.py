@@ -100,7 +100,7 @@ def _counted(count: int, word: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Replica:
+class ReplicaUse:
     """What one engine process did; the courses have ``BINS`` points."""
 
     name: str
@@ -194,13 +194,13 @@ class Figures:
         """Return the mean number of generations under way in each part."""
         return self._busy([(stretch.start, stretch.end) for stretch in self.generations])
 
-    def replicas(self) -> list[Replica]:
+    def replicas(self) -> list[ReplicaUse]:
         """Return what each replica did, by name; generations that name no replica are those of one without a name."""
         by_name: defaultdict[str, list[Stretch]] = defaultdict(list)
         for stretch in self.generations:
             by_name[stretch.replica].append(stretch)
         return [
-            Replica(
+            ReplicaUse(
                 name=name,
                 generations=len(own),
                 tokens=sum(stretch.tokens for stretch in own),

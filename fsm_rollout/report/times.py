@@ -54,7 +54,7 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
+class TimedVisit:
     """One visit of a state; ``trigger`` is what ended it (``None`` for the last)."""
 
     state: str
@@ -69,7 +69,7 @@ class Times:
 
     stretches: tuple[Stretch, ...] = ()
     """All waiting, sampling, tool calling, interacting and being away, in the order in which it ended."""
-    visits: tuple[Visit, ...] = ()
+    visits: tuple[TimedVisit, ...] = ()
     """The visits, in order; a final state's lasts no time."""
 
     def of(self, *kinds: Kind) -> list[Stretch]:
@@ -90,7 +90,7 @@ class Times:
 def times_of(events: Sequence[AnyEvent]) -> Times:
     """Return when what happened."""
     stretches: list[Stretch] = []
-    visits: list[Visit] = []
+    visits: list[TimedVisit] = []
     origin = since = events[0].at if events else 0.0
     turn, turn_of, state, final = 0, dict[str, int](), "", False
 
@@ -104,7 +104,7 @@ def times_of(events: Sequence[AnyEvent]) -> Times:
             case Prompted():
                 state = event.initial
             case Transitioned():
-                visits.append(Visit(state, since, event.at, event.trigger))
+                visits.append(TimedVisit(state, since, event.at, event.trigger))
                 state, since, final = event.dest, event.at, event.stop_reason is not None
             case Resumed() if event.away > 0:
                 add("away", state, event.at - event.away, event.at, "suspended")
@@ -127,7 +127,7 @@ def times_of(events: Sequence[AnyEvent]) -> Times:
             case _:
                 pass
     if events:
-        visits.append(Visit(state, since, since if final else max(since, events[-1].at)))
+        visits.append(TimedVisit(state, since, since if final else max(since, events[-1].at)))
     return Times(tuple(stretches), tuple(visits))
 
 

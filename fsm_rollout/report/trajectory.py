@@ -24,11 +24,11 @@ from fsm_rollout.report.folding import Block, folded_repeats
 from fsm_rollout.report.pages import Links, render_page
 from fsm_rollout.report.recording import Recording, RunFolder
 from fsm_rollout.report.texts import TokenTexts, visible
-from fsm_rollout.report.times import BUSY, Clock, Stretch, Times, Visit, packed, wall_seconds
+from fsm_rollout.report.times import BUSY, Clock, Stretch, TimedVisit, Times, packed, wall_seconds
 from fsm_rollout.trajectory.events import Message
 from fsm_rollout.trajectory.trajectory import Trajectory
 
-Item = TypeVar("Item", Stretch, Visit)
+Item = TypeVar("Item", Stretch, TimedVisit)
 Texts = Callable[[str], TokenTexts | None]
 """Gives the token texts of an engine, by its name."""
 BLOCKS_SHOWN = 60
@@ -228,7 +228,7 @@ class Lane:
     """What happened in one state: its visits, and the stretches in them, each in a row of its own."""
 
     state: str
-    visits: list[Visit]
+    visits: list[TimedVisit]
     stretches: list[tuple[Stretch, int]]
     """Those that overlap are in different rows."""
     marks: list[tuple[Stretch, float]]

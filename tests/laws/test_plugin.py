@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 
 from fsm_rollout.testing.plugin import agent_checks
-from fsm_rollout.testing.plugin.agent_checks import CHECKS, Subject
+from fsm_rollout.testing.plugin.agent_checks import CHECKS, CheckedAgent
 from fsm_rollout.testing.plugin.items import ITEMS
 from fsm_rollout.testing.simulation.laws import LawBroken
 from tests.kit import ROOT
@@ -74,7 +74,7 @@ def test_the_plugin_names_the_checks_that_there_are() -> None:
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 @pytest.mark.parametrize("check", ITEMS)
 def test_the_shipped_agents_pass(path: Path, check: str) -> None:
-    assert CHECKS[check](Subject(path, examples=max(5, settings().max_examples // 8)))
+    assert CHECKS[check](CheckedAgent(path, examples=max(5, settings().max_examples // 8)))
 
 
 def test_items_run_without_a_test_file_and_say_which_rows_were_taken(folder: pytest.Pytester) -> None:
@@ -249,7 +249,7 @@ def test_a_count_of_examples_is_a_count(folder: pytest.Pytester, count: str) -> 
 def test_a_handler_that_blocks_the_loop_is_named_with_its_line(folder: pytest.Pytester) -> None:
     agent(folder, GRADED, grader=BLOCKS)
     folder.syspathinsert()
-    subject = Subject(folder.path / "agent.yaml", examples=3, blocking_seconds=0.2)
+    subject = CheckedAgent(folder.path / "agent.yaml", examples=3, blocking_seconds=0.2)
     with pytest.raises(LawBroken, match=r"the event loop is blocked: .*grader.py:12, in Grade.run does not return"):
         agent_checks.ends(subject)
 
@@ -264,7 +264,7 @@ def test_a_handler_that_waits_without_awaiting_is_named_with_the_call(
 ) -> None:
     agent(folder, GRADED, grader=source)
     folder.syspathinsert()
-    subject = Subject(folder.path / "agent.yaml", examples=3)
+    subject = CheckedAgent(folder.path / "agent.yaml", examples=3)
     with pytest.raises(LawBroken, match=rf"the event loop is blocked: .*grader.py:{line}, in .*run waits in '{call}'"):
         agent_checks.ends(subject)
 

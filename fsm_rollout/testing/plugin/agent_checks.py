@@ -43,7 +43,7 @@ EAGERNESS = (0.5, 0.8, 0.95, 1.0)
 
 
 @dataclass(frozen=True)
-class Subject:
+class CheckedAgent:
     """An agent's file, and how it is to be tested.
 
     Attributes:
@@ -148,7 +148,7 @@ def judge(run: Simulation, laws_to_check: Sequence[Law]) -> Simulation:
 # -- the checks -----------------------------------------------------------------------------------------------------
 
 
-def rules(subject: Subject) -> str:
+def rules(subject: CheckedAgent) -> str:
     """Law 1 and the numbered rules: the agent loads, and survives being written and read."""
     graph = subject.graph
     if loads(dump(graph), base=subject.path.parent) != graph:
@@ -156,7 +156,7 @@ def rules(subject: Subject) -> str:
     return f"{len(graph.working_states)} working states, {len(graph.transitions)} transitions, no rule broken"
 
 
-def bound(subject: Subject) -> str:
+def bound(subject: CheckedAgent) -> str:
     """Law 2 without engines: no walk through the machine takes more transitions than the proof allows."""
     # A walk makes no calls, so sub-agents' runs are left out of what it may take.
     tools = {name: tool for name, tool in subject.graph.tools.items() if tool.agent is None}
@@ -172,7 +172,7 @@ def bound(subject: Subject) -> str:
     return f"{subject.bound}; the longest of {number:,} walks took {longest} of {subject.bound.transitions}"
 
 
-def coverage(subject: Subject) -> str:
+def coverage(subject: CheckedAgent) -> str:
     """Every transition can fire; says how often each did in drawn runs, and which did not."""
     names = {number: row_name(row) for number, row in enumerate(subject.graph.transitions)}
     # 1. By the proof.
@@ -208,7 +208,7 @@ def coverage(subject: Subject) -> str:
     return f"{summary}; never: {'; '.join(missed)}" if missed else summary
 
 
-def ends(subject: Subject) -> str:
+def ends(subject: CheckedAgent) -> str:
     """Laws 2 and 8: whatever fails, hangs, or is cancelled, every trajectory comes back, within the bound."""
     handlers_laws = handler_laws.handlers_behave, handler_laws.fails_as_drawn
     laws_to_check = *handlers_laws, laws.comes_back, laws.stays_within(subject.bound), laws.keeps_limits
@@ -228,7 +228,7 @@ def _listed(reasons: Counter[str]) -> str:
     return ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
 
 
-def streams(subject: Subject) -> str:
+def streams(subject: CheckedAgent) -> str:
     """Laws 3, 4, 5 and 7: masks, logprobs, versions and spans against the engine's own log."""
     tokens = trained = 0
 
@@ -243,7 +243,7 @@ def streams(subject: Subject) -> str:
     return f"{tokens:,} tokens, {trained:,} of them trained, in {runs} runs"
 
 
-def schedule(subject: Subject) -> str:
+def schedule(subject: CheckedAgent) -> str:
     """Law 6: order of completion, batch size, admission and the number of replicas change no result."""
     graph = without_clocks(subject.graph)
 
@@ -258,7 +258,7 @@ def schedule(subject: Subject) -> str:
     return f"the same rows under two schedules each, in {runs} runs"
 
 
-def journalled(subject: Subject) -> str:
+def journalled(subject: CheckedAgent) -> str:
     """Law 6, of the journal: what is journalled folds to the trajectories, in memory and from the file."""
     count = 0
     # In memory, where that can be: disks take longer to be sure than a drawn run takes.
@@ -279,7 +279,7 @@ def journalled(subject: Subject) -> str:
     return f"{count:,} events in {runs} journals"
 
 
-def resume(subject: Subject) -> str:
+def resume(subject: CheckedAgent) -> str:
     """Law 6: a run that is killed anywhere and goes on from its journal comes to what it would have come to."""
     graph = without_clocks(subject.graph)
 
@@ -297,7 +297,7 @@ def resume(subject: Subject) -> str:
     return f"the same results after a kill, in {runs} runs"
 
 
-CHECKS: dict[str, Callable[[Subject], str]] = {
+CHECKS: dict[str, Callable[[CheckedAgent], str]] = {
     "rules": rules,
     "bound": bound,
     "coverage": coverage,

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from fsm_rollout.errors import PromptTooLong, RolloutError
 from fsm_rollout.testing.simulation.laws import LawBroken
 from fsm_rollout.testing.simulation.simulate import Simulation
-from fsm_rollout.testing.simulation.visits import Visit
+from fsm_rollout.testing.simulation.visits import HandlerVisit
 from fsm_rollout.trajectory.enums import Trigger
 from fsm_rollout.trajectory.events import Transitioned
 
@@ -72,7 +72,7 @@ def fails_as_drawn(run: Simulation) -> None:
             raise LawBroken(0, what, trajectory_id=trajectory.trajectory_id)
 
 
-def _raised(run: Simulation) -> Iterator[Visit]:
+def _raised(run: Simulation) -> Iterator[HandlerVisit]:
     """Yield the visits that raised something of their own where no transition takes ``failed``."""
     for visit in run.visits:
         error, graph = visit.outcome, run.graph
@@ -82,7 +82,7 @@ def _raised(run: Simulation) -> Iterator[Visit]:
             yield visit
 
 
-def _failed(visit: Visit) -> LawBroken:
+def _failed(visit: HandlerVisit) -> LawBroken:
     error = visit.outcome
     what = f"raised {type(error).__name__}{f': {error}' if str(error) else ''}\n  at {visit.where}"
     return _blame(
@@ -90,5 +90,5 @@ def _failed(visit: Visit) -> LawBroken:
     )
 
 
-def _blame(visit: Visit, what: str) -> LawBroken:
+def _blame(visit: HandlerVisit, what: str) -> LawBroken:
     return LawBroken(0, f"the handler of '{visit.state}' ({visit.handler}) {what}", trajectory_id=visit.trajectory_id)

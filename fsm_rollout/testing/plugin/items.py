@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from _pytest._code.code import TerminalRepr
 
     from fsm_rollout.testing.conformance.engine_subject import EngineSubject
-    from fsm_rollout.testing.plugin.agent_checks import Subject
+    from fsm_rollout.testing.plugin.agent_checks import CheckedAgent
 
 ITEMS = ("rules", "bound", "coverage", "ends", "streams", "schedule", "journal", "resume")
 AGENTS = pytest.StashKey[dict[Path, str]]()
@@ -85,15 +85,15 @@ class AgentFile(pytest.File):
             except ConfigError:
                 return
 
-    def _subject(self) -> Subject:
+    def _subject(self) -> CheckedAgent:
         from fsm_rollout.errors import RolloutError
-        from fsm_rollout.testing.plugin.agent_checks import Subject
+        from fsm_rollout.testing.plugin.agent_checks import CheckedAgent
         from fsm_rollout.testing.simulation.plan import Plan
         from fsm_rollout.trajectory.prompt import read_prompts
 
         option = self.config.option
         try:
-            return Subject(
+            return CheckedAgent(
                 Path(self.config.stash[AGENTS][self.path.resolve()]),
                 examples=option.fsm_examples,
                 seed=option.fsm_seed,
@@ -131,7 +131,7 @@ def _tokenizer(folder: str) -> object:
 class AgentItem(CheckItem):
     """One thing that an agent is held to."""
 
-    def __init__(self, *, name: str, parent: AgentFile, subject: Subject) -> None:
+    def __init__(self, *, name: str, parent: AgentFile, subject: CheckedAgent) -> None:
         super().__init__(name, parent)
         self.subject = subject
 

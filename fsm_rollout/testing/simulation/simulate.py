@@ -44,7 +44,7 @@ from fsm_rollout.testing.simulation.simulated import (
     with_simulated_users,
 )
 from fsm_rollout.testing.simulation.virtual_time import VirtualTimeLoop, run_virtual
-from fsm_rollout.testing.simulation.visits import Visit, watch_visits
+from fsm_rollout.testing.simulation.visits import HandlerVisit, watch_visits
 from fsm_rollout.testing.simulation.workers import PairedWorkers, close_workers
 from fsm_rollout.tools.toolbox import AgentTool
 from fsm_rollout.trajectory.events import AnyEvent
@@ -143,7 +143,7 @@ class Simulation:
     """The same events in the order in which they happened, as a journal has them."""
     live: dict[str, Trajectory] = field(default_factory=dict)
     """Every trajectory that was ever begun, whether or not it came back."""
-    visits: list[Visit] = field(default_factory=list)
+    visits: list[HandlerVisit] = field(default_factory=list)
     """All visits of users' handlers."""
     blockages: Sequence[Blockage] = ()
     """Where the event loop was blocked."""

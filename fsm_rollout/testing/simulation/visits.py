@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
+class HandlerVisit:
     """One visit of a user's handler: how it came out."""
 
     trajectory_id: str
@@ -47,13 +47,13 @@ class Visit:
         return not isinstance(self.outcome, Outcome) or self.outcome.trigger not in self.declared
 
 
-def watch_visits(handler: State, visits: list[Visit]) -> None:
+def watch_visits(handler: State, visits: list[HandlerVisit]) -> None:
     """Note each visit of a handler in a list."""
     run = handler.run
     name = f"{type(handler).__module__}:{type(handler).__qualname__}"
 
     def note(trajectory: Trajectory, outcome: object, where: str = "") -> None:
-        visit = Visit(
+        visit = HandlerVisit(
             trajectory.trajectory_id, handler.name, name, outcome, where, tuple(handler.triggers), being_cancelled()
         )
         visits.append(visit)

@@ -123,7 +123,7 @@ steps = st.sampled_from(_KINDS).flatmap(lambda kind: kind)
 
 
 @dataclass(frozen=True)
-class Plan:
+class HistoryPlan:
     """A whole trajectory to be."""
 
     steps: list[AnyEvent]
@@ -134,7 +134,7 @@ class Plan:
 
 
 plans = st.builds(
-    Plan,
+    HistoryPlan,
     st.builds(add, st.lists(steps, max_size=7), st.lists(steps, max_size=7)),  # twice the usual length
     extras,
     st.none() | st.sampled_from(["answered", "limit:tool_calls", "failed:ToolError"]),
@@ -143,7 +143,7 @@ plans = st.builds(
 )
 
 
-def events_of(plan: Plan, trajectory_id: str = "t0") -> list[AnyEvent]:
+def events_of(plan: HistoryPlan, trajectory_id: str = "t0") -> list[AnyEvent]:
     """Return the events of a plan, a second apart; nothing that a visit does began before the visit."""
     timed: list[AnyEvent] = []
     visit_began = 0.0
@@ -162,7 +162,7 @@ _OPENING = events.ContextOpened(
 _GLUE = events.PromptExtended(at=0.0, context="", state="", ids=array("i", [2, 3]))
 
 
-def _valid(plan: Plan, trajectory_id: str) -> Iterator[AnyEvent]:
+def _valid(plan: HistoryPlan, trajectory_id: str) -> Iterator[AnyEvent]:
     """Yield the events of a plan and what they need; knows nothing of the code under test."""
     yield events.Prompted(
         at=0.0, trajectory_id=trajectory_id, group_id="g0", sample=0, agent="solver", initial=STATES[0],
