@@ -152,12 +152,14 @@ class Rollout:
         journal: Journal | None = None,
         base: Path | None = None,
     ) -> None:
+        # 1. The agents are sound, and end.
         self.agents = _agents(agent)
         problems = [problem for graph in self.agents.values() for problem in verify(graph)]
         if problems:
             raise ConfigError(problems)
         for graph in self.agents.values():
             prove(graph)
+        # 2. How is sampled, and where is run.
         self.validate = validate
         greedy, training_sampling = Sampling(temperature=0.0), _sampling(sampling, "sampling")
         validation = greedy if validation_sampling is None else _sampling(validation_sampling, "validation_sampling")
@@ -167,6 +169,7 @@ class Rollout:
             raise ConfigError(f"workers must be at least 1 process, got {workers}")
         if worker_placement not in get_args(WorkerPlacement):
             raise ConfigError(f"worker_placement must be 'local' or 'ray', got {worker_placement!r}")
+        # 3. What engines and schedulers are made from; nothing has been started yet.
         self._closed = False
         self._loop_thread: LoopThread | None = None
         self._owned: list[Engine] = []
@@ -188,6 +191,7 @@ class Rollout:
             "reward": Reward(reward) if reward is not None else None,
         }
         """What the schedulers of runs and of evaluations have in common."""
+        # 4. Engines, the scheduler, workers; what was started is closed again when one of them cannot be had.
         try:
             self.engines = {name: self._engine(name, spec, base) for name, spec in specs.items()}
             self.clients = {name: self._client(engine) for name, engine in self.engines.items()}

@@ -86,12 +86,14 @@ def worth_a_page(figures: Figures) -> list[str]:
 
 
 def _page(run: RunFolder, figures: Figures, flows: Sequence[Flow], links: Links) -> str:
+    # 1. What several parts of the page need.
     lines, own = figures.lines, figures.own
     columns = _columns(lines)
     names = [column.name for column in columns]
     scores = [line.score for line in own if line.score is not None]
     means = [edge.score for flow in flows for edge in flow.edges if edge.score is not None]
     spent = {part: sum(line.parts[part] for line in own) for part in (*BUSY, "other")}
+    # 2. The table is drawn by the script from `data`, everything else by the template.
     return render_page(
         "report.html.jinja",
         title=f"run {run.folder.name}",

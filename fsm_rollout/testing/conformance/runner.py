@@ -308,6 +308,7 @@ def search(
 
     from fsm_rollout.testing.simulation.simulate import quietly
 
+    # 1. Each value, and the smallest failure so far.
     ran = since = 0
     smallest: Exception | None = None
 
@@ -326,6 +327,7 @@ def search(
             if smallest is not None and since >= SHRINKING_RUNS:
                 raise _Found from None
 
+    # 2. Hypothesis draws and shrinks, without its database and its own report.
     searched = hypothesis.settings(
         max_examples=max(1, examples),
         deadline=None,
@@ -336,6 +338,7 @@ def search(
         print_blob=False,
         suppress_health_check=list(hypothesis.HealthCheck),
     )(hypothesis.given(strategy)(test))
+    # 3. The failure comes out as it is.
     try:
         with quietly():
             (searched if seed is None else hypothesis.seed(seed)(searched))()

@@ -169,11 +169,13 @@ def _valid(plan: HistoryPlan, trajectory_id: str) -> Iterator[AnyEvent]:
         messages=[{"role": "user", "content": "?"}], extra=plan.extra,
         limits={"tool_calls": 3, "wall_seconds": None}, seed=7, date="2020-01-01T00:00:00",
     )  # fmt: skip
+    # 1. What is true where the next event comes.
     state = STATES[0]
     pending: dict[str, bool] = {}
     """Whether an open context has messages that are in no stream yet."""
     answered: set[str] = set()
     written = events.MessagesAppended(at=0.0, context="", state="", messages=[])
+    # 2. Each event with what it needs; one that can mean nothing there is left out.
     for event in plan.steps:
         if isinstance(event, events.Generated | events.MessagesAppended) and event.context not in pending:
             if isinstance(event, events.Generated) and event.continued:
@@ -210,6 +212,7 @@ def _valid(plan: HistoryPlan, trajectory_id: str) -> Iterator[AnyEvent]:
             case events.Called():
                 event = replace(event, bad=event.failure == "unknown_tool")
         yield event
+    # 3. The end, and what may come after it.
     if plan.ending:
         yield events.Ended(at=0.0, stop_reason=plan.ending)
         yield from (events.Scored(at=0.0, value=value) for value in plan.late_scores)
