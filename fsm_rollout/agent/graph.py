@@ -323,6 +323,13 @@ class AgentGraph(StrictModel):
         fields = {name: getattr(self, name) for name in type(self).model_fields}
         return AgentGraph(**fields | {"tools": {**self.tools, **{name: _tool(name, tools[name]) for name in tools}}})
 
+    def with_sub_agents(self) -> Iterator[AgentGraph]:
+        """Yield this agent and then those that it uses as tools, each with its own; one used twice comes twice."""
+        yield self
+        for tool in self.tools.values():
+            if tool.agent is not None:
+                yield from tool.agent.with_sub_agents()
+
     def context(self, name: str) -> Context:
         """Return the context called ``name``; ``main`` exists without being named."""
         return self.contexts.get(name) or Context()

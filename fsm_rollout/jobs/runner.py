@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
 from pathlib import Path
 
 from fsm_rollout.agent.graph import POLICY, AgentGraph
@@ -119,12 +120,11 @@ def _agents(config: RunConfig) -> dict[str, AgentGraph]:
 
 def _start_lines(graphs: Iterable[AgentGraph]) -> Iterator[str]:
     """Yield what tools have to say when a run begins (``at_start`` of a tool's class): what protects it, say."""
-    for graph in graphs:
+    for graph in chain.from_iterable(graph.with_sub_agents() for graph in graphs):
         for name, tool in graph.tools.items():
             at_start = getattr(load_object(tool.use), "at_start", None) if tool.use is not None else None
             if at_start is not None:
                 yield f"{name} {at_start()}"
-        yield from _start_lines(tool.agent for tool in graph.tools.values() if tool.agent is not None)
 
 
 def _prompts(config: RunConfig) -> list[Prompt]:

@@ -107,13 +107,13 @@ def page(
         ConfigError: an id, and there is no journal or no such trajectory in it; names the closest.
         JournalError: the journal cannot be read.
     """
-    from fsm_rollout.report.recording import with_sub_agents
+    from fsm_rollout.report.recording import by_name
     from fsm_rollout.report.texts import TokenTexts
     from fsm_rollout.report.trajectory import trajectory_page
 
     recording = _recording_of(trajectory, journal)
     texts = {name: TokenTexts(engine.tokenizer) for name, engine in engines.items()}
-    sub_agents = {name: graph for agent in agents.values() for name, graph in with_sub_agents(agent).items()}
+    sub_agents = {name: graph for agent in agents.values() for name, graph in by_name(agent).items()}
     graph = agents.get(recording.trajectory.agent) or sub_agents.get(recording.trajectory.agent)
     return Page(trajectory_page(recording, graph=graph, texts=texts.get))
 

@@ -186,7 +186,7 @@ def open_run(path: str | Path) -> RunFolder:
     agents: dict[str, AgentGraph] = {}
     for name, text in (facts.get("agents") or {}).items():
         try:
-            agents = with_sub_agents(recorded_agent(text, name=f"{name}.yaml")) | agents
+            agents = by_name(recorded_agent(text, name=f"{name}.yaml")) | agents
         except ConfigError as error:
             first = str(error.problems[0].message) if error.problems else str(error)
             notes.append(f"agent '{name}' is drawn from what happened, not from its YAML, which has a fault: {first}")
@@ -221,13 +221,9 @@ def _mapping(text: str | dict[str, Any]) -> Mapping[str, Any]:
     return data
 
 
-def with_sub_agents(graph: AgentGraph) -> dict[str, AgentGraph]:
+def by_name(graph: AgentGraph) -> dict[str, AgentGraph]:
     """Return an agent and all that it calls as tools, by name; the caller's first where names are shared."""
-    agents = {graph.agent: graph}
-    for tool in graph.tools.values():
-        if tool.agent is not None:
-            agents = with_sub_agents(tool.agent) | agents
-    return agents
+    return {agent.agent: agent for agent in reversed([*graph.with_sub_agents()])}
 
 
 def _what_is_there(path: Path) -> str:

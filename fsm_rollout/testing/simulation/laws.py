@@ -26,7 +26,6 @@ from fsm_rollout.agent.proof import Bound
 from fsm_rollout.batch.rows import rows
 from fsm_rollout.errors import RolloutError
 from fsm_rollout.testing.simulation.simulate import Sampled, Simulation
-from fsm_rollout.testing.simulation.simulated import agents_of
 from fsm_rollout.trajectory.enums import LimitName, Trigger
 from fsm_rollout.trajectory.events import Called, Ended, Generated, Transitioned, decode, encode
 from fsm_rollout.trajectory.tokens import Owner
@@ -151,7 +150,7 @@ def keeps_limits(run: Simulation) -> None:
 
 
 def _agents(run: Simulation) -> dict[str, AgentGraph]:
-    return {graph.agent: graph for graph in agents_of(run.graph)}
+    return {graph.agent: graph for graph in run.graph.with_sub_agents()}
 
 
 def keeps_streams(run: Simulation) -> None:

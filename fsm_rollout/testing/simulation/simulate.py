@@ -39,7 +39,6 @@ from fsm_rollout.testing.simulation.simulated import (
     OneEngine,
     SimulatedAgent,
     SimulatedTool,
-    agents_of,
     with_agents,
     with_simulated_users,
 )
@@ -299,7 +298,7 @@ async def _run(
         )  # fmt: skip
 
         def simulated(scheduler: Scheduler) -> None:
-            for program in {id(graph): scheduler.program(graph) for graph in agents_of(played)}.values():
+            for program in {id(graph): scheduler.program(graph) for graph in played.with_sub_agents()}.values():
                 if not real_tools:
                     program.toolbox.replace(lambda t: t if isinstance(t, AgentTool) else SimulatedTool(t, plan.tools))
                 for state, handler in list(program.handlers.items()):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
@@ -34,14 +34,6 @@ from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 if TYPE_CHECKING:
     from fsm_rollout.engines.protocol import Weights
-
-
-def agents_of(graph: AgentGraph) -> Iterator[AgentGraph]:
-    """Yield an agent and those that it uses as tools."""
-    yield graph
-    for tool in graph.tools.values():
-        if tool.agent is not None:
-            yield from agents_of(tool.agent)
 
 
 def with_agents(graph: AgentGraph, change: Callable[[AgentGraph], AgentGraph]) -> AgentGraph:
