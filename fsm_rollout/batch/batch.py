@@ -25,7 +25,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from fsm_rollout.batch.advantages import SampleScore, sample_advantages
 from fsm_rollout.batch.padding import RAGGED_OF, pack, pad, unpack, unpad
-from fsm_rollout.batch.rows import RowId, TrainingRow, row_of, rows
+from fsm_rollout.batch.rows import RowId, TrainingRow, rows
 from fsm_rollout.errors import BatchError
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -119,18 +119,19 @@ class TrajectoryBatch:
         by_id = {trajectory.trajectory_id: trajectory for trajectory in trajectories}
         widths = {"prompt_width": prompt_width, "response_width": response_width}
         all_rows = rows(trajectories, state_names=state_names)
+        cut_rows: dict[RowId, TrainingRow] = {}
+        if overflow == "truncate":
+            cut_rows = {row.row_id: row for row in rows(trajectories, state_names=state_names, **widths)}
         kept_rows: list[TrainingRow] = []
         omitted: list[RowId] = []
         truncated: list[RowId] = []
         for row in all_rows:
             if overflow == "error" or _fits(row, prompt_width, response_width):
                 kept_rows.append(row)  # from_rows raises for all that do not fit together
-            elif overflow == "omit" or not (
-                cut := row_of(by_id[row.trajectory_id], row.stream, row.state_names, **widths)
-            ):
+            elif overflow == "omit" or row.row_id not in cut_rows:
                 omitted.append(row.row_id)
             else:
-                kept_rows.append(cut)
+                kept_rows.append(cut_rows[row.row_id])
                 truncated.append(row.row_id)
         batch = cls.from_rows(kept_rows, pad_id=pad_id, packed=packed, **widths)
         rowed = {row.trajectory_id for row in all_rows}

@@ -51,25 +51,26 @@ RAGGED_OF: Mapping[str, str] = {
 """Every two-dimensional key, and the one that says how long each of its rows is."""
 
 
-def pack(rows: Sequence[TrainingRow]) -> tuple[dict[str, Array], dict[str, Array]]:
+def pack(rows: Sequence[TrainingRow]) -> tuple[dict[str, Array], dict[str, npt.NDArray[np.int64]]]:
     """Return the keys of :data:`RAGGED_OF` end to end without padding, and the offsets ``[B + 1]`` of their rows.
 
     Offsets are given once for each ragged dimension: ``prompts``, ``responses``, ``input_ids``.
     """
     prompts = np.array([len(row.prompt_ids) for row in rows], dtype=np.int64)
     responses = np.array([len(row.response_ids) for row in rows], dtype=np.int64)
-    lengths = prompts + responses
-    values = {
+    lengths = {"prompts": prompts, "responses": responses, "input_ids": prompts + responses}
+    offsets = {key: np.concatenate([[0], np.cumsum(counts)]).astype(np.int64) for key, counts in lengths.items()}
+    total = offsets["input_ids"][-1]
+    values: dict[str, Array] = {
         "prompts": _joined((row.prompt_ids for row in rows), np.int64),
         "responses": _joined((row.response_ids for row in rows), np.int64),
         "input_ids": _joined((ids for row in rows for ids in (row.prompt_ids, row.response_ids)), np.int64),
-        "attention_mask": np.ones(lengths.sum(), dtype=np.int64),
-        "position_ids": _joined(map(np.arange, lengths), np.int64),
+        "attention_mask": np.ones(total, dtype=np.int64),
+        "position_ids": np.arange(total) - np.repeat(offsets["input_ids"][:-1], lengths["input_ids"]),
     }
     for key, column in RESPONSE_COLUMNS.items():
         values[key] = _joined((getattr(row, column.of) for row in rows), column.type)
-    ragged = {"prompts": prompts, "responses": responses, "input_ids": lengths}
-    return values, {key: np.concatenate([[0], np.cumsum(counts)]).astype(np.int64) for key, counts in ragged.items()}
+    return values, offsets
 
 
 def unpack(values: Mapping[str, Array], offsets: Mapping[str, Array]) -> dict[str, list[Array]]:
@@ -93,28 +94,37 @@ def pad(
 
     Prompts are padded on the left, responses on the right. The rows must fit.
     """
-    # 1. Where in each rectangle a row's own values stand.
+    # 1. Where in each rectangle, read line by line, a row's own values stand: what is only padding is not looked at.
     values, offsets = pack(rows)
-    prompts, responses = (np.diff(offsets[key])[:, None] for key in ("prompts", "responses"))
-    left = int(prompts.max(initial=0)) if prompt_width is None else prompt_width
-    right = int(responses.max(initial=0)) if response_width is None else response_width
-    place = np.arange(left + right)
-    attended = (place >= left - prompts) & (place < left + responses)
-    # 2. The ids, of which prompts and responses are the two halves.
-    input_ids = np.full(attended.shape, pad_id, dtype=np.int64)
-    input_ids[attended] = values["input_ids"]
-    padded: dict[str, Array] = {
-        "prompts": input_ids[:, :left].copy(),
-        "responses": input_ids[:, left:].copy(),
-        "input_ids": input_ids,
-        "attention_mask": attended.astype(np.int64),
-        # as verl counts: 0 in the left padding, the last token's in the right
-        "position_ids": np.maximum(attended.cumsum(axis=1, dtype=np.int64) - 1, 0),
+    lengths = {key: np.diff(starts) for key, starts in offsets.items()}
+    left = int(lengths["prompts"].max(initial=0)) if prompt_width is None else prompt_width
+    right = int(lengths["responses"].max(initial=0)) if response_width is None else response_width
+    widths = {"prompts": left, "responses": right, "input_ids": left + right}
+    first = {key: np.arange(len(rows)) * width for key, width in widths.items()}
+    for key in ("prompts", "input_ids"):
+        first[key] += left - lengths["prompts"]
+    places = {
+        key: np.arange(offsets[key][-1]) + np.repeat(first[key] - offsets[key][:-1], lengths[key]) for key in widths
     }
-    # 3. What there is one of per response token.
-    for key, column in RESPONSE_COLUMNS.items():
-        padded[key] = np.full((len(rows), right), column.fill, dtype=column.type)
-        padded[key][attended[:, left:]] = values[key]
+    # 2. Each key's rectangle; after the last token, positions are its own, as verl counts.
+    fills: dict[str, float] = {
+        "prompts": pad_id,
+        "responses": pad_id,
+        "input_ids": pad_id,
+        "attention_mask": 0,
+        "position_ids": 0,
+    }
+    fills |= {key: column.fill for key, column in RESPONSE_COLUMNS.items()}
+    padded: dict[str, Array] = {}
+    for key, fill in fills.items():
+        flat, ragged = values[key], RAGGED_OF[key]
+        shape = (len(rows), widths[ragged])
+        # Memory that is zero by itself is not touched before it is used.
+        padded[key] = np.full(shape, fill, flat.dtype) if fill else np.zeros(shape, flat.dtype)
+        padded[key].reshape(-1)[places[ragged]] = flat
+    behind = left + lengths["responses"]
+    for row, length in enumerate(lengths["input_ids"].tolist()):
+        padded["position_ids"][row, behind[row] :] = max(0, length - 1)
     return padded
 
 

@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy.typing as npt
 
 from fsm_rollout.errors import BatchError
 from fsm_rollout.trajectory.events import Part
-from fsm_rollout.trajectory.tokens import Owner, TokenStream
+from fsm_rollout.trajectory.tokens import TokenStream, responses
 from fsm_rollout.trajectory.trajectory import Stream, Trajectory
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -114,125 +115,132 @@ class TrainingRow:
     __hash__ = None  # type: ignore[assignment]  # arrays are mutable
 
 
-def rows(trajectories: Iterable[Trajectory], *, state_names: Sequence[str] = ()) -> list[TrainingRow]:
+def rows(
+    trajectories: Iterable[Trajectory],
+    *,
+    state_names: Sequence[str] = (),
+    prompt_width: int | None = None,
+    response_width: int | None = None,
+) -> list[TrainingRow]:
     """Return the rows of ``trajectories``, in the order in which they and their streams come.
 
     ``state_names`` numbers the states (say the graph's, so that the numbers are the same for every batch); states it
     leaves out follow in alphabetical order. A sub-agent's trajectory is given as one of its own.
 
+    With widths, prompts are cut on the left and responses on the right; a stream with no trained token left is no row.
+    A turn that is cut short has its score on the last of its tokens that is left, and the trajectory's goes to the last
+    trained token that is left.
+
     Raises:
         BatchError: a score is not a finite float32.
     """
-    trajectories = list(trajectories)
-    seen = {
-        span.state
+    trained = [
+        (trajectory, number, stream)
         for trajectory in trajectories
-        for stream in trajectory.streams
+        for number, stream in enumerate(trajectory.streams)
         if stream.tokens.trained_length
-        for span in stream.tokens.spans[1:]
-    }
+    ]
+    streams = [stream for _, _, stream in trained]
+    seen = {span.state for stream in streams for span in stream.tokens.spans[1:]}
     names = (*dict.fromkeys(state_names), *sorted(seen.difference(state_names)))
-    candidates = (row_of(t, number, names) for t in trajectories for number in range(len(t.streams)))
-    return [row for row in candidates if row is not None]
+    # 1. All response tokens of all rows, end to end; each row is a view of its part.
+    columns = responses([stream.tokens for stream in streams], {name: number for number, name in enumerate(names)})
+    temperatures = np.where(columns.sampled, _asked_temperatures(streams), np.float32(1.0))
+    all_scores = np.zeros(len(temperatures), dtype=np.float32)
+    # 2. The rows.
+    made: list[TrainingRow] = []
+    start = 0
+    for (trajectory, number, stream), end in zip(trained, columns.ends.tolist(), strict=True):
+        part = slice(start, end if response_width is None else min(end, start + response_width))
+        start = end
+        scores = all_scores[part]
+        token_scores = _token_scores(trajectory, stream.tokens, len(scores))
+        if token_scores is None:
+            continue
+        for position, value in token_scores.items():
+            scores[position] = value
+        prompt_ids = stream.tokens.prompt_ids()
+        made.append(
+            TrainingRow(
+                prompt_ids=prompt_ids if prompt_width is None else prompt_ids[max(0, len(prompt_ids) - prompt_width) :],
+                response_ids=columns.ids[part],
+                mask=columns.mask[part],
+                logprobs=columns.logprobs[part],
+                versions=columns.versions[part],
+                state_ids=columns.states[part],
+                turn_ids=columns.turns[part],
+                temperatures=temperatures[part],
+                scores=scores,
+                score=None if trajectory.score is None else float(np.float32(_finite(trajectory.score, trajectory))),
+                state_names=names,
+                group_id=trajectory.group_id,
+                sample=trajectory.sample,
+                trajectory_id=trajectory.trajectory_id,
+                stream=number,
+                context=stream.context,
+                agent=trajectory.agent,
+                stop_reason=trajectory.stop_reason,
+                failure=trajectory.failure,
+                num_turns=turns_of(stream),
+                sampling=[[turn, *sampling] for turn, _, *sampling in stream.sampled_with],
+                metrics=_metrics(trajectory),
+                turn_scores=[list(pair) for pair in trajectory.turn_scores],
+                tool_rewards=list(trajectory.tool_rewards),
+                reward_parts=dict(trajectory.reward_parts),
+                extra=json.loads(json.dumps(dict(trajectory.extra), default=repr)),
+            )
+        )
+    return made
 
 
-def row_of(
-    trajectory: Trajectory,
-    number: int,
-    state_names: tuple[str, ...],
-    *,
-    prompt_width: int | None = None,
-    response_width: int | None = None,
-) -> TrainingRow | None:
-    """Return stream ``number`` of ``trajectory`` as a row, or ``None`` when it has no trained token.
+def _metrics(trajectory: Trajectory) -> dict[str, float | None]:
+    return {
+        "generate_seconds": trajectory.generate_seconds,
+        "tool_seconds": trajectory.tool_seconds,
+        "tool_calls": trajectory.calls_seen,
+        "bad_calls": trajectory.bad_calls,
+        "tool_failures": trajectory.calls_failed - trajectory.bad_calls,
+        "tokens": trajectory.response_tokens,
+        "trained_tokens": trajectory.trained_tokens,
+        "guarded": trajectory.guarded,
+        "forks": trajectory.forks,
+        "wall_seconds": trajectory.wall_seconds,
+    }
 
-    With widths, the prompt is cut on the left and the response on the right. A turn that is cut short has its score
-    on the last of its tokens that is left, and the trajectory's goes to the last trained token that is left.
 
-    Raises:
-        BatchError: a score is not a finite float32.
+def _asked_temperatures(streams: Sequence[Stream]) -> npt.NDArray[np.float32]:
+    """Return for each response token of all streams the temperature that its generation, or the next, asked for."""
+    values: list[float] = []
+    lengths: list[int] = []
+    for stream in streams:
+        tokens = stream.tokens
+        starts = [tokens.prompt_length, *(sampled.start for sampled in stream.sampled_with[1:]), len(tokens)]
+        values += [sampled.temperature or 1.0 for sampled in stream.sampled_with]
+        lengths += [end - start for start, end in pairwise(starts)]
+    return np.repeat(np.array(values, dtype=np.float32), lengths)
+
+
+def _token_scores(trajectory: Trajectory, tokens: TokenStream, length: int) -> dict[int, float] | None:
+    """Return the scores among the first ``length`` response tokens by position, added up in double precision.
+
+    ``None``: no trained token is among them.
     """
-    stream = trajectory.streams[number]
-    tokens = stream.tokens
-    mask = tokens.response_mask()[:response_width]
-    trained = np.flatnonzero(mask)
-    if not len(trained):
-        return None
-    prompt_ids = tokens.prompt_ids()
-    cut = 0 if prompt_width is None else max(0, len(prompt_ids) - prompt_width)
-    return TrainingRow(
-        prompt_ids=prompt_ids[cut:],
-        response_ids=tokens.response_ids()[:response_width],
-        mask=mask,
-        logprobs=tokens.response_logprobs()[:response_width],
-        versions=tokens.response_versions()[:response_width],
-        state_ids=tokens.response_states({name: i for i, name in enumerate(state_names)})[:response_width],
-        turn_ids=tokens.response_turns()[:response_width],
-        temperatures=_temperatures(stream)[:response_width],
-        scores=_token_scores(trajectory, tokens, len(mask), int(trained[-1])),
-        score=None if trajectory.score is None else float(np.float32(_finite(trajectory.score, trajectory))),
-        state_names=state_names,
-        group_id=trajectory.group_id,
-        sample=trajectory.sample,
-        trajectory_id=trajectory.trajectory_id,
-        stream=number,
-        context=stream.context,
-        agent=trajectory.agent,
-        stop_reason=trajectory.stop_reason,
-        failure=trajectory.failure,
-        num_turns=turns_of(stream),
-        sampling=[[turn, temperature, top_p, top_k] for turn, _, temperature, top_p, top_k in stream.sampled_with],
-        metrics={
-            "generate_seconds": trajectory.generate_seconds,
-            "tool_seconds": trajectory.tool_seconds,
-            "tool_calls": trajectory.calls_seen,
-            "bad_calls": trajectory.bad_calls,
-            "tool_failures": trajectory.calls_failed - trajectory.bad_calls,
-            "tokens": trajectory.response_tokens,
-            "trained_tokens": trajectory.trained_tokens,
-            "guarded": trajectory.guarded,
-            "forks": trajectory.forks,
-            "wall_seconds": trajectory.wall_seconds,
-        },
-        turn_scores=[list(pair) for pair in trajectory.turn_scores],
-        tool_rewards=list(trajectory.tool_rewards),
-        reward_parts=dict(trajectory.reward_parts),
-        extra=json.loads(json.dumps(dict(trajectory.extra), default=repr)),
-    )
-
-
-def _temperatures(stream: Stream) -> npt.NDArray[np.float32]:
-    temperatures = np.ones(len(stream.tokens), dtype=np.float32)
-    ends = [*(sampled.start for sampled in stream.sampled_with[1:]), len(stream.tokens)]
-    for sampled, end in zip(stream.sampled_with, ends, strict=False):
-        temperatures[sampled.start : end] = sampled.temperature or 1.0
-    for span in stream.tokens.spans:
-        if span.owner is not Owner.MODEL:
-            temperatures[span.start : span.end] = 1.0
-    return temperatures[stream.tokens.prompt_length :]
-
-
-def _token_scores(
-    trajectory: Trajectory, tokens: TokenStream, length: int, last_trained: int
-) -> npt.NDArray[np.float32]:
-    """Return the scores of the first ``length`` response tokens, added up in double precision and rounded once."""
     last_of_turn = {
         span.turn: min(span.end - tokens.prompt_length, length) - 1
         for span in tokens.sampled()
         if span.start - tokens.prompt_length < length
     }
+    if not last_of_turn:
+        return None
+    last_trained = max(last_of_turn.values())
     sums: defaultdict[int, float] = defaultdict(float)
     for turn, value in trajectory.turn_scores:
         if turn in last_of_turn:
             sums[last_of_turn[turn]] += _finite(value, trajectory)
     if trajectory.score is not None:
         sums[last_trained] += trajectory.score
-    scores = np.zeros(length, dtype=np.float32)
-    for position, value in sums.items():
-        scores[position] = _finite(value, trajectory)
-    if trajectory.score_is_missing:
-        scores[last_trained] = np.nan
-    return scores
+    scores = {position: _finite(value, trajectory) for position, value in sums.items()}
+    return scores | {last_trained: math.nan} if trajectory.score_is_missing else scores
 
 
 def _finite(value: float, trajectory: Trajectory) -> float:

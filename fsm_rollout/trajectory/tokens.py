@@ -8,9 +8,10 @@ sets a mask by hand.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -168,36 +169,78 @@ class TokenStream:
         """Return the ids from position ``start`` on."""
         return self._ids[start:]
 
-    def response_ids(self) -> npt.NDArray[np.int32]:
-        """Return the response's token ids, int32 ``[R]``."""
-        return np.array(self._ids[self.prompt_length :], dtype=np.int32)
-
     def prompt_ids(self) -> npt.NDArray[np.int32]:
         """Return the opening prompt's token ids, int32 ``[P]``."""
         return np.array(self._ids[: self.prompt_length], dtype=np.int32)
 
+    def response_ids(self) -> npt.NDArray[np.int32]:
+        """Return the response's token ids, int32 ``[R]``."""
+        return responses([self]).ids
+
     def response_logprobs(self) -> npt.NDArray[np.float32]:
         """Return the response's logprobs, float32 ``[R]``; 0.0 where no engine sampled."""
-        return np.array(self._logprobs[self.prompt_length :], dtype=np.float32)
+        return responses([self]).logprobs
 
     def response_mask(self) -> npt.NDArray[np.int8]:
         """Return the mask, int8 ``[R]``: 1 exactly on the tokens that the policy learns from."""
-        return self._of_spans(lambda span: self.trained and span.owner is Owner.MODEL).astype(np.int8)
+        return responses([self]).mask
 
     def response_versions(self) -> npt.NDArray[np.int32]:
         """Return the weight version of each response token, int32 ``[R]``; -1 where no engine sampled."""
-        return self._of_spans(lambda span: span.version)
+        return responses([self]).versions
 
     def response_turns(self) -> npt.NDArray[np.int32]:
         """Return the generation of each response token, int32 ``[R]``: the one that sampled it or that it leads to."""
-        return self._of_spans(lambda span: span.turn)
+        return responses([self]).turns
 
-    def response_states(self, state_ids: dict[str, int]) -> npt.NDArray[np.int32]:
+    def response_states(self, state_ids: Mapping[str, int]) -> npt.NDArray[np.int32]:
         """Return each response token's origin state as a number, int32 ``[R]``; -1 for a state not in ``state_ids``."""
-        return self._of_spans(lambda span: state_ids.get(span.state, -1))
+        return responses([self], state_ids).states
 
-    def _of_spans(self, value: Callable[[Span], int]) -> npt.NDArray[np.int32]:
-        """Return for each response token the value of its span, int32 ``[R]``."""
-        spans = self._spans[1:]
-        values = np.array([value(span) for span in spans], dtype=np.int32)
-        return np.repeat(values, np.array([len(span) for span in spans], dtype=np.intp))
+
+class Responses(NamedTuple):
+    """The responses of some streams end to end: one value per token in each array."""
+
+    ends: npt.NDArray[np.int64]
+    """Where each stream's part ends."""
+    ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    mask: npt.NDArray[np.int8]
+    versions: npt.NDArray[np.int32]
+    turns: npt.NDArray[np.int32]
+    states: npt.NDArray[np.int32]
+    sampled: npt.NDArray[np.bool_]
+    """Whether an engine sampled the token, to be trained on or not."""
+
+
+def responses(streams: Sequence[TokenStream], state_ids: Mapping[str, int] = MappingProxyType({})) -> Responses:
+    """Return what the streams' own methods return, of all of them at once: for thousands, that is much quicker."""
+    # 1. What is true of each span, over all streams; then the same of each token.
+    by_span = np.array(
+        [
+            (span.end - span.start, own := span.owner is Owner.MODEL, own and stream.trained, span.version,
+             span.turn, state_ids.get(span.state, -1))
+            for stream in streams
+            for span in stream._spans[1:]
+        ],
+        dtype=np.int32,
+    ).reshape(-1, 6)  # fmt: skip
+    lengths, sampled, mask, versions, turns, states = by_span.T
+    # 2. The tokens themselves.
+    ids, logprobs = (
+        np.concatenate([np.zeros(0, kind), *(np.frombuffer(held, kind)[start:] for held, start in parts)])
+        for kind, parts in (
+            (np.int32, [(stream._ids, stream.prompt_length) for stream in streams]),
+            (np.float32, [(stream._logprobs, stream.prompt_length) for stream in streams]),
+        )
+    )
+    return Responses(
+        ends=np.cumsum([stream.response_length for stream in streams], dtype=np.int64),
+        ids=ids,
+        logprobs=logprobs,
+        mask=np.repeat(mask.astype(np.int8), lengths),
+        versions=np.repeat(versions, lengths),
+        turns=np.repeat(turns, lengths),
+        states=np.repeat(states, lengths),
+        sampled=np.repeat(sampled.astype(np.bool_), lengths),
+    )
