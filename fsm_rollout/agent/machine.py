@@ -10,10 +10,9 @@ firing a transition does to it is to emit one :class:`~fsm_rollout.trajectory.ev
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import cast
 
 import transitions
-from transitions.core import Condition, EventData
 
 from fsm_rollout.agent.graph import TERMINATED, AgentGraph, Predicate, TransitionRow
 from fsm_rollout.agent.handlers import handler_spec
@@ -25,7 +24,7 @@ from fsm_rollout.trajectory.events import AnyEvent, Transitioned
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory, routing_key
 
 Emit = Callable[[AnyEvent], None]
-Holds = Callable[[EventData], bool]
+Holds = Callable[[Trajectory, Outcome], bool]
 Charge = Callable[[Trajectory], dict[str, int]]
 """What entering a state costs the trajectory that enters."""
 
@@ -34,18 +33,8 @@ class PredicateFailed(RolloutError):
     """A user's predicate raised while transitions were being tried."""
 
 
-class _Condition(Condition):
-    """A compiled predicate: called as it is, where the library looks up each time what a name may stand for."""
-
-    def check(self, event_data: EventData) -> bool:
-        holds = cast("Callable[[EventData], bool]", self.func)
-        return bool(holds(event_data) == self.target)
-
-
 class _Transition(transitions.Transition):
     """One transition for one source state. Changing the state means emitting the event that says so."""
-
-    condition_cls = _Condition
 
     dest: str
     charge: Charge
@@ -53,48 +42,31 @@ class _Transition(transitions.Transition):
     row: int | None = None
     """Its place among the user's transitions; ``None`` for ``on_error`` and the machine's own."""
     final: bool
+    users: bool = False
+    """Whether the user wrote it, ``on_error`` included."""
 
-    def execute(self, event_data: EventData) -> bool:
-        """Take the transition if its conditions hold. The library's own method calls lists of callbacks, empty here."""
-        for condition in self.conditions:
-            if not condition.check(event_data):
-                return False
-        self._change_state(event_data)
-        return True
+    def takes(self, trajectory: Trajectory, outcome: Outcome) -> bool:
+        """Return whether its conditions hold; each is a compiled predicate, and there are no callbacks."""
+        return all(cast(Holds, test.func)(trajectory, outcome) == test.target for test in self.conditions)
 
-    def _change_state(self, event_data: EventData) -> None:
-        trajectory, outcome = _firing(event_data)
-        event_data.kwargs["emit"](
-            Transitioned(
-                at=event_data.kwargs["at"],
-                trigger=outcome.trigger,
-                source=self.source,
-                dest=self.dest,
-                spent=self.charge(trajectory),
-                limit=outcome.limit,
-                detail=outcome.detail,
-                stop_reason=(self.stop_reason or outcome.stop_reason) if self.final else None,
-                row=self.row,
-                failure=outcome.failure if self.row is None or outcome.trigger == Trigger.FAILED else None,
-            )
+    def event(self, trajectory: Trajectory, outcome: Outcome, at: float) -> Transitioned:
+        """Return the event that says that it fired."""
+        return Transitioned(
+            at=at,
+            trigger=outcome.trigger,
+            source=self.source,
+            dest=self.dest,
+            spent=self.charge(trajectory),
+            limit=outcome.limit,
+            detail=outcome.detail,
+            stop_reason=(self.stop_reason or outcome.stop_reason) if self.final else None,
+            row=self.row,
+            failure=outcome.failure if self.row is None or outcome.trigger == Trigger.FAILED else None,
         )
-
-
-class _Event(transitions.Event):
-    def trigger(self, model: Any, *args: Any, **kwargs: Any) -> bool:
-        """Take the first transition that can be taken: no queue, no callbacks; what is raised goes on to the caller."""
-        event_data = EventData(None, self, self.machine, model, args, kwargs)
-        return any(transition.execute(event_data) for transition in self.transitions[model.state])
 
 
 class _Machine(transitions.Machine):
     transition_cls = _Transition
-    event_cls = _Event
-
-
-def _firing(event_data: EventData) -> tuple[Trajectory, Outcome]:
-    """Return what `AgentMachine.fire` handed over."""
-    return cast(Trajectory, event_data.model), cast(Outcome, event_data.kwargs["outcome"])
 
 
 class AgentMachine:
@@ -130,21 +102,21 @@ class AgentMachine:
             trigger,
             state,
             dest,
-            conditions=[self._routable, *map(self._condition, row.conditions)] if row is not None else [],
+            conditions=[*map(self._condition, row.conditions)] if row is not None else [],
             unless=[*map(self._condition, row.unless)] if row is not None else [],
         )
         transition = self._machine.events[trigger].transitions[state][-1]
         assert isinstance(transition, _Transition)
         transition.stop_reason, transition.row = row.stop_reason if row is not None else None, place
-        transition.final = self.graph.is_final(dest)
+        transition.final, transition.users = self.graph.is_final(dest), row is not None
         transition.charge = _nothing if transition.final else self.charge_of(dest)
 
     def _condition(self, predicate: Predicate) -> Holds:
         holds = compile_predicate(predicate, self.graph)
 
-        def condition(event_data: EventData) -> bool:
+        def condition(trajectory: Trajectory, outcome: Outcome) -> bool:
             try:
-                return bool(holds(*_firing(event_data)))
+                return bool(holds(trajectory, outcome))
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # one that calls sys.exit fails its trajectory, not the run
@@ -152,16 +124,14 @@ class AgentMachine:
 
         return condition
 
-    def _routable(self, event_data: EventData) -> bool:
-        """Say whether a user transition may be tried at all.
+    def _routable(self, trajectory: Trajectory, limit: str | None) -> bool:
+        """Say whether a reached limit may be routed: once, and only one that the agent itself sets.
 
-        A limit may be routed once, and only one that the agent itself sets (the proof knows of no other); nothing may
-        be after the transitions themselves have failed.
+        The proof knows of no other.
         """
-        trajectory, outcome = _firing(event_data)
-        if outcome.limit is None or not event_data.kwargs["routed"]:
-            return bool(event_data.kwargs["routed"])
-        return outcome.limit in self._limits and routing_key(outcome.limit, trajectory.state) not in trajectory.routed
+        return limit is None or (
+            limit in self._limits and routing_key(limit, trajectory.state) not in trajectory.routed
+        )
 
     def charge_of(self, state: str) -> Charge:
         """Return what entering the working state ``state`` costs, as a function of the trajectory that enters."""
@@ -194,7 +164,12 @@ class AgentMachine:
         event = self._machine.events.get(outcome.trigger)
         if event is None or trajectory.state not in event.transitions:
             return False
-        return bool(event.trigger(trajectory, outcome=outcome, at=at, emit=emit, routed=routed))
+        routed = routed and self._routable(trajectory, outcome.limit)
+        for transition in cast("list[_Transition]", event.transitions[trajectory.state]):
+            if (routed or not transition.users) and transition.takes(trajectory, outcome):
+                emit(transition.event(trajectory, outcome, at))
+                return True
+        return False
 
 
 def _nothing(trajectory: Trajectory) -> dict[str, int]:

@@ -21,7 +21,7 @@ from fsm_rollout.trajectory.tokens import LAST_VERSION, Ids, Logprobs, as_ids, a
 ROUNDING = 1e-3
 """A logprob may be so far above 0: log-sums in half precision are not exact."""
 _ENDS = (None, *FinishReason)
-MANY = 48
+MANY = 128
 """From so many tokens on NumPy is quicker than Python's own functions."""
 
 

@@ -7,7 +7,7 @@ suspension or a crash, to where it was: what it generated, wrote, called, asked 
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -35,10 +35,10 @@ class EffectLog:
     __slots__ = ("_recorded",)
 
     def __init__(self, recorded: Iterable[AnyEvent]) -> None:
-        self._recorded: dict[tuple[type, object], deque[Any]] = defaultdict(deque)
+        self._recorded: dict[tuple[type, object], deque[Any]] = {}
         for event in recorded:
             if type(event) in _KEYS and not getattr(event, "instead_of_glue", False):
-                self._recorded[type(event), _KEYS[type(event)](event)].append(event)
+                self._recorded.setdefault((type(event), _KEYS[type(event)](event)), deque()).append(event)
 
     def take(self, kind: type[E], key: object) -> E | None:
         """Return the next event of that kind about ``key`` (context, call, engine, limit or turn), or ``None``."""

@@ -116,7 +116,7 @@ class Generation:
 
                 asyncio.get_running_loop().call_soon(audit)
         # 3. Glue that leaves no room for a token is not written.
-        self._check_room(len(stream.tokens) + len(encoded.ids), len(encoded.ids))
+        self._room(len(stream.tokens) + len(encoded.ids), len(encoded.ids))
         visit.emit(
             PromptExtended(
                 at=visit.clock(),
@@ -129,24 +129,32 @@ class Generation:
         )
         return stream
 
-    def _check_room(self, length: int, added: int) -> None:
-        """Raise LimitReached unless a stream of ``length``, ``added`` of it new, has room for one more token."""
-        if self.visit.remaining(LimitName.RESPONSE_TOKENS) - added < 1:
+    def _room(self, length: int, added: int) -> dict[str | None, float]:
+        """Return how many more tokens each limit allows a stream of ``length``, ``added`` of it new.
+
+        Raises:
+            LimitReached: not even one.
+        """
+        room: dict[str | None, float] = {
+            LimitName.RESPONSE_TOKENS: self.visit.remaining(LimitName.RESPONSE_TOKENS) - added,
+            LimitName.CONTEXT_TOKENS: self.visit.room_in_context(self.bound, length),
+        }
+        if room[LimitName.RESPONSE_TOKENS] < 1:
             raise LimitReached(LimitName.RESPONSE_TOKENS)
-        if self.visit.room_in_context(self.bound, length) < 1:
+        if room[LimitName.CONTEXT_TOKENS] < 1:
             raise self.visit.limit_reached(LimitName.CONTEXT_TOKENS, self.bound.name)
+        return room
 
     def _request(self, stream: Stream, sampling: Sampling | None, *, resumed: bool) -> tuple[Request, str | None]:
         """Return the request for the next turn, and the limit that bounds its length (None: its own max_tokens)."""
-        visit, bound, trajectory = self.visit, self.bound, self.visit.trajectory
+        bound, trajectory = self.bound, self.visit.trajectory
         length = len(stream.tokens)
-        self._check_room(length, 0)
+        room = self._room(length, 0)
         settings = self._sampling(sampling)
         sampled = sum(len(span) for span in stream.tokens.sampled() if span.turn == stream.turn) if resumed else 0
         bounds: dict[str | None, float] = {
             None: float("inf") if settings.max_tokens is None else settings.max_tokens - sampled,
-            LimitName.RESPONSE_TOKENS: visit.remaining(LimitName.RESPONSE_TOKENS),
-            LimitName.CONTEXT_TOKENS: visit.room_in_context(bound, length),
+            **room,
         }
         cut_by = min(bounds, key=lambda name: bounds[name])  # the first of equals: the turn's own bound
         index = trajectory.context_turns.get(bound.name, 0) - resumed

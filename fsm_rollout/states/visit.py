@@ -33,10 +33,13 @@ from fsm_rollout.trajectory.trajectory import DONE_IN_A_VISIT, Stream, root_of
 LONG_TEXT = 20_000
 """Characters of messages from which on they are encoded in a thread: they take some 10 ms."""
 
+_FOR_HANDLERS = DONE_IN_A_VISIT | {events.PromptExtended}
+"""What a handler may emit."""
+
 
 def are_long(messages: Sequence[Message]) -> bool:
     """Return whether encoding messages would hold up the event loop."""
-    return sum(len(message.get("content") or "") for message in messages) > LONG_TEXT
+    return sum([len(message.get("content") or "") for message in messages]) > LONG_TEXT
 
 
 class Visit:
@@ -48,6 +51,7 @@ class Visit:
         self.trajectory = active.trajectory
         self.program = active.program
         self.state = self.trajectory.state
+        self._loop = asyncio.get_running_loop()
         self._entry = next(iter(self.trajectory.here), None)  # entering comes first: if anything was done, that was
         self._effects = EffectLog(self.trajectory.here)
         self._over = False
@@ -56,7 +60,7 @@ class Visit:
 
     def clock(self) -> float:
         """Return the scheduler's time in seconds (virtual in simulation)."""
-        return asyncio.get_running_loop().time()
+        return self._loop.time()
 
     @property
     def resumed(self) -> bool:
@@ -75,7 +79,7 @@ class Visit:
             StreamError: the visit is over (whoever calls was left behind by its handler), or the event is not for a
                 handler to emit: it would begin, move or end the trajectory; or a score is not a finite number.
         """
-        if type(event) not in DONE_IN_A_VISIT and not isinstance(event, events.PromptExtended):
+        if type(event) not in _FOR_HANDLERS:
             raise StreamError(
                 f"a handler cannot emit {type(event).__name__}; return an Outcome, transitions do the rest"
             )

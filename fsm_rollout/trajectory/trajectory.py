@@ -17,7 +17,7 @@ from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.enums import FailureClass, FinishReason, LimitName, StopReason, Trigger
 from fsm_rollout.trajectory.events import AnyEvent, MalformedCall, Message, ToolCall
 from fsm_rollout.trajectory.tokens import Ids, TokenStream
-from fsm_rollout.trajectory.wall_time import WallTime
+from fsm_rollout.trajectory.wall_time import covered
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -259,8 +259,11 @@ class Trajectory(msgspec.Struct):
     """How many of them failed, whoever is to blame; ``bad_calls`` says how many the model is to blame for."""
     guarded: int = 0
     """How many control markers in the environment's text were kept from becoming control tokens."""
-    wall: dict[str, WallTime] = {}
-    """How long it was under way with what: ``queue``, ``generate``, ``tool``, ``interact``, and ``any`` of these."""
+    wall: dict[str, float] = {}
+    """Seconds that it was under way with what (``queue``, ``generate``, ``tool``, ``interact``, and ``any`` of these)
+    in the visits before the present one; nothing of theirs is under way any more."""
+    stretches: list[tuple[str, float, float]] = []
+    """What the present visit was under way with, from when to when, as it came."""
 
     # How good it is
     score: float | None = None
@@ -376,15 +379,13 @@ class Trajectory(msgspec.Struct):
         return max(0.0, self.elapsed(self.latest_at if self.ended_at is None else self.ended_at) - self._seconds("any"))
 
     def _seconds(self, kind: str) -> float:
-        return self.wall[kind].seconds if kind in self.wall else 0.0
+        here = [(start, end) for name, start, end in self.stretches if kind in (name, "any")]
+        return self.wall.get(kind, 0.0) + covered(here)
 
     def _took(self, kind: str, start: float, end: float) -> None:
-        stretch = (max(start, self.started_at), end)
-        if stretch[1] > stretch[0]:
-            for name in (kind, "any"):
-                if name not in self.wall:
-                    self.wall[name] = WallTime()
-                self.wall[name].here.append(stretch)
+        start = max(start, self.started_at)
+        if end > start:
+            self.stretches.append((kind, start, end))
 
     @property
     def attempts(self) -> Sequence[ToolCall | MalformedCall]:
@@ -432,12 +433,14 @@ class Trajectory(msgspec.Struct):
                 not as many as its ids, or the trajectory has ended (or is prompted again). One that has ended takes
                 scores, and a failure that was found later.
         """
-        found_later = isinstance(event, events.Ended) and StopReason.is_failure(event.stop_reason)
-        if self.ended and not (found_later or isinstance(event, events.Scored | events.NotScored)):
-            raise StreamError(f"trajectory {self.trajectory_id} has ended; it cannot take {type(event).__name__}")
-        _APPLY[type(event)](self, event)
+        kind = type(event)
+        if self.stop_reason is not None:
+            found_later = isinstance(event, events.Ended) and StopReason.is_failure(event.stop_reason)
+            if not (found_later or isinstance(event, events.Scored | events.NotScored)):
+                raise StreamError(f"trajectory {self.trajectory_id} has ended; it cannot take {kind.__name__}")
+        _APPLY[kind](self, event)
         self.latest_at = event.at
-        if type(event) in DONE_IN_A_VISIT and not self.ended:
+        if kind in DONE_IN_A_VISIT and self.stop_reason is None:
             self.here.append(event)
 
     def _open_stream(self, context: str) -> Stream:
@@ -569,8 +572,10 @@ class Trajectory(msgspec.Struct):
         if event.trigger == Trigger.LIMIT_REACHED:
             self.routed |= {routing_key(str(event.limit), event.source)}
         self.transitions += 1
-        for wall_time in self.wall.values():
-            wall_time.end_visit()
+        if self.stretches:
+            for kind in {"any": None} | {kind: None for kind, _, _ in self.stretches}:
+                self.wall[kind] = self._seconds(kind)
+            self.stretches = []
         self.here = []
         self.interrupted = False
         self.time_up = None

@@ -63,13 +63,13 @@ MUTANTS = (
     # -- tokens, masks, logprobs, versions (laws 3, 4, 7)
     Mutant(
         "flip a mask span", "trajectory/tokens.py",
-        "self.trained and span.owner is Owner.MODEL",
-        "self.trained and span.owner is Owner.MODEL and span is not self._spans[-1]",
+        "own and stream.trained, span.version",
+        "own and stream.trained and span is not stream._spans[-1], span.version",
         "4: the mask is 1 exactly on sampled tokens",
     ),
     Mutant(
         "train on what an untrained engine says", "trajectory/tokens.py",
-        "self.trained and span.owner is Owner.MODEL", "span.owner is Owner.MODEL",
+        "own and stream.trained, span.version", "own, span.version",
         "4: only trainable contexts have mask 1",
         ("tests/unit/trajectory/test_tokens.py", *LAWS),
     ),
@@ -158,15 +158,16 @@ MUTANTS = (
         LIMITS,
     ),
     Mutant(
-        "ignore response_tokens", "states/generation.py", "LimitName.RESPONSE_TOKENS: visit.remaining(LimitName.RESPONSE_TOKENS),",
+        "ignore response_tokens", "states/generation.py",
+        "LimitName.RESPONSE_TOKENS: self.visit.remaining(LimitName.RESPONSE_TOKENS) - added,",
         'LimitName.RESPONSE_TOKENS: float("inf"),',
         "2: no more response tokens than allowed",
         (*LIMITS, *TOOLS),
     ),
     Mutant(
         "ignore context_tokens", "states/generation.py",
-        'LimitName.CONTEXT_TOKENS: visit.room_in_context(bound, length),\n        }',
-        'LimitName.CONTEXT_TOKENS: bound.client.engine.max_context - length,\n        }',
+        "LimitName.CONTEXT_TOKENS: self.visit.room_in_context(self.bound, length),",
+        "LimitName.CONTEXT_TOKENS: self.bound.client.engine.max_context - length,",
         "2: no stream is longer than allowed",
         (*LIMITS, *TOOLS),
     ),
@@ -199,7 +200,7 @@ MUTANTS = (
     ),
     Mutant(
         "glue that leaves no room", "states/generation.py",
-        "        self._check_room(len(stream.tokens) + len(encoded.ids), len(encoded.ids))\n", "",
+        "        self._room(len(stream.tokens) + len(encoded.ids), len(encoded.ids))\n", "",
         "2: nothing is written that leaves no room for a token",
         LIMITS,
     ),
@@ -545,8 +546,7 @@ MUTANTS = (
     ),
     Mutant(
         "padding off by one", "batch/padding.py",
-        '    input_ids[attended] = values["input_ids"]',
-        '    input_ids[attended] = np.roll(values["input_ids"], 1)',
+        "[places[ragged]] = flat", "[places[ragged]] = np.roll(flat, 1)",
         "9: padding is invertible",
         ROWS,
     ),
@@ -558,8 +558,7 @@ MUTANTS = (
         ROWS,
     ),
     Mutant(
-        "a row too few", "batch/rows.py", "    if not len(trained):\n        return None\n",
-        "    if len(trained) < 3:\n        return None\n",
+        "a row too few", "batch/rows.py", "    if not last_of_turn:\n", "    if len(last_of_turn) < 2:\n",
         "7: every trained token is in a row",
         ROWS,
     ),
