@@ -32,6 +32,7 @@ from fsm_rollout.environment.rewards import GroupFilter, Reward, RewardLike
 from fsm_rollout.errors import ConfigError, EngineError, Problem, did_you_mean
 from fsm_rollout.scheduler.failure_policy import Failures, failures_of
 from fsm_rollout.scheduler.group import Group
+from fsm_rollout.scheduler.prompt_queue import PromptQueue
 from fsm_rollout.scheduler.resume import History
 from fsm_rollout.scheduler.scheduler import MAX_FILTERED, MAX_RESTARTS, OVER_SAMPLE, Listener, Scheduler
 from fsm_rollout.scheduler.worker_placement import WorkerPlacement, start_actor, start_process
@@ -258,7 +259,8 @@ class Rollout:
         Args:
             prompts: prompts, mappings with their fields, texts; or a file that ``read_prompts`` reads. All of them are
                 checked before anything runs. With ``target_groups``, an iterator is taken from
-                only as far as needed; each prompt is checked then.
+                only as far as needed; each prompt is checked then. A ``PromptQueue`` takes more while the run is under
+                way, each of which fails the run if it is wrong.
             n: trajectories per prompt.
             target_groups: so many groups are enough. What is under way then is set aside, and goes on, on the weights
                 of then, in the next call.
@@ -300,8 +302,10 @@ class Rollout:
                     f"engine '{name}' serves another event loop, which still lives; use either the plain forms (run, "
                     "update_weights, …) or the async ones (arun, stream, aupdate_weights, …) of a rollout, not both"
                 )
-        if target_groups is None or isinstance(prompts, Sequence | Path):
-            checked: Iterable[Prompt] = (every := as_prompts(prompts, named=False))
+        if isinstance(prompts, PromptQueue):
+            checked: Iterable[Prompt] = prompts
+        elif target_groups is None or isinstance(prompts, Sequence | Path):
+            checked = (every := as_prompts(prompts, named=False))
             scheduler.check(every)
         else:
             checked = self._one_by_one(scheduler, prompts)

@@ -1,14 +1,15 @@
 """Deadlines that can stand still: a visit's timeout does not run while its generation waits for the engine.
 
-Invariant: a deadline expires when it has *run* for its seconds, or when its wall has passed, which nothing holds up;
-every ``hold`` is matched by one ``run``. One timer serves both, and a hold does not touch it (there are thousands of
-visits at a time): a timer that fires before the deadline expires sets the next one.
+Invariant: a deadline expires when it has *run* for its seconds, or when its wall has passed, which only
+:meth:`Deadline.away` holds up; every ``hold`` is matched by one ``run``. One timer serves both, and a hold does not
+touch it (there are thousands of visits at a time): a timer that fires before the deadline expires sets the next one.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 PATIENCE = 30.0
 """A block that takes longer than this to clean up after its cancellation is reported, in seconds: an engine has some
@@ -69,6 +70,20 @@ class Deadline:
         if self._holds == 0 and self._remaining is not None and self._task is not None and not self.expired:
             self._since = asyncio.get_running_loop().time()
             self._remaining = max(0.0, self._remaining)
+            self._schedule()
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Let nothing count, and the wall stand still too: what it holds for is set aside meanwhile."""
+        loop = asyncio.get_running_loop()
+        since, wall, self._wall = loop.time(), self._wall, None
+        self.hold()
+        try:
+            yield
+        finally:
+            if wall is not None:
+                self._wall = wall + loop.time() - since
+            self.run()
             self._schedule()
 
     def _next(self) -> float | None:

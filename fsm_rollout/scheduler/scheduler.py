@@ -43,11 +43,20 @@ from fsm_rollout.errors import (
 )
 from fsm_rollout.scheduler.failure_policy import ENDS, Failures, Watch
 from fsm_rollout.scheduler.group import Group, GroupState, score_group
+from fsm_rollout.scheduler.prompt_queue import PromptQueue
 from fsm_rollout.scheduler.resume import History, resumed_groups
 from fsm_rollout.scheduler.staleness import Staleness
 from fsm_rollout.scheduler.stalls import StallWatch, waits_of
 from fsm_rollout.scheduler.trajectory_runner import Program, run_trajectory
-from fsm_rollout.states.active_trajectory import CARRIED, INTERRUPTED, UNREAD, ActiveTrajectory, Stop, Suspension
+from fsm_rollout.states.active_trajectory import (
+    CARRIED,
+    INTERRUPTED,
+    UNREAD,
+    ActiveTrajectory,
+    LiveUser,
+    Stop,
+    Suspension,
+)
 from fsm_rollout.states.effect_log import Replayed
 from fsm_rollout.states.failures import class_of
 from fsm_rollout.tools import AgentAnswer, AgentCall
@@ -168,6 +177,8 @@ class Scheduler:
         self.listeners = tuple(listeners)
         self.replayed: Mapping[str, Sequence[AnyEvent]] | None = None
         """Recorded events by trajectory, from which tools, users and judges answer when a run is run again."""
+        self.live_user: LiveUser | None = None
+        """Who takes part in the trajectories, if somebody does; not in those of workers."""
         self.failures = failures
         self.group_filter = group_filter
         self._stalls = None if failures.stall_seconds is None else StallWatch(failures.stall_seconds, self._waits)
@@ -302,6 +313,8 @@ class Scheduler:
         ``deliver_at_end`` delivers all groups at the end: whatever weights have changed until then, none of them is
         older than ``max_staleness`` allows. Where the run fails or is cancelled before, it has delivered none.
 
+        ``prompts`` may be a :class:`PromptQueue`, into which more come while the run is under way.
+
         Closing the iterator, or cancelling the task that iterates, cancels what runs (``cancelled``; with a journal
         ``interrupted``, and suspended) and waits for it. Groups that this run has not touched stay carried; so do, in
         a run with a target, groups that are done.
@@ -332,6 +345,8 @@ class Scheduler:
         self._resume(run, list(resume))
         self._run, self.stopping = run, None
         run.watch = Watch(self.failures)
+        if isinstance(run.prompts, PromptQueue):
+            run.prompts.on_change = run.changed.set
         for client in self.clients.values():
             # What happened is kept, whatever becomes of this process, before generations are asked for.
             client.before_dispatch = self.journal.persist if self.journal is not None else None
@@ -551,6 +566,8 @@ class Scheduler:
 
     def _has_room(self, run: _Run) -> bool:
         """Whether the next group may be opened."""
+        if isinstance(run.prompts, PromptQueue) and not (run.prompts.ready or self._waiting):
+            return False
         if run.exhausted or run.most == math.inf:
             return not run.exhausted
         return len(self._open) + run.counted + sum(group.counts for group in self._done) < run.most
@@ -699,7 +716,7 @@ class Scheduler:
         run_agent = partial(self._run_agent, group, trajectory_id)
         live = ActiveTrajectory(
             trajectory, program or group.program, run_agent, self.record, self.glue_mismatch, caller,
-            None if self.replayed is None else Replayed(self.replayed.get(trajectory_id, ())),
+            None if self.replayed is None else Replayed(self.replayed.get(trajectory_id, ())), self.live_user,
         )  # fmt: skip
         group.active[trajectory_id] = live
         group.glue_entries[trajectory_id] = live.glue_entries

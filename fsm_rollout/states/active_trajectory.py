@@ -11,8 +11,9 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
-from fsm_rollout.environment.users import BoundInteraction, build_interaction
+from fsm_rollout.environment.users import BoundInteraction, Conversation, Reply, build_interaction
 from fsm_rollout.errors import GlueMismatchError
 from fsm_rollout.states.bound_agent import BoundAgent, BoundContext
 from fsm_rollout.states.effect_log import Replayed
@@ -21,6 +22,9 @@ from fsm_rollout.trajectory.enums import FailureClass, Trigger
 from fsm_rollout.trajectory.events import AnyEvent, Ended, Suspended, encode
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
+
+if TYPE_CHECKING:
+    from fsm_rollout.engines.pending import PendingRequest
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +49,20 @@ INTERRUPTED = Suspension("interrupted")
 """How one is stopped when its run is closed or fails, and there is a journal from which it can go on."""
 
 
+class LiveUser(Protocol):
+    """Somebody who takes part in trajectories while they run: reads along, and answers in place of their interactions.
+
+    The time that it takes to answer counts against no limit, as if the trajectory had been set aside. It takes no part
+    in those of sub-agents.
+    """
+
+    def sampled(self, trajectory: Trajectory, bound: BoundContext, continued: bool, pending: PendingRequest) -> None:
+        """Take note that tokens have come; ``continued``: for a turn that was cut."""
+
+    async def reply(self, conversation: Conversation) -> Reply:
+        """Answer the latest assistant turn."""
+
+
 class ActiveTrajectory:
     """A trajectory that runs or can go on at once.
 
@@ -56,6 +74,7 @@ class ActiveTrajectory:
         report_mismatch: called when an entry of a chat template's cache is wrong, and with it the tokens made from it.
         caller: whom it serves, if it is a sub-agent's.
         replayed: what answers its calls, its user and its judges, if it is run again.
+        live_user: who takes part in it, if somebody does.
     """
 
     def __init__(
@@ -67,12 +86,14 @@ class ActiveTrajectory:
         report_mismatch: Callable[[GlueMismatchError], None],
         caller: ActiveTrajectory | None = None,
         replayed: Replayed | None = None,
+        live_user: LiveUser | None = None,
     ) -> None:
         self.trajectory = trajectory
         self.program = program
         self.report_mismatch = report_mismatch
         self.caller = caller
         self.replayed = replayed
+        self.live_user = live_user if trajectory.parent_id is None else None
         self.task: asyncio.Task[None] | None = None
         """What runs it."""
         self.stop: Stop | None = None

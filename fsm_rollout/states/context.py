@@ -21,7 +21,7 @@ from fsm_rollout.engines.client import ABORT_GRACE
 from fsm_rollout.engines.protocol import Request
 from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.errors import ConfigError, PromptTooLong, ReplayDiverged, StreamError, ToolError, did_you_mean
-from fsm_rollout.states.active_trajectory import ActiveTrajectory
+from fsm_rollout.states.active_trajectory import ActiveTrajectory, LiveUser
 from fsm_rollout.states.bound_agent import shared_chat
 from fsm_rollout.states.effect_log import EffectLog
 from fsm_rollout.states.generation import Generation, OnTokens, sampling_params
@@ -35,6 +35,8 @@ from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.tokens import as_ids
 
 E = TypeVar("E", Called, ModelQueried, events.UserReplied)
+WAITS = "waits for its user"
+"""Why a trajectory is set aside in which somebody takes part and has not answered yet."""
 
 
 class HandlerContext(Visit):
@@ -230,20 +232,34 @@ class HandlerContext(Visit):
             rng=self.rng,
             ask=self.ask,
         )
-        started = self.clock()
-        reply = await self.active.interaction(self.state).reply(conversation)
+        started, away = self.clock(), self.trajectory.away
+        if self.active.live_user is None:
+            reply = await self.active.interaction(self.state).reply(conversation)
+        else:
+            reply = await self._live_reply(self.active.live_user, conversation)
         self.emit(
             events.UserReplied(
                 at=self.clock(),
                 state=self.state,
                 context=context,
-                seconds=self.clock() - started,
+                seconds=self.clock() - started - (self.trajectory.away - away),
                 content=reply.content,
                 score=reply.score,
                 done=reply.done,
             )
         )
         return reply
+
+    async def _live_reply(self, user: LiveUser, conversation: Conversation) -> Reply:
+        """Wait for somebody who may take hours; the trajectory is set aside meanwhile, and counts no time."""
+        since = self.clock()
+        self.active.emit(events.Suspended(at=since, reason=WAITS))
+        try:
+            with self.deadline.away():
+                return await user.reply(conversation)
+        finally:
+            now, version = self.clock(), self.context(MAIN).client.engine.weight_version
+            self.active.emit(events.Resumed(at=now, away=now - since, weight_version=version))
 
     async def ask(self, engine: str, messages: Sequence[Message], sampling: Sampling | None = None) -> str:
         """Ask a model on a named engine, in its own tokenizer and template, and return its text.

@@ -59,6 +59,8 @@ class Generation:
         # 2. The request. Whatever comes of it is recorded, also when the visit is cut off.
         request, cut_by = self._request(stream, sampling, resumed=resumed)
         pending = bound.client.submit(request, visit.deadline)
+        if on_tokens is None and visit.active.live_user is not None:
+            on_tokens = partial(visit.active.live_user.sampled, visit.trajectory, bound, continued)
         if on_tokens is not None:
             pending.on_tokens = partial(on_tokens, pending)
         record = partial(self._record, pending, stream, cut_by, continued=continued, resumed=resumed)

@@ -77,3 +77,23 @@ def test_holds_nest_and_none_never_expires() -> None:
         assert not forever.expired
 
     run_virtual(main())
+
+
+@given(st.integers(1, 30), st.integers(1, 30), st.integers(0, 20), st.integers(0, 40))
+def test_away_nothing_counts(seconds: int, wall: int, before: int, away: int) -> None:
+    """Oracle: what is left of the shorter one when it goes away is left when it is back."""
+    short = min(seconds, wall)
+    expected = short if before >= short else short + away
+
+    async def main() -> float:
+        try:
+            async with Deadline(seconds, wall) as deadline:
+                await asyncio.sleep(before)
+                with deadline.away():
+                    await asyncio.sleep(away)
+                await asyncio.Event().wait()
+        except TimeoutError:
+            assert deadline.walled == (wall <= seconds)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == pytest.approx(expected)
