@@ -1,4 +1,4 @@
-"""The command line: ``fsm-rollout check | draw | run | resume | show | export | rescore | replay | schema | new``.
+"""The command line: ``check | draw | run | resume | show | export | rescore | replay | serve | schema | new``.
 
 Invariant: bad input ends with exit code 2 and one line per problem on stderr, never with a traceback. What a command
 needs is imported inside it, so that each starts as fast as it can.
@@ -146,6 +146,40 @@ def run(
     _look_here()
     config = load_run(file, overrides or [])
     _carry_out(config.out, lambda progress: execute(config, progress, replace=replace))
+
+
+@app.command()
+def serve(
+    file: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="the run's file", show_default=False)],
+    overrides: Overrides = None,
+    port: Annotated[
+        int | None, typer.Option("--port", metavar="N", help="instead of serve.port; 0: any", show_default=False)
+    ] = None,
+) -> None:
+    """Serve a run's agents to clients of OpenAI's and Anthropic's protocols.
+
+    \b
+    Example: fsm-rollout serve configs/runs/demo.yaml --port 8000
+    Then http://127.0.0.1:8000/v1 is the base URL of OpenAI's clients, http://127.0.0.1:8000 that of Anthropic's.
+
+    Each request is a trajectory of the agent that `model` names: its tools run here. A conversation that comes again
+    with one message more goes on where it waits in INTERACTING. Only this machine is served (serve.host=0.0.0.0
+    serves others, serve.api_keys=FILE asks for keys). What is said is in the folder OUT-serve, for `show`, `export` and
+    `rescore`. Ctrl-C ends it; conversations that wait go on when it is started again.
+    """  # noqa: D301  # click wants the character itself
+    from fsm_rollout.jobs.run_config import load_run
+
+    try:
+        from fsm_rollout.serve.command import serve as serve_agents
+    except ImportError as error:
+        raise ConfigError(f"serving needs the package `{error.name}`: pip install 'fsm-rollout[serve]'") from error
+    _look_here()
+    config = load_run(file, [*(overrides or []), *([] if port is None else [f"serve.port={port}"])])
+    out = _short(config.serve.out or config.out)
+    try:
+        serve_agents(config, lambda url, agents: typer.echo(f"{url} serves {', '.join(agents)}; Ctrl-C ends it"))
+    except KeyboardInterrupt:
+        typer.echo(f"ended; what was said: fsm-rollout show {out}", err=True)
 
 
 @app.command()

@@ -39,6 +39,7 @@ ORDER = (
     ("diagrams", "report"),
     ("rollout",),
     ("engines", "adapters", "jobs", "testing"),
+    ("serve",),
     ("cli",),
     ("__main__",),
 )
@@ -56,6 +57,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "mlflow": ("jobs.tracking",),
     "tensorboard": ("jobs.tracking",),
     "sqlite3": ("trajectory.journal",),
+    "prometheus_client": ("serve.metrics",),
     "mcp": ("tools.mcp_server",),
     "graphviz": ("diagrams.draw",),
     "pygraphviz": (),  # in a process of its own, see diagrams.draw

@@ -20,6 +20,7 @@ from fsm_rollout.agent.handlers import look_in
 from fsm_rollout.agent.yaml.overrides import AGENT, apply_overrides, interpolate
 from fsm_rollout.agent.yaml.source import SourceMap, in_file_order, read_text, read_yaml
 from fsm_rollout.errors import ConfigError, Problem
+from fsm_rollout.jobs.serving import Serving
 from fsm_rollout.jobs.tracking import Track
 from fsm_rollout.scheduler.failure_policy import Failures
 from fsm_rollout.trajectory.config_errors import ConfigPath, explanations
@@ -95,6 +96,7 @@ class RunConfig(StrictModel):
     worker_placement: Literal["local", "ray"] = Field(
         "local", description="where they run: as processes of this machine, or as actors of a Ray cluster"
     )
+    serve: Serving = Field(Serving(), description="how `fsm-rollout serve` serves the agents")
     queue_timeout: Seconds = Field(600.0, description="seconds that an engine which answers nothing is waited for")
     out: Path = Field(description="the folder that the results go to, relative to where the command is given")
 
@@ -241,7 +243,7 @@ def _config(
 
     # 3. Paths: relative to the file, and those that an override names to where the command is given.
     def resolved(key: str, value: Path) -> Path:
-        return (Path() if (key,) in source.overrides else base).absolute() / value
+        return (Path() if tuple(key.split(".")) in source.overrides else base).absolute() / value
 
     def engine(spec: Mapping[str, object], *at: str) -> dict[str, object]:
         keys = (key for key in ENGINE_PATHS if {at, at[:-1], (*at, key)} & source.overrides.keys())
@@ -257,6 +259,12 @@ def _config(
             else {name: resolved("agent", file) for name, file in config.agent.items()},
             "prompts": resolved("prompts", config.prompts),
             "out": config.out.absolute(),
+            "serve": config.serve.model_copy(
+                update={
+                    "api_keys": config.serve.api_keys and resolved("serve.api_keys", config.serve.api_keys),
+                    "out": (config.serve.out or config.out.with_name(f"{config.out.name}-serve")).absolute(),
+                }
+            ),
         }
     )
     config._base, config._source = base, source

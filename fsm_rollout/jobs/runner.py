@@ -57,7 +57,7 @@ def execute(config: RunConfig, progress: Progress, *, replace: bool = False) -> 
         EngineError: an engine cannot start; nothing has been written.
         Interrupted: a signal has ended it; what ran is suspended.
     """
-    agents, prompts = _agents(config), _prompts(config)
+    agents, prompts = load_agents(config), _prompts(config)
     with interruptible() as main, claimed(config.out):
         check_free(config.out, replace=replace)
         return _carry_out(main, config, agents, prompts, progress)
@@ -83,7 +83,7 @@ def resume(folder: Path, overrides: Sequence[str], progress: Progress, *, file: 
     config = recorded_config(folder, recorded, overrides, file)
     with interruptible() as main, claimed(config.out):
         # 2. Agents and prompts must be what they were.
-        agents, prompts, earlier = _agents(config), _prompts(config), list(read(journal))
+        agents, prompts, earlier = load_agents(config), _prompts(config), list(read(journal))
         changed = [
             f"agent '{name}' is not what it was"
             for name in agents
@@ -110,7 +110,7 @@ def resume(folder: Path, overrides: Sequence[str], progress: Progress, *, file: 
         return _carry_out(main, config, agents, prompts, progress, earlier)
 
 
-def _agents(config: RunConfig) -> dict[str, AgentGraph]:
+def load_agents(config: RunConfig) -> dict[str, AgentGraph]:
     """Load the run's agents by name, with the overrides that the command line gives for them."""
     if isinstance(config.agent, Mapping):
         return {name: load_agent(path, config.agent_overrides) for name, path in config.agent.items()}
@@ -118,7 +118,7 @@ def _agents(config: RunConfig) -> dict[str, AgentGraph]:
     return {graph.agent: graph}
 
 
-def _start_lines(graphs: Iterable[AgentGraph]) -> Iterator[str]:
+def start_lines(graphs: Iterable[AgentGraph]) -> Iterator[str]:
     """Yield what tools have to say when a run begins (``at_start`` of a tool's class): what protects it, say."""
     for graph in chain.from_iterable(graph.with_sub_agents() for graph in graphs):
         for name, tool in graph.tools.items():
@@ -141,7 +141,7 @@ def _carry_out(
 ) -> Summary:
     """Run ``prompts``, or what is left of them after the trajectories ``earlier``."""
     _check_parts(config, prompts)
-    for line in _start_lines(agents.values()):
+    for line in start_lines(agents.values()):
         print(line, file=sys.stderr)
     ended = sum(trajectory.ended for trajectory in earlier or () if trajectory.parent_id is None)
     with progress(len(prompts) * config.n, ended) as listener:
@@ -233,15 +233,18 @@ def _check_parts(config: RunConfig, prompts: Sequence[Prompt]) -> None:
     if config.track is not None:
         check_tracker(config.track)
     # 2. The engines' mappings.
-    specs: dict[ConfigPath, Mapping[str, object]] = {("engine",): config.engine}
-    specs |= {("engines", name): spec for name, spec in config.engines.items()}
-    problems += [
-        config.engine_problem(at, path, f"engine '{at[1] if at[1:] else POLICY}': {message}")
-        for at, spec in specs.items()
-        for path, message in faults(spec, config.base)
-    ]
+    problems += engine_problems(config)
     if problems:
         raise ConfigError(in_file_order(problems))
+
+
+def engine_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield what is wrong with the engines' mappings, while the lines are known."""
+    specs: dict[ConfigPath, Mapping[str, object]] = {("engine",): config.engine}
+    specs |= {("engines", name): spec for name, spec in config.engines.items()}
+    for at, spec in specs.items():
+        for path, message in faults(spec, config.base):
+            yield config.engine_problem(at, path, f"engine '{at[1] if at[1:] else POLICY}': {message}")
 
 
 def _write(folder: Path, rollout: Rollout, groups: list[Group], seconds: float) -> Summary:

@@ -148,6 +148,10 @@ class Streamed:
         piece = TextDelta(type="text_delta", text=delta)
         yield _sse(RawContentBlockDeltaEvent(type="content_block_delta", index=0, delta=piece))
 
+    def note(self, note: Mapping[str, object]) -> Iterator[bytes]:
+        """Yield nothing: the protocol has no place for it."""
+        yield from ()
+
     def end(self, reply: ChatReply) -> Iterator[bytes]:
         """Yield the calls and what comes last."""
         if self._has_text:

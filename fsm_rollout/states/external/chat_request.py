@@ -6,6 +6,7 @@ compared; what cannot be put so is refused, with the protocol's own error, and n
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,8 @@ class ChatRequest:
     include_usage: bool = False
     sampling: Sampling = field(default_factory=Sampling)
     """What the call says of sampling; ours comes first."""
+    notes: bool = False
+    """Whether a stream is also to hold what happens beside the text: an extension of ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,3 +111,17 @@ def key_of(message: Message) -> str:
     return json.dumps(
         [message["role"], message.get("content") or "", calls, message.get("tool_call_id")], sort_keys=True
     )
+
+
+Chain = bytes
+"""Stands for a history: a hash of its messages, each after those before it, and of what it began with."""
+
+
+def begin_chain(data: object) -> Chain:
+    """Return that of an empty history; ``data`` is what must be the same beside the messages."""
+    return hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=16).digest()
+
+
+def extend_chain(before: Chain, message: Message) -> Chain:
+    """Return that of a history with one message more."""
+    return hashlib.blake2b(before + key_of(message).encode("utf-8", "surrogatepass"), digest_size=16).digest()

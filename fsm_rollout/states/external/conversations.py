@@ -13,9 +13,8 @@ Invariants:
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,16 +24,22 @@ from fsm_rollout.chat.markers import Encoded
 from fsm_rollout.errors import ChatTemplateError, EngineError, PromptTooLong
 from fsm_rollout.states.bound_agent import BoundContext
 from fsm_rollout.states.context import HandlerContext
-from fsm_rollout.states.external.chat_request import ChatReply, ChatRequest, ProtocolError, key_of, refuse
+from fsm_rollout.states.external.chat_request import (
+    Chain,
+    ChatReply,
+    ChatRequest,
+    ProtocolError,
+    begin_chain,
+    extend_chain,
+    refuse,
+)
+from fsm_rollout.states.external.responding import Answer
 from fsm_rollout.states.generation import OnTokens
 from fsm_rollout.trajectory.enums import FinishReason, LimitName, Trigger
 from fsm_rollout.trajectory.events import ContextOpened, Message
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.tokens import Owner
 from fsm_rollout.trajectory.trajectory import BRANCH, FURTHER, Outcome, Stream, root_of
-
-Chain = bytes
-"""Stands for a history: a hash of its messages, each after those before it, and of the tools that came with it."""
 
 
 @dataclass(slots=True)
@@ -63,15 +68,6 @@ class _Branch:
     asks: bool = True
     """Whether its last message waits for an answer."""
     busy: bool = False
-
-
-@dataclass(slots=True)
-class Answer:
-    """What a call is answered with."""
-
-    reply: ChatReply
-    delivered: Callable[[], None]
-    """To be called when the caller has it."""
 
 
 class Conversations:
@@ -185,7 +181,7 @@ class Conversations:
             branch.chains.append(b"")
         turn = branch.turns[-1]
         turn.start, turn.end, turn.answered = stream.turn_at, len(stream.tokens), answered
-        branch.chains[-1] = _chain(branch.chains[-2], key_of(stream.messages[-1]))
+        branch.chains[-1] = extend_chain(branch.chains[-2], stream.messages[-1])
         if answered:
             self._ends[branch.chains[-1]] = branch, len(branch.turns) - 1
 
@@ -222,9 +218,9 @@ class Conversations:
         messages, schemas = request.messages, self._shown(request.tools)
         if messages[-1]["role"] == "assistant":
             raise refuse("the last message is the assistant's own; end with one that it is to answer")
-        chains = [_root(schemas)]
+        chains = [begin_chain(schemas)]
         for message in messages:
-            chains.append(_chain(chains[-1], key_of(message)))
+            chains.append(extend_chain(chains[-1], message))
         # 1. A retry: the same question, whose answer nobody has had.
         asked = self._questions.get(chains[-1], [])
         for branch in asked:
@@ -360,9 +356,9 @@ class Conversations:
         places = [i for i, m in enumerate(stream.messages) if i >= stream.opening and m["role"] == "assistant"]
         if len(places) != len(spans) or not spans:
             return  # nothing was sampled in it, or a turn went on after it was cut: it is not gone on with
-        chains = [_root(bound.tools)]
+        chains = [begin_chain(bound.tools)]
         for message in stream.messages:
-            chains.append(_chain(chains[-1], key_of(message)))
+            chains.append(extend_chain(chains[-1], message))
         turns = [
             _Turn(before, start, end, delivered=delivered)
             for before, (start, end) in zip(places, spans.values(), strict=True)
@@ -377,11 +373,3 @@ class Conversations:
         if branch.asks:
             self._questions.setdefault(chains[-1], []).append(branch)
         self._begun.update(self._user_chains(branch, chains))
-
-
-def _root(schemas: Sequence[Mapping[str, Any]]) -> Chain:
-    return hashlib.blake2b(json.dumps(list(schemas), sort_keys=True).encode(), digest_size=16).digest()
-
-
-def _chain(before: Chain, key: str) -> Chain:
-    return hashlib.blake2b(before + key.encode("utf-8", "surrogatepass"), digest_size=16).digest()

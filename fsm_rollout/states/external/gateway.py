@@ -8,7 +8,6 @@ what was sampled for it until then is recorded.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import secrets
 from collections.abc import AsyncIterator
@@ -18,15 +17,16 @@ from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
-from fsm_rollout.states.external.chat_request import ChatRequest, ProtocolError, refuse
-from fsm_rollout.states.external.conversations import Answer, Conversations
+from fsm_rollout.engines.pending import PendingRequest
+from fsm_rollout.states.external.chat_request import ChatRequest, ProtocolError
+from fsm_rollout.states.external.conversations import Conversations
+from fsm_rollout.states.external.responding import Answer, Parts, body_of, failed, key_of_caller, respond
 from fsm_rollout.states.external.text_stream import TextStream
 
 logger = logging.getLogger(__name__)
 
 MOST_BYTES = 32 * 2**20
 """The longest body of a call."""
-SSE = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 
 _gateways: WeakKeyDictionary[asyncio.AbstractEventLoop, Gateway] = WeakKeyDictionary()
 
@@ -85,8 +85,7 @@ class Gateway:
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         """Answer one HTTP request; what is wrong with it is said in the words of the session's protocol."""
-        key = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
-        session = self._sessions.get(key)
+        session = self._sessions.get(key_of_caller(request))
         if session is None:
             error = {"message": "no such key; it is that of one visit, while it lasts", "type": "authentication_error"}
             return web.json_response({"type": "error", "error": error | {"code": "invalid_api_key"}}, status=401)
@@ -115,90 +114,42 @@ class Gateway:
             told = f"there is no {request.method} {request.path} here; there is POST {session.dialect.PATH}"
             raise ProtocolError(404, "not_found", told)
         chat = session.dialect.read(await body_of(request))
-        if not chat.stream:
-            answer = await session.conversations.answer(chat)
-            response = web.Response(body=session.dialect.whole(answer.reply), content_type="application/json")
-            await response.prepare(request)
-            await response.write_eof()
-            answer.delivered()
-            return response
-        return await stream_answer(request, session, chat)
+        return await respond(request, session.dialect, chat, _parts(session.conversations, chat))
 
 
-async def stream_answer(request: web.Request, session: Session, chat: ChatRequest) -> web.StreamResponse:
-    """Answer by server-sent events, as the tokens come."""
-    conversations, dialect = session.conversations, session.dialect
+async def _parts(conversations: Conversations, chat: ChatRequest) -> Parts:
+    """Yield an answer as it comes."""
+    if not chat.stream:
+        yield await conversations.answer(chat)
+        return
     arrived = asyncio.Event()
     texts: list[str] = []
     streams: list[TextStream] = []
 
-    def on_tokens(pending: object) -> None:
+    def on_tokens(pending: PendingRequest) -> None:
         if not streams:
-            streams.append(TextStream(conversations.ctx.context(pending.request.context)))  # type: ignore[attr-defined]
-        if new := streams[0].new(pending):  # type: ignore[arg-type]
+            streams.append(TextStream(conversations.ctx.context(pending.request.context)))
+        if new := streams[0].new(pending):
             texts.append(new)
             arrived.set()
 
     work: asyncio.Task[Answer] = asyncio.create_task(conversations.answer(chat, on_tokens))
     work.add_done_callback(lambda _: arrived.set())
-    response = web.StreamResponse(headers=SSE)
-    streamed = dialect.Streamed(f"chatcmpl-{secrets.token_hex(8)}", chat)
     try:
-        # 1. What is refused at once is an error like any other; so is what fails before there is any text.
-        await arrived.wait()
-        if work.done() and not texts:
-            work.result()
-        await response.prepare(request)
-        await _write(response, streamed.begin())
-        # 2. The text, as far as it can be shown.
-        while True:
-            arrived.clear()
-            while texts:
-                await _write(response, streamed.text(texts.pop(0)))
-            if work.done():
-                break
-            await arrived.wait()
-        # 3. The rest, and the calls.
-        try:
-            answer = work.result()
-        except ProtocolError as error:
-            await _write(response, streamed.failed(error))
-            return response
+        while texts or not work.done():
+            if texts:
+                yield texts.pop(0)
+            else:
+                arrived.clear()
+                await arrived.wait()
+        answer = work.result()
         if rest := streams[0].rest(answer.reply.text) if streams else answer.reply.text:
-            await _write(response, streamed.text(rest))
-        await _write(response, streamed.end(answer.reply))
-        await response.write_eof()
-        answer.delivered()
-        return response
-    except BaseException:
+            yield rest
+        yield answer
+    finally:
         if not work.done():
             work.cancel()
             await asyncio.wait({work})
-        raise
-
-
-async def _write(response: web.StreamResponse, pieces: object) -> None:
-    await response.write(b"".join(pieces))  # type: ignore[arg-type]  # an iterator of bytes
-
-
-async def body_of(request: web.Request) -> dict[str, object]:
-    """Return a request's body, or raise ProtocolError for one that is no JSON object or too long."""
-    try:
-        body = json.loads(await request.read())
-    except web.HTTPRequestEntityTooLarge:
-        raise ProtocolError(413, "body_too_large", f"the body is longer than {MOST_BYTES:,} bytes") from None
-    except (ValueError, RecursionError) as error:
-        raise refuse(f"the body is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise refuse(f"the body must be a JSON object, got {type(body).__name__}")
-    return body
-
-
-def failed(dialect: ModuleType, error: ProtocolError) -> web.Response:
-    """Return an error as the protocol has it."""
-    headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
-    body = dialect.failure(error)
-    return web.Response(status=error.status, body=body, content_type="application/json", headers=headers)
 
 
 def gateway() -> Gateway:

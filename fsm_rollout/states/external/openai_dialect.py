@@ -64,6 +64,7 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
         stream=bool(body.get("stream")),
         include_usage=bool((body.get("stream_options") or {}).get("include_usage")),
         sampling=sampling_of(body, body.get("max_completion_tokens") or body.get("max_tokens")),
+        notes=body.get("notes") is True,
     )
 
 
@@ -165,6 +166,11 @@ class Streamed:
         """Yield a piece of the text."""
         yield self._event(ChoiceDelta(content=delta))
 
+    def note(self, note: Mapping[str, object]) -> Iterator[bytes]:
+        """Yield what happens beside the text, if it is asked for: a chunk without choices that has a ``note``."""
+        if self._request.notes:
+            yield self._sse(self._chunk([], note=note))
+
     def end(self, reply: ChatReply) -> Iterator[bytes]:
         """Yield the calls and what comes last."""
         for index, call in enumerate(reply.calls):
@@ -185,10 +191,12 @@ class Streamed:
     def _event(self, delta: ChoiceDelta, finish_reason: Finish | None = None) -> bytes:
         return self._sse(self._chunk([ChunkChoice(index=0, delta=delta, finish_reason=finish_reason)]))
 
-    def _chunk(self, choices: list[ChunkChoice], usage: CompletionUsage | None = None) -> ChatCompletionChunk:
+    def _chunk(
+        self, choices: list[ChunkChoice], usage: CompletionUsage | None = None, **extra: object
+    ) -> ChatCompletionChunk:
         return ChatCompletionChunk(
             id=self._id, object="chat.completion.chunk", created=self._created, model=self._request.model,
-            choices=choices, usage=usage,
+            choices=choices, usage=usage, **cast(Any, extra),
         )  # fmt: skip
 
     @staticmethod

@@ -37,6 +37,7 @@ target_groups: 3
 over_sample: 2.5
 max_filtered: 8
 track: {use: wandb, project: mine}
+serve: {port: 0, api_keys: keys.txt, waiting: 5}
 out: runs/demo
 """
 
@@ -86,6 +87,10 @@ def test_every_key(folder: Path) -> None:
     assert (run.over_sample, run.max_filtered) == (2.5, 8)
     assert run.track is not None
     assert (run.track.use, run.track.model_extra) == ("wandb", {"project": "mine"})
+    assert (run.serve.port, run.serve.host, run.serve.waiting) == (0, "127.0.0.1", 5)
+    assert run.serve.api_keys == folder / "configs/runs/keys.txt"
+    assert run.serve.out == folder / "runs/demo-serve"
+    assert load(folder, EVERY_KEY, "serve.api_keys=keys.txt").serve.api_keys == folder / "keys.txt"
     assert set(EVERY_KEY.replace(":", " ").split()) >= {f.alias or n for n, f in RunConfig.model_fields.items()}
 
 

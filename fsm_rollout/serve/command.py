@@ -1,0 +1,123 @@
+"""``fsm-rollout serve``: from a run YAML to a server, until it is told to end.
+
+Invariant: what was said is in the folder's ``journal.sqlite`` as that of any run, so it can be shown, exported,
+replayed and trained on. A server that is started again in the same folder takes up the conversations that wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from fsm_rollout.agent.loader import dump
+from fsm_rollout.agent.yaml.source import in_file_order
+from fsm_rollout.concurrency.interruption import interruptible
+from fsm_rollout.errors import ConfigError
+from fsm_rollout.jobs.run_config import RunConfig
+from fsm_rollout.jobs.run_folder import claimed
+from fsm_rollout.jobs.runner import engine_problems, load_agents, start_lines
+from fsm_rollout.rollout import Rollout
+from fsm_rollout.serve.server import is_loopback, listening
+from fsm_rollout.serve.service import Service
+from fsm_rollout.trajectory.journal import JOURNAL, Journal, is_empty, is_journal, metadata, recordings
+from fsm_rollout.trajectory.journal.reader import Recorded
+
+Ready = Callable[[str, list[str]], object]
+SERVED = "served"
+"""The journal's word for what is not a run's."""
+
+
+def serve(config: RunConfig, ready: Ready) -> None:
+    """Serve a run's agents on its engines until a signal ends it; ``ready`` is called with its address and its agents.
+
+    Raises:
+        ConfigError: something in the run, its agents or engines is wrong, its folder holds something else, or the
+            address cannot be listened at.
+        EngineError: an engine cannot start.
+        Interrupted: a signal has ended it; conversations that wait are kept.
+    """
+    agents, serving = load_agents(config), config.serve
+    assert serving.out is not None  # a loaded config has it
+    keys = _keys(serving.api_keys)
+    if problems := list(engine_problems(config)):
+        raise ConfigError(in_file_order(problems))
+    for line in start_lines(agents.values()):
+        print(line, file=sys.stderr)
+    if not keys and not is_loopback(serving.host):
+        print(f"everybody who reaches {serving.host} is served: give serve.api_keys=FILE", file=sys.stderr)
+    with interruptible() as main, claimed(serving.out):
+        recorded = _earlier(serving.out, {name: dump(graph) for name, graph in agents.items()})
+        rollout = Rollout(
+            agents,
+            config.engine,
+            engines=config.engines,
+            base=config.base,
+            seed=config.seed,
+            sampling=config.validation_sampling.over(config.sampling) if config.validate_run else config.sampling,
+            concurrency=config.concurrency + serving.waiting,
+            queue_timeout=config.queue_timeout,
+            failures=config.failures.within_trajectories,
+        )
+        main.run(_serve(rollout, config, keys, recorded, ready))
+
+
+def _keys(path: Path | None) -> frozenset[str]:
+    """Return the keys of a file, one per line; what begins with ``#`` is a comment."""
+    if path is None:
+        return frozenset()
+    try:
+        lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"serve.api_keys: '{path}' cannot be read: {error}") from error
+    keys = frozenset(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise ConfigError(f"serve.api_keys: '{path}' holds no key; write one per line")
+    return keys
+
+
+def _earlier(folder: Path, agents: dict[str, object]) -> list[Recorded] | None:
+    """Return what a server in this folder has not brought to its end; ``None``: there was none.
+
+    Raises:
+        ConfigError: there is something else, or its agents were others.
+    """
+    journal = folder / JOURNAL
+    if is_empty(journal):
+        with suppress(FileNotFoundError):
+            journal.unlink()
+        return None
+    if not journal.exists():
+        return None
+    facts = metadata(journal) if is_journal(journal) else {}
+    if SERVED not in facts:
+        raise ConfigError(f"serve.out: '{folder}' holds something else than conversations; choose another folder")
+    if facts.get("agents") != agents:
+        raise ConfigError(
+            f"serve.out: '{folder}' holds conversations with agents that were others; give a folder of their own to "
+            f"those of now: serve.out={folder.name}-2"
+        )
+    return list(recordings(journal, unfinished=True))
+
+
+async def _serve(
+    rollout: Rollout,
+    config: RunConfig,
+    keys: frozenset[str],
+    recorded: list[Recorded] | None,
+    ready: Ready,
+) -> None:
+    serving, facts = config.serve, {**rollout.description, SERVED: True, "run": config.to_json()}
+    assert serving.out is not None
+    try:
+        with Journal(serving.out / JOURNAL, metadata=facts, append=recorded is not None) as journal:
+            rollout.journal = journal
+            service = Service(rollout, serving, config.concurrency)
+            async with listening(service, keys, recorded or ()) as (url, running):
+                ready(url, list(service.models))
+                await asyncio.wait({running})  # it ends by failing alone
+                running.result()
+    finally:
+        await rollout.aclose()

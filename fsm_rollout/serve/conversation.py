@@ -1,0 +1,161 @@
+"""A trajectory as its caller sees it: messages in, and between them one answer each.
+
+Invariant: what the caller has been told is the text of all turns in the context that users talk to, joined by empty
+lines; so the history that it re-sends names the conversation, whatever tools, critics and templates wrote in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+from fsm_rollout.agent.graph import MAIN, AgentGraph
+from fsm_rollout.engines.pending import PendingRequest
+from fsm_rollout.environment.users import Reply
+from fsm_rollout.serve.exchange import Exchange
+from fsm_rollout.states.bound_agent import BoundContext
+from fsm_rollout.states.external.chat_request import (
+    Chain,
+    ChatReply,
+    ProtocolError,
+    begin_chain,
+    extend_chain,
+    refuse,
+)
+from fsm_rollout.states.external.text_stream import TextStream
+from fsm_rollout.trajectory.enums import FailureClass, FinishReason, LimitName, StopReason
+from fsm_rollout.trajectory.events import AnyEvent, Generated, Message, UserReplied
+from fsm_rollout.trajectory.trajectory import Trajectory
+
+BETWEEN_TURNS = "\n\n"
+CUT_BY = (StopReason.TRUNCATED, *map(StopReason.of_limit, (LimitName.RESPONSE_TOKENS, LimitName.CONTEXT_TOKENS)))
+"""Ends that leave an answer cut."""
+
+
+def chain_of(caller: str, model: str, sampling: object, messages: Iterable[Message]) -> Chain:
+    """Return what stands for a history of a caller's with one agent, sampled in one way."""
+    chain = begin_chain([caller, model, sampling])
+    for message in messages:
+        chain = extend_chain(chain, message)
+    return chain
+
+
+def shown_context(graph: AgentGraph) -> str:
+    """Return the context that users talk to: that of the state that interacts, else ``main``."""
+    own = (state for state in graph.working_states if graph.handler_of(state) == "interact")
+    return next((graph.states[state].context for state in own), MAIN)
+
+
+class Conversation:
+    """One trajectory and, while it works on an answer, the exchange that waits for it.
+
+    Args:
+        group_id: names it.
+        model: the agent's name in the run.
+        graph: the agent.
+        asked: stands for all messages before its next answer.
+    """
+
+    def __init__(self, group_id: str, model: str, graph: AgentGraph, asked: Chain) -> None:
+        self.group_id, self.model = group_id, model
+        self.context = shown_context(graph)
+        self.asked = asked
+        self.exchange: Exchange | None = None
+        self.waiter: asyncio.Future[Reply] | None = None
+        """Takes the caller's next message, while it waits for that."""
+        self.trajectory_id: str | None = None
+        """That of the attempt that runs, once it has begun."""
+        self.left = False
+        """Whether nobody waits for its answer any more."""
+        self._texts: list[str] = []
+        self._prompt_tokens = self._sampled_tokens = 0
+        self._reading: tuple[PendingRequest, TextStream] | None = None
+
+    @property
+    def text(self) -> str:
+        """The present answer, as far as its turns are complete."""
+        return BETWEEN_TURNS.join(filter(None, self._texts))
+
+    @property
+    def answered(self) -> Chain:
+        """What stands for all messages, the present answer among them."""
+        return extend_chain(self.asked, {"role": "assistant", "content": self.text})
+
+    def sampled(self, bound: BoundContext, continued: bool, pending: PendingRequest) -> None:
+        """Show what of a turn can be shown already. What a turn that was cut goes on with is shown at its end."""
+        if self.exchange is None or bound.name != self.context or continued:
+            return
+        if self._reading is None or self._reading[0] is not pending:
+            self._reading = pending, TextStream(bound)
+        stream = self._reading[1]
+        if stream.new(pending):
+            self.exchange.show(BETWEEN_TURNS.join(filter(None, [*self._texts, stream.shown])))
+
+    def take(self, trajectory: Trajectory, event: AnyEvent) -> None:
+        """Take in what happened."""
+        match event:
+            case Generated():
+                if not self._sampled_tokens and (stream := trajectory.stream(event.context)) is not None:
+                    self._prompt_tokens = len(stream.tokens) - len(event.ids)
+                self._sampled_tokens += len(event.ids)
+                if event.context == self.context:
+                    if event.continued and self._texts:
+                        self._texts.pop()
+                    self._texts.append(str(event.message.get("content") or ""))
+                    if self.exchange is not None:
+                        self.exchange.show(self.text)
+            case UserReplied() if event.content is not None and event.context == self.context:
+                self.asked = extend_chain(self.answered, {"role": "user", "content": event.content})
+                self._texts, self._prompt_tokens, self._sampled_tokens = [], 0, 0
+
+    def end_exchange(self, ending: FinishReason | ProtocolError, stop_reason: str | None = None) -> None:
+        """Answer the exchange that waits, if there is one."""
+        exchange, self.exchange = self.exchange, None
+        if exchange is None or isinstance(ending, ProtocolError):
+            if exchange is not None:
+                exchange.end(ending)  # type: ignore[arg-type]  # it is one
+            return
+        exchange.end(
+            ChatReply(
+                reply_id=f"chatcmpl-{self.trajectory_id}",
+                model=exchange.chat.model,
+                message={"role": "assistant", "content": self.text},
+                finish_reason=ending,
+                prompt_tokens=self._prompt_tokens,
+                completion_tokens=self._sampled_tokens,
+                extra={"trajectory": self.trajectory_id, "stop_reason": stop_reason},
+            )
+        )
+
+
+def ending_of(trajectory: Trajectory, context: str) -> FinishReason | ProtocolError:
+    """Return what a caller is told of a trajectory's end: that its answer stands, or is cut, or why there is none."""
+    # 1. Ends of the agent's own, and limits that come after the answer (of the user's turns, say).
+    reason, last = str(trajectory.stop_reason), trajectory.last
+    complete = last is not None and last.finish_reason == FinishReason.STOP and not last.attempts
+    answers = complete and last is not None and last.context == context
+    if trajectory.failure is None and reason != StopReason.CANCELLED:
+        return FinishReason.STOP
+    if trajectory.failure == FailureClass.POLICY and answers:
+        return FinishReason.STOP
+    if reason in CUT_BY and any(trajectory.assistant_texts(context)):
+        return FinishReason.LENGTH
+    # 2. Errors.
+    detail = f": {trajectory.detail}" if trajectory.detail else ""
+    if reason.startswith(limit := StopReason.of_limit("")):
+        name = reason.removeprefix(limit)
+        return refuse(
+            f"agent '{trajectory.agent}' reached its limit '{name}' without an answer{detail}", "limit_reached"
+        )
+    if reason == StopReason.PROMPT_TOO_LONG:
+        return refuse(f"the messages leave no room to answer{detail}", "context_length_exceeded")
+    if reason == StopReason.TRUNCATED:
+        return refuse("the answer was cut before there was any text of it", "limit_reached")
+    if reason == StopReason.TIMED_OUT:
+        return ProtocolError(504, "timed_out", f"agent '{trajectory.agent}' had no time left in {trajectory.state}")
+    if reason == StopReason.CANCELLED:
+        return ProtocolError(503, "cancelled", "the conversation was ended")
+    if trajectory.failure == FailureClass.DATA:
+        return refuse(f"the messages cannot be answered{detail}")
+    status = 503 if trajectory.failure in (FailureClass.ENGINE, FailureClass.INFRASTRUCTURE) else 500
+    return ProtocolError(status, reason.replace(":", "_"), f"the trajectory ended as {reason}{detail}")

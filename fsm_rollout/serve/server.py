@@ -1,0 +1,162 @@
+"""The HTTP side: routes, keys, limits, and errors in each protocol's own words.
+
+Invariants: no file is read for anybody; without the right key nothing is answered but ``/health``; a browser lets only
+this server's own pages speak to it (``Origin``), and one at a loopback address answers to loopback names alone, so that
+no page from elsewhere reaches it through a name of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from ipaddress import ip_address
+from types import ModuleType
+
+from aiohttp import web
+from yarl import URL
+
+from fsm_rollout import __version__
+from fsm_rollout.errors import ConfigError
+from fsm_rollout.serve.metrics import CONTENT_TYPE
+from fsm_rollout.serve.service import Service
+from fsm_rollout.states.external import anthropic_dialect, openai_dialect
+from fsm_rollout.states.external.chat_request import ProtocolError
+from fsm_rollout.states.external.responding import body_of, failed, key_of_caller, respond
+from fsm_rollout.trajectory.journal.reader import Recorded
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+OPEN = frozenset({"/health"})
+"""What is answered without a key."""
+SHUTDOWN_SECONDS = 5.0
+"""So long calls have to send their last words."""
+
+
+def digest_of(key: str) -> str:
+    """Return what stands for a key: it is compared, and it names the caller in the journal."""
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+class Server:
+    """Answers HTTP requests from a service; ``keys`` are the callers' keys, none of which: everybody is served."""
+
+    def __init__(self, service: Service, keys: frozenset[str]) -> None:
+        self.service = service
+        self._callers = {digest_of(key) for key in keys}
+        self._loopback = is_loopback(service.serving.host)
+
+    def runner(self) -> web.AppRunner:
+        """Return what serves it."""
+        app = web.Application(client_max_size=self.service.serving.body_bytes, middlewares=[self._guard])
+        for dialect in (openai_dialect, anthropic_dialect):
+            app.router.add_post(dialect.PATH, self._chat(dialect))
+        for path, handler in (("/v1/models", self._models), ("/health", self._health), ("/metrics", self._metrics)):
+            app.router.add_get(path, handler)
+        return web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Let in who may come in, and say errors in the protocol's words."""
+        dialect = anthropic_dialect if request.path == anthropic_dialect.PATH else openai_dialect
+        try:
+            self._check(request)
+            return await handler(request)
+        except ProtocolError as error:
+            return failed(dialect, error)
+        except web.HTTPException as error:
+            told = f"{request.method} {request.path}: {error.reason}"
+            return failed(dialect, ProtocolError(error.status, str(error.reason).lower().replace(" ", "_"), told))
+        except (ConnectionError, OSError):
+            raise  # the caller has gone
+        except Exception as error:
+            logger.exception("%s %s could not be answered", request.method, request.path)
+            told = f"the request could not be answered: {type(error).__name__}"
+            return failed(dialect, ProtocolError(500, "internal_error", told))
+
+    def _check(self, request: web.Request) -> None:
+        """Refuse pages from elsewhere, and callers without a key.
+
+        Raises:
+            ProtocolError: with what is wrong.
+        """
+        origin = request.headers.get("Origin")
+        if origin is not None and URL(origin).authority != request.host:
+            raise ProtocolError(403, "foreign_origin", f"pages of {origin} may not speak to this server")
+        if self._loopback and not is_loopback(request.url.host or ""):
+            raise ProtocolError(403, "foreign_host", f"this server is not called '{request.host}'")
+        if self._callers and request.path not in OPEN and digest_of(key_of_caller(request)) not in self._callers:
+            raise ProtocolError(401, "invalid_api_key", "send one of the server's API keys")
+
+    def _chat(self, dialect: ModuleType) -> Handler:
+        protocol = dialect.__name__.rpartition(".")[2].removesuffix("_dialect")
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            service, metrics, agent, status = self.service, self.service.metrics, "", 500
+            try:
+                chat = dialect.read(await body_of(request))
+                caller = digest_of(key_of_caller(request)) if self._callers else ""
+                exchange = service.ask(chat, caller)
+                agent = chat.model
+                response = await respond(request, dialect, chat, exchange.parts(lambda: service.leave(exchange)))
+                status = exchange.ending.status if isinstance(exchange.ending, ProtocolError) else response.status
+                metrics.seconds.labels(agent).observe(exchange.seconds)
+                return response
+            except ProtocolError as error:
+                status = error.status
+                raise
+            except BaseException:
+                status = 499  # the caller has gone
+                raise
+            finally:
+                metrics.answers.labels(agent, protocol, str(status)).inc()
+
+        return answer
+
+    async def _models(self, request: web.Request) -> web.Response:
+        body = openai_dialect.models(list(self.service.models))
+        return web.Response(body=body, content_type="application/json")
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok", "version": __version__})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=self.service.metrics.page(), headers={"Content-Type": CONTENT_TYPE})
+
+
+@asynccontextmanager
+async def listening(
+    service: Service, keys: frozenset[str] = frozenset(), recorded: Iterable[Recorded] = ()
+) -> AsyncIterator[tuple[str, asyncio.Task[None]]]:
+    """Serve, and yield the address and what runs the trajectories; at the end callers are told, and nothing runs on.
+
+    Raises:
+        ConfigError: the address cannot be listened at.
+    """
+    host, port = service.serving.host, service.serving.port
+    running, runner = asyncio.create_task(service.run(recorded)), Server(service, keys).runner()
+    try:
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            why = error.strerror or error
+            raise ConfigError(f"{host}:{port} cannot be listened at: {why}; choose another --port") from error
+        name = f"[{host}]" if ":" in host else host
+        yield f"http://{name}:{runner.addresses[0][1]}", running
+    finally:
+        service.close()
+        await runner.cleanup()
+        running.cancel()
+        await asyncio.wait({running})
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host's name or address is this machine's own."""
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")

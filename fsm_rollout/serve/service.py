@@ -1,0 +1,259 @@
+"""Requests become trajectories, and trajectories answers.
+
+Invariants: a request goes on with the conversation whose whole history it re-sends, in the same words, for the same
+caller, agent and sampling; any other begins a new trajectory with its history as the prompt. Each trajectory answers at
+most one request at a time. Conversations that wait are bounded in number and time: the oldest ends, as if its user had
+nothing more to say. A caller that goes away ends the trajectory that works for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Iterable
+from contextlib import aclosing
+
+from fsm_rollout.engines.pending import PendingRequest
+from fsm_rollout.environment import users
+from fsm_rollout.environment.users import Reply
+from fsm_rollout.errors import ConfigError, did_you_mean
+from fsm_rollout.jobs.serving import Serving
+from fsm_rollout.rollout import Rollout
+from fsm_rollout.scheduler.prompt_queue import PromptQueue
+from fsm_rollout.serve.conversation import Conversation, chain_of, ending_of
+from fsm_rollout.serve.exchange import Exchange
+from fsm_rollout.serve.metrics import Metrics
+from fsm_rollout.states.bound_agent import BoundContext
+from fsm_rollout.states.external.chat_request import Chain, ChatRequest, ProtocolError, refuse
+from fsm_rollout.tools.tool_messages import clean
+from fsm_rollout.trajectory.enums import FinishReason
+from fsm_rollout.trajectory.events import AnyEvent, Called, Ended, Generated, Prompted, ToolCall, Transitioned
+from fsm_rollout.trajectory.journal.reader import Recorded
+from fsm_rollout.trajectory.prompt import as_prompt
+from fsm_rollout.trajectory.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
+
+CLOSING = ProtocolError(503, "shutting_down", "the server is shutting down", retry_after=5)
+
+
+class Service:
+    """Answers chat requests with a rollout's agents, as the live user of all its trajectories.
+
+    Args:
+        rollout: its agents and engines; nobody else may run it.
+        serving: how many conversations may wait, and for how long.
+        calls: how many requests are answered at a time; one more is refused.
+    """
+
+    def __init__(self, rollout: Rollout, serving: Serving, calls: int) -> None:
+        self.rollout, self.serving, self.calls = rollout, serving, calls
+        self.models = {name: program.graph for name, program in rollout.scheduler.agents.items()}
+        """The agents by the names that callers use."""
+        self._prompts = PromptQueue()
+        self._conversations: dict[str, Conversation] = {}
+        """Those that have not ended, by group."""
+        self._exchanges: dict[Exchange, Conversation] = {}
+        """The requests under way."""
+        self._waiting: dict[str, Conversation] = {}
+        """Those that wait for their callers, the one that has waited longest first."""
+        self._by_history: dict[Chain, list[Conversation]] = {}
+        """The same by what they have said."""
+        self._closing = False
+        self.metrics = Metrics(lambda: self.calls_under_way, lambda: self.waiting)
+        rollout.scheduler.live_user = self
+        rollout.scheduler.listeners = (*rollout.scheduler.listeners, self.note)
+
+    async def run(self, recorded: Iterable[Recorded] = ()) -> None:
+        """Run trajectories until cancelled; ``recorded`` ones that have not ended go on, and wait for their callers."""
+        histories = []
+        for trajectory, history in recorded:
+            histories.append(history)
+            model = str(trajectory.extra.get("model"))
+            if trajectory.parent_id is None and not trajectory.ended and model in self.models:
+                caller, sampling = str(trajectory.extra.get("caller")), dict(trajectory.sampling)
+                asked = chain_of(caller, model, sampling, trajectory.prompt_messages)
+                conversation = Conversation(trajectory.group_id, model, self.models[model], asked)
+                conversation.trajectory_id = trajectory.trajectory_id
+                so_far = Trajectory.fold(history[:1])
+                for event in history[1:]:
+                    so_far.apply(event)
+                    conversation.take(so_far, event)
+                self._conversations[trajectory.group_id] = conversation
+        async with aclosing(self.rollout.stream(self._prompts, resume=histories)) as groups:
+            async for _ in groups:
+                pass
+
+    @property
+    def calls_under_way(self) -> int:
+        """How many requests are being answered."""
+        return len(self._exchanges)
+
+    @property
+    def waiting(self) -> int:
+        """How many conversations wait for their callers."""
+        return len(self._waiting)
+
+    def close(self) -> None:
+        """Take no more requests, and tell those under way."""
+        self._closing = True
+        for exchange, conversation in self._exchanges.items():
+            if conversation.exchange is exchange:
+                conversation.end_exchange(CLOSING)
+                self._cancel(conversation)
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    def ask(self, chat: ChatRequest, caller: str = "") -> Exchange:
+        """Begin to answer a request of a caller.
+
+        Raises:
+            ProtocolError: it asks for what there is not, or there is too much to do.
+        """
+        # 1. What is wrong with it.
+        if self._closing:
+            raise CLOSING
+        if chat.model not in self.models:
+            hint = did_you_mean(chat.model, self.models) or f"; there are {', '.join(self.models)}"
+            raise ProtocolError(404, "model_not_found", f"there is no agent '{chat.model}'{hint}")
+        if chat.tools:
+            raise refuse("`tools`: the agent has its own, which run here; leave them out", "unsupported_parameter")
+        if self.calls_under_way >= self.calls:
+            told = f"{self.calls_under_way:,} requests are being answered, which is the most"
+            raise ProtocolError(429, "overloaded", told, retry_after=1)
+        messages = [message | {"content": clean(str(message["content"]))} for message in chat.messages]
+        sampling = chat.sampling.model_dump(exclude_none=True)
+        history = chain_of(caller, chat.model, sampling, messages[:-1])
+        exchange = Exchange(chat, self.metrics.first_text.labels(chat.model).observe)
+        # 2. The conversation that waits for it, or a new one.
+        waiting = self._by_history.get(history) if messages[-1]["role"] == "user" else None
+        if waiting:
+            conversation = waiting[-1]
+            assert conversation.waiter is not None
+            conversation.exchange = exchange
+            conversation.waiter.set_result(Reply(messages[-1]["content"]))
+            self._forget(conversation)
+        else:
+            fields: dict[str, object] = {
+                "messages": messages,
+                "agent": chat.model,
+                "model": chat.model,
+                "caller": caller,
+            }
+            if sampling:
+                fields["sampling"] = sampling
+            group_id = f"chat-{secrets.token_hex(6)}"
+            try:
+                prompt = as_prompt(fields | {"prompt_id": group_id}, 0)
+            except ConfigError as error:
+                raise refuse(
+                    "; ".join(problem.message.removeprefix("prompts[0]: ") for problem in error.problems)
+                ) from None
+            asked = chain_of(caller, chat.model, sampling, messages)
+            conversation = Conversation(group_id, chat.model, self.models[chat.model], asked)
+            conversation.exchange = exchange
+            self._conversations[group_id] = conversation
+            self._prompts.put(prompt)
+        self._exchanges[exchange] = conversation
+        return exchange
+
+    def leave(self, exchange: Exchange) -> None:
+        """Take note that an exchange is over, or that nobody waits for it: then its trajectory is cancelled."""
+        conversation = self._exchanges.pop(exchange)
+        if conversation.exchange is exchange:
+            conversation.exchange = None
+            self._cancel(conversation)
+
+    def _cancel(self, conversation: Conversation) -> None:
+        conversation.left = True
+        if conversation.trajectory_id is not None:
+            self.rollout.scheduler.cancel(conversation.trajectory_id)
+
+    # -- trajectories ---------------------------------------------------------------------------------------------
+
+    def sampled(self, trajectory: Trajectory, bound: BoundContext, continued: bool, pending: PendingRequest) -> None:
+        """Show what has been sampled."""
+        if (conversation := self._conversations.get(trajectory.group_id)) is not None:
+            conversation.sampled(bound, continued, pending)
+
+    def note(self, trajectory: Trajectory, event: AnyEvent) -> None:
+        """Take note of an event of any trajectory."""
+        # 1. Figures, of sub-agents too.
+        match event:
+            case Generated():
+                self.metrics.tokens.labels(trajectory.agent).inc(len(event.ids))
+            case Called():
+                known = event.name if event.failure != "unknown_tool" else ""
+                self.metrics.tool_calls.labels(trajectory.agent, known, str(event.failure is not None).lower()).inc()
+            case Ended():
+                self.metrics.ends.labels(trajectory.agent, event.stop_reason).inc()
+        conversation = self._conversations.get(trajectory.group_id)
+        if conversation is None or trajectory.parent_id is not None:
+            return
+        # 2. What the caller sees.
+        conversation.take(trajectory, event)
+        _notes(conversation.exchange, trajectory, event)
+        # 3. Its beginning and its end.
+        if isinstance(event, Prompted):
+            conversation.trajectory_id = trajectory.trajectory_id
+            if conversation.left:  # before it had begun; it can be cancelled as soon as it runs
+                asyncio.get_running_loop().call_soon(self._cancel, conversation)
+        elif isinstance(event, Ended):
+            del self._conversations[trajectory.group_id]
+            conversation.end_exchange(ending_of(trajectory, conversation.context), event.stop_reason)
+
+    async def reply(self, conversation: users.Conversation) -> Reply:
+        """Answer the request whose turn has come to its end, and wait for the caller's next message."""
+        own = self._conversations[conversation.trajectory.group_id]
+        _notes(own.exchange, conversation.trajectory, None)
+        own.end_exchange(FinishReason.STOP)
+        while len(self._waiting) >= self.serving.waiting:
+            self._give_up(next(iter(self._waiting.values())))
+        loop = asyncio.get_running_loop()
+        own.waiter = loop.create_future()
+        self._waiting[own.group_id] = own
+        self._by_history.setdefault(own.answered, []).append(own)
+        timer = loop.call_later(self.serving.wait_seconds, self._give_up, own)
+        try:
+            return await own.waiter
+        finally:
+            timer.cancel()
+            self._forget(own)
+
+    def _give_up(self, conversation: Conversation) -> None:
+        """End a conversation that has waited long enough."""
+        if conversation.waiter is not None and not conversation.waiter.done():
+            conversation.waiter.set_result(Reply(None, done=True))
+        self._forget(conversation)
+
+    def _forget(self, conversation: Conversation) -> None:
+        """Let a conversation wait no more."""
+        if self._waiting.pop(conversation.group_id, None) is not None:
+            same = self._by_history[conversation.answered]
+            same.remove(conversation)
+            if not same:
+                del self._by_history[conversation.answered]
+
+
+def _notes(exchange: Exchange | None, trajectory: Trajectory, event: AnyEvent | None) -> None:
+    """Tell those who asked for it what has happened; without an event, that it is the user's turn."""
+    if exchange is None or not exchange.chat.notes:
+        return
+    match event:
+        case Prompted():
+            exchange.note(kind="state", state=event.initial, trajectory=event.trajectory_id)
+        case Transitioned():
+            exchange.note(kind="state", state=event.dest)
+        case Generated():
+            for call in event.attempts:
+                if isinstance(call, ToolCall):
+                    exchange.note(kind="call", id=call.id, name=call.name, arguments=call.arguments)
+                else:
+                    exchange.note(kind="call", id=call.id, name="", arguments=call.message)
+        case Called():
+            exchange.note(kind="result", id=event.id, text=event.result, failure=event.failure, seconds=event.seconds)
+        case Ended():
+            exchange.note(kind="end", stop_reason=event.stop_reason, trajectory=trajectory.trajectory_id)
+        case None:
+            exchange.note(kind="waits", trajectory=trajectory.trajectory_id)

@@ -1,0 +1,94 @@
+"""Answering chat calls over HTTP: bodies in, replies and streams of server-sent events out, in the caller's protocol.
+
+Invariants: a body is bounded in length; what is wrong is said in the protocol's own words, as long as nothing has been
+answered yet also by its status. A caller that goes away ends the work on its answer.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from types import ModuleType
+
+from aiohttp import web
+
+from fsm_rollout.states.external.chat_request import ChatReply, ChatRequest, ProtocolError, refuse
+
+SSE = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a call is answered with."""
+
+    reply: ChatReply
+    delivered: Callable[[], object]
+    """To be called when the caller has it."""
+
+
+Parts = AsyncGenerator["str | Mapping[str, object] | Answer", None]
+"""An answer as it comes: pieces of its text, notes for those who asked for them, and at the end the whole."""
+
+
+async def respond(request: web.Request, dialect: ModuleType, chat: ChatRequest, parts: Parts) -> web.StreamResponse:
+    """Answer a call, whole or by server-sent events as it asks for.
+
+    Raises:
+        ProtocolError: there is no answer, and nothing of one was sent.
+    """
+    async with aclosing(parts):
+        # 1. Whole.
+        if not chat.stream:
+            async for part in parts:
+                if isinstance(part, Answer):
+                    response = web.Response(body=dialect.whole(part.reply), content_type="application/json")
+                    await response.prepare(request)
+                    await response.write_eof()
+                    part.delivered()
+            return response
+        # 2. As it comes. What fails before the first piece is an error like any other.
+        part = await anext(parts)
+        stream, streamed = web.StreamResponse(headers=SSE), dialect.Streamed(f"chatcmpl-{secrets.token_hex(8)}", chat)
+        await stream.prepare(request)
+        await stream.write(b"".join(streamed.begin()))
+        try:
+            while not isinstance(part, Answer):
+                pieces: Iterator[bytes] = streamed.text(part) if isinstance(part, str) else streamed.note(part)
+                await stream.write(b"".join(pieces))
+                part = await anext(parts)
+        except ProtocolError as error:
+            await stream.write(b"".join(streamed.failed(error)))
+            return stream
+        # 3. The calls, and the end.
+        await stream.write(b"".join(streamed.end(part.reply)))
+        await stream.write_eof()
+        part.delivered()
+        return stream
+
+
+def key_of_caller(request: web.Request) -> str:
+    """Return the key that a request comes with, in either protocol's header; empty without one."""
+    return request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+
+
+async def body_of(request: web.Request) -> dict[str, object]:
+    """Return a request's body, or raise ProtocolError for one that is no JSON object or too long."""
+    try:
+        body = json.loads(await request.read())
+    except web.HTTPRequestEntityTooLarge as error:
+        raise ProtocolError(413, "body_too_large", f"the body is too long: {error.text}") from None
+    except (ValueError, RecursionError) as error:
+        raise refuse(f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise refuse(f"the body must be a JSON object, got {type(body).__name__}")
+    return body
+
+
+def failed(dialect: ModuleType, error: ProtocolError) -> web.Response:
+    """Return an error as the protocol has it."""
+    headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+    body = dialect.failure(error)
+    return web.Response(status=error.status, body=body, content_type="application/json", headers=headers)

@@ -1,0 +1,98 @@
+"""`fsm-rollout serve` as its users start it: the embedded model, both protocols' clients, signals, and what is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from typer.testing import CliRunner
+
+from fsm_rollout.cli import app
+from fsm_rollout.trajectory.journal import read
+from tests.kit import ROOT
+
+pytestmark = pytest.mark.process
+DEMO = ROOT / "configs" / "runs" / "demo.yaml"
+
+
+@contextmanager
+def serving(place: Path, *overrides: str, ends_by: signal.Signals = signal.SIGTERM) -> Iterator[str]:
+    """Serve the demo's agent; at the end a signal ends it, with exit code 0 and nothing but its own words."""
+    command = [sys.executable, "-m", "fsm_rollout", "serve", str(DEMO), "--port", "0", "sampling.temperature=0"]
+    process = subprocess.Popen(
+        [*command, f"out={place / 'chat'}", *overrides], cwd=place, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        assert first.startswith("http://127.0.0.1:"), (first, process.stderr and process.stderr.read())
+        yield first.split()[0]
+        process.send_signal(ends_by)
+        _, errors = process.communicate(timeout=600)
+        assert process.returncode == 0, errors
+        assert "Traceback" not in errors
+        assert "ended; what was said: fsm-rollout show" in errors
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_both_protocols_clients_talk_to_it_and_what_was_said_is_kept(tmp_path: Path) -> None:
+    chat: list[Any] = [{"role": "user", "content": "What is (20 + 22) * 2?"}]
+    follow: Any = {"role": "user", "content": "What is that plus 3?"}
+    question: Any = {"model": "tool_user", "max_tokens": 200, "messages": [dict(chat[0])]}
+    # 1. Four ways to ask, and a follow-up.
+    with serving(tmp_path, ends_by=signal.SIGINT) as url:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            answer: Any = client.chat.completions.create(model="tool_user", messages=chat)
+            text = answer.choices[0].message.content
+            assert "84" in text
+            chunks: Any = client.chat.completions.create(model="tool_user", messages=chat, stream=True)
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text
+            chat.extend([{"role": "assistant", "content": text}, follow])
+            second: Any = client.chat.completions.create(model="tool_user", messages=chat)
+        with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as other:
+            message = other.messages.create(**question)
+            with other.messages.stream(**question) as stream:
+                assert "".join(stream.text_stream) == message.content[0].text == text  # type: ignore[union-attr]
+    ids = {t.trajectory_id: t for t in read(tmp_path / "chat-serve" / "journal.sqlite")}
+    assert len(ids) == 4
+    assert second.trajectory in ids, "the stream had asked the same and goes on too"
+    trajectory = ids[second.trajectory]
+    assert [m["content"] for m in trajectory.messages if m["role"] == "user"] == [m["content"] for m in chat[::2]]
+    assert len(trajectory.streams) == 1
+    assert trajectory.trained_tokens > 0
+    # 2. It is a run's folder like any other, to all that reads one.
+    folder = str(tmp_path / "chat-serve")
+    shown = CliRunner().invoke(app, ["show", folder, "--trajectory", str(second.trajectory)])
+    assert shown.exit_code == 0, shown.output
+    assert "What is that plus 3?" in shown.output
+    page = CliRunner().invoke(app, ["show", folder, "-o", str(tmp_path / "report.html")])
+    assert page.exit_code == 0, page.output
+
+
+def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path) -> None:
+    def refused(*overrides: str) -> str:
+        done = CliRunner().invoke(app, ["serve", str(DEMO), f"out={tmp_path / 'chat'}", *overrides])
+        assert done.exit_code == 2, done.output
+        assert "Traceback" not in done.output
+        return done.output
+
+    assert "did you mean 'waiting'" in refused("serve.wating=3")
+    assert "serve.api_keys" in refused(f"serve.api_keys={tmp_path / 'none.txt'}")
+    (tmp_path / "keys.txt").write_text("# none yet\n", "utf-8")
+    assert "holds no key" in refused(f"serve.api_keys={tmp_path / 'keys.txt'}")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "journal.sqlite").write_text(json.dumps({}), "utf-8")
+    assert "holds something else" in refused(f"serve.out={tmp_path / 'other'}")

@@ -1,0 +1,530 @@
+"""Agents as an endpoint, by the clients of both protocols over real HTTP, on an engine that says what it is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import anthropic
+import openai
+import pytest
+
+import fsm_rollout as fr
+from fsm_rollout.agent.loader import loads
+from fsm_rollout.engines.scripted.engine import ScriptedEngine
+from fsm_rollout.engines.scripted.script import Turn
+from fsm_rollout.jobs.serving import Serving
+from fsm_rollout.serve.server import listening
+from fsm_rollout.serve.service import Service
+from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
+from fsm_rollout.trajectory.events import AnyEvent, Ended, Generated
+from fsm_rollout.trajectory.journal import Journal, recordings
+from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.foreign import CALL, check_exact
+
+CHATTING = """
+agent: chatting
+limits: {assistant_turns: 6, tool_calls: 8, user_turns: 3, response_tokens: 900, wall_seconds: 600}
+tools: {calculate: {use: "fsm_rollout.tools.calculator:calculate"}}
+interaction: {use: "fsm_rollout.interactions:ScriptedUser"}
+states: {PENDING: {}, GENERATING: {timeout: 600}, PROCESSING_TOOLS: {timeout: 600}, INTERACTING: {timeout: 600}}
+transitions:
+  - {trigger: prompted, source: PENDING, dest: GENERATING}
+  - {trigger: generated, source: GENERATING, dest: PROCESSING_TOOLS, conditions: has_tool_calls}
+  - {trigger: generated, source: GENERATING, dest: INTERACTING}
+  - {trigger: tools_done, source: PROCESSING_TOOLS, dest: GENERATING}
+  - {trigger: replied, source: INTERACTING, dest: GENERATING}
+  - {trigger: interaction_done, source: INTERACTING, dest: TERMINATED}
+"""
+SINGLE = """
+agent: single
+limits: {assistant_turns: 1, wall_seconds: 600}
+states: {PENDING: {}, GENERATING: {timeout: 600}}
+transitions:
+  - {trigger: prompted, source: PENDING, dest: GENERATING}
+  - {trigger: generated, source: GENERATING, dest: TERMINATED}
+"""
+Chat = list[dict[str, Any]]
+
+
+@dataclass
+class Served:
+    """A server with what it did."""
+
+    url: str
+    service: Service
+    engine: ScriptedEngine
+    trajectories: dict[str, Trajectory] = field(default_factory=dict)
+    key: str = "none"
+
+    async def until(self, holds: Callable[[], object]) -> None:
+        """Wait for a condition."""
+        async with asyncio.timeout(600):
+            while not holds():  # noqa: ASYNC110  # what is waited for happens in other tasks' steps
+                await asyncio.sleep(0.001)
+
+    def openai(self, key: str = "none") -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+
+    async def ask(self, messages: Chat | str, *, key: str = "none", model: str = "chatting", **options: Any) -> Any:
+        """Ask by OpenAI's client, and take the answer into the history."""
+        history: Chat = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        async with self.openai(key) as client:
+            answer = await client.chat.completions.create(model=model, messages=history, **options)  # type: ignore[call-overload]
+        history.append({"role": "assistant", "content": answer.choices[0].message.content})
+        return answer
+
+    async def stream(self, messages: Chat, model: str = "chatting", **options: Any) -> list[Any]:
+        async with self.openai() as client:
+            chunks = await client.chat.completions.create(  # type: ignore[call-overload]
+                model=model, messages=messages, stream=True, **options
+            )
+            return [chunk async for chunk in chunks]
+
+
+@asynccontextmanager
+async def served(
+    turns: Any, *, agents: str = CHATTING, calls: int = 64, keys: tuple[str, ...] = (), journal: Path | None = None,
+    rollout: dict[str, Any] | None = None, **serving: Any,
+) -> AsyncIterator[Served]:  # fmt: skip
+    """Serve an agent on a scripted engine; at the end its rows must be what the engine has sampled."""
+    engine = ScriptedEngine(turns, tokenizer=embedded_tokenizer(), log=True)
+    again = journal is not None and journal.exists()  # noqa: ASYNC240  # a test may
+    earlier = list(recordings(journal, unfinished=True)) if journal is not None and again else []
+    async with asyncio.timeout(600), fr.Rollout(loads(agents), engine, **(rollout or {})) as own:
+        with nullcontext() if journal is None else Journal(journal, append=again) as writing:
+            own.journal = writing
+            service = Service(own, Serving(port=0, **serving), calls)
+            result = Served("", service, engine)
+            listeners = own.scheduler.listeners
+
+            def note(trajectory: Trajectory, event: AnyEvent) -> None:
+                result.trajectories[trajectory.trajectory_id] = trajectory
+
+            own.scheduler.listeners = (*listeners, note)
+            async with listening(service, frozenset(keys), earlier) as (url, _):
+                result.url = url
+                yield result
+    if not earlier:
+        check_exact(list(result.trajectories.values()), engine)
+
+
+def words(chunks: list[Any]) -> list[str]:
+    return [chunk.choices[0].delta.content for chunk in chunks if chunk.choices and chunk.choices[0].delta.content]
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_is_a_trajectory_whose_tools_run_here() -> None:
+    async def main() -> None:
+        async with served([f"Let me see. {CALL}", "It is 42."]) as server:
+            answer = await server.ask("What is 20 + 22?")
+            (trajectory,) = server.trajectories.values()
+            assert answer.choices[0].message.content == "Let me see.\n\nIt is 42."
+            assert answer.choices[0].finish_reason == "stop"
+            assert answer.trajectory == trajectory.trajectory_id
+            assert [m["role"] for m in trajectory.messages] == ["user", "assistant", "tool", "assistant"]
+            assert answer.usage.completion_tokens == trajectory.trained_tokens
+            assert answer.usage.prompt_tokens == trajectory.streams[0].tokens.prompt_length
+            async with server.openai() as client:
+                assert [model.id for model in (await client.models.list()).data] == ["chatting"]
+
+    asyncio.run(main())
+
+
+def test_a_stream_has_the_text_as_it_comes_and_the_same_text() -> None:
+    answer = "Four score and seven years ago our fathers brought forth on this continent a new nation."
+
+    async def main() -> None:
+        turns = [f"Let me see. {CALL}", Turn(text=answer, chunks=8, delay=0.01)]
+        async with served(turns) as server:
+            whole = await server.ask("Speak.")
+            chunks = await server.stream(
+                [{"role": "user", "content": "Speak."}], stream_options={"include_usage": True}
+            )
+            assert "".join(words(chunks)) == whole.choices[0].message.content == f"Let me see.\n\n{answer}"
+            assert len(words(chunks)) >= 8
+            assert chunks[-1].usage == whole.usage
+            assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+            assert not any(getattr(chunk, "note", None) for chunk in chunks)
+
+    asyncio.run(main())
+
+
+def test_states_and_tool_calls_come_with_the_text_where_they_are_asked_for() -> None:
+    async def main() -> None:
+        async with served([CALL, "It is 42."]) as server:
+            chunks = await server.stream([{"role": "user", "content": "?"}], extra_body={"notes": True})
+            notes = [chunk.note for chunk in chunks if getattr(chunk, "note", None)]
+            states = ["PENDING", "GENERATING", "PROCESSING_TOOLS", "GENERATING", "INTERACTING"]
+            assert [note["state"] for note in notes if note["kind"] == "state"] == states
+            (call,), (result,) = ([n for n in notes if n["kind"] == kind] for kind in ("call", "result"))
+            assert (call["name"], call["arguments"]["left"], result["text"]) == ("calculate", 20, "42")
+            assert result["id"] == call["id"]
+            assert notes[-1]["kind"] == "waits"
+
+    asyncio.run(main())
+
+
+def test_anthropic_s_client_is_answered_too_and_streamed_to() -> None:
+    async def main() -> None:
+        async with served([CALL, Turn(text="It is forty-two, I think.", chunks=4, delay=0.01)]) as server:
+            client = anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0)
+            question: Any = {"model": "chatting", "max_tokens": 200, "messages": [{"role": "user", "content": "?"}]}
+            whole = await client.messages.create(**question)
+            async with client.messages.stream(**question) as stream:
+                texts = [text async for text in stream.text_stream]
+                final = await stream.get_final_message()
+            assert whole.content[0].text == "".join(texts) == final.content[0].text == "It is forty-two, I think."
+            assert len(texts) > 1
+            assert whole.stop_reason == final.stop_reason == "end_turn"
+            assert whole.usage.output_tokens == final.usage.output_tokens > 0
+            with pytest.raises(anthropic.NotFoundError, match="did you mean 'chatting'"):
+                await client.messages.create(**question | {"model": "chating"})
+            await client.close()
+
+    asyncio.run(main())
+
+
+# -- conversations ----------------------------------------------------------------------------------------------------
+
+
+def test_a_conversation_that_comes_again_goes_on_in_its_trajectory() -> None:
+    async def main() -> None:
+        async with served(lambda request: f"answer {request.turn}") as server:
+            chat: Chat = [{"role": "user", "content": "one"}]
+            first = await server.ask(chat)
+            chat.append({"role": "user", "content": "two"})
+            second = await server.ask(chat)
+            chat.append({"role": "user", "content": "three"})
+            streamed = await server.stream(chat)
+            assert "".join(words(streamed)) == "answer 2"
+            assert first.trajectory == second.trajectory
+            (trajectory,) = server.trajectories.values()
+            assert len(trajectory.streams) == 1
+            assert [m["content"] for m in trajectory.messages if m["role"] == "user"] == ["one", "two", "three"]
+            assert trajectory.suspended == "waits for its user"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("change", ["an answer", "a question", "the sampling", "the key", "a further question"])
+def test_any_other_history_is_the_prompt_of_a_new_trajectory(change: str) -> None:
+    async def main() -> None:
+        async with served(lambda request: "well", keys=("a", "b")) as server:
+            chat: Chat = [{"role": "user", "content": "one"}]
+            first = await server.ask(chat, key="a")
+            chat.append({"role": "user", "content": "two"})
+            options: dict[str, Any] = {"key": "a"}
+            match change:
+                case "an answer":
+                    chat[1]["content"] = "we11"
+                case "a question":
+                    chat[0]["content"] = "0ne"
+                case "the sampling":
+                    options["temperature"] = 0.5
+                case "the key":
+                    options["key"] = "b"
+                case "a further question":
+                    chat.append({"role": "user", "content": "three"})
+            asked = [dict(message) for message in chat]
+            second = await server.ask(chat, **options)
+            assert second.trajectory != first.trajectory
+            trajectory = server.trajectories[second.trajectory]
+            assert list(trajectory.prompt_messages) == asked
+            assert trajectory.generations == 1
+            assert server.trajectories[first.trajectory].suspended is not None
+
+    asyncio.run(main())
+
+
+def test_two_conversations_with_the_same_words_stay_two() -> None:
+    async def main() -> None:
+        async with served(lambda request: "well") as server:
+            chats: list[Chat] = [[{"role": "user", "content": "hello"}] for _ in range(3)]
+            first = [(await server.ask(chat)).trajectory for chat in chats]
+            for chat in chats:
+                chat.append({"role": "user", "content": "and?"})
+            second = await asyncio.gather(*(server.ask(chat) for chat in chats))
+            assert {answer.trajectory for answer in second} == set(first)
+            assert len(set(first)) == 3
+
+    asyncio.run(main())
+
+
+def test_an_agent_that_asks_nobody_begins_anew_each_time() -> None:
+    async def main() -> None:
+        async with served(lambda request: f"{len(request.ids)}", agents=SINGLE) as server:
+            chat: Chat = [{"role": "user", "content": "one"}]
+            first = await server.ask(chat, model="single")
+            chat.append({"role": "user", "content": "two"})
+            second = await server.ask(chat, model="single")
+            assert [t.stop_reason for t in server.trajectories.values()] == ["answered"] * 2
+            assert first.stop_reason == second.stop_reason == "answered"
+            assert [m["role"] for m in server.trajectories[second.trajectory].prompt_messages] == [
+                "user", "assistant", "user",
+            ]  # fmt: skip
+
+    asyncio.run(main())
+
+
+def test_conversations_that_wait_are_bounded_and_the_oldest_ends() -> None:
+    async def main() -> None:
+        async with served(lambda request: "well", waiting=2) as server:
+            chats: list[Chat] = [[{"role": "user", "content": f"{n}"}] for n in range(3)]
+            answers = [await server.ask(chat) for chat in chats]
+            first = server.trajectories[answers[0].trajectory]
+            await server.until(lambda: first.ended)
+            assert first.stop_reason == "interaction_done"
+            assert not any(server.trajectories[a.trajectory].ended for a in answers[1:])
+            chats[0].append({"role": "user", "content": "still there?"})
+            assert (await server.ask(chats[0])).trajectory != answers[0].trajectory
+
+    asyncio.run(main())
+
+
+def test_a_conversation_waits_so_long_and_no_longer() -> None:
+    async def main() -> None:
+        async with served(lambda request: "well", wait_seconds=0.01) as server:
+            answer = await server.ask("hello")
+            await server.until(lambda: server.trajectories[answer.trajectory].ended)
+            assert server.trajectories[answer.trajectory].stop_reason == "interaction_done"
+
+    asyncio.run(main())
+
+
+def test_waiting_for_the_caller_counts_no_time() -> None:
+    """The agent's own timeouts are shorter than the wait, and hold for all that is not waiting."""
+    impatient = CHATTING.replace("INTERACTING: {timeout: 600}", "INTERACTING: {timeout: 0.05}")
+    impatient = impatient.replace("wall_seconds: 600", "wall_seconds: 30")
+
+    async def main() -> None:
+        async with served(lambda request: "well", agents=impatient) as server:
+            chat: Chat = [{"role": "user", "content": "one"}]
+            first = await server.ask(chat)
+            trajectory = server.trajectories[first.trajectory]
+            since = asyncio.get_running_loop().time()
+            await server.until(lambda: asyncio.get_running_loop().time() > since + 0.2)  # four timeouts
+            chat.append({"role": "user", "content": "two"})
+            assert (await server.ask(chat)).trajectory == first.trajectory
+            assert trajectory.away >= 0.2
+            assert trajectory.interact_seconds < 0.2
+
+    asyncio.run(main())
+
+
+def test_a_server_that_is_started_again_takes_up_what_waits(tmp_path: Path) -> None:
+    journal = tmp_path / "journal.sqlite"
+    chat: Chat = [{"role": "user", "content": "one"}]
+
+    async def first() -> str:
+        async with served([CALL, "It is 42."], journal=journal, keys=("k",)) as server:
+            return str((await server.ask(chat, key="k", temperature=0.5)).trajectory)
+
+    async def second(trajectory_id: str) -> None:
+        async with served(lambda request: "again", journal=journal, keys=("k",)) as server:
+            await server.until(lambda: server.service.waiting)
+            chat.append({"role": "user", "content": "two"})
+            assert (await server.ask(chat, key="k", temperature=0.5)).trajectory == trajectory_id
+            chat.append({"role": "user", "content": "three"})
+            assert (await server.ask(chat, key="k", temperature=0.5)).trajectory == trajectory_id
+
+    trajectory_id = asyncio.run(first())
+    asyncio.run(second(trajectory_id))
+    ((trajectory, _),) = recordings(journal)
+    assert [m["content"] for m in trajectory.messages if m["role"] == "user"] == ["one", "two", "three"]
+    assert len(trajectory.streams) == 1
+
+
+# -- limits and errors -----------------------------------------------------------------------------------------------
+
+
+async def refused(server: Served, **options: Any) -> openai.APIStatusError:
+    with pytest.raises(openai.APIStatusError) as caught:
+        await server.ask(options.pop("messages", "What is 20 + 22?"), **options)
+    return caught.value
+
+
+def test_limits_are_told_in_the_protocol_s_own_errors() -> None:
+    async def main() -> None:
+        async with served(lambda request: CALL) as server:
+            error = await refused(server)
+            assert (error.status_code, error.code) == (400, "limit_reached")  # type: ignore[attr-defined]
+            assert "'assistant_turns'" in str(error)
+            with pytest.raises(openai.APIError, match="assistant_turns"):
+                await server.stream([{"role": "user", "content": "?"}])
+            error = await refused(server, messages="word " * 40_000)
+            assert (error.status_code, error.code) == (400, "context_length_exceeded")  # type: ignore[attr-defined]
+        async with served(lambda request: "word " * 60) as server:
+            answer = await server.ask("?", max_tokens=20)
+            assert answer.choices[0].finish_reason == "length"
+            assert answer.choices[0].message.content.split() == ["word"] * len(
+                answer.choices[0].message.content.split()
+            )
+
+    asyncio.run(main())
+
+
+def test_the_last_turn_that_a_limit_allows_is_an_answer() -> None:
+    async def main() -> None:
+        async with served(lambda request: f"answer {request.turn}") as server:
+            chat: Chat = []
+            for turn in range(4):  # user_turns: 3, and the prompt
+                chat.append({"role": "user", "content": f"{turn}"})
+                answer = await server.ask(chat)
+                assert answer.choices[0].message.content == f"answer {turn}"
+            (trajectory,) = server.trajectories.values()
+            await server.until(lambda: trajectory.ended)
+            assert trajectory.stop_reason == "limit:user_turns"
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_fails_is_a_503_and_the_next_request_is_served() -> None:
+    broken = Turn(error="Broken: no more", text="so far")
+    turns = iter([broken, Turn(text="well")])
+
+    async def main() -> None:
+        async with served(lambda request: next(turns), rollout={"failures": {"engine": "end"}}) as server:
+            error = await refused(server, messages="hi")
+            assert (error.status_code, error.code) == (503, "failed_Broken")  # type: ignore[attr-defined]
+            assert (await server.ask("hi")).choices[0].message.content == "well"
+
+    asyncio.run(main())
+
+
+def test_wrong_requests_say_what_is_wrong() -> None:
+    async def main() -> None:
+        async with served(lambda request: "well", body_bytes=10_000) as server:
+            error = await refused(server, model="chating")
+            assert error.status_code == 404
+            assert "did you mean 'chatting'?" in str(error)
+            function = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+            assert "run here" in str(await refused(server, tools=[function]))
+            assert "the last one is the assistant's own" in str(
+                await refused(server, messages=[{"role": "assistant", "content": "x"}])
+            )
+            assert (await refused(server, messages="x" * 20_000)).status_code == 413
+            async with aiohttp.ClientSession(server.url) as http:
+                for path, status in (("/v1/files", 404), ("/../../etc/passwd", 404), ("/v1/chat/completions", 405)):
+                    async with http.get(path) as answer:
+                        assert answer.status == status
+                        assert "error" in await answer.json()
+                async with http.post("/v1/messages", data=b"{") as answer:
+                    assert (answer.status, (await answer.json())["type"]) == (400, "error")
+
+    asyncio.run(main())
+
+
+def test_beyond_so_many_requests_one_is_told_to_come_again() -> None:
+    async def main() -> None:
+        script = {"hang": Turn(text="so", hang=True)}
+        async with served(lambda request: script.get("hang", Turn(text="well")), calls=2) as server:
+            chat: Chat = [{"role": "user", "content": "?"}]
+            running = [asyncio.create_task(server.stream(chat)) for _ in range(2)]
+            await server.until(lambda: len(server.trajectories) == 2)
+            with pytest.raises(openai.RateLimitError) as caught:
+                await server.ask("?")
+            assert int(caught.value.response.headers["Retry-After"]) >= 1
+            del script["hang"]
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running)
+            await server.until(lambda: all(t.ended for t in server.trajectories.values()))
+            assert (await server.ask("?")).choices[0].message.content == "well"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_caller_that_goes_away_ends_its_trajectory(stream: bool) -> None:
+    async def main() -> None:
+        async with served(lambda request: Turn(text="so it goes", hang=True)) as server:
+            chat: Chat = [{"role": "user", "content": "?"}]
+            call = asyncio.create_task(server.stream(chat) if stream else server.ask(chat))
+            await server.until(lambda: server.service.rollout.scheduler.clients["policy"].requests)
+            call.cancel()
+            await asyncio.wait({call})
+            (trajectory,) = server.trajectories.values()
+            await server.until(lambda: trajectory.ended)
+            assert trajectory.stop_reason == "cancelled"
+            await server.until(lambda: not server.service.calls_under_way)
+
+    asyncio.run(main())
+
+
+def test_a_server_that_ends_tells_its_callers() -> None:
+    async def main() -> None:
+        async with served(lambda request: Turn(text="so", hang=True)) as server:
+            whole = asyncio.create_task(server.ask("?"))
+            await server.until(lambda: server.trajectories)
+        error = (await asyncio.gather(whole, return_exceptions=True))[0]
+        assert isinstance(error, openai.InternalServerError)
+        assert error.code == "shutting_down"
+
+    asyncio.run(main())
+
+
+# -- who may come in -------------------------------------------------------------------------------------------------
+
+
+def test_without_a_key_nothing_is_answered_but_its_health() -> None:
+    async def main() -> None:
+        async with served(lambda request: "well", keys=("right",)) as server:
+            with pytest.raises(openai.AuthenticationError):
+                await server.ask("?", key="wrong")
+            answer = await server.ask("?", key="right")
+            assert server.trajectories[answer.trajectory].extra["caller"] != "right"
+            async with aiohttp.ClientSession(server.url) as http:
+                for path, status in (("/v1/models", 401), ("/metrics", 401), ("/health", 200)):
+                    async with http.get(path) as response:
+                        assert response.status == status, path
+                async with http.get("/metrics", headers={"x-api-key": "right"}) as response:
+                    page = await response.text()
+            assert 'fsm_rollout_answers_total{agent="chatting",protocol="openai",status="200"} 1.0' in page
+            assert "fsm_rollout_conversations_waiting 1.0" in page
+
+    asyncio.run(main())
+
+
+def test_pages_from_elsewhere_are_not_served() -> None:
+    async def main() -> None:
+        async with served(lambda request: "well") as server:
+            port = server.url.rpartition(":")[2]
+            body = {"model": "chatting", "messages": [{"role": "user", "content": "?"}]}
+            async with aiohttp.ClientSession(server.url) as http:
+                for headers, status in (
+                    ({"Origin": "http://evil.example"}, 403),
+                    ({"Origin": "null"}, 403),
+                    ({"Host": f"rebound.example:{port}"}, 403),
+                    ({"Origin": server.url}, 200),
+                    ({"Host": f"localhost:{port}", "Origin": f"http://localhost:{port}"}, 200),
+                ):
+                    async with http.post("/v1/chat/completions", json=body, headers=headers) as answer:
+                        assert answer.status == status, headers
+
+    asyncio.run(main())
+
+
+def test_the_counts_are_those_of_the_trajectories() -> None:
+    async def main() -> None:
+        seen: list[AnyEvent] = []
+        async with served(
+            [CALL, "It is 42."], rollout={"on_event": [lambda _, event: seen.append(event)]}, waiting=1
+        ) as server:
+            for _ in range(2):
+                await server.ask("?")
+            await server.until(lambda: any(isinstance(event, Ended) for event in seen))
+            page = server.service.metrics.page().decode()
+            tokens = sum(len(event.ids) for event in seen if isinstance(event, Generated))
+            assert f'fsm_rollout_sampled_tokens_total{{agent="chatting"}} {tokens:.1f}' in page
+            assert 'tool_calls_total{agent="chatting",failed="false",tool="calculate"} 2.0' in page
+            assert 'trajectories_ended_total{agent="chatting",stop_reason="interaction_done"} 1.0' in page
+
+    asyncio.run(main())
