@@ -7,9 +7,10 @@ feeds the last token of every row and samples the next. So requests join and lea
 one sampling path.
 
 A row whose request has ended stays, *idle*, for the next turn of its session, which then fills only what is new; it
-is given to another request when there is no free row, and removed when too many are idle. Idle rows take part in a
-step (their last token is fed again) because leaving gaps is cheaper than moving rows. Requests that begin alike, as the
-samples of a group do, are filled once.
+is given to another request when there are twice as many rows as requests may run. A step feeds the rows up to the last
+that runs. A few idle ones among them take part (their last token is fed again), because leaving gaps is cheaper than
+moving rows; when they are many they change places with running ones. Requests that begin alike, as the samples of a
+group do, are filled once.
 
 After an update of the weights every row is filled again, so the logprobs of later tokens are those of the new weights
 over the whole prefix.
@@ -35,14 +36,17 @@ from fsm_rollout.trajectory.tokens import Ids, Logprobs
 
 COLUMN_STEP = 128
 """The cache grows by at least so many columns at a time."""
+GAPS = 4
+"""Of so many rows that take part in a step one may be idle."""
 LIKE_LENGTH = 32
 """Requests are filled together when the longest has at most so many tokens more than the shortest."""
-IDLE = 16
-"""So many idle rows are kept, and one more for every two that run; further ones are removed, the longest idle first."""
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not typed
-    """One layer's keys and values: ``[rows, columns, heads, head_dim]``; never-written places hold 0."""
+    """One layer's keys and values: ``[rows, heads, columns, head_dim]``; never-written places hold 0.
+
+    What a row's head holds is one block: attention on a CPU takes twice as long where heads alternate.
+    """
 
     is_sliding = False
 
@@ -56,12 +60,12 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not type
         """Nothing: :meth:`_fit` makes the room."""
 
     def _fit(self, old: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-        shape = (self._rows.capacity, self._rows.columns, like.shape[1], like.shape[3])
+        shape = (self._rows.capacity, like.shape[1], self._rows.columns, like.shape[3])
         if old is not None and old.shape == shape:
             return old
         new = like.new_zeros(shape)
         if old is not None:
-            new[: old.shape[0], : old.shape[1]] = old
+            new[: old.shape[0], :, : old.shape[2]] = old
         return new
 
     def update(
@@ -73,14 +77,13 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not type
         self.values = self._fit(self.values, value_states)
         if isinstance(place, Fresh):
             filled = slice(0, key_states.shape[2])
-            self.keys[place.rows, filled] = key_states[place.sources].transpose(1, 2)
-            self.values[place.rows, filled] = value_states[place.sources].transpose(1, 2)
+            self.keys[place.rows, :, filled] = key_states[place.sources]
+            self.values[place.rows, :, filled] = value_states[place.sources]
             return key_states, value_states
-        self.keys[place.rows[:, None], place.positions] = key_states.transpose(1, 2)
-        self.values[place.rows[:, None], place.positions] = value_states.transpose(1, 2)
-        attended = slice(0, len(place.rows)) if place.all_rows else place.rows
-        keys, values = self.keys[attended, : place.width], self.values[attended, : place.width]
-        return keys.transpose(1, 2), values.transpose(1, 2)
+        self.keys[place.rows[:, None], :, place.positions] = key_states.transpose(1, 2)
+        self.values[place.rows[:, None], :, place.positions] = value_states.transpose(1, 2)
+        attended = slice(0, len(place.rows)) if place.first_rows else place.rows
+        return self.keys[attended, :, : place.width], self.values[attended, :, : place.width]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the key length and offset that a mask made by the model (only for fresh rows) needs."""
@@ -110,7 +113,7 @@ class Further:
     rows: torch.Tensor
     positions: torch.Tensor
     width: int
-    all_rows: bool
+    first_rows: bool
     """Whether ``rows`` are the first n, in order."""
 
     def mask(self, dtype: torch.dtype) -> torch.Tensor:
@@ -136,12 +139,12 @@ class KeyValueRows(Cache):  # type: ignore[misc]  # transformers is not typed
         if columns > self.columns:
             self.columns = min(max(columns + COLUMN_STEP, columns * 3 // 2), max(limit, columns))
 
-    def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first ``length`` columns of one row over another's, in every layer."""
+    def move(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Copy the first ``length`` columns of rows over those of others, all at once, in every layer."""
         for layer in self.layers:
-            if layer.keys is not None:
-                layer.keys[target, :length] = layer.keys[source, :length]
-                layer.values[target, :length] = layer.values[source, :length]
+            for held in (layer.keys, layer.values):
+                if held is not None:
+                    held[targets, :, :length] = held[sources, :, :length]
 
 
 @dataclass(slots=True, eq=False)
@@ -176,7 +179,7 @@ class DecodeLoop:
     Args:
         model: a causal language model with full attention in every layer, attention ``sdpa`` or ``eager``, in
             evaluation mode.
-        max_running: how many requests decode together; the others wait.
+        max_running: how many requests decode together; the others wait. The cache has up to twice as many rows.
         max_context: the longest input plus output, in tokens.
         fill_tokens: how many tokens (padding included) are filled at most between two steps, unless one request alone
             is longer. Bounds how long running requests stand still for new ones.
@@ -198,6 +201,7 @@ class DecodeLoop:
         self.device: torch.device = model.device
         self.weight_version = 0
         self._max_running = max_running
+        self._most_rows = 2 * max_running
         self._max_context = max_context
         self._fill_tokens = fill_tokens
         self._send_every = send_every
@@ -315,7 +319,7 @@ class DecodeLoop:
 
     def _give_row(self, running: _Running, kept: _Running | None) -> None:
         """Give a request its row: the one its session has kept, a new one, or (all being there) the longest idle."""
-        if kept is None and self._idle and len(self._rows) >= self._max_running:
+        if kept is None and self._idle and len(self._rows) >= self._most_rows:
             kept = next(iter(self._idle.values()))
         if kept is None:
             running.row = len(self._rows)
@@ -340,24 +344,25 @@ class DecodeLoop:
         cached = torch.tensor([[running.cached] for running in together], device=self.device)
         positions = cached + torch.arange(ids.shape[1], device=self.device)
         rows = torch.tensor([running.row for running in together], device=self.device)
-        self._further(ids, Further(rows, positions, int(positions.max()) + 1, all_rows=False))
+        self._further(ids, Further(rows, positions, int(positions.max()) + 1, first_rows=False))
 
     def _decode(self) -> list[Chunk]:
         """Sample a token for each row; return the last chunks of the requests that end with it."""
-        # 1. One forward pass over the last token of every row.
-        lengths = [len(r.tokens) for r in self._rows]
-        self._cache.reserve(len(lengths), max(lengths), self._max_context)
+        # 1. One forward pass over the last token of the rows that take part.
+        fed = self._rows[: self._close_gaps()]
+        lengths = [len(r.tokens) for r in fed]
+        self._cache.reserve(len(self._rows), max(lengths), self._max_context)
         positions = torch.tensor(lengths, device=self.device)[:, None] - 1
-        rows = torch.arange(len(lengths), device=self.device)
-        ids = torch.tensor([[r.tokens[-1]] for r in self._rows])
-        logits = self._further(ids, Further(rows, positions, max(lengths), all_rows=True))[:, -1]
+        rows = torch.arange(len(fed), device=self.device)
+        ids = torch.tensor([[r.tokens[-1]] for r in fed])
+        logits = self._further(ids, Further(rows, positions, max(lengths), first_rows=True))[:, -1]
         # 2. Sampling.
-        if self._sampler is None:
-            self._sampler = Sampler([r.request.sampling for r in self._rows], self.device)
+        if self._sampler is None or self._sampler.rows != len(fed):
+            self._sampler = Sampler([r.request.sampling for r in fed], self.device)
         tokens, logprobs = self._sampler(logits, lengths)
         # 3. Who has ended.
         chunks, ended = [], []
-        for running, token, logprob in zip(self._rows, tokens, logprobs, strict=True):
+        for running, token, logprob in zip(fed, tokens, logprobs, strict=True):
             if running.idle:
                 continue
             running.cached = len(running.tokens)
@@ -378,6 +383,26 @@ class DecodeLoop:
         self._rest(ended)
         return chunks
 
+    def _close_gaps(self) -> int:
+        """Return how many rows, the first ones, hold all that run; few of them are idle, moved apart if need be."""
+        count = len(self._rows)
+        while self._rows[count - 1].idle:
+            count -= 1
+        if GAPS * len(idle := [r.row for r in self._rows[:count] if r.idle]) <= count:
+            return count
+        # The rows of both kinds that are on the wrong side of the border change places.
+        border = len(self._rows) - len(self._idle)
+        idle = [row for row in idle if row < border]
+        running = [r.row for r in self._rows[border:count] if not r.idle]
+        sources, targets = idle + running, running + idle
+        moved = [self._rows[row] for row in sources]
+        self._cache.move(sources, targets, max(len(r.tokens) for r in moved))
+        for row, target in zip(moved, targets, strict=True):
+            row.row = target
+            self._rows[target] = row
+        self._sampler = None
+        return border
+
     def _further(self, ids: torch.Tensor, place: Further) -> torch.Tensor:
         self._cache.place = place
         return self._forward(ids, place.positions, place.mask(self.model.dtype))
@@ -395,20 +420,18 @@ class DecodeLoop:
         return logits
 
     def _rest(self, ended: list[_Running]) -> None:
-        """Let the rows of requests that have ended be idle, and remove those that are idle too many."""
+        """Let the rows of requests that have ended be idle."""
         for running in ended:
             if (before := self._idle.pop(running.request.session, None)) is not None:
                 self._remove(before)
             running.idle = True
             self._idle[running.request.session] = running
-        while len(self._idle) > IDLE + (len(self._rows) - len(self._idle)) // 2:
-            self._remove(self._idle.pop(next(iter(self._idle))))
 
     def _remove(self, idle: _Running) -> None:
         """Remove an idle row; the last row moves into the gap."""
         last = self._rows.pop()
         if last is not idle:
-            self._cache.move(last.row, idle.row, len(last.tokens))
+            self._cache.move([last.row], [idle.row], len(last.tokens))
             last.row = idle.row
             self._rows[last.row] = last
         self._sampler = None

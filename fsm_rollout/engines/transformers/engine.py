@@ -196,7 +196,8 @@ class TransformersEngine:
         device: default: the first GPU, else the CPU. A loaded model stays where it is.
         dtype: default: float32 on a CPU, the checkpoint's own on a GPU. A loaded model keeps its own.
         max_context: the longest input plus output, in tokens; default: the model's window.
-        max_running: how many requests decode together; the others wait.
+        max_running: how many requests decode together; the others wait. What twice as many sessions said is kept for
+            their next turns: with more trajectories than that at a time, each turn is filled from its beginning.
         fill_tokens: how many prompt tokens are filled at most between two decoding steps; default: 2,048 on a CPU (its
             caches are small: more at once is slower), 8,192 on a GPU.
         send_every: decoding steps between two chunks of a request.

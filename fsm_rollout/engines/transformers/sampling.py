@@ -41,6 +41,7 @@ class Sampler:
     """Samples one token for each of ``n`` rows; build one per set of requests, call it once per step."""
 
     def __init__(self, params: Sequence[SamplingParams], device: torch.device) -> None:
+        self.rows = len(params)
         self._device = device
         self._seeds = np.array([p.seed % 2**64 for p in params], dtype=np.uint64)
         greedy = [p.temperature == 0 for p in params]

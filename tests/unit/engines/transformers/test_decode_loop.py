@@ -257,3 +257,38 @@ def test_samples_of_one_prompt_are_filled_once(model: Any):
     same = as_ids(prompt(1, 7))
     run(decode, {0: [Request(str(i), same, SamplingParams(1, seed=i), trajectory_id=str(i)) for i in range(8)]})
     assert passes == [6, 8]
+
+
+def test_rows_that_have_ended_take_no_part_in_a_step_once_they_are_many(model: Any):
+    decode = loop_of(model)
+    passes = counted(decode)
+    requests = [
+        Request(str(i), as_ids(prompt(i, 9)), SamplingParams(20 if i % 4 == 3 else 2, seed=i), trajectory_id=str(i))
+        for i in range(8)
+    ]
+    answers = run(decode, {0: requests})
+    assert passes[-18:] == [2] * 18  # two of eight go on, wherever their rows were
+    for index in (3, 7):
+        expected = plain_logprobs(model, prompt(index, 9), ids_of(answers[str(index)]), 1.0)
+        assert logprobs_of(answers[str(index)]) == pytest.approx(expected, abs=CLOSE)
+    second = [*prompt(0, 9), *ids_of(answers["0"]), *prompt(9, 3)]
+    passes.clear()
+    (chunks,) = run(decode, {0: [Request("next", as_ids(second), SamplingParams(3), trajectory_id="0")]}).values()
+    assert passes == [3, 1, 1, 1]  # its row was kept while others took its place
+    assert logprobs_of(chunks) == pytest.approx(plain_logprobs(model, second, ids_of(chunks), 1.0), abs=CLOSE)
+
+
+def test_a_row_waits_for_the_next_turn_while_as_many_others_run(model: Any):
+    """Twice as many sessions as may run at once take turns, and each finds its row again."""
+    decode = loop_of(model, max_running=4)
+    texts = {str(i): prompt(i, 9) for i in range(8)}
+    for turn in range(3):
+        passes = counted(decode)
+        requests = [
+            Request(f"{name}-{turn}", as_ids(ids), SamplingParams(2, seed=turn), trajectory_id=name)
+            for name, ids in texts.items()
+        ]
+        for request, chunks in run(decode, {0: requests}).items():
+            texts[request.partition("-")[0]] += [*ids_of(chunks), 5, 6]
+        if turn:
+            assert sum(passes) < 8 * (3 + 2) + 8  # what is new, and two steps each
