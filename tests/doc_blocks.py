@@ -22,10 +22,8 @@ import glob
 import importlib
 import io
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -42,6 +40,7 @@ from fsm_rollout.agent.new_agent import new_agent
 from fsm_rollout.engines.specs import faults
 from fsm_rollout.jobs.run_config import RunConfig, load_run
 from tests.kit import ROOT
+from tests.programs import program as in_a_process
 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
 NEEDS = re.compile(r"<!-- needs: ([\w ]+) -->\s*$")
@@ -175,22 +174,12 @@ class PageRun:
     def _execute(self, program: str, arguments: list[str]) -> str:
         if program == "fsm-rollout":
             return fsm_rollout(arguments)
-        command = [
-            sys.executable,
-            *(("-m", "pytest", "-p", "no:cacheprovider") if program == "pytest" else ()),
-            *arguments,
-        ]
-        found = subprocess.run(
-            command,
-            cwd=self.folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=600,
-            check=False,
-        )
-        return found.stdout
+        if program == "pytest":
+            code, arguments = "import pytest, sys; pytest.main(sys.argv[1:])", ["-p", "no:cacheprovider", *arguments]
+        else:
+            code = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+        found = in_a_process(code, *arguments, cwd=self.folder)
+        return found.stdout + found.stderr
 
 
 @contextlib.contextmanager

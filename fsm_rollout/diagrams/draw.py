@@ -15,7 +15,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from html import escape, unescape
 from importlib.util import find_spec
 from pathlib import Path
@@ -127,6 +127,7 @@ def draw(graph: AgentGraph, path: str | Path, *, implicit: bool = False) -> Path
     return path
 
 
+@lru_cache(64)  # a process of Graphviz takes a third of a second, and the pages of a run show the same agents
 def render(dot: str, form: Literal["svg", "png"]) -> bytes:
     """Return ``dot`` drawn as ``form``.
 

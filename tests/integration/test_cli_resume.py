@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -26,6 +23,7 @@ from fsm_rollout.trajectory.events import AnyEvent, Called, Ended, Generated, Pr
 from fsm_rollout.trajectory.journal import Journal, histories, read
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.kit import ROOT
+from tests.programs import fsm_rollout, program
 
 CONFIGS = ROOT / "configs"
 CALL = '<tool_call>\n{"name": "calculate", "arguments": {"left": 1, "operator": "+", "right": 2}}\n</tool_call>'
@@ -42,10 +40,15 @@ RUN: dict[str, Any] = {
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
+    return written(tmp_path)
+
+
+def written(folder: Path) -> Path:
+    """Write a run into a folder."""
     prompts = [{"messages": [{"role": "user", "content": f"What is 1 + 2? ({i})"}], "answer": 3} for i in range(4)]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts), "utf-8")
-    path = tmp_path / "run.yaml"
-    path.write_text(json.dumps(RUN | {"out": str(tmp_path / "out")}), "utf-8")
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts), "utf-8")
+    path = folder / "run.yaml"
+    path.write_text(json.dumps(RUN | {"out": str(folder / "out")}), "utf-8")
     return path
 
 
@@ -87,12 +90,12 @@ def rows(folder: Path) -> dict[str, Any]:
     return {name: batch[name].tolist() if hasattr(batch[name], "tolist") else list(batch[name]) for name in names}
 
 
-@pytest.fixture
-def whole(run: Path) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the run comes to when nothing happens to it."""
+    run = written(tmp_path_factory.mktemp("whole"))
     execute(load_run(run), Ear())
-    found = rows(run.parent / "out")
-    shutil.rmtree(run.parent / "out")
-    return found
+    return rows(run.parent / "out")
 
 
 @pytest.mark.parametrize(
@@ -179,7 +182,7 @@ def hear(trajectory, event):
         os._exit(9)
 execute(config, listener)
 """
-    done = subprocess.run([sys.executable, "-c", text, str(run)], capture_output=True, text=True, timeout=300)
+    done = program(text, run)
     assert (done.returncode, done.stderr) == (9, "")
     out = run.parent / "out"
     assert (out / "journal.sqlite-wal").exists()
@@ -226,8 +229,7 @@ def test_a_run_that_is_going_on_is_left_alone(run: Path, whole: dict[str, Any], 
             if not answers:
                 verb, *options = command.split()
                 target = run.parent / "out" if verb == "resume" else run
-                line = [sys.executable, "-m", "fsm_rollout", verb, str(target), *options]
-                done = subprocess.run(line, capture_output=True, text=True, timeout=300)
+                done = fsm_rollout(verb, target, *options)
                 answers.append(f"{done.returncode} {done.stderr}")
 
     execute(load_run(run), Meanwhile())
@@ -243,8 +245,7 @@ def test_a_run_goes_on_behind_a_journal_that_is_closed(run: Path, monkeypatch: p
     answers: list[str] = []
 
     def replace(moment: str) -> None:
-        line = [sys.executable, "-m", "fsm_rollout", "run", str(run), "--replace"]
-        done = subprocess.run(line, capture_output=True, text=True, timeout=300)
+        done = fsm_rollout("run", run, "--replace")
         answers.append(f"{moment}: {done.returncode} {done.stderr.partition(' (')[0]}")
 
     report = runner.write_report
@@ -278,8 +279,7 @@ cli.main()
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 def test_a_run_that_is_told_to_end_is_suspended(run: Path, whole: dict[str, Any], name: str) -> None:
-    line = [sys.executable, "-c", PREEMPTED, str(run), name]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=300)
+    done = program(PREEMPTED, run, name)
     out = run.parent / "out"
     assert done.returncode == 128 + getattr(signal, name), done.stderr
     assert f"interrupted by {name}; to continue: fsm-rollout resume {out}" in done.stderr
@@ -330,8 +330,7 @@ def test_an_empty_journal_keeps_no_run_from_beginning(run: Path, whole: dict[str
 def test_a_full_disk_says_so_and_leaves_what_goes_on(run: Path, whole: dict[str, Any], kilobytes: int) -> None:
     """A limit on the size of files stands for the disk: writes beyond it fail."""
     limited = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({kilobytes * 1024},) * 2)"
-    code = f"{limited}\nimport sys; sys.argv = ['x', 'run', {str(run)!r}]\nfrom fsm_rollout.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
+    done = program(f"{limited}\nfrom fsm_rollout.cli import main; main()", "run", run)
     assert done.returncode == 2, done.stderr
     assert "cannot be written" in done.stderr
     assert "Traceback" not in done.stderr
@@ -349,16 +348,12 @@ def test_a_process_that_a_tool_ends_loses_no_turn(run: Path) -> None:
         "import os\ndef calculate(left: int, operator: str, right: int) -> str:\n    '''End.\n\n    Args:\n"
         "        left: a\n        operator: b\n        right: c\n    '''\n    os._exit(7)\n"
     )
-    command = [sys.executable, "-m", "fsm_rollout", "run", str(run), "agent.tools.calculate.use=deadly:calculate"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 7
+    deadly = "agent.tools.calculate.use=deadly:calculate"
+    assert fsm_rollout("run", run, deadly).returncode == 7
     out = run.parent / "out"
     text = (run.parent / "deadly.py").read_text()
     (run.parent / "deadly.py").write_text(text.replace("os._exit(7)", "return '3'").replace("import os", ""))
-    done = subprocess.run(
-        [sys.executable, "-m", "fsm_rollout", "resume", str(out), "agent.tools.calculate.use=deadly:calculate"],
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
+    done = fsm_rollout("resume", out, deadly)
     assert done.returncode == 0, done.stderr
     assert rows(out)["stop_reason"] == ["answered"] * 8
     generated = [sum(isinstance(e, Generated) for e in events) for events in histories(out / "journal.sqlite")]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from typer.testing import CliRunner
 from fsm_rollout import TrajectoryBatch
 from fsm_rollout.cli import app
 from tests.kit import ROOT
+from tests.programs import fsm_rollout
 
 CONFIGS = ROOT / "configs"
 AGENT = (CONFIGS / "agents/tool_user.yaml").read_text("utf-8").replace("{system: solver.md}", "{}")
@@ -356,9 +355,7 @@ def test_code_is_found_beside_the_agent_and_where_the_command_is_given(place: Pa
     (place if beside == "the agent" else folder).joinpath("grader_of_mine.py").write_text(GRADER, "utf-8")
 
     def command(*arguments: str, cwd: Path) -> str:
-        # -P: as the console script, which knows nothing of the working directory
-        line = [sys.executable, "-P", "-c", "from fsm_rollout.cli import main; main()", *arguments]
-        done = subprocess.run(line, cwd=cwd, capture_output=True, text=True, timeout=300)
+        done = fsm_rollout(*arguments, cwd=cwd)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

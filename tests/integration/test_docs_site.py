@@ -7,10 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.doc_blocks import blocks, pages, run_page
 from tests.kit import ROOT
+from tests.programs import program
 
 NEEDS = {page: frozenset().union(*(block.needs for block in blocks(page))) - {"gpu"} for page in pages()}
 
@@ -33,11 +35,39 @@ def test_blocks_run_on_ray(page: str, tmp_path: Path) -> None:
     run_page(page, tmp_path, frozenset({"ray"}))
 
 
+LEFT_OPEN = """
+import sys
+from pathlib import Path
+import fsm_rollout as fr, psutil
+from tests.doc_blocks import run_page
+left_open = []
+fr.Rollout.__exit__ = lambda rollout, *_: left_open.append(rollout)
+run_page(sys.argv[1], Path(sys.argv[2]), frozenset({"sglang"}))
+for child in psutil.Process().children(recursive=True):
+    print(child.pid, child.create_time())
+"""
+
+
 @pytest.mark.sglang
 @pytest.mark.parametrize("page", pages_that_need("sglang"))
-def test_blocks_run_on_sglang(page: str, tmp_path: Path) -> None:
+def test_blocks_run_on_sglang_and_a_server_that_is_not_closed_keeps_no_program_from_ending(
+    page: str, tmp_path: Path
+) -> None:
+    """One start of SGLang shows both: the page runs in a program that does not close what the page closes."""
     pytest.importorskip("sglang")
-    run_page(page, tmp_path, frozenset({"sglang"}))
+    done = program(LEFT_OPEN, page, tmp_path, finalized=True)
+    errors = [line for line in done.stderr.splitlines() if not line.startswith("still closing")]  # of a slow machine
+    assert (done.returncode, errors) == (0, [])
+    children = [line.split() for line in done.stdout.splitlines()]
+    assert children
+    assert not [child for child in children if running(*child)]
+
+
+def running(pid: str, since: str) -> bool:
+    try:
+        return psutil.Process(int(pid)).create_time() == float(since)
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.mark.process

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from fsm_rollout import AgentGraph, load_agent
 from fsm_rollout.cli import app
-from fsm_rollout.diagrams.draw import DrawingError, source_of, to_dot, to_svg
+from fsm_rollout.diagrams.draw import DrawingError, render, source_of, to_dot, to_svg
 from fsm_rollout.testing.strategies.graphs import graphs
 from tests.kit import ROOT
 from tests.unit.diagrams.test_draw import AGENTS, agent, hostile, many, squash
@@ -65,6 +65,7 @@ def test_a_dot_on_the_path_is_preferred(monkeypatch: pytest.MonkeyPatch, tmp_pat
     program.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('dot says no' if sys.stdin.read() else 0)\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
+    render.cache_clear()
     with pytest.raises(DrawingError, match="code 1: dot says no"):
         to_svg(load_agent(AGENTS[0]))
 

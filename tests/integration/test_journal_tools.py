@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import subprocess
-import sys
 from array import array
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -30,6 +28,7 @@ from fsm_rollout.trajectory.events import AnyEvent, Ended, Generated
 from fsm_rollout.trajectory.journal import events, read
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.kit import CONFIGS
+from tests.programs import fsm_rollout
 
 CALL = '<tool_call>\n{"name": "calculate", "arguments": {"left": 1, "operator": "+", "right": 2}}\n</tool_call>'
 AGENT = CONFIGS / "agents/tool_agent.yaml"
@@ -211,10 +210,7 @@ def test_all_of_them_on_a_run_that_is_going_on(tmp_path: Path) -> None:
                     ["show"],
                 ):
                     name, *options = arguments
-                    done = subprocess.run(
-                        [sys.executable, "-m", "fsm_rollout", name, str(tmp_path / "out"), *options],
-                        capture_output=True, text=True, timeout=600, check=False,
-                    )  # fmt: skip
+                    done = fsm_rollout(name, tmp_path / "out", *options)
                     assert done.returncode == 0, done.stderr
                     said.append(done.stdout + done.stderr)
 

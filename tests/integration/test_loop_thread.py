@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-import sys
 import threading
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
@@ -17,32 +14,24 @@ from fsm_rollout.concurrency.loop_thread import LoopThread
 from fsm_rollout.errors import EngineError
 from tests.embedded import tokenizer
 from tests.kit import ROOT
+from tests.programs import program
 
 AGENT = ROOT / "configs/agents/single_turn.yaml"
 HEAD = f"import fsm_rollout as fr\nagent = fr.load_agent({str(AGENT)!r})\n"
-WITHOUT_TORCH = (
-    HEAD
-    + """
-class Rollout(fr.Rollout):
-    def batch(self, groups, **options):  # tensors are not what these programs test, and torch takes seconds to import
-        return [trajectory for group in groups for trajectory in group.trajectories]
-"""
-)
 
 
-# What a shell starts in the background ignores Ctrl-C, and so would all that it starts.
-HEARS_CTRL_C = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+def script(text: str, *, finalized: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run a program of a user's to its end, which is to come.
 
-
-def script(tmp_path: Path, text: str) -> subprocess.CompletedProcess[str]:
-    """Run a program of a user's to its end, which is to come; the time is for machines that have much else to do."""
-    path = tmp_path / "train.py"
-    path.write_text(HEARS_CTRL_C + text, "utf-8")
-    return subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=300)
+    What a shell starts in the background ignores Ctrl-C, and so would all that it starts; this hears it.
+    """
+    return program(
+        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n" + text, finalized=finalized
+    )
 
 
 INTERRUPTED = (
-    WITHOUT_TORCH
+    HEAD
     + """
 import asyncio, os, signal
 from fsm_rollout.errors import EngineError
@@ -57,26 +46,26 @@ async def reward(trajectory):
         for _ in range(3):
             await asyncio.sleep(0)  # a clean-up that awaits more than once
         cleaned.append(trajectory)
-with Rollout(agent, {"kind": "scripted", "turns": ["a"]}, reward=reward) as rollout:
+with fr.Rollout(agent, {"kind": "scripted", "turns": ["a"]}, reward=reward) as rollout:
     try:
         rollout.run(["x"])
     except KeyboardInterrupt:
         print(len(under_way), len(cleaned), rollout.carried, sorted(rollout.scheduler.groups))
     rollout.scheduler.reward = None
-    print(*(trajectory.stop_reason for trajectory in rollout.run(["x", "y"], n=2)))
+    print(*rollout.run(["x", "y"], n=2).tensordict["stop_reason"])
 """
 )
 
 
-def test_ctrl_c_waits_for_what_it_cancels(tmp_path: Path) -> None:
-    done = script(tmp_path, INTERRUPTED)
+def test_ctrl_c_waits_for_what_it_cancels() -> None:
+    done = script(INTERRUPTED)
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
     assert first == "1 1 [] []"
     assert second.count("answered") == 4, "the rollout goes on afterwards"
 
 
-def test_a_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
+def test_a_second_ctrl_c_does_not_wait() -> None:
     text = """
 import asyncio, os, signal
 from fsm_rollout.concurrency.loop_thread import LoopThread
@@ -92,11 +81,11 @@ try:
 except KeyboardInterrupt:
     print("out")
 """
-    done = script(tmp_path, text)
+    done = script(text)
     assert (done.returncode, done.stdout, done.stderr) == (0, "out\n", "")
 
 
-def test_a_ctrl_c_that_another_thread_was_given_is_heard(tmp_path: Path) -> None:
+def test_a_ctrl_c_that_another_thread_was_given_is_heard() -> None:
     """The kernel gives a signal to any thread, and Python's handlers run in the main one: nothing wakes that then."""
     text = """
 import asyncio, signal, threading
@@ -116,7 +105,7 @@ try:
 except KeyboardInterrupt:
     print("out")
 """
-    done = script(tmp_path, text)
+    done = script(text)
     assert (done.returncode, done.stdout, done.stderr) == (0, "out\n", "")
 
 
@@ -127,53 +116,31 @@ SPECS = (
 )
 
 
-def test_rollouts_that_are_not_closed_keep_no_program_from_ending(tmp_path: Path) -> None:
-    ends_by_itself(SPECS, ["rollout.run(['x'])", "asyncio.run(rollout.arun(['x']))"], tmp_path)
-
-
-@pytest.mark.sglang
-def test_an_sglang_that_is_not_closed_keeps_no_program_from_ending(tmp_path: Path) -> None:
-    pytest.importorskip("sglang")
-    ends_by_itself([{"kind": "sglang", "model": "embedded:early"}], ["rollout.run(['x'])"], tmp_path)
-
-
-def ends_by_itself(specs: Sequence[dict[str, Any]], calls: Sequence[str], tmp_path: Path) -> None:
-    """Run a program that leaves a rollout of each engine open for each call; it ends, and no process of its stays."""
-    text = f"""{HEAD}import asyncio, psutil
-rollouts = [fr.Rollout(agent, spec) for spec in {list(specs) * len(calls)!r}]
-calls = {{{", ".join(f"{number}: lambda rollout: {call}" for number, call in enumerate(calls))}}}
-print(*(len(calls[number // {len(specs)}](rollout)) for number, rollout in enumerate(rollouts)))
-for child in psutil.Process().children(recursive=True):
-    print(child.pid, child.create_time())
-"""
-    done = script(tmp_path, text)
-    counts, *children = done.stdout.splitlines()
+def test_rollouts_that_are_not_closed_keep_no_program_from_ending() -> None:
+    """One of each engine, called in a plain way, and another one that is awaited; SGLang's is in `test_docs_site`."""
+    done = script(
+        HEAD
+        + f"""import asyncio
+plain, awaited = ([fr.Rollout(agent, spec) for spec in {SPECS!r}] for _ in range(2))
+print(*(len(rollout.run(["x"])) for rollout in plain), *(len(asyncio.run(rollout.arun(["x"]))) for rollout in awaited))
+""",
+        finalized=True,
+    )
     errors = [line for line in done.stderr.splitlines() if not line.startswith("still closing")]  # of a slow machine
-    assert (done.returncode, counts.split(), errors) == (0, ["1"] * len(specs) * len(calls), [])
-    assert not [line for line in children if running(*line.split())]
-    assert bool(children) == any(spec["kind"] == "sglang" for spec in specs)
+    assert (done.returncode, done.stdout.split(), errors) == (0, ["1"] * len(SPECS) * 2, [])
 
 
-def running(pid: str, since: str) -> bool:
-    import psutil
-
-    try:
-        return bool(psutil.Process(int(pid)).create_time() == float(since))
-    except psutil.NoSuchProcess:
-        return False
-
-
-def test_forks_executors_and_threads_beside_a_rollout_that_is_never_closed(tmp_path: Path) -> None:
+def test_forks_executors_and_threads_beside_a_rollout_that_is_never_closed() -> None:
     """A forked child closes nothing of its parent's; the interpreter's end waits for no thread of an executor.
 
     A thread that it does wait for may go on calling.
     """
     text = (
-        WITHOUT_TORCH
+        HEAD
         + """
 import multiprocessing, threading
 from concurrent.futures import ThreadPoolExecutor
-rollout = Rollout(agent, {"kind": "scripted", "turns": ["a"]})
+rollout = fr.Rollout(agent, {"kind": "scripted", "turns": ["a"]})
 rollout.run(["x"])
 child = multiprocessing.get_context("fork").Process(target=print, args=["child"])
 child.start()
@@ -193,7 +160,7 @@ first.wait()
 threading._register_atexit(main_is_over_soon.set)
 """
     )
-    done = script(tmp_path, text)
+    done = script(text, finalized=True)
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["child", "0", "1", "2", "3"], "")
 
 

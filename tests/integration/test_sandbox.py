@@ -24,6 +24,7 @@ from fsm_rollout.trajectory.events import Called
 from fsm_rollout.trajectory.journal import histories
 from tests.embedded import tokenizer
 from tests.kit import CONFIGS, ROOT
+from tests.programs import fsm_rollout
 
 pytestmark = pytest.mark.process
 
@@ -396,10 +397,7 @@ def test_an_agent_computes_with_it() -> None:
 
 def test_the_embedded_model_computes_in_a_sandbox(tmp_path: Path) -> None:
     """The shipped example, for real; a run says what protects it."""
-    command = [sys.executable, "-m", "fsm_rollout", "run", str(CONFIGS / "runs/code_user.yaml")]
-    done = subprocess.run(
-        [*command, f"out={tmp_path / 'out'}", "limit=2"], capture_output=True, text=True, timeout=600, check=False
-    )
+    done = fsm_rollout("run", CONFIGS / "runs/code_user.yaml", f"out={tmp_path / 'out'}", "limit=2")
     assert done.returncode == 0, done.stderr
     assert "calculate runs code in a sandbox: " in done.stderr
     assert str(protection()).partition(",")[0] in done.stderr

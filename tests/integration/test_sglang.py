@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import socket
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from fsm_rollout.engines.sglang import process as sglang_process
 from fsm_rollout.engines.sglang import server as sglang_server
 from fsm_rollout.engines.sglang.engine import SGLangEngine
 from fsm_rollout.engines.sglang.http import SGLangHTTPEngine
-from fsm_rollout.engines.sglang.process import ServerProcess
+from fsm_rollout.engines.sglang.process import ServerProcess, explained
 from fsm_rollout.engines.specs import build_engine
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import EngineError
@@ -41,6 +42,7 @@ from fsm_rollout.trajectory.tokens import as_ids
 from tests.foreign import EngineLog
 from tests.integration.sglang_oracle import PATIENCE, Answers, Got, ask, model, request, worst
 from tests.kit import ROOT
+from tests.programs import program
 
 pytestmark = pytest.mark.sglang  # one worker starts it
 
@@ -324,9 +326,25 @@ def test_a_start_that_takes_too_long_is_given_up_and_leaves_nothing_behind() -> 
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
+STARTED_WITH = """
+import os, sys
+from fsm_rollout.engines.sglang.process import main
+asked, asks = os.pipe()
+os.write(asks, sys.argv[1].encode() + b"\\n")
+os.dup2(asked, 0)
+sys.stdin = open(0)
+main()
+"""
+
+
 def test_an_argument_that_sglang_does_not_have_is_named() -> None:
-    with pytest.raises(EngineError, match="SGLang has no argument 'mem_fraction_statik'; did you mean"):
-        SGLangEngine("embedded", args={"mem_fraction_statik": 0.5})
+    """By the server's process, whose last words an error shows first."""
+    start = {"arguments": {"mem_fraction_statik": 0.5}, "threads": 1}
+    done = program(STARTED_WITH, json.dumps(start))
+    assert done.returncode == 1
+    assert explained("it has ended", done.stderr).startswith(
+        "EngineError: SGLang has no argument 'mem_fraction_statik'; did you mean 'mem_fraction_static'? (it has ended)"
+    )
 
 
 def test_a_server_that_is_killed_while_it_starts_leaves_nothing_behind() -> None:
@@ -336,7 +354,9 @@ def test_a_server_that_is_killed_while_it_starts_leaves_nothing_behind() -> None
     family: list[psutil.Process] = []
 
     def kill() -> None:
+        between = threading.Event()
         while len(family) < 3:  # the server, and the first processes of SGLang
+            between.wait(0.05)
             family[:] = set(me.children(recursive=True)) - before
         next(process for process in family if process.ppid() == me.pid).kill()
 
