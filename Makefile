@@ -15,8 +15,8 @@ test: $(STAMP)
 
 # Against the trainers' own packages. What they pin clashes with what this project does, so each environment lies over
 # .venv and holds only what differs.
-test-trainers: $(TRAINERS)/verl/.installed $(TRAINERS)/others/.installed
-	for trainers in verl others; do \
+test-trainers: $(TRAINERS)/verl/.installed $(TRAINERS)/others/.installed $(TRAINERS)/verifiers/.installed
+	for trainers in verl others verifiers; do \
 		$(TRAINERS)/$$trainers/bin/python -m pytest -q -W default tests/trainers || exit 1; \
 	done
 

@@ -36,6 +36,7 @@ def agent_yaml() -> str:
         "Sampling": "`sampling`",
         "TransitionRow": "`transitions`: each one",
         "MCP": "`tools`: `mcp`",
+        "Taskset": "`tools`: `verifiers`",
     }
     rest = {name: f"`{name}`" for name in definitions if name not in places}
     return _models(places | rest, definitions)

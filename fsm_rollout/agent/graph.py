@@ -123,14 +123,22 @@ class MCP(StrictModel):
         return self
 
 
+class Taskset(StrictModel):
+    """A taskset of the package verifiers, whose tools the model is shown under their own names."""
+
+    taskset: str = Field(description="its id, as verifiers knows it")
+    config: FreeForm = Field(default_factory=dict, description="the keys of its own config, as in the run's `prompts`")
+
+
 class Tool(StrictModel):
-    """A tool: Python code (``use``), an agent (``agent``) or those of an MCP server (``mcp``), and its bounds."""
+    """A tool: Python code (``use``), an agent (``agent``) or those of an MCP server or a taskset, and its bounds."""
 
     use: ImportPath | None = Field(None, description="the function or class, as `module:name`")
     agent: AgentGraph | None = Field(
         None, description="another agent as the tool: the name of its YAML file, or the agent itself"
     )
     mcp: MCP | None = Field(None, description="an MCP server: a program to start, or a url")
+    verifiers: Taskset | None = Field(None, description="the tools of a taskset of the package verifiers")
     allow: tuple[str, ...] | None = Field(None, description="which of the MCP server's tools there are; default: all")
     kwargs: FreeForm = Field(
         default_factory=dict,
@@ -153,6 +161,11 @@ class Tool(StrictModel):
         description="false: a call is never made twice, neither by retry nor by resume; default: true, but false for "
         "tools of an MCP server",
     )
+
+    @property
+    def is_source(self) -> bool:
+        """Whether it brings tools under names of their own, which are known when a run is built."""
+        return self.mcp is not None or self.verifiers is not None
 
     @property
     def may_repeat(self) -> bool:

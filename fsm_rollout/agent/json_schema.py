@@ -51,7 +51,7 @@ def agent_schema() -> Schema:
     del state["properties"]["options"], state["additionalProperties"]
     state["if"] = {"properties": {"handler": {"type": "string", "pattern": ":|^external$"}}, "required": ["handler"]}
     state["else"] = {"propertyNames": {"enum": sorted(STATE_KEYS)}}
-    _allow_one_word(definitions["Interaction"], INTERACTIONS)
+    allow_one_word(definitions["Interaction"], INTERACTIONS)
     state["type"] = definitions["Context"]["type"] = ["object", "null"]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -61,11 +61,14 @@ def agent_schema() -> Schema:
     }
 
 
-def _allow_one_word(definition: Schema, names: Iterable[str]) -> None:
+def allow_one_word(definition: Schema, names: Iterable[str]) -> None:
     """Let ``use`` be one of ``names``, which have keys of their own beside it."""
     keys, use = sorted(definition["properties"]), definition["properties"]["use"]
     words = {"type": "string", "enum": sorted(names)}
-    definition["properties"]["use"] = {"description": use.pop("description"), "anyOf": [words, use]}
+    definition["properties"]["use"] = {
+        "description": use.pop("description"),
+        "anyOf": [words, *use.get("anyOf", [use])],
+    }
     del definition["additionalProperties"]
     definition["if"] = {"properties": {"use": words}}
     definition["else"] = {"propertyNames": {"enum": keys}}

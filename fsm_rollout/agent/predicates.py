@@ -106,8 +106,11 @@ def _last_tool_failed(argument: object, graph: AgentGraph) -> Condition:
 def _tool_called(name: object, graph: AgentGraph) -> Condition | None:
     if not isinstance(name, str):
         return None
-    servers = [tool for tool in graph.tools.values() if tool.mcp is not None]
-    known = [*(n for n, tool in graph.tools.items() if tool.mcp is None), *(n for s in servers for n in s.allow or ())]
+    servers = [tool for tool in graph.tools.values() if tool.is_source]
+    known = [
+        *(n for n, tool in graph.tools.items() if not tool.is_source),
+        *(n for s in servers for n in s.allow or ()),
+    ]
     if name not in known and all(server.allow is not None for server in servers):  # what others have shows in the run
         raise ConfigError(f"predicate 'tool_called': tool '{name}' is not defined{did_you_mean(name, known)}")
     return lambda t, outcome: any(isinstance(call, ToolCall) and call.name == name for call in t.attempts)

@@ -118,6 +118,7 @@ def _facts(graph: AgentGraph, name: str, handler: str, spends: str | None) -> It
     if calls and (tools := graph.tools_of(state.context)):
         kinds = {name: f" (agent {tool.agent.agent})" for name, tool in graph.tools.items() if tool.agent is not None}
         kinds |= {name: " (MCP)" for name, tool in graph.tools.items() if tool.mcp is not None}
+        kinds |= {name: " (verifiers)" for name, tool in graph.tools.items() if tool.verifiers is not None}
         yield ", ".join(f"{name}{kinds.get(name, '')}" for name in tools)
     if handler == "external":
         options = state.options

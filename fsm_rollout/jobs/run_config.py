@@ -13,9 +13,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PrivateAttr,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
-from fsm_rollout.agent.graph import POLICY, AgentGraph
+from fsm_rollout.agent.graph import POLICY, AgentGraph, named_by_one_word
 from fsm_rollout.agent.handlers import look_in
 from fsm_rollout.agent.yaml.overrides import AGENT, apply_overrides, interpolate
 from fsm_rollout.agent.yaml.source import SourceMap, in_file_order, read_text, read_yaml
@@ -26,8 +36,27 @@ from fsm_rollout.scheduler.failure_policy import Failures
 from fsm_rollout.trajectory.config_errors import ConfigPath, explanations
 from fsm_rollout.trajectory.settings import AtLeastOne, FreeForm, ImportPath, Named, Sampling, Seconds, StrictModel
 
+PROMPT_SOURCES = {"verifiers": "fsm_rollout.environment.verifiers:prompts"}
+"""What gives prompts and is named by one word, with its arguments beside it."""
 ENGINE_PATHS = ("model", "tokenizer", "script", "run")
 """What of an engine's mapping may be a path."""
+
+
+class PromptSource(StrictModel):
+    """Prompts that a function gives."""
+
+    use: ImportPath = Field(
+        description="the function, as `module:function`; or `verifiers`, whose arguments (`taskset`, `config`) stand "
+        "beside it"
+    )
+    kwargs: FreeForm = Field(
+        default_factory=dict, description="its arguments; one that takes `limit` is given the run's"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spelled_out(cls, value: object) -> object:
+        return named_by_one_word(value, PROMPT_SOURCES, cls)
 
 
 class WeightedReward(StrictModel):
@@ -45,6 +74,10 @@ def _listed(value: object) -> object:
     return tuple({"use": item} if isinstance(item, str) else item for item in items)
 
 
+Prompts = Annotated[
+    Annotated[Path, Tag("<file>")] | Annotated[PromptSource, Tag("<source>")],
+    Discriminator(lambda value: "<source>" if isinstance(value, Mapping | PromptSource) else "<file>"),
+]
 TrackLike = Annotated[Track, BeforeValidator(lambda value: {"use": value} if isinstance(value, str) else value)]
 Rewards = Annotated[tuple[WeightedReward, ...], BeforeValidator(_listed)]
 
@@ -55,7 +88,9 @@ class RunConfig(StrictModel):
     model_config = ConfigDict(populate_by_name=False)
 
     agent: Path | Mapping[str, Path] = Field(description="an agent's YAML, or several by the names that prompts use")
-    prompts: Path = Field(description="a .jsonl, .json or .parquet file")
+    prompts: Prompts = Field(
+        description="a .jsonl, .json or .parquet file; or what gives them: `{use: module:function, kwargs: {…}}`"
+    )
     n: AtLeastOne = Field(1, description="trajectories per prompt: the size of a group")
     limit: AtLeastOne | None = Field(None, description="read only the first so many prompts")
     over_sample: Annotated[float, Field(ge=1)] = Field(
@@ -257,7 +292,7 @@ def _config(
             "agent": resolved("agent", config.agent)
             if isinstance(config.agent, Path)
             else {name: resolved("agent", file) for name, file in config.agent.items()},
-            "prompts": resolved("prompts", config.prompts),
+            "prompts": resolved("prompts", config.prompts) if isinstance(config.prompts, Path) else config.prompts,
             "out": config.out.absolute(),
             "serve": config.serve.model_copy(
                 update={

@@ -6,9 +6,9 @@ accepts every run that loads and whose engines have the keys of their kinds.
 
 from __future__ import annotations
 
-from fsm_rollout.agent.json_schema import Schema, allow_interpolations, plain_words
+from fsm_rollout.agent.json_schema import Schema, allow_interpolations, allow_one_word, plain_words
 from fsm_rollout.engines.specs import KINDS
-from fsm_rollout.jobs.run_config import RunConfig
+from fsm_rollout.jobs.run_config import PROMPT_SOURCES, RunConfig
 from fsm_rollout.trajectory.enums import FailureClass
 
 _REF = "#/$defs/{model}"
@@ -39,6 +39,7 @@ def run_schema() -> Schema:
         classes[failure]["anyOf"] = [{"enum": do["enum"], "type": "string"}, settings]
     track = {"anyOf": [{"type": "string"}, {"$ref": _REF.format(model="Track")}, _NULL]}
     run["properties"]["track"] = {"description": run["properties"]["track"]["description"], **track}
+    allow_one_word(definitions["PromptSource"], PROMPT_SOURCES)
     for definition in definitions.values():
         allow_interpolations(definition)
         plain_words(definition)

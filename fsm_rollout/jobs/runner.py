@@ -8,14 +8,16 @@ crash.
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 from fsm_rollout.agent.graph import POLICY, AgentGraph
 from fsm_rollout.agent.handlers import load_object
@@ -24,7 +26,7 @@ from fsm_rollout.agent.yaml.source import in_file_order
 from fsm_rollout.concurrency.interruption import Interruptible, interruptible
 from fsm_rollout.engines.specs import faults
 from fsm_rollout.environment.rewards import GroupFilter, Reward
-from fsm_rollout.errors import BatchError, ConfigError, Problem
+from fsm_rollout.errors import BatchError, ConfigError, Problem, RolloutError, describe
 from fsm_rollout.files import written_whole
 from fsm_rollout.jobs.recorded_config import recorded_config
 from fsm_rollout.jobs.run_config import RunConfig, recorded_run
@@ -37,7 +39,7 @@ from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.scheduler import Listener
 from fsm_rollout.trajectory.config_errors import ConfigPath
 from fsm_rollout.trajectory.journal import JOURNAL, Journal, metadata, read
-from fsm_rollout.trajectory.prompt import Prompt, read_prompts
+from fsm_rollout.trajectory.prompt import Prompt, as_prompts, read_prompts
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -91,7 +93,7 @@ def resume(folder: Path, overrides: Sequence[str], progress: Progress, *, file: 
         ]
         messages = {prompt.prompt_id: list(prompt.messages) for prompt in prompts}
         changed += [
-            f"prompt '{trajectory.group_id}' is not in {config.prompts} any more as it was"
+            f"prompt '{trajectory.group_id}' is not among the prompts any more as it was"
             for trajectory in earlier
             if trajectory.parent_id is None and messages.get(trajectory.group_id) != list(trajectory.prompt_messages)
         ]
@@ -128,7 +130,21 @@ def start_lines(graphs: Iterable[AgentGraph]) -> Iterator[str]:
 
 
 def _prompts(config: RunConfig) -> list[Prompt]:
-    return read_prompts(config.prompts, limit=config.limit)
+    source = config.prompts
+    if isinstance(source, Path):
+        return read_prompts(source, limit=config.limit)
+    try:
+        give: Any = load_object(source.use)
+        limit = {"limit": config.limit} if "limit" in inspect.signature(give).parameters else {}
+        items = give(**{**source.kwargs, **limit})
+        prompts = as_prompts(islice(items, config.limit))
+    except RolloutError as error:
+        raise ConfigError(config.problem(("prompts",), f"prompts '{source.use}': {error}")) from error
+    except Exception as error:  # the user's own code
+        raise ConfigError(config.problem(("prompts",), f"prompts '{source.use}': {describe(error)}")) from error
+    if not prompts:
+        raise ConfigError(config.problem(("prompts",), f"prompts '{source.use}': it gave none"))
+    return prompts
 
 
 def _carry_out(

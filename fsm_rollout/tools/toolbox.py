@@ -359,50 +359,52 @@ def bind(name: str, spec: graph.Tool) -> BoundTool:
 
 
 def bind_all(name: str, spec: graph.Tool) -> Mapping[str, BoundTool]:
-    """Return the tools of one entry of an agent's ``tools``, by name; an MCP server is asked for its own."""
-    if spec.mcp is None:
+    """Return the tools of one entry of an agent's ``tools``; an MCP server, or a taskset, is asked for its own."""
+    if not spec.is_source:
         return {name: bind(name, spec)}
     _check_form(name, spec)
-    server: Any = load_object("fsm_rollout.tools.mcp_server:MCPServer")  # the mcp package: only for those who ask
-    tools: Mapping[str, BoundTool] = server(name, spec).tools()
+    # What needs packages that not all have is imported by those who ask for it.
+    home = "tools.mcp_server:MCPServer" if spec.mcp is not None else "environment.verifiers:TasksetTools"
+    source: Any = load_object(f"fsm_rollout.{home}")
+    tools: Mapping[str, BoundTool] = source(name, spec).tools()
     return tools
 
 
 def check_tool(name: str, spec: graph.Tool) -> None:
-    """Raise ToolError for what is wrong with an entry of an agent's ``tools``; no server is started or asked."""
-    if spec.mcp is None:
+    """Raise ToolError for what is wrong with an entry of an agent's ``tools``; nothing is started, loaded or asked."""
+    if not spec.is_source:
         bind(name, spec)
     else:
         _check_form(name, spec)
 
 
 def _check_form(name: str, spec: graph.Tool) -> None:
-    if sum(kind is not None for kind in (spec.use, spec.agent, spec.mcp)) != 1:
+    if sum(kind is not None for kind in (spec.use, spec.agent, spec.mcp, spec.verifiers)) != 1:
         raise ToolError(
-            f"tool '{name}': give either `use` (a function or class) or `agent` (a YAML file) or `mcp` (a server)"
+            f"tool '{name}': give either `use` (a function or class) or `agent` (a YAML file) or `mcp` (a server) or "
+            "`verifiers` (a taskset)"
         )
     if not spec.may_repeat and spec.retry.attempts > 1:
         advice = "leave out one of the two" if spec.repeatable is False else "say `repeatable: true` if it may be"
         raise ToolError(f"tool '{name}': it is not repeatable, so it cannot be retried; {advice}")
     if spec.mcp is None and spec.allow is not None:
         raise ToolError(f"tool '{name}': `allow` names tools of an MCP server, and this is none")
-    if spec.mcp is not None:
+    if spec.is_source:
+        kind = "an MCP server" if spec.mcp is not None else "a taskset"
         if spec.placement != "local":
-            raise ToolError(f"tool '{name}': an MCP server runs where it runs; leave `placement` out")
+            raise ToolError(f"tool '{name}': {kind} runs where it runs; leave `placement` out")
         if spec.kwargs or spec.description is not None:
-            raise ToolError(
-                f"tool '{name}': an MCP server describes its tools itself; leave kwargs and description out"
-            )
+            raise ToolError(f"tool '{name}': {kind} describes its tools itself; leave kwargs and description out")
 
 
 def tool_schema_of(name: str, tool: graph.Tool) -> Schema:
     """Return the schema of a tool of an agent, code or another agent; its code is imported, and not run.
 
     Raises:
-        ToolError: its import, its signature or its ``kwargs`` are wrong; or it is an MCP server, which has many.
+        ToolError: its import, its signature or its ``kwargs`` are wrong; or it brings several tools, as an MCP server.
     """
-    if tool.mcp is not None:
-        raise ToolError(f"tool '{name}' is an MCP server with schemas of its own; see `Toolbox(agent).schemas('main')`")
+    if tool.is_source:
+        raise ToolError(f"tool '{name}' brings tools with schemas of their own; see `Toolbox(agent).schemas('main')`")
     return bind(name, tool).schema
 
 
@@ -462,7 +464,7 @@ class Toolbox:
 
     @property
     def _servers(self) -> list[Any]:
-        """The MCP servers among the entries."""
+        """The entries that bring several tools."""
         servers = (getattr(next(iter(tools.values())), "server", None) for tools in self._entries.values())
         return [server for server in servers if server is not None]
 

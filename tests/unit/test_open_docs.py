@@ -10,6 +10,7 @@ import yaml
 from fsm_rollout.agent.graph import Tool
 from fsm_rollout.agent.loader import loads
 from fsm_rollout.engines.specs import faults
+from fsm_rollout.jobs.run_config import PromptSource
 from tests.kit import ROOT
 
 
@@ -36,5 +37,10 @@ def test_openai_engine() -> None:
 
 
 def test_environments() -> None:
-    (block,) = blocks("environments")
-    assert loads(block).interaction is not None
+    played, tools, run = blocks("environments")
+    assert loads(played).interaction is not None
+    tool = Tool.model_validate_json(json.dumps(yaml.safe_load(tools)["tools"]["sums"]))
+    assert tool.verifiers is not None
+    assert tool.is_source
+    source = PromptSource.model_validate_json(json.dumps(yaml.safe_load(run)["prompts"]))
+    assert source.kwargs == {"taskset": "sums-taskset", "config": {"size": 64}}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.jobs.run_config import RunConfig, WeightedReward, load_run
+from fsm_rollout.jobs.run_config import PromptSource, RunConfig, WeightedReward, load_run, recorded_run
+from fsm_rollout.jobs.runner import _prompts
 from fsm_rollout.scheduler.failure_policy import EngineFailures, Failures, ToolFailures
 from fsm_rollout.trajectory.settings import Sampling
 from tests.kit import ROOT
@@ -240,3 +243,32 @@ def test_paths_of_engines_are_taken_from_where_an_override_is_given(folder: Path
     assert load(folder, SMALLEST.replace("scripted}", "scripted, model: mine}")).engine["model"] == "mine", (
         "the file's own is the file's"
     )
+
+
+def some_prompts(names: list[str], limit: int | None = None) -> Iterator[dict[str, object]]:
+    """Give prompts for ever, unless a limit is known."""
+    for number in itertools.count():
+        assert number < (limit or 100), "more were taken than the run has"
+        yield {"messages": [{"role": "user", "content": f"{names[number % len(names)]} {number}"}]}
+
+
+def test_prompts_may_come_from_a_function(folder: Path) -> None:
+    own = "{use: 'tests.unit.jobs.test_run_config:some_prompts', kwargs: {names: [a, b]}}"
+    text = SMALLEST.replace("p.jsonl", own) + "limit: 3\n"
+    run = load(folder, text)
+    assert [prompt.messages[0]["content"] for prompt in _prompts(run)] == ["a 0", "b 1", "a 2"]
+    assert recorded_run(run.to_json(), folder).prompts == run.prompts
+    for broken, message in [
+        (text.replace("names:", "nams:"), "TypeError: some_prompts.. got an unexpected keyword argument 'nams'"),
+        (text.replace(":some_prompts", ":some_promts"), "did you mean 'some_prompts'?"),
+        (text.replace("[a, b]", "[]"), "ZeroDivisionError"),
+    ]:
+        with pytest.raises(ConfigError, match=f"run.yaml:2: prompts .*{message}"):
+            _prompts(load(folder, broken))
+    assert load(folder, SMALLEST.replace("p.jsonl", "{use: verifiers, taskset: t}")).prompts == PromptSource(
+        use="fsm_rollout.environment.verifiers:prompts", kwargs={"taskset": "t"}
+    )
+    assert problems(folder, SMALLEST.replace("p.jsonl", "{uses: t}")) == [
+        ":2: prompts: 'use' is missing",
+        ":2: prompts: unknown key 'uses'; did you mean 'use'?",
+    ]
