@@ -235,7 +235,7 @@ async def run_once(options: argparse.Namespace, work: Any, graph: Any, prompts: 
     await rollout.aclose()
     folder.cleanup()
     generations = len(prompts) * (options.turns + 1)
-    tools = rollout.scheduler.agents["overhead"].toolbox.schemas("main")
+    tools = rollout.scheduler.agents["bench"].toolbox.schemas("main")
     held = (marks.resident - before) * 1024 - marks.tokens * 16 / 1024
     return {
         "mode": "worker",

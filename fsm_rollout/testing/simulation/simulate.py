@@ -9,8 +9,6 @@ on the way is kept (:attr:`Simulation.crash`), never raised, so that there is al
 from __future__ import annotations
 
 import asyncio
-import atexit
-import gc
 import logging
 from array import array
 from collections import defaultdict
@@ -22,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsm_rollout.agent.graph import POLICY, AgentGraph
+from fsm_rollout.concurrency.collection import calm_collection
 from fsm_rollout.engines.pool import PoolEngine
 from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.scripted.engine import Logged, ScriptedEngine
@@ -71,26 +70,6 @@ def embedded_tokenizer() -> Any:
 def _shared_chats(tokenizer: object) -> dict[object, ChatTemplate]:
     """Return the chat templates of a tokenizer: what one has learnt about its template serves all simulations."""
     return {}
-
-
-@cache
-def _freeze_what_is_loaded() -> None:
-    gc.collect()
-    gc.freeze()
-    atexit.register(gc.unfreeze)
-
-
-@contextmanager
-def _rarely_collected() -> Iterator[None]:
-    """Let the collector look at what stays no more, and at a run's objects less often: it took nearly half the time."""
-    _freeze_what_is_loaded()
-    before = gc.get_threshold()
-    if before[0]:  # somebody may have switched it off
-        gc.set_threshold(1_000_000, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 @contextmanager
@@ -245,7 +224,7 @@ def simulate(
     run = _run(result, played, requests, real_tools=real_tools, sampling=sampling, journal=journal, resume=resume)
     loop = VirtualTimeLoop(horizon=max(HORIZON, 2 * (graph.limits.wall_seconds or 0)))
     try:
-        with quietly(), _rarely_collected(), blocking_detected(lambda: loop.beat, blocking_seconds) as blockages:
+        with quietly(), calm_collection(), blocking_detected(lambda: loop.beat, blocking_seconds) as blockages:
             result.blockages = blockages
             run_virtual(run, loop=loop)
     except (Exception, LoopInterrupted, SystemExit) as error:
