@@ -156,11 +156,11 @@ def serve(
         int | None, typer.Option("--port", metavar="N", help="instead of serve.port; 0: any", show_default=False)
     ] = None,
 ) -> None:
-    """Serve a run's agents to clients of OpenAI's and Anthropic's protocols.
+    """Serve a run's agents: an endpoint for clients of OpenAI's and Anthropic's protocols, and a chat page.
 
     \b
     Example: fsm-rollout serve configs/runs/demo.yaml --port 8000
-    Then http://127.0.0.1:8000/v1 is the base URL of OpenAI's clients, http://127.0.0.1:8000 that of Anthropic's.
+    Then http://127.0.0.1:8000 is a chat page and the base URL of Anthropic's clients, with /v1 that of OpenAI's.
 
     Each request is a trajectory of the agent that `model` names: its tools run here. A conversation that comes again
     with one message more goes on where it waits in INTERACTING. Only this machine is served (serve.host=0.0.0.0

@@ -1,8 +1,9 @@
 """The HTTP side: routes, keys, limits, and errors in each protocol's own words.
 
-Invariants: no file is read for anybody; without the right key nothing is answered but ``/health``; a browser lets only
-this server's own pages speak to it (``Origin``), and one at a loopback address answers to loopback names alone, so that
-no page from elsewhere reaches it through a name of its own.
+Invariants: no file but the page's three is read, and none for a path that a caller names; without the right key nothing
+is answered but the page and ``/health``; a browser lets only this server's own page speak to it (``Origin``), and one
+at a loopback address answers to loopback names alone, so that no page from elsewhere reaches it through a name of its
+own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
+from importlib.resources import files
 from ipaddress import ip_address
 from types import ModuleType
 
@@ -19,6 +21,7 @@ from aiohttp import web
 from yarl import URL
 
 from fsm_rollout import __version__
+from fsm_rollout.diagrams.palette import css_variables
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.serve.metrics import CONTENT_TYPE
 from fsm_rollout.serve.service import Service
@@ -30,8 +33,22 @@ from fsm_rollout.trajectory.journal.reader import Recorded
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-OPEN = frozenset({"/health"})
+PAGE = {
+    "/": ("chat.html", "text/html"),
+    "/chat.css": ("chat.css", "text/css"),
+    "/chat.js": ("chat.js", "text/javascript"),
+}
+"""The chat page."""
+OPEN = frozenset({*PAGE, "/health"})
 """What is answered without a key."""
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+"""Sent with the page: it runs its own script alone, and speaks to this server alone."""
 SHUTDOWN_SECONDS = 5.0
 """So long calls have to send their last words."""
 
@@ -48,6 +65,11 @@ class Server:
         self.service = service
         self._callers = {digest_of(key) for key in keys}
         self._loopback = is_loopback(service.serving.host)
+        package = files("fsm_rollout.serve") / "page"
+        self._page = {path: ((package / name).read_text("utf-8"), kind) for path, (name, kind) in PAGE.items()}
+        states = dict.fromkeys(state for graph in service.models.values() for state in graph.states)
+        css, kind = self._page["/chat.css"]
+        self._page["/chat.css"] = css_variables(tuple(states)) + css, kind
 
     def runner(self) -> web.AppRunner:
         """Return what serves it."""
@@ -56,6 +78,8 @@ class Server:
             app.router.add_post(dialect.PATH, self._chat(dialect))
         for path, handler in (("/v1/models", self._models), ("/health", self._health), ("/metrics", self._metrics)):
             app.router.add_get(path, handler)
+        for path in self._page:
+            app.router.add_get(path, self._asset)
         return web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
 
     @web.middleware
@@ -125,6 +149,10 @@ class Server:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=self.service.metrics.page(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _asset(self, request: web.Request) -> web.Response:
+        text, kind = self._page[request.path]
+        return web.Response(text=text, content_type=kind, headers=HEADERS)
 
 
 @asynccontextmanager

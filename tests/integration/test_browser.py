@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shutil
+import threading
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +33,7 @@ from tests.unit.report.recorded_runs import CONFIGS, NASTY, ODD, history, write_
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed (the extra `dev` has it)")
 from selenium.webdriver.common.keys import Keys  # noqa: E402
+from selenium.webdriver.support.wait import WebDriverWait  # noqa: E402
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [
@@ -430,3 +433,68 @@ def test_an_empty_run_has_a_page(browser: Any, tmp_path: Path) -> None:
     opened(browser, tmp_path / "report.html")
     assert "no trajectories" in browser.find_element("id", "empty").text
     quiet(browser)
+
+
+# -- the chat page ----------------------------------------------------------------------------------------------------
+
+
+def test_a_chat_shows_states_and_calls_as_they_happen_and_all_of_it_as_text(browser: Any) -> None:
+    from tests.unit.serve.test_serve import CALL, Turn, served
+
+    marked = "<b>42</b><img src=x onerror=\"document.title='owned'\">"
+    turns = [f"Let me see. {CALL}", Turn(text=f"It is {marked}.", chunks=4), "Again.", Turn(text="so", hang=True)]
+    address: list[str] = []
+    done = threading.Event()
+
+    async def main() -> None:
+        async with served(turns) as server:
+            address.append(server.url)
+            await server.until(done.is_set)
+
+    thread = threading.Thread(target=asyncio.run, args=(main(),))
+    thread.start()
+    try:
+        wait = WebDriverWait(browser, 600, poll_frequency=0.05)
+        wait.until(lambda _: address)
+        browser.get_log("browser")
+        browser.get(address[0])
+        wait.until(lambda _: browser.execute_script("return document.documentElement.dataset.ready") == "1")
+
+        def say(words: str) -> None:
+            browser.find_element("id", "text").send_keys(words, Keys.ENTER)
+
+        def texts(css: str) -> list[str]:
+            return browser.execute_script(
+                "return [...document.querySelectorAll(arguments[0])].map((found) => found.textContent)", css
+            )
+
+        # 1. An answer with a call.
+        say("What is <i>20</i> + 22?")
+        wait.until(lambda _: any("waits for you" in foot for foot in texts(".foot")))
+        assert texts(".chip") == ["PENDING", "GENERATING", "PROCESSING_TOOLS", "GENERATING", "INTERACTING"]
+        assert texts(".text") == ["What is <i>20</i> + 22?", "Let me see.", f"It is {marked}."]
+        assert texts("details pre")[1] == "42"
+        assert not browser.find_elements("css selector", "main b, main i, main img")
+        # 2. The same conversation goes on; one that is stopped can be sent again.
+        say("And again?")
+        wait.until(lambda _: "Again." in texts(".text"))
+        wait.until(lambda _: not browser.find_elements("css selector", ".busy"))
+        assert len({foot.partition(" ")[0] for foot in texts(".foot")}) == 1
+        say("More!")
+        wait.until(lambda _: "so" in texts(".text"))
+        browser.find_element("id", "stop").click()
+        wait.until(lambda _: texts(".error") == ["Stopped."])
+        assert browser.find_element("id", "text").get_property("value") == "More!"
+        # 3. Nothing is wider than a narrow window.
+        for dark in (False, True):
+            scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+            browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+            size = {"width": 340, "height": 700, "deviceScaleFactor": 1, "mobile": False}
+            browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+            assert browser.execute_script("return document.documentElement.scrollWidth") <= 340
+            assert browser.execute_script("return at('log').scrollWidth <= at('log').clientWidth")
+        quiet(browser)
+    finally:
+        browser.get("about:blank")
+        done.set()
+        thread.join()

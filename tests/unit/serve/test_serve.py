@@ -474,7 +474,7 @@ def test_a_server_that_ends_tells_its_callers() -> None:
 # -- who may come in -------------------------------------------------------------------------------------------------
 
 
-def test_without_a_key_nothing_is_answered_but_its_health() -> None:
+def test_without_a_key_nothing_is_answered_but_the_page_and_its_health() -> None:
     async def main() -> None:
         async with served(lambda request: "well", keys=("right",)) as server:
             with pytest.raises(openai.AuthenticationError):
@@ -482,7 +482,7 @@ def test_without_a_key_nothing_is_answered_but_its_health() -> None:
             answer = await server.ask("?", key="right")
             assert server.trajectories[answer.trajectory].extra["caller"] != "right"
             async with aiohttp.ClientSession(server.url) as http:
-                for path, status in (("/v1/models", 401), ("/metrics", 401), ("/health", 200)):
+                for path, status in (("/v1/models", 401), ("/metrics", 401), ("/health", 200), ("/", 200)):
                     async with http.get(path) as response:
                         assert response.status == status, path
                 async with http.get("/metrics", headers={"x-api-key": "right"}) as response:
