@@ -1,11 +1,8 @@
-"""The Ray path with scripted engines, side by side with verl's, and what a long context costs the driver.
+"""What a long context costs the driver of engines on Ray: its CPU time per turn at 1k, 8k and 64k tokens.
 
-    python benchmarks/bench_ray.py --workload DIR [--peer-python PYTHON] [--n 512] [--replicas 1] [--reps 3]
+    python benchmarks/bench_ray.py [--replicas 1] [--rounds 9] [--chats 32]
 
-``DIR`` holds ``workload.py`` (the neutral work: a tool agent of five generations, with the ids and masks that a correct
-system returns) and ``bench_verl.py``; ``PYTHON`` is of an environment with verl. First the wall
-time per generation of both, in turns; without either the part is skipped and says why. Then the CPU time of the driver
-per turn at 1k, 8k and 64k tokens of context, once the first prompt has been tokenized and sent.
+The first prompt has been tokenized and sent by then. (Wall time beside verl: ``overhead.py --mode ray``.)
 """
 
 from __future__ import annotations
@@ -13,19 +10,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import importlib
-import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fsm_rollout import Prompt, Rollout, load_agent
+from fsm_rollout import Prompt, load_agent
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pool import PoolEngine
 from fsm_rollout.engines.protocol import Engine, Request
@@ -38,16 +31,6 @@ TURNS = 40
 AGENT = Path(__file__).parent / "agent.yaml"
 
 
-async def lookup(key: str, count: int) -> str:
-    """Look up a value in the table.
-
-    Args:
-        key: The key to look up.
-        count: How many rows to return.
-    """
-    return importlib.import_module("workload").tool_answer({"key": key, "count": count})
-
-
 def agent(tool: str) -> Any:
     """Return the agent with one tool, a function of this file."""
     return load_agent(
@@ -57,83 +40,6 @@ def agent(tool: str) -> Any:
 
 def started(build: Callable[[str], Engine], replicas: int) -> PoolEngine:
     return PoolEngine(RayPlacement(build, replicas, RayOptions(cpus=0.5)), replicas)
-
-
-# -- wall time per generation, beside verl -------------------------------------------------------------------------
-
-
-def peer(options: argparse.Namespace) -> float:
-    """Return verl's microseconds per generation, one run of it."""
-    command = [options.peer_python, "bench_verl.py", "--mode", "ray", "--n", str(options.n), "--reps", "3", "--check"]
-    # It builds its tokenizer in the folder that this benchmark uses, and its actors import what lies beside it.
-    environment = {**os.environ, "BENCH_ASSETS": str(options.assets), "RAY_ADDRESS": "local"}
-    done = subprocess.run(command, cwd=options.workload, env=environment, capture_output=True, text=True, check=False)
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        sys.exit(f"verl's benchmark failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    assert not any(line["wrong_trajectories"] for line in lines)
-    return min(line["us_wall_per_gen"] for line in lines)
-
-
-def ours(options: argparse.Namespace, graph: Any, pool: PoolEngine, work: Any) -> tuple[float, float]:
-    """Return our microseconds of wall time and of the driver's CPU time per generation; checks every token."""
-    prompts = [Prompt(prompt_id=str(i), messages=tuple(work.prompt(i))) for i in range(options.n)]
-    rollout = Rollout(graph, pool, concurrency=options.n)
-
-    async def run() -> tuple[float, float, Any]:
-        wall, cpu = time.perf_counter(), time.process_time()
-        batch = await rollout.arun(prompts, prompt_width=512, response_width=1024)
-        return time.perf_counter() - wall, time.process_time() - cpu, batch
-
-    gc.collect()
-    wall, cpu, batch = asyncio.run(run())
-    tensors = batch.tensordict
-    for i in range(options.n):
-        _, ids, mask = work.expected(i)
-        assert tensors["responses"][i][: len(ids)].tolist() == ids, i
-        assert tensors["response_mask"][i].tolist() == mask + [0] * (1024 - len(mask)), i
-    generations = options.n * (work.turns + 1)
-    return 1e6 * wall / generations, 1e6 * cpu / generations
-
-
-def beside_verl(options: argparse.Namespace, graph: Any) -> None:
-    if options.workload is None or not (options.workload / "workload.py").is_file():
-        print(f"skipped: wall time per generation (no workload.py in {options.workload}; give --workload)")
-        return
-    workload = importlib.import_module("workload")
-    workload.build_assets(str(options.assets))
-    work = workload.Workload(str(options.assets))
-    assets = str(options.assets)
-
-    def build(name: str) -> Engine:
-        there = importlib.import_module("workload").Workload(assets)
-
-        def script(request: Request) -> Turn:
-            return Turn(ids=tuple(there.script(int(request.group_id))[request.turn]), logprob=-0.5)
-
-        return ScriptedEngine(script, tokenizer=there.tok, replica=name)
-
-    theirs, walls = [], []
-    for rep in range(options.reps):
-        if options.peer_python:
-            theirs.append(peer(options))
-        pool = started(build, options.replicas)
-        try:
-            ours(options, graph, pool, work)  # warm
-            wall, cpu = min(ours(options, graph, pool, work) for _ in range(3))
-            walls.append(wall)
-        finally:
-            asyncio.run(pool.aclose())
-        said = f"verl {theirs[-1]:.0f} us, " if theirs else ""
-        print(f"{rep + 1}: {said}ours {wall:.0f} us per generation ({cpu:.0f} us of the driver's CPU)", flush=True)
-    if theirs:
-        ratio = statistics.median(walls) / statistics.median(theirs)
-        print(f"ratio {ratio:.3f} (target 0.25), n={options.n}, replicas={options.replicas}, medians of {options.reps}")
-    else:
-        print("skipped: verl beside it (give --peer-python)")
-
-
-# -- the driver's cost by length of the context --------------------------------------------------------------------
 
 
 def by_context(options: argparse.Namespace) -> None:
@@ -203,24 +109,14 @@ async def echo(text: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", type=Path)
-    parser.add_argument("--peer-python")
-    parser.add_argument("--n", type=int, default=512)
     parser.add_argument("--replicas", type=int, default=1)
-    parser.add_argument("--reps", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=9, help="for the cost by context")
-    parser.add_argument("--chats", type=int, default=32, help="conversations at once, for the cost by context")
-    parser.add_argument("--only", choices=["wall", "context"])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--chats", type=int, default=32, help="conversations at once")
     options = parser.parse_args()
-    here = [str(Path(__file__).parent), *([str(options.workload)] if options.workload else [])]
-    sys.path[:0] = here
-    os.environ["PYTHONPATH"] = os.pathsep.join([*here, os.environ.get("PYTHONPATH", "")])  # the actors', too
-    with tempfile.TemporaryDirectory() as folder:
-        options.assets = Path(folder) / "assets"
-        if options.only != "context":
-            beside_verl(options, agent("lookup"))
-        if options.only != "wall":
-            by_context(options)
+    here = str(Path(__file__).parent)
+    sys.path.insert(0, here)
+    os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])  # the actors', too
+    by_context(options)
 
 
 if __name__ == "__main__":

@@ -5,16 +5,20 @@
     python benchmarks/overhead.py --n 512 --delay 0.2                      # each generation takes 0.2 s
     python benchmarks/overhead.py --workers 2                              # trajectories in two processes
     python benchmarks/overhead.py --context 100000 --n 16 --turns 32       # what a turn costs in a long context
+    python benchmarks/overhead.py --mode ray --workers 2                   # engine and workers as actors of Ray
     python benchmarks/overhead.py --workload DIR --peer VENV               # beside verl, in turn, with ratios
+
+``overhead_table.py`` runs all of these, and makes a table and a plot of them.
 
 ``DIR`` holds ``workload.py`` and ``bench_verl.py``, the neutral work and verl's side of it; ``VENV`` is an environment
 with verl. Without them the work is that of ``overhead_workload.py``, which has the same shape. Set-up (the agent's
 proof, the chat template, the first of each glue) is paid in a warm-up, on both sides.
 
 ``us_cpu_per_gen`` is the CPU time of all threads and workers per generation, from the prompts to the padded batch.
-``us_cpu_per_turn`` leaves out the first turn (the prompt's own encoding) and the batch. ``kb_per_trajectory`` is what
-one trajectory holds in resident memory while all of them wait for their second turn, besides 16 bytes per token; only
-the first repetition tells it, since later ones find memory that is there already.
+``us_cpu_per_turn`` leaves out the first turn (the prompt's own encoding) and the batch. ``batch_ms`` is the wall time
+of the batch alone. Of ``--mode ray`` only the wall time is told: actors are not processes of this one.
+``kb_per_trajectory`` is what one trajectory holds in resident memory while all of them wait for their second turn,
+besides 16 bytes per token; only the first repetition tells it, since later ones find memory that is there already.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,10 +128,10 @@ def resident_mb() -> float:
 def cpu_seconds() -> float:
     """Return the CPU time of this process and of its workers."""
     ticks = 0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            fields = stat.read_text(encoding="utf-8").rpartition(")")[2].split()
-            if int(fields[1]) == os.getpid():
+    for children in Path("/proc/self/task").glob("*/children"):
+        for child in children.read_text(encoding="ascii").split():
+            with suppress(OSError):
+                fields = Path("/proc", child, "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
                 ticks += int(fields[11]) + int(fields[12])
     return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
@@ -171,6 +175,25 @@ def prompts_of(options: argparse.Namespace, work: Any) -> list[Any]:
     return prompts
 
 
+def ray_pool(options: argparse.Namespace) -> Any:
+    """Return one replica of the engine, as an actor of Ray."""
+    import ray
+
+    from fsm_rollout.engines.pool import PoolEngine
+    from fsm_rollout.engines.ray import RayOptions, RayPlacement
+
+    if not ray.is_initialized():  # with as many CPUs as `bench_verl.py` says that there are
+        ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+
+    def build(name: str) -> InstantEngine:
+        there = importlib.import_module("overhead")
+        with tempfile.TemporaryDirectory() as folder:
+            engine: InstantEngine = there.InstantEngine(there.load_work(options, Path(folder)), options.delay)
+        return engine
+
+    return PoolEngine(RayPlacement(build, 1, RayOptions(cpus=0.5)), 1)  # type: ignore[arg-type]  # Engine, but for `load`
+
+
 def wrong(work: Any, prompts: Sequence[Any], tools: Any, batch: Any) -> int:
     """Return how many rows differ from what they must be, in the prompt, the ids or the mask."""
     tensors, bad = batch.tensordict, 0
@@ -201,9 +224,8 @@ async def run_once(options: argparse.Namespace, work: Any, graph: Any, prompts: 
 
     engine = InstantEngine(work, options.delay)
     marks = SimpleNamespace(cpu=0.0, resident=0.0, tokens=0, aside_cpu=0.0, aside_wall=0.0)
-    if (
-        options.turns and options.workers == 1
-    ):  # not in virtual time: a gate before the second turn, where every trajectory waits
+    if options.turns and options.workers == 1 and options.mode == "worker":
+        # A gate before the second turn, where every trajectory waits.
         engine.gate, engine.expected = 1, len(prompts)
 
         def at_gate() -> None:
@@ -215,11 +237,15 @@ async def run_once(options: argparse.Namespace, work: Any, graph: Any, prompts: 
             marks.aside_cpu, marks.aside_wall = marks.cpu - began[0], time.perf_counter() - began[1]
 
         engine.at_gate = at_gate
+    pool = ray_pool(options) if options.mode == "ray" else None
     folder = tempfile.TemporaryDirectory()
     journal = Journal(Path(folder.name) / "journal.sqlite") if options.journal else None
     count = max(len(prompts), 1)
-    rollout = Rollout(graph, engine, concurrency=count, journal=journal, workers=options.workers)
-    if options.workers > 1:  # they start, and learn their first glue
+    placement = "local" if pool is None else "ray"
+    rollout = Rollout(
+        graph, pool or engine, concurrency=count, journal=journal, workers=options.workers, worker_placement=placement
+    )
+    if options.workers > 1 or pool is not None:  # they start, and learn their first glue
         first = [Prompt(prompt_id=f"{10**9 + number}", messages=prompts[0].messages) for number in range(16)]
         assert len([group async for group in rollout.stream(first)]) == 16
     gc.collect()
@@ -228,17 +254,22 @@ async def run_once(options: argparse.Namespace, work: Any, graph: Any, prompts: 
     ran = cpu_seconds()
     width = None if options.context or options.extra_tools else options.prompt_length
     response_width = None if options.context else options.response_length
+    batch_began = time.perf_counter()
     batch = rollout.batch(groups, prompt_width=width, response_width=response_width)
+    batch_ms = 1e3 * (time.perf_counter() - batch_began)
     if journal is not None:
         journal.close()
     wall, cpu = time.perf_counter() - wall - marks.aside_wall, cpu_seconds() - cpu - marks.aside_cpu
     await rollout.aclose()
+    if pool is not None:
+        await pool.aclose()
     folder.cleanup()
     generations = len(prompts) * (options.turns + 1)
-    tools = rollout.scheduler.agents["bench"].toolbox.schemas("main")
+    (program,) = rollout.scheduler.agents.values()
+    tools = program.toolbox.schemas("main")
     held = (marks.resident - before) * 1024 - marks.tokens * 16 / 1024
     return {
-        "mode": "worker",
+        "mode": options.mode,
         "n": len(prompts),
         "turns": options.turns,
         "delay": options.delay,
@@ -248,8 +279,9 @@ async def run_once(options: argparse.Namespace, work: Any, graph: Any, prompts: 
         "cpu_s": round(cpu, 3),
         "traj_per_s": round(len(prompts) / wall, 1),
         "us_wall_per_gen": round(1e6 * wall / generations, 1),
-        "us_cpu_per_gen": round(1e6 * cpu / generations, 1),
+        "us_cpu_per_gen": round(1e6 * cpu / generations, 1) if pool is None else None,
         "us_cpu_per_turn": round(1e6 * (ran - marks.cpu) / (len(prompts) * options.turns), 1) if marks.cpu else None,
+        "batch_ms": round(batch_ms, 1),
         "kb_per_trajectory": round(held / len(prompts), 1) if marks.cpu else None,
         "rss_before_mb": round(before),
         "rss_after_mb": round(resident_mb()),
@@ -281,11 +313,11 @@ def show(result: dict[str, Any], options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(result), flush=True)
         return
+    cpu, held = result["us_cpu_per_gen"] or 0, result["kb_per_trajectory"] or 0
     print(
-        f"{result['rep'] + 1}: {result['us_cpu_per_gen']:.0f} us CPU and {result['us_wall_per_gen']:.0f} us wall per "
-        f"generation, {result['traj_per_s']:.0f} trajectories/s, {result['wall_s']:.2f} s, "
-        f"peak {result['peak_rss_mb']} MB, {result['kb_per_trajectory'] or 0:.0f} kB per trajectory, "
-        f"{result['wrong_trajectories']} wrong",
+        f"{result['rep'] + 1}: {cpu:.0f} us CPU and {result['us_wall_per_gen']:.0f} us wall per generation, "
+        f"{result['traj_per_s']:.0f} trajectories/s, {result['wall_s']:.2f} s, peak {result['peak_rss_mb']} MB, "
+        f"{held:.0f} kB per trajectory, {result['wrong_trajectories']} wrong",
         flush=True,
     )
 
@@ -293,45 +325,73 @@ def show(result: dict[str, Any], options: argparse.Namespace) -> None:
 # -- beside verl ----------------------------------------------------------------------------------------------------
 
 
+def commands(options: argparse.Namespace) -> dict[str, list[object]]:
+    """Return the commands of both sides for the same work."""
+    shared: list[object] = []
+    for name in ("mode", "n", "turns", "delay", "reps", "extra_tools", "prompt_length", "response_length", "workers"):
+        shared += [f"--{name.replace('_', '-')}", getattr(options, name)]
+    own = ["--context", options.context, *["--journal"] * options.journal]
+    if options.workload is None:
+        return {"ours": [sys.executable, __file__, *shared, *own, "--json"]}
+    theirs = ["--check"] if not options.extra_tools else []  # what `bench_verl.py` expects has one tool
+    return {
+        "ours": [sys.executable, __file__, "--workload", options.workload, *shared, *own, "--json"],
+        "verl": [options.peer / "bin/python", options.workload / "bench_verl.py", *shared, *theirs, "--post"],
+    }
+
+
+def in_turn(sides: Mapping[str, Sequence[object]], rounds: int) -> dict[str, dict[str, float]]:
+    """Run some commands in turn, each in a process of its own; return the medians of their figures by side."""
+    found: dict[str, dict[str, list[float]]] = {side: {} for side in sides}
+    for number in range(rounds):
+        for side, command in sides.items():
+            environment = {**os.environ, "RAY_ADDRESS": "local"}
+            done = subprocess.run(
+                [str(word) for word in command], capture_output=True, text=True, check=False, env=environment
+            )
+            results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+            if done.returncode or not results or any(result.get("wrong_trajectories") for result in results):
+                sys.exit(f"{side} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+            for result in results:
+                if "post" in result:  # verl pads each sample by itself, and then joins them
+                    result["batch_ms"] = result["_postprocess_ms"] + result["per_sample_pad_ms_total"]
+                for key, value in result.items():
+                    if isinstance(value, int | float):
+                        found[side].setdefault(key, []).append(value)
+            said = {key: round(statistics.median(found[side][key]), 1) for key in REPORTED if key in found[side]}
+            print(f"{number + 1}, {side}: {said}", file=sys.stderr, flush=True)
+    return {
+        side: {key: statistics.median(values) for key, values in figures.items()} for side, figures in found.items()
+    }
+
+
+REPORTED = ("us_cpu_per_gen", "us_wall_per_gen", "wall_s", "batch_ms", "peak_rss_mb")
+
+
 def beside_verl(options: argparse.Namespace) -> None:
-    """Run both sides in turn, each in a process of its own, and print the ratios of their medians."""
+    """Run both sides in turn and print the ratios of their medians."""
     if options.workload is None or not (options.workload / "bench_verl.py").is_file():
         sys.exit(f"--peer needs --workload DIR with workload.py and bench_verl.py in it; got {options.workload}")
-    shared: list[object] = []
-    for name in ("n", "turns", "delay", "reps", "extra_tools", "prompt_length", "response_length"):
-        shared += [f"--{name.replace('_', '-')}", getattr(options, name)]
-    own = ["--workload", options.workload, "--context", options.context, "--workers", options.workers]
-    own += ["--journal"] * options.journal
-    python = options.peer / "bin/python"
-    sides = {
-        "verl": [python, options.workload / "bench_verl.py", *shared, "--mode", "worker", "--check"],
-        "ours": [sys.executable, __file__, *shared, *own, "--json"],
-    }
-    found: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
-    for number in range(options.rounds):
-        for side, command in sides.items():
-            done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
-            results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-            if done.returncode or not results:
-                sys.exit(f"{side} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-            found[side] += results
-            print(f"{number + 1}, {side}:", {key: _median(results, key) for key in REPORTED if key in results[0]})
-    for key in REPORTED[:-1]:
-        if all(key in result for results in found.values() for result in results):
-            ours, theirs = _median(found["ours"], key), _median(found["verl"], key)
+    found = in_turn(commands(options), options.rounds)
+    for key in REPORTED:
+        if all(key in figures for figures in found.values()):
+            ours, theirs = found["ours"][key], found["verl"][key]
             print(f"{key}: {ours:.5g} against {theirs:.5g}, ratio {ours / theirs:.3f}")
-
-
-REPORTED = ("us_cpu_per_gen", "us_wall_per_gen", "wall_s", "peak_rss_mb", "wrong_trajectories")
-
-
-def _median(results: Sequence[dict[str, Any]], key: str) -> float:
-    return float(statistics.median(result[key] for result in results))
 
 
 def main() -> None:
     """Parse the arguments and run."""
+    options = parsed()
+    if options.peer is None:
+        measure(options)
+    else:
+        beside_verl(options)
+
+
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options of a command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mode", choices=["worker", "ray"], default="worker", help="in this process, or through Ray")
     parser.add_argument("--n", type=int, default=2048, help="trajectories, all at once")
     parser.add_argument("--turns", type=int, default=4, help="tool turns; one more generation ends a trajectory")
     parser.add_argument("--extra-tools", type=int, default=0, help="tools that are shown and never called")
@@ -346,11 +406,7 @@ def main() -> None:
     parser.add_argument("--workload", type=Path, help="the folder of the neutral workload")
     parser.add_argument("--peer", type=Path, help="an environment with verl, to run beside")
     parser.add_argument("--rounds", type=int, default=2, help="with --peer: how often both sides are run in turn")
-    options = parser.parse_args()
-    if options.peer is None:
-        measure(options)
-    else:
-        beside_verl(options)
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
