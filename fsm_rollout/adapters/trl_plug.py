@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fsm_rollout.adapters.demands import one_row_each
 from fsm_rollout.adapters.trl import TRAINER, rollout_func_result, rollout_samples
@@ -22,9 +22,13 @@ if TYPE_CHECKING:
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 
+Trl: TypeAlias = Any
+"""What is TRL's, and has no types: its trainer, and the prompts of its data sets (texts or messages)."""
+
+
 def rollout_func(
     rollout: Rollout, dataset: Iterable[Mapping[str, object]] = ()
-) -> Callable[[list[Any], Any], dict[str, list[object]]]:
+) -> Callable[[list[Trl], Trl], dict[str, list[object]]]:
     """Return a ``rollout_func`` for GRPOTrainer: each of the prompts it gives is run once, on the trainer's weights.
 
     The engine gets the trainer's weights before each call in which its step has changed. A rollout's own reward reaches
@@ -38,7 +42,7 @@ def rollout_func(
     known = {_key(row["prompt"]): {name: row[name] for name in row if name != "prompt"} for row in dataset}
     loaded: int | None = None
 
-    def run(prompts: list[Any], trainer: Any) -> dict[str, list[object]]:
+    def run(prompts: list[Trl], trainer: Trl) -> dict[str, list[object]]:
         nonlocal loaded
         if trainer.state.global_step != loaded:
             model = trainer.accelerator.unwrap_model(trainer.model)
@@ -71,7 +75,7 @@ class RolloutWorker:
         queue_size: how many samples may wait for the trainer; then the worker waits.
     """
 
-    def __init__(self, rollout: Rollout, prompts: Iterator[Any], n: int, *, queue_size: int = 1024) -> None:
+    def __init__(self, rollout: Rollout, prompts: Iterator[Trl], n: int, *, queue_size: int = 1024) -> None:
         self.rollout = rollout
         self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue(maxsize=queue_size)
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
@@ -149,9 +153,9 @@ class RolloutWorker:
         return None
 
 
-def _messages(prompt: Any) -> list[dict[str, Any]]:
+def _messages(prompt: Trl) -> list[dict[str, Trl]]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(message) for message in prompt]
 
 
-def _key(prompt: Any) -> str:
+def _key(prompt: Trl) -> str:
     return repr([(message["role"], message["content"]) for message in _messages(prompt)])

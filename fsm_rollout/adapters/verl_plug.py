@@ -21,7 +21,7 @@ import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import transfer_queue as tq
 from omegaconf import OmegaConf
@@ -48,6 +48,9 @@ from fsm_rollout.trajectory.settings import Limits, Sampling
 
 logger = logging.getLogger(__name__)
 
+Verl: TypeAlias = Any
+"""What is verl's: it has no types."""
+
 
 @dataclass(eq=False)
 class SharedRollout:
@@ -62,7 +65,7 @@ class SharedRollout:
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     @classmethod
-    def of_config(cls, config: Any, client: Any, tokenizer: Any, agent: str, reward: str | None) -> SharedRollout:
+    def of_config(cls, config: Verl, client: Verl, tokenizer: Verl, agent: str, reward: str | None) -> SharedRollout:
         """Return the rollout of an entry of verl's agent loops; ``config`` is verl's whole configuration."""
         settings = config.actor_rollout_ref.rollout
         path, tools = resolve_config_path(agent), settings.multi_turn.get("tool_config_path")
@@ -72,7 +75,7 @@ class SharedRollout:
         own = Reward(reward) if reward else None
         return cls(Rollout(graph, engine), settings.prompt_length, settings.response_length, own)
 
-    async def group(self, columns: Mapping[str, Any], sampling: Mapping[str, Any], n: int) -> Group:
+    async def group(self, columns: Mapping[str, Verl], sampling: Mapping[str, Verl], n: int) -> Group:
         """Return the group of ``n`` trajectories of one row of verl's dataset."""
         done: asyncio.Future[Group] = asyncio.get_running_loop().create_future()
         if not self._asked:
@@ -101,7 +104,7 @@ class SharedRollout:
                 if not done.done():
                     done.set_exception(error)
 
-    def _prompt(self, columns: Mapping[str, Any], sampling: Mapping[str, Any]) -> Prompt:
+    def _prompt(self, columns: Mapping[str, Verl], sampling: Mapping[str, Verl]) -> Prompt:
         """Return a row of verl's dataset as a prompt; its ground truth is the ``answer`` that rewards compare with."""
         plain = {name: _plain(value) for name, value in columns.items()}
         extra = dict(plain.get("extra_info") or {})
@@ -153,7 +156,7 @@ _SHARED: dict[tuple[int, str, str | None], SharedRollout] = {}
 class FSMAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl is not typed
     """An agent of this project as an agent loop of verl's."""
 
-    def __init__(self, *args: Any, agent: str, reward: str | None = None, name: str = "", **kwargs: Any) -> None:
+    def __init__(self, *args: Verl, agent: str, reward: str | None = None, name: str = "", **kwargs: Verl) -> None:
         self.config = kwargs["trainer_config"].config
         key = id(kwargs["server_manager"]), str(agent), reward
         if key not in _SHARED:
@@ -162,7 +165,7 @@ class FSMAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl is not typed
             )
         self.shared = _SHARED[key]
 
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
+    async def run(self, sampling_params: dict[str, Verl], **kwargs: Verl) -> AgentLoopOutput | list[AgentLoopOutput]:
         """Run one trajectory; the V1 trainer (which gives a ``session_id``) may get several rows of it."""
         group = await self.shared.group(kwargs, sampling_params, 1)
         made = self.shared.rows_of(group, 0)
@@ -175,10 +178,10 @@ class FSMAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl is not typed
 class _Worker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type: ignore[misc]
     """verl's worker in the manager's own process: all sessions of a batch go through one scheduler."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Verl) -> None:
         super().__init__(*args)
         path = self.rollout_config.agent.agent_loop_config_path
-        entries: Any = OmegaConf.load(resolve_config_path(path)) if path else []
+        entries: Verl = OmegaConf.load(resolve_config_path(path)) if path else []
         self.shared = {
             entry.name: SharedRollout.of_config(
                 self.config, self.llm_client, self.tokenizer, entry.agent, entry.get("reward")
@@ -188,7 +191,7 @@ class _Worker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type: ignor
         }
 
     async def _run_prompt(
-        self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: Any, trace: Any
+        self, prompt: dict[str, Verl], sampling_params: dict[str, Verl], trajectory: Verl, trace: Verl
     ) -> None:
         """Run the group of a prompt and put each session's rows into TransferQueue, as verl's worker does."""
         validate = trajectory["validate"]
@@ -224,7 +227,7 @@ class FSMAgentLoopManager:
 
     @classmethod
     def create(
-        cls, config: Any, llm_client: Any, teacher_client: Any = None, reward_loop_worker_handles: Any = None
+        cls, config: Verl, llm_client: Verl, teacher_client: Verl = None, reward_loop_worker_handles: Verl = None
     ) -> FSMAgentLoopManager:
         """Return a manager with an event loop of its own."""
         loop = LoopThread()
@@ -234,12 +237,12 @@ class FSMAgentLoopManager:
 
         return cls(loop.call(build), loop)
 
-    def generate_sequences(self, prompts: Any) -> None:
+    def generate_sequences(self, prompts: Verl) -> None:
         """Begin the rollouts of a batch (a TensorDict) and return; their rows come into TransferQueue as they end."""
         self.loop.call(lambda: self.worker.generate_sequences(prompts))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Verl) -> Verl:
     """Return plain data for what numpy, torch or TensorDict hold."""
     if hasattr(value, "tolist"):
         value = value.tolist()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -18,11 +18,11 @@ LEFT_AFTER = 5.0
 """Seconds that tasks have to end when their loop does."""
 
 _logger = logging.getLogger(__name__)
-_left: list[asyncio.Task[Any]] = []
+_left: list[asyncio.Task[object]] = []
 """Tasks that were left behind: thrown away, each would be told once more to end, and refuse once more."""
 
 
-def run_to_end(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> T:
+def run_to_end(work: Coroutine[object, object, T], loop: asyncio.AbstractEventLoop) -> T:
     """Run ``work`` on a new loop and return its result; then end all that is left on the loop, and close it."""
     asyncio.set_event_loop(loop)
     try:

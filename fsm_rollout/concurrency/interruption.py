@@ -14,7 +14,7 @@ import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fsm_rollout.concurrency.ending import run_to_end
 
@@ -37,9 +37,9 @@ class Interruptible:
     def __init__(self) -> None:
         self._received: int | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._task: asyncio.Task[Any] | None = None
+        self._task: asyncio.Task[object] | None = None
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
+    def run(self, work: Coroutine[object, object, T]) -> T:
         """Run ``work`` as ``asyncio.run`` does (:mod:`fsm_rollout.concurrency.ending`); a signal cancels it.
 
         Raises:

@@ -15,7 +15,7 @@ import threading
 import time
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 from fsm_rollout.concurrency.cancellation import wait_for
 from fsm_rollout.errors import EngineError
@@ -29,7 +29,11 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 
 _lock = threading.Lock()
 
 
-def import_ray() -> Any:
+Remote: TypeAlias = Any
+"""What is Ray's: it has no types."""
+
+
+def import_ray() -> Remote:
     """Return the module ``ray``.
 
     Raises:
@@ -69,7 +73,7 @@ def connect(address: str | None = None) -> bool:
         raise
 
 
-def _start(ray: Any, address: str | None, done: Future[bool]) -> None:
+def _start(ray: Remote, address: str | None, done: Future[bool]) -> None:
     """Start or join Ray, unless it is there, and stay for as long as the process does."""
     with _lock:
         try:
@@ -91,7 +95,7 @@ def _start(ray: Any, address: str | None, done: Future[bool]) -> None:
         threading.Event().wait()
 
 
-def _check_same(ray: Any, address: str) -> None:
+def _check_same(ray: Remote, address: str) -> None:
     """Check that what is connected is what was asked for.
 
     Raises:
@@ -111,7 +115,7 @@ def _check_same(ray: Any, address: str) -> None:
         )
 
 
-def _names(ray: Any, host: str) -> set[str]:
+def _names(ray: Remote, host: str) -> set[str]:
     """Return the addresses of a host; Ray and its users call this machine by several."""
     addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
     local_addresses = {"127.0.0.1", "::1", ray.util.get_node_ip_address()}
@@ -125,7 +129,7 @@ def _host_and_port(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _init(ray: Any, address: str) -> None:
+def _init(ray: Remote, address: str) -> None:
     if address.startswith("ray://") and importlib.util.find_spec("grpc") is None:
         raise EngineError(
             f"'{address}' is reached through Ray's client, which is not installed; pip install 'ray[client]', or give "
@@ -168,7 +172,7 @@ def _knock(address: str) -> None:
             raise OSError(f"what listens there is no Ray: asked in Ray's protocol (gRPC) it {reaction}")
 
 
-async def answer_to(reference: Any) -> Any:
+async def answer_to(reference: Remote) -> Remote:
     """Return the result of a call, or raise its error.
 
     Who gives this wait up leaves the call alone: Ray's client dies of an answer to a call that was cancelled here.

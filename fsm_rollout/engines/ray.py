@@ -12,10 +12,10 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 from fsm_rollout.concurrency.cancellation import pause
-from fsm_rollout.concurrency.ray_session import answer_to, connect, import_ray
+from fsm_rollout.concurrency.ray_session import Remote, answer_to, connect, import_ray
 from fsm_rollout.engines.chunk_stream import ChunkStream
 from fsm_rollout.engines.pool import LocalPlacement, describe, failure_of, ping
 from fsm_rollout.engines.protocol import Chunk, Engine, Load, ReplicaLost, Request
@@ -28,8 +28,6 @@ ray = import_ray()
 if TYPE_CHECKING:
     from fsm_rollout.engines.protocol import Weights
 
-Remote: TypeAlias = Any
-"""What is Ray's: it has no types."""
 FAREWELL = 5.0
 """Seconds that an actor has to close its engine before it is killed."""
 

@@ -59,6 +59,10 @@ process_madvise, mount_setattr."""
 _CLONE, _CLONE3, _SOCKET, _SHMGET = 56, 435, 41, 29
 
 
+Settings = dict[str, Any]
+"""Those of a session, as the run has sent them."""
+
+
 class _Failed(OSError):
     """A call of the C library failed."""
 
@@ -122,7 +126,7 @@ def _reap(guards: dict[int, str]) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _fork_guard(settings: dict[str, Any], descriptor: int, control: socket.socket, folder: str) -> int:
+def _fork_guard(settings: Settings, descriptor: int, control: socket.socket, folder: str) -> int:
     """Fork a guard, into namespaces of its own where ``settings`` say so; return its process id."""
     mapped, users_mapped = os.pipe()  # closed once the users are mapped
     pid = _syscall("clone", _NAMESPACES | signal.SIGCHLD, 0, 0, 0, 0) if settings["namespaces"] else os.fork()
@@ -173,7 +177,7 @@ def _write(path: str, text: str) -> None:
 # -- the guard ----------------------------------------------------------------------------------------------------
 
 
-def _guard(settings: dict[str, Any], run: socket.socket, folder: str) -> None:
+def _guard(settings: Settings, run: socket.socket, folder: str) -> None:
     """Serve one session: pass calls on, watch them, and begin the code's process anew when it has ended."""
     # 1. Where it is: a file system of its own, or a folder of its own.
     if settings["namespaces"]:
@@ -238,7 +242,7 @@ class _Exceeded(Exception):
 class _Process:
     """The process of a session's code."""
 
-    def __init__(self, settings: dict[str, Any], folder: str) -> None:
+    def __init__(self, settings: Settings, folder: str) -> None:
         request, self._requests = os.pipe()
         answers, answer = os.pipe()
         self.shell: int | None = None
@@ -256,7 +260,7 @@ class _Process:
         self._answers = answers
         self._lines = _Lines(answers)
 
-    def call(self, code: str, settings: dict[str, Any]) -> tuple[str, str | None]:
+    def call(self, code: str, settings: Settings) -> tuple[str, str | None]:
         """Have code run; return its output, and why the session ended with it, if it did."""
         used = _use(self.pid)[1]
         until = time.monotonic() + settings["seconds"]
@@ -357,7 +361,7 @@ def _use(code: int) -> tuple[int, float, int]:
 # -- what confines the code ---------------------------------------------------------------------------------------
 
 
-def _build_root(settings: dict[str, Any]) -> None:
+def _build_root(settings: Settings) -> None:
     """Build a file system of what a program needs to run, to read only, and an empty folder; see nothing else."""
     _mount("none", "/", None, _REC | _PRIVATE)
     _mount("tmpfs", "/tmp", "tmpfs", _NOSUID | _NODEV, "size=1m,mode=755")
@@ -405,7 +409,7 @@ def _make_readonly(path: str) -> None:
         _mount("none", path, None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV | kept)
 
 
-def _confine(settings: dict[str, Any], folder: str, keep: tuple[int, ...]) -> None:
+def _confine(settings: Settings, folder: str, keep: tuple[int, ...]) -> None:
     """Give up, for good, all that this process could reach beyond its folder."""
     # 1. Nothing of the nursery's or the guard's is open.
     null = os.open("/dev/null", os.O_RDWR)

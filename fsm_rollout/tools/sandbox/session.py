@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from fsm_rollout.errors import ToolError
 
@@ -131,7 +131,7 @@ class _Nursery:
         """Whether it serves this process: after a fork it serves the parent."""
         return self._pid == os.getpid() and self._process.poll() is None
 
-    def begin(self, settings: dict[str, Any]) -> socket.socket:
+    def begin(self, settings: dict[str, object]) -> socket.socket:
         """Have a session begin and return the pipe to it."""
         own, end = socket.socketpair()
         with end, self._lock:
@@ -181,7 +181,7 @@ def protection() -> Protection:
     return Protection("ready" in answer, filtered, answer.get("failed"))
 
 
-def _settings(language: Language, limits: Limits, *, namespaces: bool, packages: bool) -> dict[str, Any]:
+def _settings(language: Language, limits: Limits, *, namespaces: bool, packages: bool) -> dict[str, object]:
     own = sysconfig.get_path("purelib") if packages else None
     prefixes = {
         os.path.realpath(sys.base_prefix),
