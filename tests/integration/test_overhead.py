@@ -8,6 +8,7 @@ import json
 
 import pytest
 
+from tests.kit import ROOT
 from tests.programs import program
 
 pytestmark = pytest.mark.process
