@@ -175,8 +175,11 @@ def _recording(
     trajectory: Trajectory | None = None
     history: list[AnyEvent] = []
     crc = "crc" if form > 1 else "NULL"
-    query = f"SELECT seq, payload, {crc} FROM events WHERE trajectory_id = ? ORDER BY seq"
-    for seq, payload, expected in connection.execute(query, (trajectory_id,)):
+    query = f"SELECT seq, payload, {crc}, seq IS NULL OR seq < 0 FROM events WHERE trajectory_id = ? ORDER BY seq"
+    for seq, payload, expected, displaced in connection.execute(query, (trajectory_id,)):
+        if displaced:
+            report(f"{name}: an event of trajectory {trajectory_id} is left out, as its place is damaged ({seq})")
+            continue
         why = "those before it are gone" if seq != len(history) else None
         try:
             if why is None and expected is not None and checksum(payload, seq) != expected:

@@ -319,7 +319,7 @@ def _rewrite(path: Path, form: int) -> dict[str, int]:
     def fill(connection: sqlite3.Connection) -> None:
         connection.executemany(INSERT_TRAJECTORY, trajectories)
         for own, seq, payload in event_rows(path, damages.append):
-            if isinstance(seq, int) and seq < lengths.get(own, 0):
+            if isinstance(seq, int) and 0 <= seq < lengths.get(own, 0):
                 event = decode(payload)
                 row = (own, seq, event.at, str(event.__struct_config__.tag), payload, checksum(payload, seq))
                 connection.execute(INSERT_EVENT, row)

@@ -331,6 +331,23 @@ def test_a_damaged_event_costs_its_trajectory_the_rest_and_nothing_else(
     assert [t.trajectory_id for t in read(path, said.append)] == list(found)
 
 
+@pytest.mark.parametrize("seq", [-92, -9000000000])
+def test_an_event_whose_place_is_damaged_costs_those_before_it_nothing(tmp_path: Path, seq: int) -> None:
+    path = tmp_path / "j.sqlite"
+    whole = several(path)
+    last = len(whole["7/0"]) - 1
+    with closing(sqlite3.connect(path)) as connection, connection:
+        where = "WHERE trajectory_id = '7/0' AND seq = ?"
+        connection.execute(f"UPDATE events SET seq = ?, payload = X'8165' {where}", (seq, last))
+    said: list[str] = []
+    assert next(len(h) for h in histories(path, report=said.append) if Trajectory.fold(h).trajectory_id == "7/0") == last
+    assert said == [f"{path}: an event of trajectory 7/0 is left out, as its place is damaged ({seq})"]
+    with Journal(path, append=True) as journal:
+        journal.append("7/0", LimitCharged(at=9.0, limit="new"))
+    found = {t.trajectory_id: t for t in read(path)}
+    assert found["7/0"] == Trajectory.fold([*whole["7/0"][:last], LimitCharged(at=9.0, limit="new")])
+
+
 def test_a_damaged_journal_goes_on_with_the_rest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "j.sqlite"
     whole = several(path)
