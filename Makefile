@@ -80,10 +80,13 @@ $(STAMP): pyproject.toml constraints.txt requirements-sglang-cpu.txt
 mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants
 
-# What takes long: a run is killed at 200 random moments, and must come to the same rows each time.
+# What takes long: a run is killed at 200 random moments, its replicas at 20 each, and must come to the same rows each
+# time; 100,000 mutated inputs are taken or refused; a million trajectories leave memory as it was.
 nightly: $(STAMP)
 	$(BIN)/python -m tests.integration.kill_points --points 200
+	KILL_POINTS=20 $(BIN)/python -m pytest -q tests/integration/test_ray_pool.py tests/integration/test_sglang.py -k killed_in_a_run
 	$(BIN)/python -m tests.fuzz --count 100000
+	$(BIN)/python -m tests.soak --trajectories 1000000
 	SANDBOX_SESSIONS=256 $(BIN)/python -m pytest -q tests/integration/test_sandbox.py -k sessions_at_once
 
 clean:

@@ -44,6 +44,34 @@ class ByTrajectory:
         return Turn(text=f"{request.trajectory_id}: {TEXT}", chunks=PIECES, delay=self.delay)
 
 
+class Spelled:
+    """A tokenizer of the texts that a script says and of no other: an actor has it without importing transformers."""
+
+    def __init__(self, eos: int, texts: Mapping[str, list[int]]) -> None:
+        self.eos_token_id, self.texts = eos, texts
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self.texts[text]
+
+
+class Calling:
+    """Builds engines that call a tool ``turns`` times and then say something that depends on the seed."""
+
+    def __init__(self, tokenizer: Any, call: str, turns: int) -> None:
+        self.calls = [call % turn for turn in range(turns)]
+        self.ends = [f"Done {number}." for number in range(100)]
+        texts = {text: tokenizer.encode(text, add_special_tokens=False) for text in (*self.calls, *self.ends)}
+        self.tokenizer = Spelled(tokenizer.eos_token_id, texts)
+
+    def __call__(self, name: str) -> Engine:
+        return ScriptedEngine(self.turn, tokenizer=self.tokenizer, replica=name)
+
+    def turn(self, request: Request) -> Turn:
+        ended = request.turn >= len(self.calls)
+        text = self.ends[request.sampling.seed % 100] if ended else self.calls[request.turn]
+        return Turn(text=text, chunks=4, delay=0.02)
+
+
 class Weighted(ScriptedEngine):
     """Its weights are one number, and so is each logprob: the weights that sampled the token, negated."""
 

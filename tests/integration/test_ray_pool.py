@@ -21,6 +21,7 @@ import torch
 
 from fsm_rollout.agent.handlers import look_in
 from fsm_rollout.concurrency import ray_session
+from fsm_rollout.concurrency.ray_session import answer_to
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.pool import PoolEngine, PoolTimes
@@ -36,6 +37,7 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.embedded import tokenizer
 from tests.integration import ray_work, worker_work
 from tests.integration.ray_work import ByTrajectory, Weighted, ask, right, through
+from tests.integration.replica_kills import differences
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 TIMES = PoolTimes(start=600, ping=300, order=300, backoff=0.05)
@@ -416,6 +418,30 @@ def test_five_updates_and_two_losses_leave_every_token_with_its_version(tmp_path
         assert list(ticket.logprobs) == [-float(version) for version in sampled]
         versions.update(sampled)
     assert versions == set(range(6))
+
+
+# -- runs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_replica_that_is_killed_in_a_run_changes_no_row(tmp_path: Path) -> None:
+    """At three points; `make nightly` tries more."""
+    points = int(os.environ.get("KILL_POINTS", "3"))
+    placement = RayPlacement(ray_work.Calling(tokenizer(), worker_work.CALL, 2), 2, RayOptions(cpus=0.5))
+    times = PoolTimes(start=600, ping=300, order=300, backoff=0.05, ping_every=0.2)
+    pool = PoolEngine(placement, 2, times=times, restarts=points)  # one may die before it finishes anything
+    pool.tokenizer = tokenizer()  # the actors' own knows the script's texts only
+
+    async def processes() -> list[int]:
+        return [await answer_to(actor.__ray_call__.remote(lambda self: os.getpid())) for actor in actors(pool)]
+
+    async def main() -> None:
+        graph = worker_work.agent(tmp_path)
+        assert await differences(pool, graph, worker_work.prompts(3), processes, points=points) == []
+        assert sum(replica.restarts for replica in pool.replicas) >= points
+        await pool.aclose()
+
+    asyncio.run(main())
 
 
 # -- rollout workers ------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -40,6 +41,7 @@ from fsm_rollout.model import embedded_model
 from fsm_rollout.testing import check_engine
 from fsm_rollout.trajectory.tokens import as_ids
 from tests.foreign import EngineLog
+from tests.integration.replica_kills import differences
 from tests.integration.sglang_oracle import PATIENCE, Answers, Got, ask, model, request, worst
 from tests.kit import ROOT
 from tests.programs import program
@@ -449,6 +451,23 @@ def test_a_killed_scheduler_costs_no_token_as_another_sglang_goes_on_with_the_sa
     asyncio.run(main())
     assert served.engine is not first
     assert_gone(processes)
+
+
+def test_a_process_of_sglang_that_is_killed_in_a_run_changes_no_row(served: Served) -> None:
+    """At one point; `make nightly` tries more. The samples are greedy: no other are the same twice here."""
+    agent = fr.load_agent(CONFIGS / "agents/tool_user.yaml")
+    prompts = list(fr.read_prompts(CONFIGS / "data/arithmetic.jsonl", limit=4))
+
+    async def processes() -> list[int]:
+        return [process.pid for process in served.processes]
+
+    async def main() -> None:
+        points, greedy = int(os.environ.get("KILL_POINTS", "1")), {"temperature": 0.0}
+        before = served.pool.replicas[0].restarts
+        assert await differences(served.pool, agent, prompts, processes, points=points, sampling=greedy) == []
+        assert served.pool.replicas[0].restarts >= before + points
+
+    asyncio.run(main())
 
 
 @pytest.fixture

@@ -106,19 +106,18 @@ class Journal(AbstractContextManager["Journal"]):
             TypeError: the event holds something that is not plain data.
         """
         payload = encode(event) if payload is None else payload
-        kind = str(event.__struct_config__.tag)
-        seq = self._next.get(trajectory_id, 0)
-        if isinstance(event, Prompted) != (seq == 0):
-            raise JournalError(
-                f"event {seq} of trajectory {trajectory_id} is {kind}; 'prompted' comes first and only there"
-            )
+        kind, seq = event.__struct_config__.tag, self._next.get(trajectory_id, 0)
         row = (INSERT_EVENT, (trajectory_id, seq, event.at, kind, payload, checksum(payload, seq)))
-        if isinstance(event, Prompted):  # committed together: no trajectory is there without its first event
+        if seq and not isinstance(event, Prompted):
+            self._put(row)
+        elif not seq and isinstance(event, Prompted):  # committed together: no trajectory without its first event
             trajectory = (trajectory_id, event.group_id, event.sample, event.agent, event.parent_id)
             self._put((INSERT_TRAJECTORY, trajectory), row)
             self.groups.add(event.group_id)
         else:
-            self._put(row)
+            raise JournalError(
+                f"event {seq} of trajectory {trajectory_id} is {kind}; 'prompted' comes first and only there"
+            )
         self._next[trajectory_id] = seq + 1
 
     def __contains__(self, trajectory_id: str) -> bool:
@@ -163,7 +162,8 @@ class Journal(AbstractContextManager["Journal"]):
         self.close()
 
     def _put(self, *rows: _Insertion) -> None:
-        self._check()
+        if self._failure is not None or self._closed.is_set():
+            self._check()
         self._rows.extend(rows)
         if not self._appended.is_set():
             self._appended.set()
@@ -283,7 +283,8 @@ def _made_sound(path: Path) -> dict[str, int]:
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
             (form,) = connection.execute("PRAGMA user_version").fetchone()
-            lengths: dict[str, int] | None = _lengths(connection) if form == FORMAT else None
+            whole = connection.execute("PRAGMA integrity_check(1)").fetchone() == ("ok",)  # indexes too: it is to grow
+            lengths: dict[str, int] | None = _lengths(connection) if whole and form == FORMAT else None
     except (*DAMAGED, TypeError):
         form, lengths = FORMAT, None
     if lengths is None:

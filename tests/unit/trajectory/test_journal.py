@@ -340,12 +340,29 @@ def test_an_event_whose_place_is_damaged_costs_those_before_it_nothing(tmp_path:
         where = "WHERE trajectory_id = '7/0' AND seq = ?"
         connection.execute(f"UPDATE events SET seq = ?, payload = X'8165' {where}", (seq, last))
     said: list[str] = []
-    assert next(len(h) for h in histories(path, report=said.append) if Trajectory.fold(h).trajectory_id == "7/0") == last
+    assert (
+        next(len(h) for h in histories(path, report=said.append) if Trajectory.fold(h).trajectory_id == "7/0") == last
+    )
     assert said == [f"{path}: an event of trajectory 7/0 is left out, as its place is damaged ({seq})"]
     with Journal(path, append=True) as journal:
         journal.append("7/0", LimitCharged(at=9.0, limit="new"))
     found = {t.trajectory_id: t for t in read(path)}
     assert found["7/0"] == Trajectory.fold([*whole["7/0"][:last], LimitCharged(at=9.0, limit="new")])
+
+
+def test_a_table_that_only_an_index_still_answers_for_is_made_anew(tmp_path: Path) -> None:
+    """The ids are in an index of their own; the first to read the table would be the run that goes on."""
+    path = tmp_path / "j.sqlite"
+    whole = several(path)
+    with closing(sqlite3.connect(path)) as connection:
+        (page,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'trajectories'").fetchone()
+    data = bytearray(path.read_bytes())
+    data[(page - 1) * 4096] = 7  # no kind of page
+    path.write_bytes(data)
+    with Journal(path, append=True) as journal:
+        assert "7/0" in journal
+        journal.append("new/0", prompted("new/0"))
+    assert {t.trajectory_id for t in read(path)} == {*whole, "new/0"}
 
 
 def test_a_damaged_journal_goes_on_with_the_rest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
