@@ -42,6 +42,8 @@ class Line:
         self.ending = recording.ending
         self.kind = kind_of_end(recording.ending)
         self.detail = trajectory.detail
+        self.failure = trajectory.failure
+        """Who has to answer for its end, if that was a failure."""
         self.score = trajectory.score
         self.messages = sum(map(turns_of, trajectory.streams))
         self.generations = trajectory.generations

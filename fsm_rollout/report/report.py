@@ -123,6 +123,7 @@ def _page(run: RunFolder, figures: Figures, flows: Sequence[Flow], links: Links)
         dropped=(run.summary or {}).get("groups_dropped", 0),
         group_count=len({line.group_id for line in own}),
         ends=_ends(own),
+        failure_classes=Counter(str(line.failure) for line in own if line.failure is not None).most_common(),
         called_ends=_ends(figures.called),
         endings=sorted({line.ending for line in lines}),
         agents=sorted({line.agent for line in lines}),

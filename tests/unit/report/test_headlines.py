@@ -94,6 +94,18 @@ def test_ends_are_coloured_by_their_kind(tmp_path: Path) -> None:
     assert '<span class="reason fine"><bdi>no_plan' in own
 
 
+def test_the_report_says_who_has_to_answer_for_failures(tmp_path: Path) -> None:
+    run = {f"{n}/0": ended(f"{n}/0", "failed:KeyError") for n in range(3)} | {"3/0": ended("3/0", "limit:tool_calls")}
+    classes = {"0/0": "tool", "1/0": "engine", "2/0": "tool", "3/0": "policy"}
+    for name, history_ in run.items():
+        run[name] = [replace(event, failure=classes[name]) if isinstance(event, Ended) else event for event in history_]
+    write_report(write_run(tmp_path / "failed", run))
+    page = text_of(tmp_path / "failed/report.html")
+    assert "Who has to answer for failures: tool 2, engine 1, policy 1. Only the policy’s have a score." in page
+    write_report(write_run(tmp_path / "fine", {"0/0": ended("0/0", "done")}))
+    assert "Who has to answer" not in text_of(tmp_path / "fine/report.html")
+
+
 def test_the_report_says_what_failed_and_leads_there(tmp_path: Path) -> None:
     messages = ["no 'a'", "no 'b'", "no 'a'", "no 'c'", "no 'd'"]
     run = {f"{n}/0": ended(f"{n}/0", "failed:KeyError", detail) for n, detail in enumerate(messages)}
