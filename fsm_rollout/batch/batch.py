@@ -235,7 +235,8 @@ class TrajectoryBatch:
         """Return the batch of some rows, by number or by a mask ``[B]`` of bools, padded to the longest of them.
 
         Tensors of yours with one row per row are selected too; two-dimensional ones keep their width. ``advantages``
-        stay what they are in this batch; what this batch says of groups and of rows left out is not repeated.
+        and ``figures`` (those of the step) stay what they are in this batch; what it says of groups and of rows left
+        out is not repeated.
 
         Raises:
             BatchError: a row that the batch does not have, or a mask of another length.
@@ -257,6 +258,7 @@ class TrajectoryBatch:
             self.state_names,
             truncated=tuple(row_id for row_id in self.truncated if row_id in kept),
             sample_scores=self.sample_scores,
+            figures=dict(self.figures),
         )
 
     def parts(self, *, max_tokens: int) -> Iterator[TrajectoryBatch]:

@@ -78,7 +78,7 @@ class RunProgress:
         if not self._begun:
             waited = time.monotonic() - self._started
             return Text("starting the engines …" + (f" ({waited:.0f} s)" if waited >= 1 else ""))
-        return Text(f"{self._done:,}/{self._total:,} trajectories, {self._speed()}")
+        return Text(f"{self._done:,}/{self._total:,} trajectories, {self._doing()}")
 
     def __call__(self, trajectory: Trajectory, event: AnyEvent) -> None:
         """Count one event."""
@@ -102,7 +102,10 @@ class RunProgress:
             case Ended() | Suspended():
                 self._sub_agents.discard(name)
 
-    def _speed(self) -> str:
+    def _doing(self) -> str:
+        """Return how fast it goes; when all have ended, what is still done, which takes seconds in a large run."""
+        if self._done >= self._total and not self._open:
+            return "writing the batch and the report …"
         seconds = max(time.monotonic() - self._started, 1e-9)
         return f"{self._tokens:,} tokens sampled, {self._tokens / seconds:,.0f} tokens/s"
 
@@ -117,7 +120,7 @@ class RunProgress:
                 states.add_row(Text(state), f"{count:,}")
         if self._sub_agents:
             states.add_row("sub-agents", f"{len(self._sub_agents):,}", style="dim")
-        lines: list[RenderableType] = [self._bar, states, Text(self._speed(), style="dim")]
+        lines: list[RenderableType] = [self._bar, states, Text(self._doing(), style="dim")]
         if self._open and self._total - self._done <= max(4, self._total // 20):
             oldest = list(self._open.values())[:4]
             tail = ", ".join(f"{t.trajectory_id} {t.state} (generation {t.generations})" for t in oldest)

@@ -136,6 +136,13 @@ def test_rows_that_do_not_exist_are_refused() -> None:
     assert batch.select([-1]).rows() == [batch.rows()[1]]
 
 
+def test_a_selection_keeps_the_figures_of_its_step() -> None:
+    batch = TrajectoryBatch.from_trajectories(scored([(2, 0.0), (5, 1.0)]), pad_id=0)
+    batch.figures = {"dropped_groups": 3.0}
+    assert batch.select([0]).figures == {"dropped_groups": 3.0}
+    assert [part.figures for part in batch.parts(max_tokens=8)] == [batch.figures] * 2
+
+
 def test_a_selection_says_which_of_its_rows_were_truncated() -> None:
     batch = TrajectoryBatch.from_trajectories(
         scored([(2, 0.0), (5, 0.0)]), pad_id=0, response_width=3, overflow="truncate"

@@ -43,7 +43,7 @@ def test_a_piped_run_says_at_once_that_engines_start_and_goes_on_saying_so() -> 
         progress(trajectory, BEGUN)
         lines.wait_for("0/3 trajectories, 0 tokens sampled", times=2)
         progress(trajectory, Ended(at=1.0, stop_reason="answered"))
-        lines.wait_for("1/3 trajectories")
+        lines.wait_for("1/3 trajectories, 0 tokens sampled")
     before = lines.getvalue()
     assert [thread for thread in threading.enumerate() if thread.name == "progress"] == []
     assert lines.getvalue() == before, "nothing comes after the end"
@@ -54,3 +54,12 @@ def test_in_a_terminal_no_lines_are_added() -> None:
     with RunProgress(3, 0, Console(file=lines, force_terminal=True), every=0.01):
         pass
     assert [thread for thread in threading.enumerate() if thread.name == "progress"] == []
+
+
+def test_when_all_have_ended_the_lines_say_what_is_still_done() -> None:
+    lines = Lines()
+    with RunProgress(1, 0, Console(file=lines), every=0.01) as progress:
+        trajectory = Trajectory.fold([BEGUN])
+        progress(trajectory, BEGUN)
+        progress(trajectory, Ended(at=1.0, stop_reason="answered"))
+        lines.wait_for("1/1 trajectories, writing the batch and the report …")
