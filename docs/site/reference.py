@@ -432,8 +432,8 @@ def _where_defined(name: str) -> str:
     """Return the full path of an object in the module that defines it: what the documentation is read from."""
     import fsm_rollout
 
-    home = fsm_rollout._HOMES[name[3:]] if name.startswith("fr.") else name.rpartition(".")[0]
-    value = getattr(importlib.import_module(f"fsm_rollout.{home}"), name.rpartition(".")[2])
+    home, _, own_name = name.rpartition(".")
+    value = getattr(fsm_rollout if home == "fr" else importlib.import_module(f"fsm_rollout.{home}"), own_name)
     return f"{value.__module__}.{value.__qualname__}"
 
 

@@ -209,9 +209,9 @@ def test_what_cannot_go_on_says_why(run: Path, whole: dict[str, Any]) -> None:
     prompts = run.parent / "prompts.jsonl"
     lines = prompts.read_text("utf-8").splitlines(keepends=True)
     prompts.write_text("".join(lines[:3]), "utf-8")
-    assert "prompt '3' is not in" in refused(out)
+    assert "prompt '3' is not among the prompts" in refused(out)
     prompts.write_text("".join([*lines[:3], lines[0].replace("(0)", "(9)")]), "utf-8")
-    assert "prompt '3' is not in" in refused(out)
+    assert "prompt '3' is not among the prompts" in refused(out)
     prompts.unlink()
     assert "prompts.jsonl" in refused(out)
     assert (out / "journal.sqlite").read_bytes() == before

@@ -197,7 +197,7 @@ def test_an_abandoned_prompt_is_told_apart(tmp_path: Path) -> None:
     events.insert(at, events[at])
     page = trajectory_page(Recording.of(events))
     assert page.count('class="card prompt abandoned') == 1
-    assert page.count("abandoned before its first turn") == 1
+    assert page.count("abandoned before its first generation") == 1
     write_run(tmp_path, {"0/0": events})
     assert on_screen(tmp_path, "0/0").count("abandoned: more was said") == 1
     assert "abandoned" not in re.sub("(?s)<style>.*?</style>", "", trajectory_page(Recording.of(history())))
