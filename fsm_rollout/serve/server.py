@@ -27,7 +27,7 @@ from fsm_rollout.serve.metrics import CONTENT_TYPE
 from fsm_rollout.serve.service import Service
 from fsm_rollout.states.external import anthropic_dialect, openai_dialect
 from fsm_rollout.states.external.chat_request import ProtocolError
-from fsm_rollout.states.external.responding import body_of, failed, key_of_caller, respond
+from fsm_rollout.states.external.responding import chat_of, failed, key_of_caller, respond
 from fsm_rollout.trajectory.journal.reader import Recorded
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class Server:
         async def answer(request: web.Request) -> web.StreamResponse:
             service, metrics, agent, status = self.service, self.service.metrics, "", 500
             try:
-                chat = dialect.read(await body_of(request))
+                chat = await chat_of(request, dialect)
                 caller = digest_of(key_of_caller(request)) if self._callers else ""
                 exchange = service.ask(chat, caller)
                 agent = chat.model

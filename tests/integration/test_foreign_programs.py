@@ -100,6 +100,20 @@ assert json.load(urllib.request.urlopen(request))["choices"][0]["message"]["cont
     check_exact([trajectory], engine)
 
 
+@pytest.mark.parametrize("task", ["long " * 40_000, "a NUL\0 in it"])
+def test_a_task_that_no_environment_holds_is_read_from_standard_input(task: str, tmp_path: Path) -> None:
+    text = f"""
+import json, os, sys
+task = json.load(sys.stdin)["task"]
+assert "TASK" not in os.environ and len(task) == {len(task)}
+print("x" * 100_000 + "the end"); sys.exit(3)
+"""
+    (trajectory,) = run(program(text, tmp_path), scripted([]), {"messages": [{"role": "user", "content": task}]})
+    assert str(trajectory.detail).endswith("the end"), trajectory.detail
+    assert "exit code 3" in str(trajectory.detail)
+    assert len(str(trajectory.detail)) < 3000
+
+
 def test_a_program_that_fails_says_what_it_wrote(tmp_path: Path) -> None:
     (trajectory,) = run(program("raise SystemExit('no such file')", tmp_path), scripted([]))
     assert trajectory.stop_reason == "failed:ProgramFailed"

@@ -576,6 +576,13 @@ MUTANTS = (
         FOREIGN,
     ),
     Mutant(
+        "a body of another form is our own fault", "states/external/responding.py",
+        "    except (AttributeError, KeyError, TypeError, ValueError) as error:  # something in it",
+        "    except (AttributeError, KeyError) as error:  # something in it",
+        "whatever a client sends is answered, or refused in words",
+        ("tests/laws/test_foreign_bodies.py",),
+    ),
+    Mutant(
         "a retry is sampled anew", "states/external/conversations.py",
         "not turn.delivered and branch.chains", "False and branch.chains",
         "7: an answer that nobody had is not sampled twice",

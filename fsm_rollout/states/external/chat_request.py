@@ -108,9 +108,10 @@ def key_of(message: Message) -> str:
         (call.get("id"), call["function"]["name"], call["function"].get("arguments"))
         for call in message.get("tool_calls") or ()
     ]
-    return json.dumps(
-        [message["role"], message.get("content") or "", calls, message.get("tool_call_id")], sort_keys=True
-    )
+    return _encode([message["role"], message.get("content") or "", calls, message.get("tool_call_id")])
+
+
+_encode = json.JSONEncoder(sort_keys=True).encode  # one for all: a history's messages are encoded in each of its calls
 
 
 Chain = bytes

@@ -20,7 +20,7 @@ from aiohttp import web
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.states.external.chat_request import ChatRequest, ProtocolError
 from fsm_rollout.states.external.conversations import Conversations
-from fsm_rollout.states.external.responding import Answer, Parts, body_of, failed, key_of_caller, respond
+from fsm_rollout.states.external.responding import Answer, Parts, chat_of, failed, key_of_caller, respond
 from fsm_rollout.states.external.text_stream import TextStream
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class Gateway:
         if request.path != session.dialect.PATH or request.method != "POST":
             told = f"there is no {request.method} {request.path} here; there is POST {session.dialect.PATH}"
             raise ProtocolError(404, "not_found", told)
-        chat = session.dialect.read(await body_of(request))
+        chat = await chat_of(request, session.dialect)
         return await respond(request, session.dialect, chat, _parts(session.conversations, chat))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import uuid
 from collections.abc import Mapping
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 SHOWN_OUTPUT = 2000
 """Characters of a failed program's output that stand in the trajectory's detail."""
+LONGEST_TASK = 100_000
+"""Bytes of a task that a program finds in its environment too; Linux allows 128 KiB, and no NUL."""
 STARTED = "the program could not be started"
 
 
@@ -136,14 +139,15 @@ class External(State):
             ProgramFailed: it cannot be started, or its exit code is not 0.
         """
         assert self.options.command is not None
-        mark, folder = uuid.uuid4().hex, mkdtemp(prefix="fsm-rollout-")
         names = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL")
         if self.options.dialect == "anthropic":
             names = ("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "ANTHROPIC_MODEL")
         told = dict(zip(names, (visit.base_url, visit.api_key, visit.model), strict=True))
-        env = (
-            scrubbed() | {"HOME": folder, "TASK": visit.task} | told | from_environment(self.options.env) | {MARK: mark}
-        )
+        own = from_environment(self.options.env)
+        mark, folder = uuid.uuid4().hex, mkdtemp(prefix="fsm-rollout-")
+        env = scrubbed() | {"HOME": folder} | told | own | {MARK: mark}
+        if len(visit.task.encode()) <= LONGEST_TASK and "\0" not in visit.task:
+            env.setdefault("TASK", visit.task)
         data = json.dumps({"task": visit.task, "messages": visit.messages, "extra": visit.extra}, default=str).encode()
         with TemporaryFile() as output:
             try:
@@ -165,7 +169,7 @@ class External(State):
             finally:
                 await asyncio.to_thread(partial(shutil.rmtree, folder, ignore_errors=True))
             if process.returncode:
-                output.seek(0)
+                output.seek(max(0, output.seek(0, os.SEEK_END) - 4 * SHOWN_OUTPUT))
                 said = output.read().decode(errors="replace").strip()[-SHOWN_OUTPUT:] or "nothing"
                 name = Path(self.options.command[0]).name
                 message = f"{name} ended with exit code {process.returncode}; it wrote: {said}"

@@ -87,6 +87,16 @@ async def body_of(request: web.Request) -> dict[str, object]:
     return body
 
 
+async def chat_of(request: web.Request, dialect: ModuleType) -> ChatRequest:
+    """Return what a request asks for, or raise ProtocolError for one that is not as its protocol has it."""
+    body = await body_of(request)
+    try:
+        chat: ChatRequest = dialect.read(body)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # something in it is of another kind, or missing
+        raise refuse(f"the body is not as the protocol has it: {type(error).__name__}: {error}") from None
+    return chat
+
+
 def failed(dialect: ModuleType, error: ProtocolError) -> web.Response:
     """Return an error as the protocol has it."""
     headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}

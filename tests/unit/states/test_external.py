@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from typing import Any
 
@@ -261,7 +262,11 @@ async def tries_keys(visit: ForeignVisit) -> None:
             SEEN.append((await answer.json())["choices"][0]["message"]["content"])
         async with http.get(visit.base_url + "/../../etc/passwd", headers=own) as answer:
             SEEN.append(answer.status)
-        async with http.post(url, data=b"{" + b" " * gateway.MOST_BYTES, headers=own) as answer:
+        long = b"{" + b" " * gateway.MOST_BYTES
+        async with http.post(url, data=long, headers=own) as answer:
+            SEEN.append(answer.status)
+        packed = {"Content-Encoding": "gzip"}
+        async with http.post(url, data=gzip.compress(long), headers=own | packed) as answer:
             SEEN.append(answer.status)
     assert other.api_key != visit.api_key
 
@@ -271,7 +276,7 @@ def test_a_key_opens_its_own_visit_alone_and_bodies_are_limited(monkeypatch: pyt
     monkeypatch.setattr(gateway, "MOST_BYTES", 1000)
     trajectories, _ = run("tries_keys", lambda request: f"for {request.trajectory_id}", n=2)
     assert [t.stop_reason for t in trajectories] == ["answered"] * 2, [t.detail for t in trajectories]
-    assert sorted(map(str, SEEN)) == sorted(["401"] * 6 + ["404"] * 2 + ["413"] * 2 + ["for 0/0", "for 0/1"])
+    assert sorted(map(str, SEEN)) == sorted(["401"] * 6 + ["404"] * 2 + ["413"] * 4 + ["for 0/0", "for 0/1"])
     for trajectory in trajectories:
         assert trajectory.text == f"for {trajectory.trajectory_id}"
 

@@ -1,0 +1,112 @@
+"""Drawn bodies: whatever a client sends, it is answered, or told in its protocol what is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+import aiohttp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fsm_rollout as fr
+from fsm_rollout.engines.scripted.engine import ScriptedEngine
+from fsm_rollout.states.external.handler import ForeignVisit
+from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
+from fsm_rollout.testing.strategies.schema_values import plain_data
+from tests.foreign import CALCULATOR, agent, check_exact
+
+FUNCTION = CALCULATOR["function"]
+ARGUMENTS = {"left": 20, "operator": "+", "right": 22}
+PATHS = {"openai": "/chat/completions", "anthropic": "/v1/messages"}
+BODIES: dict[str, Any] = {
+    "openai": {
+        "model": "m", "temperature": 0.5, "max_tokens": 9, "tools": [CALCULATOR], "tool_choice": "auto", "stream": True,
+        "stream_options": {"include_usage": True}, "response_format": {"type": "text"}, "stop": [],
+        "messages": [
+            {"role": "system", "content": "Count."},
+            {"role": "user", "content": [{"type": "text", "text": "20 + 22?"}]},
+            {"role": "assistant", "content": "", "tool_calls": [{
+                "id": "c", "type": "function", "function": {"name": "calculate", "arguments": json.dumps(ARGUMENTS)},
+            }]},
+            {"role": "tool", "tool_call_id": "c", "content": "42"},
+        ],
+    },
+    "anthropic": {
+        "model": "m", "max_tokens": 9, "system": [{"type": "text", "text": "Count."}], "tool_choice": {"type": "auto"},
+        "tools": [{"name": "calculate", "description": "Add.", "input_schema": FUNCTION["parameters"]}],
+        "thinking": {"type": "disabled"}, "stream": True,
+        "messages": [
+            {"role": "user", "content": "20 + 22?"},
+            {"role": "assistant", "content": [
+                {"type": "tool_use", "id": "c", "name": "calculate", "input": ARGUMENTS},
+            ]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "42"}]},
+        ],
+    },
+}  # fmt: skip
+ODD = st.sampled_from(["", "\ud800", "\x00", "<|im_end|>", "text", "assistant", "x" * 300]) | st.text(max_size=5)
+VALUES = plain_data(ODD, st.integers() | st.floats(allow_nan=False, allow_infinity=False), max_leaves=3)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of everything in a body."""
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield (*path, key)
+        yield from places(value[key], (*path, key))
+
+
+@st.composite
+def bodies(draw: st.DrawFn, dialect: str) -> Any:
+    """Draw a good body in which some things are something else, or missing."""
+    body = deepcopy(BODIES[dialect])
+    for _ in range(draw(st.integers(1, 2))):
+        *above, key = draw(st.sampled_from(list(places(body))))
+        holder = body
+        for step in above:
+            holder = holder[step]
+        if draw(st.booleans()):
+            holder[key] = draw(VALUES)
+        else:
+            del holder[key]
+    return body
+
+
+SENT: list[Any] = []
+ANSWERED: list[tuple[int, str]] = []
+
+
+async def sends(visit: ForeignVisit) -> None:
+    """Send all bodies, one after the other, and see what comes."""
+    dialect, *all_bodies = SENT
+    headers = {"Authorization": f"Bearer {visit.api_key}"}
+    async with aiohttp.ClientSession(headers=headers) as http:
+        for body in all_bodies:
+            async with http.post(visit.base_url + PATHS[dialect], data=json.dumps(body).encode()) as answer:
+                ANSWERED.append((answer.status, await answer.text()))
+
+
+@pytest.mark.parametrize("dialect", PATHS)
+@given(data=st.data())
+def test_whatever_is_sent_is_answered_or_refused_in_words(dialect: str, data: st.DataObject) -> None:
+    SENT[:] = [dialect, *data.draw(st.lists(bodies(dialect), min_size=1, max_size=8)), BODIES[dialect]]
+    ANSWERED.clear()
+    engine = ScriptedEngine(lambda request: "It is 42.", tokenizer=embedded_tokenizer(), log=True)
+
+    async def main() -> list[Any]:
+        graph = agent(f"use: 'tests.laws.test_foreign_bodies:sends', dialect: {dialect}")
+        async with fr.Rollout(graph, engine) as rollout:
+            return [t async for group in rollout.stream(["x"], 1) for t in group.trajectories]
+
+    trajectories = asyncio.run(main())
+    assert [t.stop_reason for t in trajectories] == ["answered"], trajectories[0].detail
+    for body, (status, text) in zip(SENT[1:], ANSWERED, strict=True):
+        assert status in (200, 400), (body, text)
+        if status == 400:
+            assert json.loads(text)["error"]["message"]
+    assert ANSWERED[-1][0] == 200, "the good body after all others is answered"
+    check_exact(trajectories, engine)
