@@ -259,12 +259,10 @@ def histogram(values: Sequence[float]) -> Histogram | None:
     if not values:
         return None
     low, high, mean = min(values), max(values), math.fsum(values) / len(values)
-    integers = all(float(value).is_integer() for value in values)
+    integers, bars = all(float(value).is_integer() for value in values), BARS if low < high else 1
     if integers:
         step = max(1, math.ceil((high - low + 1) / BARS))
         bars = math.ceil((high - low + 1) / step)
-        counts = Counter(int(value - low) // step for value in values)
-        return Histogram(low - 0.5, low - 0.5 + bars * step, tuple(counts[n] for n in range(bars)), mean, True)
-    width = (high - low) / BARS
-    places = Counter(min(int((value - low) / width), BARS - 1) if width > 0 else 0 for value in values)
-    return Histogram(low, high, tuple(places[n] for n in range(BARS)), mean, False)
+        low, high = low - 0.5, max(high, low - 0.5 + bars * step)
+    counts: list[int] = np.histogram(values, bars, (low, high))[0].tolist()
+    return Histogram(low, high, tuple(counts), mean, integers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -131,6 +132,12 @@ def test_a_histogram_of_whole_numbers_gives_each_bar_as_many_of_them() -> None:
     assert chart is not None
     assert len(set(chart.counts[:-1])) == 1
     assert [chart.bar(0), chart.bar(1)] == ["0 to 4", "5 to 9"]
+
+
+def test_equal_values_are_one_bar() -> None:
+    chart = histogram([0.5, 0.5, math.inf])
+    assert chart is not None
+    assert (chart.counts, chart.mean) == ((2,), 0.5)
 
 
 def test_time_is_read_off_the_events() -> None:
