@@ -144,7 +144,6 @@ def test_stop_gives_every_prompt_back_started_or_not() -> None:
 
 
 def test_what_lives_before_a_run_is_not_looked_through_by_the_garbage_collector() -> None:
-    gc.unfreeze()  # what a simulation before this test has frozen
     frozen: list[int] = []
     run(agent(SINGLE), ["text"], listeners=[lambda trajectory, event: frozen.append(gc.get_freeze_count())])
     assert min(frozen) > 1000
