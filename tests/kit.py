@@ -1,9 +1,15 @@
-"""What tests share: where the repository's files are."""
+"""What tests share."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    import fsm_rollout as fr
 
 ROOT = Path(__file__).resolve().parent.parent
 """The repository."""
@@ -18,3 +24,16 @@ def under_way(stretches: list[tuple[float, float]]) -> float:
         for earlier, later in pairwise(times)
         if any(start <= earlier and later <= end for start, end in stretches)
     )
+
+
+def ratios(model: Any, batch: fr.TrajectoryBatch) -> torch.Tensor:
+    """Return what a forward pass without cache makes of each trained token's probability, over what was sampled."""
+    import torch
+
+    columns, left = batch.tensordict, batch.tensordict["prompts"].shape[1]
+    names = ("input_ids", "attention_mask", "position_ids")
+    with torch.no_grad():
+        logits = model(**{name: columns[name] for name in names}).logits[:, left - 1 : -1].float()
+    logits = batch.masked_logits(logits / columns["temperatures"][..., None])
+    logprobs = torch.log_softmax(logits, -1).gather(-1, columns["responses"][..., None])[..., 0]
+    return torch.exp(logprobs - columns["rollout_log_probs"])[columns["response_mask"].bool()]

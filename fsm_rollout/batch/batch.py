@@ -57,6 +57,7 @@ class TrajectoryBatch:
     ``weight_versions``, ``state_ids`` (both padded with -1)      int32     ``[B, R]``
     ``turn_ids`` (padded with -1, which also stands for prompts)  int32     ``[B, R]``
     ``temperatures`` (padded with 1.0)                            float32   ``[B, R]``
+    ``sampling_mask_counts`` (0: from all, or not said)           int32     ``[B, R]``
     ``trajectory_scores`` (NaN: no score, which is not 0)         float32   ``[B]``
     ``group_index``, ``sample``                                   int64     ``[B]``
     ============================================================  ========  ==========
@@ -67,8 +68,8 @@ class TrajectoryBatch:
     The layout, to the index: response token ``j`` of a row is ``responses[:, j]`` and ``input_ids[:, P + j]``, and the
     model predicts it with ``logits[:, P + j - 1]``. So ``logits[:, P - 1 : -1]`` belong to ``responses``; divided by
     ``temperatures[..., None]``, their log-softmax at ``responses`` is what ``rollout_log_probs`` holds where
-    ``response_mask`` is 1 (with top_p 1 and no top_k). ``group_index`` numbers the groups as they come, from 0, and
-    ``sample`` the samples within a group: rows of one sample agree in both.
+    ``response_mask`` is 1 (with top_p 1 and no top_k; else see :meth:`masked_logits`). ``group_index`` numbers the
+    groups as they come, from 0, and ``sample`` the samples within a group: rows of one sample agree in both.
     """
 
     tensordict: TensorDict
@@ -230,6 +231,28 @@ class TrajectoryBatch:
         of_sample = sample_advantages(self.sample_scores, scale=scale)
         ids = zip(self.tensordict.get("group_id").tolist(), self.tensordict.get("sample").tolist(), strict=True)
         return torch.tensor([of_sample.get(id_, math.nan) for id_ in ids], dtype=torch.float32)
+
+    def masked_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits ``[B, R, V]`` of the response's tokens without the tokens that top_p and top_k had left out.
+
+        Those get ``-inf``, so that a log-softmax of the result is the distribution that ``rollout_log_probs`` are of.
+        ``sampling_mask_counts`` and ``sampling_mask`` say what was kept, row by row (CSR). The engines
+        ``transformers``, ``sglang`` and ``sglang_http`` say so; other logits stay as they are.
+
+        Raises:
+            BatchError: the batch is packed.
+        """
+        if self.packed:
+            raise BatchError("logits of a packed batch have no columns to mask; pad it: from_rows(batch.rows(), …)")
+        counts = self.tensordict.get("sampling_mask_counts").long()
+        places = counts.nonzero(as_tuple=True)
+        kept = torch.tensor([token for ids in self.tensordict.get("sampling_mask").tolist() for token in ids])
+        left_out = torch.ones(len(places[0]), logits.shape[-1], dtype=torch.bool)
+        left_out[torch.arange(len(left_out)).repeat_interleave(counts[places]), kept.long()] = False
+        places = places[0].to(logits.device), places[1].to(logits.device)
+        masked = logits.clone()
+        masked[places] = logits[places].masked_fill(left_out.to(logits.device), -math.inf)
+        return masked
 
     def select(self, indices: Sequence[int] | torch.Tensor) -> TrajectoryBatch:
         """Return the batch of some rows, by number or by a mask ``[B]`` of bools, padded to the longest of them.

@@ -38,6 +38,7 @@ RESPONSE_COLUMNS: Mapping[str, Column] = {
     "state_ids": Column("state_ids", np.int32, np.int32, -1),
     "turn_ids": Column("turn_ids", np.int32, np.int32, -1),
     "temperatures": Column("temperatures", np.float32, np.float32, 1.0),
+    "sampling_mask_counts": Column("sampling_mask_counts", np.int32, np.int32, 0),
 }
 
 RAGGED_OF: Mapping[str, str] = {

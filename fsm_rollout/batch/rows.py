@@ -62,6 +62,8 @@ class TrainingRow:
     temperatures: npt.NDArray[np.float32]
     """``[R]``: what the logits were divided by for ``logprobs``: 1.0 on greedy tokens, whose logprobs are unscaled, and
     on tokens that no engine sampled."""
+    sampling_mask_counts: npt.NDArray[np.int32]
+    """``[R]``: from how many tokens top_p and top_k let each be sampled; 0: from all, or the engine does not say."""
     scores: npt.NDArray[np.float32]
     """``[R]``: turn scores on the last token of their turn, the trajectory's on the last trained token; NaN there where
     a score is missing."""
@@ -84,6 +86,8 @@ class TrainingRow:
     """Messages in the stream, system messages apart."""
     sampling: list[list[float]]
     """``[turn, temperature, top_p, top_k]`` of each generation in the stream, as it was asked of the engine."""
+    sampling_mask: list[int]
+    """The ids that those tokens were sampled from, end to end, as many for each as ``sampling_mask_counts`` says."""
     metrics: dict[str, float | None]
     """Seconds, calls and tokens of the trajectory; ``wall_seconds`` is ``None`` until it has ended."""
     turn_scores: list[list[float]]
@@ -160,6 +164,8 @@ def rows(
         for position, value in token_scores.items():
             scores[position] = value
         prompt_ids = stream.tokens.prompt_ids()
+        of_place = stream.tokens.kept
+        kept = [of_place.get(at, ()) for at in range(len(prompt_ids), len(prompt_ids) + len(scores))]
         made.append(
             TrainingRow(
                 prompt_ids=prompt_ids if prompt_width is None else prompt_ids[max(0, len(prompt_ids) - prompt_width) :],
@@ -183,6 +189,8 @@ def rows(
                 failure=trajectory.failure,
                 num_turns=turns_of(stream),
                 sampling=[[turn, *sampling] for turn, _, *sampling in stream.sampled_with],
+                sampling_mask_counts=np.array([len(ids) for ids in kept], dtype=np.int32),
+                sampling_mask=[token for ids in kept for token in ids],
                 metrics=_metrics(trajectory),
                 turn_scores=[list(pair) for pair in trajectory.turn_scores],
                 tool_rewards=list(trajectory.tool_rewards),

@@ -51,6 +51,7 @@ def checked(chunk: Chunk, request: Request, before: Ids, vocabulary: int | None)
     # 1. Whole numbers and numbers that fit.
     try:
         ids, logprobs, version = as_ids(chunk.ids), as_logprobs(chunk.logprobs), index(chunk.weight_version)
+        kept = [as_ids(ids_left) for ids_left in chunk.kept]
     except (TypeError, ValueError, OverflowError) as error:
         raise EngineError(
             f"the engine answered request {request_id} with what are no tokens: {type(error).__name__}: {error}"
@@ -65,6 +66,11 @@ def checked(chunk: Chunk, request: Request, before: Ids, vocabulary: int | None)
         raise EngineError(
             f"the engine returned {count} tokens with {len(logprobs)} logprobs for request {request_id}; there must be "
             f"one logprob per token"
+        )
+    if kept and not (len(kept) == count and all(token in left for token, left in zip(ids, kept, strict=True))):
+        raise EngineError(
+            f"the engine returned {count} tokens of request {request_id} with {len(kept)} sets of tokens that they "
+            f"were sampled from; there must be one per token, with that token in it"
         )
     if not count:
         return ids, logprobs, version

@@ -31,6 +31,8 @@ class PendingRequest:
     logprobs: Logprobs = field(default_factory=lambda: array("f"))
     versions: list[tuple[int, int]] = field(default_factory=list)
     """Run lengths ``(tokens, weight version)`` over ``ids``."""
+    kept: list[Ids] = field(default_factory=list)
+    """As in :class:`~fsm_rollout.engines.protocol.Chunk`, where every chunk has said so."""
     finish_reason: FinishReason | None = None
     error: EngineError | None = None
     admitted_at: float | None = None
@@ -98,6 +100,8 @@ class PendingRequest:
         self.keep_time()
         if ids:
             self.has_tokens = True
+            if len(self.kept) == len(self.ids):
+                self.kept.extend(chunk.kept)
             self.ids.extend(ids)
             self.logprobs.extend(logprobs)
             if self.versions and self.versions[-1][1] == version:

@@ -107,7 +107,7 @@ def pack_flush(chunks: Iterable[Chunk], failures: Iterable[Failure], load: Load)
     rows = [
         (
             c.ids.tobytes(), c.logprobs.tobytes(), c.request_id, c.weight_version, c.finish_reason, c.error,
-            c.cached_tokens, c.queue_seconds, c.waits,
+            c.cached_tokens, c.queue_seconds, c.waits, [kept.tobytes() for kept in c.kept],
         )
         for c in chunks
     ]  # fmt: skip
@@ -120,8 +120,8 @@ def unpack_flush(block: bytes, replica: str = "") -> tuple[list[Chunk], list[Fai
     chunks = [
         Chunk(
             name, array("i", ids), array("f", logprobs), version, reason and FinishReason(reason), error, cached,
-            queued, replica, waits,
+            queued, replica, waits, [array("i", ids) for ids in kept],
         )
-        for ids, logprobs, name, version, reason, error, cached, queued, waits in rows
+        for ids, logprobs, name, version, reason, error, cached, queued, waits, kept in rows
     ]  # fmt: skip
     return chunks, [(request_ids, why) for request_ids, why in failures], Load(*load)

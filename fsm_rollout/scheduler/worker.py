@@ -15,6 +15,7 @@ import os
 import pickle
 import socket
 import sys
+from array import array
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -156,6 +157,7 @@ class RemoteClient(EngineClient):
             pending.ids.frombytes(ending.ids)
             pending.logprobs.frombytes(ending.logprobs)
             pending.versions += ending.versions
+            pending.kept += [array("i", ids) for ids in ending.kept]
             pending.admitted_at = ending.admitted_at
             pending.cached_tokens, pending.replica = ending.cached_tokens, ending.replica
             pending.end(ending.finish_reason, ending.error)
@@ -189,6 +191,7 @@ class Ending:
     ids: bytes
     logprobs: bytes
     versions: list[tuple[int, int]]
+    kept: list[bytes]
     finish_reason: FinishReason
     error: EngineError | None
     admitted_at: float | None

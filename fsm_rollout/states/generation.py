@@ -218,6 +218,7 @@ class Generation:
             ids=pending.ids[:],
             logprobs=pending.logprobs[:],
             versions=list(pending.versions),
+            kept=pending.kept if len(pending.kept) == len(pending.ids) else [],
             finish_reason=finish_reason,
             temperature=sampling.temperature,
             top_p=sampling.top_p,

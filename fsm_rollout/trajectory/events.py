@@ -132,6 +132,8 @@ class Generated(Event, frozen=True, kw_only=True, tag="generated"):
     """With ``top_p`` and ``top_k``: the sampling of the distribution that ``logprobs`` are of."""
     top_p: float = 1.0
     top_k: int = 0
+    kept: list[Ids] = []
+    """For each of ``ids``, those that ``top_p`` and ``top_k`` left to sample it from; empty where none says so."""
     cut_by: str | None = None
     """The limit that cut it, when ``finish_reason`` is "length" and it was not the turn's own ``max_tokens``."""
     queue_seconds: float = 0.0

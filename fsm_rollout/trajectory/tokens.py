@@ -77,13 +77,15 @@ class TokenStream:
     can reach the stream's own.
     """
 
-    __slots__ = ("_ids", "_logprobs", "_spans", "trained")
+    __slots__ = ("_ids", "_logprobs", "_spans", "kept", "trained")
 
     def __init__(self, prompt: Sequence[int], *, state: str, turn: int = 0, trained: bool = True) -> None:
         self.trained = trained
         self._ids: Ids = array("i")
         self._logprobs: Logprobs = array("f")
         self._spans: list[Span] = []
+        self.kept: dict[int, Ids] = {}
+        """By place, the ids that top_p and top_k left to sample the token from, where the engine has said so."""
         self._append(prompt, None, Owner.PROMPT, state, turn)
 
     def write(self, ids: Sequence[int], *, state: str, turn: int) -> None:
@@ -131,6 +133,7 @@ class TokenStream:
             self._ids == other._ids
             and self._logprobs.tobytes() == other._logprobs.tobytes()
             and self._spans == other._spans
+            and self.kept == other.kept
             and self.trained == other.trained
         )
 

@@ -493,6 +493,8 @@ class Trajectory(msgspec.Struct):
                 f"a generation of {len(event.ids)} tokens came with {len(event.logprobs)} logprobs and versions "
                 f"for {sum(count for count, _ in event.versions)} tokens; they must be as many"
             )
+        if len(event.kept) not in (0, len(event.ids)):
+            raise StreamError(f"a generation of {len(event.ids)} tokens came with {len(event.kept)} sampling masks")
         if stream.pending:
             raise StreamError(f"context '{event.context}' has messages that never entered its stream")
         if event.continued:
@@ -504,6 +506,7 @@ class Trajectory(msgspec.Struct):
         sampled_with = SampledWith(turn, len(stream.tokens), event.temperature, event.top_p, event.top_k)
         if not stream.sampled_with or stream.sampled_with[-1]._replace(start=sampled_with.start) != sampled_with:
             stream.sampled_with.append(sampled_with)
+        stream.tokens.kept.update(enumerate(event.kept, start=len(stream.tokens)))
         start = 0
         for count, version in event.versions:
             piece = slice(start, start + count)

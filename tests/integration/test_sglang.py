@@ -43,7 +43,7 @@ from fsm_rollout.trajectory.tokens import as_ids
 from tests.foreign import EngineLog
 from tests.integration.replica_kills import differences
 from tests.integration.sglang_oracle import PATIENCE, Answers, Got, ask, model, request, worst
-from tests.kit import ROOT
+from tests.kit import ROOT, ratios
 from tests.programs import program
 
 pytestmark = pytest.mark.sglang  # one worker starts it
@@ -289,6 +289,16 @@ def test_a_rollout_of_an_agent_with_tools(engine: SGLangEngine) -> None:
     assert len(data["trajectory_id"]) == 8
     assert float(data["trajectory_scores"].mean()) > 0.5  # the embedded model solves nearly all of these
     assert int(data["response_mask"].sum()) > 200
+
+
+def test_a_batch_at_top_p_has_what_was_kept_and_so_ratios_of_one(engine: SGLangEngine) -> None:
+    prompts = fr.read_prompts(CONFIGS / "data/arithmetic.jsonl", limit=2)
+    agent = fr.load_agent(CONFIGS / "agents/tool_user.yaml")
+    with fr.Rollout(agent, engine, sampling={"top_p": 0.9}) as rollout:
+        batch = rollout.run(prompts, n=2)
+    counts, trained = batch.tensordict["sampling_mask_counts"], batch.tensordict["response_mask"].bool()
+    assert (counts > 0).equal(trained)
+    assert (ratios(model("final"), batch) - 1).abs().max() < 1e-3
 
 
 def test_a_server_that_stands_still_is_not_waited_for_without_end(

@@ -237,19 +237,19 @@ class ScriptedEngine:
 
     def _next_piece(self, answer: _Answer) -> None:
         plan, answer.timer = answer.plan, None
-        ids, logprobs = plan.pieces[answer.emitted]
+        piece = plan.pieces[answer.emitted]
         version = plan.versions[answer.emitted] if plan.versions else None
         answer.emitted += 1
         if answer.emitted < len(plan.pieces):
-            self._emit(answer, ids, logprobs, version=version)
+            self._emit(answer, *piece, version=version)
             self._schedule(answer, plan.delay)
         elif plan.crash is not None:
-            self._emit(answer, ids, logprobs, version=version)
+            self._emit(answer, *piece, version=version)
             self._crash(answer.stream, plan.crash)
         elif plan.hang:
-            self._emit(answer, ids, logprobs, version=version)
+            self._emit(answer, *piece, version=version)
         else:
-            self._emit(answer, ids, logprobs, version=version, finish_reason=plan.finish_reason, error=plan.error)
+            self._emit(answer, *piece, version=version, finish_reason=plan.finish_reason, error=plan.error)
 
     def _crash(self, stream: ChunkStream, message: str) -> None:
         for request_id in stream.request_ids:
@@ -273,6 +273,7 @@ class ScriptedEngine:
         answer: _Answer,
         ids: Ids = NO_IDS,
         logprobs: Logprobs = NO_LOGPROBS,
+        kept: Sequence[Ids] = (),
         *,
         finish_reason: FinishReason | None = None,
         error: str | None = None,
@@ -291,6 +292,7 @@ class ScriptedEngine:
             error=error,
             queue_seconds=queue_seconds,
             replica=self._replica,
+            kept=kept,
         )
         answer.tokens += len(ids)
         self._record(answer.stream, chunk)

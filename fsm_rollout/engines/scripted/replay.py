@@ -40,6 +40,7 @@ class Recorded:
     start: int
     ids: Ids = field(default_factory=lambda: Ids("i"))
     logprobs: Logprobs = field(default_factory=lambda: Logprobs("f"))
+    kept: list[Ids] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     """Of each token."""
     finish_reason: FinishReason = FinishReason.ABORT
@@ -61,6 +62,7 @@ def recorded(path: Path) -> dict[Place, Recorded]:
                 generation = found.setdefault(place, Recorded(stream, len(stream.tokens)))
                 generation.ids.extend(event.ids)
                 generation.logprobs.extend(event.logprobs)
+                generation.kept.extend(event.kept)
                 generation.versions += [version for count, version in event.versions for _ in range(count)]
                 generation.finish_reason = event.finish_reason
             trajectory.apply(event)
@@ -118,7 +120,9 @@ class ReplayEngine(ScriptedEngine):
         end = min(len(recorded.ids), start + request.sampling.max_tokens)
         changes = [at for at in range(start + 1, end) if recorded.versions[at] != recorded.versions[at - 1]]
         bounds = [start, *changes, end]
-        pieces = tuple((recorded.ids[at:to], recorded.logprobs[at:to]) for at, to in pairwise(bounds))
+        pieces = tuple(
+            (recorded.ids[at:to], recorded.logprobs[at:to], recorded.kept[at:to]) for at, to in pairwise(bounds)
+        )
         versions = tuple(recorded.versions[at] for at in bounds[:-1]) if end > start else ()
         if end < len(recorded.ids):
             return Plan(pieces, versions=versions, finish_reason=FinishReason.LENGTH)

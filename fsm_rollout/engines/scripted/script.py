@@ -107,7 +107,8 @@ def turn_for(script: Script, request: Request) -> Turn:
 class Plan(msgspec.Struct, frozen=True):
     """How a request will be answered: its pieces, each after ``delay`` seconds, and its end."""
 
-    pieces: tuple[tuple[Ids, Logprobs], ...] = ((NO_IDS, NO_LOGPROBS),)
+    pieces: tuple[tuple[Ids, Logprobs] | tuple[Ids, Logprobs, list[Ids]], ...] = ((NO_IDS, NO_LOGPROBS),)
+    """Ids, log-probs and, of a recorded run, what top_p and top_k left to sample them from."""
     """At least one."""
     delay: float = 0.0
     finish_reason: FinishReason = FinishReason.STOP

@@ -321,7 +321,9 @@ class Connection(threading.Thread):
 
     def _take(self, entry: Entry, ids: Sequence[int], meta: Meta, count: int, *, renormalised: bool) -> None:
         """Pass on the last ``count`` tokens that an output brought; the first ones say that it was admitted."""
+        kept: list[Ids] = []
         if renormalised:
+            kept = [array("i", ids_left) for ids_left in meta.output_token_sampling_mask[-count:]]
             logprobs = meta.output_token_sampling_logprobs[-count:]
         else:
             logprobs = [logprob for logprob, _, _ in meta.output_token_logprobs[-count:]]
@@ -342,7 +344,8 @@ class Connection(threading.Thread):
         entry.ids += fresh
         entry.sampled += count
         entry.room -= count
-        self._put(entry, Chunk(request_id, fresh, values, weight_version=self.version, replica=self._replica))
+        chunk = Chunk(request_id, fresh, values, weight_version=self.version, replica=self._replica, kept=kept)
+        self._put(entry, chunk)
 
     def _end(self, entry: Entry, reason: FinishReason, error: str | None = None) -> None:
         if self._is_open(entry):

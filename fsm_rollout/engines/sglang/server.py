@@ -50,6 +50,7 @@ class Meta(msgspec.Struct):
     weight_version: str | int | None = None
     output_token_logprobs: list[tuple[float, int, str | None]] = []
     output_token_sampling_logprobs: list[float] = []
+    output_token_sampling_mask: list[list[int]] = []
 
 
 class _Line(msgspec.Struct):

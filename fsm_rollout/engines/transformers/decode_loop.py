@@ -160,6 +160,8 @@ class _Running:
     ids: Ids = field(default_factory=lambda: Ids("i"))
     """Sampled and not yet sent."""
     logprobs: Logprobs = field(default_factory=lambda: Logprobs("f"))
+    kept: list[Ids] = field(default_factory=list)
+    """From which tokens those were sampled, with top_p or top_k."""
     row: int = -1
     """Its row in the cache, once it has one."""
     cached: int = 0
@@ -359,7 +361,7 @@ class DecodeLoop:
         # 2. Sampling.
         if self._sampler is None or self._sampler.rows != len(fed):
             self._sampler = Sampler([r.request.sampling for r in fed], self.device)
-        tokens, logprobs = self._sampler(logits, lengths)
+        tokens, logprobs, kept = self._sampler(logits, lengths)
         # 3. Who has ended.
         chunks, ended = [], []
         for running, token, logprob in zip(fed, tokens, logprobs, strict=True):
@@ -374,6 +376,8 @@ class DecodeLoop:
             running.tokens.append(token)
             running.ids.append(token)
             running.logprobs.append(logprob)
+            if (ids_left := kept.get(running.row)) is not None:
+                running.kept.append(ids_left)
             running.room -= 1
             sampling = running.request.sampling
             stopped = token in sampling.stop_ids and not sampling.ignore_eos
@@ -454,8 +458,9 @@ class DecodeLoop:
             error=error,
             queue_seconds=queue_seconds,
             replica=self._replica,
+            kept=running.kept,
         )
-        running.ids, running.logprobs = Ids("i"), Logprobs("f")
+        running.ids, running.logprobs, running.kept = Ids("i"), Logprobs("f"), []
         return chunk
 
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from fsm_rollout.engines.protocol import SamplingParams
+from fsm_rollout.trajectory.tokens import Ids
 
 Uints = npt.NDArray[np.uint64]
 
@@ -48,35 +49,38 @@ class Sampler:
         self._any_greedy, self._all_greedy = any(greedy), all(greedy)
         self._greedy = torch.tensor(greedy, device=device)
         self._temperature = torch.tensor([[p.temperature or 1.0] for p in params], device=device)
-        cut = [i for i, p in enumerate(params) if (p.top_p < 1 or p.top_k > 0) and p.temperature > 0]
+        self._cut_rows = cut = [i for i, p in enumerate(params) if (p.top_p < 1 or p.top_k > 0) and p.temperature > 0]
         self._cut = torch.tensor(cut, device=device) if cut else None
         big = torch.iinfo(torch.int64).max
         self._top_k = torch.tensor([[params[i].top_k or big] for i in cut], device=device)
         self._top_p = torch.tensor([[params[i].top_p] for i in cut], dtype=torch.float64, device=device)
 
-    def __call__(self, logits: torch.Tensor, positions: Sequence[int]) -> tuple[list[int], list[float]]:
+    def __call__(self, logits: torch.Tensor, positions: Sequence[int]) -> tuple[list[int], list[float], dict[int, Ids]]:
         """Sample from ``logits`` (any float type, ``[n, V]``) for the tokens at ``positions``.
 
         Returns:
             n token ids, and their natural-log probabilities under the distribution they were sampled from: after
             temperature, then top_k (exactly k tokens; of equal ones the lower ids), then top_p over what is left (the
             fewest tokens that reach it). Temperature 0 takes the likeliest token, with its unscaled log probability.
-            NaN logits give NaN logprobs.
+            NaN logits give NaN logprobs. Then, by row, the ids that top_k and top_p left, where there is one of them.
         """
         logits = logits.float()
         logits = (logits - logits.amax(-1, keepdim=True)) / self._temperature
         logprobs = torch.log_softmax(logits, -1)
         tokens = logits.argmax(-1)
+        kept: dict[int, Ids] = {}
         if not self._all_greedy:
             weights = logprobs.double().exp()
             if self._cut is not None:
                 cut_weights = _cut(weights[self._cut], self._top_k, self._top_p)
                 weights[self._cut] = cut_weights
+                left = zip(self._cut_rows, cut_weights.cpu(), strict=True)
+                kept = {row: Ids("i", of_row.nonzero()[:, 0].tolist()) for row, of_row in left}
                 logprobs[self._cut] -= cut_weights.sum(-1, keepdim=True).log().float()
             drawn = self._draw(weights, positions)
             tokens = torch.where(self._greedy, tokens, drawn) if self._any_greedy else drawn
         chosen = logprobs.gather(-1, tokens[:, None]).squeeze(-1).clamp(max=0.0)
-        return tokens.tolist(), chosen.tolist()
+        return tokens.tolist(), chosen.tolist(), kept
 
     def _draw(self, weights: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
         """Invert the cumulative distribution: the first token whose cumulative weight exceeds u times the total."""

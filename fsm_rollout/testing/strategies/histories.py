@@ -69,6 +69,7 @@ _runs = st.lists(_run, min_size=1, max_size=2) | st.lists(_run, max_size=2)
 
 def _sampled(runs: list[tuple[list[tuple[int, float]], int]], text: str, **facts: Any) -> events.Generated:
     pairs = [pair for run, _ in runs for pair in run]
+    cut = len(text) % 2  # sampled with top_p or top_k, by an engine that says what these left
     return events.Generated(
         ids=array("i", [token for token, _ in pairs]),
         logprobs=array("f", [logprob for _, logprob in pairs]),
@@ -76,6 +77,7 @@ def _sampled(runs: list[tuple[list[tuple[int, float]], int]], text: str, **facts
         finish_reason=FinishReason.STOP,
         message={"role": "assistant", "content": text},
         seconds=0.25,
+        kept=[array("i", sorted({token, 7})) for token, _ in pairs] if cut else [],
         **facts,
     )
 

@@ -41,7 +41,7 @@ DTYPES = {
         ("prompts", "responses", "response_mask", "input_ids", "attention_mask", "position_ids"), torch.int64
     ),
     **dict.fromkeys(("rollout_log_probs", "token_level_scores", "trajectory_scores", "temperatures"), torch.float32),
-    **dict.fromkeys(("weight_versions", "state_ids", "turn_ids"), torch.int32),
+    **dict.fromkeys(("weight_versions", "state_ids", "turn_ids", "sampling_mask_counts"), torch.int32),
     **dict.fromkeys(("group_index", "sample"), torch.int64),
 }
 OF_ROWS = {"trajectory_scores", "group_index", "sample"}
@@ -55,6 +55,8 @@ class Expected:
         self.trained = event.trained
         self.tokens: list[tuple[int, int, float, int, str, float]] = []
         """Of each response token: id, mask, logprob, version, state, temperature."""
+        self.kept: list[list[int]] = []
+        """Of each response token, what top_p and top_k left to sample it from."""
         self.turns: list[int | None] = []
         self.turn: int | None = None
 
@@ -91,11 +93,13 @@ def expected(events: list[AnyEvent]) -> tuple[list[Expected], list[tuple[int, fl
                 stream = by_context[event.context]
                 stream.tokens += [(token, 0, 0.0, -1, event.state, 1.0) for token in event.ids]
                 stream.turns += [None] * len(event.ids)
+                stream.kept += [[] for _ in event.ids]
             case Generated():
                 stream = by_context[event.context]
                 if not event.resumed or stream.turn is None:
                     stream.turn = turn
                     turn += not event.resumed
+                stream.kept += [list(ids) for ids in event.kept] or [[] for _ in event.ids]
                 versions = [version for count, version in event.versions for _ in range(count)]
                 for token, logprob, version in zip(event.ids, event.logprobs, versions, strict=True):
                     divided_by = event.temperature or 1.0  # greedy logprobs are unscaled
@@ -122,6 +126,9 @@ def assert_holds(
     )
     assert row.prompt_ids.tolist() == stream.prompt
     assert list(told) == stream.tokens
+    ends = np.cumsum(row.sampling_mask_counts).tolist()
+    starts = ends - row.sampling_mask_counts
+    assert [row.sampling_mask[a:b] for a, b in zip(starts.tolist(), ends, strict=True)] == stream.kept
     sampled = [turn for turn in zip(stream.turns, row.turn_ids.tolist(), strict=True) if turn[0] is not None]
     assert [turn for turn, _ in sampled] == [turn for _, turn in sampled]
     assert (np.diff(row.turn_ids) >= 0).all(), "what the environment writes leads up to a turn"
@@ -218,6 +225,7 @@ def test_truncated_rows_hold_what_is_left(events: list[AnyEvent], left: int, rig
     for number, stream in whole.items():
         stream.prompt = stream.prompt[max(0, len(stream.prompt) - left) :]
         stream.tokens, stream.turns = stream.tokens[:right], stream.turns[:right]
+        stream.kept = stream.kept[:right]
         assert (number in found) == stream.is_row
         if number in found:
             assert_holds(found[number], stream, *scores)
@@ -384,6 +392,7 @@ def test_the_non_tensor_values() -> None:
         "failure": None,
         "num_turns": 2,
         "sampling": [[0, 0.5, 1.0, 8]],
+        "sampling_mask": [],
         "metrics": {
             "generate_seconds": 0.75,
             "tool_seconds": 0.0,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace as replace_row
 from statistics import fmean, stdev
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+import fsm_rollout as fr
 from fsm_rollout.batch.advantages import EPSILON
 from fsm_rollout.batch.batch import NON_TENSOR_KEYS, TrajectoryBatch
 from fsm_rollout.batch.padding import RAGGED_OF
@@ -20,6 +23,7 @@ from fsm_rollout.errors import BatchError
 from fsm_rollout.testing.strategies.histories import events_of, plans
 from fsm_rollout.trajectory.events import AnyEvent, Scored
 from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.kit import ROOT, ratios
 
 
 def in_groups(several: Sequence[Sequence[AnyEvent]]) -> list[Trajectory]:
@@ -149,3 +153,27 @@ def test_a_selection_says_which_of_its_rows_were_truncated() -> None:
     )
     assert batch.select([0]).truncated == ()
     assert batch.select([1]).truncated == (RowId("g/1", 0),)
+
+
+@pytest.mark.parametrize("sampling", [{"top_p": 0.9}, {"top_k": 2, "temperature": 1.3}, {}])
+def test_with_the_sampling_mask_the_ratios_are_one(sampling: dict[str, Any]) -> None:
+    """Real dialogues on the real model, whose tools' answers stand between the turns."""
+    agent = fr.load_agent(ROOT / "configs/agents/tool_user.yaml")
+    prompts = fr.read_prompts(ROOT / "configs/data/arithmetic.jsonl", limit=2)
+    with fr.Rollout(agent, {"kind": "transformers", "model": "embedded:early"}, sampling=sampling) as rollout:
+        batch = rollout.run(prompts, n=2)
+    model, _ = fr.load_model("embedded:early")
+    assert (ratios(model, batch) - 1).abs().max() < 1e-3
+    for part in (batch.select([len(batch) - 1]), TrajectoryBatch.from_rows(batch.rows(), pad_id=5)):
+        assert (ratios(model, part) - 1).abs().max() < 1e-3
+    bare = [
+        replace_row(row, sampling_mask_counts=0 * row.sampling_mask_counts, sampling_mask=[]) for row in batch.rows()
+    ]
+    without = TrajectoryBatch.from_rows(bare, pad_id=0)
+    off = (ratios(model, without) - 1).abs().max()
+    assert off > 0.01 if sampling else off < 1e-3
+
+
+def test_a_packed_batch_has_no_logits_to_mask() -> None:
+    with pytest.raises(BatchError, match="pad it"):
+        TrajectoryBatch.from_rows([], pad_id=0, packed=True).masked_logits(torch.zeros(0, 0, 3))

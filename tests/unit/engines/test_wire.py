@@ -69,6 +69,7 @@ chunks = st.integers(0, 6).flatmap(
         cached_tokens=st.integers(0, 2**31),
         queue_seconds=seconds,
         replica=st.just("r7"),
+        kept=st.just([]) | st.lists(ids, min_size=count, max_size=count),
     )
 )
 whole_loads = st.builds(

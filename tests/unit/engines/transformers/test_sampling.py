@@ -37,7 +37,7 @@ def draws(logits: list[float], count: int, **options: float) -> list[tuple[int, 
     """Sample ``count`` times under different seeds, in one batch."""
     params = [SamplingParams(1, seed=seed, **options) for seed in range(count)]  # type: ignore[arg-type]
     rows = torch.tensor([logits]).expand(count, -1)
-    return list(zip(*Sampler(params, CPU)(rows, [7] * count), strict=True))
+    return list(zip(*Sampler(params, CPU)(rows, [7] * count)[:2], strict=True))
 
 
 # Spaced so that no sum of probabilities falls on top_p up to rounding.
@@ -94,9 +94,9 @@ def test_a_row_is_sampled_as_if_it_were_alone():
         SamplingParams(1, temperature=(i % 3) / 2, top_k=(i % 4) * 3, top_p=(0.6, 1.0)[i % 2], seed=i)
         for i in range(40)
     ]
-    tokens, logprobs = Sampler(params, CPU)(logits, list(range(40)))
+    tokens, logprobs, _ = Sampler(params, CPU)(logits, list(range(40)))
     for i in range(40):
-        assert Sampler([params[i]], CPU)(logits[i : i + 1], [i]) == ([tokens[i]], [logprobs[i]])
+        assert Sampler([params[i]], CPU)(logits[i : i + 1], [i])[:2] == ([tokens[i]], [logprobs[i]])
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-3, 1e6])
@@ -134,3 +134,15 @@ def test_uniforms_are_uniform_and_belong_to_seed_and_position():
         assert abs(np.corrcoef(numbers[:-lag], numbers[lag:])[0, 1]) < 5 / math.sqrt(40_000)
     again = uniforms(seeds[::-1], positions[::-1])[::-1]
     assert (again == numbers).all()
+
+
+def test_what_top_p_and_top_k_left_is_told_of_the_rows_that_have_them():
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]]).expand(4, -1)
+    params = [
+        SamplingParams(1),
+        SamplingParams(1, top_k=2),
+        SamplingParams(1, top_p=0.5),
+        SamplingParams(1, temperature=0.0, top_p=0.5),
+    ]
+    *_, kept = Sampler(params, CPU)(logits, [0] * 4)
+    assert {row: list(ids) for row, ids in kept.items()} == {1: [0, 1], 2: [0]}
