@@ -1,11 +1,11 @@
 """What `fsm-rollout serve` adds to the time to the first streamed token, over the engine's own.
 
-    python benchmarks/bench_serve.py [--engine scripted | embedded] [--calls 1 64] [--rounds 20]
+    python benchmarks/bench_serve.py [--calls 1 64] [--rounds 20]
 
 The engine's time is from the call that asks it to its first tokens; the caller's from sending an HTTP request to the
 first piece of text, by a client of `aiohttp` in the same process and on the same core, its own share included. The
 difference (of the means, and of the medians) is what parsing, the trajectory's beginning, the journal, rendering and
-HTTP take.
+HTTP take. On a machine that has other work, look at the CPU time of one call at a time until its first text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
 import aiohttp
 
@@ -26,7 +25,6 @@ from fsm_rollout.agent.loader import loads
 from fsm_rollout.engines.protocol import Chunk, Engine, Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.engines.scripted.script import Turn
-from fsm_rollout.engines.specs import build_engine
 from fsm_rollout.jobs.serving import Serving
 from fsm_rollout.model.folders import load_tokenizer, model_folder
 from fsm_rollout.serve.server import listening
@@ -68,28 +66,24 @@ class Timed:
             yield chunk
 
 
-async def first_text(http: aiohttp.ClientSession, number: int) -> float:
-    """Return the seconds to the first piece of text of one new conversation."""
+async def first_text(http: aiohttp.ClientSession, number: int) -> tuple[float, float]:
+    """Return the seconds to the first piece of text of one new conversation, and those of CPU meanwhile."""
     messages = [{"role": "user", "content": f"How are you, number {number}?"}]
-    sent = time.perf_counter()
+    sent, cpu = time.perf_counter(), time.process_time()
     async with http.post(
         "/v1/chat/completions", json={"model": "chatting", "messages": messages, "stream": True}
     ) as answer:
         first = 0.0
         async for line in answer.content:
             if not first and b'"content":"' in line and b'"content":""' not in line:
-                first = time.perf_counter() - sent
+                first, cpu = time.perf_counter() - sent, time.process_time() - cpu
         assert first, answer.status
-        return first
+        return first, cpu
 
 
-async def measure(kind: str, calls: int, rounds: int, folder: Path) -> None:
+async def measure(calls: int, rounds: int, folder: Path) -> None:
     """Print the figures for so many calls at a time."""
-    engine: Any
-    if kind == "scripted":
-        engine = ScriptedEngine(lambda request: ANSWER, tokenizer=load_tokenizer(model_folder("embedded")))
-    else:
-        engine = build_engine({"kind": "transformers", "model": "embedded", "threads": 1}, folder)
+    engine = ScriptedEngine(lambda request: ANSWER, tokenizer=load_tokenizer(model_folder("embedded")))
     timed = Timed(engine)
     async with fr.Rollout(loads(AGENT), engine) as rollout:
         with fr.Journal(folder / f"{calls}.sqlite") as journal:
@@ -100,33 +94,29 @@ async def measure(kind: str, calls: int, rounds: int, folder: Path) -> None:
             ):
                 await asyncio.gather(*(first_text(http, number) for number in range(calls)))  # warms up
                 timed.seconds.clear()
-                cpu = time.process_time()
                 seen = [
                     seconds
                     for number in range(rounds)
                     for seconds in await asyncio.gather(*(first_text(http, number) for _ in range(calls)))
                 ]
-                cpu = 1e3 * (time.process_time() - cpu) / len(seen)
     for mean in (fmean, median):
-        own, whole = 1e3 * mean(timed.seconds), 1e3 * mean(seen)
+        own, whole = 1e3 * mean(timed.seconds), 1e3 * mean(first for first, _ in seen)
+        cpu = f" ({1e3 * mean(cpu for _, cpu in seen):.2f} ms CPU until then)" if calls == 1 else ""
         print(
-            f"{kind}, {calls:3} at a time, {mean.__name__:6}: engine {own:7.2f} ms, caller {whole:7.2f} ms: "
-            f"serve adds {whole - own:6.2f} ms ({cpu:.2f} ms CPU per call, all of it)"
+            f"{calls:3} at a time, {mean.__name__:6}: engine {own:7.2f} ms, caller {whole:7.2f} ms: "
+            f"serve adds {whole - own:6.2f} ms{cpu}"
         )
-    if kind != "scripted":
-        await engine.aclose()
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=("scripted", "embedded"), default="scripted")
     parser.add_argument("--calls", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--rounds", type=int, default=20)
     args = parser.parse_args()
     for calls in args.calls:
         with tempfile.TemporaryDirectory() as folder:
-            asyncio.run(measure(args.engine, calls, args.rounds, Path(folder)))
+            asyncio.run(measure(calls, args.rounds, Path(folder)))
 
 
 if __name__ == "__main__":

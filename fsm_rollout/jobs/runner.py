@@ -31,6 +31,7 @@ from fsm_rollout.files import written_whole
 from fsm_rollout.jobs.recorded_config import recorded_config
 from fsm_rollout.jobs.run_config import RunConfig, recorded_run
 from fsm_rollout.jobs.run_folder import SUMMARY, check_free, claimed, clear
+from fsm_rollout.jobs.serving import SERVED
 from fsm_rollout.jobs.summary import Summary, summarize
 from fsm_rollout.jobs.tracking import Tracker, Tracking, build_tracker, check_tracker
 from fsm_rollout.report.report import write_report
@@ -82,6 +83,9 @@ def resume(folder: Path, overrides: Sequence[str], progress: Progress, *, file: 
     journal = folder / JOURNAL
     # 1. The config, as the journal recorded it.
     recorded = metadata(journal)
+    if SERVED in recorded:
+        file = file or Path(recorded.get("file", "RUN.yaml"))
+        raise ConfigError(f"'{folder}' holds conversations, which go on with the server: fsm-rollout serve {file}")
     config = recorded_config(folder, recorded, overrides, file)
     with interruptible() as main, claimed(config.out):
         # 2. Agents and prompts must be what they were.

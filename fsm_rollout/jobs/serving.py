@@ -9,6 +9,9 @@ from pydantic import Field
 
 from fsm_rollout.trajectory.settings import AtLeastOne, Seconds, StrictModel
 
+SERVED = "served"
+"""The journal's word for conversations, which are no run's."""
+
 
 class Serving(StrictModel):
     """Where agents are served, to whom, and how much of it."""
@@ -26,6 +29,9 @@ class Serving(StrictModel):
         1000, description="conversations that wait for their callers' next messages; beyond that the oldest ends"
     )
     wait_seconds: Seconds = Field(3600.0, description="so long a conversation waits for the next message, then it ends")
+    keep: bool = Field(
+        True, description="conversations that wait when the server ends go on when it is started again; false: they end"
+    )
     body_bytes: AtLeastOne = Field(4 * 2**20, description="the longest body of a request")
     out: Path | None = Field(
         None, description="the folder of the conversations, relative to where the command is given; default: OUT-serve"

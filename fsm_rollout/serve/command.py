@@ -19,6 +19,7 @@ from fsm_rollout.errors import ConfigError
 from fsm_rollout.jobs.run_config import RunConfig
 from fsm_rollout.jobs.run_folder import claimed
 from fsm_rollout.jobs.runner import engine_problems, load_agents, start_lines
+from fsm_rollout.jobs.serving import SERVED
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.serve.server import is_loopback, listening
 from fsm_rollout.serve.service import Service
@@ -26,8 +27,6 @@ from fsm_rollout.trajectory.journal import JOURNAL, Journal, is_empty, is_journa
 from fsm_rollout.trajectory.journal.reader import Recorded
 
 Ready = Callable[[str, list[str]], object]
-SERVED = "served"
-"""The journal's word for what is not a run's."""
 
 
 def serve(config: RunConfig, ready: Ready) -> None:
@@ -109,8 +108,9 @@ async def _serve(
     recorded: list[Recorded] | None,
     ready: Ready,
 ) -> None:
-    serving, facts = config.serve, {**rollout.description, SERVED: True, "run": config.to_json()}
+    serving = config.serve
     assert serving.out is not None
+    facts = {**rollout.description, SERVED: True, "run": config.to_json(), "file": str(config.file)}
     try:
         with Journal(serving.out / JOURNAL, metadata=facts, append=recorded is not None) as journal:
             rollout.journal = journal

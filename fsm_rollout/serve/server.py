@@ -178,7 +178,8 @@ async def listening(
     finally:
         service.close()
         await runner.cleanup()
-        running.cancel()
+        if service.serving.keep:
+            running.cancel()
         await asyncio.wait({running})
 
 

@@ -96,12 +96,16 @@ class Service:
         return len(self._waiting)
 
     def close(self) -> None:
-        """Take no more requests, and tell those under way."""
+        """Take no more requests, and tell those under way; conversations that are not kept end, and so does the run."""
         self._closing = True
         for exchange, conversation in self._exchanges.items():
             if conversation.exchange is exchange:
                 conversation.end_exchange(CLOSING)
                 self._cancel(conversation)
+        if not self.serving.keep:
+            for conversation in list(self._waiting.values()):
+                self._give_up(conversation)
+            self._prompts.close()
 
     # -- requests -------------------------------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ def test_both_protocols_clients_talk_to_it_and_what_was_said_is_kept(tmp_path: P
     follow: Any = {"role": "user", "content": "What is that plus 3?"}
     question: Any = {"model": "tool_user", "max_tokens": 200, "messages": [dict(chat[0])]}
     # 1. Four ways to ask, and a follow-up.
-    with serving(tmp_path, ends_by=signal.SIGINT) as url:
+    with serving(tmp_path, "serve.keep=false", ends_by=signal.SIGINT) as url:
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
             answer: Any = client.chat.completions.create(model="tool_user", messages=chat)
             text = answer.choices[0].message.content
@@ -78,6 +78,16 @@ def test_both_protocols_clients_talk_to_it_and_what_was_said_is_kept(tmp_path: P
     shown = CliRunner().invoke(app, ["show", folder, "--trajectory", str(second.trajectory)])
     assert shown.exit_code == 0, shown.output
     assert "What is that plus 3?" in shown.output
+    for command, says in (
+        (["replay", folder], "4 trajectories replayed, 0 of them differ"),
+        (["export", folder, "-o", str(tmp_path / "rows.jsonl")], "4 rows of 4 trajectories"),
+    ):
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 0, done.output
+        assert says in done.output
+    refused = CliRunner().invoke(app, ["resume", folder])
+    assert refused.exit_code == 2
+    assert f"fsm-rollout serve {DEMO}" in refused.output
     page = CliRunner().invoke(app, ["show", folder, "-o", str(tmp_path / "report.html")])
     assert page.exit_code == 0, page.output
 

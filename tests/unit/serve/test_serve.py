@@ -342,6 +342,16 @@ def test_a_server_that_is_started_again_takes_up_what_waits(tmp_path: Path) -> N
     assert len(trajectory.streams) == 1
 
 
+def test_conversations_that_are_not_kept_end_with_the_server() -> None:
+    async def main() -> list[Trajectory]:
+        async with served(lambda request: "well", keep=False) as server:
+            for _ in range(3):
+                await server.ask("hello")
+        return list(server.trajectories.values())
+
+    assert [t.stop_reason for t in asyncio.run(main())] == ["interaction_done"] * 3
+
+
 # -- limits and errors -----------------------------------------------------------------------------------------------
 
 
