@@ -374,7 +374,8 @@ class Histories:
         if start > last:
             return known_pairs
         previous_kind = _kind(history[start - 1]) if start else ""
-        pairs = known_pairs.union(pairwise([previous_kind, *map(_kind, history[start:])]))
+        new_pairs = tuple(pairwise([previous_kind, *map(_kind, history[start:])]))
+        pairs = known_pairs if known_pairs.issuperset(new_pairs) else known_pairs.union(new_pairs)
         self._characters += MESSAGE_CHARACTERS + len(history[-1].get("content") or "")
         if self._characters > MOST_CHARACTERS or len(self._seen) > MOST_ENTRIES:
             self._seen.clear()  # conversations under way are then scanned once more

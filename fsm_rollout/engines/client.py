@@ -84,6 +84,8 @@ class EngineClient:
         self._warned: set[str | None] = set()
         """The kinds of failures that have been logged."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        """Looks for requests that the engine is silent about."""
         self._updating = asyncio.Lock()
         self._holding = asyncio.Lock()
         self._reasons: set[str] = set()
@@ -234,12 +236,29 @@ class EngineClient:
         """Give the present try up when the engine is silent for ``queue_timeout``, which only a paused one may be."""
         pending.stop_watch()
         if not self.paused and not pending.lost:
-            loop = asyncio.get_running_loop()
-            pending.watch = loop.call_later(self.queue_timeout, self._silent, pending, pending.request_id)
+            pending.silent_until = asyncio.get_running_loop().time() + self.queue_timeout
+            self._look_at(pending.silent_until)
 
-    def _silent(self, pending: PendingRequest, request_id: str) -> None:
-        self._abort_soon(request_id)
-        self._failed(pending, EngineError(f"the engine sent nothing for {self.queue_timeout:g} s; is it alive?"))
+    def _look_at(self, when: float) -> None:
+        """Look for silent requests then, at the latest: one timer serves all, since they wait equally long."""
+        if self._timer is None or self._timer.when() > when:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = asyncio.get_running_loop().call_at(when, self._look)
+
+    def _look(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if self._timer is not None:
+            now = max(now, self._timer.when())  # a loop may be early by its clock's resolution
+        self._timer = None
+        watched = [(pending.silent_until, pending) for pending in self._sent.values()]
+        for silent_until, pending in watched:
+            if silent_until is not None and silent_until <= now:
+                self._abort_soon(pending.request_id)
+                error = EngineError(f"the engine sent nothing for {self.queue_timeout:g} s; is it alive?")
+                self._failed(pending, error)
+            elif silent_until is not None:
+                self._look_at(silent_until)
 
     async def _serve(self, batch: Sequence[PendingRequest]) -> None:
         """Run one engine call to its end and route its chunks."""
@@ -430,6 +449,9 @@ class EngineClient:
         self._trials.clear()
         for pending in list(self._open):
             self._end(pending, FinishReason.ABORT)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         for task in list(self._tasks):
             task.cancel()
         if self._tasks:

@@ -65,8 +65,8 @@ class PendingRequest:
     """Whether the previous try was lost with its replica: silence then only means that no other replica has room."""
     on_end: Callable[[PendingRequest], None] | None = None
     """Called when it has ended."""
-    watch: asyncio.TimerHandle | None = None
-    """Gives the try up when its first chunk does not come in time; ``None`` from that chunk on."""
+    silent_until: float | None = None
+    """When the try is given up if its first chunk has not come by then; ``None`` from that chunk on."""
     on_tokens: Callable[[], object] | None = None
     """Called when tokens have come, for those who show them at once."""
 
@@ -82,9 +82,7 @@ class PendingRequest:
 
     def stop_watch(self) -> None:
         """Wait no longer for a first chunk."""
-        if self.watch is not None:
-            self.watch.cancel()
-            self.watch = None
+        self.silent_until = None
 
     def take(self, chunk: Chunk, now: float, vocabulary: int | None = None) -> None:
         """Append one chunk.

@@ -134,12 +134,7 @@ def test_abort_keeps_what_was_sampled_and_silence_is_given_up() -> None:
         await ticket.done.wait()
         return ticket.error
 
-    class Silent(ScriptedEngine):
-        async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:  # type: ignore[override]
-            await asyncio.Event().wait()
-            yield Chunk("", array("i"), array("f"))
-
-    error = run(Silent([], tokenizer=tokenizer()), silent, attempts=1, queue_timeout=60.0)
+    error = run(Mute([], tokenizer=tokenizer()), silent, attempts=1, queue_timeout=60.0)
     assert "nothing for 60 s" in str(error)
 
 
@@ -173,6 +168,35 @@ def test_no_request_waits_for_ever(how: str) -> None:
     error, seconds = run(Selective(how), body, attempts=1, queue_timeout=60.0)
     assert ("CancelledError" if how == "cancelled" else "nothing for 60 s") in str(error)
     assert seconds <= 60.0
+
+
+class Mute(ScriptedEngine):
+    """Says nothing at all."""
+
+    async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:  # type: ignore[override]
+        await asyncio.Event().wait()
+        yield Chunk("")
+
+
+def test_one_timer_gives_every_request_up_at_its_own_time() -> None:
+    async def body(dispatcher: EngineClient) -> tuple[list[float], int]:
+        loop, ends, most_timers = asyncio.get_running_loop(), [], 0
+
+        async def wait_for(name: str) -> None:
+            await dispatcher.submit(request(name)).done.wait()
+            ends.append(loop.time())
+
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(20):
+                tasks.create_task(wait_for(str(number)))
+                await asyncio.sleep(1.0)
+                timers = [timer for timer in loop._scheduled if not timer.cancelled()]  # type: ignore[attr-defined]
+                most_timers = max(most_timers, len(timers))
+        return ends, most_timers
+
+    ends, most_timers = run(Mute([], tokenizer=tokenizer()), body, attempts=1, queue_timeout=60.0)
+    assert ends == pytest.approx([60.0 + number for number in range(20)])
+    assert most_timers == 1
 
 
 def test_silence_is_not_measured_while_the_engine_is_paused() -> None:
