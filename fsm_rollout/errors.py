@@ -26,6 +26,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import UnionType
 
 
 class RolloutError(Exception):
@@ -183,6 +184,16 @@ def place_of(error: BaseException) -> str:
 
 _PACKAGE = f"{Path(__file__).parent}{os.sep}"
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+
+
+def check_at_least(least: int, what: str, name: str, value: object, kind: type | UnionType = int) -> None:
+    """Check a number that a caller gave under ``name``, which counts ``what``.
+
+    Raises:
+        ConfigError: it is no number of that kind, or smaller.
+    """
+    if isinstance(value, bool) or not isinstance(value, kind) or not value >= least:  # type: ignore[operator]
+        raise ConfigError(f"{name} must be at least {least} {what}, got {value!r}")
 
 
 FILE_LIKENESS = 0.8

@@ -29,7 +29,7 @@ from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Engine
 from fsm_rollout.engines.specs import EngineLike, as_engine_or_spec, build_engine
 from fsm_rollout.environment.rewards import GroupFilter, Reward, RewardLike
-from fsm_rollout.errors import ConfigError, EngineError, Problem, did_you_mean
+from fsm_rollout.errors import ConfigError, EngineError, Problem, check_at_least, did_you_mean
 from fsm_rollout.scheduler.failure_policy import Failures, failures_of
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.prompt_queue import PromptQueue
@@ -166,8 +166,7 @@ class Rollout:
         validation = greedy if validation_sampling is None else _sampling(validation_sampling, "validation_sampling")
         self._evaluation_sampling = validation.over(training_sampling)
         run_sampling = self._evaluation_sampling if validate else training_sampling
-        if workers < 1:
-            raise ConfigError(f"workers must be at least 1 process, got {workers}")
+        check_at_least(1, "process", "workers", workers)
         if worker_placement not in get_args(WorkerPlacement):
             raise ConfigError(f"worker_placement must be 'local' or 'ray', got {worker_placement!r}")
         # 3. What engines and schedulers are made from; nothing has been started yet.

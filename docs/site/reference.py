@@ -61,6 +61,8 @@ def run_yaml() -> str:
         "Sampling": "`sampling` and `validation_sampling`",
         "WeightedReward": "`reward`: each of a list",
         "Track": "`track`",
+        "PromptSource": "`prompts`: what gives them",
+        "Serving": "`serve`",
     }
     engines = {spec.__name__ for spec in KINDS.values()} | {
         "Engine",

@@ -143,6 +143,9 @@ def _read(text: str, source: SourceMap, base: Path, overrides: Sequence[str], in
             message = "is empty; an agent needs `agent`, `states` and `transitions` (`fsm-rollout new NAME` writes one)"
             problems.append(Problem(message, source.file))
         return Reading(None, source, tuple(problems))
+    if {"prompts", "engine"} <= data.keys():
+        what = "is a run's YAML, which `fsm-rollout run` takes; an agent's is what it names under `agent`"
+        return Reading(None, source, (Problem(what, source.file),))
     # 2. What changes it, and the normal form.
     problems += apply_overrides(data, overrides, source)
     problems += interpolate(data, source)

@@ -226,6 +226,9 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         empty = Problem(f"is empty; a run needs {needs}", str(path))
         other = Problem(f"a run is a mapping with {needs}, got {got}", str(path), 1)
         raise ConfigError(problems or [empty if data is None else other])
+    if {"states", "transitions"} <= data.keys():
+        what = "is an agent's YAML, which `fsm-rollout check` takes; a run's names it under `agent`"
+        raise ConfigError(Problem(what, str(path)))
     base = Path(path).absolute().parent
     look_in(base)
     config = _config(data, base, overrides, source, problems)

@@ -250,8 +250,11 @@ def _check_parts(config: RunConfig, prompts: Sequence[Prompt]) -> None:
             GroupFilter(config.group_filter)
     except ConfigError as error:
         problems += [config.problem(("group_filter",), problem.message) for problem in error.problems]
-    if config.track is not None:
-        check_tracker(config.track)
+    try:
+        if config.track is not None:
+            check_tracker(config.track)
+    except ConfigError as error:
+        problems += [config.problem(("track",), problem.message) for problem in error.problems]
     # 2. The engines' mappings.
     problems += engine_problems(config)
     if problems:

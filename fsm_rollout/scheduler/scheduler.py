@@ -38,6 +38,7 @@ from fsm_rollout.errors import (
     RunStopped,
     TargetNotReached,
     ToolError,
+    check_at_least,
     did_you_mean,
     single,
 )
@@ -163,8 +164,7 @@ class Scheduler:
         max_staleness: int | None = None,
         max_restarts: int = MAX_RESTARTS,
     ) -> None:
-        if concurrency < 1:
-            raise ConfigError(f"concurrency must be at least 1 trajectory, got {concurrency}")
+        check_at_least(1, "trajectory", "concurrency", concurrency)
         if POLICY not in clients:
             raise ConfigError(f"a run needs an engine named '{POLICY}', got {sorted(clients)}")
         self.clients = clients
@@ -328,14 +328,12 @@ class Scheduler:
             TargetNotReached: the filter has turned down too many groups.
             RunStopped: too much has failed, or what must not.
         """
-        if n < 1:
-            raise ConfigError(f"n must be at least 1 trajectory per prompt, got {n}")
-        if target_groups is not None and target_groups < 1:
-            raise ConfigError(f"target_groups must be at least 1 group, got {target_groups}")
-        if not over_sample >= 1:
-            raise ConfigError(f"over_sample must be at least 1 (no group more than the target), got {over_sample}")
-        if max_filtered is not None and not max_filtered >= 0:
-            raise ConfigError(f"max_filtered must be 0 or more groups per group of the target, got {max_filtered}")
+        check_at_least(1, "trajectory per prompt", "n", n)
+        if target_groups is not None:
+            check_at_least(1, "group", "target_groups", target_groups)
+        check_at_least(1, "(no group more than the target)", "over_sample", over_sample, int | float)
+        if max_filtered is not None:
+            check_at_least(0, "groups per group of the target", "max_filtered", max_filtered, int | float)
         await self._until_free()
         self._mark_delivered()
         most = math.inf if target_groups is None else math.ceil(target_groups * over_sample)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from fsm_rollout.agent.graph import POLICY
-from fsm_rollout.errors import ConfigError
+from fsm_rollout.errors import check_at_least
 from fsm_rollout.scheduler.group import Group, GroupState
 from fsm_rollout.trajectory.enums import DropReason, Trigger
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
@@ -34,10 +34,9 @@ class Staleness:
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        if self.most is not None and self.most < 0:
-            raise ConfigError(f"max_staleness must be at least 0 weight versions, got {self.most}")
-        if self.restarts < 0:
-            raise ConfigError(f"max_restarts must be at least 0, got {self.restarts}")
+        if self.most is not None:
+            check_at_least(0, "weight versions", "max_staleness", self.most)
+        check_at_least(0, "of them", "max_restarts", self.restarts)
 
     def end_of(
         self, group: Group, trajectory: Trajectory, under_way: Mapping[tuple[str, str], int] | None = None

@@ -110,6 +110,7 @@ def test_a_kind_given_on_the_command_line_is_to_blame_for_the_file_s_keys(place:
             "engine.tokenizer=no/such",
             "override 'engine.tokenizer=no/such': engine 'policy': model 'no/such': there",
         ),
+        ("track=wandbb", "override 'track=wandbb': track: 'wandbb' is no tracker; did you mean 'wandb'?"),
         ("nonsense", "nonsense"),
         ("limits.tool_calls=3", "is the agent's; write agent.limits.tool_calls=3"),
         ("states.GENERATING.timeout=3", "is the agent's; write agent.states.GENERATING.timeout=3"),
@@ -117,6 +118,15 @@ def test_a_kind_given_on_the_command_line_is_to_blame_for_the_file_s_keys(place:
 )
 def test_wrong_overrides(place: Path, override: str, says: str) -> None:
     assert says in refused(place, override)
+
+
+def test_an_agent_and_a_run_are_told_apart(place: Path) -> None:
+    agent, run = str(place / "agent.yaml"), str(place / "run.yaml")
+    for command, file, says in (("run", agent, "is an agent's YAML, which `fsm-rollout check` takes"),
+                                ("check", run, "is a run's YAML, which `fsm-rollout run` takes")):  # fmt: skip
+        done = CliRunner().invoke(app, [command, file])
+        (line,) = done.output.splitlines()
+        assert (done.exit_code, line.startswith(f"{file}: {says}")) == (2, True), line
 
 
 def test_empty_and_missing_files(place: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -295,6 +296,10 @@ def test_what_is_no_engine_says_what_to_give(engine: Any, says: str) -> None:
         ),
         ({"journal": "runs/x"}, "journal: got 'runs/x'; open one: Journal('runs/x')"),
         ({"reward": 3}, "reward 3 is no function"),
+        ({"concurrency": "8"}, "concurrency must be at least 1 trajectory, got '8'"),
+        ({"workers": 0}, "workers must be at least 1 process, got 0"),
+        ({"max_staleness": 1.5}, "max_staleness must be at least 0 weight versions, got 1.5"),
+        ({"max_restarts": None}, "max_restarts must be at least 0 of them, got None"),
     ],
 )
 def test_a_wrong_argument_is_one_clear_line(options: dict[str, Any], says: str) -> None:
@@ -341,3 +346,17 @@ def test_prompts_without_what_the_reward_reads_are_refused_before_anything_is_sa
         with pytest.raises(fr.ConfigError, match="prompt '0' has no 'answer', which reward 'exact_answer' reads"):
             rollout.run(["What is 2 + 2?"], n=4)
         assert rollout.engine_stats()["policy"]["requests"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"n": "4"}, "n must be at least 1 trajectory per prompt, got '4'"),
+        ({"n": True}, "n must be at least 1 trajectory per prompt, got True"),
+        ({"target_groups": 0}, "target_groups must be at least 1 group, got 0"),
+        ({"over_sample": float("nan")}, "over_sample must be at least 1 (no group more than the target), got nan"),
+    ],
+)
+def test_a_wrong_number_is_one_clear_line(options: dict[str, Any], says: str) -> None:
+    with fr.Rollout(agent(), SCRIPTED) as rollout, pytest.raises(fr.ConfigError, match=re.escape(says)):
+        rollout.run(["What is 2 + 2?"], **options)

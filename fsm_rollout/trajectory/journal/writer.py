@@ -231,7 +231,10 @@ def _connect(path: Path, metadata: Mapping[str, object], append: bool) -> sqlite
     """
     if not append:
         if path.exists():
-            raise JournalError(f"{path} exists, and a journal holds one run; choose another folder or remove it")
+            raise JournalError(
+                f"{path} exists, and a journal holds one run; go on with that one (append=True), choose another, or "
+                "remove it"
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
         _write_new(path, lambda connection: connection.executemany("INSERT INTO run VALUES (?, ?)", facts(metadata)))
     connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)

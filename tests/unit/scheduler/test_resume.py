@@ -1073,7 +1073,7 @@ def test_a_filter_that_turns_everything_down_ends_the_run(deliver_at_end: bool) 
     later = run_virtual(main())
     assert len(later) == 2
     assert ("p1" in later) == deliver_at_end, "kept where it was not delivered"
-    with pytest.raises(ConfigError, match="max_filtered must be 0 or more"):
+    with pytest.raises(ConfigError, match="max_filtered must be at least 0 groups"):
         run_virtual(bench.run(target_groups=1, max_filtered=-1))
 
 

@@ -250,7 +250,7 @@ def test_one_file_holds_one_run(tmp_path: Path) -> None:
     path = tmp_path / "j.sqlite"
     with Journal(path) as journal:
         journal.append("old", prompted("old"))
-    with pytest.raises(JournalError, match="exists, and a journal holds one run"):
+    with pytest.raises(JournalError, match=r"exists, and a journal holds one run; go on with that one \(append=True\)"):
         Journal(path)
     assert [t.trajectory_id for t in read(path)] == ["old"]
 
