@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.internal.conjecture import engine as shrinking
 
@@ -11,6 +13,7 @@ from fsm_rollout.testing.plugin.profiles import register
 
 pytest_plugins = ["pytester", "tests.model_fixtures"]
 
+UNIT = Path(__file__).parent / "unit"
 register()  # by itself where the package is installed; a stale build folder in the working directory can hide that
 # Hypothesis has a `ci` of its own, which does not keep as quiet.
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
@@ -21,4 +24,13 @@ settings.register_profile(
 # A failing property is reported within seconds. Hypothesis has no setting for how long it shrinks (300 s by default).
 assert hasattr(shrinking, "MAX_SHRINKING_SECONDS"), "Hypothesis has changed how it limits shrinking"
 shrinking.MAX_SHRINKING_SECONDS = 8
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+# What a unit test draws is small: half as many examples show what they can. The laws' worlds are large.
+settings.register_profile("ci-unit", settings.get_profile("ci"), max_examples=25)
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
+settings.load_profile(PROFILE)
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Set what the properties of a module are drawn with, which Hypothesis reads when the module is imported."""
+    if PROFILE == "ci" and isinstance(collector, pytest.Module):
+        settings.load_profile("ci-unit" if UNIT in collector.path.parents else "ci")

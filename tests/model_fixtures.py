@@ -1,17 +1,20 @@
-"""A byte-level tokenizer and a small random model: real, and made in a moment."""
+"""A byte-level tokenizer and a small random model: real, and made in a moment.
+
+Torch is imported where it is used: the process that hands out tests to others runs none.
+"""
 
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     """Bytes, and one special token: 257 ids."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -22,6 +25,8 @@ def tokenizer() -> Any:
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> Iterator[None]:
     """Small operations on shared cores: more threads wait for one another most of the time."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -30,6 +35,9 @@ def _one_thread() -> Iterator[None]:
 
 def make_model(seed: int, vocabulary: int = 257) -> Any:
     """Return a Qwen3 with grouped-query attention and weights large enough that tokens depend on what precedes."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=vocabulary,

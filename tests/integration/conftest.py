@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 import pytest
 
 SHARED = ("sglang", "ray", "browser")
@@ -14,6 +17,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name in SHARED:
             if item.get_closest_marker(name) is not None:
                 item.add_marker(pytest.mark.xdist_group(name))
+        if asks_for_the_shared_ray(item):
+            assert isinstance(item, pytest.Function)
+            item.fixturenames.append("shared_ray")
+    items.sort(key=asks_for_the_shared_ray)  # others start one themselves, or look what happens without
+
+
+def asks_for_the_shared_ray(item: pytest.Item) -> bool:
+    """Whether a test is marked ``ray("shared")``."""
+    mark = item.get_closest_marker("ray")
+    return mark is not None and "shared" in mark.args
+
+
+@pytest.fixture(scope="session")
+def shared_ray() -> Iterator[None]:
+    """Like a training job that has started Ray itself."""
+    ray = pytest.importorskip("ray")
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

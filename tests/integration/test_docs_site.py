@@ -27,7 +27,7 @@ def test_programs_print_what_the_page_says(page: str, tmp_path: Path) -> None:
     run_page(page, tmp_path, frozenset({"process"}))
 
 
-@pytest.mark.ray
+@pytest.mark.ray("shared")
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.parametrize("page", pages_that_need("ray"))
 def test_blocks_run_on_ray(page: str, tmp_path: Path) -> None:

@@ -6,12 +6,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fsm_rollout.agent.loader import load_agent
 from fsm_rollout.trajectory.journal import Journal
 from tests.kit import CONFIGS
+from tests.programs import program
 from tests.unit.report.recorded_runs import history
 
 pytestmark = pytest.mark.process
@@ -72,15 +74,30 @@ def command(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+FORGETFUL = f"""
+import sys
+for name in list(sys.modules):
+    if name.partition(".")[0] in {("fsm_rollout", "typer", "click", *MODULES)!r}:
+        del sys.modules[name]
+from fsm_rollout.cli import main
+main()
+"""
+
+
+def forked(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """As `command`; only torch and its like, which cost seconds, have been imported before."""
+    return program(FORGETFUL, *arguments, cwd=cwd)
+
+
 @pytest.mark.parametrize(
-    "arguments",
-    [["show"], ["show", "--trajectory", "0/0"], ["show", "-o", "{}.html"], ["show", "-o", "{}.trace.json"],
-     ["show", "--trajectory", "0/0", "-o", "{}.html"]],
+    ("start", "arguments"),
+    [(forked, ["show"]), (forked, ["show", "--trajectory", "0/0"]), (forked, ["show", "-o", "{}.html"]),
+     (forked, ["show", "-o", "{}.trace.json"]), (command, ["show", "--trajectory", "0/0", "-o", "{}.html"])],
 )  # fmt: skip
-def test_looking_at_a_folder_runs_nothing_that_is_in_it(foreign: Path, arguments: list[str]) -> None:
+def test_looking_at_a_folder_runs_nothing_that_is_in_it(foreign: Path, start: Any, arguments: list[str]) -> None:
     out = foreign.parent / "page"
     name, *options = (argument.format(out) for argument in arguments)
-    done = command(foreign.parent, name, str(foreign), *options)
+    done = start(foreign.parent, name, str(foreign), *options)
     assert done.returncode == 0, done.stderr
     assert "has a fault" not in done.stdout, "the agent is drawn from its YAML"
     assert not (foreign / "RAN").exists()
@@ -99,7 +116,7 @@ def test_nor_does_looking_at_the_folder_in_which_one_is(foreign: Path) -> None:
 
 def test_going_on_imports_only_what_the_users_own_file_names(foreign: Path) -> None:
     # 1. The file that the journal names lies in the folder itself.
-    done = command(foreign.parent, "resume", str(foreign))
+    done = forked(foreign.parent, "resume", str(foreign))
     assert (done.returncode, "may have come with it" in done.stderr) == (2, True), done.stderr
     # 2. The user's own file is another.
     own = foreign.parent / "own.yaml"
@@ -107,7 +124,7 @@ def test_going_on_imports_only_what_the_users_own_file_names(foreign: Path) -> N
     assert load_agent(agent)
     run = json.loads((foreign / "run.yaml").read_text())
     own.write_text(json.dumps(run | {"agent": str(agent), "reward": None, "engine": {"kind": "scripted"}}))
-    done = command(foreign.parent, "resume", str(foreign), "--file", str(own))
+    done = forked(foreign.parent, "resume", str(foreign), "--file", str(own))
     assert done.returncode == 2
     for key in ("agent", "reward", "engine.kind", "engine.router"):
         assert f"{own}: {key}: the run in" in done.stderr, done.stderr

@@ -62,7 +62,7 @@ def test_a_journal_that_is_closed_at_the_interpreters_end_is_whole_or_says_that_
     """The interpreter stops daemon threads at its end, and they answer nobody then."""
     path = tmp_path / "j.sqlite"
     done = subprocess.run(
-        [sys.executable, "-c", LATE, str(path), writer], check=False, capture_output=True, text=True, timeout=100,
+        [sys.executable, "-c", LATE, str(path), writer], check=False, capture_output=True, text=True, timeout=600,
         cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0

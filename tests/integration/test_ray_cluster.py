@@ -33,12 +33,13 @@ from tests.integration import ray_work
 from tests.integration.ray_work import ByTrajectory, ask, right, through
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning")]
+TIMES = PoolTimes(start=600, ping=300, order=300, backoff=0.05)
 ray.cloudpickle.register_pickle_by_value(ray_work)  # the actors cannot import it
 
 
 def node_of(replica: Any) -> str:
     where = replica.engine.actor.__ray_call__.remote(lambda self: ray.get_runtime_context().get_node_id())
-    return str(ray.get(where, timeout=30))
+    return str(ray.get(where, timeout=600))
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +74,9 @@ def cluster(client_port: int) -> Iterator[Cluster]:
 def test_a_node_dies_in_the_middle_of_a_run(cluster: Cluster):
     nodes = [cluster.head_node, *sorted(cluster.worker_nodes, key=lambda node: node.node_id)]
     options = RayOptions(address=cluster.address, nodes=[node.node_id for node in nodes])
-    pool = PoolEngine(RayPlacement(ByTrajectory(0.5), 3, options), 3, times=PoolTimes(start=60, backoff=0.05))
+    pool = PoolEngine(
+        RayPlacement(ByTrajectory(0.5), 3, options), 3, times=PoolTimes(start=600, ping=300, order=300, backoff=0.05)
+    )
     assert [node_of(replica) for replica in pool.replicas] == [node.node_id for node in nodes]
 
     async def main() -> None:
@@ -82,7 +85,7 @@ def test_a_node_dies_in_the_middle_of_a_run(cluster: Cluster):
 
         for ticket in await through(pool, [ask(i) for i in range(48)], kill):
             right(ticket)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(600):
             while (stats := pool.replicas[1]).restarts < 1 or stats.state != "up":  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         assert stats.moved > 0, "an answer takes four seconds, so some were under way"
@@ -99,7 +102,7 @@ def test_a_node_dies_in_the_middle_of_a_run(cluster: Cluster):
 def client_address(cluster: Cluster, client_port: int) -> str:
     """Of the client server of the cluster's head."""
     pytest.importorskip("grpc", reason="Ray's client needs ray[client]")
-    until = time.monotonic() + 120
+    until = time.monotonic() + 600
     while time.monotonic() < until:
         with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", client_port), timeout=60):
             break
@@ -121,7 +124,7 @@ def test_a_pool_through_rays_client(client_address: str, caplog: pytest.LogCaptu
     async def answers(engine: Engine, name: str) -> list[list[int]]:
         dispatcher = EngineClient(engine)
         tickets = [dispatcher.submit(request) for request in requests(name)]
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(600):
             await asyncio.gather(*(ticket.done.wait() for ticket in tickets))
         return [list(ticket.ids) for ticket in tickets]
 
@@ -131,7 +134,7 @@ def test_a_pool_through_rays_client(client_address: str, caplog: pytest.LogCaptu
         dispatcher = EngineClient(pool)
         tickets = [dispatcher.submit(request) for request in requests("b")]
         ray.kill(pool.replicas[0].engine.actor)  # type: ignore[union-attr]
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(600):
             await asyncio.gather(*(ticket.done.wait() for ticket in tickets))
         assert [ticket.error for ticket in tickets] == [None] * 4
         assert pool.replicas[0].restarts == 1

@@ -413,7 +413,7 @@ def test_no_process_stays_behind_when_whoever_started_it_is_killed() -> None:
 
 
 def assert_gone(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=60)
+    _, alive = psutil.wait_procs(processes, timeout=PATIENCE)
     alive = [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     for process in alive:
         process.kill()
@@ -438,7 +438,7 @@ def test_a_killed_scheduler_costs_no_token_as_another_sglang_goes_on_with_the_sa
         assert await pool.update_weights(tensors, 70) == 70
         client = EngineClient(pool)
         asked = [client.submit(request(pool, next(names), i, 400, temperature=0.7, ignore_eos=True)) for i in range(3)]
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             while any(len(pending.ids) < 20 for pending in asked):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         (scheduler,) = [process for process in processes if "scheduler" in " ".join(process.cmdline())]

@@ -92,7 +92,7 @@ class ForeignAgent(RuleBasedStateMachine):
         self.conversations, self.trajectory = self.do(Puppet.here)
 
     def do(self, work: Any) -> Any:
-        return self.loop.run_until_complete(asyncio.wait_for(work, 60))
+        return self.loop.run_until_complete(asyncio.wait_for(work, 600))
 
     def request(self, messages: list[dict[str, Any]], tools: bool) -> ChatRequest:
         return ChatRequest([dict(message) for message in messages], tools=[CALCULATOR] if tools else [])

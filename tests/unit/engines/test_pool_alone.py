@@ -248,7 +248,7 @@ def test_a_start_that_is_given_up_is_not_waited_for(tokenizer: Any):
     may_go_on, built = threading.Event(), []
 
     def build(name: str) -> ScriptedEngine:
-        may_go_on.wait(60)
+        may_go_on.wait(600)
         built.append(name)
         return ScriptedEngine(script, tokenizer=tokenizer)
 
@@ -326,7 +326,7 @@ def test_an_interruption_while_replicas_start_is_not_put_off_until_they_have(tok
 
     def build(name: str) -> ScriptedEngine:
         tasks[0].cancel()
-        may_go_on.wait(60)
+        may_go_on.wait(600)
         return ScriptedEngine(script, tokenizer=tokenizer)
 
     place = LocalPlacement(build)
