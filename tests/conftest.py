@@ -11,7 +11,7 @@ from hypothesis.internal.conjecture import engine as shrinking
 
 from fsm_rollout.testing.plugin.profiles import register
 
-pytest_plugins = ["pytester", "tests.model_fixtures"]
+pytest_plugins = ["pytester", "tests.leftovers", "tests.model_fixtures"]
 
 UNIT = Path(__file__).parent / "unit"
 register()  # by itself where the package is installed; a stale build folder in the working directory can hide that
