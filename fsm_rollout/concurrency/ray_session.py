@@ -144,7 +144,7 @@ def _init(ray: Remote, address: str) -> None:
         if address not in ("local", "auto"):
             _knock(address)
         ray.init(address=address, **options)
-    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+    except Exception as error:  # Ray's own code; some of what it raises has no class of its own
         message = str(error).strip()
         # Ray's client shows what the server printed.
         why = message.splitlines()[-1] if "Traceback" in message else message

@@ -25,6 +25,7 @@ from fsm_rollout.concurrency.ray_session import answer_to
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.pool import PoolEngine, PoolTimes
+from fsm_rollout.engines.protocol import Engine
 from fsm_rollout.engines.ray import RayOptions, RayPlacement, fitting
 from fsm_rollout.engines.router import LeastLoadedRouter
 from fsm_rollout.engines.specs import build_engine
@@ -127,6 +128,17 @@ def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delitem(sys.modules, "fsm_rollout.engines.ray")
     with pytest.raises(EngineError, match=r"pip install 'fsm-rollout\[ray\]', or use placement 'local'"):
         build_engine(spec(), Path())
+
+
+def test_a_ray_that_does_not_start_in_time_says_so(monkeypatch: pytest.MonkeyPatch):
+    """Ray waits for half a minute for its own processes, and then raises what has no class of its own."""
+
+    def init(**_: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(EngineError, match="no Ray could be reached at 'local': The current node timed out"):
+        ray_session.connect("local")
 
 
 def test_a_ray_that_starts_when_its_caller_is_interrupted_is_shut_down():
@@ -363,8 +375,11 @@ def test_a_process_that_stands_still_is_noticed():
 
 @pytest.mark.ray("shared")
 def test_an_engine_that_cannot_start_over_there_says_why():
-    with pytest.raises(EngineError, match="model 'absent': there is no folder"):
-        build_engine(spec(tokenizer="absent", cpus=0.5), Path())
+    def broken(name: str) -> Engine:
+        raise EngineError("there is no such device")
+
+    with pytest.raises(EngineError, match="there is no such device"):
+        PoolEngine(RayPlacement(broken, 1, RayOptions(cpus=0.5)), 1, times=TIMES)
 
 
 # -- weights -------------------------------------------------------------------------------------------------------
