@@ -121,9 +121,8 @@ def _facts(graph: AgentGraph, name: str, handler: str, spends: str | None) -> It
         kinds |= {name: " (verifiers)" for name, tool in graph.tools.items() if tool.verifiers is not None}
         yield ", ".join(f"{name}{kinds.get(name, '')}" for name in tools)
     if handler == "external":
-        options = state.options
-        command = options.get("command")
-        yield " ".join(map(str, command)) if command else str(options.get("use"))
+        yield " ".join(map(str, state.options.get("command") or [state.options.get("use")]))
+        yield f"speaks {state.options.get('dialect', 'openai')}"
     if handler == "interact" and (interaction := state.interaction or graph.interaction):
         yield interaction.use.rpartition(":")[2]
     for limit, row in LIMITS.items():

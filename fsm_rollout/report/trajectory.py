@@ -26,7 +26,7 @@ from fsm_rollout.report.recording import Recording, RunFolder
 from fsm_rollout.report.texts import TokenTexts, visible
 from fsm_rollout.report.times import BUSY, Clock, Stretch, TimedVisit, Times, packed, wall_seconds
 from fsm_rollout.trajectory.events import Message
-from fsm_rollout.trajectory.trajectory import Trajectory
+from fsm_rollout.trajectory.trajectory import BRANCH, FURTHER, Trajectory
 
 Item = TypeVar("Item", Stretch, TimedVisit)
 Texts = Callable[[str], TokenTexts | None]
@@ -122,6 +122,7 @@ def trajectory_page(
         states=names,
         data=token_data(trajectory, texts),
         t=trajectory,
+        relations={stream.context: relation_of(stream.context) for stream in trajectory.streams},
         run=run,
         links=links,
         notes=list(notes) if recording.events else [*notes, NO_EVENTS],
@@ -176,6 +177,13 @@ def token_data(trajectory: Trajectory, texts: Texts) -> dict[str, object]:
             vocabularies[engine] = {id_: visible(text) for id_, text in token_texts.vocabulary(ids).items()}
             markers[engine] = sorted(ids & set(token_texts.markers))
     return {"kind": "trajectory", "streams": streams, "vocabularies": vocabularies, "markers": markers}
+
+
+def relation_of(context: str) -> str:
+    """Return what a foreign agent's context is to the earlier ones of its agent; nothing for all others."""
+    if BRANCH in context:
+        return "a history that its agent rewrote, or went on with in another way"
+    return "another conversation of its agent" if FURTHER in context else ""
 
 
 def ending_of(recording: Recording) -> str:

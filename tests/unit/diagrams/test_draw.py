@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from fsm_rollout import AgentGraph, load_agent, prove
 from fsm_rollout.cli import app
 from fsm_rollout.diagrams.draw import DrawingError, draw, source_of, to_dot, to_mermaid, to_png
+from fsm_rollout.diagrams.picture import picture
 from fsm_rollout.testing.strategies.graphs import graphs
 from tests.kit import ROOT
 
@@ -309,3 +310,14 @@ class TestCommand:
 
 def test_draw_returns_the_path(tmp_path: Path) -> None:
     assert draw(load_agent(AGENTS[0]), tmp_path / "a.mmd") == tmp_path / "a.mmd"
+
+
+@pytest.mark.parametrize(("keys", "lines"), [
+    ({"command": ["python", "mine.py"], "dialect": "anthropic"}, ("python mine.py", "speaks anthropic")),
+    ({"use": "os:getcwd"}, ("os:getcwd", "speaks openai")),
+])  # fmt: skip
+def test_a_foreign_agent_s_box_says_what_runs_and_what_it_speaks(keys: dict[str, Any], lines: tuple[str, ...]) -> None:
+    rows = [{"trigger": "returned", "source": "EXTERNAL", "dest": "TERMINATED"}]
+    graph = agent({"EXTERNAL": {"handler": "external", "options": keys}}, rows, initial="EXTERNAL")
+    (box, _) = picture(graph).boxes
+    assert box.lines[:2] == lines

@@ -25,7 +25,7 @@ from fsm_rollout.report.report import write_report
 from fsm_rollout.report.show import show
 from fsm_rollout.report.texts import GOES_ON, percent
 from fsm_rollout.report.trajectory import trajectory_page
-from fsm_rollout.trajectory.events import AnyEvent, ContextOpened, Generated, Transitioned
+from fsm_rollout.trajectory.events import AnyEvent, ContextOpened, Ended, Generated, Scored, Transitioned
 from fsm_rollout.trajectory.journal import Journal
 from tests.embedded import tokenizer
 from tests.kit import CONFIGS
@@ -235,3 +235,19 @@ def test_a_turn_is_a_message_and_a_generation_is_one_everywhere(tmp_path: Path) 
     write_report(tmp_path)
     columns = json.loads(re.search(r'"columns": ?(\[.*?\])', (tmp_path / "report.html").read_text("utf-8"))[1])  # type: ignore[index]
     assert {"messages", "generations"} <= {column["name"] for column in columns}
+
+
+def test_a_foreign_agent_s_histories_are_told_apart() -> None:
+    events: list[AnyEvent] = [
+        *(event for event in history() if not isinstance(event, Ended | Scored)),
+        *(
+            ContextOpened(
+                at=111.0, context=context, state="EXTERNAL", messages=[{"role": "user", "content": "x"}],
+                ids=array("i", [1, 2]), trained=True, engine="policy",
+            )
+            for context in ("main~2", "main+2")
+        ),
+    ]  # fmt: skip
+    page = trajectory_page(Recording.of(events))
+    assert page.count("a history that its agent rewrote") == 1
+    assert page.count("another conversation of its agent") == 1
