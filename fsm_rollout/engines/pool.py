@@ -50,6 +50,8 @@ LOOK_WITHIN = 1.0
 """Seconds that the others have to answer when one is lost, before they are given what it had."""
 TELL_AFTER = 2.0
 """Seconds of closing after which the log says what is waited for."""
+TELL_START_AFTER = 15.0
+"""The same for starting, which takes long where models are large."""
 _BUILDING = threading.Lock()
 """Loading a model changes process-wide defaults for a while, so engines are built one after another."""
 _threads = DaemonThreads("fsm-rollout-replica")
@@ -665,6 +667,7 @@ class PoolEngine:
             logger.info("%s is up after %.1f s; %d to go", replica.name, loop.time() - began, to_go)
 
         tasks = [asyncio.ensure_future(start(replica)) for replica in self.replicas]
+        slow = loop.call_later(TELL_START_AFTER, self._tell_who_starts)
         try:
             await asyncio.gather(*tasks)  # the first error ends the others
             models = {(replica.live.eos_ids, replica.live.weight_version) for replica in self.replicas}
@@ -677,8 +680,14 @@ class PoolEngine:
                 await asyncio.gather(*tasks, return_exceptions=True)
                 await self._stop_all()
             raise
+        finally:
+            slow.cancel()
         for replica in self.replicas:
             replica.state = "up"
+
+    def _tell_who_starts(self) -> None:
+        names = ", ".join(replica.name for replica in self.replicas if replica.engine is None)
+        logger.warning("still starting: waiting for %s, up to %g s (start_timeout)", names, self._times.start)
 
     async def _open(self, replica: Replica) -> None:
         """Start a new engine in a replica's place."""

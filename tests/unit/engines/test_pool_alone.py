@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from typing import Any
 
 import pytest
 import torch
 
+from fsm_rollout.engines import pool as pool_module
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pool import LocalPlacement, PoolEngine
-from fsm_rollout.engines.protocol import Request
+from fsm_rollout.engines.protocol import Engine, Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.errors import EngineError
 from fsm_rollout.testing import run_virtual
@@ -299,6 +301,28 @@ def test_a_lost_engine_that_cannot_be_closed_is_replaced_all_the_same(place: Pla
         await pool.aclose()
 
     run_virtual(main())
+
+
+def test_a_start_that_takes_long_says_what_it_waits_for(
+    place: Place, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    async def main() -> None:
+        await make(place, 2).aclose()
+
+    run_virtual(main())
+    assert not caplog.messages
+    begin = place.start
+
+    async def slow(name: str) -> Engine:
+        while name == "replica-1" and not caplog.messages:  # noqa: ASYNC110  # a log has no event
+            await asyncio.sleep(0)
+        return await begin(name)
+
+    monkeypatch.setattr(pool_module, "TELL_START_AFTER", 0.0)
+    monkeypatch.setattr(place, "start", slow)
+    run_virtual(main())
+    (message,) = caplog.messages
+    assert re.fullmatch(r"still starting: waiting for (replica-0, )?replica-1, up to \d+ s \(start_timeout\)", message)
 
 
 def test_a_close_that_takes_long_says_what_it_waits_for(place: Place, caplog: pytest.LogCaptureFixture):
