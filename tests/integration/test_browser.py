@@ -170,7 +170,7 @@ def test_redder_is_less_likely_and_hovering_says_all(browser: Any, run: Path, tm
         f"position {at}",
         f"weights {span.version}",
         "GENERATING",
-        "turn 1",
+        "generation 1",
         "trained",
     ):
         assert said in tip
