@@ -7,6 +7,7 @@ version of its weights; and it ends exactly once.
 from __future__ import annotations
 
 import asyncio
+import logging
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import Ids, Logprobs
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +112,10 @@ class PendingRequest:
         self.cached_tokens = max(self.cached_tokens, chunk.cached_tokens)
         self.replica = chunk.replica or self.replica
         if ids and self.on_tokens is not None:
-            self.on_tokens()
+            try:
+                self.on_tokens()
+            except Exception:  # whoever reads along harms no generation
+                logger.exception("tokens of request %s could not be shown as they came", self.request_id)
 
     @property
     def ended_as(self) -> FinishReason | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from importlib.resources import files
@@ -18,7 +19,6 @@ from ipaddress import ip_address
 from types import ModuleType
 
 from aiohttp import web
-from yarl import URL
 
 from fsm_rollout import __version__
 from fsm_rollout.diagrams.palette import css_variables
@@ -108,9 +108,9 @@ class Server:
             ProtocolError: with what is wrong.
         """
         origin = request.headers.get("Origin")
-        if origin is not None and URL(origin).authority != request.host:
+        if origin is not None and origin.partition("://")[2] != request.host:
             raise ProtocolError(403, "foreign_origin", f"pages of {origin} may not speak to this server")
-        if self._loopback and not is_loopback(request.url.host or ""):
+        if self._loopback and not is_loopback(re.sub(r":\d+$", "", request.host)):
             raise ProtocolError(403, "foreign_host", f"this server is not called '{request.host}'")
         if self._callers and request.path not in OPEN and digest_of(key_of_caller(request)) not in self._callers:
             raise ProtocolError(401, "invalid_api_key", "send one of the server's API keys")

@@ -583,6 +583,18 @@ MUTANTS = (
         ("tests/laws/test_foreign_bodies.py",),
     ),
     Mutant(
+        "a conversation goes on for whoever knows its words", "serve/conversation.py",
+        "begin_chain([caller, model, sampling])", "begin_chain([model, sampling])",
+        "a conversation goes on only with the key that began it",
+        ("tests/unit/serve/test_serve.py",),
+    ),
+    Mutant(
+        "a wait for the caller counts as time", "states/context.py",
+        "away=now - since, weight_version=version", "away=0.0, weight_version=version",
+        "while it waits for its user a trajectory is set aside",
+        ("tests/unit/serve/test_serve.py",),
+    ),
+    Mutant(
         "a retry is sampled anew", "states/external/conversations.py",
         "not turn.delivered and branch.chains", "False and branch.chains",
         "7: an answer that nobody had is not sampled twice",

@@ -409,6 +409,22 @@ def test_an_engine_that_fails_is_a_503_and_the_next_request_is_served() -> None:
     asyncio.run(main())
 
 
+def test_text_that_cannot_be_shown_as_it_comes_is_shown_at_its_turn_s_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*args: object) -> str:
+        raise ValueError("half a character too many")
+
+    monkeypatch.setattr("fsm_rollout.serve.conversation.TextStream.new", fails)
+
+    async def main() -> None:
+        async with served([Turn(text="So it goes.", chunks=3)]) as server:
+            assert words(await server.stream([{"role": "user", "content": "?"}])) == ["So it goes."]
+
+    asyncio.run(main())
+    assert "could not be shown as they came" in caplog.text
+
+
 def test_wrong_requests_say_what_is_wrong() -> None:
     async def main() -> None:
         async with served(lambda request: "well", body_bytes=10_000) as server:
@@ -428,6 +444,17 @@ def test_wrong_requests_say_what_is_wrong() -> None:
                         assert "error" in await answer.json()
                 async with http.post("/v1/messages", data=b"{") as answer:
                     assert (answer.status, (await answer.json())["type"]) == (400, "error")
+                for wrong in (
+                    [{"role": "user", "content": [{"type": "text"}]}],
+                    [{"role": "user", "content": 7}],
+                    [{"role": "tool", "content": "x"}, "y"],
+                    [{"role": "assistant", "tool_calls": [{"id": "c"}]}, {"role": "user", "content": "?"}],
+                ):
+                    async with http.post(
+                        "/v1/chat/completions", json={"model": "chatting", "messages": wrong}
+                    ) as answer:
+                        assert answer.status == 400, (wrong, await answer.text())
+            assert not server.trajectories
 
     asyncio.run(main())
 
@@ -512,6 +539,8 @@ def test_pages_from_elsewhere_are_not_served() -> None:
                 for headers, status in (
                     ({"Origin": "http://evil.example"}, 403),
                     ({"Origin": "null"}, 403),
+                    ({"Origin": "http://["}, 403),
+                    ({"Host": "["}, 403),
                     ({"Host": f"rebound.example:{port}"}, 403),
                     ({"Origin": server.url}, 200),
                     ({"Host": f"localhost:{port}", "Origin": f"http://localhost:{port}"}, 200),
