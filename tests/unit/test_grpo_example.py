@@ -62,3 +62,11 @@ def test_a_turn_is_compared_with_the_same_turn_of_its_group() -> None:
         assert (advantages[row, :right] >= 0).all()
         assert (advantages[row, right : right + 1] <= 0).all()
         assert not advantages[row, right + 1 :].any()
+
+
+def test_runs_are_drawn_from_their_logs(tmp_path: Path) -> None:
+    logs = sorted((ROOT / "examples/grpo/logs").glob("*.jsonl"))
+    runpy.run_path(str(ROOT / "examples/grpo/plot.py"))["draw"](logs, tmp_path / "curve.svg")
+    drawn = (tmp_path / "curve.svg").read_text("utf-8")
+    assert logs
+    assert [log.stem for log in logs if f"<!-- {log.stem.replace('_', ' ')} -->" not in drawn] == []
