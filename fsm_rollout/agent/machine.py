@@ -1,8 +1,9 @@
 """The state machine: one shared ``transitions.Machine`` per agent, compiled from its graph.
 
-Invariant: only a transition decides the next state. Each of the user's becomes one of the library's, in order; after
-them every working state has the machine's own last ones, which end the trajectory when the scheduler raises a trigger
-that no transition takes.
+Invariant: only a transition decides the next state. Each of the user's becomes one of the library's, in order. Behind
+them every working state has transitions of the machine's own: when the scheduler raises a trigger that no transition of
+the user's takes, they end the trajectory.
+
 A trajectory is never registered with the machine (that would cost O(n) each): it is handed to an event, and all that
 firing a transition does to it is to emit one :class:`~fsm_rollout.trajectory.events.Transitioned`.
 """
@@ -39,10 +40,11 @@ class _Transition(transitions.Transition):
     dest: str
     charge: Charge
     stop_reason: str | None = None
-    row: int | None = None
+    index: int | None = None
     """Its place among the user's transitions; ``None`` for ``on_error`` and the machine's own."""
     final: bool
-    users: bool = False
+    """Whether it leads to a final state."""
+    by_user: bool = False
     """Whether the user wrote it, ``on_error`` included."""
 
     def takes(self, trajectory: Trajectory, outcome: Outcome) -> bool:
@@ -60,8 +62,9 @@ class _Transition(transitions.Transition):
             limit=outcome.limit,
             detail=outcome.detail,
             stop_reason=(self.stop_reason or outcome.stop_reason) if self.final else None,
-            row=self.row,
-            failure=outcome.failure if self.row is None or outcome.trigger == Trigger.FAILED else None,
+            row=self.index,
+            # A limit or timeout that the user's own transition takes is no failure.
+            failure=outcome.failure if self.index is None or outcome.trigger == Trigger.FAILED else None,
         )
 
 
@@ -90,25 +93,26 @@ class AgentMachine:
         for state in graph.working_states:
             for trigger in triggers:
                 if trigger != Trigger.CANCELLED:  # the one trigger that no transition may take
-                    for place, row in graph.rows_of(state, trigger):
-                        self._add(trigger, state, row.dest, row, place)
+                    for index, written in graph.rows_of(state, trigger):
+                        self._add(trigger, state, written.dest, written, index)
                 if trigger in IMPLICIT_TRIGGERS:  # taken when nothing that the user wrote holds
                     self._add(trigger, state, TERMINATED)
 
     def _add(
-        self, trigger: str, state: str, dest: str, row: TransitionRow | None = None, place: int | None = None
+        self, trigger: str, state: str, dest: str, written: TransitionRow | None = None, index: int | None = None
     ) -> None:
+        """Add a transition: one that the user has ``written``, or one of the machine's own."""
         self._machine.add_transition(
             trigger,
             state,
             dest,
-            conditions=[*map(self._condition, row.conditions)] if row is not None else [],
-            unless=[*map(self._condition, row.unless)] if row is not None else [],
+            conditions=[*map(self._condition, written.conditions)] if written is not None else [],
+            unless=[*map(self._condition, written.unless)] if written is not None else [],
         )
         transition = self._machine.events[trigger].transitions[state][-1]
         assert isinstance(transition, _Transition)
-        transition.stop_reason, transition.row = row.stop_reason if row is not None else None, place
-        transition.final, transition.users = self.graph.is_final(dest), row is not None
+        transition.stop_reason, transition.index = written.stop_reason if written is not None else None, index
+        transition.final, transition.by_user = self.graph.is_final(dest), written is not None
         transition.charge = _nothing if transition.final else self.charge_of(dest)
 
     def _condition(self, predicate: Predicate) -> Holds:
@@ -125,9 +129,9 @@ class AgentMachine:
         return condition
 
     def _routable(self, trajectory: Trajectory, limit: str | None) -> bool:
-        """Say whether a reached limit may be routed: once, and only one that the agent itself sets.
+        """Return whether the user's transitions may take a reached limit: once, and only if the agent sets it.
 
-        The proof knows of no other.
+        The proof counts these steps and no others.
         """
         return limit is None or (
             limit in self._limits and routing_key(limit, trajectory.state) not in trajectory.routed
@@ -166,7 +170,7 @@ class AgentMachine:
             return False
         routed = routed and self._routable(trajectory, outcome.limit)
         for transition in cast("list[_Transition]", event.transitions[trajectory.state]):
-            if (routed or not transition.users) and transition.takes(trajectory, outcome):
+            if (routed or not transition.by_user) and transition.takes(trajectory, outcome):
                 emit(transition.event(trajectory, outcome, at))
                 return True
         return False

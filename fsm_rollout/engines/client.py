@@ -1,9 +1,9 @@
 """The client of an engine: the one ledger of requests under way.
 
-Invariant: a flush is not a barrier (no request waits for another's end); every submitted :class:`PendingRequest` ends
-exactly once, whatever the engine does; it holds every token that the engine streamed for it, in order. All requests
-made in one flush of the event loop go to the engine in one call, and so do all aborts. Nobody else tries a request
-again: one that failed, or that was lost with its replica, goes on from the tokens already streamed.
+Invariant: every submitted :class:`PendingRequest` ends exactly once, whatever the engine does; it holds every token
+that the engine streamed for it, in order. All requests made in one pass of the event loop go to the engine in one call
+(a *flush*), and so do all aborts; no request waits for another's end. Nobody else tries a request again: one that
+failed, or that was lost with its replica, goes on from the tokens already streamed.
 
 A request is given up only for failures of its own. What fails together is tried again together, then in parts
 (:mod:`fsm_rollout.engines.trials`), until the one is found that fails by itself. Nothing that an engine answers is
@@ -55,7 +55,9 @@ class EngineClient:
     ) -> None:
         self.engine = engine
         self.attempts = attempts
+        """A request is given up after so many failures of its own."""
         self.backoff = backoff
+        """Seconds before the second try; twice as long before each further one."""
         self.elsewhere = elsewhere
         """Whether what a replica has failed is tried at another one, if there is one."""
         self.queue_timeout = queue_timeout
@@ -78,7 +80,8 @@ class EngineClient:
         """The ids that the engine may still have: also of requests that it did not end in time."""
         self._aborts: list[str] = []
         """The ids that the engine is told to end in this pass of the loop."""
-        self._tries: int = getattr(engine, "attempts", attempts)
+        self._max_tries: int = getattr(engine, "attempts", attempts)
+        """... or after so many tries in all, those lost with their replica among them (a pool allows more of these)."""
         self._trials = Trials(self)
         """What failed together, and is tried again in parts."""
         self._warned: set[str | None] = set()
@@ -87,7 +90,9 @@ class EngineClient:
         self._timer: asyncio.TimerHandle | None = None
         """Looks for requests that the engine is silent about."""
         self._updating = asyncio.Lock()
-        self._holding = asyncio.Lock()
+        """Held while weights are loaded."""
+        self._pausing = asyncio.Lock()
+        """Held while the engine is being paused or resumed."""
         self._reasons: set[str] = set()
         """Why the engine is paused."""
         self._sleep_logged = False
@@ -123,7 +128,7 @@ class EngineClient:
 
         ``reason``: it goes on when every reason has been taken back.
         """
-        async with self._holding:
+        async with self._pausing:
             self._reasons.add(reason)
             if not self.paused:
                 self._set_paused(True)
@@ -136,7 +141,7 @@ class EngineClient:
 
     async def resume(self, reason: str = "asked") -> None:
         """Take a reason for :meth:`pause` back, and go on if it was the last."""
-        async with self._holding:
+        async with self._pausing:
             self._reasons.discard(reason)
             if self.paused and not self._reasons:
                 try:
@@ -233,20 +238,20 @@ class EngineClient:
         task.add_done_callback(self._tasks.discard)
 
     def _watch(self, pending: PendingRequest) -> None:
-        """Give the present try up when the engine is silent for ``queue_timeout``, which only a paused one may be."""
+        """Give the present try up when the engine is silent for ``queue_timeout``; a paused engine may be silent."""
         pending.stop_watch()
         if not self.paused and not pending.lost:
             pending.silent_until = asyncio.get_running_loop().time() + self.queue_timeout
-            self._look_at(pending.silent_until)
+            self._check_silence_by(pending.silent_until)
 
-    def _look_at(self, when: float) -> None:
+    def _check_silence_by(self, when: float) -> None:
         """Look for silent requests then, at the latest: one timer serves all, since they wait equally long."""
         if self._timer is None or self._timer.when() > when:
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer = asyncio.get_running_loop().call_at(when, self._look)
+            self._timer = asyncio.get_running_loop().call_at(when, self._check_silence)
 
-    def _look(self) -> None:
+    def _check_silence(self) -> None:
         now = asyncio.get_running_loop().time()
         if self._timer is not None:
             now = max(now, self._timer.when())  # a loop may be early by its clock's resolution
@@ -258,7 +263,7 @@ class EngineClient:
                 error = EngineError(f"the engine sent nothing for {self.queue_timeout:g} s; is it alive?")
                 self._failed(pending, error)
             elif silent_until is not None:
-                self._look_at(silent_until)
+                self._check_silence_by(silent_until)
 
     async def _serve(self, batch: Sequence[PendingRequest]) -> None:
         """Run one engine call to its end and route its chunks."""
@@ -333,7 +338,8 @@ class EngineClient:
     def _failed(self, pending: PendingRequest, error: EngineError, *, maybe_shared: bool = False) -> None:
         """Try a request again from where its tokens stand, or give it up.
 
-        ``maybe_shared``: what failed may be more than this request; then it is not to blame for what befell others too.
+        ``maybe_shared``: another request may be the cause. While others are under way, it is not counted against this
+        one: they are tried in parts until the cause is found.
         """
         if pending.done.is_set():
             return
@@ -362,14 +368,14 @@ class EngineClient:
         else:
             pending.failures += 1
         tries = pending.failures + pending.losses
-        asked = pending.request
-        who = f" (request {asked.request_id} of {len(asked.ids):,} tokens, by itself)" if pending.shared else ""
+        request = pending.request
+        culprit = f" (request {request.request_id} of {len(request.ids):,} tokens, by itself)" if pending.shared else ""
         if pending.failures >= self.attempts:
-            if who:
-                error = EngineError(f"{error}{who}", kind=error.kind or type(error).__name__)
+            if culprit:
+                error = EngineError(f"{error}{culprit}", kind=error.kind or type(error).__name__)
             self._end(pending, FinishReason.ABORT, error)
-        elif tries >= self._tries:
-            message = f"EngineError: {tries} tries failed, the last one: {error}{who}"
+        elif tries >= self._max_tries:
+            message = f"EngineError: {tries} tries failed, the last one: {error}{culprit}"
             given_up = EngineError(message, kind="EngineError")
             given_up.failure = "infrastructure" if pending.lost else None
             self._end(pending, FinishReason.ABORT, given_up)
@@ -378,12 +384,12 @@ class EngineClient:
 
     def try_again(self, pending: PendingRequest, error: EngineError) -> None:
         """Ask for the rest of a request: at once where another replica may have it, else later each time."""
-        name = self.next_try(pending)
+        failed_id = self.next_try(pending)
         if not pending.lost:
             # Only the first of many alike is a warning.
             level = logging.INFO if error.kind in self._warned else logging.WARNING
             self._warned.add(error.kind)
-            logger.log(level, "request %s failed (%s); trying again", name, str(error).partition("\n")[0])
+            logger.log(level, "request %s failed (%s); trying again", failed_id, str(error).partition("\n")[0])
         delay = 0.0 if pending.lost else self.backoff * 2 ** max(0, pending.failures - 1)
         if pending in self._trials:  # it may harm others
             self._trials.queue([pending], delay)

@@ -98,10 +98,10 @@ class _Run:
     prompts: Iterator[Prompt]
     n: int
     target: int | None
-    most: float
-    """So many groups may be open, done or delivered, dropped ones apart; ``math.inf`` without a target."""
+    max_groups: float
+    """At most so many groups are open, done or delivered (dropped ones do not count); ``math.inf`` without a target."""
     max_filtered: float
-    """So many groups may be turned down by the filter; ``math.inf`` without a target."""
+    """At most so many groups may be turned down by the filter; ``math.inf`` without a target."""
     deliver_at_end: bool
     slots: asyncio.Semaphore
     carried: frozenset[str]
@@ -118,19 +118,22 @@ class _Run:
     exhausted: bool = False
     """Whether there are no further prompts."""
     watch: Watch = field(default_factory=lambda: Watch(ENDS))
-    """What has failed in it."""
+    """Counts what has failed in it, and says when that is too much."""
     stopped_by: RunStopped | None = None
-    """Why it stops itself."""
+    """The error that the run is to raise, because too much has failed."""
     stop: Stop | None = None
-    """How the run is being stopped: its groups are set aside (:data:`CARRIED`), cancelled or interrupted."""
+    """How the run's end stops what still runs: set aside (:data:`CARRIED`), cancelled or interrupted; ``None`` before.
+
+    What :meth:`Scheduler.stop` asks for is in ``Scheduler.stopping``: the run goes on, and its groups come back."""
     closing: bool = False
-    """Whether nobody listens any more."""
+    """Whether the caller takes no more groups: it has had the last one, or has closed the iterator."""
     scoring: set[asyncio.Task[None]] = field(default_factory=set)
+    """The tasks that score groups."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when something has changed that somebody may wait for."""
+    """Set when something has changed that :meth:`until` may wait for."""
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Wait until something holds."""
+        """Wait until ``holds`` returns true; it is asked again whenever ``changed`` is set."""
         while not holds():
             self.changed.clear()
             await self.changed.wait()
@@ -185,7 +188,7 @@ class Scheduler:
         policy = clients[POLICY]
         self.staleness = Staleness(max_staleness, max_restarts, lambda: policy.engine.weight_version)
         self.programs: dict[int, Program] = {}
-        """Those of all agents, sub-agents among them, by the identity of their graphs."""
+        """The programs of all agents, sub-agents among them, by the identity of their graphs."""
         self.agents: Mapping[str, Program] = {name: self.program(graph) for name, graph in agents.items()}
         self.workers: Workers | None = None
         """Who runs trajectories, if that is not to be done here."""
@@ -193,7 +196,7 @@ class Scheduler:
         """All groups that have not been delivered, by id."""
         self.running: dict[str, ActiveTrajectory] = {}
         self.stopping: Stop | None = None
-        """How everything is being stopped, until the next run."""
+        """How :meth:`stop` has all trajectories stopped, until the next run."""
         self.changing = asyncio.Lock()
         """Held while weights change, and while it is checked whether what is delivered is too old for them."""
         self._waiting: deque[Group] = deque()
@@ -203,14 +206,16 @@ class Scheduler:
         self._to_start: deque[tuple[Group, int]] = deque()
         """The samples of open groups that have still to begin, or to go on."""
         self._done: deque[Group] = deque()
+        """Groups that can be delivered."""
         self._delivered: list[str] = []
         """Groups that were delivered and are not marked yet: the caller has not asked for more."""
         self._with_caller: WeakSet[Group] = WeakSet()
         """Groups that were delivered and that the caller still holds."""
         self._run: _Run | None = None
         self._run_number = -1
+        """The number of the present or latest run, from 0."""
         self._system_replaced: set[str] = set()
-        """The agents of which it was said that prompts replace their system messages."""
+        """The agents for which it was logged that prompts replace their system messages."""
         self._prompts = 0
         """How many prompts were taken so far."""
 
@@ -240,9 +245,10 @@ class Scheduler:
         return self.agents[prompt.agent]
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Check what prompts ask of their agents (that they exist, and take their tools' and interactions' kwargs).
+        """Check that prompts fit the run.
 
-        And that they have the fields that the reward reads.
+        Each names an agent of the run, whose tools and interactions take the prompt's kwargs, and has the fields that
+        the reward reads.
 
         Raises:
             ConfigError: all that is wrong, each with its prompt.
@@ -336,23 +342,23 @@ class Scheduler:
             check_at_least(0, "groups per group of the target", "max_filtered", max_filtered, int | float)
         await self._until_free()
         self._mark_delivered()
-        most = math.inf if target_groups is None else math.ceil(target_groups * over_sample)
+        max_groups = math.inf if target_groups is None else math.ceil(target_groups * over_sample)
         most_filtered = math.inf if target_groups is None or max_filtered is None else target_groups * max_filtered
         slots, carried = asyncio.Semaphore(self.concurrency), frozenset(self.groups)
-        run = _Run(iter(prompts), n, target_groups, most, most_filtered, deliver_at_end, slots, carried)
+        run = _Run(iter(prompts), n, target_groups, max_groups, most_filtered, deliver_at_end, slots, carried)
         self._resume(run, list(resume))
         self._run, self.stopping = run, None
         run.watch = Watch(self.failures)
         if isinstance(run.prompts, PromptQueue):
             run.prompts.on_change = run.changed.set
         for client in self.clients.values():
-            # What happened is kept, whatever becomes of this process, before generations are asked for.
+            # Events are on disk before the generations that build on them are asked for.
             client.before_dispatch = self.journal.persist if self.journal is not None else None
         self._run_number += 1
         run.feeder = asyncio.get_running_loop().create_task(self._feed(run))
         run.feeder.add_done_callback(lambda _: run.changed.set())
-        calm = ExitStack()
-        calm.enter_context(calm_collection())
+        collection = ExitStack()
+        collection.enter_context(calm_collection())
         try:
             while run.counted != target_groups and (groups := await self._next_delivery(run)):
                 for group in groups:
@@ -372,7 +378,7 @@ class Scheduler:
                 run.changed.set()
                 if self._stalls is not None:
                     self._stalls.stop()
-                calm.close()
+                collection.close()
             for client in self.clients.values():
                 await client.drain()
 
@@ -391,7 +397,10 @@ class Scheduler:
             )
 
     async def _end(self, run: _Run, *, keep: bool) -> None:
-        """Stop what runs and wait for it; what is open goes on in the next run (``keep``), or is given up."""
+        """Stop what runs and wait for it; what is open goes on in the next run (``keep``), or is given up.
+
+        Where the run is being stopped already, that decides, and not ``keep``.
+        """
         # 1. Nothing more is started, and what runs is stopped.
         self._halt(run, keep=keep)
         await asyncio.gather(run.feeder, return_exceptions=True)
@@ -413,7 +422,7 @@ class Scheduler:
                 await self._drop(group)
 
     def _halt(self, run: _Run, *, keep: bool) -> None:
-        """Start nothing more, and have what runs stopped; the first way to stop it counts."""
+        """Start nothing more, and have what runs stopped; only the first call decides how."""
         if run.stop is None:
             run.stop = CARRIED if keep else self._cut_off
             for live in self.running.values():
@@ -460,9 +469,9 @@ class Scheduler:
     # -- delivery -----------------------------------------------------------------------------------------------
 
     async def _next_delivery(self, run: _Run) -> list[Group]:
-        """Wait for what is delivered next, none of it too old; nothing when there is no more.
+        """Wait for the groups to deliver next, none of them too old, and return them; none when the run is over.
 
-        With what completes the target, the rest of the run is set aside first.
+        Before the groups that complete the target are returned, the rest of the run is set aside.
         """
         while True:
             await run.until(lambda: run.feeder.done() or bool(self._deliverable(run)))
@@ -550,15 +559,15 @@ class Scheduler:
                         run.changed.set()
                     else:
                         self.staleness.give_up(group)
-                        for failed in [t for t in group.trajectories if t.ended]:
-                            if self._pause_before_repeat(group, failed) is not None:  # it was interrupted before that
-                                group.give_up(failed.sample)
+                        for ended in [t for t in group.trajectories if t.ended]:
+                            if self._pause_before_repeat(group, ended) is not None:
+                                group.give_up(ended.sample)  # an interruption came before it could be repeated
                         samples = group.begin()
                         self._open[group.group_id] = group
                         self._to_start += [(group, sample) for sample in samples]
                         if not samples:
                             tasks.create_task(self._finish(run, group))
-            except BaseException as error:  # before all tasks are cancelled
+            except BaseException as error:  # here, because the task group then cancels the samples at once
                 self._halt(run, keep=run.target is not None and isinstance(error, Exception))
                 raise
 
@@ -566,9 +575,9 @@ class Scheduler:
         """Whether the next group may be opened."""
         if isinstance(run.prompts, PromptQueue) and not (run.prompts.ready or self._waiting):
             return False
-        if run.exhausted or run.most == math.inf:
+        if run.exhausted or run.max_groups == math.inf:
             return not run.exhausted
-        return len(self._open) + run.counted + sum(group.counts for group in self._done) < run.most
+        return len(self._open) + run.counted + sum(group.counts for group in self._done) < run.max_groups
 
     def _target_not_reached(self, run: _Run) -> TargetNotReached:
         assert self.group_filter is not None
@@ -585,9 +594,10 @@ class Scheduler:
         return run.stop is not None or (run.exhausted and not (self._open or self._done))
 
     def _open_next(self, run: _Run) -> Group | None:
-        """Return the group of the next prompt that has none yet.
+        """Return a group for the next prompt that has none yet; ``None`` when there is no such prompt.
 
-        Once all is stopped, a run with a target has enough; the prompts of another come back stopped.
+        After :meth:`stop`, a run with a target takes no further prompts. A run without one still takes them all, and
+        their samples are stopped as they begin: every prompt comes back.
         """
         if run.target is not None and self.stopping is not None:
             return None
@@ -622,6 +632,7 @@ class Scheduler:
             while run.stop is None:
                 live = await self._start_sample(group, sample)
                 await self._run_active(run, group, live)
+                # Too far behind the weights, it begins anew at once; else perhaps because it has failed, after a pause.
                 if not live.restart or live.trajectory.stop_reason != StopReason.CANCELLED:
                     if live.trajectory.ended:
                         run.stopped_by = run.stopped_by or run.watch.note(live.trajectory)
@@ -636,7 +647,10 @@ class Scheduler:
             await self._finish(run, group)
 
     def _pause_before_repeat(self, group: Group, trajectory: Trajectory) -> float | None:
-        """Return the seconds after which a sample is begun anew that failed by no fault of the policy's, if it is."""
+        """Return after how many seconds a failed sample is begun anew; ``None``: it is not.
+
+        It never is when its failure is the policy's own.
+        """
         if trajectory.failure is None or group.dropped:
             return None
         return self.failures.pause_before_repeat(trajectory.failure, group.repeats(trajectory.sample))
@@ -671,7 +685,7 @@ class Scheduler:
         seed: int | None = None,
         caller: ActiveTrajectory | None = None,
     ) -> ActiveTrajectory:
-        """Create a trajectory by its first event, and what it holds open.
+        """Create a trajectory by its first event, and return what runs it.
 
         Samples derive their seed from their id, and in a second epoch from the run's number too; a sub-agent's (it has
         a ``caller``) comes with its call.
@@ -790,7 +804,7 @@ class Scheduler:
             await self._end_unread(group, live.trajectory)
 
     async def _end_unread(self, group: Group, trajectory: Trajectory) -> None:
-        """End the sub-agents' trajectories that were set aside with one that has ended without going on with them."""
+        """End the sub-agents' trajectories that nobody reads: they were set aside, and their caller has ended."""
         if not trajectory.ended:
             return
         now = asyncio.get_running_loop().time()
@@ -861,7 +875,7 @@ class Scheduler:
         if self.journal is not None:
             self.journal.append(trajectory.trajectory_id, event, payload)
             if isinstance(event, CallBegun):
-                self.journal.persist()  # or the call, which must not be made twice, could be after a crash
+                self.journal.persist()  # this call must not be made twice, so a resumed run has to know of it
         if self._stalls is not None:
             self._stalls.event()
         for listener in self.listeners:
@@ -899,7 +913,7 @@ class Scheduler:
                 live.restart = self.staleness.may_restart(group, sample)
                 live.request_stop(outcome)
         for group in [*self._open.values(), *self._done]:
-            if group.state is not GroupState.SCORING:  # then it is looked at when it is delivered
+            if group.state is not GroupState.SCORING:  # one that is being scored is checked when it is delivered
                 self._renew(group)
         for group in list(self._waiting):
             self.staleness.give_up(group)

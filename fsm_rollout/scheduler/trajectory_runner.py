@@ -95,7 +95,7 @@ async def run_trajectory(live: ActiveTrajectory, handlers: Mapping[str, State]) 
 
 async def _visit(live: ActiveTrajectory, handler: State) -> Outcome:
     """Run the present state's handler under its limits and timeouts, and return how it came out."""
-    # 1. Limits that are reached on entry; a visit whose time was up before an interruption has passed them.
+    # 1. Limits that are reached on entry. (A visit that timed out before an interruption was let in back then.)
     trajectory, program = live.trajectory, live.program
     graph, state, now = program.graph, trajectory.state, asyncio.get_running_loop().time()
     limit = reached_on_entry(graph, trajectory, program.machine.spends[state], now)
@@ -103,27 +103,27 @@ async def _visit(live: ActiveTrajectory, handler: State) -> Outcome:
         return Outcome(Trigger.LIMIT_REACHED, limit=limit)
     # 2. The handler, until its outcome or its deadline.
     wall = remaining(graph, trajectory, LimitName.WALL_SECONDS, trajectory.elapsed(now))
-    ignored = partial(_warn_of_ignored_cancellation, trajectory)
-    deadline = Deadline(graph.states[state].timeout, None if wall == float("inf") else wall, unheard=ignored)
+    warn = partial(_warn_of_ignored_cancellation, trajectory)
+    deadline = Deadline(graph.states[state].timeout, None if wall == float("inf") else wall, unheard=warn)
     ctx, task = HandlerContext(live, deadline), asyncio.current_task()
     try:
         try:
             outcome = await _run_handler(live, handler, ctx) if trajectory.time_up is None else None
-            if (up := trajectory.time_up) is not None:  # just now, or before an interruption
+            if (expiry := trajectory.time_up) is not None:  # just now, or before an interruption
                 handler.timed_out(trajectory, ctx)
-                if up.walled:
+                if expiry.walled:
                     return Outcome(Trigger.LIMIT_REACHED, limit=LimitName.WALL_SECONDS)
                 return Outcome(Trigger.TIMED_OUT, blame=class_of_timeout(program.machine.spends[state]))
         finally:
             await ctx.close()
-    # 3. What it raised fails this trajectory alone; only a cancellation from outside goes on.
+    # 3. What it raised fails this trajectory alone; only a cancellation from outside is raised again.
     except Exception as error:
         return _outcome_of(error)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a handler that ends itself, or calls sys.exit, ends its own trajectory alone
         cancelled = isinstance(error, asyncio.CancelledError) and being_cancelled()
-        if cancelled or (isinstance(error, GeneratorExit) and not runs_in(task)):
+        if cancelled or (isinstance(error, GeneratorExit) and not runs_in(task)):  # or the task is thrown away
             raise
         return _outcome_of(error)
     if not isinstance(outcome, Outcome) or outcome.trigger not in handler.triggers:
@@ -138,7 +138,7 @@ async def _run_handler(live: ActiveTrajectory, handler: State, ctx: HandlerConte
         async with ctx.deadline:
             await ctx.enter()
             work = handler.run(live.trajectory, ctx)
-            if ":" not in live.program.graph.handler_of(ctx.state):
+            if ":" not in live.program.graph.handler_of(ctx.state):  # a built-in handler
                 return await work
             return await watch_steps(work, partial(_warn_of_blocking, type(handler), live.trajectory))
     except TimeoutError:

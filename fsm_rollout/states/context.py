@@ -36,7 +36,7 @@ from fsm_rollout.trajectory.tokens import as_ids
 
 E = TypeVar("E", Called, ModelQueried, events.UserReplied)
 WAITS = "waits for its user"
-"""Why a trajectory is set aside in which somebody takes part and has not answered yet."""
+"""The reason in ``Suspended`` while a :class:`LiveUser` has not answered yet."""
 
 
 class HandlerContext(Visit):
@@ -45,7 +45,7 @@ class HandlerContext(Visit):
     def __init__(self, active: ActiveTrajectory, deadline: Deadline) -> None:
         super().__init__(active, deadline)
         self._prepaid = int(self.program.machine.spends[self.state] == LimitName.ASSISTANT_TURNS)
-        """How many generations of the visit are paid for: the first, if that was done when the state was entered."""
+        """How many more generations of the visit are paid for: the first, where entering the state charged for it."""
         self._queries = dict(self.trajectory.asked)
         """The index of the next query, by engine; in a visit that begins again, that of its first recorded query."""
         for event in self.trajectory.here:
@@ -91,7 +91,7 @@ class HandlerContext(Visit):
             self.charge(LimitName.ASSISTANT_TURNS)
         recorded = self._effects.take(Generated, context)
         while recorded is not None and recorded.finish_reason == FinishReason.ABORT:
-            # The sampling below goes on from there.
+            # It was aborted: the sampling below goes on from its tokens.
             recorded = self._effects.take(Generated, context)
         if recorded is not None:
             if recorded.cut_by is not None:
@@ -124,7 +124,7 @@ class HandlerContext(Visit):
     ) -> Generated:
         """Sample as :meth:`generate` does, and record it at once, whatever other generations are under way.
 
-        For foreign agents, in whose calls there is no order but that of time. ``paid``: it goes on with a turn.
+        For foreign agents, whose calls have no order but that of time. ``paid``: it continues a turn that was charged.
         """
         if not paid:
             if self._prepaid:
@@ -143,7 +143,7 @@ class HandlerContext(Visit):
     # -- tools, interactions, scores ----------------------------------------------------------------------------
 
     async def call_tool(self, attempt: ToolCall | MalformedCall, *, prepaid: bool = False) -> Called:
-        """Carry out one attempted call and return its event; failures are results that the model is told.
+        """Carry out one attempted call and return its event; a failure is a result too, which the model reads.
 
         Costs one of ``tool_calls`` unless entering the state has paid for it (``prepaid``).
 
@@ -158,7 +158,8 @@ class HandlerContext(Visit):
             error = ToolError(f"the model's call is wrong: {called.failure}")
             error.failure = FailureClass.POLICY
             raise error
-        if called.failure is not None and called.tries and not called.bad and self.program.end_on_tool_failure:
+        ran = called.tries > 0
+        if called.failure is not None and ran and not called.bad and self.program.end_on_tool_failure:
             error = ToolError(f"tool '{called.name}' failed for good: {called.failure}")
             died = called.failure == ToolDied.__name__
             error.failure = FailureClass.INFRASTRUCTURE if died else FailureClass.TOOL
@@ -166,10 +167,12 @@ class HandlerContext(Visit):
         return called
 
     def _replayed(self, kind: type[E], key: object) -> E | None:
-        """Return what the run that is replayed has recorded there, as an event of now; ``None`` if none is replayed.
+        """Return the event that a replayed run has recorded for ``key``, with the present time.
+
+        ``None`` where no run is replayed, and for calls of sub-agents, which are run again.
 
         Raises:
-            ReplayDiverged: it has recorded nothing there.
+            ReplayDiverged: it has recorded none.
         """
         recorded = self.active.replayed
         if recorded is None or (kind is Called and key in recorded.by_agents):
@@ -232,7 +235,7 @@ class HandlerContext(Visit):
             rng=self.rng,
             ask=self.ask,
         )
-        started, away = self.clock(), self.trajectory.away
+        started, away_before = self.clock(), self.trajectory.away
         if self.active.live_user is None:
             reply = await self.active.interaction(self.state).reply(conversation)
         else:
@@ -242,7 +245,7 @@ class HandlerContext(Visit):
                 at=self.clock(),
                 state=self.state,
                 context=context,
-                seconds=self.clock() - started - (self.trajectory.away - away),
+                seconds=self.clock() - started - (self.trajectory.away - away_before),
                 content=reply.content,
                 score=reply.score,
                 done=reply.done,
@@ -327,7 +330,7 @@ class HandlerContext(Visit):
         return text
 
     def score_turn(self, value: float, turn: int | None = None) -> None:
-        """Give a score to the trajectory's latest turn, or to ``turn``: its index, from 0 (``turn`` counts them).
+        """Give a score to the generation with the index ``turn`` (from 0, of all contexts), or to the latest one.
 
         Raises:
             StreamError: there is no such turn, or the score is not a finite number.

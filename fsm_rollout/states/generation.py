@@ -31,7 +31,7 @@ OnTokens = Callable[[PendingRequest], object]
 
 
 class Generation:
-    """One generation of a visit. ``earlier`` are those of the same visit that were asked for before it."""
+    """One generation of a visit. ``earlier``: those under way in the visit that were asked for before it."""
 
     def __init__(self, visit: Visit, context: str, earlier: Iterable[Generation]) -> None:
         self.visit = visit
@@ -41,43 +41,44 @@ class Generation:
         self.recorded = asyncio.Event()
 
     async def sample(self, sampling: Sampling | None, on_tokens: OnTokens | None = None) -> Generated:
-        """Do what :meth:`fsm_rollout.states.context.HandlerContext.generate` promises, once it is paid for.
+        """Do what :meth:`fsm_rollout.states.context.HandlerContext.generate` promises, after the turn was charged.
 
         ``on_tokens`` is called with the request whenever tokens of it have come.
         """
-        # 1. Where the stream stands: a turn that was cut goes on; else what is new is written before the next turn.
+        # 1. Where the stream stands: a turn that was cut goes on (`continued`), one that the engine aborted even as the
+        #    same generation (`resumed`); else the glue with the new messages comes before the next turn.
         visit, bound = self.visit, self.bound
         stream = await visit.opened_context(bound.name)
         was_cut = stream.finish_reason in (FinishReason.LENGTH, FinishReason.ABORT)
         continued = was_cut and not stream.awaiting and not stream.pending
         resumed = continued and stream.finish_reason == FinishReason.ABORT
         if stream.awaiting and stream.pending:
-            # Nothing was sampled where a turn was to begin.
+            # Messages came after a turn's header and before its first token: the header cannot be taken back.
             stream = await visit.open_with_long(bound, list(stream.messages), instead_of_glue=True)
         elif not stream.awaiting and not continued:
             stream = await self._glue(stream)
         # 2. The request. Whatever comes of it is recorded, also when the visit is cut off.
         request, cut_by = self._request(stream, sampling, resumed=resumed)
-        pending = bound.client.submit(request, visit.deadline)
+        submitted = bound.client.submit(request, visit.deadline)
         if on_tokens is None and visit.active.live_user is not None:
             on_tokens = partial(visit.active.live_user.sampled, visit.trajectory, bound, continued)
         if on_tokens is not None:
-            pending.on_tokens = partial(on_tokens, pending)
-        record = partial(self._record, pending, stream, cut_by, continued=continued, resumed=resumed)
+            submitted.on_tokens = partial(on_tokens, submitted)
+        record = partial(self._record, submitted, stream, cut_by, continued=continued, resumed=resumed)
         try:
-            await pending.done.wait()
+            await submitted.done.wait()
             await self._wait_for_earlier()
         except asyncio.CancelledError:
             try:
-                await bound.client.abort(pending)
+                await bound.client.abort(submitted)
                 await self._wait_for_earlier(cut=True)
             finally:
                 record()
             raise
         generated = record()
         # 3. What did not end as a turn raises.
-        if pending.error is not None:
-            raise pending.error
+        if submitted.error is not None:
+            raise submitted.error
         if generated is None or generated.finish_reason == FinishReason.ABORT:
             raise EngineError(f"request {request.request_id} was aborted by the engine")
         if generated.cut_by is not None:
@@ -91,7 +92,7 @@ class Generation:
                 await generation.recorded.wait()
 
     async def _glue(self, stream: Stream) -> Stream:
-        """Write what stands between the latest turn and the next, or open the next stream; return where to go on."""
+        """Write the glue after the latest turn, or open the context's next stream; return the stream to sample in."""
         # 1. The glue; where there can be none, a new stream opens with the whole history.
         visit, bound, chat = self.visit, self.bound, self.bound.chat
         history, new = stream.messages[: stream.glued], stream.pending
@@ -153,9 +154,9 @@ class Generation:
         length = len(stream.tokens)
         room = self._room(length, 0)
         settings = self._sampling(sampling)
-        sampled = sum(len(span) for span in stream.tokens.sampled() if span.turn == stream.turn) if resumed else 0
+        already = sum(len(span) for span in stream.tokens.sampled() if span.turn == stream.turn) if resumed else 0
         bounds: dict[str | None, float] = {
-            None: float("inf") if settings.max_tokens is None else settings.max_tokens - sampled,
+            None: float("inf") if settings.max_tokens is None else settings.max_tokens - already,
             **room,
         }
         cut_by = min(bounds, key=lambda name: bounds[name])  # the first of equals: the turn's own bound
@@ -174,7 +175,7 @@ class Generation:
             agent=trajectory.agent,
             context=bound.name,
             turn=index,
-            sampled=sampled,
+            sampled=already,
         )
         return request, cut_by
 
@@ -184,16 +185,16 @@ class Generation:
         settings = visit.program.samplings[visit.state, root_of(bound.name)]
         if sampling is not None:
             settings = sampling.over(settings)
-        lowered = visit.active.sampling
-        if lowered is None or bound.spec.engine != POLICY:
+        of_prompt = visit.active.sampling
+        if of_prompt is None or bound.spec.engine != POLICY:
             return settings
-        most = [n for n in (settings.max_tokens, lowered.max_tokens) if n is not None]
-        return lowered.over(settings).model_copy(update={"max_tokens": min(most, default=None)})
+        bounds = [n for n in (settings.max_tokens, of_prompt.max_tokens) if n is not None]  # a prompt may only lower it
+        return of_prompt.over(settings).model_copy(update={"max_tokens": min(bounds, default=None)})
 
     def _record(
         self, pending: PendingRequest, stream: Stream, cut_by: str | None, *, continued: bool, resumed: bool
     ) -> Generated | None:
-        """Record what a request brought. Nothing sampled and no finish reason (an early abort) is no turn: None."""
+        """Record what a request brought; an abort before the first token is no turn: nothing is recorded (None)."""
         # 1. How it ended.
         finish_reason = pending.finish_reason or FinishReason.ABORT
         if finish_reason == FinishReason.ABORT and len(pending.ids) == pending.request.sampling.max_tokens:
@@ -201,13 +202,13 @@ class Generation:
         if finish_reason == FinishReason.ABORT and not len(pending.ids):
             return None
         # 2. What the turn says. A tokenizer or tool format that fails loses no token: the turn stands, unread.
-        visit, unread = self.visit, None
+        visit, read_error = self.visit, None
         ids = stream.turn_ids + pending.ids if continued else pending.ids
         try:
             number = stream.turn if resumed and stream.turn is not None else visit.trajectory.generations
             message, attempts = _read_turn(ids, finish_reason, self.bound, number)
         except Exception as error:
-            message, attempts, unread = {"role": "assistant", "content": ""}, [], error
+            message, attempts, read_error = {"role": "assistant", "content": ""}, [], error
         # 3. The event.
         now, sampling = visit.clock(), pending.request.sampling
         admitted = pending.admitted_at if pending.admitted_at is not None else now
@@ -234,13 +235,13 @@ class Generation:
             replica=pending.replica,
         )
         visit.emit(event)
-        if unread is not None:
-            raise unread
+        if read_error is not None:
+            raise read_error
         return event
 
 
 def sampling_params(settings: Sampling, *, max_tokens: int, stop_ids: frozenset[int], seed: int) -> SamplingParams:
-    """Return complete sampling parameters: what is not said is temperature 1 over all tokens."""
+    """Return complete sampling parameters; those that are not set mean temperature 1 over all tokens."""
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=1.0 if settings.temperature is None else settings.temperature,

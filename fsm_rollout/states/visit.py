@@ -52,7 +52,8 @@ class Visit:
         self.program = active.program
         self.state = self.trajectory.state
         self._loop = asyncio.get_running_loop()
-        self._entry = next(iter(self.trajectory.here), None)  # entering comes first: if anything was done, that was
+        self._entry = next(iter(self.trajectory.here), None)
+        """The first event that an interrupted visit has recorded: where entering records any, it is entering's."""
         self._effects = EffectLog(self.trajectory.here)
         self._over = False
 
@@ -125,13 +126,14 @@ class Visit:
         if spec.prompt is None and not spec.reset:
             return
         if self._entry is not None:
+            # Recorded before an interruption; the handler must not take it for an effect of its own.
             self._effects.take(type(self._entry), spec.context)
             return
         messages: list[Message] | None = None
         if spec.prompt is not None:
             messages = [{"role": "user", "content": self.program.prompts[self.state].render(self.facts())}]
         if spec.reset or self.trajectory.stream(spec.context) is None:
-            await self.open_with_long(self.context(spec.context), self._opening(spec.context, messages))
+            await self.open_with_long(self.context(spec.context), self._opening_messages(spec.context, messages))
         elif messages is not None:
             self.write(messages, context=spec.context)
 
@@ -156,14 +158,14 @@ class Visit:
             PromptTooLong: the prompt leaves no room for a single token.
         """
         stream = self.trajectory.stream(context)
-        return stream or self.open_with(self.context(context), self._opening(context, None))
+        return stream or self.open_with(self.context(context), self._opening_messages(context, None))
 
     async def opened_context(self, context: str) -> Stream:
         """Do what :meth:`open_context` does; a long prompt is encoded in a thread, so that nothing else waits."""
         stream = self.trajectory.stream(context)
-        return stream or await self.open_with_long(self.context(context), self._opening(context, None))
+        return stream or await self.open_with_long(self.context(context), self._opening_messages(context, None))
 
-    def _opening(self, context: str, messages: Sequence[Message] | None) -> list[Message]:
+    def _opening_messages(self, context: str, messages: Sequence[Message] | None) -> list[Message]:
         """Return what a context's next stream opens with: ``messages``, or the trajectory's prompt."""
         bound = self.context(context)
         opening = list(self.trajectory.prompt_messages if messages is None else messages)
@@ -182,7 +184,7 @@ class Visit:
         meanwhile = self.trajectory.stream(bound.name)
         if meanwhile is not None and meanwhile is not before:  # another task of the handler has opened it
             return meanwhile
-        if instead_of_glue and before is not None and len(before.messages) > len(messages):  # or has written
+        if instead_of_glue and before is not None and len(before.messages) > len(messages):  # ... has written to it
             return await self.open_with_long(bound, list(before.messages), instead_of_glue=True)
         return self.open_with(bound, messages, instead_of_glue=instead_of_glue, encoded=encoded)
 
@@ -194,9 +196,11 @@ class Visit:
         instead_of_glue: bool = False,
         encoded: Encoded | None = None,
     ) -> Stream:
-        """Open a context's next stream with exactly these messages (``instead_of_glue``: as a part of a generation).
+        """Open a context's next stream with exactly these messages.
 
-        ``encoded`` is what they encode to, where that is known.
+        ``instead_of_glue``: a generation opens it, where its history cannot be continued in the present stream; a visit
+        that begins again does not look for it among its recorded effects. ``encoded``: what the messages encode to,
+        where that is known.
 
         Raises:
             PromptTooLong: they leave no room for a single token.
@@ -245,7 +249,7 @@ class Visit:
         return datetime.fromisoformat(self.trajectory.date)
 
     def limit_reached(self, limit: str, context: str) -> LimitReached:
-        """Return what to raise when a limit stops a generation; where that is the engine's window, it is named."""
+        """Return the error for a limit that stops a generation; it names the engine's window where that is it."""
         bound, own = self.context(context), self.trajectory.limits.get(LimitName.CONTEXT_TOKENS)
         window = bound.client.engine.max_context
         if limit != LimitName.CONTEXT_TOKENS or (own is not None and own <= window):

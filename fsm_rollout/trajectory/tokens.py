@@ -85,7 +85,7 @@ class TokenStream:
         self._logprobs: Logprobs = array("f")
         self._spans: list[Span] = []
         self.kept: dict[int, Ids] = {}
-        """By place, the ids that top_p and top_k left to sample the token from, where the engine has said so."""
+        """By position, the ids that top_p and top_k left to sample the token from, where the engine reports them."""
         self._append(prompt, None, Owner.PROMPT, state, turn)
 
     def write(self, ids: Sequence[int], *, state: str, turn: int) -> None:
@@ -218,7 +218,7 @@ class Responses(NamedTuple):
 
 def responses(streams: Sequence[TokenStream], state_ids: Mapping[str, int] = MappingProxyType({})) -> Responses:
     """Return what the streams' own methods return, of all of them at once: for thousands, that is much quicker."""
-    # 1. What is true of each span, over all streams; then the same of each token.
+    # 1. A line for each span of the responses; step 3 repeats it for each token of the span.
     by_span = np.array(
         [
             (span.end - span.start, own := span.owner is Owner.MODEL, own and stream.trained, span.version,
@@ -237,6 +237,7 @@ def responses(streams: Sequence[TokenStream], state_ids: Mapping[str, int] = Map
             (np.float32, [(stream._logprobs, stream.prompt_length) for stream in streams]),
         )
     )
+    # 3. All of it as one array each.
     return Responses(
         ends=np.cumsum([stream.response_length for stream in streams], dtype=np.int64),
         ids=ids,

@@ -92,7 +92,7 @@ class Stream(msgspec.Struct):
     glued: int
     """How many of ``messages`` are in ``tokens``."""
     opening: int
-    """How many of the messages the stream was opened with; no assistant message among them is this stream's."""
+    """How many of the messages the stream was opened with; assistant messages among them were not sampled in it."""
     tokens: TokenStream
     """Its tokens, each with its origin; mask, logprobs and weight versions are read off them."""
     turn_at: int
@@ -119,7 +119,7 @@ class Stream(msgspec.Struct):
 
     @property
     def sampled(self) -> bool:
-        """Whether anything was sampled in it; a prompt that grew before its first turn is abandoned for the next."""
+        """Whether anything was sampled in it; where messages come before its first turn, the next stream has that."""
         return self.turn is not None
 
     @property
@@ -244,7 +244,7 @@ class Trajectory(msgspec.Struct):
     generations: int = 0
     """Number of generations so far; the index of the next one."""
     context_turns: dict[str, int] = {}
-    """The same, by context."""
+    """Number of generations so far, by context."""
     turn_of: list[Turn] = []
     """The turn that each generation belongs to, by the generation's index."""
     last: events.Generated | None = None
@@ -260,10 +260,9 @@ class Trajectory(msgspec.Struct):
     guarded: int = 0
     """How many control markers in the environment's text were kept from becoming control tokens."""
     wall: dict[str, float] = {}
-    """Seconds that it was under way with what (``queue``, ``generate``, ``tool``, ``interact``, and ``any`` of these)
-    in the visits before the present one; nothing of theirs is under way any more."""
+    """Seconds that earlier visits spent in ``queue``, ``generate``, ``tool``, ``interact``, and in ``any`` of these."""
     stretches: list[tuple[str, float, float]] = []
-    """What the present visit was under way with, from when to when, as it came."""
+    """``(kind, start, end)`` of what the present visit has spent time in, in the order in which it was recorded."""
 
     # How good it is
     score: float | None = None
@@ -329,7 +328,7 @@ class Trajectory(msgspec.Struct):
     def conversation(self, context: str = "main") -> list[Message]:
         """Return all messages of a context, in order, those before a ``reset`` too, none twice.
 
-        Of a context that was never used there are none, but of ``main``, which has the prompt's.
+        A context that was never used has none, except ``main``: it has the prompt's.
         """
         messages: list[Message] = []
         for stream in self.streams:
@@ -519,14 +518,14 @@ class Trajectory(msgspec.Struct):
         if not event.resumed:
             self.generations += 1
             self.context_turns[event.context] = self.context_turns.get(event.context, 0) + 1
-        self._turn_of(event).results = self.called = []
+        self._update_turn(event).results = self.called = []  # one list: the calls made from now on are its results
         self.last = event
         begun = event.at - event.seconds
         self._took("queue", begun - event.queue_seconds, begun)
         self._took("generate", begun, event.at)
 
-    def _turn_of(self, event: events.Generated) -> Turn:
-        """Return the turn of a generation that has just ended, with what it adds."""
+    def _update_turn(self, event: events.Generated) -> Turn:
+        """Begin or continue the turn of a generation that has just ended, and return it."""
         # 1. A new message, or more of the context's latest.
         turn = None
         if event.continued or event.resumed:
@@ -536,7 +535,7 @@ class Trajectory(msgspec.Struct):
         # 2. What the generation made of it.
         turn.message, turn.calls, turn.finish_reason = event.message, event.attempts, event.finish_reason
         turn.tokens += len(event.ids)
-        if len(self.turn_of) < self.generations:
+        if len(self.turn_of) < self.generations:  # else the generation is resumed, and is there already
             turn.generations.append(len(self.turn_of))
             self.turn_of.append(turn)
         return turn
@@ -575,7 +574,7 @@ class Trajectory(msgspec.Struct):
         if event.trigger == Trigger.LIMIT_REACHED:
             self.routed |= {routing_key(str(event.limit), event.source)}
         self.transitions += 1
-        if self.stretches:
+        if self.stretches:  # the visit's times, added to those of the earlier ones
             for kind in {"any": None} | {kind: None for kind, _, _ in self.stretches}:
                 self.wall[kind] = self._seconds(kind)
             self.stretches = []
@@ -643,7 +642,7 @@ def routing_key(limit: str, state: str) -> str:
 _APPLY: Mapping[type[events.Event], Callable[[Trajectory, AnyEvent], None]] = {
     event: getattr(Trajectory, f"_{event.__struct_config__.tag}") for event in get_args(AnyEvent)
 }
-"""How a trajectory takes in each event: its method of the event's own name."""
+"""How a trajectory takes in each event: the method named like the event's tag in the journal (``_`` and the tag)."""
 
 DONE_IN_A_VISIT = frozenset({
     events.ContextOpened, events.MessagesAppended, events.Generated, events.CallBegun, events.Called,

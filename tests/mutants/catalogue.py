@@ -315,8 +315,8 @@ MUTANTS = (
         FAILURES,
     ),
     Mutant(
-        "a recovered failure is one in the end", "agent/machine.py", "if self.row is None or outcome.trigger == Trigger.FAILED else None",
-        "if self.row is None else None",
+        "a recovered failure is one in the end", "agent/machine.py", "if self.index is None or outcome.trigger == Trigger.FAILED else None",
+        "if self.index is None else None",
         "a failure that a transition takes to an end is still one",
         FAILURES,
     ),
@@ -356,7 +356,7 @@ MUTANTS = (
     ),
     Mutant(
         "what failed before an interruption stands", "scheduler/scheduler.py",
-        "if self._pause_before_repeat(group, failed) is not None:", "if False:",
+        "if self._pause_before_repeat(group, ended) is not None:", "if False:",
         "a budget holds over interruptions",
         FAILURES,
     ),
@@ -415,8 +415,8 @@ MUTANTS = (
         STATES,
     ),
     Mutant(
-        "a prompt raises max_tokens", "states/generation.py", 'update={"max_tokens": min(most, default=None)}',
-        'update={"max_tokens": max(most, default=None)}',
+        "a prompt raises max_tokens", "states/generation.py", 'update={"max_tokens": min(bounds, default=None)}',
+        'update={"max_tokens": max(bounds, default=None)}',
         "2: a prompt lowers max_tokens and never raises it",
         STATES,
     ),
