@@ -33,6 +33,7 @@ from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.tokens import TokenStream
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.embedded import tokenizer
+from tests.kit import ROOT
 from tests.unit.report.recorded_runs import CONFIGS, NASTY, ODD, Elements, history, write_run
 
 
@@ -351,3 +352,12 @@ def test_a_huge_trajectory_is_a_page_of_reasonable_size() -> None:
     assert len(page) < 6_000_000
     assert len(Elements(page).tags) < 500, "tokens are drawn when they are looked at"
     assert token_data(recording.trajectory, lambda engine: texts)["streams"]
+
+
+def test_texts_in_chinese_japanese_and_korean_have_fonts() -> None:
+    css = (ROOT / "fsm_rollout/report/page/page.css").read_text("utf-8")
+    (fonts,) = re.findall(r"--cjk:([^;}]*)", css)
+    assert {"PingFang SC", "Hiragino Sans", "Malgun Gothic", "Noto Sans CJK SC"} <= {*re.findall('"([^"]*)"', fonts)}
+    of_texts = [font for font in re.findall(r"font:([^;}]*(?:sans-serif|monospace)[^;}]*)", css) if "600" not in font]
+    assert len(of_texts) == 3
+    assert all("var(--cjk)" in font for font in of_texts), of_texts
