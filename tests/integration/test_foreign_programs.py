@@ -177,7 +177,7 @@ for number in range(3):
             (group,) = [group async for group in rollout.stream(["x"])]
             (suspended,) = group.trajectories
             assert suspended.suspended == "for now"
-            assert suspended.turn >= 2  # the next call may have been answered before the program was ended
+            assert suspended.generations >= 2  # the next call may have been answered before the program was ended
             (group,) = [group async for group in rollout.stream([], resume=[suspended])]
             return group.trajectories
 
