@@ -325,18 +325,18 @@ def show(result: dict[str, Any], options: argparse.Namespace) -> None:
 # -- beside verl ----------------------------------------------------------------------------------------------------
 
 
-def commands(options: argparse.Namespace) -> dict[str, list[object]]:
-    """Return the commands of both sides for the same work."""
+def commands(options: argparse.Namespace, *, batch: bool = False) -> dict[str, list[object]]:
+    """Return the commands of both sides for the same work; ``batch`` has verl time its batch alone, too."""
     shared: list[object] = []
     for name in ("mode", "n", "turns", "delay", "reps", "extra_tools", "prompt_length", "response_length", "workers"):
         shared += [f"--{name.replace('_', '-')}", getattr(options, name)]
     own = ["--context", options.context, *["--journal"] * options.journal]
     if options.workload is None:
         return {"ours": [sys.executable, __file__, *shared, *own, "--json"]}
-    theirs = ["--check"] if not options.extra_tools else []  # what `bench_verl.py` expects has one tool
+    theirs = ["--check"] * (not options.extra_tools) + ["--post"] * batch  # what it expects has one tool
     return {
         "ours": [sys.executable, __file__, "--workload", options.workload, *shared, *own, "--json"],
-        "verl": [options.peer / "bin/python", options.workload / "bench_verl.py", *shared, *theirs, "--post"],
+        "verl": [options.peer / "bin/python", options.workload / "bench_verl.py", *shared, *theirs],
     }
 
 

@@ -54,7 +54,7 @@ LINES = (
 )  # fmt: skip
 SWEEPS: Mapping[str, tuple[str, str, Sequence[int]]] = {
     "tokens of context": ("--n 16 --turns 32 --context {}", "us_cpu_per_turn", (1_000, 10_000, 30_000, 100_000)),
-    "tools": ("--n 512 --extra-tools {}", "us_cpu_per_turn", (0, 9, 29, 99)),
+    "further tools": ("--n 512 --extra-tools {}", "us_cpu_per_turn", (0, 9, 29, 99)),
     "trajectories at once": ("--n {}", "us_cpu_per_gen", (128, 512, 2048, 8192)),
     "workers": ("--n 2048 --workers {}", "us_cpu_per_gen", (1, 2, 3)),
 }
@@ -71,7 +71,7 @@ def options_of(text: str, table: argparse.Namespace) -> argparse.Namespace:
 
 def measured(line: Line, table: argparse.Namespace) -> str | None:
     """Return a line of the table as Markdown; ``None`` if it takes verl, and there is none."""
-    sides = commands(options_of(line.ours, table))
+    sides = commands(options_of(line.ours, table), batch=line.key == "batch_ms")
     if line.key == "kb_per_trajectory":  # a figure by itself
         value = in_turn({"ours": sides["ours"]}, 1)["ours"][line.key]
         return _written(line, value, None, value)
@@ -98,9 +98,10 @@ def plot(path: Path, table: argparse.Namespace) -> None:
     figure = Figure(figsize=(10, 6), layout="constrained")
     for axes, (name, (command, key, values)) in zip(figure.subplots(2, 2).flat, SWEEPS.items(), strict=True):
         found = in_turn({str(v): commands(options_of(command.format(v), table))["ours"] for v in values}, table.rounds)
-        axes.plot(values, [found[str(value)][key] for value in values], marker="o", color="#4059ad")
+        costs = [found[str(value)][key] for value in values]
+        axes.plot(values, costs, marker="o", color="#4059ad")
         per = key.rpartition("_")[2].replace("gen", "generation")
-        axes.set(xlabel=name, ylabel=f"\u00b5s CPU per {per}", ylim=(0, None))
+        axes.set(xlabel=name, ylabel=f"\u00b5s CPU per {per}", ylim=(0, 1.1 * max(costs)))
         if name != "workers":
             axes.set_xscale("symlog" if 0 in values else "log")
         axes.set_xticks(values, [f"{value:,}" for value in values])
@@ -112,7 +113,7 @@ def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--n", type=int, default=2048, help="trajectories at once, where a line does not say otherwise")
-    parser.add_argument("--reps", type=int, default=3, help="runs in each process")
+    parser.add_argument("--reps", type=int, default=1, help="runs in each process")
     parser.add_argument("--rounds", type=int, default=2, help="how often both sides are run in turn")
     parser.add_argument("--only", default="", help="only the lines that contain this text")
     parser.add_argument("--workload", type=Path, help="the folder of the neutral workload")
