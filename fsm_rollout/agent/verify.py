@@ -1,4 +1,4 @@
-"""What makes sense: the numbered rules that an agent is held to before it runs.
+"""The numbered rules that an agent is held to before it runs.
 
 Invariant: an agent with no problems here ends (:func:`fsm_rollout.agent.proof.prove` gives its bound), and every
 trigger that can be raised in it has a transition or ends the trajectory by the machine's own. All rules are tried;

@@ -1,4 +1,4 @@
-"""The reference: glue by sentinels over the full history, verified or refused.
+"""Glue derived from the chat template by sentinels over the full history, verified or refused: the reference.
 
 Invariant: what :meth:`Deriver.derive` returns is a suffix of the template's own render of the real messages,
 cut at the token that ends the last assistant turn; nothing in it depends on what that turn said.

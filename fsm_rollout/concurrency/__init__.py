@@ -1,1 +1,1 @@
-"""Time, threads, cancellation and Ray's session: the means of waiting that every other folder uses."""
+"""Deadlines, threads, child processes, cancellation, seeds, Ray: what all other folders run and wait with."""

@@ -1,1 +1,1 @@
-"""What happened, as plain data: prompts, tokens, events, trajectories and the journal that keeps them."""
+"""What happened, as plain data: prompts, tokens, events, trajectories, the journal; and how settings are read."""
