@@ -2,9 +2,10 @@
 
     python -m tests.soak --trajectories 1000000 [--cpu-minutes 40] [--journal]
 
-Groups of two with a tool call each, scored, streamed and dropped. Every twentieth of the way the resident memory is
-printed after a full collection; exit status 1 when it has grown since the first tenth by more than ``--most`` bytes a
-trajectory. The soak stops early, and says how far it came, when its CPU time is used up.
+Groups of two with a tool call each, scored, streamed and dropped, ten thousand trajectories a run of the one rollout.
+After each run the resident memory is printed, after a full collection; exit status 1 when it has grown since the
+second by more than ``--most`` bytes a trajectory. It stops early, and says how far it came, when its CPU time is used
+up.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from fsm_rollout.trajectory.journal import Journal
 from tests.embedded import tokenizer
 from tests.kit import CONFIGS
 
+RUN = 10_000
+"""Trajectories of one run."""
 CALL = '<tool_call>\n{"name": "calculate", "arguments": {"left": 1, "operator": "+", "right": 2}}\n</tool_call>'
 
 
@@ -34,9 +37,9 @@ def resident() -> int:
 
 
 def prompts(count: int) -> Iterator[dict[str, Any]]:
-    """Yield so many, each another."""
+    """Yield so many."""
     for number in range(count):
-        yield {"messages": [{"role": "user", "content": f"What is {number % 1000} + 2?"}], "answer": 3}
+        yield {"messages": [{"role": "user", "content": f"What is {number} + 2?"}], "answer": 3}
 
 
 async def soak(count: int, cpu_minutes: float, journal: Journal | None) -> tuple[int, list[tuple[int, int]]]:
@@ -44,19 +47,18 @@ async def soak(count: int, cpu_minutes: float, journal: Journal | None) -> tuple
     engine = fr.ScriptedEngine([CALL, "The answer is 3."], tokenizer=tokenizer())
     agent = fr.load_agent(CONFIGS / "agents/tool_agent.yaml")
     came, memory, began = 0, list[tuple[int, int]](), time.process_time()
-    step = max(1, count // 20)
     reward = "fsm_rollout.rewards:first_answer"
     async with fr.Rollout(agent, engine, reward=reward, concurrency=256, journal=journal) as rollout:
-        async for group in rollout.stream(prompts(count // 2), 2):
-            assert all(t.stop_reason == "answered" and t.score == 1.0 for t in group.trajectories), group
-            came += len(group.trajectories)
-            if came % step < 2:
-                gc.collect()
-                memory.append((came, resident()))
-                used = time.process_time() - began
-                print(f"{came:>9,} trajectories, {memory[-1][1] / 2**20:7.1f} MB, {used:6.0f} s of CPU", flush=True)
-                if used > cpu_minutes * 60:
-                    break
+        while came < count:
+            async for group in rollout.stream(prompts(min(RUN, count - came) // 2), 2):
+                assert all(t.stop_reason == "answered" and t.score == 1.0 for t in group.trajectories), group
+                came += len(group.trajectories)
+            gc.collect()
+            memory.append((came, resident()))
+            used = time.process_time() - began
+            print(f"{came:>9,} trajectories, {memory[-1][1] / 2**20:7.1f} MB, {used:6.0f} s of CPU", flush=True)
+            if used > cpu_minutes * 60:
+                break
     return came, memory
 
 

@@ -349,6 +349,35 @@ def test_an_event_whose_place_is_damaged_costs_those_before_it_nothing(tmp_path:
     assert again["7/0"] == Trajectory.fold([*whole["7/0"][:last], LimitCharged(at=9.0, limit="new")])
 
 
+def test_what_follows_a_gap_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "j.sqlite"
+    whole = several(path)
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("DELETE FROM events WHERE trajectory_id = '7/0' AND seq = 4")
+    said: list[str] = []
+    found = {history[0].trajectory_id: history for history in histories(path, report=said.append)}  # type: ignore[union-attr]
+    assert found == {**whole, "7/0": whole["7/0"][:4]}
+    assert "event 5 of trajectory 7/0 is damaged (those before it are gone)" in said[0]
+
+
+def test_what_is_in_the_log_of_a_damaged_journal_is_read_too(tmp_path: Path) -> None:
+    """As a killed run leaves them: the file, and beside it the log with all that was not moved into it yet."""
+    path, left = tmp_path / "j.sqlite", tmp_path / "left.sqlite"
+    log = path.with_name("j.sqlite-wal")
+    with Journal(path, interval=3600.0) as journal:
+        journal.append("t", prompted())
+        journal.append("t", LimitCharged(at=1.0, limit="tool_calls"))
+        journal.persist()
+        data = bytearray(path.read_bytes())
+        left.with_name("left.sqlite-wal").write_bytes(log.read_bytes())
+    data[100:4096] = b"\xff" * 3996  # what SQLite knows of its tables
+    left.write_bytes(data)
+    said: list[str] = []
+    (trajectory,) = read(left, said.append)
+    assert trajectory.spent == {"tool_calls": 1}
+    assert "is damaged" in said[0]
+
+
 def test_a_table_that_only_an_index_still_answers_for_is_made_anew(tmp_path: Path) -> None:
     """The ids are in an index of their own; the first to read the table would be the run that goes on."""
     path = tmp_path / "j.sqlite"
