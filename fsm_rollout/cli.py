@@ -194,7 +194,7 @@ def resume(folder: Folder, overrides: Overrides = None, file: RunFile = None) ->
     from fsm_rollout.jobs.runner import resume as continue_run
 
     _look_here()
-    _carry_out(folder.absolute(), lambda progress: continue_run(folder, overrides or [], progress, file=file))
+    _carry_out(folder.absolute(), lambda progress: continue_run(folder, overrides or [], progress, file=file, say=_say))
 
 
 def _carry_out(out: Path, work: Callable[[Progress], Summary]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fsm_rollout.errors import ConfigError, Problem
@@ -23,7 +23,11 @@ _PLAIN = re.compile(r"[\w.+-]*")
 
 
 def recorded_config(
-    folder: Path, recorded: Mapping[str, object], overrides: Sequence[str], file: Path | None = None
+    folder: Path,
+    recorded: Mapping[str, object],
+    overrides: Sequence[str],
+    file: Path | None = None,
+    say: Callable[[str], None] = logger.info,
 ) -> RunConfig:
     """Return the config that the journal in ``folder`` records, with ``overrides`` laid over it.
 
@@ -32,6 +36,7 @@ def recorded_config(
         recorded: the journal's metadata.
         overrides: as for :func:`~fsm_rollout.jobs.run_config.load_run`; they may name code.
         file: the run's YAML; by default the one that the journal names.
+        say: hears as which file names it code is imported.
 
     Raises:
         ConfigError: ``fsm-rollout run`` did not write the journal, its config is damaged, the YAML cannot be found, or
@@ -63,7 +68,7 @@ def recorded_config(
                 for key, name in foreign.items()
             ]
         )
-    logger.info("code is imported as %s names it", own)
+    say(f"code is imported as {own} names it")
     return config.model_copy(update={"out": folder.absolute()})
 
 

@@ -105,7 +105,7 @@ def replay(
         agents: run these; by default those of the run's YAML (``file``; by default the one that it began with).
         only: a trajectory's id.
         file: see :func:`~fsm_rollout.jobs.recorded_config.recorded_config`.
-        report: hears of what is damaged.
+        report: hears of what is damaged, and as which file names it code is imported.
 
     Raises:
         ConfigError: the run's YAML or its agents are wrong, or there is no such sample.
@@ -115,7 +115,7 @@ def replay(
     # 1. What was recorded, and what runs.
     journal = journal_of(folder)
     recorded = metadata(journal, report)
-    config = None if agents else recorded_config(journal.parent, recorded, (), file)
+    config = None if agents else recorded_config(journal.parent, recorded, (), file, report)
     recordings = {trajectory.trajectory_id: (trajectory, events) for trajectory, events in standing(journal, report)}
     samples = [t for t, _ in recordings.values() if t.parent_id is None and only in (None, t.trajectory_id)]
     if only is not None and not samples:

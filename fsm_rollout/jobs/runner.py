@@ -66,13 +66,20 @@ def execute(config: RunConfig, progress: Progress, *, replace: bool = False) -> 
         return _carry_out(main, config, agents, prompts, progress)
 
 
-def resume(folder: Path, overrides: Sequence[str], progress: Progress, *, file: Path | None = None) -> Summary:
+def resume(
+    folder: Path,
+    overrides: Sequence[str],
+    progress: Progress,
+    *,
+    file: Path | None = None,
+    say: Callable[[str], None] = logger.info,
+) -> Summary:
     """Continue the run in a folder, interrupted or cut off, to its end, and return the summary.
 
     Trajectories that have ended stay as they are and come into the batch too; the journal continues where it stopped.
     ``overrides`` change the run, its engine say, but not its agents, which must be what they were, nor a reward that
     has scored something. Code is imported as the run's YAML names it (``file``; by default the one with which the run
-    began), see :mod:`fsm_rollout.jobs.recorded_config`.
+    began), see :mod:`fsm_rollout.jobs.recorded_config`; ``say`` hears which file that is.
 
     Raises:
         ConfigError: no run wrote that folder, or something in the run, its agents, prompts or engines is wrong now.
@@ -86,7 +93,7 @@ def resume(folder: Path, overrides: Sequence[str], progress: Progress, *, file: 
     if SERVED in recorded:
         file = file or Path(recorded.get("file", "RUN.yaml"))
         raise ConfigError(f"'{folder}' holds conversations, which go on with the server: fsm-rollout serve {file}")
-    config = recorded_config(folder, recorded, overrides, file)
+    config = recorded_config(folder, recorded, overrides, file, say)
     with interruptible() as main, claimed(config.out):
         # 2. Agents and prompts must be what they were.
         agents, prompts, earlier = load_agents(config), _prompts(config), list(read(journal))

@@ -626,7 +626,9 @@ class ToolSession:
                 if isinstance(value, ToolResult):
                     return CallResult(tool_messages.result(value.text), reward=value.reward, tries=number)
                 if not isinstance(value, AgentAnswer):
-                    return CallResult(tool_messages.result(value), tries=number)
+                    if tool_messages.is_short(value):
+                        return CallResult(tool_messages.result(value), tries=number)
+                    return CallResult(await asyncio.to_thread(tool_messages.result, value), tries=number)
                 if value.failure is None:
                     return CallResult(tool_messages.clean(value.text), tries=number, child_id=value.child_id)
                 text = error_text(f"{tool.name} ended without an answer ({value.failure})", GO_ON)

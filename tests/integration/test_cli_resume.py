@@ -296,6 +296,7 @@ def test_the_command_line_goes_on(run: Path, whole: dict[str, Any]) -> None:
     done = CliRunner().invoke(app, ["resume", str(run.parent / "out"), "engine.max_running=2"])
     assert done.exit_code == 0, done.output
     assert "answered 8" in done.output
+    assert f"code is imported as {run} names it" in done.stderr
     assert rows(run.parent / "out") == whole
 
 

@@ -442,6 +442,28 @@ def test_results_become_text(kind: str, text: str):
     assert made(box(give="give"), a_call("give", kind=kind)) == CallResult(text, tries=1)
 
 
+class Heavy:
+    """Its own code makes it plain data, and notes where it ran."""
+
+    ran_in: threading.Thread
+
+    def tolist(self) -> list[int]:
+        Heavy.ran_in = threading.current_thread()
+        return [1, 2]
+
+
+@pytest.mark.parametrize("many", [0, 30_000])
+def test_a_result_that_takes_long_to_be_made_text_is_not_on_the_loop(many: int) -> None:
+    """Ten million numbers take seconds, and everybody else would wait."""
+    VALUES["heavy"] = [*range(many), Heavy()]
+    try:
+        result = made(box(give="give"), a_call("give", kind="heavy"))
+    finally:
+        del VALUES["heavy"]
+    assert result.text.startswith("[")
+    assert Heavy.ran_in is not threading.main_thread()
+
+
 def big(characters: int) -> str:
     """Say a lot.
 
