@@ -659,8 +659,8 @@ MUTANTS = (
     ),
     Mutant(
         'call before it is kept that a call begins', 'scheduler/scheduler.py',
-        '                self.journal.persist()  # or the call, which must not be made twice, could be after a crash',
-        '                pass  # or the call, which must not be made twice, could be after a crash',
+        '                self.journal.persist()  # this call must not be made twice, so a resumed run has to know of it',
+        '                pass  # this call must not be made twice, so a resumed run has to know of it',
         'a call that must not be made twice is known to have begun',
         ("tests/unit/scheduler/test_durability.py::test_that_a_call_has_begun_is_kept_before_it_is_made",),
     ),
@@ -712,13 +712,6 @@ MUTANTS = (
         'pickle.loads(block) if self._worker else _decode(block)',
         'pickle.loads(block)',
         'what tools can write is never unpickled',
-        ("tests/unit/scheduler/test_workers.py::test_a_pickle_that_a_tool_sends_down_its_workers_link_runs_nowhere",),
-    ),
-    Mutant(
-        'hear a worker that was given up', 'scheduler/worker_link.py',
-        '        if not self.open:\n            return\n        try:',
-        '        if False:\n            return\n        try:',
-        'nothing comes from a link that is lost',
         ("tests/unit/scheduler/test_workers.py::test_a_pickle_that_a_tool_sends_down_its_workers_link_runs_nowhere",),
     ),
     Mutant(
