@@ -42,7 +42,7 @@ ROUTER = ("tests/unit/engines/test_router.py",)
 MACHINE = ("tests/laws/test_scheduler_machine.py",)
 SCHEDULER = ("tests/unit/scheduler/test_scheduler.py",)
 LOOP = ("tests/unit/scheduler/test_training_loop.py",)
-FOREIGN = ("tests/laws/test_foreign_agents.py",)
+FOREIGN = ("tests/unit/states/test_external.py", "tests/laws/test_foreign_agents.py")
 
 
 @dataclass(frozen=True)
