@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from fsm_rollout import AgentGraph, load_agent, prove
 from fsm_rollout.cli import app
-from fsm_rollout.diagrams.draw import DrawingError, draw, source_of, to_dot, to_mermaid, to_png
+from fsm_rollout.diagrams.draw import DrawingError, draw, render, source_of, to_dot, to_mermaid, to_png
 from fsm_rollout.diagrams.picture import picture
 from fsm_rollout.testing.strategies.graphs import graphs
 from tests.kit import ROOT
@@ -246,6 +246,7 @@ def test_there_is_no_picture_of_an_agent_that_is_gone() -> None:
 
 @pytest.fixture
 def without_graphviz(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    render.cache_clear()  # of what other tests have drawn
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setitem(sys.modules, "pygraphviz", None)
 

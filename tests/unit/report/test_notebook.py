@@ -12,7 +12,7 @@ from IPython.core.formatters import DisplayFormatter
 from IPython.lib.pretty import pretty
 
 from fsm_rollout.agent.loader import load_agent
-from fsm_rollout.diagrams.draw import to_svg
+from fsm_rollout.diagrams.draw import render, to_svg
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.report.notebook import Page, register
@@ -66,6 +66,7 @@ def test_a_notebook_shows_an_agent_s_picture(shell: Shell) -> None:
 def test_without_graphviz_a_notebook_shows_an_agent_s_text(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setitem(sys.modules, "pygraphviz", None)
+    render.cache_clear()  # of what other tests have drawn
     graph = load_agent(CONFIGS / "agents/delegate.yaml")
     assert shell.shown(graph) == {"text/plain": pretty(graph)}
 
