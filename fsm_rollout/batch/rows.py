@@ -164,8 +164,12 @@ def rows(
         for position, value in token_scores.items():
             scores[position] = value
         prompt_ids = stream.tokens.prompt_ids()
-        of_place = stream.tokens.kept
-        kept = [of_place.get(at, ()) for at in range(len(prompt_ids), len(prompt_ids) + len(scores))]
+        counts = np.zeros(len(scores), dtype=np.int32)
+        sampling_mask: list[int] = []
+        for at, ids in sorted(stream.tokens.kept.items()):  # hardly any engine reports them: no step per token
+            if 0 <= at - len(prompt_ids) < len(counts):
+                counts[at - len(prompt_ids)] = len(ids)
+                sampling_mask += ids
         made.append(
             TrainingRow(
                 prompt_ids=prompt_ids if prompt_width is None else prompt_ids[max(0, len(prompt_ids) - prompt_width) :],
@@ -189,8 +193,8 @@ def rows(
                 failure=trajectory.failure,
                 num_turns=turns_of(stream),
                 sampling=[[turn, *sampling] for turn, _, *sampling in stream.sampled_with],
-                sampling_mask_counts=np.array([len(ids) for ids in kept], dtype=np.int32),
-                sampling_mask=[token for ids in kept for token in ids],
+                sampling_mask_counts=counts,
+                sampling_mask=sampling_mask,
                 metrics=_metrics(trajectory),
                 turn_scores=[list(pair) for pair in trajectory.turn_scores],
                 tool_rewards=list(trajectory.tool_rewards),
