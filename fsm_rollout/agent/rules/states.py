@@ -169,7 +169,7 @@ def _known_parts(structure: Structure, fact: str) -> _Known | None:
         return _Known(str, (), f"'{fact}' is a text")
     if fact in ("messages", "turn_scores"):
         return _Known(list, (), f"'{fact}' is a list")
-    return _Known(float, (), f"'{fact}' is a number") if fact in ("turn", "score") else None
+    return _Known(float, (), f"'{fact}' is a number") if fact in ("generations", "score") else None
 
 
 def _parts_of_facts(template: nodes.Template) -> Iterator[tuple[str, str, int]]:

@@ -59,6 +59,11 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not type
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing: :meth:`_fit` makes the room."""
 
+    def fit(self) -> None:
+        """Have what is reserved by now, if there is anything yet."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self._fit(self.keys, self.keys), self._fit(self.values, self.values)
+
     def _fit(self, old: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         shape = (self._rows.capacity, like.shape[1], self._rows.columns, like.shape[3])
         if old is not None and old.shape == shape:
@@ -142,6 +147,7 @@ class KeyValueRows(Cache):  # type: ignore[misc]  # transformers is not typed
     def move(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Copy the first ``length`` columns of rows over those of others, all at once, in every layer."""
         for layer in self.layers:
+            layer.fit()  # a row of one token has been given its place, and nothing has been filled into it
             for held in (layer.keys, layer.values):
                 if held is not None:
                     held[targets, :, :length] = held[sources, :, :length]

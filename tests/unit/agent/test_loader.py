@@ -489,7 +489,7 @@ def test_overrides() -> None:
         ("limits.assistant_turns=on", "`on` is a boolean"),
         ("limits.assistant_turns=[", "not YAML"),
         ("states.GENERATNG.timeout=3", "'states' has no 'GENERATNG'; did you mean 'GENERATING'?"),
-        ("agent.name=3", "'agent' holds no further keys, so there is no 'name' in it"),
+        ("limits.tool_calls.x=3", "'limits.tool_calls' holds no further keys, so there is no 'x' in it"),
         ("transitions.9.dest=A", "'transitions' is a list of 4; there is no item '9' in it"),
         ("transitions.x=A", "there is no item 'x' in it"),
         (

@@ -416,7 +416,9 @@ def test_20_templates(prompt: str) -> None:
 def test_20_templates_name_facts() -> None:
     data = base()
     every = "".join(f"{{{{ {fact} }}}}" for fact in TEMPLATE_FACTS)
-    data["states"]["GENERATING"]["prompt"] = every + "{% for i in range(turn) %}{{ loop.index }}{{ i }}{% endfor %}"
+    data["states"]["GENERATING"]["prompt"] = (
+        every + "{% for i in range(generations) %}{{ loop.index }}{{ i }}{% endfor %}"
+    )
     expect(data)
     data["states"]["GENERATING"]["prompt"] = "{{ texs.main }} {{ foo.bar }}"
     fact_names = ", ".join(TEMPLATE_FACTS)
@@ -629,7 +631,7 @@ def test_5_what_the_scheduler_never_raises() -> None:
         ("{{ visits.REVIEWNG }}", "'visits.REVIEWNG', and there is no such state; did you mean 'REVIEWING'?"),
         ("{{ spent.tool_cals }}", "'spent.tool_cals', and there is no such limit; did you mean 'tool_calls'?"),
         ("{{ task.uper() }}", "prompt names 'task.uper', and 'task' is a text"),
-        ("{{ turn.first }}", "prompt names 'turn.first', and 'turn' is a number"),
+        ("{{ generations.first }}", "prompt names 'generations.first', and 'generations' is a number"),
         ("{{ messages.last }}", "prompt names 'messages.last', and 'messages' is a list"),
     ],
 )

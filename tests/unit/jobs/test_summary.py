@@ -36,7 +36,8 @@ from tests.kit import under_way
 
 KEYS = (
     "trajectories groups wall_seconds transitions states stop_reasons failure_classes sub_agents "
-    "turns_mean tokens trained_tokens tool_calls bad_calls tool_failures scored score_mean timing engine"
+    "turns_mean generations_mean tokens trained_tokens tool_calls bad_calls tool_failures scored score_mean timing "
+    "engine"
 )
 
 

@@ -292,3 +292,14 @@ def test_a_row_waits_for_the_next_turn_while_as_many_others_run(model: Any):
             texts[request.partition("-")[0]] += [*ids_of(chunks), 5, 6]
         if turn:
             assert sum(passes) < 8 * (3 + 2) + 8  # what is new, and two steps each
+
+
+def test_a_row_that_holds_nothing_yet_changes_places_with_an_idle_one(model: Any) -> None:
+    """A prompt of one token is given a row and filled with nothing, beside the row that an ended session keeps."""
+    params = SamplingParams(4, temperature=0.0, ignore_eos=True)
+    first, second = (
+        Request(name, as_ids(prompt(seed, length)), params, trajectory_id=name)
+        for seed, (name, length) in enumerate([("long", 9), ("short", 1)])
+    )
+    found = run(loop_of(model), {0: [first], 8: [second]})
+    assert ids_of(found["short"]) == ids_of(run(loop_of(model), {0: [second]})["short"])
