@@ -36,7 +36,7 @@ class Staleness:
         """Check the numbers."""
         if self.most is not None:
             check_at_least(0, "weight versions", "max_staleness", self.most)
-        check_at_least(0, "of them", "max_restarts", self.restarts)
+        check_at_least(0, "restarts", "max_restarts", self.restarts)
 
     def end_of(
         self, group: Group, trajectory: Trajectory, under_way: Mapping[tuple[str, str], int] | None = None

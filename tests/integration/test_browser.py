@@ -281,9 +281,11 @@ def test_a_long_prompt_shows_its_end_until_it_is_asked_for_more(browser: Any, tm
       const seen = [...box.querySelectorAll("i")].filter((token) => {
         const at = token.getBoundingClientRect();
         return at.bottom <= frame.bottom + 2 && at.top >= frame.top - 2});
-      return [seen.length, box.querySelectorAll("i").length, seen.at(-1).textContent]"""
+      return [seen.length, box.querySelectorAll("i").length, seen.at(-1)?.textContent]"""
     browser.execute_script("document.querySelector('.card.prompt').scrollIntoView()")
-    seen, drawn, last = browser.execute_script(script)
+    seen, drawn, last = WebDriverWait(browser, 600).until(
+        lambda page: (found := page.execute_script(script))[0] and found  # it is drawn and scrolled once it is seen
+    )
     assert 0 < seen < drawn
     assert last == browser.execute_script("return [...document.querySelectorAll('.card.prompt i')].at(-1).textContent")
     browser.execute_script("document.querySelector('.card.prompt button.more').click()")

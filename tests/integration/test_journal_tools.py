@@ -149,8 +149,10 @@ def test_another_reward_judges_what_has_been(out: Path, tmp_path: Path) -> None:
 
 def test_a_replay_of_an_unchanged_run_is_the_same(out: Path) -> None:
     assert "8 trajectories replayed, 0 of them differ" in command("replay", out)
-    result = replay(out, only="2/1", report=pytest.fail)
+    lines: list[object] = []
+    result = replay(out, only="2/1", report=lines.append)
     assert (result.replayed, result.differences) == (1, [])
+    assert all("code is imported as" in str(line) for line in lines)
     assert "did you mean '2/1'" in command("replay", out, "--trajectory", "2/11", code=2)
 
 

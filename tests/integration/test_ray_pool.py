@@ -427,7 +427,7 @@ def test_five_updates_and_two_losses_leave_every_token_with_its_version(tmp_path
 # -- runs ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("cluster")
+@pytest.mark.ray("shared")
 def test_a_replica_that_is_killed_in_a_run_changes_no_row(tmp_path: Path) -> None:
     """At three points; `make nightly` tries more."""
     points = int(os.environ.get("KILL_POINTS", "3"))

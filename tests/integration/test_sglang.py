@@ -423,6 +423,23 @@ def assert_gone(processes: list[psutil.Process]) -> None:
 # -- from here on the order counts
 
 
+def test_a_process_of_sglang_that_is_killed_in_a_run_changes_no_row(served: Served) -> None:
+    """At one point; `make nightly` tries more. The samples are greedy: no other are the same twice here."""
+    agent = fr.load_agent(CONFIGS / "agents/tool_user.yaml")
+    prompts = list(fr.read_prompts(CONFIGS / "data/arithmetic.jsonl", limit=4))
+
+    async def processes() -> list[int]:
+        return [process.pid for process in served.processes]
+
+    async def main() -> None:
+        points, greedy = int(os.environ.get("KILL_POINTS", "1")), {"temperature": 0.0}
+        before = served.pool.replicas[0].restarts
+        assert await differences(served.pool, agent, prompts, processes, points=points, sampling=greedy) == []
+        assert served.pool.replicas[0].restarts >= before + points
+
+    asyncio.run(main())
+
+
 def test_a_killed_scheduler_costs_no_token_as_another_sglang_goes_on_with_the_same_weights(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -461,23 +478,6 @@ def test_a_killed_scheduler_costs_no_token_as_another_sglang_goes_on_with_the_sa
     asyncio.run(main())
     assert served.engine is not first
     assert_gone(processes)
-
-
-def test_a_process_of_sglang_that_is_killed_in_a_run_changes_no_row(served: Served) -> None:
-    """At one point; `make nightly` tries more. The samples are greedy: no other are the same twice here."""
-    agent = fr.load_agent(CONFIGS / "agents/tool_user.yaml")
-    prompts = list(fr.read_prompts(CONFIGS / "data/arithmetic.jsonl", limit=4))
-
-    async def processes() -> list[int]:
-        return [process.pid for process in served.processes]
-
-    async def main() -> None:
-        points, greedy = int(os.environ.get("KILL_POINTS", "1")), {"temperature": 0.0}
-        before = served.pool.replicas[0].restarts
-        assert await differences(served.pool, agent, prompts, processes, points=points, sampling=greedy) == []
-        assert served.pool.replicas[0].restarts >= before + points
-
-    asyncio.run(main())
 
 
 @pytest.fixture

@@ -299,7 +299,7 @@ def test_what_is_no_engine_says_what_to_give(engine: Any, says: str) -> None:
         ({"concurrency": "8"}, "concurrency must be at least 1 trajectory, got '8'"),
         ({"workers": 0}, "workers must be at least 1 process, got 0"),
         ({"max_staleness": 1.5}, "max_staleness must be at least 0 weight versions, got 1.5"),
-        ({"max_restarts": None}, "max_restarts must be at least 0 of them, got None"),
+        ({"max_restarts": None}, "max_restarts must be at least 0 restarts, got None"),
     ],
 )
 def test_a_wrong_argument_is_one_clear_line(options: dict[str, Any], says: str) -> None:

@@ -224,7 +224,7 @@ def test_a_straggler_begins_anew_a_bounded_number_of_times_and_then_its_group_is
     assert [t.trajectory_id for t in group.discarded] == ["p0/0", "p0/0~1"]
     assert [(t.trajectory_id, t.stop_reason) for t in group.trajectories] == [("p0/0~2", "cancelled")]
     assert "stale: it has tokens of version 2, and the weights are 3" in str(group.trajectories[0].detail)
-    with pytest.raises(ConfigError, match="max_restarts must be at least 0, got -1"):
+    with pytest.raises(ConfigError, match="max_restarts must be at least 0 restarts, got -1"):
         Bench(single(), slow({}), max_restarts=-1)
 
 
