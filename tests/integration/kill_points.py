@@ -112,7 +112,9 @@ def difference(expected: dict[str, list[Any]], got: dict[str, list[Any]]) -> str
     for key, column in expected.items():
         for row, (one, other) in enumerate(zip(column, got[key], strict=True)):
             if one != other:
-                return f"{key} of row {row}: {other[:80]} instead of {one[:80]}"
+                pairs = enumerate(zip(one, other, strict=False))
+                start = next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))
+                return f"{key} of row {row} from {start} on: {other[start:][:400]} instead of {one[start:][:400]}"
     return None
 
 

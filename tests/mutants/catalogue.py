@@ -719,7 +719,7 @@ MUTANTS = (
         '                running.over.set_result(False)\n',
         '                running.over.set_result(True)\n',
         'what a dead worker ran goes on in another',
-        ("tests/integration/test_workers.py::test_workers_that_are_killed_lose_nothing",),
+        ("tests/laws/test_laws.py::test_a_worker_that_is_killed_at_ten_points_loses_nothing",),
     ),
     Mutant(
         'each worker has all slots of a tool', 'scheduler/worker.py',

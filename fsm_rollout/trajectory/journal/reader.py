@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from typing import Any
 import msgspec
 
 from fsm_rollout.errors import JournalError
-from fsm_rollout.trajectory.events import AnyEvent, decode
+from fsm_rollout.trajectory.events import AnyEvent, Generated, decode
 from fsm_rollout.trajectory.journal.salvage import salvaged
 from fsm_rollout.trajectory.journal.schema import APPLICATION_ID, FACTS, FORMAT, checksum
 from fsm_rollout.trajectory.trajectory import Trajectory
@@ -35,6 +34,8 @@ _FORMATS = 1000
 
 
 _DURATIONS = ("seconds", "queue_seconds", "away")
+_LATEST = 2.0**53
+"""Seconds; no clock says so much, and reports calculate with them."""
 DAMAGED = (sqlite3.DatabaseError, UnicodeDecodeError)
 """What SQLite raises over a damaged file; its own message may be no text."""
 
@@ -186,8 +187,7 @@ def _recording(
                 why = "it is not what was written"
             if why is None:
                 event = decode(payload)
-                if not math.isfinite(sum(getattr(event, name, 0.0) for name in ("at", *_DURATIONS))):
-                    raise ValueError("its time is no number")
+                _check(event)
                 if trajectory is not None:
                     trajectory.apply(event)
                 elif (trajectory := Trajectory.fold([event])).trajectory_id != trajectory_id:
@@ -203,6 +203,15 @@ def _recording(
             trajectory = Trajectory.fold(history) if history else None
             break
     return None if trajectory is None else (trajectory, history)
+
+
+def _check(event: AnyEvent) -> None:
+    """Raise ValueError for what no run writes, and what looks at a run would stumble over."""
+    if not all(abs(getattr(event, name, 0.0)) < _LATEST for name in ("at", *_DURATIONS)):
+        raise ValueError("its time is none")
+    messages = [event.message] if isinstance(event, Generated) else getattr(event, "messages", ())
+    if not all(isinstance(message.get("role"), str) for message in messages):
+        raise ValueError("a message in it has no role")
 
 
 def event_rows(path: str | os.PathLike[str], report: Report) -> Iterator[tuple[Any, ...]]:

@@ -19,8 +19,18 @@ from hypothesis import strategies as st
 from fsm_rollout import __version__
 from fsm_rollout.errors import JournalError
 from fsm_rollout.testing.strategies.histories import several_event_sequences
-from fsm_rollout.trajectory.events import AnyEvent, ContextOpened, LimitCharged, Prompted, PromptExtended, encode
+from fsm_rollout.trajectory.events import (
+    AnyEvent,
+    ContextOpened,
+    LimitCharged,
+    MessagesAppended,
+    Prompted,
+    PromptExtended,
+    Resumed,
+    encode,
+)
 from fsm_rollout.trajectory.journal import Journal, events, histories, is_empty, is_journal, metadata, read
+from fsm_rollout.trajectory.journal.schema import checksum
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 
@@ -347,6 +357,29 @@ def test_an_event_whose_place_is_damaged_costs_those_before_it_nothing(tmp_path:
         journal.append("7/0", LimitCharged(at=9.0, limit="new"))
     again = {t.trajectory_id: t for t in read(path)}
     assert again["7/0"] == Trajectory.fold([*whole["7/0"][:last], LimitCharged(at=9.0, limit="new")])
+
+
+@pytest.mark.parametrize(
+    ("event", "says"),
+    [
+        (LimitCharged(at=1e308, limit="x"), "its time is none"),
+        (LimitCharged(at=float("nan"), limit="x"), "its time is none"),
+        (Resumed(at=1e300, away=-1e300), "its time is none"),
+        (MessagesAppended(at=4.0, context="main", state="A", messages=[{"content": "?"}]), "has no role"),
+    ],
+)
+def test_an_event_that_no_run_writes_is_a_damaged_one(tmp_path: Path, event: AnyEvent, says: str) -> None:
+    """Its sum is right: whoever made it knew how. Reports and exports would stumble over it."""
+    path = tmp_path / "j.sqlite"
+    whole = several(path)
+    with closing(sqlite3.connect(path)) as connection, connection:
+        payload = encode(event)
+        update = "UPDATE events SET payload = ?, crc = ? WHERE trajectory_id = '7/0' AND seq = 4"
+        connection.execute(update, (payload, checksum(payload, 4)))
+    said: list[str] = []
+    found = {history[0].trajectory_id: history for history in histories(path, report=said.append)}  # type: ignore[union-attr]
+    assert found == {**whole, "7/0": whole["7/0"][:4]}
+    assert says in said[0]
 
 
 def test_what_follows_a_gap_is_not_read(tmp_path: Path) -> None:
