@@ -46,7 +46,7 @@ POLICY = "policy"
 
 def named_by_one_word(value: object, names: Mapping[str, str], model: type[StrictModel]) -> object:
     """Return ``{use: word, key: …}`` as ``{use: module:name, kwargs: {key: …}}``; all else as it is."""
-    if not isinstance(value, Mapping) or value.get("use") not in names:
+    if not isinstance(value, Mapping) or not isinstance(value.get("use"), str) or value["use"] not in names:
         return value
     own = {key: value[key] for key in value if key not in model.model_fields}
     kept = {key: value[key] for key in value if key not in own}

@@ -111,7 +111,8 @@ def events(path: str | os.PathLike[str], trajectory_id: str, report: Report = lo
 
 def trajectory_ids(path: str | os.PathLike[str], report: Report = logger.warning) -> list[str]:
     """Return the ids of all trajectories, in the order in which they began."""
-    return [row[0] for row in _query(path, "SELECT trajectory_id FROM trajectories ORDER BY rowid", report)]
+    rows = _query(path, "SELECT trajectory_id FROM trajectories ORDER BY rowid", report)
+    return [trajectory_id for (trajectory_id,) in rows if isinstance(trajectory_id, str)]
 
 
 def histories(

@@ -319,14 +319,18 @@ def _rewrite(path: Path, form: int) -> dict[str, int]:
         trajectories.append((own, trajectory.group_id, trajectory.sample, trajectory.agent, trajectory.parent_id))
         lengths[own] = len(history)
 
-    # 2. That much of it, in the order of the run.
+    # 2. That much of it, in the order of the run. A row that only its pages still hold whole may be missing here.
+    written: dict[str, int] = {}
+
     def fill(connection: sqlite3.Connection) -> None:
-        connection.executemany(INSERT_TRAJECTORY, trajectories)
         for own, seq, payload in event_rows(path, damages.append):
-            if isinstance(seq, int) and 0 <= seq < lengths.get(own, 0):
-                event = decode(payload)
-                row = (own, seq, event.at, str(event.__struct_config__.tag), payload, checksum(payload, seq))
-                connection.execute(INSERT_EVENT, row)
+            if seq == written.get(own, 0) and seq < lengths.get(own, 0):
+                with suppress(TypeError, ValueError):  # msgspec's errors are ValueErrors
+                    event = decode(payload)
+                    row = (own, seq, event.at, str(event.__struct_config__.tag), payload, checksum(payload, seq))
+                    connection.execute(INSERT_EVENT, row)
+                    written[own] = seq + 1
+        connection.executemany(INSERT_TRAJECTORY, (row for row in trajectories if row[0] in written))
         connection.executemany("INSERT INTO run VALUES (?, ?)", facts(metadata(path, damages.append)))
         connection.executemany("INSERT INTO handed_over VALUES (?, ?)", handed_over(path, damages.append))
 
@@ -347,4 +351,4 @@ def _rewrite(path: Path, form: int) -> dict[str, int]:
     for file in log:
         file.unlink(missing_ok=True)
     sound.replace(path)
-    return lengths
+    return written

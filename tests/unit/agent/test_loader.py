@@ -125,6 +125,9 @@ def test_an_interaction_of_one_word_has_its_arguments_beside_it() -> None:
     with pytest.raises(ConfigError, match="unknown key 'url'"):
         built("{use: 'fsm_rollout.interactions:ScriptedUser', url: here}")
     assert not accepts(yaml.safe_load(AGENT) | {"interaction": {"use": "own:User", "url": "here"}})
+    for wrong in ("[openenv]", "{openenv: 1}", "7", "null"):
+        with pytest.raises(ConfigError, match="interaction"):
+            built(f"{{use: {wrong}, url: here}}")
 
 
 def test_mappings_of_a_graph_cannot_be_changed() -> None:

@@ -29,7 +29,16 @@ from fsm_rollout.trajectory.events import (
     Resumed,
     encode,
 )
-from fsm_rollout.trajectory.journal import Journal, events, histories, is_empty, is_journal, metadata, read
+from fsm_rollout.trajectory.journal import (
+    Journal,
+    events,
+    histories,
+    is_empty,
+    is_journal,
+    metadata,
+    read,
+    trajectory_ids,
+)
 from fsm_rollout.trajectory.journal.schema import checksum
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -380,6 +389,14 @@ def test_an_event_that_no_run_writes_is_a_damaged_one(tmp_path: Path, event: Any
     found = {history[0].trajectory_id: history for history in histories(path, report=said.append)}  # type: ignore[union-attr]
     assert found == {**whole, "7/0": whole["7/0"][:4]}
     assert says in said[0]
+
+
+def test_a_trajectory_whose_name_is_damaged_is_left_out_of_their_list(tmp_path: Path) -> None:
+    path = tmp_path / "j.sqlite"
+    whole = several(path)
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE trajectories SET trajectory_id = NULL WHERE trajectory_id = '7/0'")
+    assert set(trajectory_ids(path)) == whole.keys() - {"7/0"}
 
 
 def test_what_follows_a_gap_is_not_read(tmp_path: Path) -> None:
