@@ -428,7 +428,7 @@ def test_five_updates_and_two_losses_leave_every_token_with_its_version(tmp_path
 
 
 @pytest.mark.ray("shared")
-def test_a_replica_that_is_killed_in_a_run_changes_no_row(tmp_path: Path) -> None:
+def test_a_replica_that_is_killed_in_a_run_changes_no_row() -> None:
     """At three points; `make nightly` tries more."""
     points = int(os.environ.get("KILL_POINTS", "3"))
     placement = RayPlacement(ray_work.Calling(tokenizer(), worker_work.CALL, 2), 2, RayOptions(cpus=0.5))
@@ -440,7 +440,7 @@ def test_a_replica_that_is_killed_in_a_run_changes_no_row(tmp_path: Path) -> Non
         return [await answer_to(actor.__ray_call__.remote(lambda self: os.getpid())) for actor in actors(pool)]
 
     async def main() -> None:
-        graph = worker_work.agent(tmp_path)
+        graph = worker_work.agent()
         assert await differences(pool, graph, worker_work.prompts(3), processes, points=points) == []
         assert sum(replica.restarts for replica in pool.replicas) >= points
         await pool.aclose()
