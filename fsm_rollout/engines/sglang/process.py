@@ -166,6 +166,7 @@ def main() -> None:
     if start is None:
         return
     os.environ[_SERVER] = str(os.getpid())
+    os.register_at_fork(after_in_child=_die_with_server)
     threading.Thread(target=_end_with_input, daemon=True).start()
     arguments = {**sglang_cpu.prepare(start["threads"]), **start["arguments"]}
     from sglang.launch_server import run_server
@@ -203,12 +204,14 @@ def _die_with_server() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
         try:
-            os.kill(int(os.environ[_SERVER]), 0)  # is it there?
-        except ProcessLookupError:
+            gone = psutil.Process(int(os.environ[_SERVER])).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            gone = True
+        if gone:
             os._exit(1)
 
 
 if __name__ == "__main__":
     main()
-elif __name__ == "__mp_main__":  # one of SGLang's processes, which does so itself, but only after seconds of imports
+elif __name__ == "__mp_main__":  # one of SGLang's processes, which does so itself, but only after seconds
     _die_with_server()
