@@ -121,8 +121,9 @@ class TrajectoryBatch:
         widths = {"prompt_width": prompt_width, "response_width": response_width}
         all_rows = rows(trajectories, state_names=state_names)
         cut_rows: dict[RowId, TrainingRow] = {}
-        if overflow == "truncate":
-            cut_rows = {row.row_id: row for row in rows(trajectories, state_names=state_names, **widths)}
+        too_long = {row.trajectory_id: by_id[row.trajectory_id] for row in all_rows if not _fits(row, *widths.values())}
+        if overflow == "truncate" and too_long:
+            cut_rows = {r.row_id: r for r in rows(too_long.values(), state_names=all_rows[0].state_names, **widths)}
         kept_rows: list[TrainingRow] = []
         omitted: list[RowId] = []
         truncated: list[RowId] = []

@@ -719,8 +719,8 @@ class PoolEngine:
             return
         logger.warning("%s is lost: %s; %d request(s) go on elsewhere", replica.name, why, replica.in_flight)
         replica.state, replica.cause = "starting", why
-        had = [routed.request for routed in self._under_way.values() if routed.replica is replica]
-        replica.losses += not (had and all(request.on_trial for request in had))
+        requests = [routed.request for routed in self._under_way.values() if routed.replica is replica]
+        replica.losses += not (requests and all(request.on_trial for request in requests))
         replica.restarts += 1
         if not self._closed:
             self._spawn(self._revive(replica))

@@ -155,7 +155,7 @@ def _trace(task: vf.Task[Any, Any, Any], trajectory: Trajectory) -> Trace[Any, A
         ok=trajectory.failure is None,
         stop_condition=trajectory.stop_reason,
     )
-    given = len(trajectory.prompt_messages)
+    prompted = len(trajectory.prompt_messages)
     for place, message in enumerate(trajectory.messages):
         calls = [
             {
@@ -167,7 +167,7 @@ def _trace(task: vf.Task[Any, Any, Any], trajectory: Trajectory) -> Trace[Any, A
         ]
         fields = {**message, "tool_calls": calls} if calls else {k: v for k, v in message.items() if k != "tool_calls"}
         node = {"parent": place - 1 if place else None, "message": fields}
-        trace.nodes.append(MessageNode(**node, sampled=message["role"] == "assistant" and place >= given))
+        trace.nodes.append(MessageNode(**node, sampled=message["role"] == "assistant" and place >= prompted))
     return trace
 
 

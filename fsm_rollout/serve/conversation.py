@@ -65,7 +65,7 @@ class Conversation:
         """Takes the caller's next message, while it waits for that."""
         self.trajectory_id: str | None = None
         """That of the attempt that runs, once it has begun."""
-        self.left = False
+        self.abandoned = False
         """Whether nobody waits for its answer any more."""
         self._texts: list[str] = []
         self._prompt_tokens = self._sampled_tokens = 0
@@ -111,9 +111,10 @@ class Conversation:
     def end_exchange(self, ending: FinishReason | ProtocolError, stop_reason: str | None = None) -> None:
         """Answer the exchange that waits, if there is one."""
         exchange, self.exchange = self.exchange, None
-        if exchange is None or isinstance(ending, ProtocolError):
-            if exchange is not None:
-                exchange.end(ending)  # type: ignore[arg-type]  # it is one
+        if exchange is None:
+            return
+        if isinstance(ending, ProtocolError):
+            exchange.end(ending)
             return
         exchange.end(
             ChatReply(

@@ -92,14 +92,14 @@ class Server:
         except ProtocolError as error:
             return failed(dialect, error)
         except web.HTTPException as error:
-            told = f"{request.method} {request.path}: {error.reason}"
-            return failed(dialect, ProtocolError(error.status, str(error.reason).lower().replace(" ", "_"), told))
+            message = f"{request.method} {request.path}: {error.reason}"
+            return failed(dialect, ProtocolError(error.status, str(error.reason).lower().replace(" ", "_"), message))
         except (ConnectionError, OSError):
             raise  # the caller has gone
         except Exception as error:
             logger.exception("%s %s could not be answered", request.method, request.path)
-            told = f"the request could not be answered: {type(error).__name__}"
-            return failed(dialect, ProtocolError(500, "internal_error", told))
+            message = f"the request could not be answered: {type(error).__name__}"
+            return failed(dialect, ProtocolError(500, "internal_error", message))
 
     def _check(self, request: web.Request) -> None:
         """Refuse pages from elsewhere, and callers without a key.

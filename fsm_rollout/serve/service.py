@@ -124,8 +124,8 @@ class Service:
         if chat.tools:
             raise refuse("`tools`: the agent has its own, which run here; leave them out", "unsupported_parameter")
         if self.calls_under_way >= self.calls:
-            told = f"{self.calls_under_way:,} requests are being answered, which is the most"
-            raise ProtocolError(429, "overloaded", told, retry_after=1)
+            message = f"{self.calls_under_way:,} requests are being answered, which is the most"
+            raise ProtocolError(429, "overloaded", message, retry_after=1)
         messages = [message | {"content": clean(str(message["content"]))} for message in chat.messages]
         sampling = chat.sampling.model_dump(exclude_none=True)
         history = chain_of(caller, chat.model, sampling, messages[:-1])
@@ -170,7 +170,7 @@ class Service:
             self._cancel(conversation)
 
     def _cancel(self, conversation: Conversation) -> None:
-        conversation.left = True
+        conversation.abandoned = True
         if conversation.trajectory_id is not None:
             self.rollout.scheduler.cancel(conversation.trajectory_id)
 
@@ -201,7 +201,7 @@ class Service:
         # 3. Its beginning and its end.
         if isinstance(event, Prompted):
             conversation.trajectory_id = trajectory.trajectory_id
-            if conversation.left:  # before it had begun; it can be cancelled as soon as it runs
+            if conversation.abandoned:  # before it had begun; it can be cancelled as soon as it runs
                 asyncio.get_running_loop().call_soon(self._cancel, conversation)
         elif isinstance(event, Ended):
             del self._conversations[trajectory.group_id]

@@ -193,6 +193,6 @@ def failure(error: ProtocolError) -> bytes:
     """Return the body of an error."""
     kind = _KINDS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     if kind == "invalid_request_error":
-        told = ErrorResponse(type="error", error=InvalidRequestError(type=kind, message=error.message))
-        return told.model_dump_json(exclude_unset=True).encode()
+        answer = ErrorResponse(type="error", error=InvalidRequestError(type=kind, message=error.message))
+        return answer.model_dump_json(exclude_unset=True).encode()
     return json.dumps({"type": "error", "error": {"type": kind, "message": error.message}}).encode()

@@ -100,8 +100,8 @@ class Gateway:
             raise
         except Exception as error:
             logger.exception("a call of a foreign agent could not be answered")
-            told = f"the call could not be answered: {type(error).__name__}: {error}"
-            return failed(session.dialect, ProtocolError(500, "internal_error", told))
+            message = f"the call could not be answered: {type(error).__name__}: {error}"
+            return failed(session.dialect, ProtocolError(500, "internal_error", message))
         finally:
             session.tasks.discard(task)
 
@@ -111,8 +111,8 @@ class Gateway:
         if request.path == "/v1/models" and request.method == "GET":
             return web.Response(body=openai_dialect.models([session.model]), content_type="application/json")
         if request.path != session.dialect.PATH or request.method != "POST":
-            told = f"there is no {request.method} {request.path} here; there is POST {session.dialect.PATH}"
-            raise ProtocolError(404, "not_found", told)
+            message = f"there is no {request.method} {request.path} here; there is POST {session.dialect.PATH}"
+            raise ProtocolError(404, "not_found", message)
         chat = await chat_of(request, session.dialect)
         return await respond(request, session.dialect, chat, _parts(session.conversations, chat))
 

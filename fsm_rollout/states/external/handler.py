@@ -170,7 +170,7 @@ class External(State):
                 await asyncio.to_thread(partial(shutil.rmtree, folder, ignore_errors=True))
             if process.returncode:
                 output.seek(max(0, output.seek(0, os.SEEK_END) - 4 * SHOWN_OUTPUT))
-                said = output.read().decode(errors="replace").strip()[-SHOWN_OUTPUT:] or "nothing"
+                written = output.read().decode(errors="replace").strip()[-SHOWN_OUTPUT:] or "nothing"
                 name = Path(self.options.command[0]).name
-                message = f"{name} ended with exit code {process.returncode}; it wrote: {said}"
+                message = f"{name} ended with exit code {process.returncode}; it wrote: {written}"
                 raise ProgramFailed(message)

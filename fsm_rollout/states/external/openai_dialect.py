@@ -207,8 +207,8 @@ class Streamed:
 def failure(error: ProtocolError) -> bytes:
     """Return the body of an error."""
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
-    told = ErrorObject(message=error.message, type=kind, code=error.code, param=None)
-    return json.dumps({"error": told.model_dump()}).encode()
+    answer = ErrorObject(message=error.message, type=kind, code=error.code, param=None)
+    return json.dumps({"error": answer.model_dump()}).encode()
 
 
 def models(names: list[str]) -> bytes:
