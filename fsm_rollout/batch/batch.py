@@ -26,6 +26,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from fsm_rollout.batch.advantages import SampleScore, sample_advantages
 from fsm_rollout.batch.padding import RAGGED_OF, pack, pad, unpack, unpad
 from fsm_rollout.batch.rows import RowId, TrainingRow, rows
+from fsm_rollout.concurrency.collection import calm_collection
 from fsm_rollout.errors import BatchError
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -90,6 +91,7 @@ class TrajectoryBatch:
     """What the step cost and scored, dropped groups included: :func:`fsm_rollout.batch.step_figures.step_figures`."""
 
     @classmethod
+    @calm_collection()
     def from_trajectories(
         cls,
         trajectories: Iterable[Trajectory],
@@ -144,6 +146,7 @@ class TrajectoryBatch:
         return batch
 
     @classmethod
+    @calm_collection()
     def from_rows(
         cls,
         rows: Sequence[TrainingRow],

@@ -1,4 +1,4 @@
-"""Garbage collection while thousands of trajectories are under way.
+"""Garbage collection while thousands of trajectories are under way, or are made into a batch.
 
 Invariant: inside :func:`calm_collection` nothing is lost that Python would keep, and memory in cycles is still freed;
 afterwards everything is as before. Python's collector walks through all objects that live each time their number has
@@ -9,14 +9,16 @@ which are garbage. That cost a fourth of a run's CPU time.
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 YOUNG = 20_000
 """So many new objects are looked through at a time; most are gone by then."""
 
+_lock = threading.Lock()
 _calm = 0
-"""How many blocks are open."""
+"""How many blocks are open, in all threads."""
 _before = (0, 0, 0)
 _frozen_here = False
 """Whether it was a block here that froze what lives; thawing what others have frozen would undo their work."""
@@ -26,18 +28,20 @@ _frozen_here = False
 def calm_collection() -> Iterator[None]:
     """Leave what lives already out of collections, and collect what is new less often. Blocks may overlap."""
     global _calm, _before, _frozen_here
-    if _calm == 0:
-        _before = gc.get_threshold()
-        _frozen_here = gc.get_freeze_count() == 0
-        if _frozen_here:
-            gc.freeze()
-        gc.set_threshold(max(YOUNG, _before[0]) if _before[0] else 0, *_before[1:])  # 0: the user has switched it off
-    _calm += 1
+    with _lock:
+        if _calm == 0:
+            _before = gc.get_threshold()
+            _frozen_here = gc.get_freeze_count() == 0
+            if _frozen_here:
+                gc.freeze()
+            gc.set_threshold(max(YOUNG, _before[0]) if _before[0] else 0, *_before[1:])  # 0: the user switched it off
+        _calm += 1
     try:
         yield
     finally:
-        _calm -= 1
-        if _calm == 0:
-            gc.set_threshold(*_before)
-            if _frozen_here:
-                gc.unfreeze()
+        with _lock:
+            _calm -= 1
+            if _calm == 0:
+                gc.set_threshold(*_before)
+                if _frozen_here:
+                    gc.unfreeze()

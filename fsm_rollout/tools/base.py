@@ -102,7 +102,7 @@ class AgentAnswer:
     child_id: str | None = None
 
 
-class CallResult(msgspec.Struct, frozen=True):
+class CallResult(msgspec.Struct, frozen=True, gc=False):
     """One attempted call, at its end; the fields are those of :class:`fsm_rollout.trajectory.events.Called`."""
 
     text: str

@@ -22,8 +22,8 @@ Message = PlainData
 """A chat message in OpenAI's form: role, content, and for tools tool_calls / tool_call_id / name."""
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
-    """Base of all events."""
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", gc=False):
+    """Base of all events. They hold plain data, which no cycle leads through, and are no business of the collector."""
 
     at: float
 
@@ -87,7 +87,7 @@ class PromptExtended(Event, frozen=True, kw_only=True, tag="extended"):
     guarded_at: list[int] = []
 
 
-class ToolCall(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True, tag="call", gc=False):
     """A well-formed call that the model made."""
 
     id: str
@@ -98,7 +98,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
     """As the model wrote them; they may not fit the tool's parameters."""
 
 
-class MalformedCall(msgspec.Struct, frozen=True, kw_only=True, tag="broken"):
+class MalformedCall(msgspec.Struct, frozen=True, kw_only=True, tag="broken", gc=False):
     """A call the model tried to make and that cannot be read."""
 
     id: str

@@ -54,7 +54,7 @@ class Owner(Enum):
     """Sampled by the context's engine: trained if and only if the context is."""
 
 
-class Span(msgspec.Struct, frozen=True):
+class Span(msgspec.Struct, frozen=True, gc=False):
     """A run of tokens ``[start, end)`` with one origin."""
 
     start: int

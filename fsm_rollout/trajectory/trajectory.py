@@ -20,7 +20,7 @@ from fsm_rollout.trajectory.tokens import Ids, TokenStream
 from fsm_rollout.trajectory.wall_time import covered
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class Outcome(msgspec.Struct, frozen=True, gc=False):
     """What a visit of a state came to: the trigger to raise, and facts about it that transitions may ask for.
 
     A handler returns one of its declared triggers. The scheduler itself raises ``failed`` (with the error's class
@@ -128,7 +128,7 @@ class Stream(msgspec.Struct):
         return self.tokens.tail(self.turn_at)
 
 
-class Turn(msgspec.Struct):
+class Turn(msgspec.Struct, gc=False):
     """One message of the model's, with what came of it: its tool calls, their results, its score."""
 
     context: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 from array import array
@@ -515,3 +516,20 @@ def test_a_missing_score_is_not_zero_in_any_tensor(events: list[Any], scores: li
     totals = [event.value for event in events if isinstance(event, Scored) and event.turn is None]
     assert batch.tensordict["trajectory_scores"].tolist() == [pytest.approx((totals or [math.nan])[-1], nan_ok=True)]
     assert batch.rows() == TrajectoryBatch.from_rows(batch.rows(), pad_id=0).rows()
+
+
+def test_the_collector_does_not_walk_through_all_trajectories_again_and_again_while_a_batch_is_made() -> None:
+    sampled = [trajectory(f"{number}/0") for number in range(20)]
+    before, collected = gc.get_threshold(), list[str]()
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        collected.append(phase)
+
+    gc.set_threshold(10, 1, 1)  # for so small a batch what 700 is for one of a thousand rows
+    gc.callbacks.append(note)
+    try:
+        TrajectoryBatch.from_trajectories(sampled, pad_id=0)
+    finally:
+        gc.callbacks.remove(note)
+        gc.set_threshold(*before)
+    assert len(collected) < 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import inspect
 from array import array
 from typing import Any
@@ -336,3 +337,11 @@ def test_every_attribute_that_rewards_may_read_is_described(read_by_rewards: typ
     methods = [node for node in definition.body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"]
     silent += [method.name for method in methods if not ast.get_docstring(method)]
     assert silent == []
+
+
+@given(event_sequences)
+def test_the_collector_walks_through_no_event_turn_or_span(events: list[AnyEvent]) -> None:
+    trajectory = Trajectory.fold(events)
+    spans = [span for stream in trajectory.streams for span in stream.tokens.spans]
+    held = [*events, *trajectory.assistant_turns, *trajectory.attempts, *spans]
+    assert [item for item in held if gc.is_tracked(item)] == []
