@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Tests start many programs: each would compile the package again where the environment keeps Python from writing that.
+unexport PYTHONDONTWRITEBYTECODE
+
 TRAINERS := .venv-trainers
 .PHONY: nightly demo test test-trainers quick check format bench diagrams docs mutants clean
 

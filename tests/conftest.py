@@ -34,3 +34,10 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
     """Set what the properties of a module are drawn with, which Hypothesis reads when the module is imported."""
     if PROFILE == "ci" and isinstance(collector, pytest.Module):
         settings.load_profile("ci-unit" if UNIT in collector.path.parents else "ci")
+
+
+@pytest.fixture
+def pytester(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    """A pytest within a test, without the plugins that pyproject.toml leaves out: each would import them anew."""
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:langsmith_plugin -p no:anyio")
+    return pytester
