@@ -571,7 +571,7 @@ MUTANTS = (
     ),
     Mutant(
         "two calls at a time go on in one stream", "states/external/conversations.py",
-        "and not branch.asks and not branch.busy:", "and not branch.asks:",
+        "if number == len(branch.turns) - 1 and not branch.asks:", "if number == len(branch.turns) - 1:",
         "5: a call's input is the history that it re-sent",
         FOREIGN,
     ),

@@ -236,7 +236,7 @@ class Conversations:
         new = messages[end:]
         if end and all(message["role"] != "assistant" for message in new):
             branch, number = self._ends[chains[end]]
-            if number == len(branch.turns) - 1 and not branch.asks and not branch.busy:
+            if number == len(branch.turns) - 1 and not branch.asks:
                 branch.turns[-1].delivered = True  # or it would not be re-sent
                 self.ctx.write(new, context=branch.name)
                 return self._asked(branch, chains), None
