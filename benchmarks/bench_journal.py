@@ -4,7 +4,7 @@
 
 Writes the events of turns (glue, generation, transitions, a call and its result) of many trajectories in rounds, and
 persists them after each ``--dispatch`` generations, as the scheduler does. Prints microseconds of CPU time per
-generation in this process, the writing thread's among them.
+generation in this process: the writing thread's among them, and closing the file.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--trajectories", type=int, default=256)
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=100)
-    parser.add_argument("--dispatch", type=int, nargs="*", default=[1, 8, 64, 256])
+    parser.add_argument("--dispatch", type=int, nargs="*", default=[1, 16, 256])
     arguments = parser.parse_args()
     events = [(event, encode(event)) for event in turn(arguments.tokens)]
     generations = arguments.trajectories * arguments.turns
@@ -81,7 +81,7 @@ def main() -> None:
                     done += 1
                     if done % size == 0:
                         journal.persist()
-            journal.flush()
+            journal.close()
             seconds = time.process_time() - started
         print(f"{size:4} generations a dispatch: {1e6 * seconds / generations:.0f} us CPU per generation")
 

@@ -201,11 +201,12 @@ def journal(folder: Path, random: Random) -> None:
             with closing(sqlite3.connect(path)) as connection, connection:
                 rows = connection.execute("SELECT id, seq, payload FROM events").fetchall()
                 for id_, seq, payload in random.sample(rows, 2):
-                    event = msgspec.msgpack.decode(payload)
+                    events = msgspec.msgpack.decode(payload)
                     with contextlib.suppress(TypeError, ValueError, OverflowError):
+                        event = random.choice(events)
                         key = random.choice(list(event))
                         event[key] = random.choice((*NASTY, *event.values()))
-                        payload = msgspec.msgpack.encode(event)
+                        payload = msgspec.msgpack.encode(events)
                         update = "UPDATE events SET payload = ?, crc = ? WHERE id = ?"
                         connection.execute(update, (payload, checksum(payload, seq), id_))
     console = Console(file=io.StringIO(), width=random.choice((40, 100, 200)))

@@ -9,6 +9,7 @@ Times (``at``) are seconds on the scheduler's clock; durations are seconds.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -22,7 +23,7 @@ Message = PlainData
 """A chat message in OpenAI's form: role, content, and for tools tool_calls / tool_call_id / name."""
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", gc=False):
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", gc=False, omit_defaults=True):
     """Base of all events. They hold plain data, which no cycle leads through, and are no business of the collector."""
 
     at: float
@@ -308,6 +309,7 @@ def _decode(kind: type, value: tuple[str, bytes]) -> object:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode)
 _decoder: msgspec.msgpack.Decoder[AnyEvent] = msgspec.msgpack.Decoder(AnyEvent, dec_hook=_decode)
+_unpacker: msgspec.msgpack.Decoder[list[AnyEvent]] = msgspec.msgpack.Decoder(list[AnyEvent], dec_hook=_decode)
 
 
 def encode(event: AnyEvent) -> bytes:
@@ -331,3 +333,13 @@ def unwritable(data: object) -> str | None:
 def decode(data: bytes) -> AnyEvent:
     """Unpack what :func:`encode` packed; equal to the event that went in."""
     return _decoder.decode(data)
+
+
+def pack(encoded: Sequence[bytes]) -> bytes:
+    """Join what :func:`encode` packed to one MessagePack array, without encoding anything again."""
+    return b"".join((b"\xdd", len(encoded).to_bytes(4, "big"), *encoded))
+
+
+def unpack(data: bytes) -> list[AnyEvent]:
+    """Unpack what :func:`pack` joined."""
+    return _unpacker.decode(data)

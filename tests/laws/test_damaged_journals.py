@@ -1,6 +1,6 @@
 """Whatever is overwritten in a journal's file, or cut off it, costs what stood there and nothing else.
 
-The oracle knows where each event's bytes stand in the file, and SQLite's page size; it reads no page.
+The oracle knows where the bytes of each row of events stand in the file, and SQLite's page size; it reads no page.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fsm_rollout.errors import JournalError
-from fsm_rollout.trajectory.events import AnyEvent, LimitCharged, encode
+from fsm_rollout.trajectory.events import AnyEvent, LimitCharged, encode, pack
 from fsm_rollout.trajectory.journal import Journal, histories, metadata
 from tests.unit.trajectory.test_journal import prompted
 
 PAGE = 4096
 TRAJECTORIES, EVENTS = 30, 12
+ROW = 2
+"""Events between two commits, which are one row."""
 
 
 @cache
@@ -34,15 +36,17 @@ def written() -> tuple[dict[str, list[AnyEvent]], bytes]:
         whole[name] += [LimitCharged(at=0.5 + at, limit=f"{name} {at} {'x' * size}") for at in range(1, EVENTS)]
     with TemporaryDirectory() as folder:
         path = Path(folder) / "j.sqlite"
-        with Journal(path, {"run": "{}"}) as journal:
-            for events in zip(*whole.values(), strict=True):
+        with Journal(path, {"run": "{}"}, interval=3600.0) as journal:
+            for number, events in enumerate(zip(*whole.values(), strict=True), 1):
                 for name, event in zip(whole, events, strict=True):
                     journal.append(name, event)
+                if number % ROW == 0:
+                    journal.persist()
         return whole, path.read_bytes()
 
 
 def pages_of(payload: bytes, file: bytes) -> set[int]:
-    """Return the pages on which the first and the last bytes of an event stand."""
+    """Return the pages on which the first and the last bytes of a row stand."""
     places = [file.find(payload[:60]), file.find(payload[-30:])]
     assert min(places) >= 0
     return {place // PAGE for place in places} | {place // PAGE - 1 for place in places if len(payload) > PAGE}
@@ -67,10 +71,11 @@ def read_damaged(file: bytes, damaged: set[int]) -> None:
         assert read == history[: len(read)], "a prefix of what was written"
         if len(read) < len(history):
             short.append(name)
-            hit = [bool(pages_of(encode(event), intact) & damaged) for event in history]
-            # A long event stands on pages that need not follow one another: then any damage may be its.
-            long = any(len(encode(event)) > PAGE for event in history)
-            assert any(hit[: len(read) + 1]) or (long and damaged), f"{name} lost event {len(read)} for nothing"
+            rows = [pack([encode(event) for event in history[at : at + ROW]]) for at in range(0, EVENTS, ROW)]
+            hit = [bool(pages_of(row, intact) & damaged) for row in rows]
+            # A long row stands on pages that need not follow one another: then any damage may be its.
+            long = any(len(row) > PAGE for row in rows)
+            assert any(hit[: len(read) // ROW + 1]) or (long and damaged), f"{name} lost event {len(read)} for nothing"
     assert not found
     assert bool(said) >= bool(short), "what is lost is said"
 

@@ -603,8 +603,8 @@ MUTANTS = (
     # -- the journal: what is kept, and what a damaged one loses
     Mutant(
         'trust what a journal holds', 'trajectory/journal/reader.py',
-        'if why is None and expected is not None and checksum(payload, seq) != expected:',
-        'if why is None and expected is not None and False:',
+        'if why is None and checksum(payload, seq) != crc:',
+        'if False:',
         'an event that is not what was written is damaged',
         ("tests/unit/trajectory/test_journal.py::test_a_damaged_event_costs_its_trajectory_the_rest_and_nothing_else",),
     ),
@@ -628,6 +628,37 @@ MUTANTS = (
         '        if False:\n',
         'what is damaged costs nothing that stands before it',
         ("tests/unit/trajectory/test_journal.py::test_an_event_whose_place_is_damaged_costs_those_before_it_nothing",),
+    ),
+    Mutant(
+        'give a row the place of its last event', 'trajectory/journal/writer.py',
+        'return events_row(events[0][0], events[0][1], encoded, any(ended))',
+        'return events_row(events[0][0], events[-1][1], encoded, any(ended))',
+        'a row stands at the place of its first event',
+        ("tests/unit/trajectory/test_journal.py::test_the_facts_of_the_run_and_the_tables",),
+    ),
+    Mutant(
+        'say of no row that a trajectory ended in it', 'trajectory/journal/writer.py',
+        'return events_row(events[0][0], events[0][1], encoded, any(ended))',
+        'return events_row(events[0][0], events[0][1], encoded, False)',
+        'a group whose sample was set aside goes on though it was delivered',
+        ("tests/unit/trajectory/test_journal.py::test_the_facts_of_the_run_and_the_tables",),
+    ),
+    Mutant(
+        'trust an event of an earlier format', 'trajectory/journal/schema.py',
+        'return checksum(pack([payload]), seq) if crc in (None, checksum(payload, seq)) else -1',
+        'return checksum(pack([payload]), seq)',
+        'what is damaged in an earlier format is damaged in the present one',
+        (
+            "tests/unit/trajectory/test_journal.py"
+            "::test_a_damaged_journal_of_an_earlier_format_is_read_as_far_as_it_goes",
+        ),
+    ),
+    Mutant(
+        'close with a signal that may be lost', 'trajectory/journal/writer.py',
+        '        self._commit(last=True)\n        self._appended.set()  # after the commit,',
+        '        self._appended.set()\n        self._commit(last=True)  # after the commit,',
+        'a journal can be closed at any moment',
+        ("tests/unit/trajectory/test_journal.py::test_a_journal_is_closed_while_its_thread_is_about_to_wait",),
     ),
     Mutant(
         'forget the log of a damaged journal', 'trajectory/journal/salvage.py',

@@ -18,9 +18,9 @@ from typing import Any
 import msgspec
 
 from fsm_rollout.errors import JournalError
-from fsm_rollout.trajectory.events import AnyEvent, Generated, decode
+from fsm_rollout.trajectory.events import AnyEvent, Generated, unpack
 from fsm_rollout.trajectory.journal.salvage import salvaged
-from fsm_rollout.trajectory.journal.schema import APPLICATION_ID, FACTS, FORMAT, checksum
+from fsm_rollout.trajectory.journal.schema import APPLICATION_ID, FACTS, FORMAT, checksum, show_as_present
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ Recorded = tuple[Trajectory, list[AnyEvent]]
 _UNFINISHED = """
 WHERE group_id NOT IN (SELECT group_id FROM handed_over WHERE yes) OR group_id IN (
     SELECT group_id FROM trajectories AS begun WHERE parent_id IS NULL AND NOT EXISTS (
-        SELECT 1 FROM events WHERE events.trajectory_id = begun.trajectory_id AND kind = 'ended'
+        SELECT 1 FROM events WHERE events.trajectory_id = begun.trajectory_id AND ended
     )
 )
 """
@@ -143,63 +143,53 @@ def recordings(
     """Yield every trajectory with its events; see :func:`histories`. ``only``: the one of that id."""
     seen: set[str] = set()
     try:
-        with _reading(path) as (connection, form):
-            yield from _recordings(connection, form, os.fspath(path), unfinished, only, report, seen)
+        with _reading(path) as connection:
+            yield from _recordings(connection, os.fspath(path), unfinished, only, report, seen)
     except DAMAGED as error:
         with _salvaging(path, error, report) as connection:
-            yield from _recordings(connection, FORMAT, os.fspath(path), unfinished, only, report, seen)
+            yield from _recordings(connection, os.fspath(path), unfinished, only, report, seen)
 
 
 def _recordings(
-    connection: sqlite3.Connection,
-    form: int,
-    name: str,
-    unfinished: bool,
-    only: str | None,
-    report: Report,
-    seen: set[str],
+    connection: sqlite3.Connection, name: str, unfinished: bool, only: str | None, report: Report, seen: set[str]
 ) -> Iterator[Recorded]:
     connection.execute("BEGIN")  # one snapshot for all that follows
     query = f"SELECT trajectory_id FROM trajectories {_UNFINISHED if unfinished else ''} ORDER BY rowid"
     chosen: Iterator[str] = (row[0] for row in connection.execute(query)) if only is None else iter([only])
     for trajectory_id in chosen:
         if trajectory_id not in seen:
-            recorded = _recording(connection, form, name, trajectory_id, report)
+            recorded = _recording(connection, name, trajectory_id, report)
             seen.add(trajectory_id)
             if recorded is not None:
                 yield recorded
 
 
-def _recording(
-    connection: sqlite3.Connection, form: int, name: str, trajectory_id: str, report: Report
-) -> Recorded | None:
+def _recording(connection: sqlite3.Connection, name: str, trajectory_id: str, report: Report) -> Recorded | None:
     """Return a trajectory as far as it can be read, or ``None`` when nothing of it can."""
     trajectory: Trajectory | None = None
     history: list[AnyEvent] = []
-    crc = "crc" if form > 1 else "NULL"
-    query = f"SELECT seq, payload, {crc}, seq IS NULL OR seq < 0 FROM events WHERE trajectory_id = ? ORDER BY seq"
-    for seq, payload, expected, displaced in connection.execute(query, (trajectory_id,)):
+    query = "SELECT seq, payload, crc, seq IS NULL OR seq < 0 FROM events WHERE trajectory_id = ? ORDER BY seq"
+    for seq, payload, crc, displaced in connection.execute(query, (trajectory_id,)):
         if displaced:
             report(f"{name}: an event of trajectory {trajectory_id} is left out, as its place is damaged ({seq})")
             continue
         why = "those before it are gone" if seq != len(history) else None
         try:
-            if why is None and expected is not None and checksum(payload, seq) != expected:
+            if why is None and checksum(payload, seq) != crc:
                 why = "it is not what was written"
-            if why is None:
-                event = decode(payload)
+            for event in unpack(payload) if why is None else ():
                 _check(event)
                 if trajectory is not None:
                     trajectory.apply(event)
                 elif (trajectory := Trajectory.fold([event])).trajectory_id != trajectory_id:
-                    why = f"it is of trajectory {trajectory.trajectory_id}"
+                    raise ValueError(f"it is of trajectory {trajectory.trajectory_id}")
+                history.append(event)
         except Exception as error:  # data from outside may be wrong in every way; what it is does not matter
             why = f"{type(error).__name__}: {error}"
-        if why is None:
-            history.append(event)
-        else:
-            kept = f"it and what follows it there are left out, {len(history)} events are kept"
-            report(f"{name}: event {seq} of trajectory {trajectory_id} is damaged ({why}); {kept}")
+        if why is not None:
+            place, kept = max(seq, len(history)), len(history)
+            what = f"it and what follows it there are left out, {kept} events are kept"
+            report(f"{name}: event {place} of trajectory {trajectory_id} is damaged ({why}); {what}")
             # Nothing of the event that does not fit may stay behind.
             trajectory = Trajectory.fold(history) if history else None
             break
@@ -215,21 +205,6 @@ def _check(event: AnyEvent) -> None:
         raise ValueError("a message in it has no role")
 
 
-def event_rows(path: str | os.PathLike[str], report: Report) -> Iterator[tuple[Any, ...]]:
-    """Yield ``trajectory_id, seq, payload`` of all events, as they stand, in the order of the run."""
-    query = "SELECT id, trajectory_id, seq, payload FROM events WHERE id > ? ORDER BY id"
-    latest = -1
-    try:
-        with _reading(path) as (connection, _):
-            for number, *row in connection.execute(query, (latest,)):
-                latest = number
-                yield tuple(row)
-    except DAMAGED as error:
-        with _salvaging(path, error, report) as connection:
-            for _, *row in connection.execute(query, (latest,)):
-                yield tuple(row)
-
-
 def handed_over(path: str | os.PathLike[str], report: Report) -> list[tuple[str, int]]:
     """Return of each group whether it was delivered, and the caller came back for more."""
     return _query(path, "SELECT group_id, yes FROM handed_over", report)
@@ -237,7 +212,7 @@ def handed_over(path: str | os.PathLike[str], report: Report) -> list[tuple[str,
 
 def _query(path: str | os.PathLike[str], query: str, report: Report) -> list[tuple[Any, ...]]:
     try:
-        with _reading(path) as (connection, _):
+        with _reading(path) as connection:
             return connection.execute(query).fetchall()
     except DAMAGED as error:
         with _salvaging(path, error, report) as connection:
@@ -245,8 +220,8 @@ def _query(path: str | os.PathLike[str], query: str, report: Report) -> list[tup
 
 
 @contextmanager
-def _reading(path: str | os.PathLike[str]) -> Iterator[tuple[sqlite3.Connection, int]]:
-    """Open a journal, and say its format.
+def _reading(path: str | os.PathLike[str]) -> Iterator[sqlite3.Connection]:
+    """Open a journal, of whatever format, to be read like one of the present.
 
     Raises:
         JournalError: there is none, or one of a later format.
@@ -270,7 +245,8 @@ def _reading(path: str | os.PathLike[str]) -> Iterator[tuple[sqlite3.Connection,
                 f"{path} has journal format {form} and this version reads up to {FORMAT}; "
                 "use the version of fsm-rollout that wrote it, or a later one"
             )
-        yield connection, form
+        show_as_present(connection, form)
+        yield connection
 
 
 @contextmanager

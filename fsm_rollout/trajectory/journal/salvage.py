@@ -17,8 +17,8 @@ from pathlib import Path
 
 import msgspec
 
-from fsm_rollout.trajectory.events import Prompted, decode
-from fsm_rollout.trajectory.journal.schema import INSERT_TRAJECTORY, SCHEMA
+from fsm_rollout.trajectory.events import Prompted, unpack
+from fsm_rollout.trajectory.journal.schema import INSERT_TRAJECTORY, SCHEMA, present_checksum, present_payload
 
 PAGE = 4096
 """Bytes of a page; a journal's file has SQLite's default."""
@@ -27,6 +27,7 @@ _LOG_HEADER, _FRAME_HEADER = 32, 24
 _SIZES = {0: 0, 1: 1, 2: 2, 3: 3, 4: 4, 5: 6, 6: 8, 7: 8, 8: 0, 9: 0}
 """Bytes of a value by its type in a record."""
 _LONGEST = 1 << 31
+_INSERT = "INSERT OR IGNORE INTO events VALUES (?, ?, ?, ?, ?, ?)"
 
 Value = None | int | float | str | bytes
 
@@ -39,11 +40,9 @@ def salvaged(path: Path) -> Iterator[sqlite3.Connection]:
         for rowid, row in _rows(_Pages(path)):
             _insert(connection, rowid, row)
         # Trajectories follow from their first events, where those are left.
-        for (payload,) in connection.execute(
-            "SELECT payload FROM events WHERE kind = 'prompted' ORDER BY id"
-        ).fetchall():
-            with suppress(msgspec.DecodeError, ValueError, TypeError, sqlite3.Error):
-                event = decode(payload)
+        for (payload,) in connection.execute("SELECT payload FROM events WHERE seq = 0 ORDER BY id").fetchall():
+            with suppress(msgspec.DecodeError, ValueError, TypeError, IndexError, sqlite3.Error):
+                event = unpack(payload)[0]
                 if isinstance(event, Prompted):
                     connection.execute(
                         INSERT_TRAJECTORY.replace("INSERT", "INSERT OR IGNORE"),
@@ -57,9 +56,11 @@ def _insert(connection: sqlite3.Connection, rowid: int, row: Sequence[Value]) ->
     """Put a row where rows of its form belong; what has no such form is none of a journal's."""
     with suppress(sqlite3.Error, OverflowError):
         match row:
-            case (None, str(), int(), int() | float(), str(), bytes(), *crc) if len(crc) < 2:
-                values = (rowid, *row[1:6], crc[0] if crc else None)
-                connection.execute("INSERT OR IGNORE INTO events VALUES (?, ?, ?, ?, ?, ?, ?)", values)
+            case (None, str(), int(), int(), bytes(), int()):
+                connection.execute(_INSERT, (rowid, *row[1:]))
+            case (None, str(), int(seq), int() | float(), str(kind), bytes(payload), *crc) if len(crc) < 2:  # earlier
+                sum_now = present_checksum(payload, seq, crc[0] if crc else None)
+                connection.execute(_INSERT, (rowid, row[1], seq, kind == "ended", present_payload(payload), sum_now))
             case (str(), str()):
                 connection.execute("INSERT OR IGNORE INTO run VALUES (?, ?)", row)
             case (str(), int()):

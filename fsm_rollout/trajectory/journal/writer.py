@@ -12,18 +12,17 @@ import sqlite3
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, suppress
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
+
+import msgspec
 
 from fsm_rollout import __version__
 from fsm_rollout.errors import JournalError
-from fsm_rollout.trajectory.events import AnyEvent, Prompted, decode, encode
+from fsm_rollout.trajectory.events import AnyEvent, Ended, Prompted, encode
 from fsm_rollout.trajectory.journal.reader import (
     DAMAGED,
-    event_rows,
     handed_over,
     is_journal,
     logger,
@@ -32,10 +31,11 @@ from fsm_rollout.trajectory.journal.reader import (
 )
 from fsm_rollout.trajectory.journal.schema import (
     FORMAT,
-    INSERT_EVENT,
+    INSERT_EVENTS,
     INSERT_TRAJECTORY,
     SCHEMA,
     checksum,
+    events_row,
     facts,
 )
 
@@ -44,6 +44,10 @@ LOG_BYTES = 16 << 20
 
 _Insertion = tuple[str, tuple[object, ...]]
 """A statement and its values."""
+_Appended = tuple[str, int, bytes, bool]
+"""An event: its trajectory, its place there, the event as encoded, and whether the trajectory ended by it."""
+_ROW = 16
+"""So many events are in a row of a journal that is written anew."""
 
 
 class Journal(AbstractContextManager["Journal"]):
@@ -72,7 +76,7 @@ class Journal(AbstractContextManager["Journal"]):
     ) -> None:
         self.path = Path(path)
         self._interval = interval
-        self._rows: deque[_Insertion] = deque()
+        self._rows: deque[_Appended | _Insertion] = deque()
         """Appended, and not yet committed."""
         self._appended, self._closed = threading.Event(), threading.Event()
         self._committing = threading.Lock()
@@ -105,19 +109,19 @@ class Journal(AbstractContextManager["Journal"]):
             JournalError: a trajectory's first event, and no other, is ``prompted``.
             TypeError: the event holds something that is not plain data.
         """
-        payload = encode(event) if payload is None else payload
-        kind, seq = event.__struct_config__.tag, self._next.get(trajectory_id, 0)
-        row = (INSERT_EVENT, (trajectory_id, seq, event.at, kind, payload, checksum(payload, seq)))
-        if seq and not isinstance(event, Prompted):
-            self._put(row)
-        elif not seq and isinstance(event, Prompted):  # committed together: no trajectory without its first event
+        seq = self._next.get(trajectory_id, 0)
+        row = (trajectory_id, seq, encode(event) if payload is None else payload, type(event) is Ended)
+        if (type(event) is Prompted) != (seq == 0):
+            kind = event.__struct_config__.tag
+            raise JournalError(
+                f"event {seq} of trajectory {trajectory_id} is {kind}; 'prompted' comes first and only there"
+            )
+        if isinstance(event, Prompted):  # committed together: no trajectory without its first event
             trajectory = (trajectory_id, event.group_id, event.sample, event.agent, event.parent_id)
             self._put((INSERT_TRAJECTORY, trajectory), row)
             self.groups.add(event.group_id)
         else:
-            raise JournalError(
-                f"event {seq} of trajectory {trajectory_id} is {kind}; 'prompted' comes first and only there"
-            )
+            self._put(row)
         self._next[trajectory_id] = seq + 1
 
     def __contains__(self, trajectory_id: str) -> bool:
@@ -150,8 +154,8 @@ class Journal(AbstractContextManager["Journal"]):
         if self._closed.is_set():
             return
         self._closed.set()
-        self._appended.set()
         self._commit(last=True)
+        self._appended.set()  # after the commit, which clears it: the thread may only now begin to wait for it
         if not sys.is_finalizing():
             self._thread.join()
         if self._failure is not None:
@@ -161,7 +165,7 @@ class Journal(AbstractContextManager["Journal"]):
         """Close."""
         self.close()
 
-    def _put(self, *rows: _Insertion) -> None:
+    def _put(self, *rows: _Appended | _Insertion) -> None:
         if self._failure is not None or self._closed.is_set():
             self._check()
         self._rows.extend(rows)
@@ -198,14 +202,20 @@ class Journal(AbstractContextManager["Journal"]):
             self._failure = RuntimeError("the interpreter has stopped the thread that writes it")
             return
         try:
-            # 2. One transaction, in the order of appending. Nothing follows one that failed: there would be a gap.
+            # 2. One transaction, and in it one row of each trajectory: a row costs as much as packing many events.
+            #    Nothing follows a transaction that failed: there would be a gap.
             self._appended.clear()
             rows = [self._rows.popleft() for _ in range(len(self._rows))]
             if rows and self._failure is None:
+                events: dict[str, list[_Appended]] = {}
                 with self._connection:
                     self._connection.execute("BEGIN")
-                    for statement, group in groupby(rows, key=itemgetter(0)):
-                        self._connection.executemany(statement, (values for _, values in group))
+                    for row in rows:
+                        if len(row) == 2:
+                            self._connection.execute(*row)
+                        else:
+                            events.setdefault(row[0], []).append(row)
+                    self._connection.executemany(INSERT_EVENTS, map(_packed, events.values()))
             # 3. One file, which can be read from read-only media too; a reader that is busy with it keeps the log.
             if last and self._failure is None:
                 self._connection.execute("PRAGMA busy_timeout = 0")
@@ -220,6 +230,12 @@ class Journal(AbstractContextManager["Journal"]):
             if last:
                 self._connection.close()
             self._committing.release()
+
+
+def _packed(events: Sequence[_Appended]) -> tuple[object, ...]:
+    """Return the row of some events of one trajectory that follow one another."""
+    _, _, encoded, ended = zip(*events, strict=True)
+    return events_row(events[0][0], events[0][1], encoded, any(ended))
 
 
 def _connect(path: Path, metadata: Mapping[str, object], append: bool) -> sqlite3.Connection:
@@ -288,7 +304,7 @@ def _made_sound(path: Path) -> dict[str, int]:
             (form,) = connection.execute("PRAGMA user_version").fetchone()
             whole = connection.execute("PRAGMA integrity_check(1)").fetchone() == ("ok",)  # indexes too: it is to grow
             lengths: dict[str, int] | None = _lengths(connection) if whole and form == FORMAT else None
-    except (*DAMAGED, TypeError):
+    except (*DAMAGED, TypeError, OverflowError, msgspec.DecodeError):
         form, lengths = FORMAT, None
     if lengths is None:
         lengths = _rewrite(path, form)
@@ -304,39 +320,32 @@ def _lengths(connection: sqlite3.Connection) -> dict[str, int] | None:
     ):
         if lengths.get(trajectory_id, 0) != seq or checksum(payload, seq) != crc:
             return None
-        lengths[trajectory_id] = seq + 1
+        lengths[trajectory_id] = seq + len(msgspec.msgpack.decode(payload, type=list[msgspec.Raw]))
     return lengths if begun == lengths.keys() else None
 
 
 def _rewrite(path: Path, form: int) -> dict[str, int]:
     """Write a journal anew with what can be read of it; a damaged one is kept beside it. Return its lengths."""
-    # 1. How much of each trajectory there is.
+    # 1. What can be read of it goes into a new file.
     damages: list[str] = []
-    trajectories: list[tuple[object, ...]] = []
     lengths: dict[str, int] = {}
-    for trajectory, history in recordings(path, report=damages.append):
-        own = trajectory.trajectory_id
-        trajectories.append((own, trajectory.group_id, trajectory.sample, trajectory.agent, trajectory.parent_id))
-        lengths[own] = len(history)
-
-    # 2. That much of it, in the order of the run. A row that only its pages still hold whole may be missing here.
-    written: dict[str, int] = {}
 
     def fill(connection: sqlite3.Connection) -> None:
-        for own, seq, payload in event_rows(path, damages.append):
-            if seq == written.get(own, 0) and seq < lengths.get(own, 0):
-                with suppress(TypeError, ValueError):  # msgspec's errors are ValueErrors
-                    event = decode(payload)
-                    row = (own, seq, event.at, str(event.__struct_config__.tag), payload, checksum(payload, seq))
-                    connection.execute(INSERT_EVENT, row)
-                    written[own] = seq + 1
-        connection.executemany(INSERT_TRAJECTORY, (row for row in trajectories if row[0] in written))
+        for trajectory, history in recordings(path, report=damages.append):
+            own = trajectory.trajectory_id
+            row = (own, trajectory.group_id, trajectory.sample, trajectory.agent, trajectory.parent_id)
+            connection.execute(INSERT_TRAJECTORY, row)
+            for seq in range(0, len(history), _ROW):
+                events = history[seq : seq + _ROW]
+                ended = any(isinstance(event, Ended) for event in events)
+                connection.execute(INSERT_EVENTS, events_row(own, seq, list(map(encode, events)), ended))
+            lengths[own] = len(history)
         connection.executemany("INSERT INTO run VALUES (?, ?)", facts(metadata(path, damages.append)))
         connection.executemany("INSERT INTO handed_over VALUES (?, ?)", handed_over(path, damages.append))
 
     sound = path.with_name(f"{path.name}.sound")
     _write_new(sound, fill)
-    # 3. Into its place; what was damaged may be worth a look.
+    # 2. Into its place; what was damaged may be worth a look.
     log = [path.with_name(path.name + end) for end in ("-wal", "-shm")]
     if damages:
         kept = path.with_name(f"{path.stem}.damaged{path.suffix}")
@@ -351,4 +360,4 @@ def _rewrite(path: Path, form: int) -> dict[str, int]:
     for file in log:
         file.unlink(missing_ok=True)
     sound.replace(path)
-    return written
+    return lengths

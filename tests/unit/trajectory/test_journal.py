@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
+import zlib
 from array import array
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import pairwise, zip_longest
 from pathlib import Path
@@ -22,12 +24,15 @@ from fsm_rollout.testing.strategies.histories import several_event_sequences
 from fsm_rollout.trajectory.events import (
     AnyEvent,
     ContextOpened,
+    Ended,
     LimitCharged,
     MessagesAppended,
     Prompted,
     PromptExtended,
     Resumed,
     encode,
+    pack,
+    unpack,
 )
 from fsm_rollout.trajectory.journal import (
     Journal,
@@ -118,18 +123,20 @@ def test_a_reader_beside_the_writer_sees_prefixes(tmp_path: Path) -> None:
             seen.append({t.trajectory_id: t.spent.get("tool_calls", 0) for t in read(path)})
             started.set()
 
-    with Journal(path, interval=0.0) as journal:
-        reader = threading.Thread(target=look)
-        reader.start()
+    with Journal(path, interval=0.0) as journal, ThreadPoolExecutor(1) as pool:
+        reader = pool.submit(look)
+        reader.add_done_callback(lambda _: started.set())  # also when it fails
         started.wait()
-        for name in names:
-            journal.append(name, prompted(name))
-        for number in range(length):
+        try:
             for name in names:
-                journal.append(name, LimitCharged(at=float(number), limit="tool_calls"))
-        journal.flush()
-        stop.set()
-        reader.join()
+                journal.append(name, prompted(name))
+            for number in range(length):
+                for name in names:
+                    journal.append(name, LimitCharged(at=float(number), limit="tool_calls"))
+            journal.flush()
+        finally:
+            stop.set()
+        reader.result()
     for early, late in pairwise(seen):
         assert all(late[name] >= count for name, count in early.items()), "nothing that was read is lost"
     for moment in seen:  # the events were appended in rounds, and no moment of the run mixes rounds
@@ -167,7 +174,7 @@ def test_nothing_is_written_after_a_write_that_failed(tmp_path: Path) -> None:
         while journal._rows:
             pass
         journal.append("t", LimitCharged(at=2.0, limit="tool_calls"))  # comes with the next transaction
-        other.execute("INSERT INTO events VALUES (NULL, 't', 1, 0.0, 'charged', x'00', 0)")
+        other.execute("INSERT INTO events VALUES (NULL, 't', 1, 0, x'00', 0)")
         other.execute("COMMIT")
         with pytest.raises(JournalError, match="cannot be written: UNIQUE"):
             journal.close()
@@ -176,10 +183,14 @@ def test_nothing_is_written_after_a_write_that_failed(tmp_path: Path) -> None:
 
 def test_the_facts_of_the_run_and_the_tables(tmp_path: Path) -> None:
     path = tmp_path / "journal ?#%.sqlite"
-    with Journal(path, metadata={"agents": {"solver": "agent: solver\n"}, "run": "{}"}) as journal:
-        journal.append("b", prompted("b"))
-        journal.append("a", msgspec.structs.replace(prompted("a"), parent_id="b"))
-        journal.append("b", LimitCharged(at=1.5, limit="tool_calls"))
+    a, b = msgspec.structs.replace(prompted("a"), parent_id="b"), prompted("b")
+    charged, ended = LimitCharged(at=1.5, limit="tool_calls"), Ended(at=2.0, stop_reason="answered")
+    facts = {"agents": {"solver": "agent: solver\n"}, "run": "{}"}
+    with Journal(path, metadata=facts, interval=3600.0) as journal:
+        for name, event in (("b", b), ("a", a), ("b", charged)):
+            journal.append(name, event)
+        journal.persist()
+        journal.append("b", ended)
     assert metadata(path) == {
         "agents": {"solver": "agent: solver\n"},
         "run": "{}",
@@ -190,12 +201,13 @@ def test_the_facts_of_the_run_and_the_tables(tmp_path: Path) -> None:
             ("b", "g", 0, "solver", None),
             ("a", "g", 0, "solver", "b"),
         ]
-        assert list(connection.execute("SELECT id, trajectory_id, seq, at, kind FROM events ORDER BY id")) == [
-            (1, "b", 0, 0.0, "prompted"),
-            (2, "a", 0, 0.0, "prompted"),
-            (3, "b", 1, 1.5, "charged"),
-        ]
+        rows = connection.execute("SELECT id, trajectory_id, seq, ended, payload FROM events ORDER BY id").fetchall()
     connection.close()
+    assert [(*row, unpack(payload)) for *row, payload in rows] == [
+        (1, "b", 0, 0, [b, charged]),
+        (2, "a", 0, 0, [a]),
+        (3, "b", 2, 1, [ended]),
+    ], "a row for what a trajectory did between two commits"
 
 
 def test_a_journal_from_before_a_field_was_there_is_read(tmp_path: Path) -> None:
@@ -206,18 +218,18 @@ def test_a_journal_from_before_a_field_was_there_is_read(tmp_path: Path) -> None
         guarded=1, guarded_at=[1, 2],
     )  # fmt: skip
     glued = PromptExtended(at=2.0, context="main", state="PENDING", ids=array("i", [4, 5]), guarded=2, guarded_at=[0])
-    with Journal(path) as journal:
+    with Journal(path, interval=3600.0) as journal:
         for event in (prompted(), opened, glued):
             journal.append("t", event)
     (trajectory,) = read(path)
     assert (trajectory.guarded, trajectory.streams[0].guarded_at) == (3, [1, 2, 3])
     with closing(sqlite3.connect(path)) as connection, connection:
-        for seq, payload in connection.execute("SELECT seq, payload FROM events").fetchall():
-            fields = msgspec.msgpack.decode(payload)
+        (payload,) = connection.execute("SELECT payload FROM events").fetchone()
+        events_before = msgspec.msgpack.decode(payload)
+        for fields in events_before:
             fields.pop("guarded_at", None)
-            connection.execute(
-                "UPDATE events SET payload = ?, crc = NULL WHERE seq = ?", (msgspec.msgpack.encode(fields), seq)
-            )
+        payload = msgspec.msgpack.encode(events_before)
+        connection.execute("UPDATE events SET payload = ?, crc = ?", (payload, checksum(payload, 0)))
     (trajectory,) = read(path)
     assert (trajectory.guarded, trajectory.streams[0].guarded_at) == (3, [])
 
@@ -243,13 +255,38 @@ def test_a_closed_journal_takes_nothing(tmp_path: Path) -> None:
             use()
 
 
+def test_a_journal_is_closed_while_its_thread_is_about_to_wait(tmp_path: Path) -> None:
+    """The thread has seen that the journal is open; then all of closing happens, and only then it begins to wait."""
+    looked, committed = threading.Event(), threading.Event()
+
+    class Late(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            looked.set()
+            committed.wait()
+            return super().wait(timeout)
+
+        def clear(self) -> None:
+            super().clear()
+            if looked.is_set():
+                committed.set()
+
+    journal = Journal(tmp_path / "j.sqlite", interval=0.0)
+    waited_for, journal._appended = journal._appended, Late()
+    waited_for.set()
+    looked.wait()
+    closing_thread = threading.Thread(target=journal.close, daemon=True)
+    closing_thread.start()
+    closing_thread.join(60)
+    assert not closing_thread.is_alive()
+
+
 def test_a_write_that_fails_is_told_and_what_is_there_stays_whole(tmp_path: Path) -> None:
     path = tmp_path / "j.sqlite"
     journal = Journal(path)
     journal.append("t", prompted())
     journal.flush()
     with sqlite3.connect(path) as other:  # stands for a full disk: the next event cannot go in
-        other.execute("INSERT INTO events VALUES (NULL, 't', 2, 0.0, 'charged', x'00', 0)")
+        other.execute("INSERT INTO events VALUES (NULL, 't', 1, 0, x'00', 0)")
     other.close()
     journal.append("t", LimitCharged(at=1.0, limit="tool_calls"))
     journal.append("t", LimitCharged(at=2.0, limit="tool_calls"))
@@ -260,7 +297,7 @@ def test_a_write_that_fails_is_told_and_what_is_there_stays_whole(tmp_path: Path
     with pytest.raises(JournalError, match="cannot be written: UNIQUE"):
         journal.close()
     with sqlite3.connect(path) as other:
-        other.execute("DELETE FROM events WHERE seq = 2")
+        other.execute("DELETE FROM events WHERE seq = 1")
     other.close()
     assert events(path, "t") == [prompted()], "no half of a batch"
 
@@ -304,9 +341,9 @@ def test_a_newer_format_says_so(tmp_path: Path) -> None:
     path = tmp_path / "j.sqlite"
     Journal(path).close()
     with sqlite3.connect(path) as connection:
-        connection.execute("PRAGMA user_version = 3")
+        connection.execute("PRAGMA user_version = 4")
     connection.close()
-    with pytest.raises(JournalError, match="has journal format 3 and this version reads up to 2; use the version"):
+    with pytest.raises(JournalError, match="has journal format 4 and this version reads up to 3; use the version"):
         list(read(path))
 
 
@@ -316,23 +353,27 @@ def overwritten(path: Path, trajectory_id: str, seq: int, payload: bytes) -> Non
         connection.execute(f"UPDATE events SET payload = ? {where}", (payload, trajectory_id, seq))
 
 
-def several(path: Path, count: int = 20, length: int = 10) -> dict[str, list[AnyEvent]]:
-    """Write a journal of some trajectories, in turns, and return what it holds."""
+def several(path: Path, count: int = 20, length: int = 10, rounds: int = 1) -> dict[str, list[AnyEvent]]:
+    """Write a journal of some trajectories, in turns, and return what it holds. ``rounds`` events are in a row."""
     histories: dict[str, list[AnyEvent]] = {}
     for number in range(count):
         name = f"{number}/0"
         histories[name] = [prompted(name)]
         histories[name] += [LimitCharged(at=float(at), limit=f"tool_calls {number} {at}") for at in range(1, length)]
-    with Journal(path, {"run": "{}", "agents": {"a": "agent: a"}}) as journal:
-        for events_of_a_round in zip(*histories.values(), strict=True):
+    with Journal(path, {"run": "{}", "agents": {"a": "agent: a"}}, interval=3600.0) as journal:
+        for number, events_of_a_round in enumerate(zip(*histories.values(), strict=True), 1):
             for name, event in zip(histories, events_of_a_round, strict=True):
                 journal.append(name, event)
+            if number % rounds == 0:
+                journal.persist()
         for name in list(histories)[: count // 2]:
             journal.handed_over(name)
     return histories
 
 
-@pytest.mark.parametrize("payload", [b"\x00", encode(prompted("x")), encode(LimitCharged(at=1.0, limit="x"))])
+@pytest.mark.parametrize(
+    "payload", [b"\x00", pack([encode(prompted("x"))]), pack([encode(LimitCharged(at=1.0, limit="x"))])]
+)
 @pytest.mark.parametrize("seq", [0, 4, 9])
 def test_a_damaged_event_costs_its_trajectory_the_rest_and_nothing_else(
     tmp_path: Path, seq: int, payload: bytes
@@ -348,6 +389,17 @@ def test_a_damaged_event_costs_its_trajectory_the_rest_and_nothing_else(
         f"event {seq} of trajectory 7/0 is damaged"
     ]
     assert [t.trajectory_id for t in read(path, said.append)] == list(found)
+
+
+def test_a_damaged_row_costs_its_trajectory_what_it_did_since_the_commit_before(tmp_path: Path) -> None:
+    path = tmp_path / "j.sqlite"
+    whole = several(path, rounds=3)
+    overwritten(path, "7/0", 3, b"\x00")
+    found = {t.trajectory_id: t for t in read(path, lambda _: None)}
+    assert found == {name: Trajectory.fold(events[: 3 if name == "7/0" else None]) for name, events in whole.items()}
+    with Journal(path, append=True) as journal:
+        journal.append("7/0", LimitCharged(at=9.0, limit="new"))
+    assert [len(history) for history in histories(path)] == [4 if name == "7/0" else 10 for name in whole]
 
 
 @pytest.mark.parametrize("seq", [-92, -9000000000])
@@ -380,14 +432,15 @@ def test_an_event_whose_place_is_damaged_costs_those_before_it_nothing(tmp_path:
 def test_an_event_that_no_run_writes_is_a_damaged_one(tmp_path: Path, event: AnyEvent, says: str) -> None:
     """Its sum is right: whoever made it knew how. Reports and exports would stumble over it."""
     path = tmp_path / "j.sqlite"
-    whole = several(path)
+    whole = several(path, rounds=2)
     with closing(sqlite3.connect(path)) as connection, connection:
-        payload = encode(event)
+        payload = pack([encode(whole["7/0"][4]), encode(event)])
         update = "UPDATE events SET payload = ?, crc = ? WHERE trajectory_id = '7/0' AND seq = 4"
         connection.execute(update, (payload, checksum(payload, 4)))
     said: list[str] = []
     found = {history[0].trajectory_id: history for history in histories(path, report=said.append)}  # type: ignore[union-attr]
-    assert found == {**whole, "7/0": whole["7/0"][:4]}
+    assert found == {**whole, "7/0": whole["7/0"][:5]}, "what stands before it in its row is read"
+    assert "event 5 of trajectory 7/0" in said[0]
     assert says in said[0]
 
 
@@ -465,24 +518,62 @@ def test_a_damaged_journal_goes_on_with_the_rest(tmp_path: Path, caplog: pytest.
     assert metadata(path) == {"run": "{}", "agents": {"a": "agent: a"}, "code_version": __version__}
     with closing(sqlite3.connect(path)) as connection:
         assert len(connection.execute("SELECT * FROM handed_over WHERE yes").fetchall()) == 10
-        order = connection.execute("SELECT trajectory_id, seq FROM events ORDER BY id").fetchall()
-    assert order[:3] == [("0/0", 0), ("1/0", 0), ("2/0", 0)], "in the order of the run"
+    assert trajectory_ids(path) == [*(name for name in whole if name != "3/0"), "3/0"], "in the order of the run"
 
 
-def test_a_journal_of_format_1_is_read_and_goes_on(tmp_path: Path) -> None:
-    path = tmp_path / "j.sqlite"
+def of_an_earlier_format(path: Path, form: int) -> dict[str, list[AnyEvent]]:
+    """Write a journal as formats 1 and 2 were: a row for each event, and in format 1 no checksums."""
     whole = several(path)
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
-        connection.execute("ALTER TABLE events DROP COLUMN crc")
-        connection.execute("PRAGMA user_version = 1")
+        connection.executescript(
+            f"""
+            PRAGMA user_version = {form};
+            DROP TABLE events;
+            CREATE TABLE events (
+                id INTEGER PRIMARY KEY, trajectory_id TEXT NOT NULL, seq INTEGER NOT NULL, at REAL NOT NULL,
+                kind TEXT NOT NULL, payload BLOB NOT NULL, {"crc INTEGER," if form == 2 else ""}
+                UNIQUE (trajectory_id, seq)
+            );
+            """
+        )
+        for seq, events_of_a_round in enumerate(zip(*whole.values(), strict=True)):
+            for name, event in zip(whole, events_of_a_round, strict=True):
+                payload = encode(event)
+                row = [None, name, seq, event.at, event.__struct_config__.tag, payload]
+                row += [zlib.crc32(payload, seq)] * (form == 2)
+                connection.execute(f"INSERT INTO events VALUES ({', '.join('?' * len(row))})", row)
+    return whole
+
+
+@pytest.mark.parametrize("form", [1, 2])
+def test_a_damaged_journal_of_an_earlier_format_is_read_as_far_as_it_goes(tmp_path: Path, form: int) -> None:
+    path = tmp_path / "j.sqlite"
+    whole = of_an_earlier_format(path, form)
+    overwritten(path, "7/0", 4, b"")
+    whole["7/0"] = whole["7/0"][:4]
+    if form == 2:  # what only the checksum knows of
+        overwritten(path, "8/0", 5, encode(LimitCharged(at=5.0, limit="x")))
+        whole["8/0"] = whole["8/0"][:5]
+    for data in (path.read_bytes(), path.read_bytes()[:100] + b"\xff" * 3996 + path.read_bytes()[4096:]):
+        path.write_bytes(data)
+        said: list[str] = []
+        found = {history[0].trajectory_id: history for history in histories(path, report=said.append)}  # type: ignore[union-attr]
+        assert found == whole
+        assert "event 4 of trajectory 7/0 is damaged" in "".join(said)
+
+
+@pytest.mark.parametrize("form", [1, 2])
+def test_a_journal_of_an_earlier_format_is_read_and_goes_on(tmp_path: Path, form: int) -> None:
+    path = tmp_path / "j.sqlite"
+    whole = of_an_earlier_format(path, form)
     assert list(read(path)) == [Trajectory.fold(history) for history in whole.values()]
+    assert len(list(histories(path, unfinished=True))) == len(whole), "none of them has ended"
     with Journal(path, append=True) as journal:
         journal.append("7/0", LimitCharged(at=9.0, limit="new"))
     whole["7/0"].append(LimitCharged(at=9.0, limit="new"))
     assert list(read(path)) == [Trajectory.fold(history) for history in whole.values()]
     with closing(sqlite3.connect(path)) as connection:
-        assert connection.execute("PRAGMA user_version").fetchone() == (2,)
-        assert connection.execute("SELECT COUNT(*) FROM events WHERE crc IS NULL").fetchone() == (0,)
+        assert connection.execute("PRAGMA user_version").fetchone() == (3,)
     assert os.listdir(tmp_path) == ["j.sqlite"], "nothing was damaged, so nothing is kept"
 
 
