@@ -34,7 +34,7 @@ def agent_yaml() -> str:
         "Interaction": "`interaction`",
         "State": "`states`: each entry",
         "Sampling": "`sampling`",
-        "TransitionRow": "`transitions`: each one",
+        "TransitionSpec": "`transitions`: each one",
         "MCP": "`tools`: `mcp`",
         "Taskset": "`tools`: `verifiers`",
     }

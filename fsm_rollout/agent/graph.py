@@ -274,7 +274,7 @@ def _spelled_out(value: object) -> object:
 Conditions = Annotated[tuple[Predicate, ...], BeforeValidator(_spelled_out)]
 
 
-class TransitionRow(StrictModel):
+class TransitionSpec(StrictModel):
     """One line of the transition table; ``source`` names states, or is ``*``: all that are not final."""
 
     trigger: Name = Field(description="the outcome of a visit that this transition is for")
@@ -315,7 +315,7 @@ class AgentGraph(StrictModel):
     tools: Named[Tool] = Field(default_factory=dict, description="what the model may call, by the names that it sees")
     interaction: Interaction | None = Field(None, description="who answers in INTERACTING")
     states: Named[State] = Field(description="the states by name, with what happens in each")
-    transitions: tuple[TransitionRow, ...] = Field(
+    transitions: tuple[TransitionSpec, ...] = Field(
         description="which state follows which; the first transition whose conditions hold wins"
     )
 
@@ -367,7 +367,7 @@ class AgentGraph(StrictModel):
         """The states that are not final, as declared."""
         return tuple(name for name in self.states if not self.is_final(name))
 
-    def rows_of(self, state: str, trigger: str) -> Iterator[tuple[int | None, TransitionRow]]:
+    def rows_of(self, state: str, trigger: str) -> Iterator[tuple[int | None, TransitionSpec]]:
         """Yield the transitions that may fire when ``trigger`` is raised in ``state``, each with its place in the list.
 
         The first that holds wins. The last may be the state's ``on_error``, which is short for one and has no place.
@@ -378,7 +378,7 @@ class AgentGraph(StrictModel):
                 yield place, row
         on_error = self.states[state].on_error
         if trigger == Trigger.FAILED and on_error is not None:
-            yield None, TransitionRow(trigger=Trigger.FAILED, source=(state,), dest=on_error)
+            yield None, TransitionSpec(trigger=Trigger.FAILED, source=(state,), dest=on_error)
 
 
 def _tool(name: str, given: object) -> Tool:

@@ -39,7 +39,7 @@ def agent_schema() -> Schema:
         "Context": {"system": _TEXT},
         "State": {"prompt": _TEXT},
         "Tool": {"agent": _AGENT},
-        "TransitionRow": {"source": _STATES, "conditions": _conditions(), "unless": _conditions()},
+        "TransitionSpec": {"source": _STATES, "conditions": _conditions(), "unless": _conditions()},
     }.items():
         properties = definitions[model]["properties"]
         for name, schema in spellings.items():

@@ -15,7 +15,7 @@ from typing import cast
 
 import transitions
 
-from fsm_rollout.agent.graph import TERMINATED, AgentGraph, Predicate, TransitionRow
+from fsm_rollout.agent.graph import TERMINATED, AgentGraph, Predicate, TransitionSpec
 from fsm_rollout.agent.handlers import handler_spec
 from fsm_rollout.agent.limits import LIMITS
 from fsm_rollout.agent.predicates import compile_predicate
@@ -99,7 +99,7 @@ class AgentMachine:
                     self._add(trigger, state, TERMINATED)
 
     def _add(
-        self, trigger: str, state: str, dest: str, written: TransitionRow | None = None, index: int | None = None
+        self, trigger: str, state: str, dest: str, written: TransitionSpec | None = None, index: int | None = None
     ) -> None:
         """Add a transition: one that the user has ``written``, or one of the machine's own."""
         self._machine.add_transition(

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from fsm_rollout.agent.graph import MAIN, POLICY, TERMINATED, AgentGraph, Predicate, TransitionRow
+from fsm_rollout.agent.graph import MAIN, POLICY, TERMINATED, AgentGraph, Predicate, TransitionSpec
 from fsm_rollout.agent.limits import LIMITS
 from fsm_rollout.agent.proof import prove
 from fsm_rollout.agent.rules.structure import Structure
@@ -161,14 +161,14 @@ def _arrows(structure: Structure) -> Iterator[Arrow]:
         yield Arrow(source, dest, tuple(stacked), _colour(graph, source))
 
 
-def _label(graph: AgentGraph, row: TransitionRow, order: int | None) -> Label:
+def _label(graph: AgentGraph, row: TransitionSpec, order: int | None) -> Label:
     """Return what stands on an arrow for a transition; ``…`` in a stop reason stands for what only a run knows."""
     limit = next((str(p.argument) for p in row.conditions if p.name == "limit"), "…")
     reason = row.stop_reason or Outcome(row.trigger, limit=limit, error="…").stop_reason
     return Label(row.trigger, order, conditions_of(row), reason if graph.is_final(row.dest) else None)
 
 
-def conditions_of(row: TransitionRow) -> tuple[str, ...]:
+def conditions_of(row: TransitionSpec) -> tuple[str, ...]:
     """Return what must all hold for a transition to fire, in words."""
     return tuple(_condition(predicate) if answer else f"not {_condition(predicate)}" for predicate, answer in row.tests)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from markupsafe import Markup
 
-from fsm_rollout.agent.graph import AgentGraph, TransitionRow
+from fsm_rollout.agent.graph import AgentGraph, TransitionSpec
 from fsm_rollout.diagrams.draw import DrawingError, render
 from fsm_rollout.diagrams.picture import ANY, FEW, conditions_of
 from fsm_rollout.report.pages import render_template
@@ -79,7 +79,7 @@ class Flow:
 
     def _declare(self, graph: AgentGraph) -> None:
         triggers = dict.fromkeys((*(row.trigger for row in graph.transitions), "failed"))
-        rows: dict[_Key, TransitionRow] = {
+        rows: dict[_Key, TransitionSpec] = {
             (state, trigger, row.dest, place): row
             for state in graph.working_states
             for trigger in triggers

@@ -108,7 +108,7 @@ class Group:
         self.trajectories.append(trajectory)
         self.trajectories.sort(key=lambda trajectory: trajectory.sample)
 
-    def give_up(self, sample: int) -> None:
+    def restart(self, sample: int) -> None:
         """Discard the attempt at a sample, so that it is begun anew."""
         self.attempts[sample] = self.attempts.get(sample, 0) + 1
         if (trajectory := self.standing(sample)) is not None:
@@ -121,7 +121,7 @@ class Group:
         return sum(trajectory.failure is not None for trajectory in own)
 
     def begin(self) -> list[int]:
-        """Let it run, and return the samples to start: what has not begun, was set aside or was given up."""
+        """Let it run, and return the samples to start: what has not begun, was set aside or begins anew."""
         ended = {trajectory.sample for trajectory in self.trajectories if trajectory.ended}
         samples = [sample for sample in range(self.n) if sample not in ended]
         self.unfinished = len(samples)

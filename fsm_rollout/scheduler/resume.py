@@ -67,7 +67,7 @@ def resumed_groups(
                 group.add_child(trajectory)
         for trajectory in samples:
             if group.standing(trajectory.sample) is not None:
-                group.give_up(trajectory.sample)  # a later attempt stands for earlier ones
+                group.restart(trajectory.sample)  # a later attempt stands for earlier ones
             group.add(trajectory)
             group.attempts[trajectory.sample] = _attempt(trajectory)
         group.discard_unread()

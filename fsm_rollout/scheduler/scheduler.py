@@ -512,7 +512,7 @@ class Scheduler:
 
     def _renew(self, group: Group) -> bool:
         """Restart the ended samples of a group that are too old; return whether that changes anything."""
-        run, dropped, samples = self._run, group.dropped, self.staleness.give_up(group)
+        run, dropped, samples = self._run, group.dropped, self.staleness.restart_stale(group)
         if samples and group.state is GroupState.DONE:
             self._done.remove(group)
         if samples and (run is None or run.stop is not None):
@@ -558,10 +558,10 @@ class Scheduler:
                         run.exhausted = True
                         run.changed.set()
                     else:
-                        self.staleness.give_up(group)
+                        self.staleness.restart_stale(group)
                         for ended in [t for t in group.trajectories if t.ended]:
                             if self._pause_before_repeat(group, ended) is not None:
-                                group.give_up(ended.sample)  # an interruption came before it could be repeated
+                                group.restart(ended.sample)  # an interruption came before it could be repeated
                         samples = group.begin()
                         self._open[group.group_id] = group
                         self._to_start += [(group, sample) for sample in samples]
@@ -639,7 +639,7 @@ class Scheduler:
                     pause = self._pause_before_repeat(group, live.trajectory)
                     if pause is None or not await self._goes_on_after(run, pause):
                         break
-                group.give_up(sample)
+                group.restart(sample)
         finally:
             run.slots.release()
             group.unfinished -= 1
@@ -898,10 +898,10 @@ class Scheduler:
         async with self.changing:
             version = await self.clients[POLICY].update_weights(weights, version)
             if self.staleness.most is not None:
-                await self._give_up_stale()
+                await self._restart_stale()
         return version
 
-    async def _give_up_stale(self) -> None:
+    async def _restart_stale(self) -> None:
         """Give up all samples that are too old, whether they run, have ended or wait for the next run."""
         under_way = self.clients[POLICY].sampling_since()
         if self.workers is not None:
@@ -916,7 +916,7 @@ class Scheduler:
             if group.state is not GroupState.SCORING:  # one that is being scored is checked when it is delivered
                 self._renew(group)
         for group in list(self._waiting):
-            self.staleness.give_up(group)
+            self.staleness.restart_stale(group)
             for live in list(group.active.values()):
                 if not live.trajectory.ended:
                     await self._end_if_stale(group, live)
@@ -930,7 +930,7 @@ class Scheduler:
         live.halt(outcome)
         await self._end_unread(group, trajectory)
         if restarts := self.staleness.may_restart(group, trajectory.sample):
-            group.give_up(trajectory.sample)
+            group.restart(trajectory.sample)
         group.active.pop(trajectory.trajectory_id, None)
         await live.close()
         return restarts

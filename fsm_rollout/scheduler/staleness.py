@@ -64,8 +64,8 @@ class Staleness:
         """Whether a sample may be begun anew; not in a group that is dropped anyway."""
         return group.attempts.get(sample, 0) < self.restarts and not group.dropped
 
-    def give_up(self, group: Group) -> list[int]:
-        """Give up the samples of a group that have ended and are too old, and return them: they begin anew.
+    def restart_stale(self, group: Group) -> list[int]:
+        """Have the samples of a group begin anew that have ended and are too old, and return them.
 
         If one of them has no restart left, or is suspended in a group that is done, none begins anew: the group is
         dropped.
@@ -79,5 +79,5 @@ class Staleness:
             group.drop_reason = DropReason.STALE
         samples = [] if group.dropped else [trajectory.sample for trajectory in old]
         for sample in samples:
-            group.give_up(sample)
+            group.restart(sample)
         return samples

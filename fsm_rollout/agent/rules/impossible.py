@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from fsm_rollout.agent.graph import MAIN, Predicate, TransitionRow
+from fsm_rollout.agent.graph import MAIN, Predicate, TransitionSpec
 from fsm_rollout.agent.limits import COUNTED_LIMITS
 from fsm_rollout.agent.predicates import visits_argument
 from fsm_rollout.agent.rules.structure import Structure
@@ -45,7 +45,7 @@ def never_raised(structure: Structure, state: str, trigger: str) -> str | None:
     return None
 
 
-def never_fires(structure: Structure, row: TransitionRow, sources: Collection[str]) -> str | None:
+def never_fires(structure: Structure, row: TransitionSpec, sources: Collection[str]) -> str | None:
     """Return why no case passes a transition's tests in any of the states that it leaves, or ``None`` if one may."""
     if not sources:
         return None  # other rules say so
@@ -59,7 +59,7 @@ def never_fires(structure: Structure, row: TransitionRow, sources: Collection[st
     return None
 
 
-def _never_holds(structure: Structure, predicate: Predicate, row: TransitionRow, state: str) -> str | None:
+def _never_holds(structure: Structure, predicate: Predicate, row: TransitionSpec, state: str) -> str | None:
     graph, argument = structure.graph, predicate.argument
     custom = any(structure.is_custom(name) for name in structure.specs)
     handlers = {spec.name for spec in structure.specs.values()}
@@ -113,7 +113,7 @@ def _never_over(structure: Structure, limit: str, argument: object) -> str | Non
     return f"limits.{limit} ({allowed}) is reached before that" if over else None
 
 
-def _never_visited(structure: Structure, predicate: Predicate, row: TransitionRow, state: str) -> str | None:
+def _never_visited(structure: Structure, predicate: Predicate, row: TransitionSpec, state: str) -> str | None:
     graph = structure.graph
     try:
         named, count = visits_argument(predicate.argument, graph)
@@ -127,7 +127,7 @@ def _never_visited(structure: Structure, predicate: Predicate, row: TransitionRo
     return None
 
 
-def _always_holds(structure: Structure, predicate: Predicate, row: TransitionRow, state: str) -> bool:
+def _always_holds(structure: Structure, predicate: Predicate, row: TransitionSpec, state: str) -> bool:
     match predicate.name:
         case "visits_over":
             return predicate.argument in (0, {state: 0})

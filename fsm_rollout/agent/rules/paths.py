@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fsm_rollout.agent.graph import TERMINATED, TransitionRow
+from fsm_rollout.agent.graph import TERMINATED, TransitionSpec
 from fsm_rollout.agent.rules.structure import Finding, Structure
 from fsm_rollout.trajectory.config_errors import ConfigPath
 from fsm_rollout.trajectory.enums import LimitName, Trigger
@@ -70,7 +70,7 @@ def _agents_as_tools(structure: Structure) -> Iterator[Finding]:
             yield Finding(10, ("states", state, "max_visits"), message)
 
 
-def _routes_calls(row: TransitionRow) -> bool:
+def _routes_calls(row: TransitionSpec) -> bool:
     """Whether a transition may take ``tool_calls`` when it was reached."""
     return row.trigger == Trigger.LIMIT_REACHED and all(
         (predicate.argument == LimitName.TOOL_CALLS) is answer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from fsm_rollout.agent.graph import MAIN, TERMINATED, TransitionRow
+from fsm_rollout.agent.graph import MAIN, TERMINATED, TransitionSpec
 from fsm_rollout.agent.predicates import PREDICATES, compile_predicate
 from fsm_rollout.agent.rules.impossible import never_fires, never_raised
 from fsm_rollout.agent.rules.structure import Finding, Structure
@@ -131,7 +131,7 @@ def _shadowed(structure: Structure) -> Iterator[Finding]:
             yield Finding(7, ("states", state, "on_error"), message)
 
 
-def _covers(earlier: TransitionRow, later: TransitionRow) -> bool:
+def _covers(earlier: TransitionSpec, later: TransitionSpec) -> bool:
     """Whether ``earlier`` holds whenever ``later`` does."""
     return all(test in later.tests for test in earlier.tests)
 

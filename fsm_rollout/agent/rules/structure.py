@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from fsm_rollout.agent.graph import BUILT_IN_STATES, TERMINATED, AgentGraph, TransitionRow
+from fsm_rollout.agent.graph import BUILT_IN_STATES, TERMINATED, AgentGraph, TransitionSpec
 from fsm_rollout.agent.handlers import HandlerSpec, handler_spec
 from fsm_rollout.agent.limits import COUNTED_LIMITS, LIMITS
 from fsm_rollout.errors import ConfigError, did_you_mean
@@ -51,7 +51,7 @@ class Structure:
         self.edges = {state: tuple(self._edges(state)) for state in graph.working_states}
         """Every transition (``on_error`` too) that may fire in a working state and leads somewhere, with its place."""
 
-    def _edges(self, state: str) -> Iterable[tuple[int | None, TransitionRow]]:
+    def _edges(self, state: str) -> Iterable[tuple[int | None, TransitionSpec]]:
         for trigger in dict.fromkeys([*(row.trigger for row in self.graph.transitions), Trigger.FAILED]):
             if trigger != Trigger.CANCELLED and self.may_raise(state, trigger):
                 for place, row in self.graph.rows_of(state, trigger):
@@ -86,7 +86,7 @@ class Structure:
             if (name in bounded or name == LimitName.CONTEXT_TOKENS) and (custom or not limit.counted):
                 yield Trigger.LIMIT_REACHED, name
 
-    def sources(self, row: TransitionRow) -> tuple[str, ...]:
+    def sources(self, row: TransitionSpec) -> tuple[str, ...]:
         """Return the working states that a transition leaves; ``*`` stands for all that may raise its trigger."""
         working = self.graph.working_states
         sources = [state for state in row.source if state in working]

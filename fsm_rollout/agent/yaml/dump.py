@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import yaml
 
-from fsm_rollout.agent.graph import AgentGraph, Predicate, TransitionRow
+from fsm_rollout.agent.graph import AgentGraph, Predicate, TransitionSpec
 from fsm_rollout.agent.yaml.overrides import escape_interpolation
 from fsm_rollout.agent.yaml.source import STRICTER, TEXT_FILE
 from fsm_rollout.trajectory.config_errors import ConfigData
@@ -54,7 +54,7 @@ def _agent(graph: AgentGraph) -> ConfigData:
     return data
 
 
-def _row(row: TransitionRow) -> ConfigData:
+def _row(row: TransitionSpec) -> ConfigData:
     """Return a transition in the short spellings: a list of one without its brackets, a predicate without its keys."""
     source: list[object] = [*row.source]
     conditions, unless = ([_predicate(p) for p in predicates] for predicates in (row.conditions, row.unless))

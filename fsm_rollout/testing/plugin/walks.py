@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from random import Random
 
-from fsm_rollout.agent.graph import AgentGraph, Predicate, TransitionRow
+from fsm_rollout.agent.graph import AgentGraph, Predicate, TransitionSpec
 from fsm_rollout.agent.limits import reached_on_entry
 from fsm_rollout.agent.machine import AgentMachine
 from fsm_rollout.agent.predicates import PREDICATES
@@ -110,7 +110,7 @@ class Walker:
         return rng.choice(declared if rng.random() < eager else possible)
 
 
-def row_name(row: TransitionRow) -> str:
+def row_name(row: TransitionSpec) -> str:
     """Return a transition in one line: ``GENERATING --generated [has_tool_calls]--> PROCESSING_TOOLS``."""
     conditions = ", ".join(conditions_of(row))
     return f"{'|'.join(row.source)} --{row.trigger}{f' [{conditions}]' if conditions else ''}--> {row.dest}"

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from fsm_rollout.agent.graph import AgentGraph, Predicate, State, TransitionRow
+from fsm_rollout.agent.graph import AgentGraph, Predicate, State, TransitionSpec
 from fsm_rollout.agent.json_schema import agent_schema
 from fsm_rollout.agent.loader import load_agent, loads, read_agent
 from fsm_rollout.agent.new_agent import new_agent
@@ -632,7 +632,7 @@ def test_an_agent_built_in_python_takes_what_a_yaml_takes() -> None:
                 "conditions": "has_tool_calls",
                 "unless": [{"text_contains": "DONE"}, "all_calls_bad"],
             },
-            TransitionRow(
+            TransitionSpec(
                 trigger="generated", source="GENERATING", dest="TERMINATED", conditions={"text_contains": "STOP"}
             ),
             {"trigger": "generated", "source": "GENERATING", "dest": "TERMINATED"},
