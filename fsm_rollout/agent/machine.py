@@ -10,7 +10,7 @@ firing a transition does to it is to emit one :class:`~fsm_rollout.trajectory.ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import transitions
@@ -39,6 +39,8 @@ class _Transition(transitions.Transition):
 
     dest: str
     charge: Charge
+    tests: Sequence[tuple[Holds, bool]] = ()
+    """Its conditions, compiled, each with what it must come to; there are no callbacks."""
     stop_reason: str | None = None
     index: int | None = None
     """Its place among the user's transitions; ``None`` for ``on_error`` and the machine's own."""
@@ -48,8 +50,11 @@ class _Transition(transitions.Transition):
     """Whether the user wrote it, ``on_error`` included."""
 
     def takes(self, trajectory: Trajectory, outcome: Outcome) -> bool:
-        """Return whether its conditions hold; each is a compiled predicate, and there are no callbacks."""
-        return all(cast(Holds, test.func)(trajectory, outcome) == test.target for test in self.conditions)
+        """Return whether its conditions hold."""
+        for holds, target in self.tests:  # noqa: SIM110  # a generator costs more than most predicates
+            if holds(trajectory, outcome) is not target:
+                return False
+        return True
 
     def event(self, trajectory: Trajectory, outcome: Outcome, at: float) -> Transitioned:
         """Return the event that says that it fired."""
@@ -88,6 +93,8 @@ class AgentMachine:
             state: handler_spec(graph.handler_of(state)).spends for state in graph.working_states
         }
         """The limit that each working state's handler is charged for on entry."""
+        self._table: dict[tuple[str, str], list[_Transition]] = {}
+        """The transitions of the library's machine by state and trigger, in the order in which they are tried."""
         self._limits = {n for n, limit in LIMITS.items() if limit.implied or getattr(graph.limits, n) is not None}
         triggers = dict.fromkeys([*(row.trigger for row in graph.transitions), *IMPLICIT_TRIGGERS])
         for state in graph.working_states:
@@ -111,6 +118,8 @@ class AgentMachine:
         )
         transition = self._machine.events[trigger].transitions[state][-1]
         assert isinstance(transition, _Transition)
+        self._table.setdefault((state, trigger), []).append(transition)
+        transition.tests = [(cast(Holds, test.func), test.target) for test in transition.conditions]
         transition.stop_reason, transition.index = written.stop_reason if written is not None else None, index
         transition.final, transition.by_user = self.graph.is_final(dest), written is not None
         transition.charge = _nothing if transition.final else self.charge_of(dest)
@@ -165,11 +174,8 @@ class AgentMachine:
             self._fire(trajectory, failed, at, emit, routed=False)
 
     def _fire(self, trajectory: Trajectory, outcome: Outcome, at: float, emit: Emit, *, routed: bool) -> bool:
-        event = self._machine.events.get(outcome.trigger)
-        if event is None or trajectory.state not in event.transitions:
-            return False
         routed = routed and self._routable(trajectory, outcome.limit)
-        for transition in cast("list[_Transition]", event.transitions[trajectory.state]):
+        for transition in self._table.get((trajectory.state, outcome.trigger), ()):
             if (routed or not transition.by_user) and transition.takes(trajectory, outcome):
                 emit(transition.event(trajectory, outcome, at))
                 return True

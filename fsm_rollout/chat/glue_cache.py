@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
-from itertools import chain, islice, pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fsm_rollout.chat.derive import Deriver, Glue, Pieces, Step, draw_word, filled, fit
@@ -143,8 +143,10 @@ class GlueCache:
 
     def _may_matter(self, texts: Sequence[str]) -> bool:
         """Return whether the chat template may treat one of the texts unlike others."""
-        # A list: a generator costs more than the searches.
-        return any(text in self._compared or True in [word in text for word in self._tested] for text in texts)
+        for text in texts:  # noqa: SIM110  # a generator costs more than the searches
+            if text in self._compared or True in [word in text for word in self._tested]:
+                return True
+        return False
 
     def _tools_digest(self, tools: Tools | None) -> bytes | None:
         """Return what is equal for equal schemas; raise ValueError if they hold what is not plain data.
@@ -215,9 +217,10 @@ class GlueCache:
             # 3. Which ids are the same.
             every_id = call_ids + ids
             key.append(tuple([every_id.index(id_) for id_ in every_id]))
-            if self._may_matter(contents) or any(
-                type(id_) is not str or (id_ and not id_.isalnum()) for id_ in every_id
-            ):
+            for id_ in every_id:
+                if type(id_) is not str or (id_ and not id_.isalnum()):
+                    return None
+            if self._may_matter(contents):
                 return None
             general = tuple(key)
             return Shape((general, self._tools_digest(tools), self.histories.pairs(history)), general, contents + ids)
@@ -366,11 +369,15 @@ class Histories:
         """
         last = len(history) - 1
         start, known_pairs = 0, Pairs()
-        turns = (at for at in range(last, -1, -1) if history[at]["role"] == "assistant")
-        for at in islice(turns, 2):  # if the last two turns are unknown, so are all before them
-            if entry := self._seen.get((id(history[at]), at)):
-                start, known_pairs = at + 1, entry[1]
-                break
+        turns = 0
+        for at in range(last, -1, -1):
+            if history[at]["role"] == "assistant":
+                turns += 1
+                if entry := self._seen.get((id(history[at]), at)):
+                    start, known_pairs = at + 1, entry[1]
+                    break
+                if turns == 2:  # if the last two are unknown, so are all before them
+                    break
         if start > last:
             return known_pairs
         previous_kind = _kind(history[start - 1]) if start else ""
@@ -388,10 +395,15 @@ def _kind(message: Mapping[str, Any]) -> str:
     content, role = message.get("content"), message["role"]
     if content is not None and type(content) is not str:
         raise TypeError("content that is not text is for the reference to refuse")
-    names = [call["function"]["name"] for call in message.get("tool_calls") or ()]
-    if type(role) is not str or not all(type(name) is str for name in names):
+    if type(role) is not str:
         raise TypeError("so is this")
-    return f"{role}{min(len(names), 2)}" if names else role
+    calls = message.get("tool_calls")
+    if not calls:
+        return role
+    for call in calls:
+        if type(call["function"]["name"]) is not str:
+            raise TypeError("and this")
+    return f"{role}{min(len(calls), 2)}"
 
 
 def tested_texts(trees: Sequence[nodes.Template]) -> tuple[tuple[str, ...], frozenset[str]]:

@@ -88,8 +88,10 @@ class Deadline:
 
     def _next(self) -> float | None:
         """Return when it expires unless it is held, or run, before."""
-        ends = [] if self._remaining is None or self._holds else [self._since + self._remaining]
-        return min(ends if self._wall is None else [self._wall, *ends], default=None)
+        if self._remaining is None or self._holds:
+            return self._wall
+        end = self._since + self._remaining
+        return end if self._wall is None or end < self._wall else self._wall
 
     def _schedule(self) -> None:
         """See to it that the timer fires no later than the deadline expires; one that fires too early sets the next."""

@@ -75,11 +75,11 @@ class Program(BoundAgent):
 async def run_trajectory(live: ActiveTrajectory, handlers: Mapping[str, State]) -> None:
     """Visit states until a transition leads to a final one; cancellation ends (or suspends) the trajectory."""
     trajectory, machine = live.trajectory, live.program.machine
-    loop = asyncio.get_running_loop()
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
     try:
         live.end_if_final()  # an interruption may have come between the last transition and the end
         while not trajectory.ended and live.stop is None:
-            outcome = await _visit(live, handlers[trajectory.state])
+            outcome = await _visit(live, handlers[trajectory.state], loop.time(), task)
             if live.stop is None:  # else the handler swallowed the cancellation
                 machine.fire(trajectory, outcome, at=loop.time(), emit=live.emit)
                 live.end_if_final()
@@ -93,11 +93,14 @@ async def run_trajectory(live: ActiveTrajectory, handlers: Mapping[str, State]) 
             await live.close()
 
 
-async def _visit(live: ActiveTrajectory, handler: State) -> Outcome:
-    """Run the present state's handler under its limits and timeouts, and return how it came out."""
+async def _visit(live: ActiveTrajectory, handler: State, now: float, task: asyncio.Task[object] | None) -> Outcome:
+    """Run the present state's handler under its limits and timeouts, and return how it came out.
+
+    ``now`` is the loop's time, and ``task`` the present task.
+    """
     # 1. Limits that are reached on entry. (A visit that timed out before an interruption was let in back then.)
     trajectory, program = live.trajectory, live.program
-    graph, state, now = program.graph, trajectory.state, asyncio.get_running_loop().time()
+    graph, state = program.graph, trajectory.state
     limit = reached_on_entry(graph, trajectory, program.machine.spends[state], now)
     if limit is not None and trajectory.time_up is None:
         return Outcome(Trigger.LIMIT_REACHED, limit=limit)
@@ -105,7 +108,7 @@ async def _visit(live: ActiveTrajectory, handler: State) -> Outcome:
     wall = remaining(graph, trajectory, LimitName.WALL_SECONDS, trajectory.elapsed(now))
     warn = partial(_warn_of_ignored_cancellation, trajectory)
     deadline = Deadline(graph.states[state].timeout, None if wall == float("inf") else wall, unheard=warn)
-    ctx, task = HandlerContext(live, deadline), asyncio.current_task()
+    ctx = HandlerContext(live, deadline)
     try:
         try:
             outcome = await _run_handler(live, handler, ctx) if trajectory.time_up is None else None

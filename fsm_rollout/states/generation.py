@@ -39,6 +39,8 @@ class Generation:
         self.earlier = list(earlier)
         self.task = asyncio.current_task()
         self.recorded = asyncio.Event()
+        self._left: dict[str | None, float] | None = None
+        """The room that the glue has left, if there was any to write."""
 
     async def sample(self, sampling: Sampling | None, on_tokens: OnTokens | None = None) -> Generated:
         """Do what :meth:`fsm_rollout.states.context.HandlerContext.generate` promises, after the turn was charged.
@@ -119,7 +121,7 @@ class Generation:
 
                 asyncio.get_running_loop().call_soon(audit)
         # 3. Glue that leaves no room for a token is not written.
-        self._room(len(stream.tokens) + len(encoded.ids), len(encoded.ids))
+        self._left = self._room(len(stream.tokens) + len(encoded.ids), len(encoded.ids))
         visit.emit(
             PromptExtended(
                 at=visit.clock(),
@@ -152,7 +154,7 @@ class Generation:
         """Return the request for the next turn, and the limit that bounds its length (None: its own max_tokens)."""
         bound, trajectory = self.bound, self.visit.trajectory
         length = len(stream.tokens)
-        room = self._room(length, 0)
+        room = self._left or self._room(length, 0)
         settings = self._sampling(sampling)
         already = sum(len(span) for span in stream.tokens.sampled() if span.turn == stream.turn) if resumed else 0
         bounds: dict[str | None, float] = {

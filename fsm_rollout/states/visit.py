@@ -143,13 +143,14 @@ class Visit:
         Raises:
             StreamError: it has none of that name.
         """
-        if name in self.active.branches:
-            return self.active.branches[name]
+        branches, contexts = self.active.branches, self.program.contexts
+        bound = branches.get(name) or contexts.get(name)
+        if bound is not None:
+            return bound
         root = root_of(name)
-        if root not in self.program.contexts:
-            raise StreamError(f"there is no context '{name}'{did_you_mean(name, self.program.contexts)}")
-        bound = self.program.contexts[root]
-        return bound if root == name else replace(bound, name=name)
+        if root not in contexts:
+            raise StreamError(f"there is no context '{name}'{did_you_mean(name, contexts)}")
+        return replace(contexts[root], name=name)
 
     def open_context(self, context: str) -> Stream:
         """Return the open stream of ``context``; a first use opens it with the trajectory's prompt.

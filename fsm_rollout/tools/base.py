@@ -129,9 +129,9 @@ def fresh(value: T) -> T:
     Keyword arguments and a model's arguments go into code that may change them, while the same objects stand in
     configs, in events and in the other trajectories of the group.
     """
-    if isinstance(value, str | int | float | None):  # by far the most common, and a check for Mapping is slow
+    if isinstance(value, (str, int, float, type(None))):  # by far the most common
         return value
-    if isinstance(value, Mapping):
+    if isinstance(value, (dict, Mapping)):  # a dict is seen at once, an abstract class takes far longer
         return cast(T, {key: fresh(item) for key, item in value.items()})
     if isinstance(value, list):
         return cast(T, [fresh(item) for item in value])

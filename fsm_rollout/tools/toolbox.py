@@ -39,6 +39,7 @@ from fsm_rollout.tools.bounded_call import (
     Slots,
     ToolDied,
     bounded,
+    call_of,
     invoke,
     is_async,
 )
@@ -138,6 +139,7 @@ class FunctionTool(BoundTool):
     def __init__(self, name: str, spec: graph.Tool, function: Function) -> None:
         super().__init__(name, spec)
         self.function = function
+        self._call = call_of(function)
         self.parameters = parameters_of(function, where=self.where, hidden=spec.kwargs)
         self.schema = self.parameters.tool(name, spec.description)
         self._runs(function)
@@ -179,12 +181,13 @@ class FunctionTool(BoundTool):
         hidden = fresh({**self.spec.kwargs, **session.hidden.get(self.name, {})})
         contexts = self.parameters.contexts
         if self.spec.placement == "local":
-            return await invoke(self.function, hidden | arguments | {name: context("call") for name in contexts})
+            own = {name: context("call") for name in contexts}
+            return await self._call(self.function, hidden | arguments | own)
         from fsm_rollout.tools import placement  # multiprocessing and Ray: only for those who ask for them
 
         call = placement.call_in_process if self.spec.placement == "process" else placement.call_on_ray
-        own = context("call") if contexts else None
-        return await call(placement.Request(str(self.spec.use), arguments, hidden, contexts, own))
+        first = context("call") if contexts else None
+        return await call(placement.Request(str(self.spec.use), arguments, hidden, contexts, first))
 
 
 Instance: TypeAlias = Any
@@ -579,7 +582,7 @@ class ToolSession:
         # 3. Cut to size.
         if tool.spec.response_tokens is None:
             text, dropped = bounded_result(result.text, tool.spec.truncate)
-            return replace(result, text=text, truncated_characters=dropped)
+            return replace(result, text=text, truncated_characters=dropped) if dropped else result
         if tokenizer is None:
             raise ToolError(f"tool '{tool.name}' has response_tokens, which only a tokenizer can count; give one")
         arguments = (result.text, tokenizer, tool.spec.response_tokens, tool.spec.truncate)

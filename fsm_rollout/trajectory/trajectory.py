@@ -417,7 +417,7 @@ class Trajectory(msgspec.Struct):
     @property
     def response_tokens(self) -> int:
         """Tokens after the opening prompts, over all streams."""
-        return sum(stream.tokens.response_length for stream in self.streams)
+        return sum([stream.tokens.response_length for stream in self.streams])
 
     @property
     def trained_tokens(self) -> int:

@@ -178,7 +178,7 @@ MUTANTS = (
     ),
     Mutant(
         "let a wait for the engine hold up wall_seconds", "concurrency/deadline.py",
-        "ends if self._wall is None else [", "ends if self._wall is None or self._holds else [",
+        "            return self._wall\n", "            return self._wall if self._remaining is None else None\n",
         "2: time is up when it is up",
         ("tests/unit/concurrency/test_deadline.py",),
     ),
@@ -200,7 +200,7 @@ MUTANTS = (
     ),
     Mutant(
         "glue that leaves no room", "states/generation.py",
-        "        self._room(len(stream.tokens) + len(encoded.ids), len(encoded.ids))\n", "",
+        "        self._left = self._room(len(stream.tokens) + len(encoded.ids), len(encoded.ids))\n", "",
         "2: nothing is written that leaves no room for a token",
         LIMITS,
     ),

@@ -181,11 +181,11 @@ class TextFormat(ABC):
 
 
 def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    read: dict[str, object] = {}
-    for key, value in pairs:
-        if key in read:
-            raise BadCallError("invalid_json", f"key {key!r} is given twice")
-        read[key] = value
+    read = dict(pairs)
+    if len(read) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for number, key in enumerate(keys) if key in keys[:number])
+        raise BadCallError("invalid_json", f"key {twice!r} is given twice")
     return read
 
 
