@@ -53,5 +53,4 @@ def _of_groups(groups: Sequence[Group], prefix: str) -> dict[str, float]:
 
 def sampled_tokens(trajectories: Iterable[Trajectory]) -> int:
     """Return how many tokens engines have sampled in the streams of some trajectories, trained or not."""
-    streams = (stream for trajectory in trajectories for stream in trajectory.streams)
-    return sum(len(span) for stream in streams for span in stream.tokens.sampled())
+    return sum(stream.tokens.sampled_length for trajectory in trajectories for stream in trajectory.streams)

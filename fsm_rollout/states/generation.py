@@ -161,7 +161,7 @@ class Generation:
             None: float("inf") if settings.max_tokens is None else settings.max_tokens - already,
             **room,
         }
-        cut_by = min(bounds, key=lambda name: bounds[name])  # the first of equals: the turn's own bound
+        cut_by = min(bounds, key=bounds.__getitem__)  # the first of equals: the turn's own bound
         index = trajectory.context_turns.get(bound.name, 0) - resumed
         request = Request(
             request_id=f"{trajectory.trajectory_id}/{bound.name}/{index}/{length}",

@@ -9,7 +9,7 @@ Times (``at``) are seconds on the scheduler's clock; durations are seconds.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -312,13 +312,9 @@ _decoder: msgspec.msgpack.Decoder[AnyEvent] = msgspec.msgpack.Decoder(AnyEvent, 
 _unpacker: msgspec.msgpack.Decoder[list[AnyEvent]] = msgspec.msgpack.Decoder(list[AnyEvent], dec_hook=_decode)
 
 
-def encode(event: AnyEvent) -> bytes:
-    """Pack an event (MessagePack).
-
-    Raises:
-        TypeError: the event holds something that is not plain data (say an object in a prompt's extra fields).
-    """
-    return _encoder.encode(event)
+encode: Callable[[AnyEvent], bytes] = _encoder.encode
+"""Packs an event (MessagePack); a TypeError says that it holds something that is not plain data, such as an object in a
+prompt's extra fields."""
 
 
 def unwritable(data: object) -> str | None:

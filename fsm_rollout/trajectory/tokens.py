@@ -162,7 +162,12 @@ class TokenStream:
     @property
     def trained_length(self) -> int:
         """The number of tokens with mask 1."""
-        return sum(map(len, self.sampled())) if self.trained else 0
+        return self.sampled_length if self.trained else 0
+
+    @property
+    def sampled_length(self) -> int:
+        """The number of tokens that the engine sampled, trained or not."""
+        return sum([span.end - span.start for span in self._spans if span.owner is Owner.MODEL])
 
     def sampled(self) -> Iterator[Span]:
         """Yield the spans that the engine sampled."""

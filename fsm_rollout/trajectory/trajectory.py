@@ -575,8 +575,11 @@ class Trajectory(msgspec.Struct):
             self.routed |= {routing_key(str(event.limit), event.source)}
         self.transitions += 1
         if self.stretches:  # the visit's times, added to those of the earlier ones
-            for kind in {"any": None} | {kind: None for kind, _, _ in self.stretches}:
-                self.wall[kind] = self._seconds(kind)
+            of_kind: dict[str, list[tuple[float, float]]] = {"any": [(start, end) for _, start, end in self.stretches]}
+            for kind, start, end in self.stretches:
+                of_kind.setdefault(kind, []).append((start, end))
+            for kind, stretches in of_kind.items():
+                self.wall[kind] = self.wall.get(kind, 0.0) + covered(stretches)
             self.stretches = []
         self.here = []
         self.interrupted = False
