@@ -214,10 +214,10 @@ class EngineClient:
         return name
 
     def enqueue(self, pending: PendingRequest, *, on_trial: bool = False) -> None:
-        """Send a request with the next flush; while others are on trial, afterwards."""
+        """Send a request with the next flush; while another is tried by itself, afterwards."""
         if pending.done.is_set():  # ended between two tries
             return
-        if self._trials.busy and not on_trial:
+        if self._trials.isolates and not on_trial:
             self._trials.hold(pending)
             return
         self._sent[pending.request_id] = pending

@@ -2,9 +2,10 @@
 
 Invariant: a request that failed together with others is given up only after it has failed by itself. What fails
 together is tried again together once (a replica may be gone, a connection lost). If that fails as well, halves of it
-are tried one after the other, and nothing else is sent meanwhile; halves that fail are halved again, until one request
-fails alone: that one has to answer for it, and all others go on. So a poisoned request costs its neighbours some time,
-and a run in which nothing fails costs nothing.
+are tried one after the other; halves that fail are halved again, until one request fails alone: that one has to answer
+for it, and all others go on. Other requests are sent meanwhile, and those that fail with a part on trial wait for the
+end of all trials; beside a part of one request nothing is sent, so that it fails alone. So a poisoned request costs its
+neighbours some time, and a run in which nothing fails costs nothing.
 
 A part has passed its trial when each of its requests has had tokens, or has ended. Requests that failed again later
 than that (memory that ran out while they were decoded, say) pass theirs only by ending.
@@ -50,7 +51,7 @@ class Trials:
 
     def __init__(self, ledger: Ledger) -> None:
         self.busy = False
-        """Whether anything is to be tried, or has failed just now: then nothing else is sent."""
+        """Whether anything is to be tried, or has failed just now."""
         self._ledger = ledger
         self._failed: dict[PendingRequest, EngineError] = {}
         """What has failed just now, until it is known what failed with it."""
@@ -66,6 +67,12 @@ class Trials:
     def __contains__(self, pending: PendingRequest) -> bool:
         """Whether a request is on trial, or has been."""
         return pending.shared > 1 or pending in self._on_trial
+
+    @property
+    def isolates(self) -> bool:
+        """Whether one request is tried by itself, or is next: then nothing else is sent."""
+        part = self._on_trial or (self._parts[0][0] if self._parts else ())
+        return len(part) == 1
 
     def add(self, pending: PendingRequest, error: EngineError) -> None:
         """Note a failure that may be others' too."""

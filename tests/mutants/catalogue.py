@@ -261,6 +261,18 @@ MUTANTS = (
         TRIALS,
     ),
     Mutant(
+        "hold all others while parts are tried", "engines/trials.py",
+        "        return len(part) == 1\n", "        return bool(part)\n",
+        "requests that have not failed go on while a culprit is looked for",
+        ("tests/unit/engines/test_trials.py::test_others_go_on_while_one_is_looked_for",),
+    ),
+    Mutant(
+        "count a delivered group that was dropped later", "scheduler/scheduler.py",
+        "                        self._run.counted.discard(group.group_id)\n", "                        pass\n",
+        "a target is reached by groups that count",
+        ("tests/unit/scheduler/test_scheduler.py::test_a_target_is_reached_though_wrong_glue_is_found_late",),
+    ),
+    Mutant(
         "try all that failed one by one", "engines/trials.py", "if pending.shared > 1]\n            if suspects:", "if False]\n            if suspects:",
         "8: a poisoned request is found in halves",
         TRIALS,

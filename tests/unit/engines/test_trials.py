@@ -112,6 +112,41 @@ def test_the_healthy_all_come_through(waves: list[int], dose: dict[int, float], 
     check(ended(Poisoned(poison), parts, apart), set(poison))
 
 
+class Spoils(ScriptedEngine):
+    """Fails each call with a certain request in it, a second later, and no other."""
+
+    async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:  # type: ignore[override]
+        if any(request.trajectory_id == "r5" for request in requests):
+            await asyncio.sleep(1.0)
+            raise EngineError("OutOfMemoryError: 3.2 GiB wanted")
+        async for chunk in super().generate(requests):
+            yield chunk
+
+
+def test_others_go_on_while_one_is_looked_for() -> None:
+    """Requests that come while parts of a dispatch are tried take as long as ever, until one is tried by itself."""
+    engine = Spoils(lambda _: Turn(text="one two", delay=0.5), tokenizer=tokenizer())
+
+    async def main() -> None:
+        loop, client = asyncio.get_running_loop(), EngineClient(engine)
+        dispatch = [client.submit(asked(f"r{number}")) for number in range(16)]
+        took = []
+        for number in range(3):
+            await asyncio.sleep(1.3)
+            began, newcomer = loop.time(), client.submit(asked(f"n{number}"))
+            await newcomer.done.wait()
+            took.append(loop.time() - began)
+            assert newcomer.error is None
+        assert not dispatch[5].done.is_set(), "its trial goes on"
+        assert took == pytest.approx([0.5] * 3)
+        for pending in dispatch:
+            await pending.done.wait()
+        assert [pending.error is None for pending in dispatch] == [number != 5 for number in range(16)]
+        await client.drain()
+
+    run_virtual(main())
+
+
 class Babbles(ScriptedEngine):
     """Answers one request with what no engine may answer; ``None`` takes the place of the whole chunk."""
 
