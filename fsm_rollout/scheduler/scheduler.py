@@ -111,8 +111,8 @@ class _Run:
     """Groups resumed in this run whose prompt has not been read yet."""
     prompt_ids: set[str] = field(default_factory=set)
     """The ids of the prompts that have been read, and of their groups."""
-    counted: int = 0
-    """How many groups that count were delivered."""
+    counted: set[str] = field(default_factory=set)
+    """The groups that were delivered and count."""
     filtered: int = 0
     """How many groups the filter has turned down."""
     exhausted: bool = False
@@ -355,12 +355,11 @@ class Scheduler:
             # Events are on disk before the generations that build on them are asked for.
             client.before_dispatch = self.journal.persist if self.journal is not None else None
         self._run_number += 1
-        run.feeder = asyncio.get_running_loop().create_task(self._feed(run))
-        run.feeder.add_done_callback(lambda _: run.changed.set())
+        self._start_feeding(run)
         collection = ExitStack()
         collection.enter_context(calm_collection())
         try:
-            while run.counted != target_groups and (groups := await self._next_delivery(run)):
+            while len(run.counted) != target_groups and (groups := await self._next_delivery(run)):
                 for group in groups:
                     self._delivered.append(group.group_id)
                     yield group
@@ -381,6 +380,11 @@ class Scheduler:
                 collection.close()
             for client in self.clients.values():
                 await client.drain()
+
+    def _start_feeding(self, run: _Run) -> None:
+        run.stop = None
+        run.feeder = asyncio.get_running_loop().create_task(self._feed(run))
+        run.feeder.add_done_callback(lambda _: run.changed.set())
 
     async def _until_free(self) -> None:
         """Wait for a run that is being closed; refuse to begin beside another one."""
@@ -480,9 +484,13 @@ class Scheduler:
                 renewed = [self._renew(group) for group in groups]
                 if any(renewed):
                     continue
-                counted = run.counted + sum(group.counts for group in groups)
-                if counted == run.target:
+                if len(run.counted) + sum(group.counts for group in groups) == run.target:
                     await self._end(run, keep=True)
+                    reached = len(run.counted) + sum(group.counts for group in groups) == run.target
+                    fed = not run.feeder.cancelled() and run.feeder.exception() is None
+                    if not reached and fed and self.stopping is None:
+                        self._start_feeding(run)  # what was ending has found wrong tokens in one of them
+                        continue
                 if groups or run.feeder.done():
                     for group in groups:
                         self._done.remove(group)
@@ -490,7 +498,7 @@ class Scheduler:
                         group.state = GroupState.DELIVERED
                         group.active.clear()
                         self._with_caller.add(group)
-                    run.counted = counted
+                    run.counted |= {group.group_id for group in groups if group.counts}
                     run.changed.set()
                     return groups
 
@@ -577,11 +585,11 @@ class Scheduler:
             return False
         if run.exhausted or run.max_groups == math.inf:
             return not run.exhausted
-        return len(self._open) + run.counted + sum(group.counts for group in self._done) < run.max_groups
+        return len(self._open) + len(run.counted) + sum(group.counts for group in self._done) < run.max_groups
 
     def _target_not_reached(self, run: _Run) -> TargetNotReached:
         assert self.group_filter is not None
-        counted = run.counted + sum(group.counts for group in self._done)
+        counted = len(run.counted) + sum(group.counts for group in self._done)
         return TargetNotReached(
             f"the group filter '{self.group_filter.name}' has turned down {run.filtered:,} groups, and {counted:,} of "
             f"the {run.target:,} that were asked for are there (the last one's scores: "
@@ -939,7 +947,8 @@ class Scheduler:
         """End every trajectory that has tokens from a wrong cache entry as failed, and drop its group.
 
         One that has ended already is ended once more, and no transition may route the failure. Groups that were
-        delivered are dropped too: it is not too late if their batch has not been made.
+        delivered are dropped too, and count towards the run's target no more: it is not too late if their batch has
+        not been made.
         """
         outcome = Outcome(Trigger.FAILED, error=type(mismatch).__name__, detail=str(mismatch), blame=class_of(mismatch))
         number = delivered = 0
@@ -949,6 +958,8 @@ class Scheduler:
                     group.drop_reason = DropReason.WRONG_TOKENS
                     number += 1
                     delivered += group.state is GroupState.DELIVERED
+                    if self._run is not None:
+                        self._run.counted.discard(group.group_id)
                     live = group.active.get(trajectory.trajectory_id) or self.activate(group, trajectory)
                     live.fail(outcome)
         logger.error(

@@ -29,7 +29,7 @@ from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.environment.rewards import Reward
 from fsm_rollout.environment.users import Conversation, Reply
-from fsm_rollout.errors import ConfigError
+from fsm_rollout.errors import ConfigError, GlueMismatchError
 from fsm_rollout.scheduler.failure_policy import Failures, ToolFailures
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.scheduler import Scheduler
@@ -176,12 +176,8 @@ def test_closing_the_iterator_cancels_the_rest_and_leaves_nothing_running() -> N
     assert engine.load().running == 0
 
 
-@pytest.mark.parametrize("deliver_at_end", [False, True])
-@pytest.mark.parametrize("routed", [False, True])
-def test_wrong_glue_from_the_cache_fails_all_that_it_touched_and_drops_their_groups(
-    deliver_at_end: bool, routed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One cache entry gives wrong ids, and its fifth use is audited: five trajectories fail, and later ones do not."""
+def give_wrong_glue(monkeypatch: pytest.MonkeyPatch, audited: int) -> None:
+    """Have one cache entry give wrong ids, and its n-th use audited."""
     entries: list[object] = []
     honest = ChatTemplate.glue_detailed
 
@@ -193,17 +189,29 @@ def test_wrong_glue_from_the_cache_fails_all_that_it_touched_and_drops_their_gro
         return replace(encoded, ids=[*encoded.ids, 7])
 
     monkeypatch.setattr(ChatTemplate, "glue_detailed", wrong)
-    monkeypatch.setattr(ChatTemplate, "audit_due", lambda chat, entry: len(entries) == 5)
-    rows = [{"trigger": "failed", "source": "GENERATING", "dest": "TERMINATED", "stop_reason": "mine"}]
-    graph = agent(
-        TOOLS | {"transitions": [*TOOLS["transitions"], *(rows if routed else [])]},
-        tools={"calculate": {"use": "fsm_rollout.tools.calculator:calculate", "timeout": 5}},
-    )
+    monkeypatch.setattr(ChatTemplate, "audit_due", lambda chat, entry: len(entries) == audited)
+
+
+def one_tool_call() -> ScriptedEngine:
     asks = '<tool_call>\n{"name": "calculate", "arguments": {"left": 1, "operator": "+", "right": 1}}\n</tool_call>'
-    engine = ScriptedEngine(lambda r: Turn(text="2." if r.turn else asks), tokenizer=tokenizer())
+    return ScriptedEngine(lambda r: Turn(text="2." if r.turn else asks), tokenizer=tokenizer())
+
+
+CALCULATES = {"calculate": {"use": "fsm_rollout.tools.calculator:calculate", "timeout": 5}}
+
+
+@pytest.mark.parametrize("deliver_at_end", [False, True])
+@pytest.mark.parametrize("routed", [False, True])
+def test_wrong_glue_from_the_cache_fails_all_that_it_touched_and_drops_their_groups(
+    deliver_at_end: bool, routed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One cache entry gives wrong ids, and its fifth use is audited: five trajectories fail, and later ones do not."""
+    give_wrong_glue(monkeypatch, audited=5)
+    rows = [{"trigger": "failed", "source": "GENERATING", "dest": "TERMINATED", "stop_reason": "mine"}]
+    graph = agent(TOOLS | {"transitions": [*TOOLS["transitions"], *(rows if routed else [])]}, tools=CALCULATES)
 
     async def main() -> list[Group]:
-        scheduler = Scheduler({"a": graph}, {"policy": EngineClient(engine)}, concurrency=1)
+        scheduler = Scheduler({"a": graph}, {"policy": EngineClient(one_tool_call())}, concurrency=1)
         run = scheduler.run(prompts(5), 2, deliver_at_end=deliver_at_end)
         return [group async for group in run]
 
@@ -217,6 +225,39 @@ def test_wrong_glue_from_the_cache_fails_all_that_it_touched_and_drops_their_gro
     ]
     assert len(log_lines) == 1
     assert ("of 3 were delivered before" in log_lines[0]) == (not deliver_at_end)
+
+
+@pytest.mark.parametrize("deliver_at_end", [False, True])
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_a_target_is_reached_though_wrong_glue_is_found_late(
+    at_the_end: bool, deliver_at_end: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a group that was delivered already, or while what runs beyond the target is set aside: others take its place.
+
+    The first trajectory has the cache learn, the next ones are wrong; the audit of the third finds it, or nothing does
+    until the run is being ended.
+    """
+    give_wrong_glue(monkeypatch, audited=1000 if at_the_end else 2)
+    end = Scheduler._end
+
+    async def audited_end(self: Scheduler, run: Any, *, keep: bool) -> None:
+        await end(self, run, keep=keep)
+        wrong = [entry for group in self._done for entries in group.glue_entries.values() for entry in entries]
+        if at_the_end and keep and wrong:
+            self.glue_mismatch(GlueMismatchError("it differs", wrong[0]))
+            monkeypatch.setattr(Scheduler, "_end", end)
+
+    monkeypatch.setattr(Scheduler, "_end", audited_end)
+
+    async def main() -> list[Group]:
+        graph = agent(TOOLS, tools=CALCULATES)
+        scheduler = Scheduler({"a": graph}, {"policy": EngineClient(one_tool_call())}, concurrency=1)
+        run = scheduler.run(prompts(9), target_groups=3, over_sample=1.0, deliver_at_end=deliver_at_end)
+        return [group async for group in run]
+
+    groups = run_virtual(main())
+    assert sum(not group.dropped for group in groups) == 3
+    assert any(group.dropped for group in groups)
 
 
 def test_a_second_run_at_once_is_refused_but_one_that_is_left_behind_is_closed_first() -> None:
