@@ -18,8 +18,9 @@ from functools import partial
 from typing import Literal
 
 from fsm_rollout.concurrency.child_process import ChildProcess
+from fsm_rollout.concurrency.ray_session import Remote, import_ray
 from fsm_rollout.concurrency.ray_session import connect as connect_ray
-from fsm_rollout.concurrency.ray_session import import_ray
+from fsm_rollout.errors import EngineError
 from fsm_rollout.scheduler.worker import WorkerSetup, serve
 from fsm_rollout.scheduler.worker_link import SocketLink, framed
 from fsm_rollout.scheduler.worker_pool import Connection
@@ -39,16 +40,25 @@ async def start_process(setup: WorkerSetup) -> Connection:
 
 
 async def start_actor(setup: WorkerSetup) -> Connection:
-    """Start a worker as an actor of Ray, which calls back."""
+    """Start a worker as an actor of Ray, which calls back.
+
+    Raises:
+        EngineError: it does not; says what it asked for, what there is, and what to try.
+    """
     await asyncio.to_thread(connect_ray)
     ray, secret = import_ray(), secrets.token_bytes(SECRET_BYTES)
     address = ray.util.get_node_ip_address()
     listening = socket.create_server((address, 0))
     listening.settimeout(CONNECT_SECONDS)
     actor = ray.remote(_Actor).options(num_cpus=1, max_restarts=0).remote()
-    actor.run.remote(address, listening.getsockname()[1], secret)
+    running = actor.run.remote(address, listening.getsockname()[1], secret)
     with listening:
-        ours = await asyncio.to_thread(_accept, listening, secret)
+        try:
+            ours = await asyncio.to_thread(_accept, listening, secret)
+        except TimeoutError:
+            why = await asyncio.to_thread(_why_silent, ray, running, address)
+            ray.kill(actor)
+            raise EngineError(f"no rollout worker has called back within {CONNECT_SECONDS:g} s: {why}") from None
     return await _connected(ours, setup, partial(ray.kill, actor))
 
 
@@ -64,6 +74,23 @@ def _accept(listening: socket.socket, secret: bytes) -> socket.socket:
         if secrets.compare_digest(received, secret):
             return connection
         connection.close()
+
+
+def _why_silent(ray: Remote, running: Remote, address: str) -> str:
+    """Return why an actor may not have called back, and what to try."""
+    if ray.wait([running], timeout=0)[0]:
+        try:
+            ray.get(running)
+        except Exception as error:  # whatever it raised, there
+            return f"it failed: {str(error).strip().splitlines()[-1]}"
+    there, free = (resources().get("CPU", 0.0) for resources in (ray.cluster_resources, ray.available_resources))
+    asked = f"it asks Ray for 1 CPU, and of {there:g} CPUs {free:g} are free"
+    if free < 1:
+        return (
+            f"{asked}; ask for fewer `workers`, let engines and tools on Ray take fewer CPUs, or give Ray more "
+            "(ray start --num-cpus=N)"
+        )
+    return f"{asked}, so it may have started; its node must have fsm_rollout, and must reach {address}"
 
 
 class _Actor:

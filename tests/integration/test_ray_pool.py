@@ -31,6 +31,7 @@ from fsm_rollout.engines.router import LeastLoadedRouter
 from fsm_rollout.engines.specs import build_engine
 from fsm_rollout.errors import ConfigError, EngineError
 from fsm_rollout.rollout import Rollout
+from fsm_rollout.scheduler import worker_placement
 from fsm_rollout.scheduler.worker_pool import WorkerPool
 from fsm_rollout.testing import check_engine
 from fsm_rollout.trajectory.events import AnyEvent, Called
@@ -449,6 +450,34 @@ def test_a_replica_that_is_killed_in_a_run_changes_no_row() -> None:
 
 
 # -- rollout workers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ray("shared")
+def test_rollout_workers_for_which_ray_has_no_cpu_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Holder:
+        def hold(self) -> None:
+            """Nothing more."""
+
+    monkeypatch.setattr(worker_placement, "CONNECT_SECONDS", 1.0)
+    cpus = ray.cluster_resources()["CPU"]
+    holders = [ray.remote(Holder).options(num_cpus=1).remote() for _ in range(int(cpus))]
+    ray.get([holder.hold.remote() for holder in holders])
+    until = time.monotonic() + 600
+    while ray.available_resources().get("CPU", 0) and time.monotonic() < until:  # what Ray says lags behind
+        time.sleep(0.05)
+
+    async def main() -> None:
+        graph, script = worker_work.agent(), worker_work.engine(tokenizer(), 3, 0.05)
+        async with Rollout(graph, script, workers=2, worker_placement="ray") as rollout:
+            async for _ in rollout.stream(worker_work.prompts(1)):
+                pass
+
+    try:
+        with pytest.raises(EngineError, match=f"asks Ray for 1 CPU, and of {cpus:g} CPUs 0 are free; ask for fewer"):
+            asyncio.run(main())
+    finally:
+        for holder in holders:
+            ray.kill(holder)
 
 
 @pytest.mark.ray("shared")
