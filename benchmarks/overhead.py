@@ -341,7 +341,11 @@ def commands(options: argparse.Namespace, *, batch: bool = False) -> dict[str, l
 
 
 def in_turn(sides: Mapping[str, Sequence[object]], rounds: int) -> dict[str, dict[str, float]]:
-    """Run some commands in turn, each in a process of its own; return the medians of their figures by side."""
+    """Run some commands in turn, each in a process of its own; return the medians of their figures by side.
+
+    Raises:
+        RuntimeError: one fails, or rows are wrong.
+    """
     found: dict[str, dict[str, list[float]]] = {side: {} for side in sides}
     for number in range(rounds):
         for side, command in sides.items():
@@ -351,7 +355,7 @@ def in_turn(sides: Mapping[str, Sequence[object]], rounds: int) -> dict[str, dic
             )
             results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
             if done.returncode or not results or any(result.get("wrong_trajectories") for result in results):
-                sys.exit(f"{side} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+                raise RuntimeError(f"{side} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
             for result in results:
                 if "post" in result:  # verl pads each sample by itself, and then joins them
                     result["batch_ms"] = result["_postprocess_ms"] + result["per_sample_pad_ms_total"]
@@ -372,7 +376,10 @@ def beside_verl(options: argparse.Namespace) -> None:
     """Run both sides in turn and print the ratios of their medians."""
     if options.workload is None or not (options.workload / "bench_verl.py").is_file():
         sys.exit(f"--peer needs --workload DIR with workload.py and bench_verl.py in it; got {options.workload}")
-    found = in_turn(commands(options), options.rounds)
+    try:
+        found = in_turn(commands(options), options.rounds)
+    except RuntimeError as error:
+        sys.exit(str(error))
     for key in REPORTED:
         if all(key in figures for figures in found.values()):
             ours, theirs = found["ours"][key], found["verl"][key]

@@ -2,10 +2,11 @@
 
     python benchmarks/overhead_table.py --workload DIR --peer VENV --out table.md --plot plot.svg
     python benchmarks/overhead_table.py --n 256 --only tools           # without verl, and only some lines of the table
+    python benchmarks/overhead_table.py --n 16 --rounds 1 --plot plot.svg   # whether all of it runs, in a few minutes
 
 A line of the table is two commands that are run in turn (A B A B), each time in processes of their own, and the ratio
 of their medians. Without ``--peer`` the lines beside verl are left out. CPU times hold on a busy machine; for the lines
-that say "wall" nothing else may run.
+that say "wall" nothing else may run. A line that fails says so in the table, and on stderr why; the rest goes on.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Line:
     what: str
     key: str
     ours: str
-    """Options of :mod:`overhead`; ``N`` stands for ``--n`` of this command, and ``10N`` for ten times as many."""
+    """Options of :mod:`overhead`; ``N`` stands for ``--n`` of this command, which bounds other numbers of trajectories
+    too, and ``10N`` for ten times as many."""
     against: str | None
     """Those of the command that it is measured by, on this side; ``None``: verl with the same options."""
     goal: float
@@ -55,15 +57,20 @@ LINES = (
 SWEEPS: Mapping[str, tuple[str, str, Sequence[int]]] = {
     "tokens of context": ("--n 16 --turns 32 --context {}", "us_cpu_per_turn", (1_000, 10_000, 30_000, 100_000)),
     "further tools": ("--n 512 --extra-tools {}", "us_cpu_per_turn", (0, 9, 29, 99)),
-    "trajectories at once": ("--n {}", "us_cpu_per_gen", (128, 512, 2048, 8192)),
-    "workers": ("--n 2048 --workers {}", "us_cpu_per_gen", (1, 2, 3)),
+    "trajectories at once": ("--n {}N/16", "us_cpu_per_gen", (1, 4, 16, 64)),
+    "workers": ("--n N --workers {}", "us_cpu_per_gen", (1, 2, 3)),
 }
-"""What is varied, in which command, and the figure to look at."""
+"""What is varied, in which command, and the figure to look at; of trajectories, in sixteenths of ``N``."""
 
 
 def options_of(text: str, table: argparse.Namespace) -> argparse.Namespace:
     """Return the options of one command of the table."""
-    words = text.replace("10N", str(10 * table.n)).replace("N", str(table.n)).split()
+    words = text.split()
+    if "--n" in words:
+        at = words.index("--n") + 1
+        number, of_n, divisor = words[at].partition("N")
+        count = int(number or 1) * table.n // int(divisor[1:] or 1) if of_n else min(int(number), table.n)
+        words[at] = str(max(1, count))
     options = parsed([*(["--reps", str(table.reps)] if "--reps" not in words else []), *words])
     options.workload, options.peer = table.workload, table.peer or Path()
     return options
@@ -97,16 +104,23 @@ def plot(path: Path, table: argparse.Namespace) -> None:
 
     figure = Figure(figsize=(10, 6), layout="constrained")
     for axes, (name, (command, key, values)) in zip(figure.subplots(2, 2).flat, SWEEPS.items(), strict=True):
-        found = in_turn({str(v): commands(options_of(command.format(v), table))["ours"] for v in values}, table.rounds)
+        axes.set(xlabel=name, ylabel=f"\u00b5s CPU per {key.rpartition('_')[2].replace('gen', 'generation')}")
+        options = [options_of(command.format(value), table) for value in values]
+        try:
+            found = in_turn({str(v): commands(o)["ours"] for v, o in zip(values, options, strict=True)}, table.rounds)
+        except RuntimeError as error:
+            print(f"{name}: {error}", file=sys.stderr, flush=True)
+            axes.text(0.5, 0.5, "failed", transform=axes.transAxes, ha="center")
+            continue
+        shown = [sized.n for sized in options] if "{}N" in command else values
         costs = [found[str(value)][key] for value in values]
-        axes.plot(values, costs, marker="o", color="#4059ad")
-        per = key.rpartition("_")[2].replace("gen", "generation")
-        axes.set(xlabel=name, ylabel=f"\u00b5s CPU per {per}", ylim=(0, 1.1 * max(costs)))
+        axes.plot(shown, costs, marker="o", color="#4059ad")
+        axes.set_ylim(0, 1.1 * max(costs))
         if name != "workers":
-            axes.set_xscale("symlog" if 0 in values else "log")
-        axes.set_xticks(values, [f"{value:,}" for value in values])
+            axes.set_xscale("symlog" if 0 in shown else "log")
+        axes.set_xticks(shown, [f"{value:,}" for value in shown])
         axes.grid(alpha=0.3)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)  # what follows takes minutes
 
 
 def main() -> None:
@@ -125,7 +139,11 @@ def main() -> None:
     lines = [f"Measured on {datetime.now(UTC):%Y-%m-%d}.", "", head, "|---" * head.count(" | ") + "|---|"]
     print(*lines, sep="\n", flush=True)
     for line in LINES:
-        written = measured(line, table) if table.only in line.what else None
+        try:
+            written = measured(line, table) if table.only in line.what else None
+        except RuntimeError as error:
+            print(f"{line.what}: {error}", file=sys.stderr, flush=True)
+            written = f"| {line.what} | `{line.key}` | failed | | | | no |"
         if written is not None:
             lines.append(written)
             print(written, flush=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -47,3 +49,25 @@ def test_a_line_of_the_table_says_whether_its_goal_is_met(monkeypatch: pytest.Mo
         table.options_of(every.against or "", options)
     for command, _, values in table.SWEEPS.values():
         table.options_of(command.format(values[0]), options)
+
+
+def test_a_line_of_the_table_that_fails_loses_no_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    table = importlib.import_module("overhead_table")
+
+    def in_turn(sides: dict[str, list[object]], rounds: int) -> dict[str, dict[str, float]]:
+        if any("--journal" in map(str, command) for command in sides.values()):
+            raise RuntimeError("ours failed: no room for the journal")
+        return {side: {line.key: 5.0 for line in table.LINES} for side in sides}
+
+    monkeypatch.setattr(table, "in_turn", in_turn)
+    out, drawn = tmp_path / "table.md", tmp_path / "plot.svg"
+    monkeypatch.setattr(sys, "argv", ["overhead_table.py", "--n", "16", "--out", str(out), "--plot", str(drawn)])
+    table.main()
+    lines = out.read_text(encoding="utf-8").splitlines()[4:]
+    assert [line.count("failed") for line in lines if "journal" in line] == [1]
+    assert len(lines) == sum(line.against is not None or line.key == "kb_per_trajectory" for line in table.LINES)
+    assert "no room for the journal" in capsys.readouterr().err
+    assert "<svg" in drawn.read_text(encoding="utf-8")
