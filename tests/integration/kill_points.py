@@ -64,6 +64,7 @@ def begun(config: RunConfig, *, again: bool) -> int:
     status = 1
     try:
         os.setpgid(0, 0)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
         # What a run writes to the terminal is none of ours; its errors are.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         try:
@@ -193,6 +194,7 @@ def main(arguments: Sequence[str]) -> int:
                 unlike += 1
                 print(f"point {point}: {came_to}", flush=True)
             shutil.rmtree(Path(place) / name, ignore_errors=True)
+            print(f"{point + 1} points, {unlike} of them differ", file=sys.stderr, flush=True)
         print(f"{known.points - unlike} of {known.points} points came to the same rows, ids and order")
     return 1 if unlike or not count else 0
 

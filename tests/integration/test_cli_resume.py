@@ -265,6 +265,7 @@ from fsm_rollout.jobs.progress import RunProgress
 from fsm_rollout.trajectory.events import Called
 number = getattr(signal, sys.argv[2])
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does to what it starts in the background
+signal.signal(number, signal.SIG_DFL)  # whatever this test was started with
 hear, seen = RunProgress.__call__, []
 def listen(self, trajectory, event):
     hear(self, trajectory, event)

@@ -32,6 +32,7 @@ def serving(place: Path, *overrides: str, ends_by: signal.Signals = signal.SIGTE
     process = subprocess.Popen(
         [*command, f"out={place / 'chat'}", *overrides], cwd=place, text=True, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        preexec_fn=lambda: signal.signal(ends_by, signal.SIG_DFL),  # a shell ignores it in the background
     )  # fmt: skip
     try:
         assert process.stdout is not None
