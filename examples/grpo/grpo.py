@@ -2,17 +2,17 @@
 
     python examples/grpo/grpo.py --out runs/grpo/right
 
-Each step samples groups with the present weights, normalises rewards within each group, and updates the policy with the
-token-level clipped ratio, on the tokens whose ``response_mask`` is 1. The new weights go straight into the engine.
+Each step samples groups with the present weights, compares the samples of each group, and updates the policy with the
+token-level clipped ratio. The new weights go straight into the engine.
 
-The reward says how many turns were right, so each turn is compared with the same turn of the group's other samples
-(GRPO with process supervision). Training samples are drawn at a higher temperature than the evaluation's 1, so that
-the policy goes on exploring when it has become sure of itself.
+A token is compared with the samples of its group that have the same tokens before it (`credit.py`; ``--credit sample``
+is GRPO as it was published). Training dialogues end with their first mistake (`until_mistake.yaml`), and are drawn at a
+higher temperature than the evaluation's 1, so that the policy goes on exploring when it has become sure of itself.
 
 Two numbers say whether tokens, mask and log probabilities belong together, and are printed at each step before the
 first update of it: the largest ``|ratio - 1|`` of a trained token, which is 0 but for rounding, and the fraction of
-clipped tokens. A rising curve does not say it. ``--mask`` trains with a wrong mask on purpose, to see what that does;
-without ``--go-on`` the loop stops at once, because the numbers are off.
+clipped tokens. A rising curve does not say it. ``--credit sample --mask`` trains a wrong mask on purpose, to see what
+that does; without ``--go-on`` the loop stops at once, because the numbers are off.
 """
 
 from __future__ import annotations
@@ -22,143 +22,132 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import torch
+from credit import MASKS, Trained, of_places, of_samples
 from right_turns import right_turns
 from transformers import PreTrainedModel
 
 import fsm_rollout as fr
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+HERE = Path(__file__).resolve().parent
+CONFIGS = HERE.parents[1] / "configs"
 RATIO_TOLERANCE = 1e-3
 """Rounding moves the ratio of a token before the first update by some 1e-5."""
-MASKS = ("right", "environment", "recomputed", "shifted", "logprobs")
 
 
 @dataclass(frozen=True)
 class Settings:
     """What a run is made of."""
 
-    steps: int = 120
+    steps: int = 200
     seed: int = 0
-    groups: int = 24
+    groups: int = 32
     """Groups per step."""
     n: int = 8
     """Samples per group."""
     minibatches: int = 2
-    """Updates per step."""
+    """Updates per pass over a step's batch."""
+    passes: int = 2
     temperature: float = 1.4
     """Of the training samples."""
-    learning_rate: float = 3e-4
-    """Twice as much makes the policy worse from the fifth step on."""
+    learning_rate: float = 4e-4
+    """It falls to 0 with the last step."""
     warm_up: int = 5
-    """Updates until the learning rate is whole."""
+    """Steps until the learning rate is whole."""
     clip: float = 0.2
     part_tokens: int = 2_048
     """Tokens, padding included, of one forward pass: with more at once, a CPU waits for its memory."""
     held_back: int = 256
-    """Dialogues to evaluate on, sampled at temperature 1 as the training is."""
+    """Dialogues to evaluate on, sampled at temperature 1 with the agent as it is."""
     evaluate_every: int = 10
     enough: float = 0.96
     """Held-back success after which the run ends."""
+    credit: str = "place"
+    """``place`` where samples part, or ``sample``."""
     mask: str = "right"
     go_on: bool = False
     """Do not stop when the ratios are off."""
 
 
-def token_logprobs(model: PreTrainedModel, batch: fr.TrajectoryBatch, mask: torch.Tensor) -> torch.Tensor:
-    """Return the log probabilities of the response tokens where ``mask`` ``[B, R]`` is True, ``[mask.sum()]``."""
-    columns = batch.tensordict
-    width = columns["responses"].shape[1]
-    hidden = model.model(
-        input_ids=columns["input_ids"],
-        attention_mask=columns["attention_mask"],
-        position_ids=columns["position_ids"],
-        use_cache=False,
-    ).last_hidden_state[:, -width - 1 : -1]  # response j is predicted at the place before it
-    logits = model.lm_head(hidden[mask]).float() / columns["temperatures"][mask][:, None]
-    return -torch.nn.functional.cross_entropy(logits, columns["responses"][mask], reduction="none")
+def load_agents() -> dict[str, fr.AgentGraph]:
+    """Return the agent to evaluate, and the one to train with."""
+    files = (CONFIGS / "agents/tool_user.yaml", HERE / "until_mistake.yaml")
+    return {agent.agent: agent for agent in map(fr.load_agent, files)}
 
 
-def turn_advantages(batch: fr.TrajectoryBatch) -> torch.Tensor:
-    """Return the advantage of each row's turns over the same turn of its group's rows, ``[B, T]``.
-
-    It is 0 after a row's first mistake, and where all of the group did equally well.
-    """
-    right = torch.tensor([parts["right_turns"] for parts in batch.tensordict.get("reward_parts").tolist()])[:, None]
-    last = batch.tensordict["turn_ids"].amax(1, keepdim=True)
-    turn = torch.arange(int(last.max()) + 1)
-    score = torch.where((turn <= right) & (turn <= last), (turn < right).float(), torch.nan)
-    advantages = torch.zeros_like(score)
-    for index in batch.tensordict["group_index"].unique():
-        of_group = batch.tensordict["group_index"] == index
-        above = score[of_group] - score[of_group].nanmean(0)
-        advantages[of_group] = (above / ((above**2).nanmean(0).sqrt() + 1e-6)).nan_to_num()
-    return advantages
+def prompts_for(agent: str, name: str, limit: int | None = None) -> list[fr.Prompt]:
+    """Return the prompts of a file, for one of the agents."""
+    prompts = fr.read_prompts(CONFIGS / f"data/{name}.jsonl", limit=limit)
+    return [prompt.model_copy(update={"agent": agent}) for prompt in prompts]
 
 
-def masks(batch: fr.TrajectoryBatch, wrong: str, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mask to train with and the old log probabilities: the batch's own, or ``wrong`` on purpose."""
-    columns = batch.tensordict
-    mask, old = columns["response_mask"], columns["rollout_log_probs"]
-    match wrong:
-        case "environment" | "recomputed":  # the environment's tokens are trained like the model's
-            mask = columns["attention_mask"][:, -mask.shape[1] :]
-            if wrong == "recomputed":  # and so that no ratio shows it
-                old = torch.zeros_like(old)
-                with torch.no_grad():
-                    old[mask.bool()] = token_logprobs(model, batch, mask.bool())
-        case "shifted":  # an off-by-one
-            mask = torch.roll(mask, 1, dims=1) * columns["attention_mask"][:, -mask.shape[1] :]
-        case "logprobs":  # the same off-by-one on the other side
-            old = torch.roll(old, 1, dims=1)
-    return mask, old
+def token_logprobs(
+    model: PreTrainedModel, batch: fr.TrajectoryBatch, trained: Trained, part_tokens: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield, for the tokens of some rows at a time, which ones they are ``[n]`` and their log probabilities now."""
+    prompt = batch.tensordict["prompts"].shape[1]
+    rows, at = trained.row.unique(return_inverse=True)
+    width = prompt + torch.zeros_like(rows).scatter_reduce(0, at, trained.column, "amax")  # up to the last of them
+    waiting = width.argsort()
+    while len(waiting):
+        count = max(1, int((width[waiting] * torch.arange(1, len(waiting) + 1) <= part_tokens).sum()))
+        part, waiting = waiting[:count], waiting[count:]
+        line = torch.full_like(rows, -1)
+        line[part] = torch.arange(count)
+        chosen = (line[at] >= 0).nonzero()[:, 0]
+        columns = batch.tensordict[rows[part]]
+        cut = int(width[part[-1]])
+        inputs = {name: columns[name][:, :cut] for name in ("input_ids", "attention_mask", "position_ids")}
+        hidden = model.model(**inputs, use_cache=False).last_hidden_state
+        hidden = hidden[line[at[chosen]], prompt - 1 + trained.column[chosen]]  # predicted at the place before it
+        temperature = batch.tensordict["temperatures"][trained.row[chosen], trained.column[chosen]]
+        logits = model.lm_head(hidden).float() / temperature[:, None]
+        yield chosen, -torch.nn.functional.cross_entropy(logits, trained.token[chosen], reduction="none")
 
 
 def update(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: fr.TrajectoryBatch, settings: Settings
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    batch: fr.TrajectoryBatch,
+    trained: Trained,
+    settings: Settings,
 ) -> dict[str, float]:
-    """Make one update with a (mini)batch; return the ratios' distance from 1 before it, and the clipped fraction."""
-    trained = clipped = off = 0.0
-    parts = []
-    for part in batch.parts(max_tokens=settings.part_tokens):
-        mask, old = masks(part, settings.mask, model)  # the old log probabilities are the sampler's
-        columns = part.tensordict
-        advantages = columns["turn_advantages"].gather(1, columns["turn_ids"].clamp(min=0).long())
-        learning = mask.bool() & (advantages != 0)
-        trained += learning.sum().item()
-        parts.append((part, learning, old[learning], advantages[learning]))
-    for part, learning, before, advantages in parts:
-        if not len(before):
-            continue
-        ratio = torch.exp(token_logprobs(model, part, learning) - before)
+    """Make one update; return the ratios' distance from 1 before it, and the fraction of clipped tokens."""
+    off = clipped = 0.0
+    for chosen, logprobs in token_logprobs(model, batch, trained, settings.part_tokens):
+        ratio, advantage = torch.exp(logprobs - trained.old[chosen]), trained.advantage[chosen]
         bounded = ratio.clamp(1 - settings.clip, 1 + settings.clip)
-        (-torch.minimum(ratio * advantages, bounded * advantages).sum() / trained).backward()
+        loss = -torch.minimum(ratio * advantage, bounded * advantage).sum() / trained.advantage.abs().sum()
+        loss.backward()
         off = max(off, (ratio.detach() - 1).abs().max().item())
         clipped += (ratio != bounded).sum().item()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 10.0)
     optimizer.step()
     optimizer.zero_grad()
-    return {"ratio_off": off, "clipped": clipped / max(1.0, trained), "trained_tokens": trained}
+    return {"ratio_off": off, "clipped": clipped / max(1, len(trained.row)), "trained_tokens": len(trained.row)}
 
 
 def train(settings: Settings, out: Path) -> list[dict[str, float]]:
     """Train, print a line per step, write ``log.jsonl`` and the model into ``out``, and return the lines."""
+    if settings.mask != "right" and settings.credit != "sample":
+        raise SystemExit("a wrong mask is one of all tokens of a sample: give --credit sample too")
     torch.manual_seed(settings.seed)
     model, tokenizer = fr.load_model("embedded:early")
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95))
-    warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / settings.warm_up))
-    held_back = fr.read_prompts(CONFIGS / "data/arithmetic.jsonl", limit=settings.held_back)
-    prompts = fr.endless_prompts(fr.read_prompts(CONFIGS / "data/arithmetic_train.jsonl"), seed=settings.seed)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / settings.warm_up, 1 - step / settings.steps)
+    )
+    held_back = prompts_for("tool_user", "arithmetic", settings.held_back)
+    prompts = fr.endless_prompts(prompts_for("until_mistake", "arithmetic_train"), seed=settings.seed)
     lines: list[dict[str, float]] = []
     out.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     engine = {"kind": "transformers", "model": "embedded:early", "threads": 1}
     with (
         fr.Rollout(
-            fr.load_agent(CONFIGS / "agents/tool_user.yaml"),
+            load_agents(),
             engine | {"max_running": settings.groups * settings.n},
             seed=settings.seed,
             sampling={"temperature": settings.temperature},
@@ -175,7 +164,7 @@ def train(settings: Settings, out: Path) -> list[dict[str, float]]:
             done = step == settings.steps or line.get("held_back", 0.0) >= settings.enough
             if not done:
                 line |= one_step(rollout, prompts, model, optimizer, settings, step)
-                warm_up.step()
+                schedule.step()
             line["minutes"] = (time.perf_counter() - started) / 60
             line["cpu_minutes"] = time.process_time() / 60
             lines.append(line)
@@ -199,13 +188,25 @@ def one_step(
 ) -> dict[str, float]:
     """Sample a batch, check the ratios, update, and hand the weights over; return the step's figures."""
     before = time.process_time()
-    batch = rollout.run(list(islice(prompts, settings.groups)), n=settings.n)
+    batch = rollout.run(prompts, n=settings.n, target_groups=settings.groups, over_sample=1.0)
     sampled = time.process_time()
-    batch.tensordict["turn_advantages"] = turn_advantages(batch)
-    order = batch.tensordict["turn_advantages"].any(1).nonzero()[:, 0]
-    order = order[torch.randperm(len(order))]
-    updates = [update(model, optimizer, batch.select(rows), settings) for rows in order.chunk(settings.minibatches)]
+    trained = of_places(batch) if settings.credit == "place" else of_samples(batch, settings.mask)
+    if settings.mask == "recomputed":  # so that no ratio shows it
+        old = torch.zeros_like(trained.old)
+        with torch.no_grad():
+            for chosen, logprobs in token_logprobs(model, batch, trained, settings.part_tokens):
+                old[chosen] = logprobs
+        trained = trained._replace(old=old)
+    group = batch.tensordict["group_index"][trained.row.long()]
+    updates = []
+    for _ in range(settings.passes):
+        for groups in torch.randperm(settings.groups).chunk(settings.minibatches):
+            chosen = torch.isin(group, groups)
+            if chosen.any():
+                part = Trained(*(column[chosen] for column in trained))
+                updates.append(update(model, optimizer, batch, part, settings))
     rollout.update_weights({name: weight.detach() for name, weight in model.named_parameters()})
+    updates = updates or [{"ratio_off": 0.0, "clipped": 0.0, "trained_tokens": 0.0}]  # no two samples differ
     first = updates[0]
     if not first["ratio_off"] < RATIO_TOLERANCE and not settings.go_on:
         raise SystemExit(

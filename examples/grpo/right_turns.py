@@ -1,5 +1,7 @@
 """How many turns of an arithmetic dialogue were right before the first mistake: a reward that says where it happened.
 
+``mistaken`` is the predicate with which `until_mistake.yaml` ends a dialogue there.
+
 A call is right when its question needs it and it was not made yet; a turn without a call is right when it states the
 answer after all calls. What comes after the first mistake cannot be judged, as it goes on from wrong numbers.
 """
@@ -20,11 +22,24 @@ SYMBOLS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*"}
 
 def right_turns(trajectory: fr.Trajectory) -> float:
     """Return the number of the model's turns before its first mistake."""
+    return float(_turns(trajectory)[0])
+
+
+def mistaken(trajectory: fr.Trajectory) -> bool:
+    """Whether one of the model's turns was wrong."""
+    right, turns = _turns(trajectory)
+    return right < turns
+
+
+def _turns(trajectory: fr.Trajectory) -> tuple[int, int]:
+    """Return how many of the model's turns were right before the first mistake, and how many there are."""
     script = trajectory.extra["interaction_kwargs"]
     answers = [int(answer) for answer in (trajectory.extra["answer"], *script["answers"])]
     stream, right, asked = trajectory.streams[0], 0, -1
+    messages = stream.messages[stream.opening - 1 :]
+    turns = sum(message["role"] == "assistant" for message in messages)
     needed: list[Call] = []
-    for message in stream.messages[stream.opening - 1 :]:
+    for message in messages:
         if message["role"] == "user":
             asked += 1
             needed = list(operations(str(message["content"]), answers[asked - 1]))
@@ -37,7 +52,7 @@ def right_turns(trajectory: fr.Trajectory) -> float:
             elif needed or message["content"] != f"The answer is {answers[asked]}.":
                 break
             right += 1
-    return right
+    return right, turns
 
 
 def operations(question: str, value: int) -> Iterator[Call]:

@@ -9,17 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fsm_rollout as fr
 from tests.kit import ROOT
 
 sys.path.insert(0, str(ROOT / "examples/grpo"))  # as Python does for a script
 EXAMPLE: dict[str, Any] = runpy.run_path(str(ROOT / "examples/grpo/grpo.py"))
-SHORT = {"steps": 1, "groups": 2, "n": 4, "held_back": 2, "minibatches": 1}
+SHORT = {"steps": 1, "groups": 2, "n": 4, "held_back": 2, "minibatches": 1, "passes": 1}
 
 
-def test_ratios_are_one_before_the_first_update_and_the_engine_gets_the_new_weights(tmp_path: Path) -> None:
-    first, last = EXAMPLE["train"](EXAMPLE["Settings"](**SHORT), tmp_path)
+@pytest.mark.parametrize("credit", ["place", "sample"])
+def test_ratios_are_one_before_the_first_update_and_the_engine_gets_the_new_weights(
+    tmp_path: Path, credit: str
+) -> None:
+    first, last = EXAMPLE["train"](EXAMPLE["Settings"](**SHORT, credit=credit), tmp_path)
     assert first["ratio_off"] < 1e-3
     assert (first["clipped"], first["step"], last["step"]) == (0.0, 0, 1)
     assert first["trained_tokens"] > 0
@@ -30,7 +34,12 @@ def test_ratios_are_one_before_the_first_update_and_the_engine_gets_the_new_weig
 @pytest.mark.parametrize("mask", ["environment", "shifted", "logprobs"])
 def test_a_wrong_mask_is_found_at_the_first_step(tmp_path: Path, mask: str) -> None:
     with pytest.raises(SystemExit, match="do not belong together"):
-        EXAMPLE["train"](EXAMPLE["Settings"](**SHORT, mask=mask), tmp_path)
+        EXAMPLE["train"](EXAMPLE["Settings"](**SHORT, credit="sample", mask=mask), tmp_path)
+
+
+def test_a_wrong_mask_is_one_of_all_tokens_of_a_sample(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="--credit sample"):
+        EXAMPLE["train"](EXAMPLE["Settings"](**SHORT, mask="shifted"), tmp_path)
 
 
 def test_the_turns_that_are_right_are_those_that_the_answers_need() -> None:
@@ -46,22 +55,30 @@ def test_the_turns_that_are_right_are_those_that_the_answers_need() -> None:
                 assert str(value) == answer
 
 
-def test_a_turn_is_compared_with_the_same_turn_of_its_group() -> None:
-    agent = fr.load_agent(ROOT / "configs/agents/tool_user.yaml")
+def test_a_token_is_compared_with_the_samples_that_have_the_same_tokens_before_it() -> None:
+    """Computed anew, place by place, from the rows alone; and a dialogue ends with its first mistake."""
+    engine = {"kind": "transformers", "model": "embedded:early"}
     rewards = ["fsm_rollout.rewards:exact_answer", (EXAMPLE["right_turns"], 0.0)]
-    prompts = fr.read_prompts(ROOT / "configs/data/arithmetic.jsonl", limit=3)
-    with fr.Rollout(agent, {"kind": "transformers", "model": "embedded:early"}, reward=rewards) as rollout:
-        batch = rollout.run(prompts, n=4)
-    advantages, columns = EXAMPLE["turn_advantages"](batch), batch.tensordict
-    for index in columns["group_index"].unique():
-        assert advantages[columns["group_index"] == index].sum(0).abs().max() < 1e-4
-    parts, turns = columns.get("reward_parts").tolist(), columns["turn_ids"].amax(1).tolist()
-    for row, (part, last) in enumerate(zip(parts, turns, strict=True)):
-        right = int(part["right_turns"])
-        assert part["exact_answer"] == 1.0 or right <= last, "only who made no mistake is right to the end"
-        assert (advantages[row, :right] >= 0).all()
-        assert (advantages[row, right : right + 1] <= 0).all()
-        assert not advantages[row, right + 1 :].any()
+    with fr.Rollout(EXAMPLE["load_agents"](), engine, reward=rewards, sampling={"temperature": 1.2}) as rollout:
+        batch = rollout.run(EXAMPLE["prompts_for"]("until_mistake", "arithmetic", 3), n=6)
+    columns, trained = batch.tensordict, EXAMPLE["of_places"](batch)
+    right = [int(parts["right_turns"]) for parts in columns.get("reward_parts").tolist()]
+    stops = columns.get("stop_reason").tolist()
+    turns = columns["turn_ids"]
+    for row, last in enumerate(turns.amax(1).tolist()):
+        assert right[row] == last + (stops[row] == "answered"), "nothing is sampled after the first mistake"
+    seen = set()
+    for row, column, token, old, advantage in zip(*(values.tolist() for values in trained), strict=True):
+        before = columns["responses"][row, :column]
+        same = (columns["responses"][:, :column] == before).all(1)
+        same &= (columns["group_index"] == columns["group_index"][row]) & (turns[:, column] == turns[row, column])
+        outcome = torch.tensor([float(right[r] > turns[r, column]) for r in range(len(batch))])
+        chose = same & (columns["responses"][:, column] == token)
+        expected = (outcome[chose] - outcome[same].mean()).sum().item()
+        assert advantage == pytest.approx(expected, abs=1e-6)
+        assert columns["rollout_log_probs"][chose, column].tolist() == pytest.approx([old] * int(chose.sum()), abs=1e-4)
+        seen.add((int(columns["group_index"][row]), tuple(before.tolist()), token))
+    assert len(seen) == len(trained.row) > 0, "each token once"
 
 
 def test_runs_are_drawn_from_their_logs(tmp_path: Path) -> None:
