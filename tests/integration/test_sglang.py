@@ -560,8 +560,8 @@ def test_by_openai_s_protocol_it_gives_the_same_tokens_and_exact_logprobs(openai
         (*ours, refused), theirs = await ask(openai, *requests), await ask(other, *requests[:4])
         for got, want in zip(ours[:4], theirs, strict=True):
             assert (got.ids, got.reason) == (want.ids, want.reason)
+        assert min(len(got.ids) for got in ours[:4]) > 3  # what is drawn at 1.7 may be over sooner
         for got in ours:
-            assert len(got.ids) > 3
             assert got.versions == [1] * len(got.ids)
             assert worst(got, {1: "final"}) < CLOSE
         assert "do not know of top_p and top_k" in str(refused.chunks[-1].error)
