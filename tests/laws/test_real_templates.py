@@ -15,6 +15,15 @@ LARGE = "75 kB"
 """Seconds of work for templates that walk through a text by its characters; they have no answer to a short one."""
 NO_ANSWER = {"template-raised", "message-dropped", "no-close-token", "turn-dropped", "text-moved"}
 
+# Templates are compiled once: all tests of one follow each other, on one worker.
+pytestmark = [zoo.needs_zoo, pytest.mark.xdist_group("templates")]
+
+
+@pytest.fixture(scope="module", params=zoo.NAMES)
+def name(request: pytest.FixtureRequest) -> str:
+    """A template of the zoo."""
+    return str(request.param)
+
 
 @cache
 def chat_of(name: str) -> ChatTemplate:
@@ -22,14 +31,10 @@ def chat_of(name: str) -> ChatTemplate:
     return ChatTemplate(zoo.tokenizer_of(name))
 
 
-@zoo.needs_zoo
-@pytest.mark.parametrize("name", zoo.NAMES)
 def test_glue_is_exact_or_refused_for_a_reason(name: str) -> None:
     check_glue(name, [label for label in zoo.SCENARIOS if label != LARGE])
 
 
-@zoo.needs_zoo
-@pytest.mark.parametrize("name", zoo.NAMES)
 def test_glue_of_a_large_result_is_exact(name: str) -> None:
     if check_glue(name, ["one tool message"]):
         assert check_glue(name, [LARGE]) == [LARGE]
@@ -75,8 +80,6 @@ def check_glue(name: str, labels: list[str]) -> list[str]:
     return answered
 
 
-@zoo.needs_zoo
-@pytest.mark.parametrize("name", zoo.NAMES)
 def test_prompts_are_those_of_apply_chat_template(name: str) -> None:
     tokenizer = zoo.tokenizer_of(name)
     chat = chat_of(name)
@@ -101,7 +104,6 @@ def test_prompts_are_those_of_apply_chat_template(name: str) -> None:
             assert chat.prompt(messages, tools) == want
 
 
-@zoo.needs_zoo
 def test_most_of_the_zoo_is_served_by_the_cache_and_the_stateful_ones_are_not() -> None:
     """Which templates depend on history is found out, not listed; here is what was found."""
     served: dict[str, bool] = {}
