@@ -34,6 +34,8 @@ _FIELDS = tuple(field.name for field in fields(TrainingRow))
 NON_TENSOR_KEYS = _FIELDS[_FIELDS.index("group_id") :]
 """The columns that are no tensors: all that a row holds after its arrays."""
 
+_SCALARS = (str, int, float, bool, type(None))
+
 _FACTS = "batch.json"
 """Beside TensorDict's own files: what is true of the batch and of no row, and how it is stored."""
 _FACT_NAMES = (
@@ -463,7 +465,10 @@ def _sample_scores(trajectories: Iterable[Trajectory]) -> tuple[SampleScore, ...
 
 
 def _column(values: Sequence[object]) -> NonTensorStack | NonTensorData:
-    return NonTensorStack(*values) if values else NonTensorData([], batch_size=[0])  # an empty stack cannot be loaded
+    if not values:
+        return NonTensorData([], batch_size=[0])  # an empty stack cannot be loaded
+    # What is no scalar is wrapped here: one such value has the stack look at each of them for a long time.
+    return NonTensorStack(*[value if type(value) in _SCALARS else NonTensorData(data=value) for value in values])
 
 
 def _jagged(values: Mapping[str, torch.Tensor], offsets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -158,7 +158,7 @@ class EngineClient:
             if paused:
                 pending.stop_watch()
             elif pending.request_id in self._sent and pending not in self._waiting and not pending.has_chunk:
-                self._watch(pending)
+                self._watch([pending])
 
     async def update_weights(self, weights: Weights, version: int | None = None) -> int:
         """Load new weights (a model folder, or tensors by name) while everything waits; return their version.
@@ -237,12 +237,13 @@ class EngineClient:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _watch(self, pending: PendingRequest) -> None:
-        """Give the present try up when the engine is silent for ``queue_timeout``; a paused engine may be silent."""
-        pending.stop_watch()
-        if not self.paused and not pending.lost:
-            pending.silent_until = asyncio.get_running_loop().time() + self.queue_timeout
-            self._check_silence_by(pending.silent_until)
+    def _watch(self, batch: Sequence[PendingRequest]) -> None:
+        """Give present tries up when the engine is silent for ``queue_timeout``; a paused engine may be silent."""
+        silent_until = asyncio.get_running_loop().time() + self.queue_timeout
+        for pending in batch:
+            pending.silent_until = None if self.paused or pending.lost else silent_until
+        if any(pending.silent_until is not None for pending in batch):
+            self._check_silence_by(silent_until)
 
     def _check_silence_by(self, when: float) -> None:
         """Look for silent requests then, at the latest: one timer serves all, since they wait equally long."""
@@ -282,7 +283,7 @@ class EngineClient:
         failure: EngineError | None = None
         for pending in batch:
             pending.has_chunk = pending.has_tokens = False
-            self._watch(pending)
+        self._watch(batch)
         # 2. Give every chunk to its request.
         try:
             async for chunk in self.engine.generate([self._ask(pending) for pending in batch]):

@@ -193,7 +193,7 @@ class Watch:
                 f"{trajectory.stop_reason} ({_first_line(trajectory)})"
             )
         self._latest.append(trajectory)
-        failed = [latest for latest in self._latest if not is_the_policys(latest)]
+        failed = [latest for latest in self._latest if latest.failure is not None and not is_the_policys(latest)]
         if not self._breaks(len(failed), len(self._latest)):
             return None
         return RunStopped(

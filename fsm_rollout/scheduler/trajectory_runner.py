@@ -78,10 +78,12 @@ async def run_trajectory(live: ActiveTrajectory, handlers: Mapping[str, State]) 
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     try:
         live.end_if_final()  # an interruption may have come between the last transition and the end
+        now = loop.time()
         while not trajectory.ended and live.stop is None:
-            outcome = await _visit(live, handlers[trajectory.state], loop.time(), task)
+            outcome = await _visit(live, handlers[trajectory.state], now, task)
+            now = loop.time()
             if live.stop is None:  # else the handler swallowed the cancellation
-                machine.fire(trajectory, outcome, at=loop.time(), emit=live.emit)
+                machine.fire(trajectory, outcome, at=now, emit=live.emit)
                 live.end_if_final()
         if live.stop is not None:
             live.halt(live.stop)

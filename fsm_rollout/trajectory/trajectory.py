@@ -487,10 +487,11 @@ class Trajectory(msgspec.Struct):
 
     def _generated(self, event: events.Generated) -> None:
         stream = self._open_stream(event.context)
-        if len(event.ids) != len(event.logprobs) or sum(count for count, _ in event.versions) != len(event.ids):
+        length, versioned = len(stream.tokens), sum([count for count, _ in event.versions])
+        if len(event.ids) != len(event.logprobs) or versioned != len(event.ids):
             raise StreamError(
                 f"a generation of {len(event.ids)} tokens came with {len(event.logprobs)} logprobs and versions "
-                f"for {sum(count for count, _ in event.versions)} tokens; they must be as many"
+                f"for {versioned} tokens; they must be as many"
             )
         if len(event.kept) not in (0, len(event.ids)):
             raise StreamError(f"a generation of {len(event.ids)} tokens came with {len(event.kept)} sampling masks")
@@ -499,13 +500,13 @@ class Trajectory(msgspec.Struct):
         if event.continued:
             stream.messages[-1] = event.message
         else:
-            stream.turn_at = len(stream.tokens)
+            stream.turn_at = length
             stream.messages.append(event.message)
         turn = stream.turn if event.resumed and stream.turn is not None else self.generations
-        sampled_with = SampledWith(turn, len(stream.tokens), event.temperature, event.top_p, event.top_k)
+        sampled_with = SampledWith(turn, length, event.temperature, event.top_p, event.top_k)
         if not stream.sampled_with or stream.sampled_with[-1]._replace(start=sampled_with.start) != sampled_with:
             stream.sampled_with.append(sampled_with)
-        stream.tokens.kept.update(enumerate(event.kept, start=len(stream.tokens)))
+        stream.tokens.kept.update(enumerate(event.kept, start=length))
         start = 0
         for count, version in event.versions:
             piece = slice(start, start + count)
