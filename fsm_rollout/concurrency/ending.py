@@ -1,21 +1,26 @@
 """Ending an event loop: what runs on it is cancelled, and what refuses to end does not keep it.
 
 Invariant: :func:`run_to_end` does what ``asyncio.run`` does, but for one thing: ``asyncio.run`` waits for ever for a
-task that swallows its cancellation (a stranger's tool, say). This waits :data:`LEFT_AFTER` seconds, names the task, and
-goes on.
+task that swallows its cancellation, and for a job of ``asyncio.to_thread`` (a stranger's tool, say). This waits
+:data:`LEFT_AFTER` seconds, says what is left, and goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Coroutine
 from typing import TypeVar
+
+from fsm_rollout.concurrency.threads import DaemonThreads
 
 T = TypeVar("T")
 
 LEFT_AFTER = 5.0
-"""Seconds that tasks have to end when their loop does."""
+"""Seconds that tasks, and then the jobs of ``asyncio.to_thread``, have to end when their loop does."""
+MOST_THREADS = min(32, (os.cpu_count() or 1) + 4)
+"""So many jobs of ``asyncio.to_thread`` run at once, as is asyncio's own default."""
 
 _logger = logging.getLogger(__name__)
 _left: list[asyncio.Task[object]] = []
@@ -25,13 +30,18 @@ _left: list[asyncio.Task[object]] = []
 def run_to_end(work: Coroutine[object, object, T], loop: asyncio.AbstractEventLoop) -> T:
     """Run ``work`` on a new loop and return its result; then end all that is left on the loop, and close it."""
     asyncio.set_event_loop(loop)
+    threads = DaemonThreads("asyncio", MOST_THREADS)
+    loop.set_default_executor(threads)
     try:
         return loop.run_until_complete(work)
     finally:
         try:
             loop.run_until_complete(_end_tasks())
             loop.run_until_complete(loop.shutdown_asyncgens())
-            loop.run_until_complete(loop.shutdown_default_executor())
+            if stuck := threads.end(LEFT_AFTER):
+                _logger.warning(
+                    "%d job(s) of asyncio.to_thread do not end (%g s so far) and are left behind", stuck, LEFT_AFTER
+                )
         finally:
             asyncio.set_event_loop(None)
             loop.close()

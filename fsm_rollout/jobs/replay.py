@@ -9,7 +9,6 @@ because it still goes on), the comparison ends there.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import Any
 
 from fsm_rollout.agent.graph import POLICY, AgentGraph
 from fsm_rollout.agent.loader import load_agent
+from fsm_rollout.concurrency.interruption import interruptible
 from fsm_rollout.errors import ConfigError, did_you_mean
 from fsm_rollout.jobs.recorded_config import recorded_config
 from fsm_rollout.jobs.standing import standing
@@ -146,7 +146,8 @@ def replay(
     )
     rollout.scheduler.replayed = {name: events for name, (_, events) in recordings.items()}
     firsts = [recordings[trajectory.trajectory_id][1][:1] for trajectory in samples]
-    asyncio.run(_run(rollout, firsts))
+    with interruptible() as main:
+        main.run(_run(rollout, firsts))
     # 3. What differs, where; a sub-agent's trajectory that was not begun shows in its caller's.
     result = Replay()
     for name, (_, events) in recordings.items():

@@ -6,13 +6,13 @@ Invariant: the journal keeps the scores that it has. New ones go to a file of th
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
+from fsm_rollout.concurrency.interruption import interruptible
 from fsm_rollout.environment.rewards import Reward, Verdict
 from fsm_rollout.errors import ConfigError, describe
 from fsm_rollout.files import written_whole
@@ -68,7 +68,8 @@ def rescore(folder: Path, reward: str, out: Path | None = None, *, report: Repor
         if judge.of_group and (len(ended) < len(group) or len(ended) < size):
             continue
         judged.append(ended)
-    scores = asyncio.run(_scores(judge, judged))
+    with interruptible() as main:
+        scores = main.run(_scores(judge, judged))
     with written_whole(out, "; give -o F") as partial:
         partial.write_bytes(b"".join(msgspec.json.encode(score) + b"\n" for score in scores))
     return out, scores

@@ -57,6 +57,37 @@ with fr.Rollout(agent, {"kind": "scripted", "turns": ["a"]}, reward=reward) as r
 )
 
 
+STUCK = """
+import asyncio, threading
+import fsm_rollout as fr
+from fsm_rollout.concurrency import ending
+ending.LEFT_AFTER = 0.01
+begun = threading.Event()
+def stuck():
+    begun.set()
+    threading.Event().wait()
+async def reward(trajectory):
+    asyncio.ensure_future(asyncio.to_thread(stuck))
+    await asyncio.to_thread(begun.wait)
+    return 1.0
+"""
+
+
+def test_a_thread_that_never_ends_keeps_no_interpreter_from_ending() -> None:
+    """A stranger's async code may leave such a job to `asyncio.to_thread`, as the advice about blocking calls says."""
+    done = script(
+        HEAD
+        + STUCK
+        + """
+with fr.Rollout(agent, {"kind": "scripted", "turns": ["a"]}, reward=reward) as rollout:
+    print(rollout.run(["x"]).score_mean)
+""",
+        finalized=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "1" in done.stdout
+
+
 def test_ctrl_c_waits_for_what_it_cancels() -> None:
     done = script(INTERRUPTED)
     assert done.returncode == 0, done.stderr

@@ -612,6 +612,12 @@ MUTANTS = (
         "7: an answer that nobody had is not sampled twice",
         FOREIGN,
     ),
+    Mutant(
+        "wait for ever for a thread", "concurrency/ending.py",
+        "threads.end(LEFT_AFTER)", "threads.end(10**6)",
+        "a job that never ends keeps no event loop waiting",
+        ("tests/unit/concurrency/test_ending.py::test_a_thread_that_never_ends_is_named_and_left",),
+    ),
     # -- the journal: what is kept, and what a damaged one loses
     Mutant(
         'trust what a journal holds', 'trajectory/journal/reader.py',

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -50,6 +51,51 @@ def test_a_task_that_swallows_its_cancellation_is_named_and_left(
         assert run(main()) == "done"
     assert swallowed == ["once"]
     assert caplog.messages == ["tool 'deaf' ignores its cancellation (0.01 s so far) and is left behind"]
+
+
+@pytest.mark.parametrize("run", [here, lambda work: Interruptible().run(work), in_a_thread])
+def test_a_thread_that_never_ends_is_named_and_left(
+    run: Callable[[Coroutine[Any, Any, str]], str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ending, "LEFT_AFTER", 0.01)
+    begun, never = threading.Event(), threading.Event()
+
+    def stuck() -> None:
+        begun.set()
+        never.wait()
+
+    async def main() -> str:
+        main.task = asyncio.get_running_loop().create_task(asyncio.to_thread(stuck))  # type: ignore[attr-defined]
+        await asyncio.to_thread(begun.wait)
+        return "done"
+
+    results: list[str] = []
+    ends = threading.Thread(target=lambda: results.append(run(main())), daemon=True)
+    with caplog.at_level(logging.WARNING):
+        ends.start()
+        ends.join(60)
+    never.set()
+    assert results == ["done"]
+    assert caplog.messages == ["1 job(s) of asyncio.to_thread do not end (0.01 s so far) and are left behind"]
+
+
+def test_jobs_of_a_loop_wait_for_a_few_threads_and_those_that_are_cancelled_meanwhile_are_not_done() -> None:
+    done: list[int] = []
+
+    async def main() -> int:
+        free = threading.Event()
+        held = [asyncio.create_task(asyncio.to_thread(free.wait)) for _ in range(200)]
+        given_up = asyncio.create_task(asyncio.to_thread(done.append, -1))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.wait([given_up])
+        threads = [thread.name for thread in threading.enumerate()].count("asyncio")
+        free.set()
+        await asyncio.gather(*held, *(asyncio.to_thread(done.append, number) for number in range(500)))
+        return threads
+
+    assert ending.run_to_end(main(), asyncio.new_event_loop()) == ending.MOST_THREADS
+    assert sorted(done) == list(range(500))
 
 
 def test_what_ends_when_it_is_cancelled_is_waited_for() -> None:
