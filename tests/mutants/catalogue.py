@@ -374,7 +374,7 @@ MUTANTS = (
     ),
     Mutant(
         "the breaker counts the policy's failures", "scheduler/failure_policy.py",
-        "failed = [latest for latest in self._latest if not is_the_policys(latest)]",
+        "failed = [latest for latest in self._latest if latest.failure is not None and not is_the_policys(latest)]",
         "failed = [latest for latest in self._latest if latest.failure is not None]",
         "a policy that reaches its limits stops no run",
         FAILURES,
