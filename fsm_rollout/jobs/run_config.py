@@ -8,6 +8,7 @@ engines' mappings are passed on as they were written.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -288,6 +289,7 @@ def _config(
         here = {key: Path(value).absolute() for key in keys if isinstance(value := spec.get(key), str)}
         return {**spec, **{key: str(path) for key, path in here.items() if path.exists()}}
 
+    out = Path(os.path.abspath(config.out))  # without `..`, so that it has a name
     config = config.model_copy(
         update={
             "engine": engine(config.engine, "engine"),
@@ -296,11 +298,11 @@ def _config(
             if isinstance(config.agent, Path)
             else {name: resolved("agent", file) for name, file in config.agent.items()},
             "prompts": resolved("prompts", config.prompts) if isinstance(config.prompts, Path) else config.prompts,
-            "out": config.out.absolute(),
+            "out": out,
             "serve": config.serve.model_copy(
                 update={
                     "api_keys": config.serve.api_keys and resolved("serve.api_keys", config.serve.api_keys),
-                    "out": (config.serve.out or config.out.with_name(f"{config.out.name}-serve")).absolute(),
+                    "out": (config.serve.out or Path(f"{out}-serve")).absolute(),
                 }
             ),
         }

@@ -94,6 +94,8 @@ def test_every_key(folder: Path) -> None:
     assert run.serve.api_keys == folder / "configs/runs/keys.txt"
     assert run.serve.out == folder / "runs/demo-serve"
     assert load(folder, EVERY_KEY, "serve.api_keys=keys.txt").serve.api_keys == folder / "keys.txt"
+    for out, conversations in ((".", f"{folder}-serve"), ("..", f"{folder.parent}-serve"), ("/", "/-serve")):
+        assert str(load(folder, EVERY_KEY.replace("runs/demo", out)).serve.out) == conversations
     assert set(EVERY_KEY.replace(":", " ").split()) >= {f.alias or n for n, f in RunConfig.model_fields.items()}
 
 
