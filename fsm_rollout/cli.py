@@ -201,13 +201,19 @@ def _carry_out(out: Path, work: Callable[[Progress], Summary]) -> None:
     """Do a run, or the rest of one, and print its results."""
     from rich.console import Console
 
-    from fsm_rollout.jobs.progress import RunProgress
+    from fsm_rollout.jobs.progress import RunProgress, said_while_slow
     from fsm_rollout.jobs.summary import every_trajectory_failed, failure_lines, most_rewards_failed, summary_table
     from fsm_rollout.report.texts import visible
 
     console = Console(stderr=True)
     try:
-        summary = work(lambda total, done: RunProgress(total, done, console))
+        with said_while_slow("reading agents and prompts", console) as read:
+
+            def progress(total: int, done: int) -> RunProgress:
+                read()
+                return RunProgress(total, done, console)
+
+            summary = work(progress)
     except KeyboardInterrupt as interruption:
         number = getattr(interruption, "signal", signal.SIGINT)
         by = "" if number == signal.SIGINT else f" by {number.name}"
@@ -319,11 +325,15 @@ def rescore(
 
     The run keeps its own scores; `export --scores F` writes rows with the new ones.
     """
+    from rich.console import Console
+
+    from fsm_rollout.jobs.progress import said_while_slow
     from fsm_rollout.jobs.rescore import mean_of
     from fsm_rollout.jobs.rescore import rescore as judge_again
 
     _look_here()
-    path, scores = judge_again(folder, reward, output, report=_say)
+    with said_while_slow("judging again", Console(stderr=True)):
+        path, scores = judge_again(folder, reward, output, report=_say)
     before, after = (mean_of(getattr(score, name) for score in scores) for name in ("recorded", "score"))
     changed = sum(score.recorded != score.score for score in scores)
     typer.echo(f"{_short(path)}: {len(scores):,} scores, {changed:,} of them changed; mean {before} to {after}")
@@ -353,11 +363,15 @@ def replay(
     No model and no tool runs; handlers, predicates and templates do. So it shows what a change of an agent, of a chat
     template or of this package changes: by state, generation and token. It exits with 1 when anything differs.
     """
+    from rich.console import Console
+
+    from fsm_rollout.jobs.progress import said_while_slow
     from fsm_rollout.jobs.replay import replay as run_again
     from fsm_rollout.report.texts import visible
 
     _look_here()
-    result = run_again(folder, agents=agent or [], only=trajectory, file=file, report=_say)
+    with said_while_slow("replaying", Console(stderr=True)):
+        result = run_again(folder, agents=agent or [], only=trajectory, file=file, report=_say)
     for difference in result.differences[:20]:
         typer.echo(visible(str(difference)))
     more = len(result.differences) - 20

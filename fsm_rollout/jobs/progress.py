@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
@@ -22,6 +24,26 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 
 PLAIN_EVERY = 10.0
 """Seconds between two lines where there is no terminal."""
+SLOW_AFTER = 2.0
+"""Seconds after which a command says what it is still doing."""
+
+
+@contextmanager
+def said_while_slow(what: str, console: Console) -> Iterator[Callable[[], None]]:
+    """Say what is being done, once it takes long and then every few seconds; what this yields ends that earlier."""
+    over, started = threading.Event(), time.monotonic()
+
+    def tick() -> None:
+        wait = SLOW_AFTER
+        while not over.wait(wait):
+            console.print(Text(f"{what} … ({time.monotonic() - started:.0f} s)"))
+            wait = PLAIN_EVERY
+
+    threading.Thread(target=tick, name="progress", daemon=True).start()
+    try:
+        yield over.set
+    finally:
+        over.set()
 
 
 class RunProgress:

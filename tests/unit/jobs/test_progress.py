@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from io import StringIO
+from pathlib import Path
 
+import pytest
+import typer
 from rich.console import Console
 
+from fsm_rollout import cli
+from fsm_rollout.errors import JournalError
+from fsm_rollout.jobs import progress
 from fsm_rollout.jobs.progress import RunProgress
+from fsm_rollout.jobs.runner import Progress
+from fsm_rollout.jobs.summary import Summary
 from fsm_rollout.trajectory.events import Ended, Prompted
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -36,17 +45,52 @@ class Lines(StringIO):
 
 def test_a_piped_run_says_at_once_that_engines_start_and_goes_on_saying_so() -> None:
     lines = Lines()
-    with RunProgress(3, 0, Console(file=lines), every=0.01) as progress:
+    with RunProgress(3, 0, Console(file=lines), every=0.01) as shown:
         assert lines.getvalue() == "starting the engines …\n"
         lines.wait_for("starting the engines …", times=3)
         trajectory = Trajectory.fold([BEGUN])
-        progress(trajectory, BEGUN)
+        shown(trajectory, BEGUN)
         lines.wait_for("0/3 trajectories, 0 tokens sampled", times=2)
-        progress(trajectory, Ended(at=1.0, stop_reason="answered"))
+        shown(trajectory, Ended(at=1.0, stop_reason="answered"))
         lines.wait_for("1/3 trajectories, 0 tokens sampled")
     before = lines.getvalue()
     assert [thread for thread in threading.enumerate() if thread.name == "progress"] == []
     assert lines.getvalue() == before, "nothing comes after the end"
+
+
+def test_what_comes_before_the_engines_is_said_when_it_takes_long(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """200,000 prompts are read and checked for seconds before anything else can be shown."""
+    lines = Lines()
+    monkeypatch.setattr(progress, "SLOW_AFTER", 0.01)
+    monkeypatch.setattr(progress, "PLAIN_EVERY", 0.01)
+    monkeypatch.setattr(sys, "stderr", lines)
+
+    def work(make: Progress) -> Summary:
+        lines.wait_for("reading agents and prompts … (0 s)", times=2)
+        with make(3, 0):
+            assert "starting the engines …" in lines.getvalue()
+            raise KeyboardInterrupt
+
+    with pytest.raises(typer.Exit):
+        cli._carry_out(tmp_path, work)
+    assert "starting the engines …\n" in lines.getvalue()
+
+
+@pytest.mark.parametrize("command", ["rescore", "replay"])
+def test_so_is_what_looks_at_a_run_again(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lines = Lines()
+    monkeypatch.setattr(progress, "SLOW_AFTER", 0.01)
+    monkeypatch.setattr(sys, "stderr", lines)
+
+    def slow(*arguments: object, **more: object) -> None:
+        lines.wait_for({"rescore": "judging again …", "replay": "replaying …"}[command])
+        raise JournalError("that is all")
+
+    monkeypatch.setattr(f"fsm_rollout.jobs.{command}.{command}", slow)
+    with pytest.raises(JournalError, match="that is all"):
+        cli.rescore(tmp_path, "a:b") if command == "rescore" else cli.replay(tmp_path)
 
 
 def test_in_a_terminal_no_lines_are_added() -> None:
@@ -58,8 +102,8 @@ def test_in_a_terminal_no_lines_are_added() -> None:
 
 def test_when_all_have_ended_the_lines_say_what_is_still_done() -> None:
     lines = Lines()
-    with RunProgress(1, 0, Console(file=lines), every=0.01) as progress:
+    with RunProgress(1, 0, Console(file=lines), every=0.01) as shown:
         trajectory = Trajectory.fold([BEGUN])
-        progress(trajectory, BEGUN)
-        progress(trajectory, Ended(at=1.0, stop_reason="answered"))
+        shown(trajectory, BEGUN)
+        shown(trajectory, Ended(at=1.0, stop_reason="answered"))
         lines.wait_for("1/1 trajectories, writing the batch and the report …")
