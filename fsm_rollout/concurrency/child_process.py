@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import weakref
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -39,6 +40,8 @@ class ChildProcess:
             pass_fds=[descriptor],
             start_new_session=True,  # a Ctrl-C is for the parent, which stops its children in order
         )
+        self._end = weakref.finalize(self, _kill, self._process)
+        self._end.atexit = False  # it ends with its parent by itself
 
     @property
     def exit_code(self) -> int | None:
@@ -46,10 +49,14 @@ class ChildProcess:
         return self._process.poll()
 
     def kill(self) -> None:
-        """End it and everything that it has started."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        """End it and everything that it has started; so ends a process that is thrown away. Safe to call twice."""
+        self._end()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def main(entry: str, descriptor: int, parent: int) -> None:

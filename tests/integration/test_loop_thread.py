@@ -57,6 +57,37 @@ with fr.Rollout(agent, {"kind": "scripted", "turns": ["a"]}, reward=reward) as r
 )
 
 
+THROWN_AWAY = """
+import asyncio, gc, warnings
+warnings.simplefilter("always", ResourceWarning)
+rollout = fr.Rollout(agent, {"kind": "scripted", "turns": ["a"]})
+rollout.run(["x"])
+del rollout
+gc.collect()
+rollout = fr.Rollout(agent, {"kind": "scripted", "turns": ["a"]}, concurrency=1)
+async def reach_target(rollout):
+    async for group in rollout.stream(["x", "y", "z"], target_groups=1):
+        pass
+asyncio.run(reach_target(rollout))
+rollout.cycle = rollout
+del rollout
+gc.collect()
+from fsm_rollout.engines.transformers.engine import TransformersEngine
+rollout = fr.Rollout(agent, TransformersEngine("embedded:early"), sampling={"max_tokens": 4})
+rollout.run(["x"])
+del rollout
+gc.collect()
+open_at_the_end = fr.Rollout(agent, {"kind": "scripted", "turns": ["a"]})
+open_at_the_end.run(["x"])
+"""
+
+
+def test_what_is_not_closed_is_cleared_away_without_a_warning() -> None:
+    """Rollouts are thrown away with their event loops after a run, with samples that were set aside, and at the end."""
+    done = script(HEAD + THROWN_AWAY, finalized=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 STUCK = """
 import asyncio, threading
 import fsm_rollout as fr

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import pickle
 import signal
+import socket
 import stat
 import struct
 import subprocess
@@ -22,6 +24,7 @@ from typing import Annotated, Any
 import pytest
 
 from fsm_rollout.agent import graph
+from fsm_rollout.concurrency.child_process import ChildProcess
 from fsm_rollout.errors import BadArguments, ToolError
 from fsm_rollout.tools import AgentAnswer, AgentCall, CallResult, Hidden, Toolbox, ToolContext, ToolResult, ToolSession
 from fsm_rollout.trajectory.events import ToolCall
@@ -384,6 +387,19 @@ asyncio.run(main())
 """
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=600, check=True)
     assert done.stdout == "timed_out\n"
+
+
+def test_a_process_that_is_thrown_away_ends_and_nobody_is_warned(recwarn: pytest.WarningsRecorder) -> None:
+    """A rollout that is not closed throws its workers away, and a session the processes of its tools."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        child = ChildProcess("fsm_rollout.tools.placement:serve", theirs.fileno())
+        pid = child._process.pid
+        del child
+        gc.collect()
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert not [str(warning.message) for warning in recwarn if warning.category is ResourceWarning]
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])

@@ -377,6 +377,7 @@ def test_a_bad_call_may_end_its_trajectory() -> None:
     [
         ({"data": "retry"}, "data: do must be"),
         ({"tools": "end"}, "did you mean 'tool'"),
+        ({"tool": "elsewhere"}, "tool: do must be 'tell_model', 'retry', 'end' or 'stop', got 'elsewhere'"),
         ({"engine": {"do": "tell_model"}}, "engine: do must be"),
         ({"breaker": {"share": 2}}, "breaker.share"),
     ],
