@@ -116,8 +116,8 @@ def plot(path: Path, table: argparse.Namespace) -> None:
         costs = [found[str(value)][key] for value in values]
         axes.plot(shown, costs, marker="o", color="#4059ad")
         axes.set_ylim(0, 1.1 * max(costs))
-        if name != "workers":
-            axes.set_xscale("symlog" if 0 in shown else "log")
+        if name != "workers" and 0 not in shown:
+            axes.set_xscale("log")
         axes.set_xticks(shown, [f"{value:,}" for value in shown])
         axes.grid(alpha=0.3)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)  # what follows takes minutes
