@@ -63,7 +63,9 @@ def metadata(path: str | os.PathLike[str], report: Report = logger.warning) -> d
     found: dict[str, Any] = {}
     for key, value in _query(path, "SELECT key, value FROM run", report):
         try:
-            found[key] = msgspec.convert(json.loads(value), FACTS.get(key, Any))
+            fact = json.loads(value)
+            json.dumps(fact, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+            found[key] = msgspec.convert(fact, FACTS.get(key, Any))
         except (ValueError, TypeError, RecursionError) as error:
             report(f"{os.fspath(path)}: what it says of its run's '{key}' cannot be read: {error}")
     return found

@@ -580,7 +580,10 @@ def test_a_journal_of_an_earlier_format_is_read_and_goes_on(tmp_path: Path, form
 def test_damaged_facts_of_the_run_are_left_out_and_said(tmp_path: Path) -> None:
     path = tmp_path / "j.sqlite"
     several(path)
-    for value, why in (("{", "Expecting"), ("7", "Expected `object`"), ("[" * 10_000, "maximum recursion")):
+    half = '{"a": {"\\ud800": 1}}'
+    for value, why in (
+        ("{", "Expecting"), ("7", "Expected `object`"), ("[" * 10_000, "maximum recursion"), (half, "surrogates"),
+    ):  # fmt: skip
         with closing(sqlite3.connect(path)) as connection, connection:
             connection.execute("UPDATE run SET value = ? WHERE key = 'agents'", (value,))
         said: list[str] = []
