@@ -71,7 +71,7 @@ class Journal(AbstractContextManager["Journal"]):
         path: str | os.PathLike[str],
         metadata: Mapping[str, object] | None = None,
         *,
-        interval: float = 0.1,
+        interval: float = 0.5,
         append: bool = False,
     ) -> None:
         self.path = Path(path)
