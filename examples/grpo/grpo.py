@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 from credit import MASKS, Trained, of_places, of_samples
 from right_turns import right_turns
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import PreTrainedModel
 
 import fsm_rollout as fr
@@ -50,10 +51,13 @@ class Settings:
     minibatches: int = 2
     """Updates per pass over a step's batch."""
     passes: int = 2
+    average: float = 0.95
+    """Evaluated and saved is a mean of the weights, to which an update leaves so much: single updates are noisy."""
+    unsolved: float = 0.5
+    """The part of a step's prompts that were mostly failed when they came last: what is sure teaches nothing."""
     temperature: float = 1.4
     """Of the training samples."""
     learning_rate: float = 4e-4
-    """It falls to 0 with the last step."""
     warm_up: int = 5
     """Steps until the learning rate is whole."""
     clip: float = 0.2
@@ -81,6 +85,41 @@ def prompts_for(agent: str, name: str, limit: int | None = None) -> list[fr.Prom
     """Return the prompts of a file, for one of the agents."""
     prompts = fr.read_prompts(CONFIGS / f"data/{name}.jsonl", limit=limit)
     return [prompt.model_copy(update={"agent": agent}) for prompt in prompts]
+
+
+class Prompts:
+    """Prompts without end, and among them again those that were mostly failed when they came last."""
+
+    def __init__(self, prompts: list[fr.Prompt], seed: int) -> None:
+        self._fresh = fr.endless_prompts(prompts, seed=seed)
+        self._unsolved: dict[str, fr.Prompt] = {}
+        self._taken: dict[str, fr.Prompt] = {}
+
+    def take(self, count: int, unsolved: float) -> list[fr.Prompt]:
+        """Return ``count`` different prompts, at most the part ``unsolved`` of them such that were failed."""
+        names = list(self._unsolved)
+        again = [names[index] for index in torch.randperm(len(names))[: int(count * unsolved)]]
+        self._taken = {name: self._unsolved[name] for name in again}
+        while len(self._taken) < count:
+            prompt = next(self._fresh)
+            self._taken[str(prompt.prompt_id)] = prompt
+        return list(self._taken.values())
+
+    def note(self, batch: fr.TrajectoryBatch) -> None:
+        """Remember which of the prompts were failed more often than not."""
+        scores: dict[str, list[float]] = {}
+        for sample in batch.sample_scores:
+            scores.setdefault(sample.group_id, []).append(sample.score or 0.0)
+        for name, prompt in self._taken.items():
+            if 2 * sum(scores[name]) < len(scores[name]):
+                self._unsolved[name] = prompt
+            else:
+                self._unsolved.pop(name, None)
+
+
+def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return what an engine takes."""
+    return {name: weight.detach() for name, weight in model.named_parameters()}
 
 
 def token_logprobs(
@@ -136,11 +175,10 @@ def train(settings: Settings, out: Path) -> list[dict[str, float]]:
     torch.manual_seed(settings.seed)
     model, tokenizer = fr.load_model("embedded:early")
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / settings.warm_up, 1 - step / settings.steps)
-    )
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(settings.average))
+    warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / settings.warm_up))
     held_back = prompts_for("tool_user", "arithmetic", settings.held_back)
-    prompts = fr.endless_prompts(prompts_for("until_mistake", "arithmetic_train"), seed=settings.seed)
+    prompts = Prompts(prompts_for("until_mistake", "arithmetic_train"), settings.seed)
     lines: list[dict[str, float]] = []
     out.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
@@ -159,12 +197,14 @@ def train(settings: Settings, out: Path) -> list[dict[str, float]]:
             line: dict[str, float] = {"step": step}
             # 1. Evaluation on the present weights, apart from the training.
             if step % settings.evaluate_every == 0 or step == settings.steps:
+                rollout.update_weights(weights(average.module))
                 line["held_back"] = rollout.evaluate(held_back, sampling={"temperature": 1.0}).score_mean
+                rollout.update_weights(weights(model))
             # 2. A batch sampled with the present weights; the updates; the new weights into the engine.
             done = step == settings.steps or line.get("held_back", 0.0) >= settings.enough
             if not done:
-                line |= one_step(rollout, prompts, model, optimizer, settings, step)
-                schedule.step()
+                line |= one_step(rollout, prompts, model, average, optimizer, settings, step)
+                warm_up.step()
             line["minutes"] = (time.perf_counter() - started) / 60
             line["cpu_minutes"] = time.process_time() / 60
             lines.append(line)
@@ -173,22 +213,24 @@ def train(settings: Settings, out: Path) -> list[dict[str, float]]:
             log.flush()
             if done:
                 break
-    model.save_pretrained(out / "model")
+    average.module.save_pretrained(out / "model")
     tokenizer.save_pretrained(out / "model")
     return lines
 
 
 def one_step(
     rollout: fr.Rollout,
-    prompts: Iterator[fr.Prompt],
+    prompts: Prompts,
     model: PreTrainedModel,
+    average: AveragedModel,
     optimizer: torch.optim.Optimizer,
     settings: Settings,
     step: int,
 ) -> dict[str, float]:
     """Sample a batch, check the ratios, update, and hand the weights over; return the step's figures."""
     before = time.process_time()
-    batch = rollout.run(prompts, n=settings.n, target_groups=settings.groups, over_sample=1.0)
+    batch = rollout.run(prompts.take(settings.groups, settings.unsolved), n=settings.n)
+    prompts.note(batch)
     sampled = time.process_time()
     trained = of_places(batch) if settings.credit == "place" else of_samples(batch, settings.mask)
     if settings.mask == "recomputed":  # so that no ratio shows it
@@ -205,7 +247,8 @@ def one_step(
             if chosen.any():
                 part = Trained(*(column[chosen] for column in trained))
                 updates.append(update(model, optimizer, batch, part, settings))
-    rollout.update_weights({name: weight.detach() for name, weight in model.named_parameters()})
+                average.update_parameters(model)
+    rollout.update_weights(weights(model))
     updates = updates or [{"ratio_off": 0.0, "clipped": 0.0, "trained_tokens": 0.0}]  # no two samples differ
     first = updates[0]
     if not first["ratio_off"] < RATIO_TOLERANCE and not settings.go_on:

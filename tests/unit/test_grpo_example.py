@@ -6,12 +6,14 @@ import json
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import fsm_rollout as fr
+from fsm_rollout.batch.advantages import SampleScore
 from tests.kit import ROOT
 
 sys.path.insert(0, str(ROOT / "examples/grpo"))  # as Python does for a script
@@ -87,3 +89,23 @@ def test_runs_are_drawn_from_their_logs(tmp_path: Path) -> None:
     drawn = (tmp_path / "curve.svg").read_text("utf-8")
     assert logs
     assert [log.stem for log in logs if f"<!-- {log.stem.replace('_', ' ')} -->" not in drawn] == []
+
+
+def test_failed_prompts_come_again_until_they_are_solved() -> None:
+    questions = [fr.Prompt(messages=({"role": "user", "content": f"{n}?"},), prompt_id=str(n)) for n in range(8)]
+    prompts = EXAMPLE["Prompts"](questions, 0)
+    solved = {"0", "1", "2", "3"}
+    failed: set[str] = set()
+    for _ in range(6):
+        names = [str(prompt.prompt_id) for prompt in prompts.take(4, 0.5)]
+        assert len(set(names)) == 4
+        assert len(failed & set(names)) >= min(2, len(failed)), "half of them are such that were failed"
+        prompts.note(SimpleNamespace(sample_scores=[SampleScore(name, 0, float(name in solved)) for name in names]))
+        failed = (failed | set(names)) - solved
+    solved |= failed
+    for _ in range(6):
+        names = [str(prompt.prompt_id) for prompt in prompts.take(4, 1.0)]
+        prompts.note(SimpleNamespace(sample_scores=[SampleScore(name, 0, 1.0) for name in names]))
+        failed -= set(names)
+    assert not failed
+    assert len(prompts.take(4, 1.0)) == 4
