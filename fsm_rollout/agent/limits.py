@@ -81,8 +81,8 @@ class LimitReached(Exception):  # control flow between a visit and the scheduler
 
 def spent(trajectory: Trajectory, limit: str, at: float) -> float:
     """Return how much of ``limit`` a trajectory has spent at the time ``at``."""
-    count = LIMITS[limit].spent
-    return trajectory.spent.get(limit, 0) if count is None else count(trajectory, at)
+    known = LIMITS.get(limit)  # a journal may name others: of another version, or damaged
+    return known.spent(trajectory, at) if known and known.spent else trajectory.spent.get(limit, 0)
 
 
 def remaining(graph: AgentGraph, trajectory: Trajectory, limit: str, used: float) -> float:

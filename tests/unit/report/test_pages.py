@@ -28,7 +28,15 @@ from fsm_rollout.report.recording import Recording
 from fsm_rollout.report.texts import GOES_ON, TokenTexts, visible
 from fsm_rollout.report.trajectory import token_data, trajectory_page
 from fsm_rollout.testing.strategies.histories import event_sequences
-from fsm_rollout.trajectory.events import AnyEvent, Called, ContextOpened, Generated, PromptExtended, Transitioned
+from fsm_rollout.trajectory.events import (
+    AnyEvent,
+    Called,
+    ContextOpened,
+    Generated,
+    Prompted,
+    PromptExtended,
+    Transitioned,
+)
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.tokens import TokenStream
 from fsm_rollout.trajectory.trajectory import Trajectory
@@ -182,6 +190,14 @@ def test_what_was_asked_and_answered_stands_at_the_top() -> None:
     assert gist(text=NASTY)[0] == f"question: {NASTY}"
     assert len(gist(text="word " * 500)[0]) < 300
     assert gist(text="") == []
+
+
+def test_a_limit_that_only_another_version_knows_is_shown_like_any_other() -> None:
+    begun, *others = history()
+    assert isinstance(begun, Prompted)
+    limits = begun.limits | {"judge_calls": 7.0}
+    page = trajectory_page(Recording.of([replace(begun, limits=limits), *others]))
+    assert "judge_calls" in page
 
 
 def test_what_a_critic_said_is_not_what_a_trajectory_came_to() -> None:
