@@ -49,6 +49,7 @@ from tests.programs import program
 pytestmark = pytest.mark.sglang  # one worker starts it
 
 CONFIGS = ROOT / "configs"
+WORKING = ("GENERATING", "PROCESSING_TOOLS", "INTERACTING")
 CLOSE = 1e-4
 names = (f"test-{number}" for number in itertools.count())
 
@@ -425,7 +426,8 @@ def assert_gone(processes: list[psutil.Process]) -> None:
 
 def test_a_process_of_sglang_that_is_killed_in_a_run_changes_no_row(served: Served) -> None:
     """At one point; `make nightly` tries more. The samples are greedy: no other are the same twice here."""
-    agent = fr.load_agent(CONFIGS / "agents/tool_user.yaml")
+    times = ("limits.wall_seconds", "tools.calculate.timeout", *(f"states.{state}.timeout" for state in WORKING))
+    agent = fr.load_agent(CONFIGS / "agents/tool_user.yaml", [f"{key}=36000" for key in times])  # SGLang starts anew
     prompts = list(fr.read_prompts(CONFIGS / "data/arithmetic.jsonl", limit=4))
 
     async def processes() -> list[int]:
