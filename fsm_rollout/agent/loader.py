@@ -294,12 +294,12 @@ class _NormalForm:
     def _read_sub_agent(self, entry: ConfigData, at: ConfigPath, base: Path, inside: tuple[Path, ...]) -> None:
         """Put the agent that ``entry`` names by file into its place, or take the name out and report why."""
         file = base / entry.pop("agent")
+        text = self._file(file, at, _AGENT_FILE)
+        if text is None:
+            return
         if file.resolve() in inside:
             circle = [*inside[inside.index(file.resolve()) :], file]
             self._report(at, f"agents call one another in a circle: {' -> '.join(path.name for path in circle)}")
-            return
-        text = self._file(file, at, _AGENT_FILE)
-        if text is None:
             return
         source = SourceMap(str(file))
         outer, inner = self.source.within(at)

@@ -429,6 +429,8 @@ def test_agents_in_a_circle(tmp_path: Path) -> None:
         load_agent(tmp_path / "a.yaml")
     with pytest.raises(ConfigError, match=r"'.*c\.yaml' no such file"):
         loads(with_helper("c.yaml"), tmp_path)
+    with pytest.raises(ConfigError, match="null byte"):
+        loads(with_helper('"c\\0.yaml"'), tmp_path)
     (tmp_path / "list.yaml").write_text("- 1", encoding="utf-8")
     with pytest.raises(ConfigError, match="holds no agent"):
         loads(with_helper("list.yaml"), tmp_path)
