@@ -13,8 +13,9 @@ TRAINERS := .venv-trainers
 demo: $(STAMP)
 	$(BIN)/fsm-rollout run configs/runs/demo.yaml --replace
 
+# Three processes, also on two cores: where servers start, tests wait.
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -q -n 3 --dist loadgroup
 
 # Against the trainers' own packages. What they pin clashes with what this project does, so each environment lies over
 # .venv and holds only what differs.

@@ -16,7 +16,8 @@ from contextlib import contextmanager
 YOUNG = 20_000
 """So many new objects are looked through at a time; most are gone by then."""
 
-_lock = threading.Lock()
+_lock = threading.RLock()
+"""Taken again by its own thread when the collector, at work inside, closes a block that was thrown away."""
 _calm = 0
 """How many blocks are open, in all threads."""
 _before = (0, 0, 0)
