@@ -7,9 +7,11 @@ mask is 1, so padded and packed batches cannot disagree.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +20,8 @@ from fsm_rollout.batch.rows import TrainingRow
 from fsm_rollout.trajectory.tokens import NO_VERSION
 
 Array = npt.NDArray[np.generic]
+LARGE = 2**22
+"""From so many bytes on, NumPy asks for huge pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +123,11 @@ def pad(
     padded: dict[str, Array] = {}
     for key, fill in fills.items():
         flat, ragged = values[key], RAGGED_OF[key]
-        shape = (len(rows), widths[ragged])
-        # Memory that is zero by itself is not touched before it is used.
-        padded[key] = np.full(shape, fill, flat.dtype) if fill else np.zeros(shape, flat.dtype)
-        padded[key].reshape(-1)[places[ragged]] = flat
+        column = _zeros(len(rows) * widths[ragged], flat.dtype)
+        if fill:  # zeros are there already, in memory that nobody has touched
+            column.fill(fill)
+        column[places[ragged]] = flat
+        padded[key] = column.reshape(len(rows), widths[ragged])
     behind = left + lengths["responses"]
     for row, length in enumerate(lengths["input_ids"].tolist()):
         padded["position_ids"][row, behind[row] :] = max(0, length - 1)
@@ -137,6 +142,18 @@ def unpad(padded: Mapping[str, Array]) -> dict[str, list[Array]]:
     keys = ("prompts", "responses", *RESPONSE_COLUMNS)
     offsets = {key: np.concatenate([[0], mask.sum(axis=1).cumsum()]) for key, mask in masks.items()}
     return unpack({key: padded[key][masks[RAGGED_OF[key]]] for key in keys}, offsets)
+
+
+def _zeros(length: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Return zeros of which only those pages cost memory and time that somebody writes to.
+
+    NumPy's own ask for huge pages, and the kernel clears 2 MB of them for one value.
+    """
+    if length * dtype.itemsize < LARGE:
+        return np.zeros(length, dtype)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, length * dtype.itemsize, flags=flags)
+    return np.frombuffer(memory, dtype)
 
 
 def _joined(pieces: Iterable[npt.ArrayLike], dtype: type[np.generic]) -> Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import resource
 from array import array
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from fsm_rollout.batch.batch import NON_TENSOR_KEYS, TrajectoryBatch
+from fsm_rollout.batch.padding import RAGGED_OF
 from fsm_rollout.batch.rows import TrainingRow, rows
 from fsm_rollout.concurrency import collection
 from fsm_rollout.errors import BatchError
@@ -537,3 +539,18 @@ def test_the_collector_does_not_walk_through_all_trajectories_again_and_again_wh
         gc.callbacks.remove(note)
         gc.set_threshold(*before)
     assert len(collected) < 10
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="reads what Linux says of memory")
+def test_a_batch_much_wider_than_its_rows_takes_memory_for_what_is_not_zero_alone() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+
+    made = rows([trajectory(str(i)) for i in range(64)])
+    before = resident()
+    batch = TrajectoryBatch.from_rows(made, pad_id=0, response_width=16_384)
+    taken = resident() - before
+    tensors = {key: batch.tensordict.get(key) for key in RAGGED_OF}
+    not_zero = {"position_ids", "weight_versions", "state_ids", "turn_ids", "temperatures"}
+    filled = sum(tensors[key].nbytes for key in not_zero)
+    assert taken < filled + 8 * 2**20, f"{taken:,} bytes for {filled:,}"
