@@ -62,6 +62,11 @@ class SamplingParams:
     """Seeds this request's own random numbers (63 bits)."""
 
 
+def session_of(trajectory_id: str, context: str) -> str:
+    """Return :attr:`Request.session` of a request."""
+    return f"{trajectory_id}/{context}"
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One generation asked of an engine."""
@@ -86,7 +91,7 @@ class Request:
     @property
     def session(self) -> str:
         """Requests of one session extend one another's ids, so a prefix cache serves them best on one replica."""
-        return f"{self.trajectory_id}/{self.context}"
+        return session_of(self.trajectory_id, self.context)
 
     def continued(self, sampled: Ids, request_id: str) -> Request:
         """Return the request for the rest of this one, after ``sampled`` tokens of it have been streamed."""

@@ -18,7 +18,7 @@ from dataclasses import astuple
 import msgspec
 import numpy as np
 
-from fsm_rollout.engines.protocol import Chunk, Load, Request, SamplingParams
+from fsm_rollout.engines.protocol import Chunk, Load, Request, SamplingParams, session_of
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import Ids
@@ -57,8 +57,8 @@ class Contexts:
         if not old or len(old) > len(ids):
             return 0
         # numpy compares 64k tokens in 20 us; slices of an array would be copied, and are compared one by one.
-        same = np.array_equal(np.frombuffer(old, np.int32), np.frombuffer(ids, np.int32, count=len(old)))
-        return len(old) if same else 0
+        same = np.frombuffer(old, np.int32) == np.frombuffer(ids, np.int32, count=len(old))
+        return len(old) if same.all() else 0
 
 
 def pack_requests(requests: Iterable[Request], contexts: Contexts) -> bytes:
@@ -86,19 +86,17 @@ def unpack_requests(block: bytes, contexts: Contexts) -> list[Request]:
     """
     requests = []
     for shared, new, most, temperature, top_p, top_k, stops, ignore_eos, seed, request_id, *names in _decode(block):
-        ids = array("i", new)
+        trajectory_id, _, _, context, *_ = names
+        ids, session = array("i", new), session_of(trajectory_id, context)
         sampling = SamplingParams(most, temperature, top_p, top_k, frozenset(stops), ignore_eos, seed)
-        request = Request(request_id, ids, sampling, *names)
         if shared:
-            past = contexts.get(request.session)
+            past = contexts.get(session)
             if len(past) != shared:
                 have = f"{len(past)} tokens" if past else "nothing"
-                raise EngineError(
-                    f"request '{request_id}' goes on from {shared} tokens of '{request.session}'; here is {have}"
-                )
-            request = Request(request_id, past + ids, sampling, *names)
-        contexts.put(request.session, request.ids)
-        requests.append(request)
+                raise EngineError(f"request '{request_id}' goes on from {shared} tokens of '{session}'; here is {have}")
+            ids = past + ids
+        contexts.put(session, ids)
+        requests.append(Request(request_id, ids, sampling, *names))
     return requests
 
 

@@ -22,8 +22,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.handlers import look_in
+from fsm_rollout.concurrency.collection import calm_collection
 from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.engines.client import ABORT_GRACE, EngineClient
 from fsm_rollout.engines.pending import PendingRequest
@@ -47,6 +50,9 @@ if TYPE_CHECKING:
     from fsm_rollout.engines.protocol import Weights
 
 logger = logging.getLogger(__name__)
+
+MOST_UNSENT = 32
+"""So many requests wait at most for others of the same pass of the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +140,15 @@ class RemoteClient(EngineClient):
         self._unsent.append((number, request))
         if len(self._unsent) == 1:
             loop.call_soon(self._send)
+        elif len(self._unsent) == MOST_UNSENT:  # the engine works on these while this pass goes on
+            self._send()
+            self._link.flush()
         return pending
 
     def _send(self) -> None:
         unsent, self._unsent = self._unsent, []
+        if not unsent:
+            return
         block = pack_requests((request for _, request in unsent), self._contexts)
         self._link.send("submit", self._name, [number for number, _ in unsent], block)
 
@@ -184,8 +195,7 @@ class RemoteClient(EngineClient):
         self._under_way.clear()
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
+class Ending(msgspec.Struct, frozen=True, gc=False):
     """How a request ended: tokens and log-probs as bytes, the rest as in :class:`PendingRequest`."""
 
     ids: bytes
@@ -253,15 +263,14 @@ class WorkerScheduler(Scheduler):
         if live.stays_open and failure is None:
             self._kept[trajectory_id] = group
         else:
-            self._forget(trajectory_id)
+            self._forget(group)
         self._link.send("over", trajectory_id, trajectory_id in self._kept, failure)
 
-    def _forget(self, trajectory_id: str) -> None:
+    def _forget(self, group: Group) -> None:
         """Forget a sample, and the sub-agents' trajectories that served it."""
-        names = [name for name in self._lives if name == trajectory_id or name.startswith(f"{trajectory_id}/")]
-        for name in names:
-            del self._lives[name]
-            self._told.pop(name, None)
+        for trajectory in group.all:
+            self._lives.pop(trajectory.trajectory_id, None)
+            self._told.pop(trajectory.trajectory_id, None)
 
     def stop_one(self, trajectory_id: str, stop: Stop | None) -> None:
         """Have a trajectory stopped; a second time it is cancelled again, since its handler may ignore the first."""
@@ -272,9 +281,10 @@ class WorkerScheduler(Scheduler):
 
     async def drop(self, trajectory_id: str) -> None:
         """Close what a sample that was set aside has kept open."""
-        if self._kept.pop(trajectory_id, None) is not None:
+        group = self._kept.pop(trajectory_id, None)
+        if group is not None:
             live = self._lives[trajectory_id]
-            self._forget(trajectory_id)
+            self._forget(group)
             await live.close()
 
     async def aclose(self) -> None:
@@ -364,10 +374,14 @@ def remote_clients(setup: WorkerSetup, link: Link) -> dict[str, EngineClient]:
 class _Loop(asyncio.SelectorEventLoop):
     """An event loop that shows the run's time: on another machine the clocks differ."""
 
-    ahead = 0.0
+    _ahead = 0.0
+
+    def __init__(self, now: float) -> None:
+        super().__init__()
+        self._ahead = now - self.time()
 
     def time(self) -> float:
-        return super().time() + self.ahead
+        return super().time() + self._ahead
 
 
 class _Told(logging.Handler):
@@ -390,8 +404,7 @@ def serve(connection: socket.socket) -> None:
     path = pickle.loads(_block(connection))  # where modules are, by which the rest can be read
     sys.path += [entry for entry in path if entry not in sys.path and os.path.isdir(entry)]
     setup: WorkerSetup = pickle.loads(_block(connection))
-    loop = _Loop()
-    loop.ahead = setup.now - loop.time() if setup.remote else 0.0
+    loop = _Loop(setup.now) if setup.remote else asyncio.new_event_loop()
     try:
         loop.run_until_complete(_serve(connection, setup))
     finally:
@@ -429,7 +442,8 @@ async def _serve(connection: socket.socket, setup: WorkerSetup) -> None:
         link.close()
         return
     worker = Worker(link, scheduler)
-    await worker.gone.wait()
+    with calm_collection():
+        await worker.gone.wait()
     await scheduler.aclose()
     link.close()
 

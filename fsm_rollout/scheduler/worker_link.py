@@ -1,7 +1,8 @@
 """Messages between a run and one of its workers.
 
 Invariant: messages arrive whole and in the order in which they were sent, until the link is lost; then that is said
-once, and nothing comes any more. All that is sent in one pass of the event loop travels as one block.
+once, and nothing comes any more. What is sent in one pass of the event loop travels as one block, or as a few where it
+is much: the other end works on the first while the pass goes on.
 
 A message is a tuple: what it is, then its parts. Events, requests and chunks travel packed as bytes, so no token
 becomes a Python object on the way. What comes from a worker, where tools run, is plain data (MessagePack): reading it
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 Receive = Callable[..., None]
 """Is called with the parts of each message."""
+MOST_UNSENT = 64
+"""So many messages wait at most for others of the same pass of the event loop."""
 _SIZE = struct.Struct("<Q")
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[tuple[Any, ...]]).decode
@@ -45,6 +48,8 @@ class Link(ABC):
             self._unsent.append(message)
             if len(self._unsent) == 1:
                 asyncio.get_running_loop().call_soon(self.flush)
+            elif len(self._unsent) == MOST_UNSENT:
+                self.flush()
 
     def flush(self) -> None:
         """Let what was sent go out now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from pathlib import Path
@@ -23,7 +24,7 @@ def where(number: int) -> str:
         number: of the turn.
     """
     if folder := os.environ.get("WORKER_PIDS"):
-        (Path(folder) / str(os.getpid())).touch()
+        (Path(folder) / str(os.getpid())).write_text(str(gc.get_freeze_count()), encoding="ascii")
     return f"answer {number}"
 
 

@@ -21,7 +21,7 @@ from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.errors import EngineError
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.scheduler import Scheduler
-from fsm_rollout.scheduler.worker_link import SocketLink, framed
+from fsm_rollout.scheduler.worker_link import MOST_UNSENT, PairedLink, SocketLink, framed
 from fsm_rollout.scheduler.worker_pool import MOST_DEATHS, WorkerPool
 from fsm_rollout.testing.simulation.virtual_time import run_virtual
 from fsm_rollout.testing.simulation.workers import PairedWorkers, close_workers
@@ -187,3 +187,28 @@ def test_a_pickle_that_a_tool_sends_down_its_workers_link_runs_nowhere(tmp_path:
     asyncio.run(main())
     assert not (tmp_path / "made").exists()
     assert got == [("log", "name", 30, "text")], "a worker that sends what is no message is not listened to any more"
+
+
+def test_much_that_is_sent_in_one_pass_goes_out_while_the_pass_goes_on() -> None:
+    ours, theirs = PairedLink.pair()
+    blocks: list[list[int]] = []
+    theirs.receive = lambda *message: blocks[-1].append(*message)
+    take = theirs._take
+
+    def taken(block: bytes) -> None:
+        blocks.append([])
+        take(block)
+
+    theirs._take = taken  # type: ignore[method-assign]
+
+    async def main() -> None:
+        for number in range(2 * MOST_UNSENT + 1):
+            ours.send(number)
+            if number == MOST_UNSENT:
+                await asyncio.sleep(0)  # what was written so far arrives; no flush of the whole pass has been
+                assert blocks[:1] == [list(range(MOST_UNSENT))]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert [number for block in blocks for number in block] == list(range(2 * MOST_UNSENT + 1))
