@@ -53,7 +53,7 @@ LINES = (
     Line("trajectories/s of two workers, against one (wall)", "traj_per_s",
          "--n N --workers 2", "--n N --workers 1", 1.8, more=True),
     Line("through Ray (wall)", "us_wall_per_gen", "--mode ray --n 512 --workers 2", None, 0.2),
-    Line("kB of a trajectory under way, but for its tokens", "kb_per_trajectory", "--n N --reps 1", None, 20.0),
+    Line("kB of a trajectory under way, without its tokens", "kb_per_trajectory", "--n N --reps 1", None, 20.0),
 )  # fmt: skip
 SWEEPS: Mapping[str, tuple[str, str, Sequence[int]]] = {
     "tokens of context": ("--n 16 --turns 32 --context {}", "us_cpu_per_turn", (1_000, 10_000, 30_000, 100_000)),

@@ -6,14 +6,14 @@ A bad trajectory is data (its stop reason says why it ended), never one of these
     ├── ConfigError           a YAML, a prompts file or an override is wrong; holds every problem found
     ├── ChatTemplateError     a chat template cannot give exact tokens; says which rule it hit
     ├── ToolError             a tool cannot be built (its signature, its import)
-    │   └── BadArguments      a model's arguments are wrong, by a tool's schema or its own word; the model is told
+    │   └── BadArguments      a model's arguments are wrong, by the tool's schema or its own check; the model is told
     ├── EngineError           an engine cannot start, or failed for good
     │   └── PromptTooLong     one request does not fit the engine's window
     ├── StreamError           a token stream was used against its invariants (a bug in a handler)
-    ├── ReplayDiverged        a run that is run again went another way than the recorded one
+    ├── ReplayDiverged        a replayed run went another way than the recorded one
     ├── BatchError            rows do not fit the widths asked for
     ├── TargetNotReached      a group filter turns down so many groups that a run with a target is given up
-    ├── RunStopped            too much has failed in a run, or what must not
+    ├── RunStopped            too much has failed in a run, or something that ``failures`` says must stop it
     └── JournalError          a run's journal cannot be written or read
 """
 
@@ -133,7 +133,7 @@ class StreamError(RolloutError):
 
 
 class ReplayDiverged(RolloutError):
-    """A run that is run again asks for what the recorded one has not."""
+    """A replayed run asks for something that the recorded one does not have."""
 
 
 class BatchError(RolloutError):

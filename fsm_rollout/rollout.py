@@ -298,7 +298,7 @@ class Rollout:
         for name, client in scheduler.clients.items():
             if client.serves_another_loop:
                 raise EngineError(
-                    f"engine '{name}' serves another event loop, which still lives; use either the plain forms (run, "
+                    f"engine '{name}' serves another event loop, which is still open; use either the plain forms (run, "
                     "update_weights, …) or the async ones (arun, stream, aupdate_weights, …) of a rollout, not both"
                 )
         if isinstance(prompts, PromptQueue):

@@ -43,9 +43,9 @@ ORDER = (
     ("cli",),
     ("__main__",),
 )
-"""A room imports its own step and earlier ones; the longest name decides."""
+"""A folder imports from its own step and earlier ones; the longest name decides."""
 DOORS = {"rewards", "interactions", "journal"}
-"""Names that users type in a YAML; they hand on what lives in ``environment``."""
+"""Names that users type; they re-export what is in ``environment`` and ``trajectory``."""
 HOMES: dict[str, tuple[str, ...]] = {
     "torch": ("batch", "adapters", "engines.transformers", "engines.sglang"),
     "tensordict": ("batch",),

@@ -1,7 +1,7 @@
 """The limits of a trajectory: one table of what each counts, and when it is reached.
 
 Invariant: a counted limit N allows N and is reached at N + 1; time and tokens are reached when nothing is left.
-:data:`LIMITS` is all that the machine, the proof, handlers, simulations, pictures and pages know of a limit.
+The machine, the proof, handlers, simulations, pictures and pages know of limits only what :data:`LIMITS` says.
 
 The checks, in the table's order. On entering a working state, after the entry has been charged and before its handler
 runs:
@@ -18,8 +18,8 @@ While the handler runs:
 6. after a generation that was cut short of its ``max_tokens``: the token limit that cut it
 7. after tool calls: ``bad_calls``
 
-A reached limit raises ``limit_reached``. Transitions may route each limit once; then it does not hold in states that
-have a ``max_visits`` of their own (they live on that alone), and ends the trajectory anywhere else.
+A reached limit raises ``limit_reached``. Transitions may route each limit once. From then on it no longer holds in
+states that have a ``max_visits`` of their own, which alone bounds them, and it ends the trajectory in all others.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Limit:
 
     name: LimitName
     handler: str | None = None
-    """The built-in handler whose work is charged for it, where it is one handler's."""
+    """The built-in handler that is charged for it, if only one is."""
     counted: bool = False
     """Whether entering a state is charged at least one of it, so that a termination proof may build on it."""
     implied: bool = False
@@ -72,7 +72,7 @@ COUNTED_LIMITS = tuple(name for name, limit in LIMITS.items() if limit.counted)
 
 
 class LimitReached(Exception):  # control flow between a visit and the scheduler, not an error
-    """A limit holds the trajectory back; ``limit`` is its name, ``detail`` what else is to be said."""
+    """A limit was reached; ``limit`` is its name, ``detail`` says more where there is more to say."""
 
     def __init__(self, limit: str, detail: str | None = None) -> None:
         self.limit, self.detail = limit, detail
@@ -81,8 +81,8 @@ class LimitReached(Exception):  # control flow between a visit and the scheduler
 
 def spent(trajectory: Trajectory, limit: str, at: float) -> float:
     """Return how much of ``limit`` a trajectory has spent at the time ``at``."""
-    known = LIMITS.get(limit)  # a journal may name others: of another version, or damaged
-    return known.spent(trajectory, at) if known and known.spent else trajectory.spent.get(limit, 0)
+    entry = LIMITS.get(limit)  # a journal of another version, or a damaged one, may name others
+    return entry.spent(trajectory, at) if entry and entry.spent else trajectory.spent.get(limit, 0)
 
 
 def remaining(graph: AgentGraph, trajectory: Trajectory, limit: str, used: float) -> float:

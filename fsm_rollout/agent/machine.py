@@ -1,11 +1,11 @@
 """The state machine: one shared ``transitions.Machine`` per agent, compiled from its graph.
 
-Invariant: only a transition decides the next state. Each of the user's becomes one of the library's, in order. Behind
-them every working state has transitions of the machine's own: when the scheduler raises a trigger that no transition of
-the user's takes, they end the trajectory.
+Invariant: only a transition decides the next state. Each transition of the YAML becomes one of the library's, in order.
+After them, every working state has implicit ones: they end the trajectory when the scheduler raises a trigger that no
+transition of the YAML takes.
 
-A trajectory is never registered with the machine (that would cost O(n) each): it is handed to an event, and all that
-firing a transition does to it is to emit one :class:`~fsm_rollout.trajectory.events.Transitioned`.
+A trajectory is never registered with the machine (that would cost O(n) each). It is an argument of
+:meth:`AgentMachine.fire`, which emits one :class:`~fsm_rollout.trajectory.events.Transitioned` event.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class _Transition(transitions.Transition):
     dest: str
     charge: Charge
     tests: Sequence[tuple[Holds, bool]] = ()
-    """Its conditions, compiled, each with what it must come to; there are no callbacks."""
+    """Its compiled conditions, each with the result that it must have."""
     stop_reason: str | None = None
     index: int | None = None
-    """Its place among the user's transitions; ``None`` for ``on_error`` and the machine's own."""
+    """Its place in the YAML's ``transitions``; ``None`` for ``on_error`` and implicit ones."""
     final: bool
     """Whether it leads to a final state."""
     by_user: bool = False
@@ -108,7 +108,7 @@ class AgentMachine:
     def _add(
         self, trigger: str, state: str, dest: str, written: TransitionSpec | None = None, index: int | None = None
     ) -> None:
-        """Add a transition: one that the user has ``written``, or one of the machine's own."""
+        """Add a transition: one ``written`` in the YAML, or an implicit one."""
         self._machine.add_transition(
             trigger,
             state,

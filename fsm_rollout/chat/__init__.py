@@ -8,9 +8,9 @@ What the template does:
 - ``template-raised``: it raises on these messages (role order, parallel calls, call ids, …).
 - ``no-close-token``: it writes no token that ends the assistant's turn.
 - ``message-dropped``, ``message-altered``: the text of a message is not in what it writes.
-- ``turn-dropped``: neither the text nor the calls of the last turn are.
-- ``text-moved``: text stands elsewhere than where the tokens are: a message before the turn it follows, or a
-  close that depends on what was said.
+- ``turn-dropped``: neither the text nor the calls of the last turn are in what it writes.
+- ``text-moved``: text is not where its tokens are: a message stands before the turn it follows, or the turn's close
+  depends on its text.
 
 - ``glue-mismatch``: glue from the cache was found to differ from the full render (a
   :class:`~fsm_rollout.errors.GlueMismatchError`, which names the entry).

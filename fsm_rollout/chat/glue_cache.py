@@ -2,10 +2,10 @@
 
 Invariant: an answer given here is the one the reference gave, or would give. A :class:`GlueTemplate` is learned for a
 *shape* (the roles, keys, names and kinds of the last turn and the new messages) only if the reference gives the same
-glue after ten unlike histories and the real one, and it is used only with tools, and after an order of roles, for which
-it has given the reference's answer. What is unusual (odd messages, text that the chat template itself looks for) has
-no shape and is rendered in full; so is every shape of a template that keeps state over the conversation (DeepSeek,
-Command-R): no name is listed. After :meth:`GlueCache.distrust` nothing is answered here again.
+glue after ten unlike histories and the real one, and it is used only with tools and role orders for which it has given
+the reference's answer. What is unusual (odd messages, text that the chat template itself looks for) has no shape and is
+rendered in full; so is every shape of a template that keeps state over the conversation (DeepSeek's or Command-R's,
+which the probes find out; no list of names does). After :meth:`GlueCache.distrust` nothing is answered here again.
 """
 
 from __future__ import annotations

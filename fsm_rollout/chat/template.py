@@ -1,7 +1,7 @@
 """ChatTemplate: prompts and glue as token ids, through a cache held equal to the reference.
 
 Invariant: ``glue`` and ``prompt`` give what ``glue_reference`` and ``prompt_reference`` give, refusals included;
-the cache is a matter of time only. It is audited by sample, and what an audit finds wrong is named by its entry.
+the cache only saves time. Some of its answers are audited, and what an audit finds wrong is named by its entry.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which task is being cancelled, and how to wait for another thread without missing a Ctrl-C.
 
-Invariant: whoever waits here looks up every :data:`LOOK_UP` seconds. A signal that came just before the wait, or was
-given to another thread, does not end a wait by itself; and within ``asyncio.run`` a Ctrl-C does nothing but cancel the
-task, which code that waits without ``await`` has to look at.
+Invariant: a wait here checks for an interruption every :data:`LOOK_UP` seconds. A signal that came just before the
+wait, or to another thread, does not end it by itself; and within ``asyncio.run`` a Ctrl-C only cancels the task, which
+code that waits without ``await`` has to check.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 LOOK_UP = 0.25
-"""Seconds between two looks whether the caller has been interrupted."""
+"""Seconds between two checks whether the caller has been interrupted."""
 
 
 def being_cancelled() -> bool:
@@ -28,7 +28,7 @@ def being_cancelled() -> bool:
 
 
 def runs_in(task: asyncio.Task[object] | None) -> bool:
-    """Return whether ``task`` is running; a GeneratorExit in a task that is not comes from its being thrown away."""
+    """Return whether ``task`` is running; a GeneratorExit in one that is not means that it is being destroyed."""
     try:
         return asyncio.current_task() is task
     except RuntimeError:  # there is no loop any more
@@ -46,11 +46,11 @@ def wait_for(
 
     Raises:
         TimeoutError: it takes longer than ``seconds``.
-        asyncio.CancelledError: the task that waits here was cancelled, unless it is not to ``look_up``.
+        asyncio.CancelledError: the task that waits here was cancelled (only with ``look_up``).
         CancelledError: it was cancelled, or the wait is not ``worth_it`` any more.
         Exception: whatever the other thread has raised.
     """
-    # A bare lock: what is written in Python (a Condition, say) may be interrupted while it holds its own.
+    # A bare lock: a signal may interrupt Python code (a Condition's, say) while it holds a lock of its own.
     ended = threading.Lock()
     ended.acquire()
     done.add_done_callback(lambda _: ended.release())

@@ -1,7 +1,7 @@
 """Garbage collection while thousands of trajectories are under way, or are made into a batch.
 
-Invariant: inside :func:`calm_collection` nothing is lost that Python would keep, and memory in cycles is still freed;
-afterwards everything is as before. Python's collector walks through all objects that live each time their number has
+Invariant: inside :func:`calm_collection` memory in cycles is still freed; afterwards the collector's settings are as
+before. Python's collector walks through all objects that live each time their number has
 grown by a quarter: those of torch and transformers (a million), and those of every trajectory under way, hardly any of
 which are garbage. That cost a fourth of a run's CPU time.
 """

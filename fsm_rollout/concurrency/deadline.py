@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 PATIENCE = 30.0
-"""A block that takes longer than this to clean up after its cancellation is reported, in seconds: an engine has some
-for each abort, and tools have some to stop."""
+"""Seconds that a block may take to clean up after its cancellation before that is reported. Aborting requests and
+stopping tools take some."""
 
 
 class Deadline:
@@ -74,7 +74,7 @@ class Deadline:
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Let nothing count, and the wall stand still too: what it holds for is set aside meanwhile."""
+        """Stop both counts, the wall's too, within the block: the trajectory is suspended meanwhile."""
         loop = asyncio.get_running_loop()
         since, wall, self._wall = loop.time(), self._wall, None
         self.hold()
@@ -94,7 +94,7 @@ class Deadline:
         return end if self._wall is None or end < self._wall else self._wall
 
     def _schedule(self) -> None:
-        """See to it that the timer fires no later than the deadline expires; one that fires too early sets the next."""
+        """Make the timer fire no later than the deadline expires; one that fires too early sets the next."""
         when, timer = self._next(), self._timer
         if when is not None and (timer is None or timer.when() > when):
             if timer is not None:

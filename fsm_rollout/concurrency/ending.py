@@ -1,8 +1,8 @@
-"""Ending an event loop: what runs on it is cancelled, and what refuses to end does not keep it.
+"""Ending an event loop: what runs on it is cancelled, and what ignores that is left behind.
 
-Invariant: :func:`run_to_end` does what ``asyncio.run`` does, but for one thing: ``asyncio.run`` waits for ever for a
-task that swallows its cancellation, and for a job of ``asyncio.to_thread`` (a stranger's tool, say). This waits
-:data:`LEFT_AFTER` seconds, says what is left, and goes on.
+Invariant: :func:`run_to_end` does what ``asyncio.run`` does, with one exception: ``asyncio.run`` waits for ever for a
+task that swallows its cancellation, and for a job of ``asyncio.to_thread`` (a user's tool, say). This waits
+:data:`LEFT_AFTER` seconds, logs what is left, and goes on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOST_THREADS = min(32, (os.cpu_count() or 1) + 4)
 
 _logger = logging.getLogger(__name__)
 _left: list[asyncio.Task[object]] = []
-"""Tasks that were left behind: thrown away, each would be told once more to end, and refuse once more."""
+"""Tasks that were left behind, kept alive: a destroyed one would be asked to end again, and refuse again."""
 
 
 def run_to_end(work: Coroutine[object, object, T], loop: asyncio.AbstractEventLoop) -> T:

@@ -1,7 +1,7 @@
 """Plain calls of async code: an event loop in a thread of its own, so that any caller may wait, notebooks included.
 
 Invariant: a call that is interrupted (Ctrl-C) is cancelled once, as ``asyncio.run`` does it, and what it has to clean
-up is done before the interruption goes on to the caller; a second one goes on at once. Nothing here keeps the
+up is done before the interruption goes on to the caller; a second one is raised at once. Nothing here keeps the
 interpreter from ending: what is still open then is closed while threads and executors still work.
 """
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """An event loop in a daemon thread; it ends when it is closed or nobody knows it any more."""
+    """An event loop in a daemon thread; it ends when it is closed or no longer referenced."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()

@@ -30,7 +30,7 @@ _lock = threading.Lock()
 
 
 Remote: TypeAlias = Any
-"""What is Ray's: it has no types."""
+"""An object of Ray's; Ray has no types."""
 
 
 def import_ray() -> Remote:
@@ -110,8 +110,8 @@ def _check_same(ray: Remote, address: str) -> None:
         raise EngineError(f"Ray's address '{address}' is wrong: {error}; correct it, or leave it out") from None
     if not same_host or (port != wanted_port and not address.startswith("ray://")):  # the client has a port of its own
         raise EngineError(
-            f"asked for the Ray at '{address}', but this process is connected to the one at '{connected}', and can "
-            f"be to one only; call ray.shutdown() first, or leave the address out to use what is connected"
+            f"asked for the Ray at '{address}', but this process is connected to the one at '{connected}', and a "
+            f"process can have only one; call ray.shutdown() first, or leave the address out to use what is connected"
         )
 
 
@@ -175,7 +175,7 @@ def _knock(address: str) -> None:
 async def answer_to(reference: Remote) -> Remote:
     """Return the result of a call, or raise its error.
 
-    Who gives this wait up leaves the call alone: Ray's client dies of an answer to a call that was cancelled here.
+    Cancelling this wait does not cancel the call: Ray's client dies of an answer to a call that was cancelled here.
     """
     loop, answered = asyncio.get_running_loop(), asyncio.Event()
 

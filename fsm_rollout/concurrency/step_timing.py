@@ -2,10 +2,10 @@
 
 Invariant: a watched coroutine does what it does unwatched; it is only timed.
 
-Who looks for a blocked event loop: this times the steps of users' code wherever it runs, and interrupts nothing. In
-production a slow step is logged; a conformance check, which counts CPU seconds, makes it a broken promise. Only code
-under test is refused calls that wait, and interrupted where a step does not end
-(:mod:`fsm_rollout.testing.simulation.blocked_loop`).
+A blocked event loop is noticed in two places. This module times the steps of users' code wherever it runs, and
+interrupts nothing: in a run a slow step is logged, in a conformance check (which counts CPU seconds) it is a failure.
+In simulated runs, :mod:`fsm_rollout.testing.simulation.blocked_loop` also refuses calls that wait and interrupts steps
+that do not end.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ T = TypeVar("T")
 class DaemonThreads(ThreadPoolExecutor):
     """Daemon threads called ``name``, ``most`` at a time: the jobs beyond that wait for one, and may be cancelled.
 
-    It is a pool by its class alone, because event loops take no other kind of executor for ``asyncio.to_thread``.
+    It derives from the pool only because event loops take no other executor for ``asyncio.to_thread``.
     """
 
     def __init__(self, name: str, most: float = math.inf) -> None:
@@ -69,4 +69,4 @@ class DaemonThreads(ThreadPoolExecutor):
                 future.set_exception(error)
             else:
                 future.set_result(result)
-            del future, job  # the thread may wait for its next one, and keep nothing of this alive
+            del future, job  # so that the thread, while it waits for its next job, keeps nothing of this one alive

@@ -54,7 +54,7 @@ def checked(chunk: Chunk, request: Request, before: Ids, vocabulary: int | None)
         kept = [as_ids(ids_left) for ids_left in chunk.kept]
     except (TypeError, ValueError, OverflowError) as error:
         raise EngineError(
-            f"the engine answered request {request_id} with what are no tokens: {type(error).__name__}: {error}"
+            f"the engine answered request {request_id} with invalid tokens: {type(error).__name__}: {error}"
         ) from error
     if not 0 <= version <= LAST_VERSION:
         raise EngineError(
@@ -83,7 +83,7 @@ def checked(chunk: Chunk, request: Request, before: Ids, vocabulary: int | None)
     if not sampling.ignore_eos:
         at = stop_at(ids, sampling.stop_ids)
         if (before and before[-1] in sampling.stop_ids) or at is not None:
-            raise EngineError(f"the engine went on behind a stop token (request {request_id})")
+            raise EngineError(f"the engine went on after a stop token (request {request_id})")
     # 3. Tokens of the model, with their logprobs.
     lowest, highest, most, total = bounds(ids, logprobs)
     if lowest < 0 or (vocabulary is not None and highest >= vocabulary):

@@ -1,8 +1,8 @@
 """The answers of one dispatch on their way from an engine to whoever iterates over them.
 
 Invariant: chunks come out in the order in which they went in, until every request has had its last one; then the
-iteration ends. Closing the iteration early tells the engine which requests nobody listens to any more, so none goes on
-sampling without a reader.
+iteration ends. Closing the iteration early tells the engine which requests have no reader any more, so that it stops
+sampling for them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["NO_IDS", "NO_LOGPROBS", "ChunkStream", "check_unique", "fail_all", "
 def refusal(request: Request, max_context: int, vocabulary: int | None = None) -> str | None:
     """Return the ``error`` of a request that no engine can serve, or ``None`` for a good one.
 
-    A model that is given a token beyond its ``vocabulary`` fails with all that it computes beside, or for good.
+    A token outside the ``vocabulary`` would fail the whole batch, or the model for good.
     """
     if len(request.ids) + 1 > max_context:
         return (
@@ -30,7 +30,7 @@ def refusal(request: Request, max_context: int, vocabulary: int | None = None) -
             f"shorten the prompt, set limits.context_tokens, or reset the context"
         )
     if not len(request.ids):
-        return "EngineError: a request has no ids; give at least one token to go on from"
+        return "EngineError: a request has no ids; give at least one token"
     if request.sampling.max_tokens < 1:
         return f"EngineError: max_tokens is {request.sampling.max_tokens}; ask for at least one token"
     if vocabulary is not None:
@@ -38,7 +38,7 @@ def refusal(request: Request, max_context: int, vocabulary: int | None = None) -
         if highest >= vocabulary:
             return (
                 f"EngineError: token {np.uint32(highest).astype(np.int32)} is none of the model's {vocabulary}; is the "
-                f"tokenizer that of it?"
+                f"tokenizer its own?"
             )
     return None
 
@@ -110,7 +110,7 @@ class ChunkStream:
 
 
 Unheard = Callable[[asyncio.AbstractEventLoop], object]
-"""Is called with a loop that is closed: nobody will ever listen there."""
+"""Called with an event loop that is closed, to which nothing can be delivered."""
 
 
 def hand_over(chunks: Iterable[tuple[ChunkStream, Chunk]], unheard: Unheard) -> None:

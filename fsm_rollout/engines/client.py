@@ -2,8 +2,8 @@
 
 Invariant: every submitted :class:`PendingRequest` ends exactly once, whatever the engine does; it holds every token
 that the engine streamed for it, in order. All requests made in one pass of the event loop go to the engine in one call
-(a *flush*), and so do all aborts; no request waits for another's end. Nobody else tries a request again: one that
-failed, or that was lost with its replica, goes on from the tokens already streamed.
+(a *flush*), and so do all aborts; no request waits for another's end. Only the client retries requests: one
+that failed, or that was lost with its replica, goes on from the tokens already streamed.
 
 A request is given up only for failures of its own. What fails together is tried again together, then in parts
 (:mod:`fsm_rollout.engines.trials`), until the one is found that fails by itself. Nothing that an engine answers is
@@ -59,7 +59,7 @@ class EngineClient:
         self.backoff = backoff
         """Seconds before the second try; twice as long before each further one."""
         self.elsewhere = elsewhere
-        """Whether what a replica has failed is tried at another one, if there is one."""
+        """Whether a request that a replica has failed is retried at another one, if there is one."""
         self.queue_timeout = queue_timeout
         self.dispatches = 0
         """Engine calls so far."""
@@ -81,9 +81,9 @@ class EngineClient:
         self._aborts: list[str] = []
         """The ids that the engine is told to end in this pass of the loop."""
         self._max_tries: int = getattr(engine, "attempts", attempts)
-        """... or after so many tries in all, those lost with their replica among them (a pool allows more of these)."""
+        """It is given up, too, after so many tries in all, those lost with a replica included (a pool allows more)."""
         self._trials = Trials(self)
-        """What failed together, and is tried again in parts."""
+        """Requests that failed together, which are tried again in parts."""
         self._warned: set[str | None] = set()
         """The kinds of failures that have been logged."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -238,7 +238,7 @@ class EngineClient:
         task.add_done_callback(self._tasks.discard)
 
     def _watch(self, batch: Sequence[PendingRequest]) -> None:
-        """Give present tries up when the engine is silent for ``queue_timeout``; a paused engine may be silent."""
+        """Give up tries for which the engine sends nothing for ``queue_timeout``, unless it is paused."""
         silent_until = asyncio.get_running_loop().time() + self.queue_timeout
         for pending in batch:
             pending.silent_until = None if self.paused or pending.lost else silent_until
@@ -361,7 +361,7 @@ class EngineClient:
             self.failed_alone(pending, error)
 
     def failed_alone(self, pending: PendingRequest, error: EngineError) -> None:
-        """Count a failure that is a request's own, and try it again unless it has been tried often enough."""
+        """Count a failure as the request's own, and try it again unless it has been tried often enough."""
         if pending.done.is_set():
             return
         if pending.lost:
@@ -387,7 +387,7 @@ class EngineClient:
         """Ask for the rest of a request: at once where another replica may have it, else later each time."""
         failed_id = self.next_try(pending)
         if not pending.lost:
-            # Only the first of many alike is a warning.
+            # Only the first failure of a kind is a warning.
             level = logging.INFO if error.kind in self._warned else logging.WARNING
             self._warned.add(error.kind)
             logger.log(level, "request %s failed (%s); trying again", failed_id, str(error).partition("\n")[0])

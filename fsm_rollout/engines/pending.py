@@ -35,29 +35,29 @@ class PendingRequest:
     versions: list[tuple[int, int]] = field(default_factory=list)
     """Run lengths ``(tokens, weight version)`` over ``ids``."""
     kept: list[Ids] = field(default_factory=list)
-    """As in :class:`~fsm_rollout.engines.protocol.Chunk`, where every chunk has said so."""
+    """As in :class:`~fsm_rollout.engines.protocol.Chunk`, if every chunk has reported it."""
     finish_reason: FinishReason | None = None
     error: EngineError | None = None
     admitted_at: float | None = None
     attempt: int = 1
     """Which try this is: 1, 2, …"""
     failures: int = 0
-    """How many tries failed that were not lost with their replica, and that nobody failed with."""
+    """How many tries failed alone, with their replica still there."""
     losses: int = 0
-    """How many tries were lost with their replica, and nobody else's with them."""
+    """How many tries were lost alone with their replica."""
     shared: int = 0
     """How many tries failed together with others'."""
     falls_late: bool = False
-    """Whether it once failed with others after each of them had had tokens."""
+    """Whether it once failed with others after all of them had had tokens."""
     request_id: str = ""
     cached_tokens: int = 0
     replica: str = ""
     aborted: bool = False
     done: asyncio.Event = field(default_factory=asyncio.Event)
     paused: bool = False
-    """Whether the engine is."""
+    """Whether the engine is paused."""
     waits: bool = False
-    """Whether nobody works on it: between two tries, or as the engine says."""
+    """Whether it waits: between two tries, or because the engine says so (``Chunk.waits``)."""
     deadline_held: bool = False
     """Whether the deadline stands still."""
     has_chunk: bool = False
@@ -71,7 +71,7 @@ class PendingRequest:
     silent_until: float | None = None
     """When the try is given up if its first chunk has not come by then; ``None`` from that chunk on."""
     on_tokens: Callable[[], object] | None = None
-    """Called when tokens have come, for those who show them at once."""
+    """Called when tokens have come, to show them at once."""
 
     def keep_time(self) -> None:
         """Let the deadline run while somebody works on the request, and stand still otherwise."""
@@ -84,7 +84,7 @@ class PendingRequest:
                 self.deadline.run()
 
     def stop_watch(self) -> None:
-        """Wait no longer for a first chunk."""
+        """Stop waiting for a first chunk."""
         self.silent_until = None
 
     def take(self, chunk: Chunk, now: float, vocabulary: int | None = None) -> None:
@@ -114,12 +114,12 @@ class PendingRequest:
         if ids and self.on_tokens is not None:
             try:
                 self.on_tokens()
-            except Exception:  # whoever reads along harms no generation
+            except Exception:  # a reader of the tokens must not harm the generation
                 logger.exception("tokens of request %s could not be shown as they came", self.request_id)
 
     @property
     def ended_as(self) -> FinishReason | None:
-        """How the request has ended, if only its last chunk did not come."""
+        """How the request has ended, if only its last chunk is missing; ``None``: it has not."""
         sampling = self.request.sampling
         if self.aborted:
             return FinishReason.ABORT

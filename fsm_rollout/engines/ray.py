@@ -1,8 +1,8 @@
 """Replicas of a pool as Ray actors.
 
-Invariant: an actor holds one engine and adds nothing to it but the way there: blocks of bytes
-(:mod:`fsm_rollout.engines.wire`), one call for all that is said at once, in order. The driver keeps one call open
-per replica that is at work, which returns with all there is to tell. Nothing outlives :meth:`RayPlacement.close`: no
+Invariant: an actor holds one engine and adds nothing to it but the transport: blocks of bytes
+(:mod:`fsm_rollout.engines.wire`), in order, one call for all that is sent at once. The driver keeps one call open
+per busy replica, which returns all its new chunks. Nothing outlives :meth:`RayPlacement.close`: no
 actor, no placement group, and no Ray that was started here.
 """
 

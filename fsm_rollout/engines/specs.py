@@ -251,7 +251,7 @@ class ServersSpec(EngineSpec):
     @model_validator(mode="after")
     def _replicas_are_urls(self) -> ServersSpec:
         if self.model_fields_set & {"replicas", "placement"}:
-            raise ValueError("each url is a replica, and runs where it runs; leave out replicas and placement")
+            raise ValueError("each url is a replica that runs already; leave out replicas and placement")
         return self
 
     @property

@@ -2,13 +2,13 @@
 
 Invariant: a request that failed together with others is given up only after it has failed by itself. What fails
 together is tried again together once (a replica may be gone, a connection lost). If that fails as well, halves of it
-are tried one after the other; halves that fail are halved again, until one request fails alone: that one has to answer
-for it, and all others go on. Other requests are sent meanwhile, and those that fail with a part on trial wait for the
+are tried one after the other; halves that fail are halved again, until one request fails alone: that one is the cause,
+and all others go on. Other requests are sent meanwhile, and those that fail together with a part on trial wait for the
 end of all trials; beside a part of one request nothing is sent, so that it fails alone. So a poisoned request costs its
 neighbours some time, and a run in which nothing fails costs nothing.
 
-A part has passed its trial when each of its requests has had tokens, or has ended. Requests that failed again later
-than that (memory that ran out while they were decoded, say) pass theirs only by ending.
+A part has passed its trial when each of its requests has had tokens, or has ended. Requests that once failed after they
+had had tokens (memory ran out while they were decoded, say) pass only by ending.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class Trials:
         """Whether anything is to be tried, or has failed just now."""
         self._ledger = ledger
         self._failed: dict[PendingRequest, EngineError] = {}
-        """What has failed just now, until it is known what failed with it."""
+        """Requests that have failed just now, while others may still fail with them."""
         self._parts: deque[tuple[list[PendingRequest], float]] = deque()
         """What is to be tried, part by part, each after a delay in seconds."""
         self._on_trial: list[PendingRequest] = []
         """The part that is being tried."""
         self._held: list[PendingRequest] = []
-        """What is sent when there is nothing left to try."""
+        """Requests that are sent when all trials are over."""
         self._timer: asyncio.TimerHandle | None = None
         """Ends the wait for what fails together, or the delay of the next part."""
 
@@ -75,7 +75,7 @@ class Trials:
         return len(part) == 1
 
     def add(self, pending: PendingRequest, error: EngineError) -> None:
-        """Note a failure that may be others' too."""
+        """Note a failure that may have the same cause as others."""
         if not self._failed:
             self._stop_timer()  # the next part can wait
             self._timer = asyncio.get_running_loop().call_later(TOGETHER, self.judge)
@@ -102,7 +102,7 @@ class Trials:
         self._stop_timer()
 
     def judge(self) -> None:
-        """Decide who has to answer for what has failed together."""
+        """Decide which of the requests that failed together are suspected."""
         self._stop_timer()
         failed = {pending: error for pending, error in self._failed.items() if not pending.done.is_set()}
         self._failed.clear()

@@ -1,4 +1,4 @@
-"""New weights are numbers: looked at before any engine is touched, as a model with one NaN samples nothing but noise.
+"""Checks new weights before any engine is touched: a model with a single NaN samples nothing but noise.
 
 Invariant: whatever passes has only finite numbers in tensors that hold their data; whatever does not is an error that
 names the first such tensor. Nothing is copied but the tensor that is looked at, and that only where its kind of numbers

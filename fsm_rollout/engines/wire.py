@@ -93,7 +93,7 @@ def unpack_requests(block: bytes, contexts: Contexts) -> list[Request]:
             past = contexts.get(session)
             if len(past) != shared:
                 have = f"{len(past)} tokens" if past else "nothing"
-                raise EngineError(f"request '{request_id}' goes on from {shared} tokens of '{session}'; here is {have}")
+                raise EngineError(f"request '{request_id}' extends {shared} tokens of '{session}'; this end has {have}")
             ids = past + ids
         contexts.put(session, ids)
         requests.append(Request(request_id, ids, sampling, *names))

@@ -130,13 +130,13 @@ class OpenEnv:
         replies = conversation.replies
         if replies and not self._repeatable:
             raise EnvironmentLost(
-                f"environment {self._url}: its session was lost after {replies} replies, and another one knows nothing "
-                "of them; if the same seed and actions always give the same observations, say `repeatable: true`"
+                f"environment {self._url}: its session was lost after {replies} replies, and a new one knows nothing "
+                "of them; if the same seed and actions always give the same observations, set `repeatable: true`"
             )
         state = await self._begin(conversation)
         if not replies:
             return state
-        # What was said before is done again, and must come to the same.
+        # The earlier replies are replayed, and must come to the same observations.
         messages, text, done_again = self._since_the_prompt(conversation), None, 0
         for message in messages:
             if message["role"] == "assistant":
@@ -145,14 +145,14 @@ class OpenEnv:
                 reply = await self._step(text) if text is not None else self._reply(state, None)
                 if clean(reply.content or "") != message["content"]:
                     raise EnvironmentLost(
-                        f"environment {self._url}: done again, reply {done_again + 1} is {reply.content!r:.200} "
+                        f"environment {self._url}: replayed, reply {done_again + 1} is {reply.content!r:.200} "
                         f"instead of {message['content']!r:.200}: it is not `repeatable`"
                     )
                 done_again += 1
         if done_again < replies:
             raise EnvironmentLost(
                 f"environment {self._url}: the conversation holds {done_again} of its {replies} replies, so they "
-                "cannot be done again"
+                "cannot be replayed"
             )
         return state
 

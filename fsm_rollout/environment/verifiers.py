@@ -44,7 +44,7 @@ def prompts(taskset: str, config: Mapping[str, object] | None = None, limit: int
     Args:
         taskset: its id, as verifiers knows it: the name of its module, hyphens allowed.
         config: the keys of its own config.
-        limit: needed where a taskset has no end.
+        limit: how many tasks; needed for an endless taskset.
 
     Raises:
         ConfigError: there is no such taskset, its config is wrong, or it asks for what is not here.
@@ -52,7 +52,7 @@ def prompts(taskset: str, config: Mapping[str, object] | None = None, limit: int
     config = dict(config or {})
     source = _Taskset.of(taskset, config)
     if limit is None and not source.taskset.bounded:
-        raise ConfigError(f"taskset '{taskset}' has no end; say how many: `limit`")
+        raise ConfigError(f"taskset '{taskset}' is endless; set `limit`")
     found = []
     for task in source.taskset if limit is None else source.taskset.take(limit):
         source.refuse(task)

@@ -43,7 +43,7 @@ AT_ONCE = 256
 
 @dataclass(slots=True)
 class Exported:
-    """What an export came to."""
+    """The result of an export."""
 
     path: Path | None
     rows: int = 0
@@ -69,8 +69,8 @@ def export(
         kind: ``jsonl`` or ``parquet`` (needs pyarrow).
         out: the file; by default ``rows.jsonl`` or ``rows.parquet`` in the run's folder.
         scores: of :func:`~fsm_rollout.jobs.rescore.read_scores`; they take the place of the run's own.
-        report: hears of what is damaged.
-        watch: shows how far it is.
+        report: is told what is damaged.
+        watch: shows the progress.
         stream: write lines of JSON there instead of to a file.
 
     Raises:
@@ -81,7 +81,7 @@ def export(
     result = Exported(None if stream is not None else out or journal.parent / f"rows.{kind}")
     total = len(trajectory_ids(journal, report))
 
-    def found() -> Iterator[TrainingRow]:
+    def rows_of_run() -> Iterator[TrainingRow]:
         for trajectory, _ in watch(standing(journal, report), total):
             if not trajectory.ended:
                 result.unfinished += 1
@@ -94,15 +94,15 @@ def export(
                 yield row
 
     if stream is not None:
-        _write_lines(found(), stream)
+        _write_lines(rows_of_run(), stream)
         return result
     assert result.path is not None
     with written_whole(result.path, "; give -o F") as partial:
         if kind == "jsonl":
             with partial.open("w", encoding="utf-8", errors="backslashreplace") as file:
-                _write_lines(found(), file)
+                _write_lines(rows_of_run(), file)
         else:
-            _write_table(found(), partial)
+            _write_table(rows_of_run(), partial)
     return result
 
 

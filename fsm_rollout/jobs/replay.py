@@ -1,4 +1,4 @@
-"""``fsm-rollout replay``: a run once more from what its journal has, and where it first goes another way.
+"""``fsm-rollout replay``: runs a recorded run again from its journal, and says where it first goes another way.
 
 Invariant: engines, tools, users and judges answer from the journal, never for real, and each trajectory begins with the
 prompt, the seed, the limits and the date that it had. What runs is what decides: the graph, handlers, predicates, chat

@@ -1,4 +1,4 @@
-"""``fsm-rollout rescore``: what another reward says of a run that has been, without generating anything.
+"""``fsm-rollout rescore``: scores a recorded run with another reward, without generating anything.
 
 Invariant: the journal keeps the scores that it has. New ones go to a file of their own, one line per sample, which
 ``export --scores`` takes; so any number of rewards can be compared, and a run that still goes on is not disturbed.
@@ -124,7 +124,7 @@ def read_scores(path: Path) -> Scores:
         try:
             score = msgspec.json.decode(line, type=Score)
         except msgspec.DecodeError as error:
-            raise ConfigError(f"{path}:{number}: is no score of `fsm-rollout rescore`: {error}") from error
+            raise ConfigError(f"{path}:{number}: is not a line that `fsm-rollout rescore` wrote: {error}") from error
         scores[score.group_id, score.sample] = score
     return scores
 

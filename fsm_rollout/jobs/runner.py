@@ -291,7 +291,7 @@ def _write(folder: Path, rollout: Rollout, groups: list[Group], seconds: float) 
     try:
         rollout.batch(groups).save(folder / "batch")
     except BatchError as error:
-        raise BatchError(f"{error}; nothing is lost: when that is mended, fsm-rollout resume {folder}") from error
+        raise BatchError(f"{error}; nothing is lost: fix that, then fsm-rollout resume {folder}") from error
     with written_whole(folder / SUMMARY) as partial:
         partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     try:

@@ -1,4 +1,4 @@
-"""The trajectories of a journal that stand: those that a run's batch is made of.
+"""The trajectories of a journal that count: those that the run's batch is made of.
 
 Invariant: of each sample the latest attempt stands, with the sub-agents that it called; what was given up, and what
 sub-agents had begun to answer to callers that ended without it, does not.

@@ -34,15 +34,15 @@ def summarize(
 ) -> Summary:
     """Return the summary of a run.
 
-    It is about the prompts' own trajectories; those of sub-agents, which are called by them and have their scores, are
-    counted apart under ``sub_agents``. Only ``tokens``, ``trained_tokens`` and the counts of calls are of
-    both, as the batch is; ``bad_calls`` are the failures among those calls that the model is to blame for, and
+    It is about the prompts' own trajectories; those of the sub-agents that they called, which have the same scores, are
+    counted apart under ``sub_agents``. Only ``tokens``, ``trained_tokens`` and the counts of calls cover both, as the
+    batch does; ``bad_calls`` are the failures among those calls that the model is to blame for, and
     ``tool_failures`` the others. ``turns_mean`` counts the messages of all streams of a trajectory, system messages
     apart, and ``generations_mean`` what was sampled. ``stop_reasons`` counts a trajectory that has none as
     ``suspended``, or ``unfinished``; ``failures`` (if there are any) says of each kind what the first one was, as
     ``details`` does of ends that are no failures.
 
-    ``failure_classes`` counts those that failed by who has to answer for it; all but the policy's have no score.
+    ``failure_classes`` counts those that failed by whose fault it was; all but the policy's have no score.
     ``scored`` counts those that have a score, ``score_mean`` is the mean of theirs, and ``reward_parts`` (if there are
     any) has the means of what the run's reward measured beside it.
 

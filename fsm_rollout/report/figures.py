@@ -43,7 +43,7 @@ class Line:
         self.kind = kind_of_end(recording.ending)
         self.detail = trajectory.detail
         self.failure = trajectory.failure
-        """Who has to answer for its end, if that was a failure."""
+        """Whose fault its end was, if it failed."""
         self.score = trajectory.score
         self.messages = sum(map(turns_of, trajectory.streams))
         self.generations = trajectory.generations

@@ -1,7 +1,8 @@
 """What a notebook shows: an agent's picture, a trajectory's page.
 
-Invariant: data knows no screens. An agent and a trajectory have no method for notebooks; :func:`register` tells IPython
-how to show them as soon as ``fsm_rollout`` is imported there, and imports nothing that draws before something is shown.
+Invariant: data classes do not display themselves. An agent and a trajectory have no method for notebooks;
+:func:`register` tells IPython how to show them as soon as ``fsm_rollout`` is imported there, and imports nothing that
+draws before something is shown.
 
 A page shows what is at hand and says what is not. A rollout knows the tokens' texts and the agent's graph; the path,
 the calls and the times are in its journal, if it keeps one. A trajectory that is shown without its rollout has its

@@ -1,4 +1,4 @@
-"""Text that can be looked at: of tokens, of numbers and times, and of anything a model or a tool wrote.
+"""Text for display: of tokens, of numbers and times, and of anything a model or a tool wrote.
 
 Invariants: every character that would be invisible, would move the cursor or would turn the direction of its
 neighbours is shown as a symbol, and newlines are both shown and kept; there is exactly one text per token, also where a

@@ -34,7 +34,7 @@ def serve(config: RunConfig, ready: Ready) -> None:
 
     Raises:
         ConfigError: something in the run, its agents or engines is wrong, its folder holds something else, or the
-            address cannot be listened at.
+            server cannot listen at the address.
         EngineError: an engine cannot start.
         Interrupted: a signal has ended it; conversations that wait are kept.
     """
@@ -92,11 +92,11 @@ def _earlier(folder: Path, agents: dict[str, object]) -> list[Recorded] | None:
         return None
     facts = metadata(journal) if is_journal(journal) else {}
     if SERVED not in facts:
-        raise ConfigError(f"serve.out: '{folder}' holds something else than conversations; choose another folder")
+        raise ConfigError(f"serve.out: '{folder}' holds something other than conversations; choose another folder")
     if facts.get("agents") != agents:
         raise ConfigError(
-            f"serve.out: '{folder}' holds conversations with agents that were others; give a folder of their own to "
-            f"those of now: serve.out={folder.name}-2"
+            f"serve.out: '{folder}' holds conversations with other agents (or other versions of them); choose another "
+            f"folder for the present ones: serve.out={folder.name}-2"
         )
     return list(recordings(journal, unfinished=True))
 

@@ -1,6 +1,6 @@
 """What Prometheus is told of a server, by the official client.
 
-Invariant: labels are names of agents, tools and ends, which are few; nothing of what anybody said is in them.
+Invariant: labels are the names of agents, tools and stop reasons, which are few; no text of a conversation is in them.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ async def listening(
     """Serve, and yield the address and what runs the trajectories; at the end callers are told, and nothing runs on.
 
     Raises:
-        ConfigError: the address cannot be listened at.
+        ConfigError: the server cannot listen at the address.
     """
     host, port = service.serving.host, service.serving.port
     running, runner = asyncio.create_task(service.run(recorded)), Server(service, keys).runner()
@@ -172,7 +172,7 @@ async def listening(
             await web.TCPSite(runner, host, port).start()
         except OSError as error:
             why = error.strerror or error
-            raise ConfigError(f"{host}:{port} cannot be listened at: {why}; choose another --port") from error
+            raise ConfigError(f"cannot listen at {host}:{port}: {why}; choose another --port") from error
         name = f"[{host}]" if ":" in host else host
         yield f"http://{name}:{runner.addresses[0][1]}", running
     finally:

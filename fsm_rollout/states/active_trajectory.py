@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 CLOSE_SECONDS = 30.0
 """How long an interaction may take to close."""
 UNREAD = "nobody waits for its answer any more"
-"""The detail of a sub-agent's trajectory that was set aside and whose caller ended without going on with it."""
+"""The ``detail`` of a suspended sub-agent's trajectory whose caller has ended and will not call it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,31 +50,31 @@ INTERRUPTED = Suspension("interrupted")
 
 
 class LiveUser(Protocol):
-    """Somebody who takes part in trajectories while they run: reads along, and answers in place of their interactions.
+    """A real user of a running trajectory: reads the tokens as they come, and answers in place of its interactions.
 
-    The time that it takes to answer counts against no limit, as if the trajectory had been set aside. It takes no part
-    in those of sub-agents.
+    The time until it answers counts against no limit, as if the trajectory were suspended. Trajectories of sub-agents
+    have no live user.
     """
 
     def sampled(self, trajectory: Trajectory, bound: BoundContext, continued: bool, pending: PendingRequest) -> None:
-        """Take note that tokens have come; ``continued``: for a turn that was cut."""
+        """Note that tokens have come; ``continued``: they continue a turn that was cut."""
 
     async def reply(self, conversation: Conversation) -> Reply:
         """Answer the latest assistant turn."""
 
 
 class ActiveTrajectory:
-    """A trajectory that runs or can go on at once.
+    """A trajectory that runs, or can go on at once, in this process.
 
     Args:
-        trajectory: whose visits these are.
+        trajectory: its record.
         program: its agent.
         run_agent: runs an agent that is used as a tool.
         record: called with each event that was applied, and with its encoding.
-        report_mismatch: called when an entry of a chat template's cache is wrong, and with it the tokens made from it.
-        caller: whom it serves, if it is a sub-agent's.
-        replayed: what answers its calls, its user and its judges, if it is run again.
-        live_user: who takes part in it, if somebody does.
+        report_mismatch: called when an entry of a chat template's cache, and so the tokens made from it, are wrong.
+        caller: the trajectory that called it, if it is a sub-agent's.
+        replayed: the recorded answers of tools, users and judges, if a recorded run is replayed.
+        live_user: answers in place of its interactions, if given.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ActiveTrajectory:
         self.replayed = replayed
         self.live_user = live_user if trajectory.parent_id is None else None
         self.task: asyncio.Task[None] | None = None
-        """What runs it."""
+        """The task that runs it."""
         self.stop: Stop | None = None
         """How it is being stopped."""
         self.restart = False
@@ -112,9 +112,9 @@ class ActiveTrajectory:
             run_agent=run_agent,
         )
         self.on_close: Callable[[], None] | None = None
-        """Called when it is closed: what it holds open may be in another process."""
+        """Called when it is closed; a worker process may hold something open for it."""
         self.branches: dict[str, BoundContext] = {}
-        """Contexts that a foreign agent has beside those of the agent, as it uses them: with its own tools."""
+        """The further contexts that a foreign agent has opened, bound to the tools that it sent."""
         self.glue_entries: set[object] = set()
         """The entries of the chat templates' caches that its glue came from."""
         self._record = record
@@ -168,23 +168,23 @@ class ActiveTrajectory:
 
     def end_if_final(self) -> None:
         """Give it its stop reason if it stands in a final state."""
-        row = self.trajectory.exit
-        if row is not None and not self.trajectory.ended:
-            self._end(row.stop_reason or "", row.detail, row.failure)
+        transition = self.trajectory.exit
+        if transition is not None and not self.trajectory.ended:
+            self._end(transition.stop_reason or "", transition.detail, transition.failure)
 
     def _end(self, stop_reason: str, detail: str | None, failure: FailureClass | None) -> None:
         now = asyncio.get_running_loop().time()
         self.emit(Ended(at=now, stop_reason=stop_reason, detail=detail, failure=failure))
 
     def request_stop(self, stop: Stop) -> None:
-        """Have it stopped soon, unless it is being stopped already or has ended."""
+        """Stop it soon: cancel its task, unless it is being stopped already or has ended."""
         if self.stop is None and not self.trajectory.ended:
             self.stop = stop
             if self.task is not None:
                 self.task.cancel()
 
     def halt(self, stop: Stop) -> None:
-        """End or suspend it now, unless it has ended; nothing of it may run."""
+        """End or suspend it now, unless it has ended; no task may be running it."""
         if self.trajectory.ended:
             return
         now = asyncio.get_running_loop().time()
@@ -210,9 +210,10 @@ class ActiveTrajectory:
             root.task.cancel()
 
     def halt_cancelled(self) -> None:
-        """End or suspend it after a cancellation: by its own stop, or its caller's; else its call gave it up.
+        """End or suspend it after a cancellation, as its own ``stop`` says.
 
-        A sub-agent's is suspended with its caller, and goes on when the call is made again.
+        A sub-agent's without one is suspended if its caller is, and goes on when the call is made again; otherwise it
+        ends as ``cancelled``, because its call was given up.
         """
         stopped = self
         while stopped.stop is None and stopped.caller is not None:

@@ -2,7 +2,7 @@
 
 Invariant: a handler keeps no state of any trajectory (one instance serves them all); what it does goes through the
 visit, which records it as events and charges it against the limits; and it never says which state comes next, only
-how the visit came out.
+the outcome of its visit.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class State(ABC):
     """
 
     triggers: ClassVar[tuple[str, ...]] = ()
-    """What :meth:`run` may come to."""
+    """The triggers that :meth:`run` may raise."""
     spends: ClassVar[str | None] = None
     """The limit that each visit is charged at least 1 of on entry; ``None``: a visit may be free."""
     keys: ClassVar[tuple[str, ...]] = ("sampling", "options")
-    """The YAML keys of a state that mean something only to some handlers, this one among them."""
+    """Of the YAML keys that only some handlers use, those that this one uses."""
     Options: ClassVar[type[BaseModel] | None] = None
 
     def __init__(self, name: str, spec: StateSpec) -> None:
@@ -81,8 +81,8 @@ class State(ABC):
             if self.Options is not None:
                 return self.Options(**options)
         except ValidationError as error:
-            found = explanations(error, self.Options, ("states", self.name))
-            raise ConfigError([Problem(message) for _, message in found]) from None
+            explained = explanations(error, self.Options, ("states", self.name))
+            raise ConfigError([Problem(message) for _, message in explained]) from None
         if options:
             key = next(iter(options))
             raise ConfigError(f"state '{self.name}': unknown key '{key}'; its handler takes no keys of its own")
@@ -95,9 +95,9 @@ class State(ABC):
         After a suspension or a crash it runs again from its start, and what the visit had recorded is not done twice:
         the same operations return what they returned. So let its steps follow from the trajectory and ``ctx.rng``.
 
-        What it raises becomes the trigger ``failed``, SystemExit too. Being cancelled is how a timeout reaches it: let
-        it pass, or your visit cannot be ended. Tasks that it starts must have ended when it returns.
+        Any exception, SystemExit too, becomes the trigger ``failed``. A timeout cancels it: let the CancelledError
+        through, or the visit cannot be ended. Tasks that it starts must have ended when it returns.
         """
 
     def timed_out(self, trajectory: Trajectory, ctx: HandlerContext) -> None:  # noqa: B027  # optional, most need nothing
-        """Close what a visit left open when its time was up (synchronously, before ``timed_out`` is routed)."""
+        """Finish what a timed-out visit left open (synchronously, before ``timed_out`` is routed)."""

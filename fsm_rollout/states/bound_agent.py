@@ -62,15 +62,15 @@ class BoundAgent:
         self.end_on_tool_failure = end_on_tool_failure
         """Whether a tool that has failed for good fails its trajectory."""
         self.end_on_bad_call = end_on_bad_call
-        """Whether a call that is the model's mistake fails its trajectory, which is told of it otherwise."""
+        """Whether a call that is the model's mistake fails its trajectory; otherwise the model is told."""
         self.machine = AgentMachine(graph)
         self.toolbox = Toolbox(graph)
         states = {name: graph.states[name] for name in graph.working_states}
         self.prompts = {
             name: _templates.from_string(spec.prompt) for name, spec in states.items() if spec.prompt is not None
         }
-        own = (graph.interaction, *(spec.interaction for spec in states.values()))
-        self.interactions: list[Interaction] = [spec for spec in own if spec is not None]
+        interactions = (graph.interaction, *(spec.interaction for spec in states.values()))
+        self.interactions: list[Interaction] = [spec for spec in interactions if spec is not None]
         """The interactions that its states may use."""
         problems: list[Problem] = []
         self.contexts: dict[str, BoundContext] = {}
@@ -86,7 +86,7 @@ class BoundAgent:
             for state, spec in states.items()
             for name, bound in self.contexts.items()
         }
-        """How to sample in a state and a context: the state's own, in the policy's contexts below the run's."""
+        """By state and context: the state's sampling; in the policy's contexts the run's comes first."""
 
     def _bind(self, name: str) -> BoundContext:
         spec = self.graph.context(name)

@@ -59,11 +59,11 @@ class CallTools(State):
             async with slots:
                 await ctx.call_tool(attempt, prepaid=True)
 
-        # What this visit had finished before it was interrupted is asked for again, and not done again.
+        # Calls that this visit finished before it was interrupted are requested again, and answered from its record.
         finished_here = {event.id for event in trajectory.here if isinstance(event, Called)}
         finished_before = {called.id for called in trajectory.called} - finished_here
         open_calls = [attempt for attempt in trajectory.attempts if attempt.id not in finished_before]
-        if len(open_calls) == 1:  # as most are; a task for it would cost as much as all else here
+        if len(open_calls) == 1:  # the usual case; a task for it would cost as much as all else here
             await ctx.call_tool(open_calls[0], prepaid=True)
         else:
             async with asyncio.TaskGroup() as calls:
@@ -112,7 +112,7 @@ class Interact(State):
 
 
 class Write(State):
-    """Only writes: its ``prompt`` was appended on entry, as that of any working state."""
+    """Only writes: the state's ``prompt`` was appended on entry, as in any working state."""
 
     triggers = (Trigger.WRITTEN,)
     keys = ()

@@ -36,7 +36,7 @@ from fsm_rollout.trajectory.tokens import as_ids
 
 E = TypeVar("E", Called, ModelQueried, events.UserReplied)
 WAITS = "waits for its user"
-"""The reason in ``Suspended`` while a :class:`LiveUser` has not answered yet."""
+"""The ``reason`` of ``Suspended`` while a :class:`LiveUser` has not answered yet."""
 
 
 class HandlerContext(Visit):
@@ -45,7 +45,7 @@ class HandlerContext(Visit):
     def __init__(self, active: ActiveTrajectory, deadline: Deadline) -> None:
         super().__init__(active, deadline)
         self._prepaid = int(self.program.machine.spends[self.state] == LimitName.ASSISTANT_TURNS)
-        """How many more generations of the visit are paid for: the first, where entering the state charged for it."""
+        """How many generations of the visit are charged already: 1, if entering the state charged for the first."""
         self._queries = dict(self.trajectory.asked)
         """The index of the next query, by engine; in a visit that begins again, that of its first recorded query."""
         for event in self.trajectory.here:
@@ -55,7 +55,7 @@ class HandlerContext(Visit):
         """Those under way, by context."""
 
     async def close(self) -> None:
-        """End the visit. A generation that the handler left running is aborted and recorded; leaving it is a mistake.
+        """End the visit. A generation that the handler left running is aborted and recorded.
 
         Raises:
             StreamError: a generation was left running.
@@ -107,9 +107,9 @@ class HandlerContext(Visit):
             del self._generations[context]
 
     def forget_recorded(self) -> None:
-        """Let a visit that begins again do things anew: what it had done stands in the streams, for its handler to see.
+        """Let a visit that begins again repeat its operations; its handler sees in the streams what it had done.
 
-        What was paid for and not generated before the interruption stays paid for.
+        What was charged and not generated before the interruption is not charged again.
         """
         self._effects = EffectLog(())
         for event in self.trajectory.here:
@@ -124,7 +124,7 @@ class HandlerContext(Visit):
     ) -> Generated:
         """Sample as :meth:`generate` does, and record it at once, whatever other generations are under way.
 
-        For foreign agents, whose calls have no order but that of time. ``paid``: it continues a turn that was charged.
+        For foreign agents, whose calls have no other order than time. ``paid``: it continues a turn that was charged.
         """
         if not paid:
             if self._prepaid:
@@ -167,9 +167,9 @@ class HandlerContext(Visit):
         return called
 
     def _replayed(self, kind: type[E], key: object) -> E | None:
-        """Return the event that a replayed run has recorded for ``key``, with the present time.
+        """Emit and return the event that a replayed run has recorded for ``key``, with the present time.
 
-        ``None`` where no run is replayed, and for calls of sub-agents, which are run again.
+        ``None`` if no run is replayed, and for calls of sub-agents, which are replayed as trajectories.
 
         Raises:
             ReplayDiverged: it has recorded none.
@@ -254,7 +254,7 @@ class HandlerContext(Visit):
         return reply
 
     async def _live_reply(self, user: LiveUser, conversation: Conversation) -> Reply:
-        """Wait for somebody who may take hours; the trajectory is set aside meanwhile, and counts no time."""
+        """Wait for a user who may take hours; the trajectory is suspended meanwhile, so that no time counts."""
         since = self.clock()
         self.active.emit(events.Suspended(at=since, reason=WAITS))
         try:
@@ -269,7 +269,7 @@ class HandlerContext(Visit):
 
         Nothing of this enters a stream or is charged: it is the environment's own business. What was said is recorded.
         """
-        # 1. Is it recorded already, from before an interruption?
+        # 1. The answer, if it was recorded before an interruption.
         index = self._queries.get(engine, 0)
         self._queries[engine] = index + 1
         recorded = self._effects.take(ModelQueried, (engine, index)) or self._replayed(ModelQueried, (engine, index))
@@ -281,7 +281,7 @@ class HandlerContext(Visit):
             raise ConfigError(f"engine '{engine}' is not one of the run's{did_you_mean(engine, clients)}")
         client = clients[engine]
         chat = shared_chat(client, Context(engine=engine))
-        if are_long(messages):  # in a thread, where nothing waits for it
+        if are_long(messages):  # in a thread, so that the loop does not wait
             encoded = await asyncio.to_thread(chat.prompt_reference, messages, None, now=self.date)
         else:
             encoded = chat.prompt_detailed(messages, None, now=self.date)
@@ -338,8 +338,8 @@ class HandlerContext(Visit):
         latest = self.trajectory.generations - 1
         turn = latest - self._effects.turns_ahead() if turn is None else turn
         if not isinstance(turn, int) or not 0 <= turn <= latest:
-            turns_there_are = "none has been generated yet" if latest < 0 else f"the first is 0, the latest {latest}"
-            raise StreamError(f"there is no turn {turn} to score; {turns_there_are}")
+            existing = "none has been generated yet" if latest < 0 else f"the first is 0, the latest {latest}"
+            raise StreamError(f"there is no turn {turn} to score; {existing}")
         if self._effects.take(events.Scored, turn) is not None:
             return
         self.emit(events.Scored(at=self.clock(), value=float(value), turn=turn, source=self.state))

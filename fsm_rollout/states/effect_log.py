@@ -1,8 +1,8 @@
 """What an interrupted visit had done, so that its handler can run again from its start without doing it twice.
 
 Invariant: each recorded event is handed out once, to the operation that would record the same thing again, in the
-order of recording. So a handler whose steps follow from the trajectory and the visit's ``rng`` comes, after a
-suspension or a crash, to where it was: what it generated, wrote, called, asked and spent is there already.
+order of recording. So after a suspension or a crash, a handler whose steps depend only on the trajectory and the
+visit's ``rng`` gets back to where it was: its generations, messages, calls, questions and charges are not repeated.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ class EffectLog:
         return recorded.popleft() if recorded else None
 
     def turns_ahead(self) -> int:
-        """Return how many turns are recorded that the handler, beginning again, has not asked for yet."""
+        """Return how many recorded turns the handler, which began again, has not asked for yet."""
         turns = (queue for (kind, _), queue in self._recorded.items() if kind is Generated)
         return sum(not event.resumed for queue in turns for event in queue)
 
 
 class Replayed:
-    """What tools, users and judges said to a trajectory that is run again."""
+    """What tools, users and judges answered in the recorded run that is being replayed."""
 
     __slots__ = ("by_agents", "effects")
 
     def __init__(self, recorded: Iterable[AnyEvent]) -> None:
         recorded = list(recorded)
         self.by_agents = frozenset(e.id for e in recorded if isinstance(e, events.Called) and e.child_id is not None)
-        """The calls that sub-agents answered, which are run again too."""
+        """The calls that sub-agents answered; those are replayed as trajectories of their own."""
         kinds = (events.Called, events.UserReplied, events.ModelQueried)
         self.effects = EffectLog(event for event in recorded if isinstance(event, kinds))

@@ -1,7 +1,7 @@
-"""Who has to answer for an error that ends a trajectory.
+"""Whose fault an error is that ends a trajectory.
 
-Invariant: every error has one :class:`~fsm_rollout.trajectory.enums.FailureClass`. Where it was raised decides if the
-error says so itself (``RolloutError.failure``), else its class; code of the agent's has to answer for all the rest.
+Invariant: every error has one :class:`~fsm_rollout.trajectory.enums.FailureClass`: the error's own ``failure`` if it
+has one, else that of its class, else ``environment``, which is the agent's own code.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ CLASSES: Mapping[type[BaseException], FailureClass] = {
     JournalError: FailureClass.INFRASTRUCTURE,
     MemoryError: FailureClass.INFRASTRUCTURE,
 }
-"""The first class of an error's own line of descent that stands here counts."""
+"""The first class in the error's MRO that is named here decides."""
 
 WAITED_FOR: Mapping[str | None, FailureClass] = {
     LimitName.ASSISTANT_TURNS: FailureClass.POLICY,
     LimitName.TOOL_CALLS: FailureClass.TOOL,
 }
-"""Who has to answer for a visit whose time was up, by what its handler spends; else the environment."""
+"""Whose fault a timeout is, by the limit that the state's handler spends; else the environment's."""
 
 
 def class_of(error: BaseException) -> FailureClass:
-    """Return who has to answer for an error."""
+    """Return whose fault an error is."""
     if isinstance(error, RolloutError) and error.failure is not None:
         return FailureClass(error.failure)
     found = (CLASSES[kind] for kind in type(error).__mro__ if kind in CLASSES)
@@ -48,5 +48,5 @@ def class_of(error: BaseException) -> FailureClass:
 
 
 def class_of_timeout(spends: str | None) -> FailureClass:
-    """Return who has to answer when a visit's time was up; ``spends`` is the limit that its handler spends."""
+    """Return whose fault the timeout of a visit is; ``spends`` is the limit that the state's handler spends."""
     return WAITED_FOR.get(spends, FailureClass.ENVIRONMENT)

@@ -31,7 +31,7 @@ OnTokens = Callable[[PendingRequest], object]
 
 
 class Generation:
-    """One generation of a visit. ``earlier``: those under way in the visit that were asked for before it."""
+    """One generation of a visit. ``earlier``: those of the visit that were begun before it and are under way."""
 
     def __init__(self, visit: Visit, context: str, earlier: Iterable[Generation]) -> None:
         self.visit = visit
@@ -39,8 +39,8 @@ class Generation:
         self.earlier = list(earlier)
         self.task = asyncio.current_task()
         self.recorded = asyncio.Event()
-        self._left: dict[str | None, float] | None = None
-        """The room that the glue has left, if there was any to write."""
+        self._room_after_glue: dict[str | None, float] | None = None
+        """What :meth:`_room` returned when glue was written; ``None``: none was."""
 
     async def sample(self, sampling: Sampling | None, on_tokens: OnTokens | None = None) -> Generated:
         """Do what :meth:`fsm_rollout.states.context.HandlerContext.generate` promises, after the turn was charged.
@@ -78,7 +78,7 @@ class Generation:
                 record()
             raise
         generated = record()
-        # 3. What did not end as a turn raises.
+        # 3. Whatever is not a whole turn raises.
         if submitted.error is not None:
             raise submitted.error
         if generated is None or generated.finish_reason == FinishReason.ABORT:
@@ -88,7 +88,7 @@ class Generation:
         return generated
 
     async def _wait_for_earlier(self, *, cut: bool = False) -> None:
-        """Wait until the earlier ones are recorded; if this one was ``cut`` off, only for those that were too."""
+        """Wait until the earlier ones are recorded; if this one is cancelled (``cut``), only for those that are too."""
         for generation in self.earlier:
             if not cut or (generation.task is not None and generation.task.cancelling()):
                 await generation.recorded.wait()
@@ -105,11 +105,11 @@ class Generation:
         turn = SampledTurn(sampled_ids=sampled, finish_reason=finish_reason, now=visit.date)
         if not are_long(new):
             encoded = chat.glue_detailed(history, new, bound.tools, **turn)
-        else:  # in a thread, where nothing waits for it, and without the cache, which is the loop's
+        else:  # in a thread, so that the loop does not wait; without the cache, which belongs to the loop's thread
             encoded = await asyncio.to_thread(chat.glue_reference, history, new, bound.tools, **turn)
             if len(stream.pending) > len(new):  # another task of the handler has written meanwhile
                 return await self._glue(stream)
-        # 2. Glue from the cache is checked by sample, once this turn's request is on its way.
+        # 2. Some of the glue from the cache is checked, after this turn's request has been sent.
         if encoded.entry is not None:
             visit.active.glue_entries.add(encoded.entry)
             if chat.audit_due(encoded.entry) and chat.audit_fits(encoded.entry, len(stream.tokens)):
@@ -121,7 +121,7 @@ class Generation:
 
                 asyncio.get_running_loop().call_soon(audit)
         # 3. Glue that leaves no room for a token is not written.
-        self._left = self._room(len(stream.tokens) + len(encoded.ids), len(encoded.ids))
+        self._room_after_glue = self._room(len(stream.tokens) + len(encoded.ids), len(encoded.ids))
         visit.emit(
             PromptExtended(
                 at=visit.clock(),
@@ -154,14 +154,14 @@ class Generation:
         """Return the request for the next turn, and the limit that bounds its length (None: its own max_tokens)."""
         bound, trajectory = self.bound, self.visit.trajectory
         length = len(stream.tokens)
-        room = self._left or self._room(length, 0)
+        room = self._room_after_glue or self._room(length, 0)
         settings = self._sampling(sampling)
-        already = sum(len(span) for span in stream.tokens.sampled() if span.turn == stream.turn) if resumed else 0
+        sampled = sum(len(span) for span in stream.tokens.sampled() if span.turn == stream.turn) if resumed else 0
         bounds: dict[str | None, float] = {
-            None: float("inf") if settings.max_tokens is None else settings.max_tokens - already,
+            None: float("inf") if settings.max_tokens is None else settings.max_tokens - sampled,
             **room,
         }
-        cut_by = min(bounds, key=bounds.__getitem__)  # the first of equals: the turn's own bound
+        cut_by = min(bounds, key=bounds.__getitem__)  # of equal bounds the first, which is the turn's own
         index = trajectory.context_turns.get(bound.name, 0) - resumed
         request = Request(
             request_id=f"{trajectory.trajectory_id}/{bound.name}/{index}/{length}",
@@ -177,7 +177,7 @@ class Generation:
             agent=trajectory.agent,
             context=bound.name,
             turn=index,
-            sampled=already,
+            sampled=sampled,
         )
         return request, cut_by
 
@@ -196,14 +196,14 @@ class Generation:
     def _record(
         self, pending: PendingRequest, stream: Stream, cut_by: str | None, *, continued: bool, resumed: bool
     ) -> Generated | None:
-        """Record what a request brought; an abort before the first token is no turn: nothing is recorded (None)."""
+        """Record a request's tokens and return the event; ``None`` if it was aborted before its first token."""
         # 1. How it ended.
         finish_reason = pending.finish_reason or FinishReason.ABORT
         if finish_reason == FinishReason.ABORT and len(pending.ids) == pending.request.sampling.max_tokens:
             finish_reason = FinishReason.LENGTH  # all tokens had arrived; only the finish reason was lost
         if finish_reason == FinishReason.ABORT and not len(pending.ids):
             return None
-        # 2. What the turn says. A tokenizer or tool format that fails loses no token: the turn stands, unread.
+        # 2. The turn's text and calls. If the tokenizer or tool format fails, the tokens are still recorded.
         visit, read_error = self.visit, None
         ids = stream.turn_ids + pending.ids if continued else pending.ids
         try:

@@ -31,7 +31,7 @@ from fsm_rollout.trajectory.tokens import as_ids
 from fsm_rollout.trajectory.trajectory import DONE_IN_A_VISIT, Stream, root_of
 
 LONG_TEXT = 20_000
-"""Characters of messages from which on they are encoded in a thread: they take some 10 ms."""
+"""Messages of more characters than this are encoded in a thread: that takes some 10 ms."""
 
 _FOR_HANDLERS = DONE_IN_A_VISIT | {events.PromptExtended}
 """What a handler may emit."""
@@ -53,7 +53,7 @@ class Visit:
         self.state = self.trajectory.state
         self._loop = asyncio.get_running_loop()
         self._entry = next(iter(self.trajectory.here), None)
-        """The first event that an interrupted visit has recorded: where entering records any, it is entering's."""
+        """The first event that the interrupted visit had recorded; if :meth:`enter` records one, it is that one."""
         self._effects = EffectLog(self.trajectory.here)
         self._over = False
 
@@ -77,8 +77,8 @@ class Visit:
         """Apply an event to the trajectory, journal it and call the listeners.
 
         Raises:
-            StreamError: the visit is over (whoever calls was left behind by its handler), or the event is not for a
-                handler to emit: it would begin, move or end the trajectory; or a score is not a finite number.
+            StreamError: the visit is over (its handler did not wait for a task), the event is not one that a handler
+                may emit (it would begin, move or end the trajectory), or a score is not a finite number.
         """
         if type(event) not in _FOR_HANDLERS:
             raise StreamError(
@@ -126,7 +126,7 @@ class Visit:
         if spec.prompt is None and not spec.reset:
             return
         if self._entry is not None:
-            # Recorded before an interruption; the handler must not take it for an effect of its own.
+            # Recorded before an interruption; the handler must not get it as an effect of its own.
             self._effects.take(type(self._entry), spec.context)
             return
         messages: list[Message] | None = None
@@ -199,9 +199,8 @@ class Visit:
     ) -> Stream:
         """Open a context's next stream with exactly these messages.
 
-        ``instead_of_glue``: a generation opens it, where its history cannot be continued in the present stream; a visit
-        that begins again does not look for it among its recorded effects. ``encoded``: what the messages encode to,
-        where that is known.
+        ``instead_of_glue``: a generation opens it, because its history cannot be continued in the present stream; it is
+        then part of that generation, and no effect of its own. ``encoded``: the encoded messages, if they are known.
 
         Raises:
             PromptTooLong: they leave no room for a single token.
@@ -250,12 +249,12 @@ class Visit:
         return datetime.fromisoformat(self.trajectory.date)
 
     def limit_reached(self, limit: str, context: str) -> LimitReached:
-        """Return the error for a limit that stops a generation; it names the engine's window where that is it."""
-        bound, own = self.context(context), self.trajectory.limits.get(LimitName.CONTEXT_TOKENS)
+        """Return the error for a limit that stops a generation; it says so if the engine's window is the limit."""
+        bound, context_tokens = self.context(context), self.trajectory.limits.get(LimitName.CONTEXT_TOKENS)
         window = bound.client.engine.max_context
-        if limit != LimitName.CONTEXT_TOKENS or (own is not None and own <= window):
+        if limit != LimitName.CONTEXT_TOKENS or (context_tokens is not None and context_tokens <= window):
             return LimitReached(limit)
-        setting = "not set" if own is None else f"{own:,}"
+        setting = "not set" if context_tokens is None else f"{context_tokens:,}"
         detail = f"the window of engine '{bound.spec.engine}' is {window:,} tokens, and context_tokens is {setting}"
         return LimitReached(limit, detail)
 

@@ -1,4 +1,4 @@
-"""Programs that an agent's YAML names: found, given what they may know, and ended with all that they have started.
+"""Programs that an agent's YAML names: finding them, their environment, and ending them with all they have started.
 
 Invariant: a program sees PATH, a few names that say where and in what language it runs, and what it is given; no other
 name of our environment. What it has started ends with it, also what has left its session or its parent.

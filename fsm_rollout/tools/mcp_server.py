@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 120.0
-"""How long a server may take to start and to name its tools; some are downloaded when they first start."""
+"""How long a server may take to start and to list its tools; some are downloaded when they first start."""
 CLOSE_SECONDS = 30.0
 """How long a session may take to close."""
 SHOWN_OUTPUT = 400
@@ -96,11 +96,11 @@ class MCPServer:
                     if cursor is None:
                         return tools
         except TimeoutError:
-            raise ToolError(f"{self.where}: the server did not name its tools within {START_SECONDS:g} s") from None
+            raise ToolError(f"{self.where}: the server did not list its tools within {START_SECONDS:g} s") from None
         except NotReady as error:
             raise ToolError(f"{self.where}: the server cannot be started or reached: {error.__cause__}") from error
         except MCPError as error:
-            raise ToolError(f"{self.where}: the server does not name its tools: {error}") from error
+            raise ToolError(f"{self.where}: the server does not list its tools: {error}") from error
         finally:
             await connection.close()
 
@@ -246,7 +246,7 @@ class MCPTool(BoundTool):
         try:
             kind.check_schema(declared.input_schema)
         except jsonschema.SchemaError as error:
-            raise ToolError(f"{self.where}: its schema is none: {error.message}; leave it out by `allow`") from None
+            raise ToolError(f"{self.where}: its schema is wrong: {error.message}; leave it out by `allow`") from None
         self._validator = kind(declared.input_schema)
         self._names = list(declared.input_schema.get("properties", {}))
 

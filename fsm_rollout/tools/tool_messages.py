@@ -195,7 +195,7 @@ def _short(text: str, length: int) -> str:
 def _plain_data(value: object) -> object:
     if (tolist := getattr(value, "tolist", None)) is not None:
         return tolist()
-    raise TypeError(f"a {type(value).__name__} cannot be told to a model; return text, numbers or plain data")
+    raise TypeError(f"a {type(value).__name__} cannot be shown to a model; return text, numbers or plain data")
 
 
 def _beginning(size: int, side: Side) -> int:

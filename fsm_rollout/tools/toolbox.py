@@ -310,7 +310,7 @@ class AgentTool(BoundTool):
         super().__init__(name, spec)
         self.agent = agent
         if spec.placement != "local":
-            raise ToolError(f"{self.where}: an agent runs here; leave `placement` out")
+            raise ToolError(f"{self.where}: `placement` does not apply to an agent; leave it out")
         if spec.kwargs:
             raise ToolError(f"{self.where}: an agent takes no kwargs, only a task; got {', '.join(spec.kwargs)}")
         self.parameters = parameters_of(_ask, where=self.where)
@@ -395,7 +395,7 @@ def _check_form(name: str, spec: graph.Tool) -> None:
     if spec.is_source:
         kind = "an MCP server" if spec.mcp is not None else "a taskset"
         if spec.placement != "local":
-            raise ToolError(f"tool '{name}': {kind} runs where it runs; leave `placement` out")
+            raise ToolError(f"tool '{name}': `placement` does not apply to {kind}; leave it out")
         if spec.kwargs or spec.description is not None:
             raise ToolError(f"tool '{name}': {kind} describes its tools itself; leave kwargs and description out")
 

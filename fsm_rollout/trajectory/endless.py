@@ -37,4 +37,4 @@ def _epochs(epoch: list[T], rng: Random, epochs: int) -> Iterator[T]:
     for _ in range(epochs):
         rng.shuffle(epoch)
         yield from epoch
-    logger.warning("%d prompts were gone through %d times, which is the bound; give more epochs", len(epoch), epochs)
+    logger.warning("all %d prompts were used %d times; give more epochs", len(epoch), epochs)

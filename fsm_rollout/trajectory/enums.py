@@ -1,4 +1,4 @@
-"""Why things end and why states change: the words of journals, YAMLs and pages, each with its meaning.
+"""Why things end and why states change: the words used in journals, YAMLs and pages, each with its meaning.
 
 Invariant: every member is its word (``FinishReason.STOP == "stop"``), so files hold plain text, and users may write the
 word wherever a member is wanted.
@@ -10,7 +10,7 @@ from enum import StrEnum
 
 
 class Word(StrEnum):
-    """A word with a meaning; it prints as the word, also within quotes."""
+    """A string enum whose members print as plain strings."""
 
     def __repr__(self) -> str:
         """Show as text, which is what users wrote and will read."""
@@ -21,11 +21,11 @@ class FinishReason(Word):
     """Why one generation ended."""
 
     STOP = "stop"
-    """The model said a stop token; it is the last of the sampled ids."""
+    """The model sampled a stop token; it is the last of the sampled ids."""
     LENGTH = "length"
     """``max_tokens``, a token limit or the engine's window cut it."""
     ABORT = "abort"
-    """It was taken back, or its engine failed; what was sampled until then counts, and the generation may go on."""
+    """It was aborted, or its engine failed; what was sampled until then is kept, and the generation may go on."""
 
 
 class LimitName(Word):
@@ -71,11 +71,11 @@ class Trigger(Word):
     FAILED = "failed"
     """The scheduler: the handler raised an error."""
     TIMED_OUT = "timed_out"
-    """The scheduler: the state's timeout is over."""
+    """The scheduler: the visit took longer than the state's timeout."""
     LIMIT_REACHED = "limit_reached"
-    """The scheduler: a limit holds the trajectory back."""
+    """The scheduler: a limit was reached."""
     CANCELLED = "cancelled"
-    """The scheduler: somebody took the trajectory back. No transition can take it."""
+    """The scheduler: the trajectory was cancelled from outside. No transition can take it."""
 
 
 IMPLICIT_TRIGGERS = (Trigger.TRUNCATED, Trigger.FAILED, Trigger.TIMED_OUT, Trigger.LIMIT_REACHED, Trigger.CANCELLED)
@@ -90,13 +90,13 @@ class DropReason(Word):
     FILTERED = "filtered"
     """The run's group filter turned it down."""
     STALE = "stale"
-    """A sample of it fell behind the weights once too often."""
+    """A sample of it fell too far behind the weights, once more than ``max_restarts``."""
     WRONG_TOKENS = "wrong_tokens"
     """Tokens of it are wrong (``failed:GlueMismatchError``)."""
 
 
 class StopReason(Word):
-    """Why a trajectory ended, as far as the reasons are fixed.
+    """Why a trajectory ended: the fixed reasons.
 
     A transition may give a ``stop_reason`` of its own; a limit gives ``limit:<name>`` and an error ``failed:<class>``
     (:meth:`of_limit`, :meth:`of_failure`), so the stop reason of a trajectory is a ``str``.
@@ -107,13 +107,13 @@ class StopReason(Word):
     TRUNCATED = "truncated"
     """A turn was cut at the length limit, and no transition took it on."""
     TIMED_OUT = "timed_out"
-    """A visit's timeout was over, and no transition took it on."""
+    """A visit timed out, and no transition took that on."""
     INTERACTION_DONE = "interaction_done"
     """The simulated user had nothing more to say."""
     PROMPT_TOO_LONG = "prompt_too_long"
     """The prompt does not fit into the engine's window."""
     CANCELLED = "cancelled"
-    """Somebody took the trajectory back."""
+    """It was cancelled from outside."""
 
     @staticmethod
     def of_limit(limit: str | None) -> str:
@@ -132,7 +132,7 @@ class StopReason(Word):
 
 
 class FailureClass(Word):
-    """Who has to answer for the end of a trajectory that came to no end of its agent's own.
+    """Whose fault it is that a trajectory failed.
 
     Only :attr:`POLICY` is something to learn from: what failed for any other reason has no score.
     """
@@ -145,9 +145,8 @@ class FailureClass(Word):
     TOOL = "tool"
     """A tool: it failed for good, or its state's time was up."""
     ENVIRONMENT = "environment"
-    """Code of the agent's: a handler, an interaction, a predicate, a transition that is missing."""
+    """The agent's own code: a handler, an interaction, a predicate, a missing transition."""
     ENGINE = "engine"
-    """The engine answered with an error, with nothing, or with what no engine may answer."""
+    """The engine: it answered with an error, with nothing, or with something invalid."""
     INFRASTRUCTURE = "infrastructure"
-    """What all of this runs on: a replica or a worker process was lost, memory ran out, tokens came from a wrong
-    cache."""
+    """The machinery: a replica or a worker process was lost, memory ran out, or cached tokens were wrong."""

@@ -24,7 +24,7 @@ Message = PlainData
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", gc=False, omit_defaults=True):
-    """Base of all events. They hold plain data, which no cycle leads through, and are no business of the collector."""
+    """Base of all events. They hold plain data without cycles, so the garbage collector need not track them."""
 
     at: float
 
@@ -61,9 +61,9 @@ class ContextOpened(Event, frozen=True, kw_only=True, tag="context_opened"):
     engine: str
     guarded: int = 0
     guarded_at: list[int] = []
-    """Which of ``ids``, by place, spell a control marker that was kept from becoming one."""
+    """The places in ``ids`` of tokens that spell a control token as plain text (``injection: guard``)."""
     instead_of_glue: bool = False
-    """It is part of a generation: what stands before it could not be glued to what came before."""
+    """Whether a generation opened it, because its messages could not be glued to the stream before."""
 
 
 class MessagesAppended(Event, frozen=True, kw_only=True, tag="wrote"):
@@ -94,7 +94,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True, tag="call", gc=False):
     id: str
     """Ties the call to its result."""
     name: str
-    """The tool, which may be one that there is not."""
+    """The tool's name; there may be no such tool."""
     arguments: PlainData
     """As the model wrote them; they may not fit the tool's parameters."""
 
@@ -126,15 +126,15 @@ class Generated(Event, frozen=True, kw_only=True, tag="generated"):
     message: Message
     attempts: list[ToolCall | MalformedCall] = []
     continued: bool = False
-    """It goes on with the assistant turn that stands last in the history."""
+    """Whether it continues the last message of the history, a turn that was cut."""
     resumed: bool = False
-    """What it goes on from was an abort: the same generation, and not counted again."""
+    """Whether it continues an aborted generation; then it is the same generation and not counted again."""
     temperature: float = 1.0
-    """With ``top_p`` and ``top_k``: the sampling of the distribution that ``logprobs`` are of."""
+    """With ``top_p`` and ``top_k``: the distribution that the ids were sampled from and that ``logprobs`` are of."""
     top_p: float = 1.0
     top_k: int = 0
     kept: list[Ids] = []
-    """For each of ``ids``, those that ``top_p`` and ``top_k`` left to sample it from; empty where none says so."""
+    """For each of ``ids``, the ids that ``top_p`` and ``top_k`` left to choose from; empty if none were reported."""
     cut_by: str | None = None
     """The limit that cut it, when ``finish_reason`` is "length" and it was not the turn's own ``max_tokens``."""
     queue_seconds: float = 0.0
@@ -153,8 +153,8 @@ class CallBegun(Event, frozen=True, kw_only=True, tag="call_begun"):
 class Called(Event, frozen=True, kw_only=True, tag="called"):
     """One attempted tool call came to its end.
 
-    The model is to blame (``bad``) for a call that cannot be read, a tool that there is not, and arguments that do not
-    fit the tool's parameters or that the tool itself refuses by raising ``BadArguments``. Those are charged to
+    The model is to blame (``bad``) for a call that cannot be read, an unknown tool, and arguments that do not fit the
+    tool's parameters or that the tool itself refuses by raising ``BadArguments``. Those are charged to
     ``bad_calls``. Whatever else a tool raises is a failure of the tool.
     """
 
@@ -230,7 +230,7 @@ class Transitioned(Event, frozen=True, kw_only=True, tag="transitioned"):
     row: int | None = None
     """Which of the agent's transitions fired, by its place in ``transitions``; ``None`` for an implicit one."""
     failure: FailureClass | None = None
-    """Who has to answer for it, if it is a failure: ``failed``, or another trigger that the agent routes nowhere."""
+    """Whose fault it is, if it is a failure: ``failed``, or another trigger that no transition of the agent takes."""
 
 
 Part = float | str | None
@@ -240,7 +240,7 @@ REWARD = "reward"
 
 
 class TimedOut(Event, frozen=True, kw_only=True, tag="timed_out"):
-    """The time of the present visit was up, or (``walled``) that of the trajectory; its handler closes what is open."""
+    """The present visit timed out, or (``walled``) ``wall_seconds`` were over; the handler's ``timed_out`` follows."""
 
     walled: bool = False
 
@@ -252,7 +252,7 @@ class Scored(Event, frozen=True, kw_only=True, tag="scored"):
     turn: int | None = None
     source: str = ""
     parts: dict[str, Part] = {}
-    """What the run's reward said beside the score, by name."""
+    """What the run's reward reported beside the score, by name."""
 
 
 class NotScored(Event, frozen=True, kw_only=True, tag="not_scored"):
@@ -285,7 +285,7 @@ class Ended(Event, frozen=True, kw_only=True, tag="ended"):
     stop_reason: str
     detail: str | None = None
     failure: FailureClass | None = None
-    """Who has to answer for it, if it came to no end of the agent's own."""
+    """Whose fault it is, if it is a failure."""
 
 
 AnyEvent = (

@@ -182,7 +182,7 @@ def _warn_of_near_misses(fields: Iterable[str]) -> None:
     """Warn of further fields that are spelled nearly as one that means something."""
     for key in fields:
         if hint := close_match(key, Prompt.model_fields, likeness=0.85):
-            logger.warning("the prompts' field '%s' is read by nobody but your own code%s", key, hint)
+            logger.warning("only your own code reads the prompts' field '%s'%s", key, hint)
 
 
 def _prompt(item: _Item, default_id: str | None = None) -> Prompt:
@@ -217,7 +217,7 @@ def _prompt(item: _Item, default_id: str | None = None) -> Prompt:
         if key in KWARGS and not isinstance(value, Mapping | None):
             raise ConfigError(item.problem(f"{key} must be a mapping, got {value!r}"))
         if key not in KWARGS and "kwargs" in key and (hint := close_match(key, KWARGS)):
-            raise ConfigError(item.problem(f"'{key}' is read by nobody{hint}"))
+            raise ConfigError(item.problem(f"nothing reads '{key}'{hint}"))
     if (unwritten := unwritable([prompt.messages, prompt.extra])) is not None:
         raise ConfigError(item.problem(unwritten))
     return prompt

@@ -30,7 +30,7 @@ else:  # ``array`` takes no type parameter at run time before Python 3.12
 NO_VERSION = -1
 """The weight version of a token that no engine sampled."""
 LAST_VERSION = 2**31 - 1
-"""Batches have weight versions as int32."""
+"""The highest weight version: batches hold them as int32."""
 
 
 def as_ids(ids: Sequence[int]) -> Ids:
@@ -99,7 +99,7 @@ class TokenStream:
             StreamError: not exactly one logprob per token.
         """
         if len(ids) != len(logprobs):
-            raise StreamError(f"{len(ids)} sampled tokens came with {len(logprobs)} logprobs; they must be as many")
+            raise StreamError(f"{len(ids)} sampled tokens came with {len(logprobs)} logprobs; each needs one")
         self._append(ids, logprobs, Owner.MODEL, state, turn, version)
 
     def _append(
@@ -222,11 +222,11 @@ class Responses(NamedTuple):
 
 
 def responses(streams: Sequence[TokenStream], state_ids: Mapping[str, int] = MappingProxyType({})) -> Responses:
-    """Return what the streams' own methods return, of all of them at once: for thousands, that is much quicker."""
-    # 1. A line for each span of the responses; step 3 repeats it for each token of the span.
+    """Return what the ``response_…`` methods return, for all streams at once: for thousands, that is much quicker."""
+    # 1. One line for each span of the responses; step 3 repeats it for each token of the span.
     by_span = np.array(
         [
-            (span.end - span.start, own := span.owner is Owner.MODEL, own and stream.trained, span.version,
+            (span.end - span.start, model := span.owner is Owner.MODEL, model and stream.trained, span.version,
              span.turn, state_ids.get(span.state, -1))
             for stream in streams
             for span in stream._spans[1:]
@@ -236,7 +236,7 @@ def responses(streams: Sequence[TokenStream], state_ids: Mapping[str, int] = Map
     lengths, sampled, mask, versions, turns, states = by_span.T
     # 2. The tokens themselves.
     ids, logprobs = (
-        np.concatenate([np.zeros(0, kind), *(np.frombuffer(held, kind)[start:] for held, start in parts)])
+        np.concatenate([np.zeros(0, kind), *(np.frombuffer(values, kind)[start:] for values, start in parts)])
         for kind, parts in (
             (np.int32, [(stream._ids, stream.prompt_length) for stream in streams]),
             (np.float32, [(stream._logprobs, stream.prompt_length) for stream in streams]),

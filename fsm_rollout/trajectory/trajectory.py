@@ -21,7 +21,7 @@ from fsm_rollout.trajectory.wall_time import covered
 
 
 class Outcome(msgspec.Struct, frozen=True, gc=False):
-    """What a visit of a state came to: the trigger to raise, and facts about it that transitions may ask for.
+    """The result of a visit: the trigger to raise, and details that the conditions of transitions may test.
 
     A handler returns one of its declared triggers. The scheduler itself raises ``failed`` (with the error's class
     name in ``error``), ``timed_out``, ``limit_reached`` (with the limit's name in ``limit``) and ``cancelled``.
@@ -36,11 +36,11 @@ class Outcome(msgspec.Struct, frozen=True, gc=False):
     detail: str | None = None
     """The error's text."""
     blame: FailureClass | None = None
-    """Who has to answer for it, where the trigger does not say."""
+    """Whose fault it is, where the trigger does not say."""
 
     @property
     def failure(self) -> FailureClass | None:
-        """Who has to answer for it; ``None``: it is no failure."""
+        """Whose fault it is; ``None``: it is no failure."""
         match self.trigger:
             case Trigger.LIMIT_REACHED | Trigger.TRUNCATED:
                 return FailureClass.POLICY
@@ -88,17 +88,17 @@ class Stream(msgspec.Struct):
     engine: str
     """The engine that samples it: ``policy``, or another of the run's."""
     messages: list[Message]
-    """The chat history: what it was opened with, and all that was said since."""
+    """The chat history: what it was opened with, and every message since."""
     glued: int
     """How many of ``messages`` are in ``tokens``."""
     opening: int
-    """How many of the messages the stream was opened with; assistant messages among them were not sampled in it."""
+    """How many of ``messages`` the stream was opened with; assistant messages among them were not sampled in it."""
     tokens: TokenStream
     """Its tokens, each with its origin; mask, logprobs and weight versions are read off them."""
     turn_at: int
     """Where the tokens of the latest assistant turn begin."""
     guarded_at: list[int]
-    """Positions of the tokens that spell a control marker which was kept from becoming one."""
+    """Positions of tokens that spell a control token as plain text (``injection: guard``)."""
     sampled_with: list[SampledWith]
     """The sampling of each generation, by its index."""
     pending_state: str | None = None
@@ -110,7 +110,7 @@ class Stream(msgspec.Struct):
     finish_reason: FinishReason | None = None
     """Why that generation ended."""
     open: bool = True
-    """Whether it is its context's present stream; a ``reset`` closes it and opens the next."""
+    """Whether it is its context's current stream; a ``reset`` closes it and opens the next."""
 
     @property
     def pending(self) -> list[Message]:
@@ -119,7 +119,7 @@ class Stream(msgspec.Struct):
 
     @property
     def sampled(self) -> bool:
-        """Whether anything was sampled in it; where messages come before its first turn, the next stream has that."""
+        """Whether anything was sampled in it. It was not if messages came before its first turn: they open another."""
         return self.turn is not None
 
     @property
@@ -129,7 +129,7 @@ class Stream(msgspec.Struct):
 
 
 class Turn(msgspec.Struct, gc=False):
-    """One message of the model's, with what came of it: its tool calls, their results, its score."""
+    """One message of the model's, with its tool calls, their results and its score."""
 
     context: str
     """The context that it was said in."""
@@ -142,7 +142,7 @@ class Turn(msgspec.Struct, gc=False):
     finish_reason: FinishReason
     """Why it ended: ``stop``, or ``length`` when it was cut."""
     results: list[events.Called] = []
-    """What came of the calls, in the order in which they ended: result, failure, whose fault, seconds, reward."""
+    """The calls' ends, in the order in which they ended: result, failure, whose fault, seconds, reward."""
     score: float | None = None
     """Its own score (an interaction's, or a handler's ``score_turn``); ``None``: it has none."""
     generations: list[int] = []
@@ -218,7 +218,7 @@ class Trajectory(msgspec.Struct):
     detail: str | None = None
     """More about its end: the error's text, or what was cut."""
     failure: FailureClass | None = None
-    """Who has to answer for its end; ``None`` for an end of the agent's own, a cancellation, or none yet."""
+    """Whose fault its end is; ``None``: it has not failed (it ended as intended, was cancelled, or goes on)."""
     suspended: str | None = None
     """Why it was set aside unfinished; ``None`` when it was not."""
     ended_at: float | None = None
@@ -230,11 +230,11 @@ class Trajectory(msgspec.Struct):
 
     # The present visit
     here: list[AnyEvent] = []
-    """What the present visit has done so far; when it is begun again, this is not done again."""
+    """The events of the present visit so far. If the visit is begun again, their effects are not repeated."""
     interrupted: bool = False
     """Whether the present visit was broken off once and begun again."""
     time_up: events.TimedOut | None = None
-    """Set when the time of the present visit is up and only its end is left to be done."""
+    """Set when the present visit has timed out and only its handler's ``timed_out`` is still to run."""
 
     # What the model and the environment have done
     streams: list[Stream] = []
@@ -274,13 +274,13 @@ class Trajectory(msgspec.Struct):
     rewarded: bool = False
     """Whether the run's reward has scored it."""
     reward_parts: Mapping[str, events.Part] = {}
-    """What the run's reward said beside the score, by name."""
+    """What the run's reward reported beside the score, by name."""
     unscored: str | None = None
-    """Why the run's reward gave it no score, where that was asked and gave none."""
+    """Why the run's reward gave no score, if it was asked for one."""
 
     @property
     def score_is_missing(self) -> bool:
-        """Whether a score is wanting: the run's reward gave none, or nothing has scored it or a turn of it."""
+        """Whether its score is missing: the run's reward gave none, or nothing has scored it or a turn of it."""
         return self.score is None and (self.unscored is not None or not self.turn_scores)
 
     @classmethod
@@ -378,8 +378,8 @@ class Trajectory(msgspec.Struct):
         return max(0.0, self.elapsed(self.latest_at if self.ended_at is None else self.ended_at) - self._seconds("any"))
 
     def _seconds(self, kind: str) -> float:
-        here = [(start, end) for name, start, end in self.stretches if kind in (name, "any")]
-        return self.wall.get(kind, 0.0) + covered(here)
+        present_visit = [(start, end) for name, start, end in self.stretches if kind in (name, "any")]
+        return self.wall.get(kind, 0.0) + covered(present_visit)
 
     def _took(self, kind: str, start: float, end: float) -> None:
         start = max(start, self.started_at)
@@ -491,7 +491,7 @@ class Trajectory(msgspec.Struct):
         if len(event.ids) != len(event.logprobs) or versioned != len(event.ids):
             raise StreamError(
                 f"a generation of {len(event.ids)} tokens came with {len(event.logprobs)} logprobs and versions "
-                f"for {versioned} tokens; they must be as many"
+                f"for {versioned} tokens; there must be one of each for every token"
             )
         if len(event.kept) not in (0, len(event.ids)):
             raise StreamError(f"a generation of {len(event.ids)} tokens came with {len(event.kept)} sampling masks")
@@ -519,7 +519,7 @@ class Trajectory(msgspec.Struct):
         if not event.resumed:
             self.generations += 1
             self.context_turns[event.context] = self.context_turns.get(event.context, 0) + 1
-        self._update_turn(event).results = self.called = []  # one list: the calls made from now on are its results
+        self._update_turn(event).results = self.called = []  # one list for both: the calls made from now on
         self.last = event
         begun = event.at - event.seconds
         self._took("queue", begun - event.queue_seconds, begun)
@@ -542,7 +542,7 @@ class Trajectory(msgspec.Struct):
         return turn
 
     def _call_begun(self, event: events.CallBegun) -> None:
-        """Nothing changes but what the present visit has done."""
+        """Change nothing: :meth:`apply` notes the event in ``here``."""
 
     def _called(self, event: events.Called) -> None:
         self.called.append(event)
@@ -629,8 +629,8 @@ class Trajectory(msgspec.Struct):
 
 
 BRANCH, FURTHER = "~", "+"
-"""What the name of a context is followed by, with a number, in the contexts of a foreign agent that has several
-histories at a time: ``main~2`` is a rewrite of an earlier one, ``main+2`` has nothing in common with one."""
+"""A foreign agent may have several histories at a time; the further ones are contexts with a number behind the name:
+``main~2`` rewrites an earlier history, ``main+2`` shares nothing with any."""
 
 
 def root_of(context: str) -> str:

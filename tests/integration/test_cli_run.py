@@ -191,10 +191,10 @@ def test_names_from_files_are_printed_as_text(place: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "says"),
     [
-        ({"tool_kwargs": {}}, ":1: 'tool_kwargs' is read by nobody; did you mean 'tools_kwargs'?"),
+        ({"tool_kwargs": {}}, ":1: nothing reads 'tool_kwargs'; did you mean 'tools_kwargs'?"),
         (
             {"interactions_kwargs": {}},
-            ":1: 'interactions_kwargs' is read by nobody; did you mean 'interaction_kwargs'?",
+            ":1: nothing reads 'interactions_kwargs'; did you mean 'interaction_kwargs'?",
         ),
         ({"tools_kwargs": 7}, ":1: tools_kwargs must be a mapping, got 7"),
         ({"interaction_kwargs": [1]}, ":1: interaction_kwargs must be a mapping, got [1]"),
@@ -218,7 +218,7 @@ def test_what_a_prompt_replaces_or_nearly_says_is_told_once(place: Path, caplog:
         "(in main)"
     ]
     assert [line for line in lines if "'limit'" in line] == [
-        "the prompts' field 'limit' is read by nobody but your own code; did you mean 'limits'?"
+        "only your own code reads the prompts' field 'limit'; did you mean 'limits'?"
     ]
 
 

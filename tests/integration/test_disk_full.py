@@ -60,6 +60,6 @@ def test_a_disk_that_is_full_ends_the_run_with_a_word_and_loses_nothing(tmp_path
     assert outcomes == ["ended with 2", "ended with 0"], done.stdout + done.stderr
     assert files[0] == ["journal.sqlite"]
     assert "the batch cannot be saved as" in done.stderr
-    assert "No space left on device; nothing is lost: when that is mended, fsm-rollout resume" in done.stderr
+    assert "No space left on device; nothing is lost: fix that, then fsm-rollout resume" in done.stderr
     assert "Traceback" not in done.stderr
     assert {"batch", "journal.sqlite", "summary.json"} <= set(files[1])

@@ -361,9 +361,9 @@ def test_a_backend_of_ones_own() -> None:
 
 def test_what_is_required_and_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "protection", lambda: sessions.Protection(False, True, "a test"))
-    with pytest.raises(ToolError, match="needs namespaces, which cannot be had here: a test"):
+    with pytest.raises(ToolError, match="needs namespaces, which are not available here: a test"):
         asyncio.run(LocalSession("python", Limits(), namespaces=True).execute("1"))
-    assert "are NOT hidden, because namespaces cannot be had: a test" in str(sessions.protection())
+    assert "are NOT hidden, because namespaces are not available: a test" in str(sessions.protection())
 
 
 AGENT = """

@@ -128,7 +128,7 @@ def test_a_top_k_beyond_what_sglang_can_answer_for_is_refused_alone(engine: SGLa
     good, bad = asyncio.run(ask(engine, request(engine, next(names)), request(engine, next(names), top_k=5000)))
     assert good.reason in ("stop", "length")
     assert bad.chunks[-1].error is not None
-    assert "top_k is 5000, and SGLang says exact logprobs of at most 4096 kept tokens" in bad.chunks[-1].error
+    assert "top_k is 5000, and SGLang gives exact logprobs for at most 4096 kept tokens" in bad.chunks[-1].error
 
 
 def test_a_token_beyond_the_vocabulary_is_refused_alone(engine: SGLangEngine) -> None:
@@ -136,7 +136,7 @@ def test_a_token_beyond_the_vocabulary_is_refused_alone(engine: SGLangEngine) ->
     wrong = replace(request(engine, next(names)), ids=as_ids([5, 704]))
     good, bad = asyncio.run(ask(engine, request(engine, next(names)), wrong))
     assert good.reason in ("stop", "length")
-    assert bad.chunks[-1].error == "EngineError: token 704 is none of the model's 704; is the tokenizer that of it?"
+    assert bad.chunks[-1].error == "EngineError: token 704 is none of the model's 704; is the tokenizer its own?"
 
 
 def test_updates_in_mid_flight_lose_no_token_and_mistake_no_version(engine: SGLangEngine) -> None:

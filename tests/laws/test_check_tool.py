@@ -365,7 +365,7 @@ class FailsToLetGo:
         (picky, 2, "refused what its schema allows: error: tool: argument 'number' must be even"),
         (always_raises, 2, r"raised on all \d+ calls .*ConnectionError: no route"),
         (takes_anything, 3, "took {'a': 'no number'}, though 'a' is of another type"),
-        (returns_an_object, 4, "cannot be told to a model"),
+        (returns_an_object, 4, "cannot be shown to a model"),
         (hangs, 4, "did not return within 60 s"),
         (spins, 4, "a call of spins never ends: .*time never passes"),
         (swallows, 5, "cancelled at its await number 2 .*swallowed it"),
@@ -382,7 +382,7 @@ class FailsToLetGo:
         (
             works_once,
             4,
-            "cannot be told to a model(?s:.*) not when the same case ran again: something is kept between runs",
+            "cannot be shown to a model(?s:.*) not when the same case ran again: something is kept between runs",
         ),
         (Notes, 8, "made at once 'busy'"),
         (reads_the_clock, 8, r"gave '0', and the second time '1024'"),

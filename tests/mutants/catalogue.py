@@ -63,13 +63,13 @@ MUTANTS = (
     # -- tokens, masks, logprobs, versions (laws 3, 4, 7)
     Mutant(
         "flip a mask span", "trajectory/tokens.py",
-        "own and stream.trained, span.version",
-        "own and stream.trained and span is not stream._spans[-1], span.version",
+        "model and stream.trained, span.version",
+        "model and stream.trained and span is not stream._spans[-1], span.version",
         "4: the mask is 1 exactly on sampled tokens",
     ),
     Mutant(
         "train on what an untrained engine says", "trajectory/tokens.py",
-        "own and stream.trained, span.version", "own, span.version",
+        "model and stream.trained, span.version", "model, span.version",
         "4: only trainable contexts have mask 1",
         ("tests/unit/trajectory/test_tokens.py", *LAWS),
     ),
@@ -200,7 +200,7 @@ MUTANTS = (
     ),
     Mutant(
         "glue that leaves no room", "states/generation.py",
-        "        self._left = self._room(len(stream.tokens) + len(encoded.ids), len(encoded.ids))\n", "",
+        "        self._room_after_glue = self._room(len(stream.tokens) + len(encoded.ids), len(encoded.ids))\n", "",
         "2: nothing is written that leaves no room for a token",
         LIMITS,
     ),

@@ -209,4 +209,4 @@ def test_in_another_process_any_other_environment_is_lost(server: Server) -> Non
 def test_one_that_is_not_repeatable_but_says_so_is_found_out(server: Server) -> None:
     _, again = interrupted(agent(server.url, "repeatable: true"), ("clock", "1", "1", "1"), 3)
     assert again.stop_reason == "failed:EnvironmentLost"
-    assert "done again, reply 2 is 'it is" in str(again.detail)
+    assert "replayed, reply 2 is 'it is" in str(again.detail)

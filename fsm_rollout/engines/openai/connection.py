@@ -1,6 +1,6 @@
 """The requests under way in one server of OpenAI's protocol.
 
-Invariant: as of :mod:`fsm_rollout.engines.sglang.connection`, whose ledger this is: while the engine is held, it
+Invariant: that of :mod:`fsm_rollout.engines.sglang.connection`, whose class this extends: while the engine is held, it
 has none of our requests, so every token was sampled by the present weights as we know them. A logprob is that of the
 distribution which the token was sampled from; sampling for which the server cannot say it is refused.
 """

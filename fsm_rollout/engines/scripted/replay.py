@@ -80,7 +80,7 @@ def replay(run: Path, engine: str = POLICY, *, max_context: int | None = None) -
         facts = recorded_engine(metadata(journal), engine)
         window = max_context or facts.max_context
         if window is None:
-            raise EngineError(f"{journal} does not say how long engine '{engine}' could read; give max_context")
+            raise EngineError(f"{journal} does not record the window of engine '{engine}'; give max_context")
         tokenizer = load_tokenizer(tokenizer_folder(facts))
         return ReplayEngine(journal, tokenizer=tokenizer, max_context=window, eos_ids=facts.eos_ids)
     except JournalError as error:

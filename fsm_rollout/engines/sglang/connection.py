@@ -308,7 +308,7 @@ class Connection(threading.Thread):
         if params.temperature > 0 and (params.top_p < 1 or params.top_k > 0):
             if params.top_k > self._mask_tokens:
                 raise ValueError(
-                    f"top_k is {params.top_k}, and SGLang says exact logprobs of at most {self._mask_tokens} kept "
+                    f"top_k is {params.top_k}, and SGLang gives exact logprobs for at most {self._mask_tokens} kept "
                     f"tokens; lower top_k or raise SGLang's sampling_mask_max_tokens"
                 )
             # A mask that is longer than allowed costs the request; ties at the cut may add a few tokens.
@@ -471,8 +471,8 @@ class Connection(threading.Thread):
         lost = f"{server.url} now has weights of version '{label}' instead of '{server.label}', so it was restarted"
         if self._folder is None:
             raise EngineError(
-                f"{lost}, and no folder was loaded here that it could be given again; update_weights(folder), or "
-                f"build another engine to take it as it is"
+                f"{lost}, and no folder was loaded here that could be loaded again; call update_weights(folder), or "
+                f"build another engine to use the server's present weights"
             )
         try:
             await server.flush_cache()
@@ -494,22 +494,22 @@ class Connection(threading.Thread):
         self._give_up(process.failure(), for_good=True)
 
     async def _watch(self) -> None:
-        """Look whether the server is there while it owes answers: a machine that is gone breaks no connection.
+        """Check while requests are under way that the server is there: a machine that is gone breaks no connection.
 
-        One that is there may still be stuck, so what it says of itself is not enough.
+        One that is there may still be stuck, so its health check alone is not enough.
         """
         while True:
             await asyncio.sleep(LOOK_EVERY)
-            owed = len(self._entries)
+            unanswered = len(self._entries)
             silent = 0.0 if self._held else self._loop.time() - self._last_activity
             try:
-                if owed and silent > SILENT_FOR:
+                if unanswered and silent > SILENT_FOR:
                     self._doubt()
                     raise EngineError(
-                        f"the {self.server.kind} {self.server.url} has {owed} request(s) and said nothing of any for "
-                        f"{silent:.0f} s, though it answers; is it stuck?"
+                        f"the {self.server.kind} {self.server.url} has {unanswered} request(s) and sent nothing for "
+                        f"any in {silent:.0f} s, though it answers health checks; is it stuck?"
                     )
-                if owed:
+                if unanswered:
                     await self.server.call(self.server.health, within=MISSING_FOR)
             except EngineError as error:
                 self._give_up(error)

@@ -166,7 +166,7 @@ class Server:
         try:
             return msgspec.json.decode(content, type=kind)
         except msgspec.MsgspecError:
-            raise EngineError(f"{self.url}{path} does not say what {self.described} says; is the url right?") from None
+            raise EngineError(f"{self.url}{path} does not answer as {self.described} does; is the url right?") from None
 
     async def ask_info(self) -> Info:
         """Return what the server says about itself."""
@@ -224,8 +224,7 @@ class Server:
         if not answered:
             self.doubt()
             raise EngineError(
-                f"{self.url}/generate answered {answer.status} and not a word of what it generates; is it "
-                f"an SGLang server?"
+                f"{self.url}/generate answered {answer.status} and sent no output; is it an SGLang server?"
             )
         if not finished:
             raise self.gone(EOFError("the answer broke off"))

@@ -44,7 +44,7 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
             raise refuse(f"`{key}` is not supported; leave it out", "unsupported_parameter")
     choice = (body.get("tool_choice") or {}).get("type", "auto")
     if choice not in ("auto", "none"):
-        raise refuse("`tool_choice` may be 'auto' or 'none': no call is forced", "unsupported_parameter")
+        raise refuse("`tool_choice` may be 'auto' or 'none': forcing a call is not supported", "unsupported_parameter")
     read: list[Message] = []
     if body.get("system"):
         read.append({"role": "system", "content": text_of(body["system"], "system")})
@@ -54,7 +54,7 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
     tools = []
     for tool in body.get("tools") or ():
         if not isinstance(tool, Mapping) or "input_schema" not in tool:
-            raise refuse("`tools` must have a name and an input_schema: server tools are not here")
+            raise refuse("`tools` must have a name and an input_schema: server tools are not supported")
         function = {"name": tool["name"], "description": tool.get("description") or tool["name"]}
         tools.append({"type": "function", "function": {**function, "parameters": tool["input_schema"]}})
     return ChatRequest(

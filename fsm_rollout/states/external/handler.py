@@ -142,10 +142,10 @@ class External(State):
         names = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL")
         if self.options.dialect == "anthropic":
             names = ("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "ANTHROPIC_MODEL")
-        told = dict(zip(names, (visit.base_url, visit.api_key, visit.model), strict=True))
-        own = from_environment(self.options.env)
+        gateway = dict(zip(names, (visit.base_url, visit.api_key, visit.model), strict=True))
+        from_yaml = from_environment(self.options.env)
         mark, folder = uuid.uuid4().hex, mkdtemp(prefix="fsm-rollout-")
-        env = scrubbed() | {"HOME": folder} | told | own | {MARK: mark}
+        env = scrubbed() | {"HOME": folder} | gateway | from_yaml | {MARK: mark}
         if len(visit.task.encode()) <= LONGEST_TASK and "\0" not in visit.task:
             env.setdefault("TASK", visit.task)
         data = json.dumps({"task": visit.task, "messages": visit.messages, "extra": visit.extra}, default=str).encode()

@@ -54,7 +54,7 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
     tools = [tool for tool in body.get("tools") or () if isinstance(tool, Mapping)]
     choice = body.get("tool_choice")
     if choice not in (None, "auto", "none"):
-        raise refuse("`tool_choice` may be 'auto' or 'none': no call is forced", "unsupported_parameter")
+        raise refuse("`tool_choice` may be 'auto' or 'none': forcing a call is not supported", "unsupported_parameter")
     if any(tool.get("type") != "function" or "name" not in (tool.get("function") or {}) for tool in tools):
         raise refuse("`tools` must be functions, each with a name", "unsupported_parameter")
     return ChatRequest(

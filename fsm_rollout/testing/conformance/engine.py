@@ -244,7 +244,7 @@ async def _answers(subject: EngineSubject) -> None:
     except TimeoutError:
         raise ConformanceError(1, f"{nothing} did not end within {subject.patience:g} s") from None
     except EngineError as error:
-        raise ConformanceError(1, f"{nothing} raised EngineError: {error}; its iterator just ends") from error
+        raise ConformanceError(1, f"{nothing} raised EngineError: {error}; let its iterator just end") from error
 
 
 @SUITE.check(2)

@@ -180,8 +180,8 @@ class _Tool(Subject):
         text = result.text
         refused = result.bad and not result.tries
         demand(not refused, 2, f"{self.name} refused what its schema allows: {text}")
-        untellable = "cannot be told to a model" in text or "not JSON serializable" in text
-        demand(not untellable, 4, f"what {self.name} returned for {kept} cannot be told to a model: {text}")
+        unreadable = "cannot be shown to a model" in text or "not JSON serializable" in text
+        demand(not unreadable, 4, f"what {self.name} returned for {kept} cannot be shown to a model: {text}")
         event = Called(
             at=0.0, state="CHECK", id="c1", name="tool", arguments=arguments, result=text,
             failure=result.failure, bad=result.bad, reward=result.reward, seconds=0.0, tries=result.tries,

@@ -1,7 +1,7 @@
-"""What users' handlers and predicates are held to in drawn runs; law 0, as the fault is their own.
+"""What users' handlers and predicates are held to in drawn runs. It is reported as law 0: the fault is the user's.
 
-Invariant: a handler is blamed only for what it did itself. What the drawn world did to it (failures of the engine,
-tools and users; being cancelled) is no fault, so what may be the world's doing is looked at again in a calm one.
+Invariant: a handler is blamed only for what it did itself, and not for drawn failures of the engine, tools and users,
+or for being cancelled. So what these may have caused is checked again in a run without them.
 """
 
 from __future__ import annotations

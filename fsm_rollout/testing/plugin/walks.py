@@ -1,7 +1,7 @@
 """Walks through an agent's machine without engines: thousands a second, every outcome of every visit possible.
 
 Invariant: a walk is what the contract of :mod:`fsm_rollout.agent.proof` allows, run on the real machine:
-predicates other than counters answer as a coin falls, a visit comes to anything its handler declares or the scheduler
+predicates other than counters answer at random, a visit comes to anything its handler declares or the scheduler
 raises, limits hold as they do in a run.
 """
 

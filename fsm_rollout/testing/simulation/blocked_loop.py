@@ -4,7 +4,7 @@ Invariant: code that is watched does exactly what it does unwatched, unless it s
 wait (``time.sleep``, a blocking connection, the end of a process) is refused where it is made, however short the wait
 would have been. What may or may not wait (a lock, a queue) is interrupted once it does, and anything else (a
 computation without end) after :data:`BLOCKING_SECONDS`. How slow a machine is makes no fault: what computes is measured
-in CPU seconds, and what a module does once, when it is imported, is let be (interrupting it would leave half a module).
+in CPU seconds, and imports are left alone (interrupting one would leave half a module).
 
 :mod:`fsm_rollout.concurrency.step_timing` says who else looks for blocked loops.
 """

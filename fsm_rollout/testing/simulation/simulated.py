@@ -1,4 +1,4 @@
-"""What stands in for the world around a simulated run: tools and users whose deeds a plan says, engines that can die.
+"""What stands in for the world around a simulated run: tools and users that act as a plan says, engines that can die.
 
 Invariant: a simulated tool keeps the real one's schema and the real check of a model's arguments, and calls none of its
 code. Which fate a call meets depends on the call's own randomness alone (trajectory, call, try), never on any order.

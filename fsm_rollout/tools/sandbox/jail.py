@@ -78,7 +78,7 @@ def _call(function: Callable[..., int], *arguments: object) -> int:
 def _syscall(name: str, *arguments: object) -> int:
     number = _CALLS.get(os.uname().machine, {}).get(name)
     if number is None:
-        raise _Failed(38, f"no number of {name} is known for {os.uname().machine}")
+        raise _Failed(38, f"the system call number of {name} is not known for {os.uname().machine}")
     return _call(
         _libc.syscall, ctypes.c_long(number), *(ctypes.c_long(a) if isinstance(a, int) else a for a in arguments)
     )

@@ -107,7 +107,7 @@ class Protection:
         network = "no network but this machine's sockets" if self.system_calls else "NETWORK OPEN"
         return (
             f"limits, an environment and a folder of its own{calls}; {network}; this user's files and processes are "
-            f"NOT hidden, because namespaces cannot be had: {self.why_not}"
+            f"NOT hidden, because namespaces are not available: {self.why_not}"
         )
 
 
@@ -248,7 +248,7 @@ class LocalSession:
         loop = asyncio.get_running_loop()
         known = await loop.run_in_executor(None, protection)
         if self._required and not known.namespaces:
-            raise ToolError(f"the sandbox needs namespaces, which cannot be had here: {known.why_not}")
+            raise ToolError(f"the sandbox needs namespaces, which are not available here: {known.why_not}")
         settings = _settings(self._language, self._limits, namespaces=known.namespaces, packages=self._packages)
         pipe = (await loop.run_in_executor(None, _nursery)).begin(settings)
         reader, writer = await asyncio.open_connection(sock=pipe, limit=LINE)

@@ -101,9 +101,9 @@ def test_the_report_says_who_has_to_answer_for_failures(tmp_path: Path) -> None:
         run[name] = [replace(event, failure=classes[name]) if isinstance(event, Ended) else event for event in history_]
     write_report(write_run(tmp_path / "failed", run))
     page = text_of(tmp_path / "failed/report.html")
-    assert "Who has to answer for failures: tool 2, engine 1, policy 1. Only the policy’s have a score." in page
+    assert "Failures by class: tool 2, engine 1, policy 1. Only the policy’s have a score." in page
     write_report(write_run(tmp_path / "fine", {"0/0": ended("0/0", "done")}))
-    assert "Who has to answer" not in text_of(tmp_path / "fine/report.html")
+    assert "Failures by class" not in text_of(tmp_path / "fine/report.html")
 
 
 def test_the_report_says_what_failed_and_leads_there(tmp_path: Path) -> None:

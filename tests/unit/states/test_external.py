@@ -222,7 +222,7 @@ def test_a_history_that_is_too_long_may_be_shortened() -> None:
         ({"n": 2}, "`n` is not supported"),
         ({"stop": ["x"]}, "`stop` is not supported"),
         ({"response_format": {"type": "json_object"}}, "`response_format` is not supported"),
-        ({"tool_choice": "required"}, "no call is forced"),
+        ({"tool_choice": "required"}, "forcing a call is not supported"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a part of type 'image_url'"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "the last message is the assistant's own"),
         ({"temperature": -1}, "sampling"),

@@ -1,4 +1,4 @@
-"""Who has to answer for an error, whatever raised it."""
+"""Whose fault an error is, whatever raised it."""
 
 from __future__ import annotations
 

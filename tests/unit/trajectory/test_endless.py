@@ -23,7 +23,7 @@ def test_the_bound_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert list(islice(prompts, 3)) == ["a"] * 3
     assert not caplog.records
     assert list(prompts) == ["a"]
-    assert "1 prompts were gone through 4 times" in caplog.text
+    assert "all 1 prompts were used 4 times; give more epochs" in caplog.text
 
 
 @pytest.mark.parametrize(("prompts", "epochs"), [([], 1), (["a"], 0)])

@@ -95,10 +95,10 @@ def said(meta: object, **more: Any) -> bytes:
     ("body", "message"),
     [
         (b"", "cannot be reached .*disconnected"),
-        (b"HTTP/1.0 200 OK\r\n\r\n", "answered 200 and not a word of what it generates; is it an SGLang server"),
-        (b"HTTP/1.0 200 OK\r\n\r\n{}", "answered 200 and not a word of what it generates"),
-        (b"HTTP/1.0 200 OK\r\n\r\n<html>hello</html>", "answered 200 and not a word"),
-        (b"HTTP/1.0 200 OK\r\n\r\ndata: [DONE]\n\n", "answered 200 and not a word"),
+        (b"HTTP/1.0 200 OK\r\n\r\n", "answered 200 and sent no output; is it an SGLang server"),
+        (b"HTTP/1.0 200 OK\r\n\r\n{}", "answered 200 and sent no output"),
+        (b"HTTP/1.0 200 OK\r\n\r\n<html>hello</html>", "answered 200 and sent no output"),
+        (b"HTTP/1.0 200 OK\r\n\r\ndata: [DONE]\n\n", "answered 200 and sent no output"),
         (b"HTTP/1.0 200 OK\r\nContent-Length: 50\r\n\r\ndata", "cannot be reached"),
         (b"HTTP/1.0 500 Oh\r\n\r\nno memory", "/generate answered 500: no memory"),
         (
@@ -148,7 +148,7 @@ def test_a_server_that_is_well_and_says_nothing_of_its_requests(server: Wrong, m
 
     async def main(engine: SGLangHTTPEngine) -> None:
         server.never = {"/generate"}
-        with pytest.raises(EngineError, match=r"has 1 request\(s\) and said nothing of any for .* s, though"):
+        with pytest.raises(EngineError, match=r"has 1 request\(s\) and sent nothing for any in .* s, though"):
             await one(engine, "a")
         assert "/health" in server.asked
         server.never = set()
@@ -212,7 +212,7 @@ def test_a_token_beyond_the_vocabulary_is_not_even_shown_to_the_server(server: W
     async def main(engine: SGLangHTTPEngine) -> None:
         wrong = Request("a", as_ids([1, 704]), SamplingParams(3))
         (chunk,) = [chunk async for chunk in engine.generate([wrong])]
-        assert chunk.error == "EngineError: token 704 is none of the model's 704; is the tokenizer that of it?"
+        assert chunk.error == "EngineError: token 704 is none of the model's 704; is the tokenizer its own?"
         assert "/generate" not in server.asked
 
     using(server, main)
@@ -235,7 +235,7 @@ def test_an_update_that_is_never_answered(server: Wrong, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("info", [{}, {"max_req_input_len": None}, [1], "hello"])
 def test_a_server_that_is_no_sglang_is_said_to_be_none(server: Wrong, monkeypatch: pytest.MonkeyPatch, info: Any):
     monkeypatch.setattr(WrongHandler, "do_GET", lambda self: self._answer(info))
-    with pytest.raises(EngineError, match="/server_info does not say what an SGLang server says; is the url right"):
+    with pytest.raises(EngineError, match="/server_info does not answer as an SGLang server does; is the url right"):
         SGLangHTTPEngine(f"http://127.0.0.1:{server.port}")
 
 

@@ -216,7 +216,7 @@ def test_a_token_that_the_model_does_not_have_fails_its_request_alone(model: Any
     wrong = Request("wrong", as_ids([1, token, 2]), SamplingParams(8))
     chunks = asyncio.run(collect(engine, request("right", ignore_eos=True), wrong))
     last = {chunk.request_id: chunk for chunk in chunks if chunk.finish_reason is not None}
-    assert last["wrong"].error == f"EngineError: token {token} is none of the model's 257; is the tokenizer that of it?"
+    assert last["wrong"].error == f"EngineError: token {token} is none of the model's 257; is the tokenizer its own?"
     assert (last["right"].finish_reason, last["right"].error) == ("length", None)
     asyncio.run(engine.aclose())
 
