@@ -178,8 +178,8 @@ def describe(error: BaseException) -> str:
 def place_of(error: BaseException) -> str:
     """Return the innermost ``file.py:line, in function`` outside of this package, and of libraries if there is one."""
     frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_PACKAGE)]
-    own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<frozen "))]
-    return "".join(f"{Path(at.filename).name}:{at.lineno}, in {at.name}" for at in (own or frames)[-1:])
+    users_frames = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<frozen "))]
+    return "".join(f"{Path(at.filename).name}:{at.lineno}, in {at.name}" for at in (users_frames or frames)[-1:])
 
 
 _PACKAGE = f"{Path(__file__).parent}{os.sep}"

@@ -348,9 +348,9 @@ class Rollout:
         async with aclosing(self._groups(prompts, n, deliver_at_end=True, **options)) as stream:
             groups = [group async for group in stream]
         if errors := [error for group in groups for error in group.reward_errors]:
-            own = [trajectory for group in groups for trajectory in group.trajectories]
-            scored = sum(trajectory.score is not None for trajectory in own)
-            logger.warning("scored %d of %d; the first without a score: %s", scored, len(own), errors[0])
+            samples = [trajectory for group in groups for trajectory in group.trajectories]
+            scored = sum(trajectory.score is not None for trajectory in samples)
+            logger.warning("scored %d of %d; the first without a score: %s", scored, len(samples), errors[0])
         return self.batch(groups, **batch)
 
     def batch(self, groups: Iterable[Group], **options: Any) -> TrajectoryBatch:

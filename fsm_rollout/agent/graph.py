@@ -48,9 +48,9 @@ def named_by_one_word(value: object, names: Mapping[str, str], model: type[Stric
     """Return ``{use: word, key: …}`` as ``{use: module:name, kwargs: {key: …}}``; all else as it is."""
     if not isinstance(value, Mapping) or not isinstance(value.get("use"), str) or value["use"] not in names:
         return value
-    own = {key: value[key] for key in value if key not in model.model_fields}
-    kept = {key: value[key] for key in value if key not in own}
-    return kept | {"use": names[value["use"]], "kwargs": {**value.get("kwargs", {}), **own}}
+    options = {key: value[key] for key in value if key not in model.model_fields}
+    kept = {key: value[key] for key in value if key not in options}
+    return kept | {"use": names[value["use"]], "kwargs": {**value.get("kwargs", {}), **options}}
 
 
 class Context(StrictModel):
@@ -235,9 +235,9 @@ class State(StrictModel):
             return {}
         if not isinstance(value, dict) or ":" not in str(value.get("handler", "")):
             return value
-        own = {key: value[key] for key in value if key not in cls.model_fields}
-        kept = {key: item for key, item in value.items() if key not in own}
-        return kept | {"options": {**value.get("options", {}), **own}} if own else value
+        options = {key: value[key] for key in value if key not in cls.model_fields}
+        kept = {key: item for key, item in value.items() if key not in options}
+        return kept | {"options": {**value.get("options", {}), **options}} if options else value
 
 
 STATE_KEYS = frozenset(State.model_fields) - {"options"}

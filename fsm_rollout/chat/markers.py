@@ -155,8 +155,8 @@ class MarkerEncoder:
 
     def _injected(self, parts: Sequence[Part], marker_ids: list[int]) -> bool:
         """Return whether the markers ``found`` are not just those that the template wrote, where it wrote them."""
-        own = [marker.id for part in parts if not part.environment for _, marker in self.find(part.text)]
-        if marker_ids == own:
+        from_template = [marker.id for part in parts if not part.environment for _, marker in self.find(part.text)]
+        if marker_ids == from_template:
             return self.overlapping and self._moved(parts)
         if any(part.environment and self._pattern.search(part.text) for part in parts):
             return True
@@ -167,12 +167,12 @@ class MarkerEncoder:
 
     def _moved(self, parts: Sequence[Part]) -> bool:
         """Return whether a marker was found elsewhere than where the template has it."""
-        own: list[int] = []
+        from_template: list[int] = []
         text = ""
         for part in parts:
-            own += [len(text) + position for position, _ in self.find(part.text) if not part.environment]
+            from_template += [len(text) + position for position, _ in self.find(part.text) if not part.environment]
             text += part.text
-        return own != [start for id_, start, _ in self._placed(self._backend, text, 0) if id_ in self.ids]
+        return from_template != [start for id_, start, _ in self._placed(self._backend, text, 0) if id_ in self.ids]
 
     def _encode_between_markers(self, parts: Sequence[Part]) -> Encoded:
         """Take the template's own markers as they are and encode what lies between them, free of markers."""
@@ -202,10 +202,9 @@ class MarkerEncoder:
                 at += len(marker.text)
         if not spelt:  # it overlaps one of the template's own
             joined = "".join(part.text for part in parts)
-            own = {(start, end) for id_, start, end in placed if id_ in self.ids}
-            spelt = [
-                span for span in self._written(self._placed(self._backend, joined, 0), joined, 0) if span not in own
-            ]
+            from_template = {(start, end) for id_, start, end in placed if id_ in self.ids}
+            written = self._written(self._placed(self._backend, joined, 0), joined, 0)
+            spelt = [span for span in written if span not in from_template]
         # 3. Which of the ids spell a marker.
         guarded = set(chain.from_iterable(range(start, end) for start, end in spelt))
         guarded_at = [

@@ -44,10 +44,10 @@ class Renderer:
         chat_template: TemplateSource | None,
         template_kwargs: Mapping[str, object] | None,
     ) -> None:
-        own = getattr(tokenizer, "chat_template", None)
-        if isinstance(own, Mapping) and isinstance(chat_template, str) and chat_template in own:
-            chat_template = own[chat_template]  # by name, as transformers has it
-        named = _by_name(own if chat_template is None else chat_template)
+        default = getattr(tokenizer, "chat_template", None)
+        if isinstance(default, Mapping) and isinstance(chat_template, str) and chat_template in default:
+            chat_template = default[chat_template]  # by name, as transformers has it
+        named = _by_name(default if chat_template is None else chat_template)
         if not isinstance(template_kwargs, (Mapping, type(None))):
             raise ChatTemplateError("unknown-option", f"template_kwargs must be a dict, got {template_kwargs!r}")
         plain = named.get("default", next(iter(named.values())))

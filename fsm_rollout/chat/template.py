@@ -209,9 +209,9 @@ class ChatTemplate:
         """Derive in the template's own dialect; if there is no answer in that, in the other forms of a call."""
         check_turns(history, new_messages)
         last = len(history) - 1
-        own = self._dialect
-        as_text = (own.arguments_as_text, not own.arguments_as_text)
-        as_none = (own.empty_as_none, not own.empty_as_none)
+        preferred = self._dialect
+        as_text = (preferred.arguments_as_text, not preferred.arguments_as_text)
+        as_none = (preferred.empty_as_none, not preferred.empty_as_none)
         failures: list[ChatTemplateError] = []
         for dialect in (Dialect(text, none) for none in as_none for text in as_text):
             view = conform([*history, *new_messages], dialect)

@@ -125,21 +125,21 @@ class CloseFinder:
         """Return the closes of turns after ``base``, which is ``asked`` with the header of the next turn."""
         header = self._last_run(rendered.partition(NEXT)[0]) - self.configured_stops
         # A marker that opens the model's own turn cannot be the one that ends it.
-        own = {marker.id for _, marker in self.encoder.find(with_header[len(common_prefix(rendered, with_header)) :])}
+        opens = {marker.id for _, marker in self.encoder.find(with_header[len(common_prefix(rendered, with_header)) :])}
         text: Marker | None = None
         tool: Marker | None = None
         opens_text = opens_tool = False
         lead: frozenset[int] = frozenset()
         if tails := self._tails([*base, {"role": "assistant", "content": TURN}], USER, None):
             text, opens_text = self._text_close(tails, header)
-            if text and opens_text and text.id in own:
+            if text and opens_text and text.id in opens:
                 text = None
             if text and text in tails.both:
                 lead = self._last_run(tails.shared.partition(text.text)[0])
         if tails := self._tails([*base, probe_call(self.dialect)], probe_result(), PROBE_TOOLS):
             stop_ids = self.configured_stops | ({text.id} if text and not opens_text else set())
             tool, opens_tool = self._tool_close(tails, stop_ids, self._written_per_call(base) - stop_ids)
-            if tool and opens_tool and tool.id in own:
+            if tool and opens_tool and tool.id in opens:
                 tool = None
         openers = {close.id for close, opens in ((text, opens_text), (tool, opens_tool)) if close and opens}
         return Closes(text, tool, frozenset(openers), lead)

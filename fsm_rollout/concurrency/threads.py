@@ -1,6 +1,6 @@
 """Threads for work that may never return.
 
-Invariant: a job that has been given in runs, in a daemon thread, and its future tells what came of it. One that never
+Invariant: every submitted job runs in a daemon thread, and its future has its result. One that never
 returns keeps neither an event loop nor the interpreter's exit waiting (the pools of ``concurrent.futures`` are joined
 at exit).
 """

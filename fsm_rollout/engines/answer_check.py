@@ -27,9 +27,9 @@ MANY = 128
 
 def vocabulary_of(engine: Engine) -> int | None:
     """Return how many tokens an engine's model has: as it says, else as many as its tokenizer knows."""
-    own: int | None = getattr(engine, "vocabulary", None)
-    if own is not None:
-        return own
+    stated: int | None = getattr(engine, "vocabulary", None)
+    if stated is not None:
+        return stated
     tokenizer: Any = engine.tokenizer
     try:
         return max(len(tokenizer), 1 + max(getattr(tokenizer, "added_tokens_decoder", {}), default=-1))

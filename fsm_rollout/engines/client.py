@@ -413,7 +413,7 @@ class EngineClient:
         if self._trials.busy:
             self._trials.go_on()
 
-    # -- the end of requests that nobody waits for -----------------------------------------------------------------
+    # -- aborting requests -----------------------------------------------------------------------------------------
 
     async def abort(self, pending: PendingRequest) -> None:
         """End a request soon and wait (a bounded time) for its last tokens; it is done afterwards."""

@@ -152,7 +152,7 @@ class Replica(ReplicaView):
     state: Literal["starting", "up", "dead"] = "starting"
     engine: Engine | None = None
     dispatches: set[asyncio.Task[None]] = field(default_factory=set)
-    """The tasks that hand on what its present engine answers, one per dispatch."""
+    """The tasks that pass on the chunks of its present engine, one per dispatch."""
     requests: int = 0
     """Sent to it."""
     tokens: int = 0
@@ -242,7 +242,7 @@ class PoolEngine:
         self.attempts = attempts
         self.loop: asyncio.AbstractEventLoop | None = None
         self.replicas = [Replica(f"replica-{index}") for index in range(count)]
-        """All of them, with what became of each so far."""
+        """All replicas, each with its state."""
         self._placement = placement
         self._router: Router = router or StickyRouter()
         self._restarts = restarts
@@ -603,14 +603,14 @@ class PoolEngine:
         """Raise ReplicaLost where all who were asked were lost over it, EngineError where none took the weights."""
         if self._fallen is not None:
             raise self._fallen
-        # 1. Share the weights once, and let nobody sample meanwhile.
+        # 1. Share the weights once; no replica samples meanwhile.
         number = self.weight_version + 1 if version is None else version
         names = frozenset(weights) if isinstance(weights, Mapping) else None
         shared = await asyncio.to_thread(self._placement.share, weights)
         if not self._paused:
             await self._order("pause")
         try:
-            # 2. Load them everywhere; when nobody took them, nothing has changed.
+            # 2. Load them everywhere; if no replica took them, nothing has changed.
             replicas = self._up
             if not replicas and not self._asleep:
                 raise ReplicaLost("no replica took the weights, so nothing has changed: all were lost meanwhile")
@@ -702,7 +702,7 @@ class PoolEngine:
         await asyncio.gather(*(self._stop(replica) for replica in self.replicas))
 
     async def _stop(self, replica: Replica) -> None:
-        """End a replica's present life; an engine that cannot even be closed keeps nobody from going on."""
+        """End a replica's present life; an engine that cannot be closed is logged and left behind."""
         if (engine := replica.engine) is None:
             return
         try:

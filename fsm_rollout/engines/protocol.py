@@ -121,7 +121,7 @@ class Chunk:
     queue_seconds: float = 0.0
     replica: str = ""
     waits: bool = False
-    """Nobody works on the request from here to its next chunk: what served it was lost. Such a chunk is empty."""
+    """The request waits from here to its next chunk, because its replica was lost. Such a chunk is empty."""
     kept: Sequence[Ids] = ()
     """For each token, the ids that top_p and top_k left to sample it from; empty where the engine does not say."""
 

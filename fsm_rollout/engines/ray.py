@@ -228,7 +228,7 @@ class RayEngine:
             ray.kill(actor)
 
     async def _listen(self) -> None:
-        """Keep one call open, which returns with all that there is to tell."""
+        """Keep one call open, which returns all new chunks and failures."""
         while True:
             try:
                 block = await _answer(self.actor.flush.remote(self._received))

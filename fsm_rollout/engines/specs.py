@@ -95,14 +95,14 @@ class EngineSpec(StrictModel):
     engine_class: ClassVar[str]
     """``module:Class``; called with :meth:`engine_arguments`."""
 
-    kind: str = Field(description="which engine: a kind that ships, or `module:Class` of one's own")
+    kind: str = Field(description="which engine: a built-in kind, or your own `module:Class`")
     replicas: Count = Field(1, description="how many copies of the engine share the requests")
     placement: Literal["local", "ray"] = Field(
         "local", description="where the replicas run: on this machine, or on a Ray cluster"
     )
     gpus: Annotated[float, Field(ge=0)] = Field(0.0, description="GPUs of each replica (Ray)")
     cpus: Annotated[float, Field(ge=0)] = Field(1.0, description="CPUs of each replica (Ray)")
-    router: str = Field("sticky", description="`sticky`, `least_loaded`, or a router of one's own: `module:Class`")
+    router: str = Field("sticky", description="`sticky`, `least_loaded`, or your own router: `module:Class`")
     pool: PoolSpec = Field(PoolSpec(), description="how patient the pool is with its replicas")
     ray: RaySpec | None = Field(None, description="where Ray is, and how it places the replicas")
 
@@ -135,8 +135,9 @@ class EngineSpec(StrictModel):
 
     def engine_arguments(self, base: Path) -> dict[str, object]:
         """Return what the engine's class is called with; a model's folder is relative to ``base``."""
-        own = {name: getattr(self, name) for name in type(self).model_fields if name not in EngineSpec.model_fields}
-        return own | ({"model": model_folder(str(own["model"]), base)} if "model" in own else {})
+        names = [name for name in type(self).model_fields if name not in EngineSpec.model_fields]
+        arguments = {name: getattr(self, name) for name in names}
+        return arguments | ({"model": model_folder(str(arguments["model"]), base)} if "model" in arguments else {})
 
 
 class ScriptedSpec(EngineSpec):
@@ -162,10 +163,10 @@ class ScriptedSpec(EngineSpec):
 
     def engine_arguments(self, base: Path) -> dict[str, object]:
         """Read the script and the tokenizer."""
-        own = super().engine_arguments(base)
-        del own["script"]
+        arguments = super().engine_arguments(base)
+        del arguments["script"]
         turns = self.turns if self.script is None else _read_script(base / self.script)
-        return own | {"turns": turns, "tokenizer": load_tokenizer(model_folder(self.tokenizer, base))}
+        return arguments | {"turns": turns, "tokenizer": load_tokenizer(model_folder(self.tokenizer, base))}
 
 
 class ReplaySpec(EngineSpec):
@@ -261,9 +262,9 @@ class ServersSpec(EngineSpec):
 
     def engine_arguments(self, base: Path) -> dict[str, object]:
         """Give each replica its url."""
-        own = super().engine_arguments(base)
-        del own["urls"]
-        return own | {"url": self.urls[0]}
+        arguments = super().engine_arguments(base)
+        del arguments["urls"]
+        return arguments | {"url": self.urls[0]}
 
 
 class SGLangHTTPSpec(ServersSpec):
@@ -298,8 +299,9 @@ class OwnSpec(EngineSpec):
 
     def engine_arguments(self, base: Path) -> dict[str, object]:
         """Return what was set; the class knows its own defaults."""
-        own = {name: value for name, value in self if name in self.model_fields_set - set(EngineSpec.model_fields)}
-        return {name: base / value if isinstance(value, Path) else value for name, value in own.items()}
+        names = self.model_fields_set - set(EngineSpec.model_fields)
+        arguments = {name: value for name, value in self if name in names}
+        return {name: base / value if isinstance(value, Path) else value for name, value in arguments.items()}
 
 
 KINDS: Mapping[str, type[EngineSpec]] = {
@@ -413,8 +415,8 @@ def build_engine(spec: Mapping[str, object], base: Path) -> Engine:
     checked = spec_class(str(spec["kind"])).model_validate(spec)
     if checked.stands_alone:
         return _build(checked, base)
-    own = {key: value for key, value in spec.items() if key == "kind" or key not in EngineSpec.model_fields}
-    build = partial(_build_replica, own, base.absolute(), looked_in())
+    engine_keys = {key: value for key, value in spec.items() if key == "kind" or key not in EngineSpec.model_fields}
+    build = partial(_build_replica, engine_keys, base.absolute(), looked_in())
     pool: Engine = resolve_name("fsm_rollout.engines.pool:build_pool")(checked, build_router(checked.router), build)
     return pool
 
@@ -460,7 +462,7 @@ def _build(spec: EngineSpec, base: Path) -> Engine:
     """Build one engine.
 
     Raises:
-        EngineError: it cannot be built, or is none.
+        EngineError: it cannot be built, or what was built is no engine.
     """
     # Modules of this package that lack a library say so themselves.
     make: Callable[..., Engine] = resolve_name(spec.engine_class)

@@ -101,7 +101,7 @@ def unpack_requests(block: bytes, contexts: Contexts) -> list[Request]:
 
 
 def pack_flush(chunks: Iterable[Chunk], failures: Iterable[Failure], load: Load) -> bytes:
-    """Return all that a replica has to tell as a block, but ``Chunk.replica``: the other end knows whom it asks."""
+    """Pack chunks, failures and load into one block, without ``Chunk.replica``, which the other end knows."""
     rows = [
         (
             c.ids.tobytes(), c.logprobs.tobytes(), c.request_id, c.weight_version, c.finish_reason, c.error,

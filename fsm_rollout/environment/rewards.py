@@ -183,11 +183,10 @@ class Reward:
     or async. A value is a number, a bool, ``None`` (no score, which is not 0), or a mapping with ``score`` and whatever
     else was measured: numbers and texts by name. Those become the trajectory's ``reward_parts``.
 
-    Of several, each adds its weight times its score; its score is a part under its name, and its own parts are
-    ``name.part``. One that gives ``None`` adds nothing; where all do, there is no score. Where one fails, there is none
-    either.
+    With several functions, each adds its weight times its score. Its score becomes a part under its name, and its own
+    parts become ``name.part``. One that returns ``None`` adds nothing; if all do, or if one fails, there is no score.
 
-    What takes longer than ``timeout`` seconds counts as failed.
+    A function that takes longer than ``timeout`` seconds has failed.
 
     Raises:
         ConfigError: one cannot be imported, is not callable, does not take exactly one argument, or has no weight that
@@ -251,8 +250,10 @@ class Reward:
                 return judgement
             if judgement.score is not None:
                 total = (total or 0.0) + weight * judgement.score
-            own = judgement.parts
-            parts |= own if self._single else {name: judgement.score} | {f"{name}.{key}": own[key] for key in own}
+            if self._single:
+                parts |= judgement.parts
+            else:
+                parts |= {name: judgement.score} | {f"{name}.{key}": part for key, part in judgement.parts.items()}
         return Verdict(total, parts)
 
 

@@ -55,7 +55,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What an interaction may read, and whom it may ask."""
+    """What an interaction may read, and how it asks a model."""
 
     messages: Sequence[Message]
     """The context's history so far, in OpenAI's form."""
@@ -121,16 +121,16 @@ def build_interaction(spec: InteractionSpec, kwargs: object = None) -> BoundInte
     Raises:
         ToolError: the import fails, or the class does not take these values; says whose key it was.
     """
-    where, own = f"interaction '{spec.use}'", kwargs or {}
-    if not isinstance(own, Mapping):
-        raise ToolError(f"the prompt's interaction_kwargs must be a mapping, got {type(own).__name__}")
+    where, from_prompt = f"interaction '{spec.use}'", kwargs or {}
+    if not isinstance(from_prompt, Mapping):
+        raise ToolError(f"the prompt's interaction_kwargs must be a mapping, got {type(from_prompt).__name__}")
     try:
         cls = load_object(spec.use)
     except ConfigError as error:
         raise ToolError(f"{where}: {error}") from error
     if not callable(cls) or not callable(getattr(cls, "reply", None)):
-        raise ToolError(f"{where}: it is no class with a method `reply`")
-    merged = fresh({**spec.kwargs, **own})
+        raise ToolError(f"{where}: it is not a class with a method `reply`")
+    merged = fresh({**spec.kwargs, **from_prompt})
     try:
         return BoundInteraction(spec.use, cls(**merged))
     except Exception as raised:  # a user's constructor may find anything wrong with a prompt's values
@@ -138,10 +138,12 @@ def build_interaction(spec: InteractionSpec, kwargs: object = None) -> BoundInte
         try:
             signature.bind(**merged)
         except TypeError as error:
-            origins = {key: "interaction_kwargs of the prompt" if key in own else "its kwargs" for key in merged}
+            origins = {
+                key: "interaction_kwargs of the prompt" if key in from_prompt else "its kwargs" for key in merged
+            }
             got = ", ".join(f"{key} ({origin})" for key, origin in origins.items()) or "nothing"
             raise ToolError(f"{where}: {error}; it takes {signature}, got {got}") from error
-        source = f" (the prompt's interaction_kwargs gave {', '.join(own)})" if own else ""
+        source = f" (the prompt's interaction_kwargs gave {', '.join(from_prompt)})" if from_prompt else ""
         raise ToolError(f"{where}: {type(raised).__name__}: {raised}{source}") from raised
 
 
@@ -179,8 +181,8 @@ class ModelUser:
         max_turns: after so many replies the conversation ends.
         system: its instructions: who it is and what it wants.
         opening: the first message it sees, as if the assistant had spoken first; many chat templates ask for one.
-        stop: the conversation ends when this stands in its reply; the rest of that reply is dropped, for nobody
-            would answer it. An empty reply ends it too.
+        stop: the conversation ends when this stands in its reply; the rest of that reply is dropped. An
+            empty reply ends it too.
         sampling: how its turns are sampled, as in a state's ``sampling``.
     """
 

@@ -57,8 +57,8 @@ def prompts(taskset: str, config: Mapping[str, object] | None = None, limit: int
     for task in source.taskset if limit is None else source.taskset.take(limit):
         source.refuse(task)
         data = task.data.model_dump(mode="json", exclude_none=True)
-        own = {"taskset": taskset, "config": config, "data": data}
-        found.append({"messages": _messages(task.data), FIELD: own})
+        task_data = {"taskset": taskset, "config": config, "data": data}
+        found.append({"messages": _messages(task.data), FIELD: task_data})
     return found
 
 
@@ -66,14 +66,14 @@ async def score(trajectory: Trajectory) -> dict[str, Any]:
     """Return the weighted sum of what a task's rewards say of a trajectory, and each of them and of its metrics.
 
     Raises:
-        ValueError: the prompt is none of a taskset.
+        ValueError: the prompt is not a task of a taskset.
     """
-    own = trajectory.extra.get(FIELD)
-    if not isinstance(own, Mapping):
+    task_data = trajectory.extra.get(FIELD)
+    if not isinstance(task_data, Mapping):
         raise ValueError(
-            f"the prompt is no task of a taskset (it has no `{FIELD}`); give `prompts: {{use: verifiers}}`"
+            f"the prompt is not a task of a taskset (it has no `{FIELD}`); give `prompts: {{use: verifiers}}`"
         )
-    task = _Taskset.of(own["taskset"], own["config"]).task(own["data"])
+    task = _Taskset.of(task_data["taskset"], task_data["config"]).task(task_data["data"])
     trace = _trace(task, trajectory)
     await task.score(trace)
     rewards = {name: reward and reward.score for name, reward in trace.rewards.items()}
@@ -193,8 +193,8 @@ class TasksetTools:
 
     def _make(self, *, shared: bool) -> list[Any]:
         source = self.source
-        own = type(source.taskset).toolsets(source.config) if shared else source.kind.toolsets(source.config.task)
-        return list(own)
+        toolsets = type(source.taskset).toolsets(source.config) if shared else source.kind.toolsets(source.config.task)
+        return list(toolsets)
 
     def tools(self) -> dict[str, BoundTool]:
         """Return the tools, by the names that a model is shown.
@@ -265,8 +265,8 @@ class ToolsetTool(BoundTool):
     def __init__(
         self, server: TasksetTools, toolset: Any, function: Callable[..., Any], place: tuple[bool, int, int]
     ) -> None:
-        own = getattr(function, "tool_name", None) or function.__name__
-        super().__init__(f"{toolset.server_name}_{own}" if toolset.server_name else own, server.spec)
+        tool_name = getattr(function, "tool_name", None) or function.__name__
+        super().__init__(f"{toolset.server_name}_{tool_name}" if toolset.server_name else tool_name, server.spec)
         self.server, self._place = server, place
         self.where = f"{server.where}: '{self.name}'"
         self.parameters = parameters_of(function, where=self.where)

@@ -104,20 +104,20 @@ class RunProgress:
 
     def __call__(self, trajectory: Trajectory, event: AnyEvent) -> None:
         """Count one event."""
-        name, own = trajectory.trajectory_id, trajectory.parent_id is None
+        name, is_sample = trajectory.trajectory_id, trajectory.parent_id is None
         match event:
             case Generated():
                 self._tokens += len(event.ids)
-            case Transitioned() if own:
+            case Transitioned() if is_sample:
                 self._states[event.source] -= 1
                 self._states[event.dest] += 1
-            case Prompted() | Resumed() if own:
+            case Prompted() | Resumed() if is_sample:
                 self._begun = True
                 self._open[name] = trajectory
                 self._states[trajectory.state] += 1
             case Prompted() | Resumed():
                 self._sub_agents.add(name)
-            case Ended() | Suspended() if own:
+            case Ended() | Suspended() if is_sample:
                 self._states[trajectory.state] -= isinstance(event, Suspended)
                 self._done += self._open.pop(name, None) is not None  # an end may be reported twice
                 self._bar.update(self._task, completed=self._done)

@@ -50,25 +50,25 @@ def recorded_config(
         raise ConfigError(f"{folder / JOURNAL} {missing if 'run' not in recorded else damaged}")
     config = recorded_run(text, Path(base), overrides)
     # 2. What the user's own file says.
-    own = _own_file(folder, recorded, file)
-    named, asked = dict(_code(load_run(own, overrides))), dict(_code(config))
+    yaml_file = _own_file(folder, recorded, file)
+    in_yaml, in_journal = dict(_code(load_run(yaml_file, overrides))), dict(_code(config))
     for override in config.agent_overrides:
         key, _, value = override.partition("=")
         if override not in overrides and (not _PLAIN.fullmatch(value) or value.endswith(".yaml")):
-            asked[key] = value
-    foreign = {key: name for key, name in asked.items() if named.get(key) != name}
+            in_journal[key] = value
+    foreign = {key: name for key, name in in_journal.items() if in_yaml.get(key) != name}
     if foreign:
         raise ConfigError(
             [
                 Problem(
-                    f"{key}: the run in '{folder}' began with '{name}', and {_says(named.get(key))}; code is "
+                    f"{key}: the run in '{folder}' began with '{name}', and {_says(in_yaml.get(key))}; code is "
                     f"imported only where your own file names it: put it back there, or give {key}={name}",
-                    str(own),
+                    str(yaml_file),
                 )
                 for key, name in foreign.items()
             ]
         )
-    say(f"code is imported as {own} names it")
+    say(f"code is imported as {yaml_file} names it")
     return config.model_copy(update={"out": folder.absolute()})
 
 

@@ -105,7 +105,7 @@ def replay(
         agents: run these; by default those of the run's YAML (``file``; by default the one that it began with).
         only: a trajectory's id.
         file: see :func:`~fsm_rollout.jobs.recorded_config.recorded_config`.
-        report: hears of what is damaged, and as which file names it code is imported.
+        report: is told what is damaged, and which file names the code that is imported.
 
     Raises:
         ConfigError: the run's YAML or its agents are wrong, or there is no such sample.

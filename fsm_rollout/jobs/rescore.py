@@ -48,7 +48,7 @@ def rescore(folder: Path, reward: str, out: Path | None = None, *, report: Repor
         folder: the run's folder, or its journal.
         reward: ``module:function``.
         out: the file; by default ``scores/module.function.jsonl`` in the run's folder.
-        report: hears of what is damaged.
+        report: is told what is damaged.
 
     Raises:
         ConfigError: the reward cannot be imported, or the file not be written.

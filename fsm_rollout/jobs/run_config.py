@@ -258,14 +258,14 @@ def _config(
     data: dict[str, Any], base: Path, overrides: Sequence[str], source: SourceMap, problems: list[Problem]
 ) -> RunConfig:
     # 1. Overrides, then what refers to them.
-    own: list[str] = []
-    agents_own: list[str] = []
+    for_run: list[str] = []
+    for_agent: list[str] = []
     for override in overrides:
         key = re.split(r"[.=\[]", override, maxsplit=1)[0].strip()
         is_agents = key in AgentGraph.model_fields and key not in _KEYS
-        (agents_own if is_agents and not override.startswith(AGENT) else own).append(override)
-    problems += [Problem(f"is the agent's; write {AGENT}{text}", f"override '{text}'") for text in agents_own]
-    problems += apply_overrides(data, [text for text in own if not text.startswith(AGENT)], source)
+        (for_agent if is_agents and not override.startswith(AGENT) else for_run).append(override)
+    problems += [Problem(f"is the agent's; write {AGENT}{text}", f"override '{text}'") for text in for_agent]
+    problems += apply_overrides(data, [text for text in for_run if not text.startswith(AGENT)], source)
     problems += interpolate(data, source)
     # 2. The form. Through JSON, because pydantic is strict there in the right way: no "8" for 8, but lists for tuples.
     try:

@@ -30,8 +30,8 @@ def run_schema() -> Schema:
     definitions["RunConfig"] = run
     function = definitions["WeightedReward"]["properties"]["use"]
     forms = [{key: function[key] for key in ("type", "pattern")}, {"$ref": _REF.format(model="WeightedReward")}]
-    own = {key: run["properties"]["reward"][key] for key in ("description", "title")}
-    run["properties"]["reward"] = {**own, "anyOf": [*forms, {"type": "array", "items": {"anyOf": forms}}, _NULL]}
+    texts = {key: run["properties"]["reward"][key] for key in ("description", "title")}
+    run["properties"]["reward"] = {**texts, "anyOf": [*forms, {"type": "array", "items": {"anyOf": forms}}, _NULL]}
     classes = definitions["Failures"]["properties"]
     for failure in FailureClass:  # one word may stand for the settings of a class
         settings = {"$ref": classes[failure].pop("$ref")}

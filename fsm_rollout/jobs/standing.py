@@ -25,10 +25,10 @@ def standing(journal: Path, report: Report) -> Iterator[Recorded]:
             latest[found[1]] = max(latest.get(found[1], 0), int(found[2] or 0))
     unread: list[str] = []
     for trajectory, history in recordings(journal, report=report):
-        own = trajectory.trajectory_id
+        trajectory_id = trajectory.trajectory_id
         if trajectory.detail == UNREAD:
-            unread.append(f"{own}/")
-        elif not own.startswith(tuple(unread)) and _attempt_stands(own, latest):
+            unread.append(f"{trajectory_id}/")
+        elif not trajectory_id.startswith(tuple(unread)) and _attempt_stands(trajectory_id, latest):
             yield trajectory, history
 
 

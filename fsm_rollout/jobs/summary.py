@@ -53,34 +53,34 @@ def summarize(
     scored.
     """
     everything = list(trajectories)
-    own = [trajectory for trajectory in everything if trajectory.parent_id is None]
+    samples = [trajectory for trajectory in everything if trajectory.parent_id is None]
     called = [trajectory for trajectory in everything if trajectory.parent_id is not None]
     visits: Counter[str] = Counter()
-    for trajectory in own:
+    for trajectory in samples:
         visits.update(trajectory.visits)
-    parts = [_parts(trajectory) for trajectory in own]
+    parts = [_parts(trajectory) for trajectory in samples]
     return {
-        "trajectories": len(own),
-        "groups": len({trajectory.group_id for trajectory in own}),
+        "trajectories": len(samples),
+        "groups": len({trajectory.group_id for trajectory in samples}),
         "wall_seconds": wall_seconds,
-        "transitions": sum(trajectory.transitions for trajectory in own),
+        "transitions": sum(trajectory.transitions for trajectory in samples),
         "states": dict(visits.most_common()),
-        **_endings(own),
-        "failure_classes": dict(Counter(str(t.failure) for t in own if t.failure is not None).most_common()),
+        **_endings(samples),
+        "failure_classes": dict(Counter(str(t.failure) for t in samples if t.failure is not None).most_common()),
         "sub_agents": {"trajectories": len(called), **_endings(called)},
-        "turns_mean": _mean([sum(map(turns_of, trajectory.streams)) for trajectory in own]),
-        "generations_mean": _mean([trajectory.generations for trajectory in own]),
+        "turns_mean": _mean([sum(map(turns_of, trajectory.streams)) for trajectory in samples]),
+        "generations_mean": _mean([trajectory.generations for trajectory in samples]),
         "tokens": sum(trajectory.response_tokens for trajectory in everything),
         "trained_tokens": sum(trajectory.trained_tokens for trajectory in everything),
         "tool_calls": sum(trajectory.calls_seen for trajectory in everything),
         "bad_calls": sum(trajectory.bad_calls for trajectory in everything),
         "tool_failures": sum(trajectory.calls_failed - trajectory.bad_calls for trajectory in everything),
-        "scored": sum(trajectory.score is not None for trajectory in own),
-        "score_mean": _mean([trajectory.score for trajectory in own if trajectory.score is not None]),
-        **_reward_parts(own),
+        "scored": sum(trajectory.score is not None for trajectory in samples),
+        "score_mean": _mean([trajectory.score for trajectory in samples if trajectory.score is not None]),
+        **_reward_parts(samples),
         "timing": {
             **{"tools" if name == "tool" else name: _spread([part[name] for part in parts]) for name in PARTS},
-            "slowest": _slowest(own),
+            "slowest": _slowest(samples),
         },
         "engine": dict(engine or {}),
     }

@@ -40,7 +40,7 @@ class Track(StrictModel):
     model_config = ConfigDict(extra="allow")
 
     use: str = Field(
-        description="wandb, mlflow, tensorboard, or `module:Class` of one's own; further keys are the tracker's"
+        description="wandb, mlflow, tensorboard, or your own `module:Class`; further keys are the tracker's"
     )
 
 
@@ -169,7 +169,7 @@ class Tracking:
     """Gives a tracker the figures of a run, group by group.
 
     Args:
-        tracker: what receives them; ``None``: nobody.
+        tracker: what receives the figures, if given.
         expected: how many groups the run has at most.
     """
 

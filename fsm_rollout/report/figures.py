@@ -204,14 +204,14 @@ class Figures:
         return [
             ReplicaUse(
                 name=name,
-                generations=len(own),
-                tokens=sum(stretch.tokens for stretch in own),
-                busy=wall_seconds(own),
+                generations=len(generations),
+                tokens=sum(stretch.tokens for stretch in generations),
+                busy=wall_seconds(generations),
                 queued=self.queued[name],
-                throughput=self._rate(own),
-                under_way=self._busy([(stretch.start, stretch.end) for stretch in own]),
+                throughput=self._rate(generations),
+                under_way=self._busy([(stretch.start, stretch.end) for stretch in generations]),
             )
-            for name, own in sorted(by_name.items())
+            for name, generations in sorted(by_name.items())
         ]
 
     def _rate(self, generations: Sequence[Stretch]) -> list[float]:

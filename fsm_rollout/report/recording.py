@@ -210,7 +210,7 @@ def _mapping(text: str | dict[str, Any]) -> Mapping[str, Any]:
     """Read a JSON object, or return what is one already.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a JSON object.
     """
     try:
         data = json.loads(text) if isinstance(text, str) else text

@@ -87,12 +87,12 @@ def worth_a_page(figures: Figures) -> list[str]:
 
 def _page(run: RunFolder, figures: Figures, flows: Sequence[Flow], links: Links) -> str:
     # 1. What several parts of the page need.
-    lines, own = figures.lines, figures.own
+    lines, samples = figures.lines, figures.own
     columns = _columns(lines)
     names = [column.name for column in columns]
-    scores = [line.score for line in own if line.score is not None]
+    scores = [line.score for line in samples if line.score is not None]
     means = [edge.score for flow in flows for edge in flow.edges if edge.score is not None]
-    spent = {part: sum(line.parts[part] for line in own) for part in (*BUSY, "other")}
+    spent = {part: sum(line.parts[part] for line in samples) for part in (*BUSY, "other")}
     # 2. The table is drawn by the script from `data`, everything else by the template.
     return render_page(
         "report.html.jinja",
@@ -119,21 +119,21 @@ def _page(run: RunFolder, figures: Figures, flows: Sequence[Flow], links: Links)
         figures=figures,
         columns=columns,
         score_mean=sum(scores) / len(scores) if scores else None,
-        groups=_groups(own),
+        groups=_groups(samples),
         dropped=(run.summary or {}).get("groups_dropped", 0),
-        group_count=len({line.group_id for line in own}),
-        ends=_ends(own),
-        failure_classes=Counter(str(line.failure) for line in own if line.failure is not None).most_common(),
+        group_count=len({line.group_id for line in samples}),
+        ends=_ends(samples),
+        failure_classes=Counter(str(line.failure) for line in samples if line.failure is not None).most_common(),
         called_ends=_ends(figures.called),
         endings=sorted({line.ending for line in lines}),
         agents=sorted({line.agent for line in lines}),
         histograms=[
-            ("messages per trajectory", histogram([line.messages for line in own]), number),
-            ("tokens after the prompt", histogram([line.tokens for line in own]), number),
+            ("messages per trajectory", histogram([line.messages for line in samples]), number),
+            ("tokens after the prompt", histogram([line.tokens for line in samples]), number),
             ("score", histogram(scores), number),
-            ("time", histogram([line.wall for line in own]), duration),
+            ("time", histogram([line.wall for line in samples]), duration),
         ],
-        crossed=sum(len(line.versions) > 1 for line in own),
+        crossed=sum(len(line.versions) > 1 for line in samples),
         versions=sorted({version for line in lines for version in line.versions}),
         spent=spent if any(spent.values()) else {},
         tail=sorted((line for line in lines if line.wall > 0), key=lambda line: -line.wall)[:TAIL],

@@ -71,9 +71,9 @@ def run_view(run: RunFolder) -> RenderableType:
         figures.add(recording)
         if recording.trajectory.parent_id is None:
             visits.update(recording.trajectory.visits)
-    own, called, groups = figures.own, figures.called, len({line.group_id for line in figures.own})
+    samples, called, groups = figures.own, figures.called, len({line.group_id for line in figures.own})
     trained = sum(line.trained for line in figures.lines)
-    head = Text(f"{run.folder}: {len(own):,} {'trajectory' if len(own) == 1 else 'trajectories'} in ")
+    head = Text(f"{run.folder}: {len(samples):,} {'trajectory' if len(samples) == 1 else 'trajectories'} in ")
     head.append(f"{groups:,} {'group' if groups == 1 else 'groups'}")
     head.append(f" + {len(called):,} of sub-agents" if called else "")
     head.append(f", {duration(figures.seconds)}, {trained:,} trained tokens{' in all' if called else ''}")
@@ -82,7 +82,7 @@ def run_view(run: RunFolder) -> RenderableType:
         return Group(*parts, Text("it has no trajectories"))
     order = [state for graph in run.agents.values() for state in graph.states]
     parts.append(Text(" ").join(Text.assemble(_chip(name, order), f" {count:,} ") for name, count in visits.items()))
-    parts.append(Text.assemble("ended: ", _endings(own)))
+    parts.append(Text.assemble("ended: ", _endings(samples)))
     if called:
         parts.append(Text.assemble("of sub-agents: ", _endings(called)))
     return Group(*parts, _Slowest(sorted(figures.lines, key=lambda line: -line.wall)[:ROWS]))

@@ -111,14 +111,14 @@ def times_of(events: Sequence[AnyEvent]) -> Times:
             case ContextOpened():
                 turn_of.pop(event.context, None)
             case Generated():
-                own = turn_of.get(event.context, turn) if event.resumed else turn
-                turn_of[event.context] = own
+                index = turn_of.get(event.context, turn) if event.resumed else turn
+                turn_of[event.context] = index
                 turn += not event.resumed
                 begun, replica, tokens = event.at - event.seconds, event.replica, len(event.ids)
                 if event.queue_seconds > 0:
-                    add("queue", event.state, begun - event.queue_seconds, begun, "queue", replica, turn=own)
+                    add("queue", event.state, begun - event.queue_seconds, begun, "queue", replica, turn=index)
                 cut = None if event.finish_reason == FinishReason.STOP else event.finish_reason
-                add("generate", event.state, begun, event.at, f"generate {tokens} tokens", replica, tokens, cut, own)
+                add("generate", event.state, begun, event.at, f"generate {tokens} tokens", replica, tokens, cut, index)
             case Called():
                 name = event.name or "broken call"
                 add("tool", event.state, event.at - event.seconds, event.at, name, failure=event.failure)

@@ -77,16 +77,16 @@ def neighbours_of(trajectory: Trajectory, ids: Sequence[str], links: Links) -> N
 
     ``None`` for a sub-agent's, which has its caller.
     """
-    own = [id_ for id_ in ids if _SAMPLE.fullmatch(id_)]
-    if trajectory.parent_id is not None or trajectory.trajectory_id not in own:
+    samples = [id_ for id_ in ids if _SAMPLE.fullmatch(id_)]
+    if trajectory.parent_id is not None or trajectory.trajectory_id not in samples:
         return None
-    place = own.index(trajectory.trajectory_id)
-    earlier, later = own[:place][::-1], own[place + 1 :]
+    place = samples.index(trajectory.trajectory_id)
+    earlier, later = samples[:place][::-1], samples[place + 1 :]
     before, after = (
         next((id_ for id_ in side if links.to(id_) is not None), side[0] if side else None) for side in (earlier, later)
     )
     group = re.compile(re.escape(trajectory.group_id) + r"/\d+(~\d+)?")
-    return Neighbours(before, after, [id_ for id_ in ids if group.fullmatch(id_)]) if len(own) > 1 else None
+    return Neighbours(before, after, [id_ for id_ in ids if group.fullmatch(id_)]) if len(samples) > 1 else None
 
 
 def path_of(recording: Recording) -> list[Block[tuple[str, str | None, str | None]]]:
@@ -293,10 +293,10 @@ def time_lanes(recording: Recording, names: Sequence[str]) -> Lanes | None:
         return None
     lanes = []
     for state in names:
-        own = [stretch for stretch in present.stretches if stretch.state == state]
+        stretches = [stretch for stretch in present.stretches if stretch.state == state]
         inside = [visit for visit in present.visits if visit.state == state]
-        if own or any(visit.end > visit.start for visit in inside):
-            rows = list(zip(own, packed(own), strict=True))
+        if stretches or any(visit.end > visit.start for visit in inside):
+            rows = list(zip(stretches, packed(stretches), strict=True))
             marks = [(stretch, clock(stretch.start) - start) for stretch in away if stretch.state == state]
             lanes.append(Lane(state, inside, rows, marks))
     return Lanes(present.end, lanes, {kind: total for kind, total in present.totals().items() if total > 0})

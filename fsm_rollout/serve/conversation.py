@@ -42,8 +42,8 @@ def chain_of(caller: str, model: str, sampling: object, messages: Iterable[Messa
 
 def shown_context(graph: AgentGraph) -> str:
     """Return the context that users talk to: that of the state that interacts, else ``main``."""
-    own = (state for state in graph.working_states if graph.handler_of(state) == "interact")
-    return next((graph.states[state].context for state in own), MAIN)
+    states = (state for state in graph.working_states if graph.handler_of(state) == "interact")
+    return next((graph.states[state].context for state in states), MAIN)
 
 
 class Conversation:

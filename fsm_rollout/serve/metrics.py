@@ -21,17 +21,17 @@ class Metrics:
 
     def __init__(self, calls: Callable[[], int], waiting: Callable[[], int]) -> None:
         self._registry = CollectorRegistry()
-        own: dict[str, Any] = {"namespace": "fsm_rollout", "registry": self._registry}
-        self.answers = Counter("answers", "Requests that were answered", ["agent", "protocol", "status"], **own)
-        self.seconds = Histogram("answer_seconds", "From request to answer", ["agent"], buckets=SECONDS, **own)
+        common: dict[str, Any] = {"namespace": "fsm_rollout", "registry": self._registry}
+        self.answers = Counter("answers", "Requests that were answered", ["agent", "protocol", "status"], **common)
+        self.seconds = Histogram("answer_seconds", "From request to answer", ["agent"], buckets=SECONDS, **common)
         self.first_text = Histogram(
-            "first_text_seconds", "From request to the first piece of text", ["agent"], buckets=SECONDS, **own
+            "first_text_seconds", "From request to the first piece of text", ["agent"], buckets=SECONDS, **common
         )
-        self.tokens = Counter("sampled_tokens", "Tokens that were sampled", ["agent"], **own)
-        self.tool_calls = Counter("tool_calls", "Tool calls by outcome", ["agent", "tool", "failed"], **own)
-        self.ends = Counter("trajectories_ended", "Trajectories by stop reason", ["agent", "stop_reason"], **own)
-        Gauge("calls_under_way", "Requests that are being answered", **own).set_function(calls)
-        Gauge("conversations_waiting", "Conversations that wait for their callers", **own).set_function(waiting)
+        self.tokens = Counter("sampled_tokens", "Tokens that were sampled", ["agent"], **common)
+        self.tool_calls = Counter("tool_calls", "Tool calls by outcome", ["agent", "tool", "failed"], **common)
+        self.ends = Counter("trajectories_ended", "Trajectories by stop reason", ["agent", "stop_reason"], **common)
+        Gauge("calls_under_way", "Requests that are being answered", **common).set_function(calls)
+        Gauge("conversations_waiting", "Conversations that wait for their callers", **common).set_function(waiting)
 
     def page(self) -> bytes:
         """Return all of them in Prometheus' text format."""

@@ -209,21 +209,21 @@ class Service:
 
     async def reply(self, conversation: users.Conversation) -> Reply:
         """Answer the request whose turn has come to its end, and wait for the caller's next message."""
-        own = self._conversations[conversation.trajectory.group_id]
-        _notes(own.exchange, conversation.trajectory, None)
-        own.end_exchange(FinishReason.STOP)
+        served = self._conversations[conversation.trajectory.group_id]
+        _notes(served.exchange, conversation.trajectory, None)
+        served.end_exchange(FinishReason.STOP)
         while len(self._waiting) >= self.serving.waiting:
             self._give_up(next(iter(self._waiting.values())))
         loop = asyncio.get_running_loop()
-        own.waiter = loop.create_future()
-        self._waiting[own.group_id] = own
-        self._by_history.setdefault(own.answered, []).append(own)
-        timer = loop.call_later(self.serving.wait_seconds, self._give_up, own)
+        served.waiter = loop.create_future()
+        self._waiting[served.group_id] = served
+        self._by_history.setdefault(served.answered, []).append(served)
+        timer = loop.call_later(self.serving.wait_seconds, self._give_up, served)
         try:
-            return await own.waiter
+            return await served.waiter
         finally:
             timer.cancel()
-            self._forget(own)
+            self._forget(served)
 
     def _give_up(self, conversation: Conversation) -> None:
         """End a conversation that has waited long enough."""

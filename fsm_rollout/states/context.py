@@ -201,7 +201,7 @@ class HandlerContext(Visit):
         return self.record_call(attempt, await self.active.tools.call(attempt, context=bound.name, tokenizer=tokenizer))
 
     def record_call(self, attempt: ToolCall | MalformedCall, result: CallResult) -> Called:
-        """Record what came of a call and return the event."""
+        """Record the result of a call and return the event."""
         called = Called(
             at=self.clock(),
             state=self.state,

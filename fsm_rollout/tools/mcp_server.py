@@ -69,7 +69,7 @@ class MCPServer:
         """Ask the server for its tools (once in this process), and return those that are allowed.
 
         Raises:
-            ToolError: it cannot be reached, has no such tool, or declares a schema that is none.
+            ToolError: it cannot be reached, has no such tool, or declares a schema that is wrong.
         """
         if id(self.mcp) not in _discovered:
             work = _threads.submit(lambda: asyncio.run(self._declared()))

@@ -9,8 +9,8 @@ A worker process (:mod:`fsm_rollout.concurrency.child_process`) runs functions, 
 and of the standard library run the caller's script again, which may be a training script without a main guard, and end
 the worker only.)
 
-On Ray a function is a task, and a class one actor for each trajectory. Tools take no CPU of Ray's accounts (engines may
-have them all): the toolbox says how many run at once, and tasks are spread over the nodes.
+On Ray a function is a task, and a class one actor for each trajectory. For Ray, tools take no CPU (engines may hold
+them all): the toolbox says how many run at once, and tasks are spread over the nodes.
 """
 
 from __future__ import annotations

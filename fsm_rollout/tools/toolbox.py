@@ -76,7 +76,7 @@ class NotReady(Exception):
 
 
 class ReportedFailure(Exception):
-    """What carries the tool out elsewhere says that it failed; its text is meant for the model, and blames nobody."""
+    """The server that runs the tool reports a failure; its text is meant for the model, which is not blamed."""
 
 
 class Holder(Protocol):
@@ -181,8 +181,8 @@ class FunctionTool(BoundTool):
         hidden = fresh({**self.spec.kwargs, **session.hidden.get(self.name, {})})
         contexts = self.parameters.contexts
         if self.spec.placement == "local":
-            own = {name: context("call") for name in contexts}
-            return await self._call(self.function, hidden | arguments | own)
+            context_arguments = {name: context("call") for name in contexts}
+            return await self._call(self.function, hidden | arguments | context_arguments)
         from fsm_rollout.tools import placement  # multiprocessing and Ray: only for those who ask for them
 
         call = placement.call_in_process if self.spec.placement == "process" else placement.call_on_ray
@@ -325,8 +325,10 @@ class AgentTool(BoundTool):
     async def call(self, session: ToolSession, arguments: Arguments, context: MakeContext) -> object:
         """Run it on its task."""
         assert session.run_agent is not None
-        own = context("agent")
-        call = AgentCall(self.name, arguments["task"], own.rng.getrandbits(63), own.call_id, own.number)
+        tool_context = context("agent")
+        call = AgentCall(
+            self.name, arguments["task"], tool_context.rng.getrandbits(63), tool_context.call_id, tool_context.number
+        )
         return await session.run_agent(self.agent, call)
 
 

@@ -78,7 +78,7 @@ class StrictModel(BaseModel, metaclass=_Explaining):
     """Base of all configuration: frozen, and unknown keys are errors.
 
     Raises:
-        ConfigError: it is built in Python of what it does not take; all problems at once.
+        ConfigError: it is built in Python from wrong values; all problems at once.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, populate_by_name=True)

@@ -204,7 +204,7 @@ class ClosesOnlyWhatBegan(Base):
     ("interaction", "invariant", "message"),
     [
         (NeedsMore, 1, "missing a required argument: 'goal'"),
-        ("tests.law_tools:CALLS", 1, "no class with a method `reply`"),
+        ("tests.law_tools:CALLS", 1, "not a class with a method `reply`"),
         (SaysText, 2, "must return a Reply, got str"),
         (SaysNumbers, 2, "raised|no text"),
         (Stumbles, 2, "to '' .*raised IndexError"),

@@ -68,10 +68,10 @@ def _never_holds(structure: Structure, predicate: Predicate, row: TransitionSpec
             return _never_reached(structure, str(argument), state)
         case "has_tool_calls" | "tool_called" if graph.tools:  # an agent without any may be given some in Python
             # A turn that has just ended is of the state's own context; others may be of any.
-            own = row.trigger in _FINISHED_TURN and not structure.is_custom(state)
-            contexts = {graph.states[state].context} if own else {MAIN, *graph.contexts}
+            of_state = row.trigger in _FINISHED_TURN and not structure.is_custom(state)
+            contexts = {graph.states[state].context} if of_state else {MAIN, *graph.contexts}
             if not any(graph.tools_of(context) for context in contexts):
-                where = f"context '{graph.states[state].context}'" if own else "the agent"
+                where = f"context '{graph.states[state].context}'" if of_state else "the agent"
                 return f"{where} has no tools to call"
             shown = {tool for context in contexts for tool in graph.tools_of(context)}
             if argument in graph.tools and argument not in shown:

@@ -40,8 +40,8 @@ def _states(structure: Structure) -> Iterator[Finding]:
         # 16. Keys must mean something to the handler.
         for key in _HANDLERS_KEYS:
             if key not in spec.keys and getattr(state, key) != getattr(_DEFAULTS, key):
-                own = f"it takes {', '.join(spec.keys)}" if spec.keys else "it has no keys of its own"
-                message = f"state '{name}': {key} means nothing to handler '{spec.name}'; {own}"
+                takes = f"it takes {', '.join(spec.keys)}" if spec.keys else "it has no keys of its own"
+                message = f"state '{name}': {key} means nothing to handler '{spec.name}'; {takes}"
                 yield Finding(16, (*at, key), message)
         if spec.name == "call_tools" and state.context != MAIN and state.prompt is None and not state.reset:
             message = f"state '{name}': context means nothing here; results go to the context that made the calls"
@@ -176,13 +176,13 @@ def _parts_of_facts(template: nodes.Template) -> Iterator[tuple[str, str, int]]:
     """Yield what a template names as ``fact.part`` or ``fact["part"]``, with the line."""
     from jinja2 import nodes
 
-    own = {node.name for node in template.find_all(nodes.Name) if node.ctx != "load"}
+    assigned = {node.name for node in template.find_all(nodes.Name) if node.ctx != "load"}
     found: list[tuple[nodes.Expr, object, int]] = [
         *((node.node, node.attr, node.lineno) for node in template.find_all(nodes.Getattr)),
         *((node.node, getattr(node.arg, "value", None), node.lineno) for node in template.find_all(nodes.Getitem)),
     ]
     for fact, part, line in found:
-        if isinstance(fact, nodes.Name) and fact.name not in own and isinstance(part, str):
+        if isinstance(fact, nodes.Name) and fact.name not in assigned and isinstance(part, str):
             yield fact.name, part, line
 
 

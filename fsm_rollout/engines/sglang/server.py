@@ -90,7 +90,7 @@ class Server:
     Args:
         url: where it is.
         send_every: tokens between two outputs.
-        api_key: what it demands of whoever asks.
+        api_key: the key that the server demands.
     """
 
     name, kind, described = "SGLang", "SGLang server", "an SGLang server"

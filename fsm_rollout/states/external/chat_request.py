@@ -41,7 +41,7 @@ class ChatRequest:
     stream: bool = False
     include_usage: bool = False
     sampling: Sampling = field(default_factory=Sampling)
-    """What the call says of sampling; ours comes first."""
+    """The sampling that the call asks for; what the agent and the run set comes first."""
     notes: bool = False
     """Whether a stream is also to hold what happens beside the text: an extension of ours."""
 

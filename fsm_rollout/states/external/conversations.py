@@ -162,7 +162,7 @@ class Conversations:
             self._note_turn(branch)
 
     def _sampling(self, request: ChatRequest) -> Sampling:
-        """Return what a call may say of sampling: what nobody else says, and fewer tokens."""
+        """Return the sampling of a call: it may set what the agent and the run do not, and lower ``max_tokens``."""
         ctx = self.ctx
         ours = ctx.program.samplings[ctx.state, self.context]
         theirs = request.sampling
@@ -256,17 +256,17 @@ class Conversations:
         stream = self.ctx.trajectory.stream(branch.name)
         assert stream is not None
         new, turn, bound = messages[shared:], branch.turns[number], branch.bound
-        own = [*stream.messages[:shared], *new]
+        history = [*stream.messages[:shared], *new]
         ids = stream.tokens.ids[:end]
         guarded_at = [at for at in stream.guarded_at if at < end]
         encoded = Encoded(ids.tolist(), len(guarded_at), tuple(guarded_at))
         if new:
-            if bound.chat.must_split(own[:shared], new, bound.tools):
+            if bound.chat.must_split(history[:shared], new, bound.tools):
                 return self._open(chains, messages, bound.tools)
             stopped = len(ids) > turn.start and ids[-1] in bound.stop_ids
             try:
                 glue = bound.chat.glue_detailed(
-                    own[:shared], new, bound.tools, sampled_ids=ids[turn.start :], now=self.ctx.date,
+                    history[:shared], new, bound.tools, sampled_ids=ids[turn.start :], now=self.ctx.date,
                     finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
                 )  # fmt: skip
             except ChatTemplateError:
@@ -276,7 +276,7 @@ class Conversations:
             places = (*guarded_at, *(len(ids) + at for at in glue.guarded_at))
             encoded = Encoded([*ids, *glue.ids], encoded.guarded + glue.guarded, places)
         bound = self._bind(BRANCH, bound.tools)
-        self.ctx.open_with(bound, own, encoded=encoded)
+        self.ctx.open_with(bound, history, encoded=encoded)
         return self._asked(_Branch(bound.name, bound, chains), chains)
 
     def _open(self, chains: list[Chain], messages: list[Message], schemas: tuple[dict[str, Any], ...]) -> _Branch:

@@ -1,4 +1,4 @@
-"""``handler: external``: a program or a coroutine that nobody here wrote, run as the visit of a state.
+"""``handler: external``: a foreign program or coroutine, run as the visit of a state.
 
 Invariant: every token that it has sampled goes through the visit, so it is charged, recorded and trained like any
 other; when the visit ends, whatever the reason, nothing of the program runs on and its key opens nothing any more.

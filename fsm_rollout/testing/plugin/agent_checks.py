@@ -160,12 +160,12 @@ def bound(subject: CheckedAgent) -> str:
     """Law 2 without engines: no walk through the machine takes more transitions than the proof allows."""
     # A walk makes no calls, so sub-agents' runs are left out of what it may take.
     tools = {name: tool for name, tool in subject.graph.tools.items() if tool.agent is None}
-    own = prove(subject.graph.model_copy(update={"tools": tools})).transitions
+    most = prove(subject.graph.model_copy(update={"tools": tools})).transitions
     number = longest = 0
-    for walk in subject.walks(own + 1):
+    for walk in subject.walks(most + 1):
         path = f":\n  {' -> '.join(walk.path)}"
-        if len(walk.rows) > own:
-            raise LawBroken(2, f"a walk of more than {own} transitions{path}")
+        if len(walk.rows) > most:
+            raise LawBroken(2, f"a walk of more than {most} transitions{path}")
         if not walk.ended:
             raise LawBroken(2, f"a walk that does not end{path}")
         number, longest = number + 1, max(longest, len(walk.rows))
@@ -191,8 +191,8 @@ def coverage(subject: CheckedAgent) -> str:
     def holds(plan: Plan) -> None:
         run = subject.simulate(plan)
         reasons.update(str(t.stop_reason) for t in run.trajectories)
-        own = [name for name, trajectory in run.live.items() if trajectory.agent == subject.graph.agent]
-        fired.update(event.row for name in own for event in run.events[name] if isinstance(event, Transitioned))
+        ids = [name for name, trajectory in run.live.items() if trajectory.agent == subject.graph.agent]
+        fired.update(event.row for name in ids for event in run.events[name] if isinstance(event, Transitioned))
 
     runs = subject.search(holds, faults=False)
     if not fired.keys() - {None}:

@@ -76,9 +76,9 @@ def _raised(run: Simulation) -> Iterator[HandlerVisit]:
     """Yield the visits that raised something of their own where no transition takes ``failed``."""
     for visit in run.visits:
         error, graph = visit.outcome, run.graph
-        own = isinstance(error, asyncio.CancelledError) and not visit.cancelled
-        own = own or (isinstance(error, Exception) and not isinstance(error, PromptTooLong))
-        if own and not (visit.state in graph.states and any(graph.rows_of(visit.state, Trigger.FAILED))):
+        its_fault = isinstance(error, asyncio.CancelledError) and not visit.cancelled
+        its_fault = its_fault or (isinstance(error, Exception) and not isinstance(error, PromptTooLong))
+        if its_fault and not (visit.state in graph.states and any(graph.rows_of(visit.state, Trigger.FAILED))):
             yield visit
 
 

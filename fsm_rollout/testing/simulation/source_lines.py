@@ -63,17 +63,17 @@ def described(task: asyncio.Task[object]) -> str:
 
     Where the task runs none of the user's (``create_task(asyncio.sleep(1))``), the line is the one that started it.
     """
-    names, inner, own = [], "", None
+    names, inner, users_line = [], "", None
     for name, file, line in _awaits(task.get_coro()):
         names.append(name)
         if line is not None:
             inner = f"{file}:{line}"
-            own = inner if is_users(file) else own
+            users_line = inner if is_users(file) else users_line
     if not names:
         return f"{task.get_name()}: {task.get_coro()!r}"
-    if own is None and task in _started:
-        own = f"started at {_started[task]}"
-    return f"{task.get_name()}: {' > '.join(names)} ({own or inner})"
+    if users_line is None and task in _started:
+        users_line = f"started at {_started[task]}"
+    return f"{task.get_name()}: {' > '.join(names)} ({users_line or inner})"
 
 
 def _awaits(awaitable: object) -> Iterator[tuple[str, str, int | None]]:

@@ -156,11 +156,11 @@ def _fork_guard(settings: Settings, descriptor: int, control: socket.socket, fol
 
 def _map_users(pid: int) -> None:
     """Say who the users of a guard's namespace are: root may have nobody there too, others only themselves."""
-    own, group = os.geteuid(), os.getegid()
-    if own == 0:
+    user, group = os.geteuid(), os.getegid()
+    if user == 0:
         users, groups = f"0 0 1\n{NOBODY} {NOBODY} 1\n", f"0 0 1\n{NOBODY} {NOBODY} 1\n"
     else:
-        users, groups = f"0 {own} 1\n", f"0 {group} 1\n"
+        users, groups = f"0 {user} 1\n", f"0 {group} 1\n"
         _write(f"/proc/{pid}/setgroups", "deny")
     _write(f"/proc/{pid}/uid_map", users)
     _write(f"/proc/{pid}/gid_map", groups)
@@ -505,8 +505,8 @@ def _serve(language: str, requests: int, answers: int, folder: str) -> None:
                 sys.stderr.flush()
             os.dup2(kept[0], 1)
             os.dup2(kept[1], 2)
-            for own in kept:
-                os.close(own)
+            for copy in kept:
+                os.close(copy)
         data = os.pread(descriptor, 4 * request["output"], 0)
         os.close(descriptor)
         text = data.decode("utf-8", errors="replace")[: request["output"]]
@@ -602,8 +602,8 @@ class _Bash:
         status = b""
         while not status.endswith(b"\n") and (piece := os.read(self._done, 100)):
             status += piece
-        for own in (output, errors):
-            os.close(own)
+        for copy in (output, errors):
+            os.close(copy)
         with contextlib.suppress(OSError):
             os.unlink(path)
         if not status:

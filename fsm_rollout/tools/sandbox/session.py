@@ -133,14 +133,14 @@ class _Nursery:
 
     def begin(self, settings: dict[str, object]) -> socket.socket:
         """Have a session begin and return the pipe to it."""
-        own, end = socket.socketpair()
-        with end, self._lock:
+        ours, theirs = socket.socketpair()
+        with theirs, self._lock:
             try:
-                socket.send_fds(self._control, [json.dumps(settings).encode()], [end.fileno()])
+                socket.send_fds(self._control, [json.dumps(settings).encode()], [theirs.fileno()])
             except OSError as error:
-                own.close()
+                ours.close()
                 raise ToolError(f"the sandbox's processes cannot be started: {error}") from error
-        return own
+        return ours
 
     def close(self) -> None:
         """End all sessions."""
@@ -182,7 +182,7 @@ def protection() -> Protection:
 
 
 def _settings(language: Language, limits: Limits, *, namespaces: bool, packages: bool) -> dict[str, object]:
-    own = sysconfig.get_path("purelib") if packages else None
+    site_packages = sysconfig.get_path("purelib") if packages else None
     prefixes = {
         os.path.realpath(sys.base_prefix),
         sys.base_prefix,
@@ -195,7 +195,7 @@ def _settings(language: Language, limits: Limits, *, namespaces: bool, packages:
         "root": os.geteuid() == 0,
         "folder": tempfile.gettempdir(),
         "shown": sorted(path for path in prefixes if not f"{path}/".startswith(("/usr/", "/tmp/")) and path != "/"),
-        "packages": [own] if own is not None else [],
+        "packages": [site_packages] if site_packages is not None else [],
         "seconds": limits.seconds,
         "cpu_seconds": limits.cpu_seconds,
         "memory": limits.memory_mb << 20,
@@ -240,7 +240,7 @@ class LocalSession:
             except (ValueError, KeyError, OSError):  # its guard was killed, or is stuck
                 await self.close()
                 return Output("", ended="broken")
-            except BaseException:  # given up: what the code is doing nobody waits for
+            except BaseException:  # given up: nobody waits for the code any more
                 await self.close()
                 raise
 

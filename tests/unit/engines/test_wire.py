@@ -119,5 +119,5 @@ def test_an_end_that_has_seen_other_blocks_says_so():
     here = Contexts()
     first = Request("r", as_ids([1, 2, 3]), SamplingParams(1), trajectory_id="t", context="main")
     pack_requests([first], here)
-    with pytest.raises(EngineError, match="'r' goes on from 3 tokens of 't/main'; here is nothing"):
+    with pytest.raises(EngineError, match="'r' extends 3 tokens of 't/main'; this end has nothing"):
         unpack_requests(pack_requests([first], here), Contexts())

@@ -222,7 +222,7 @@ def test_only_a_reply_is_a_reply():
     [
         (Spec(use="nowhere:User"), {}, "cannot import 'nowhere'"),
         (Spec(use="fsm_rollout.interactions:ScriptedUsr"), {}, "did you mean 'ScriptedUser'"),
-        (Spec(use="fsm_rollout.interactions:Conversation"), {}, "no class with a method `reply`"),
+        (Spec(use="fsm_rollout.interactions:Conversation"), {}, "not a class with a method `reply`"),
         (SCRIPTED, {"trns": ["a"]}, r"unexpected .* 'trns'.* got trns \(interaction_kwargs of the prompt\)"),
         (MODEL.model_copy(update={"kwargs": {}}), {}, "missing a required argument: 'max_turns'.* got nothing"),
         (SCRIPTED, {"turns": "a"}, r"`turns` must be a list of strings, got 'a' \(the prompt's .* gave turns\)"),
