@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.context import ForkServerContext
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -29,6 +30,13 @@ HEAVY = ["fsm_rollout.cli", "fsm_rollout.jobs.runner", "fsm_rollout.batch.batch"
 def fsm_rollout(*arguments: str | Path, cwd: Path = ROOT) -> CompletedProcess[str]:
     """Run the console script, which looks for no module in its working directory."""
     return program("from fsm_rollout.cli import main; main()", *arguments, cwd=cwd, searched=())
+
+
+def forkserver() -> ForkServerContext:
+    """Return what starts processes that have imported what takes long."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(HEAVY)
+    return context
 
 
 def program(
@@ -49,8 +57,6 @@ def program(
         searched: Folders that come first on ``sys.path``.
         finalized: Whether the interpreter is finalized as it would be, which takes a second where torch is loaded.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(HEAVY)
     words = [str(argument) for argument in arguments]
     ours, theirs = zip(os.pipe(), os.pipe(), strict=True)
     with ThreadPoolExecutor(2) as pool:
@@ -58,7 +64,7 @@ def program(
         try:
             outputs = _Outputs(theirs)
             arguments_ = (code, words, str(cwd), dict(env or {}), searched, finalized, outputs)
-            process = context.Process(target=_run, args=arguments_)
+            process = forkserver().Process(target=_run, args=arguments_)
             process.start()
         finally:
             for descriptor in theirs:

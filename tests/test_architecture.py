@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
@@ -82,26 +83,31 @@ def step_of(name: str) -> int:
     raise AssertionError(f"fsm_rollout.{name} is in no room; put it into one, or the room into ORDER")
 
 
-def imported_by(path: Path, *, for_typing: bool = True) -> list[str]:
-    """Return the modules that a file imports anywhere: at the top, inside functions and for the type checker."""
-    found: list[str] = []
-    tree = ast.parse(path.read_text("utf-8"))
-    typing_only = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
-    left_out = set() if for_typing else {child for block in typing_only for child in ast.walk(block)}
-    for node in ast.walk(tree):
-        if node in left_out:
-            continue
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text("utf-8"))
+
+
+@cache
+def imports_of(path: Path) -> tuple[tuple[str, bool], ...]:
+    """Return what a file imports anywhere: at the top, inside functions and, so marked, for the type checker alone."""
+    nodes = list(ast.walk(tree_of(path)))
+    typing_only = [node for node in nodes if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    for_typing = {child for block in typing_only for child in ast.walk(block)}
+    found: list[tuple[str, bool]] = []
+    for node in nodes:
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
+            found += [(alias.name, node in for_typing) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             inside = [f"{node.module}.{alias.name}" for alias in node.names]
-            found += [name if name.removeprefix("fsm_rollout.") in NAMES else node.module for name in inside]
-    return found
+            names = (name if name.removeprefix("fsm_rollout.") in NAMES else node.module for name in inside)
+            found += [(name, node in for_typing) for name in names]
+    return tuple(found)
 
 
 def own_imports(path: Path) -> list[str]:
     """Return those of them that are this package's, within the package."""
-    return [name.removeprefix("fsm_rollout.") for name in imported_by(path) if name.startswith("fsm_rollout.")]
+    return [name.removeprefix("fsm_rollout.") for name, _ in imports_of(path) if name.startswith("fsm_rollout.")]
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
@@ -127,7 +133,7 @@ def test_there_is_no_circle() -> None:
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_heavy_libraries_have_one_home(path: Path) -> None:
     name = name_of(path)
-    for imported in imported_by(path, for_typing=False):
+    for imported in (name for name, for_typing in imports_of(path) if not for_typing):
         homes = HOMES.get(imported.split(".")[0])
         at_home = homes is None or any(name == home or name.startswith(f"{home}.") for home in homes)
         assert at_home, f"{name} imports {imported}"
@@ -135,5 +141,5 @@ def test_heavy_libraries_have_one_home(path: Path) -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_modules_open_with_a_docstring(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text("utf-8")))
+    assert ast.get_docstring(tree_of(path))
     assert path.stem not in {"utils", "helpers", "common", "manager", "core"}

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import socket
 from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from ray.cluster_utils import Cluster
 
 SHARED = ("sglang", "ray", "browser")
 """Servers that are started once per worker: their tests run on one worker together."""
@@ -20,7 +25,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if asks_for_the_shared_ray(item):
             assert isinstance(item, pytest.Function)
             item.fixturenames.append("shared_ray")
-    items.sort(key=asks_for_the_shared_ray)  # others start one themselves, or look what happens without
+    items.sort(key=use_of_ray)
+
+
+def use_of_ray(item: pytest.Item) -> int:
+    """Who starts a Ray or looks what happens without comes first, then who shares one, then who adds nodes to that."""
+    return 2 * ("ray_cluster" in getattr(item, "fixturenames", ())) or int(asks_for_the_shared_ray(item))
 
 
 def asks_for_the_shared_ray(item: pytest.Item) -> bool:
@@ -30,13 +40,44 @@ def asks_for_the_shared_ray(item: pytest.Item) -> bool:
 
 
 @pytest.fixture(scope="session")
-def shared_ray() -> Iterator[None]:
-    """Like a training job that has started Ray itself."""
+def ray_client_port() -> int:
+    """Where the head of the worker's Ray serves Ray's client."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(ray_client_port: int) -> Iterator[Cluster]:
+    """The Ray of this worker: its head, which tests connect to, and add nodes to, and leave connected or not."""
     ray = pytest.importorskip("ray")
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield
-    ray.shutdown()
+    from ray.cluster_utils import Cluster
+
+    settings = {
+        "health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000,  # else a loss takes fifteen seconds
+        "prestart_worker_first_driver": False,  # four processes that may serve nobody
+    }  # fmt: skip
+    head = {
+        "num_cpus": 4, "include_dashboard": False, "include_log_monitor": False, "no_monitor": True,
+        "_system_config": settings,
+    }  # fmt: skip
+    if find_spec("grpc") is not None:
+        head["ray_client_server_port"] = ray_client_port
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("GRPC_ENABLE_FORK_SUPPORT", "false")  # or now and then it fails to start a server for a client
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        yield cluster
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.fixture(scope="session")
+def shared_ray(ray_cluster: Cluster) -> None:
+    """Like a training job that has connected to Ray itself."""
+    import ray
+
+    ray.init(address=ray_cluster.address, log_to_driver=False, logging_level="ERROR")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

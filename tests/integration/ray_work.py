@@ -86,10 +86,7 @@ class Weighted(ScriptedEngine):
         return [*Bytes().encode(TEXT * 4 + request.trajectory_id), Bytes.eos_token_id]
 
     async def update_weights(self, weights: Any, version: int | None = None) -> int:
-        if isinstance(weights, Mapping):
-            self.weight = float(weights["weight"])
-        else:
-            self.weight = float((Path(weights) / "weight").read_text())
+        self.weight = float((Path(weights) / "weight").read_text())
         return await super().update_weights(weights, version)
 
     def _emit(self, answer: Any, ids: Ids = NO_IDS, logprobs: Logprobs = NO_LOGPROBS, **end: Any) -> None:

@@ -21,10 +21,9 @@ from fsm_rollout.agent.loader import dump, loads
 from fsm_rollout.errors import ConfigError, ToolError
 from fsm_rollout.tools import CallResult, Toolbox, ToolSession
 from fsm_rollout.trajectory.events import Called, ToolCall
-from tests.integration import mcp_tools
 
 pytestmark = pytest.mark.process
-SERVER = Path(mcp_tools.__file__)
+SERVER = Path(__file__).with_name("mcp_tools.py")
 STDIO = MCP(command=("python", str(SERVER)))
 """One object, so that the server is asked for its tools once."""
 SHARED = MCP(command=STDIO.command, session="shared")

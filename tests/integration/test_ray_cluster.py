@@ -9,9 +9,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Iterator
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,32 +41,13 @@ def node_of(replica: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def client_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@pytest.fixture(scope="module")
-def cluster(client_port: int) -> Iterator[Cluster]:
-    """Three nodes, the first of them with a server for Ray's client; the tests connect and let go by themselves."""
-    quick = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000}  # else it takes fifteen seconds
-    head: dict[str, Any] = {"num_cpus": 2, "include_dashboard": False, "_system_config": quick}
-    if find_spec("grpc") is not None:
-        head["ray_client_server_port"] = client_port
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("GRPC_ENABLE_FORK_SUPPORT", "false")  # or now and then it fails to start a server for a client
-        ray.shutdown()  # of what an earlier test of this process has left connected
-        cluster = Cluster(initialize_head=True, head_node_args=head)
-        try:
-            for _ in range(2):
-                cluster.add_node(num_cpus=2, wait=False)
-            cluster.wait_for_nodes()
-            yield cluster
-        finally:
-            ray.shutdown()
-            cluster.shutdown()
+def cluster(ray_cluster: Cluster) -> Cluster:
+    """Three nodes, to which the tests connect by themselves."""
+    ray.shutdown()  # of what an earlier test of this process has left connected
+    for _ in range(2):
+        ray_cluster.add_node(num_cpus=2, include_log_monitor=False, wait=False)
+    ray_cluster.wait_for_nodes()
+    return ray_cluster
 
 
 def test_a_node_dies_in_the_middle_of_a_run(cluster: Cluster):
@@ -99,14 +78,14 @@ def test_a_node_dies_in_the_middle_of_a_run(cluster: Cluster):
 
 
 @pytest.fixture
-def client_address(cluster: Cluster, client_port: int) -> str:
+def client_address(cluster: Cluster, ray_client_port: int) -> str:
     """Of the client server of the cluster's head."""
     pytest.importorskip("grpc", reason="Ray's client needs ray[client]")
     until = time.monotonic() + 600
     while time.monotonic() < until:
-        with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", client_port), timeout=60):
+        with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", ray_client_port), timeout=60):
             break
-    return f"ray://127.0.0.1:{client_port}"
+    return f"ray://127.0.0.1:{ray_client_port}"
 
 
 def test_a_pool_through_rays_client(client_address: str, caplog: pytest.LogCaptureFixture):

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import ray
-import torch
 
 from fsm_rollout.agent.handlers import look_in
 from fsm_rollout.concurrency import ray_session
@@ -402,11 +401,10 @@ def test_five_updates_and_two_losses_leave_every_token_with_its_version(tmp_path
             if version in (2, 4):
                 up = [replica for replica in pool.replicas if replica.state == "up"]
                 ray.kill(up[version // 2 - 1 if len(up) > 1 else 0].engine.actor)  # type: ignore[union-attr]
-            # They come from folders, once by tensors: an actor that reads those has to import torch.
+            # They come from folders: an actor that reads tensors has to import torch (those of test_ray_cluster do).
             (folder := tmp_path / str(version)).mkdir()
             (folder / "weight").write_text(str(version))
-            tensors = {"weight": torch.tensor(float(version))}
-            assert await pool.update_weights(tensors if version == 3 else folder) == version
+            assert await pool.update_weights(folder) == version
         async with asyncio.timeout(600):
             await asyncio.gather(*(ticket.done.wait() for ticket in tickets))
         assert sum(stats.restarts for stats in pool.replicas) == 2
@@ -460,8 +458,8 @@ def test_rollout_workers_for_which_ray_has_no_cpu_say_so(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(worker_placement, "CONNECT_SECONDS", 1.0)
     cpus = ray.cluster_resources()["CPU"]
-    holders = [ray.remote(Holder).options(num_cpus=1).remote() for _ in range(int(cpus))]
-    ray.get([holder.hold.remote() for holder in holders])
+    holder = ray.remote(Holder).options(num_cpus=cpus).remote()
+    ray.get(holder.hold.remote())
     until = time.monotonic() + 600
     while ray.available_resources().get("CPU", 0) and time.monotonic() < until:  # what Ray says lags behind
         time.sleep(0.05)
@@ -476,8 +474,7 @@ def test_rollout_workers_for_which_ray_has_no_cpu_say_so(monkeypatch: pytest.Mon
         with pytest.raises(EngineError, match=f"asks Ray for 1 CPU, and of {cpus:g} CPUs 0 are free; ask for fewer"):
             asyncio.run(main())
     finally:
-        for holder in holders:
-            ray.kill(holder)
+        ray.kill(holder)
 
 
 @pytest.mark.ray("shared")

@@ -1,15 +1,15 @@
 """The real SGLang: tokens and logprobs as a forward pass has them, whatever happens meanwhile.
 
-It is started once for all tests here, and a second time by the pool that it belongs to, when a test kills it: so their
-order counts. The second one has a tokenizer of its own and repeats its whole answer in each output, which are SGLang's
-defaults and the harder case for exact tokens; it is also used as a server of others would be.
+It is started once for all tests here (as :mod:`tests.integration.warm_sglang` does), and a second time by the pool that it
+belongs to, when a test kills it: so their order counts. The second one has a tokenizer of its own and repeats its whole
+answer in each output, which are SGLang's defaults and the harder case for exact tokens; it is also used as a server of
+others would be.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import os
 import socket
 import subprocess
@@ -33,7 +33,7 @@ from fsm_rollout.engines.sglang import process as sglang_process
 from fsm_rollout.engines.sglang import server as sglang_server
 from fsm_rollout.engines.sglang.engine import SGLangEngine
 from fsm_rollout.engines.sglang.http import SGLangHTTPEngine
-from fsm_rollout.engines.sglang.process import ServerProcess, explained
+from fsm_rollout.engines.sglang.process import ServerProcess
 from fsm_rollout.engines.specs import build_engine
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import EngineError
@@ -43,8 +43,9 @@ from fsm_rollout.trajectory.tokens import as_ids
 from tests.foreign import EngineLog
 from tests.integration.replica_kills import differences
 from tests.integration.sglang_oracle import PATIENCE, Answers, Got, ask, model, request, worst
+from tests.integration.warm_sglang import WarmSGLang
 from tests.kit import ROOT, ratios
-from tests.programs import program
+from tests.programs import forkserver
 
 pytestmark = pytest.mark.sglang  # one worker starts it
 
@@ -76,8 +77,18 @@ class Served:
         return [process, *process.children(recursive=True)]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> Iterator[None]:
+    """All servers here are forked from one process that has imported SGLang."""
+    warm_sglang = WarmSGLang()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sglang_process, "subprocess", warm_sglang)
+        yield
+    warm_sglang.close()
+
+
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
+def served(warm: None) -> Iterator[Served]:
     served = Served()
     yield served
     asyncio.run(served.pool.aclose())
@@ -339,25 +350,11 @@ def test_a_start_that_takes_too_long_is_given_up_and_leaves_nothing_behind() -> 
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
-STARTED_WITH = """
-import os, sys
-from fsm_rollout.engines.sglang.process import main
-asked, asks = os.pipe()
-os.write(asks, sys.argv[1].encode() + b"\\n")
-os.dup2(asked, 0)
-sys.stdin = open(0)
-main()
-"""
-
-
 def test_an_argument_that_sglang_does_not_have_is_named() -> None:
     """By the server's process, whose last words an error shows first."""
-    start = {"arguments": {"mem_fraction_statik": 0.5}, "threads": 1}
-    done = program(STARTED_WITH, json.dumps(start))
-    assert done.returncode == 1
-    assert explained("it has ended", done.stderr).startswith(
-        "EngineError: SGLang has no argument 'mem_fraction_statik'; did you mean 'mem_fraction_static'? (it has ended)"
-    )
+    message = r": EngineError: SGLang has no argument 'mem_fraction_statik'; did you mean 'mem_fraction_static'\? \(the"
+    with pytest.raises(EngineError, match=message):
+        SGLangEngine("embedded", args={"mem_fraction_statik": 0.5}, threads=1)
 
 
 def test_a_server_that_is_killed_while_it_starts_leaves_nothing_behind() -> None:
@@ -371,7 +368,7 @@ def test_a_server_that_is_killed_while_it_starts_leaves_nothing_behind() -> None
         while len(family) < 3:  # the server, and the first processes of SGLang
             between.wait(0.05)
             family[:] = set(me.children(recursive=True)) - before
-        next(process for process in family if process.ppid() == me.pid).kill()
+        min(family, key=psutil.Process.create_time).kill()
 
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()
@@ -403,13 +400,14 @@ time.sleep(600)
 def test_no_process_stays_behind_when_whoever_started_it_is_killed() -> None:
     """They cannot clean up any more."""
     text = "from fsm_rollout.engines.sglang.engine import SGLangEngine; SGLangEngine('embedded', threads=1)"
-    user = subprocess.Popen([sys.executable, "-c", text], stderr=subprocess.DEVNULL, start_new_session=True)
+    user = forkserver().Process(target=exec, args=(text, {}))
+    user.start()
     family: list[psutil.Process] = []
     while not family:
-        assert user.poll() is None
+        assert user.is_alive()
         family = psutil.Process(user.pid).children(recursive=True)
     user.kill()
-    user.wait()
+    user.join()
     assert_gone(family)
 
 
