@@ -99,7 +99,7 @@ class Rollout:
             (``"embedded"``, a folder) for the transformers engine.
         engines: further, untrained engines by name.
         seed: everything random follows from it.
-        sampling: laid over the agents' own in the policy's contexts.
+        sampling: comes before the agents' own, in the policy's contexts.
         validate: use ``validation_sampling`` and mark the trajectories.
         validation_sampling: see ``validate``; greedy unless given.
         reward: ``module:function``, or a function of a trajectory or of a whole group, sync or async; or a list of
@@ -160,7 +160,7 @@ class Rollout:
             raise ConfigError(problems)
         for graph in self.agents.values():
             prove(graph)
-        # 2. How is sampled, and where is run.
+        # 2. How to sample, and where trajectories run.
         self.validate = validate
         greedy, training_sampling = Sampling(temperature=0.0), _sampling(sampling, "sampling")
         validation = greedy if validation_sampling is None else _sampling(validation_sampling, "validation_sampling")
@@ -191,7 +191,7 @@ class Rollout:
             "reward": Reward(reward) if reward is not None else None,
         }
         """What the schedulers of runs and of evaluations have in common."""
-        # 4. Engines, the scheduler, workers; what was started is closed again when one of them cannot be had.
+        # 4. Engines, the scheduler, workers; if one of them fails, what was started is closed again.
         try:
             self.engines = {name: self._engine(name, spec, base) for name, spec in specs.items()}
             self.clients = {name: self._client(engine) for name, engine in self.engines.items()}
@@ -261,8 +261,8 @@ class Rollout:
                 only as far as needed; each prompt is checked then. A ``PromptQueue`` takes more while the run is under
                 way, each of which fails the run if it is wrong.
             n: trajectories per prompt.
-            target_groups: so many groups are enough. What is under way then is set aside, and goes on, on the weights
-                of then, in the next call.
+            target_groups: so many groups are enough. What still runs then is set aside, and goes on in the next call,
+                with the weights of that time.
             over_sample: how many groups may be under way (or kept) at a time, per group of the target.
             max_filtered: how many groups the ``group_filter`` may turn down, per group of the target; ``None``: any
                 number. Beyond that the call fails, and what has run is kept for the next one.
@@ -270,8 +270,8 @@ class Rollout:
                 (``fsm_rollout.journal.histories(path)``), or suspended :class:`Trajectory` objects of this rollout.
 
         Delivery is at least once: with a journal, a group is marked delivered when you ask for the next one, or run
-        again. So after a crash ``histories(path, unfinished=True)`` gives each group that you have not had or were
-        still at work on. There is one run at a time: iterate one to its end, or close it, before the next.
+        again. So after a crash ``histories(path, unfinished=True)`` gives each group that is not marked. There is
+        one run at a time: iterate one to its end, or close it, before the next.
 
         Raises:
             ConfigError: a prompt asks for what its agent does not have (with a list, nothing has run); or another run
@@ -388,14 +388,14 @@ class Rollout:
     ) -> TrajectoryBatch:
         """Run all prompts ``n`` times beside the training and return their batch: ``batch.score_mean`` is the result.
 
-        No group filter and no staleness has a say, what earlier runs have carried over stays where it is, and nothing
-        goes into the journal or to ``on_event``. It may run while a run is under way. The same weights give the same
+        It has no group filter and no bound on staleness, leaves alone what earlier runs have carried over, and sends
+        nothing to the journal or to ``on_event``. It may run while a run is under way. The same weights give the same
         trajectories each time. Groups are called ``evaluation/<prompt id>``.
 
         Args:
             prompts: held-back ones, say.
             n: trajectories per prompt.
-            sampling: laid over the rollout's ``validation_sampling`` (greedy unless given).
+            sampling: comes before the rollout's ``validation_sampling`` (greedy unless given).
             **batch: as for :meth:`arun`.
         """
         _check_batch_options("evaluate", batch, ("n", "sampling"))
@@ -448,7 +448,7 @@ class Rollout:
     """Do what :meth:`asleep` does and wait for it."""
 
     async def awake(self) -> None:
-        """Let the engines be ready again, and what waits for them go on."""
+        """Make the engines ready again, and let what waits for them go on."""
         for engine in self.engines.values():
             await engine.wake()
         for client in self.clients.values():
@@ -474,7 +474,7 @@ class Rollout:
         return self.scheduler.carried
 
     async def aclose(self) -> None:
-        """Let go of what was set aside, and close the engines that this rollout built. Safe to call twice."""
+        """Drop what was set aside, and close the engines that this rollout built. Safe to call twice."""
         self._closed = True
         try:
             await self.scheduler.drop_carried()

@@ -23,7 +23,7 @@ from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 Condition = Callable[[Trajectory, Outcome], bool]
 """A compiled predicate."""
 Build = Callable[[object, AgentGraph], Condition | None]
-"""Compiles a predicate with its argument; ``None``: it takes something else."""
+"""Compiles a predicate with its argument; returns ``None`` if the argument is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class PredicateSpec:
 
 
 PREDICATES: dict[str, PredicateSpec] = {}
-"""The predicates that ship, by name."""
+"""The built-in predicates, by name."""
 
 
 def _predicate(doc: str, argument: str = "", *, counter: bool = False) -> Callable[[Build], Build]:

@@ -59,13 +59,13 @@ _threads = DaemonThreads("fsm-rollout-replica")
 
 
 def failure_of(engine: Engine) -> EngineError | None:
-    """Return why an engine is gone: its ``failure``, where its work is done by what may be gone while it is not."""
+    """Return why an engine is gone: its ``failure``, which one that works in another process may have."""
     failure: EngineError | None = getattr(engine, "failure", None)
     return failure
 
 
 async def ping(engine: Engine) -> None:
-    """Return if an engine is there; one in another process has a ``ping`` that returns if that answers.
+    """Return if an engine is there; one that works in another process has a ``ping``, which waits for its answer.
 
     Raises:
         ReplicaLost: it is gone.
@@ -190,7 +190,7 @@ class Replica(ReplicaView):
             self.worked, self.sampled = self.worked / 2, self.sampled / 2
 
     def begin(self, now: float) -> None:
-        """Begin with clean books."""
+        """Reset its counts for a new engine or event loop."""
         self.in_flight = self.waiting = self.strikes = 0
         self.allowed = FIRST
         self.pace = self.worked = self.sampled = 0.0
@@ -208,7 +208,7 @@ class _Routed:
     replica: Replica | None = None
     """``None`` while it waits here."""
     queued: float | None = None
-    """Seconds that it waited here, from its dispatch until its first chunk has reported them."""
+    """Seconds that it waited here; ``None`` before that, and when its first chunk has reported them."""
     sent: bool = False
     """Whether the replica's engine was asked for it: only then is losing the replica a failed try."""
 
@@ -220,9 +220,9 @@ class PoolEngine:
         placement: where the replicas live.
         count: how many there are.
         router: chooses their requests; default: :class:`StickyRouter`.
-        attempts: how often a client tries a request in all, before that is its end.
-        restarts: how often a replica that finishes nothing is started again before its place stays empty. What it was
-            lost over on a trial (``Request.on_trial``) does not count.
+        attempts: how often the client tries a request in all.
+        restarts: how often a replica that finishes nothing is started again before its place stays empty. Losses over
+            requests on trial (``Request.on_trial``) do not count.
         times: seconds that the pool waits for its replicas.
 
     Raises:
@@ -295,7 +295,7 @@ class PoolEngine:
         """Pause all replicas, load the weights everywhere, go on; see the protocol.
 
         A replica that fails while another one succeeds is lost, and comes back with the new weights. When all are lost
-        at that moment, the next one that comes back is asked, so that somebody has looked at them; but none comes back
+        at that moment, the next one that comes back is asked, so that one has checked them; but none comes back
         while all are to sleep. Weights that all are lost over twice are not tried a third time.
 
         Raises:
@@ -464,7 +464,7 @@ class PoolEngine:
             task.add_done_callback(replica.dispatches.discard)
 
     async def _serve(self, replica: Replica, batch: list[_Routed]) -> None:
-        """Hand on what a replica answers to a dispatch, to its end."""
+        """Pass on a replica's chunks for a dispatch, to its end."""
         served = {routed.request.request_id: routed for routed in batch if routed.replica is replica}
         if not served:
             return
@@ -600,7 +600,12 @@ class PoolEngine:
         raise AssertionError("unreachable")
 
     async def _load_everywhere(self, weights: Weights, version: int | None) -> int:
-        """Raise ReplicaLost where all who were asked were lost over it, EngineError where none took the weights."""
+        """Load weights on all replicas that are up, and return their version.
+
+        Raises:
+            ReplicaLost: all of them were lost over it.
+            EngineError: none took the weights.
+        """
         if self._fallen is not None:
             raise self._fallen
         # 1. Share the weights once; no replica samples meanwhile.
@@ -633,7 +638,7 @@ class PoolEngine:
     async def _on_each(self, ask: Callable[[Engine], Awaitable[object]], seconds: float) -> dict[Replica, Exception]:
         """Ask all replicas that are up at once; return the errors of those that failed.
 
-        One of which it is not known what it did (gone, no answer in time, an error of no engine) is lost right here.
+        One whose state is not known afterwards (gone, no answer in time, no EngineError) is lost here.
         """
         lives = [(replica, replica.live) for replica in self._up]
 
@@ -743,7 +748,7 @@ class PoolEngine:
         self._assign_soon()
 
     async def _look_at_others(self) -> None:
-        """Find those that went at the same moment: requests would go from one to the next, and be tried in vain."""
+        """Find replicas that were lost at the same moment, before requests are sent to them in vain."""
 
         async def look(replica: Replica, engine: Engine) -> None:
             try:
@@ -761,12 +766,12 @@ class PoolEngine:
             self._assign()
 
     async def _revive(self, replica: Replica) -> None:
-        """Start a lost replica again, a bounded number of times, the later the more often it was lost."""
+        """Start a lost replica again, a bounded number of times, after a longer pause each time."""
         while True:
             await self._stop(replica)
             if replica.losses > self._restarts:
                 break
-            await self._until(lambda: not self._asleep)  # its memory is somebody else's until then
+            await self._until(lambda: not self._asleep)  # others use its memory until then
             await asyncio.sleep(self._times.backoff * 2 ** max(0, replica.losses - 1))
             try:
                 await self._open(replica)

@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 NO_IDS = Ids("i")
 NO_LOGPROBS = Logprobs("f")
 FOR_GOOD = frozenset({"RouterFailed", "ReplayDiverged", "ReplayCutOff"})
-"""Classes of errors of single requests that would come again if the request did."""
+"""Classes of errors that would recur if the request were tried again."""
 
 
 class ReplicaLost(EngineError):
-    """A replica is gone, failed as a whole, or is in an unknown state; what it was asked may be asked of another.
+    """A replica is gone, failed as a whole, or is in an unknown state; its requests may be sent to another.
 
     A last chunk whose ``error`` names this class says so of one request.
     """
@@ -83,10 +83,10 @@ class Request:
     sampled: int = 0
     """How many of the last ``ids`` were sampled for this very generation, by requests that this one continues."""
     on_trial: bool = False
-    """It has failed together with others, and it is being found out which of them fails; if it does, that says little
-    about the engine."""
+    """It failed together with others and is tried again to find the one that fails; its failure says little about the
+    engine."""
     avoids: str = ""
-    """The replica that has failed it, where another one is to have it."""
+    """The replica that failed it, if another one shall be tried."""
 
     @property
     def session(self) -> str:

@@ -59,7 +59,7 @@ class Service:
         self._waiting: dict[str, Conversation] = {}
         """Those that wait for their callers, the one that has waited longest first."""
         self._by_history: dict[Chain, list[Conversation]] = {}
-        """The same by what they have said."""
+        """The same by the hash of their history."""
         self._closing = False
         self.metrics = Metrics(lambda: self.calls_under_way, lambda: self.waiting)
         rollout.scheduler.live_user = self
@@ -113,7 +113,7 @@ class Service:
         """Begin to answer a request of a caller.
 
         Raises:
-            ProtocolError: it asks for what there is not, or there is too much to do.
+            ProtocolError: it asks for something that the server does not have, or too many requests are under way.
         """
         # 1. What is wrong with it.
         if self._closing:

@@ -115,7 +115,7 @@ _encode = json.JSONEncoder(sort_keys=True).encode  # one for all: a history's me
 
 
 Chain = bytes
-"""Stands for a history: a hash of its messages, each after those before it, and of what it began with."""
+"""A hash that stands for a history: of its start, and of its messages in order."""
 
 
 def begin_chain(data: object) -> Chain:

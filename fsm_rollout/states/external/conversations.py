@@ -7,8 +7,8 @@ Invariants:
    same history is a branch (``main~2``), a history that shares no user's message with an earlier one is another
    conversation (``main+2``). A branch begins with the very tokens of what it shares, as its prompt, so nothing that was
    sampled is encoded again where the histories are the same, and nothing is trained twice.
-3. A call is answered once. The same call again, when its answer never reached the caller, is a retry: it gets that
-   answer, or the rest of it. When it did, it is a wish for another answer.
+3. A call is answered once. The same call again is a retry if its answer never reached the caller: it gets that answer,
+   or the rest of it. Otherwise it asks for another answer.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from fsm_rollout.trajectory.trajectory import BRANCH, FURTHER, Outcome, Stream, 
 
 @dataclass(slots=True)
 class _Turn:
-    """An assistant turn of a branch: where its tokens stand, and whether its caller has had it."""
+    """An assistant turn of a branch: where its tokens are, and whether its caller has received it."""
 
     before: int
     """How many messages stand before it."""
@@ -63,7 +63,7 @@ class _Branch:
     name: str
     bound: BoundContext
     chains: list[Chain]
-    """That of each beginning of its messages, the empty one first."""
+    """The hash of each prefix of its messages, the empty one first."""
     turns: list[_Turn] = field(default_factory=list)
     asks: bool = True
     """Whether its last message waits for an answer."""
@@ -83,7 +83,7 @@ class Conversations:
         self.ctx = ctx
         self.context = context
         self.limit: str | None = None
-        """The limit that a call has met."""
+        """The limit that a call has reached."""
         self.failure: EngineError | None = None
         """Why the latest call was not answered."""
         self._schemas = schemas
@@ -91,9 +91,9 @@ class Conversations:
         self._ends: dict[Chain, tuple[_Branch, int]] = {}
         """The turn that a history ends in."""
         self._questions: dict[Chain, list[_Branch]] = {}
-        """The branches that have asked a history."""
+        """The branches that were asked a history."""
         self._begun: set[Chain] = set()
-        """The beginnings of all histories, up to a user's message."""
+        """The prefixes of all histories that end in a user's message."""
         if ctx.resumed:
             ctx.forget_recorded()
         new = {id(stream) for stream in self._opened_here()}
@@ -102,7 +102,7 @@ class Conversations:
                 self._remember(stream, delivered=id(stream) not in new)
 
     def outcome(self) -> Outcome:
-        """Return how a visit has come out whose agent has come to its end.
+        """Return the outcome of the visit, whose agent has ended.
 
         Raises:
             LimitReached: a call was refused for a limit.
@@ -120,7 +120,7 @@ class Conversations:
         """Answer one call; ``on_tokens`` is called with the request to the engine whenever tokens have come.
 
         Raises:
-            ProtocolError: a limit holds it back, the engine failed, or the history cannot be put into tokens.
+            ProtocolError: a limit is reached, the engine failed, or the history cannot be put into tokens.
         """
         branch = None
         try:
@@ -145,7 +145,7 @@ class Conversations:
         return self._reply(branch, number, request)
 
     def _told(self, limit: str) -> ProtocolError:
-        """Return what a caller is told of a limit. One that a shorter history may still meet is not the end."""
+        """Return the error for a limit; after ``context_tokens`` the visit goes on: a shorter history may still fit."""
         if limit == LimitName.CONTEXT_TOKENS:
             return refuse("the history leaves no room to answer; shorten it", "context_length_exceeded")
         self.limit = limit
