@@ -357,7 +357,7 @@ class Scheduler:
         self._run_number += 1
         self._start_feeding(run)
         collection = ExitStack()
-        collection.enter_context(calm_collection())
+        collection.enter_context(calm_collection(self.concurrency))
         try:
             while len(run.counted) != target_groups and (groups := await self._next_delivery(run)):
                 for group in groups:

@@ -74,6 +74,8 @@ class WorkerSetup:
     sampling: Sampling
     validate: bool
     failures: Failures
+    concurrency: int = 1024
+    """How many trajectories may run in it at a time."""
     count: int = 1
     """How many workers there are: they share the slots of a tool with ``concurrency``."""
     folders: Sequence[str] = ()
@@ -442,7 +444,7 @@ async def _serve(connection: socket.socket, setup: WorkerSetup) -> None:
         link.close()
         return
     worker = Worker(link, scheduler)
-    with calm_collection():
+    with calm_collection(setup.concurrency):
         await worker.gone.wait()
     await scheduler.aclose()
     link.close()

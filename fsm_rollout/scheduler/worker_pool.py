@@ -265,6 +265,7 @@ class WorkerPool:
             sampling=scheduler.sampling,
             validate=scheduler.validate,
             failures=scheduler.failures,
+            concurrency=scheduler.concurrency,
             count=self.count,
             folders=looked_in(),
             log_level=logging.getLogger("fsm_rollout").getEffectiveLevel(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from weakref import ref
 
-from fsm_rollout.concurrency.collection import YOUNG, calm_collection
+from fsm_rollout.concurrency.collection import OF_TRAJECTORY, YOUNG, calm_collection
 
 
 class Node:
@@ -18,8 +18,8 @@ def test_what_lives_is_left_out_and_everything_is_as_before_afterwards() -> None
     with calm_collection():
         assert gc.get_freeze_count() > 1000
         assert gc.get_threshold() == (max(YOUNG, before[0]), *before[1:])
-        with calm_collection():
-            pass
+        with calm_collection(1000):
+            assert gc.get_threshold()[0] == YOUNG + 1000 * OF_TRAJECTORY
         assert gc.get_freeze_count() > 1000  # the outer block is still open
     assert (gc.get_threshold(), gc.get_freeze_count()) == (before, frozen)
 
