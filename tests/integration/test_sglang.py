@@ -1,9 +1,9 @@
 """The real SGLang: tokens and logprobs as a forward pass has them, whatever happens meanwhile.
 
-It is started once for all tests here (as :mod:`tests.integration.warm_sglang` does), and a second time by the pool that it
-belongs to, when a test kills it: so their order counts. The second one has a tokenizer of its own and repeats its whole
-answer in each output, which are SGLang's defaults and the harder case for exact tokens; it is also used as a server of
-others would be.
+It is started once for all tests here, by a fork (see ``warm_sglang``), and a second time by the pool that it belongs
+to, when a test kills it: so their order counts. The second one has a tokenizer of its own and repeats its whole answer
+in each output, which are SGLang's defaults and the harder case for exact tokens; it is also used as a server of others
+would be.
 """
 
 from __future__ import annotations
