@@ -183,7 +183,7 @@ WRONG: dict[str, tuple[dict[str, Any] | None, str]] = {
     "a negative version": ({"weight_version": -1}, "version -1"),
     "an overflowing version": ({"weight_version": 2**40}, f"version {2**40}"),
     "half a version": ({"weight_version": 0.5}, "TypeError"),
-    "tokens behind the stop token": ({"ids": array("i", [*STOP, 5])}, "behind a stop token"),
+    "tokens behind the stop token": ({"ids": array("i", [*STOP, 5])}, "after a stop token"),
     "no tokens": ({"ids": array("i"), "logprobs": array("f"), "finish_reason": "stop"}, "without a single token"),
     "an end of its own": ({"finish_reason": "eos"}, "'eos'"),
 }
@@ -224,7 +224,7 @@ def test_a_stop_token_may_be_followed_where_stops_are_ignored_and_by_no_later_ch
     assert ignores.ids.tolist() == ids.tolist()
     stops = PendingRequest(Request("r", array("i", [1]), SamplingParams(9, stop_ids=STOP)), 0.0)
     stops.take(Chunk("r", ids[:1], logprobs[:1]), 0.0)
-    with pytest.raises(EngineError, match="behind a stop token"):
+    with pytest.raises(EngineError, match="after a stop token"):
         stops.take(Chunk("r", ids[1:], logprobs[1:]), 0.0)
 
 

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from fsm_rollout.cli import app
 from tests.kit import CONFIGS
 
+pytestmark = pytest.mark.process  # wandb starts one
 CALLS: list[tuple[str, Any]] = []
 
 
