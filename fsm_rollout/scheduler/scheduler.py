@@ -6,6 +6,17 @@ is over, however it ended, nothing that it started is still running.
 
 A group waits, runs, is scored, is done, is delivered (:class:`~fsm_rollout.scheduler.group.GroupState`). A feeder opens
 groups and starts their samples, as many as ``concurrency`` allows; the caller takes what is done.
+
+Words for coming to an end, one meaning each:
+
+=========  ============================================================================================================
+stop       ask what runs to come to an end soon (a trajectory, a run): it then ends or is suspended
+end        a trajectory has its stop reason; of a run, nothing is under way any more
+suspend    set a trajectory aside as it stands: it goes on in a later run
+carry      keep a group for the next run, done or with suspended trajectories
+drop       give a group up: it is in no batch
+close      release what a trajectory holds open: tools, interactions
+=========  ============================================================================================================
 """
 
 from __future__ import annotations
@@ -406,7 +417,7 @@ class Scheduler:
         Where the run is being stopped already, that decides, and not ``keep``.
         """
         # 1. Nothing more is started, and what runs is stopped.
-        self._halt(run, keep=keep)
+        self._stop_run(run, keep=keep)
         await asyncio.gather(run.feeder, return_exceptions=True)
         # 2. What is open. (What waits has not been touched, and stays.)
         groups = list(self._open.values())
@@ -425,7 +436,7 @@ class Scheduler:
                 self._done.remove(group)
                 await self._drop(group)
 
-    def _halt(self, run: _Run, *, keep: bool) -> None:
+    def _stop_run(self, run: _Run, *, keep: bool) -> None:
         """Start nothing more, and have what runs stopped; only the first call decides how."""
         if run.stop is None:
             run.stop = CARRIED if keep else self._cut_off
@@ -447,7 +458,7 @@ class Scheduler:
         del self.groups[group.group_id]
         for live in list(group.active.values()):
             if live.trajectory.suspended is None:
-                live.halt(self._cut_off)
+                live.stop_now(self._cut_off)
             await live.close()
 
     def _resume(self, run: _Run, histories: list[History]) -> None:
@@ -576,7 +587,7 @@ class Scheduler:
                         if not samples:
                             tasks.create_task(self._finish(run, group))
             except BaseException as error:  # here, because the task group then cancels the samples at once
-                self._halt(run, keep=run.target is not None and isinstance(error, Exception))
+                self._stop_run(run, keep=run.target is not None and isinstance(error, Exception))
                 raise
 
     def _has_room(self, run: _Run) -> bool:
@@ -935,7 +946,7 @@ class Scheduler:
         outcome = self.staleness.end_of(group, trajectory)
         if outcome is None:
             return False
-        live.halt(outcome)
+        live.stop_now(outcome)
         await self._end_unread(group, trajectory)
         if restarts := self.staleness.may_restart(group, trajectory.sample):
             group.restart(trajectory.sample)

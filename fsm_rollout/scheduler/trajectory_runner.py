@@ -86,9 +86,9 @@ async def run_trajectory(live: ActiveTrajectory, handlers: Mapping[str, State]) 
                 machine.fire(trajectory, outcome, at=now, emit=live.emit)
                 live.end_if_final()
         if live.stop is not None:
-            live.halt(live.stop)
+            live.stop_now(live.stop)
     except asyncio.CancelledError:
-        live.halt_cancelled()
+        live.stop_cancelled()
         raise
     finally:
         if not live.stays_open:

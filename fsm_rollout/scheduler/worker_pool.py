@@ -123,10 +123,10 @@ class WorkerPool:
                     break
                 self._go_on(live)
             if live.stop is not None and trajectory.suspended is None:
-                live.halt(live.stop)
+                live.stop_now(live.stop)
         except asyncio.CancelledError:
             if trajectory.suspended is None:
-                live.halt_cancelled()
+                live.stop_cancelled()
             raise
         finally:
             if not live.stays_open:

@@ -183,7 +183,7 @@ class ActiveTrajectory:
             if self.task is not None:
                 self.task.cancel()
 
-    def halt(self, stop: Stop) -> None:
+    def stop_now(self, stop: Stop) -> None:
         """End or suspend it now, unless it has ended; no task may be running it."""
         if self.trajectory.ended:
             return
@@ -205,11 +205,11 @@ class ActiveTrajectory:
             root = root.caller
             root.stop = outcome
         if root.task is None:
-            root.halt(outcome)
+            root.stop_now(outcome)
         else:
             root.task.cancel()
 
-    def halt_cancelled(self) -> None:
+    def stop_cancelled(self) -> None:
         """End or suspend it after a cancellation, as its own ``stop`` says.
 
         A sub-agent's without one is suspended if its caller is, and goes on when the call is made again; otherwise it
@@ -220,4 +220,4 @@ class ActiveTrajectory:
             stopped = stopped.caller
         if self.stop is None:
             self.stop = stopped.stop if isinstance(stopped.stop, Suspension) else Outcome(Trigger.CANCELLED)
-        self.halt(self.stop)
+        self.stop_now(self.stop)
