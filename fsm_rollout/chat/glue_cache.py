@@ -14,6 +14,7 @@ import json
 import marshal
 import re
 import secrets
+from array import array
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -73,7 +74,7 @@ class GlueTemplate(CacheEntry):
         self._injection: Injection = injection
         self._dropped = dropped
         self._fast = False
-        self._known: dict[str, list[int]] = {}
+        self._known: dict[str, array[int]] = {}
         """The ids of short texts that came before."""
         self.pieces = pieces
         whole = [self.encode(probe) for probe in probes]
@@ -96,15 +97,15 @@ class GlueTemplate(CacheEntry):
             middle = "".join([piece if isinstance(piece, str) else piece.fill(texts) for piece in self._middle])
             known = self._known.get(middle)
             if known is not None:
-                return Encoded([*known], entry=self)
+                return Encoded(known.tolist(), entry=self)
             ids = self._encoder.encode(middle)
             if self._encoder.markers_of(ids) == self._markers:
                 whole = [*self._head, *ids, *self._tail]
                 if len(middle) <= SHORT:
                     if len(self._known) >= MOST_ENTRIES:
                         self._known.clear()
-                    self._known[middle] = whole
-                return Encoded([*whole], entry=self)
+                    self._known[middle] = array("i", whole)  # a list takes nine times the memory
+                return Encoded(whole, entry=self)
         encoded = self._encoder.encode_parts(filled(self.pieces, texts), self._injection).after(self._dropped)
         encoded.entry = self
         return encoded

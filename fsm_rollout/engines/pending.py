@@ -6,13 +6,13 @@ version of its weights; and it ends exactly once.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fsm_rollout.concurrency.deadline import Deadline
+from fsm_rollout.concurrency.once import Once
 from fsm_rollout.engines.answer_check import checked
 from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.errors import EngineError
@@ -53,7 +53,7 @@ class PendingRequest:
     cached_tokens: int = 0
     replica: str = ""
     aborted: bool = False
-    done: asyncio.Event = field(default_factory=asyncio.Event)
+    done: Once = field(default_factory=Once)
     paused: bool = False
     """Whether the engine is paused."""
     waits: bool = False

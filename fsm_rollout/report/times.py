@@ -133,7 +133,7 @@ def times_of(events: Sequence[AnyEvent]) -> Times:
 
 def wall_seconds(stretches: Iterable[Stretch]) -> float:
     """Return the seconds in which at least one of the stretches was under way."""
-    return covered((stretch.start, stretch.end) for stretch in stretches)
+    return covered([(stretch.start, stretch.end) for stretch in stretches])
 
 
 class Clock:

@@ -188,7 +188,7 @@ class WorkerPool:
             worker.lives.pop(name, None)
             if name != trajectory_id:
                 group.active.pop(name, None)
-        for key in [key for key in self._since if key[0] in running.names]:
+        for key in [key for key in self._since if key[0] in running.names] if self._since else ():
             del self._since[key]
         # 3. Its tools may stay open there.
         is_over = over.result()

@@ -15,6 +15,7 @@ from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.agent.limits import LimitReached
 from fsm_rollout.chat.formats import Call
 from fsm_rollout.chat.template import SampledTurn
+from fsm_rollout.concurrency.once import Once
 from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.protocol import Request, SamplingParams
@@ -38,7 +39,7 @@ class Generation:
         self.bound = visit.context(context)
         self.earlier = list(earlier)
         self.task = asyncio.current_task()
-        self.recorded = asyncio.Event()
+        self.recorded = Once()
         self._room_after_glue: dict[str | None, float] | None = None
         """What :meth:`_room` returned when glue was written; ``None``: none was."""
 

@@ -117,7 +117,7 @@ class TokenStream:
         self._ids.extend(as_ids(ids))
         self._logprobs.extend(array("f", bytes(4 * len(ids))) if logprobs is None else as_logprobs(logprobs))
         last = self._spans[-1] if self._spans else None
-        if last is not None and (last.owner, last.state, last.turn, last.version) == (owner, state, turn, version):
+        if last is not None and last.owner is owner and (last.state, last.turn, last.version) == (state, turn, version):
             start = self._spans.pop().start
         self._spans.append(Span(start, len(self._ids), owner, state, turn, version))
 

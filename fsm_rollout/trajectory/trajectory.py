@@ -495,7 +495,7 @@ class Trajectory(msgspec.Struct):
             )
         if len(event.kept) not in (0, len(event.ids)):
             raise StreamError(f"a generation of {len(event.ids)} tokens came with {len(event.kept)} sampling masks")
-        if stream.pending:
+        if stream.glued < len(stream.messages):
             raise StreamError(f"context '{event.context}' has messages that never entered its stream")
         if event.continued:
             stream.messages[-1] = event.message
@@ -504,14 +504,18 @@ class Trajectory(msgspec.Struct):
             stream.messages.append(event.message)
         turn = stream.turn if event.resumed and stream.turn is not None else self.generations
         sampled_with = SampledWith(turn, length, event.temperature, event.top_p, event.top_k)
-        if not stream.sampled_with or stream.sampled_with[-1]._replace(start=sampled_with.start) != sampled_with:
+        latest = stream.sampled_with[-1] if stream.sampled_with else None
+        if latest is None or latest.turn != turn or latest[2:] != sampled_with[2:]:
             stream.sampled_with.append(sampled_with)
-        stream.tokens.kept.update(enumerate(event.kept, start=length))
+        if event.kept:
+            stream.tokens.kept.update(enumerate(event.kept, start=length))
         start = 0
         for count, version in event.versions:
-            piece = slice(start, start + count)
-            stream.tokens.sample(event.ids[piece], event.logprobs[piece], state=event.state, turn=turn, version=version)
-            start += count
+            ids, logprobs, end = event.ids, event.logprobs, start + count
+            if count < len(ids):
+                ids, logprobs = ids[start:end], logprobs[start:end]
+            stream.tokens.sample(ids, logprobs, state=event.state, turn=turn, version=version)
+            start = end
         stream.glued = len(stream.messages)
         stream.awaiting = False
         stream.finish_reason = event.finish_reason

@@ -6,11 +6,14 @@ all say what it says.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 
-def covered(stretches: Iterable[tuple[float, float]]) -> float:
+def covered(stretches: Sequence[tuple[float, float]]) -> float:
     """Return the seconds in which at least one of the stretches ``(start, end)`` was under way."""
+    if len(stretches) == 1:  # as nearly always
+        ((start, end),) = stretches
+        return end - start
     total, reached = 0.0, float("-inf")
     for start, end in sorted(stretches):
         if end > reached:

@@ -109,12 +109,12 @@ class Journal(AbstractContextManager["Journal"]):
             JournalError: a trajectory's first event, and no other, is ``prompted``.
             TypeError: the event holds something that is not plain data.
         """
-        seq = self._next.get(trajectory_id, 0)
-        row = (trajectory_id, seq, encode(event) if payload is None else payload, type(event) is Ended)
-        if (type(event) is Prompted) != (seq == 0):
-            kind = event.__struct_config__.tag
+        seq, kind = self._next.get(trajectory_id, 0), type(event)
+        row = (trajectory_id, seq, encode(event) if payload is None else payload, kind is Ended)
+        if (kind is Prompted) != (seq == 0):
+            tag = event.__struct_config__.tag
             raise JournalError(
-                f"event {seq} of trajectory {trajectory_id} is {kind}; 'prompted' comes first and only there"
+                f"event {seq} of trajectory {trajectory_id} is {tag}; 'prompted' comes first and only there"
             )
         if isinstance(event, Prompted):  # committed together: no trajectory without its first event
             trajectory = (trajectory_id, event.group_id, event.sample, event.agent, event.parent_id)
