@@ -6,8 +6,11 @@ Invariant: nothing here imports torch, asks a hub, or runs code that lies in a m
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -22,6 +25,8 @@ REPLAYS = 100
 """A journal whose engine was a replay leads to another journal, so many times at most."""
 PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """Two names of one class in transformers 5."""
+_GGUF = "transformers.modeling_gguf_pytorch_utils"
+"""What transformers reads tokenizers of GGUF files with; it imports torch."""
 
 
 def model_folder(model: str | Path, base: str | Path = ".") -> Path:
@@ -58,15 +63,33 @@ def load_tokenizer(folder: Path) -> Any:
     """
     try:
         if _is_plain(folder):
-            from transformers import PreTrainedTokenizerFast  # a second and more sooner than what follows
-
-            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+            return plain_tokenizers().from_pretrained(folder, local_files_only=True)
         from transformers import AutoTokenizer  # imports every kind of model there is, and torch's compiler
 
         # Said out loud: where nothing is said, transformers asks on the terminal whether to run the folder's code.
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever a broken file makes transformers or tokenizers raise
         raise EngineError(f"the tokenizer in '{folder}' cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def plain_tokenizers() -> Any:
+    """Return transformers' class of tokenizers without code of their own, and leave torch unloaded.
+
+    Its module imports torch, two seconds and 170 MB, only to read GGUF files: that waits until one is read.
+    """
+    stand_in = ModuleType(_GGUF)
+    vars(stand_in)["__getattr__"] = lambda name: (
+        lambda *arguments, **keywords: getattr(import_module(_GGUF), name)(*arguments, **keywords)
+    )
+    needed = "torch" not in sys.modules and _GGUF not in sys.modules
+    if needed:
+        sys.modules[_GGUF] = stand_in
+    try:
+        from transformers import PreTrainedTokenizerFast
+    finally:
+        if needed:
+            del sys.modules[_GGUF]
+    return PreTrainedTokenizerFast
 
 
 def stop_tokens(*candidates: int | Sequence[int] | None) -> frozenset[int]:

@@ -33,6 +33,7 @@ from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.protocol import Chunk, Load, Request
 from fsm_rollout.engines.wire import Contexts, pack_requests
 from fsm_rollout.errors import EngineError, GlueMismatchError
+from fsm_rollout.model.folders import plain_tokenizers
 from fsm_rollout.scheduler.failure_policy import Failures
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.scheduler import Scheduler
@@ -405,6 +406,7 @@ def serve(connection: socket.socket) -> None:
     """Be a worker on a connection, the first block on which is the setup, until the run is over."""
     path = pickle.loads(_block(connection))  # where modules are, by which the rest can be read
     sys.path += [entry for entry in path if entry not in sys.path and os.path.isdir(entry)]
+    plain_tokenizers()  # of which the setup has one
     setup: WorkerSetup = pickle.loads(_block(connection))
     loop = _Loop(setup.now) if setup.remote else asyncio.new_event_loop()
     try:

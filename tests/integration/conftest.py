@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import socket
+import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -24,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.xdist_group(name))
         if asks_for_the_shared_ray(item):
             assert isinstance(item, pytest.Function)
-            item.fixturenames.append("shared_ray")
+            item.fixturenames = [*item.fixturenames, "shared_ray"]  # the list is that of all items of the function
     items.sort(key=use_of_ray)
 
 
@@ -66,7 +68,9 @@ def ray_cluster(ray_client_port: int) -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("GRPC_ENABLE_FORK_SUPPORT", "false")  # or now and then it fails to start a server for a client
-        cluster = Cluster(initialize_head=True, head_node_args=head)
+        with warnings.catch_warnings(action="ignore", category=ResourceWarning):
+            cluster = Cluster(initialize_head=True, head_node_args=head)
+            gc.collect()  # files that Ray leaves open, before another test is blamed for them
         yield cluster
         ray.shutdown()
         cluster.shutdown()

@@ -106,4 +106,4 @@ def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path) -> None:
     assert "holds no key" in refused(f"serve.api_keys={tmp_path / 'keys.txt'}")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "journal.sqlite").write_text(json.dumps({}), "utf-8")
-    assert "holds something else" in refused(f"serve.out={tmp_path / 'other'}")
+    assert "holds something other than conversations" in refused(f"serve.out={tmp_path / 'other'}")

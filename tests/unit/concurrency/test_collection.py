@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from weakref import ref
 
+import pytest
+
+from fsm_rollout.concurrency import collection
 from fsm_rollout.concurrency.collection import OF_TRAJECTORY, YOUNG, calm_collection
+
+
+@pytest.fixture(autouse=True)
+def _no_other_block(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever a run has left open that an interruption cut off."""
+    monkeypatch.setattr(collection, "_calm", 0)
+    before = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
+    yield
+    gc.set_threshold(*before)
 
 
 class Node:
