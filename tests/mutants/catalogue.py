@@ -680,7 +680,7 @@ MUTANTS = (
     ),
     Mutant(
         'forget the log of a damaged journal', 'trajectory/journal/salvage.py',
-        '        if log.is_file():\n',
+        '        if _log_of(path).is_file():\n',
         '        if False:\n',
         'what is in the log of a damaged journal is read too',
         ("tests/unit/trajectory/test_journal.py::test_what_is_in_the_log_of_a_damaged_journal_is_read_too",),

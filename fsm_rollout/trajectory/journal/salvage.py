@@ -18,10 +18,15 @@ from pathlib import Path
 import msgspec
 
 from fsm_rollout.trajectory.events import Prompted, unpack
-from fsm_rollout.trajectory.journal.schema import INSERT_TRAJECTORY, SCHEMA, present_checksum, present_payload
+from fsm_rollout.trajectory.journal.schema import (
+    EARLIER_PAGE,
+    INSERT_TRAJECTORY,
+    PAGE,
+    SCHEMA,
+    present_checksum,
+    present_payload,
+)
 
-PAGE = 4096
-"""Bytes of a page; a journal's file has SQLite's default."""
 _TABLE_LEAF = 0x0D
 _LOG_HEADER, _FRAME_HEADER = 32, 24
 _SIZES = {0: 0, 1: 1, 2: 2, 3: 3, 4: 4, 5: 6, 6: 8, 7: 8, 8: 0, 9: 0}
@@ -37,8 +42,9 @@ def salvaged(path: Path) -> Iterator[sqlite3.Connection]:
     """Open a temporary database of all rows that can be found in a journal's file and its log."""
     with closing(sqlite3.connect("", isolation_level=None)) as connection:
         connection.executescript(f"PRAGMA synchronous = OFF; {SCHEMA} BEGIN")
-        for rowid, row in _rows(_Pages(path)):
-            _insert(connection, rowid, row)
+        for size in _page_sizes(path):
+            for rowid, row in _rows(_Pages(path, size)):
+                _insert(connection, rowid, row)
         # Trajectories follow from their first events, where those are left.
         for (payload,) in connection.execute("SELECT payload FROM events WHERE seq = 0 ORDER BY id").fetchall():
             with suppress(msgspec.DecodeError, ValueError, TypeError, IndexError, sqlite3.Error):
@@ -67,41 +73,58 @@ def _insert(connection: sqlite3.Connection, rowid: int, row: Sequence[Value]) ->
                 connection.execute("INSERT OR IGNORE INTO handed_over VALUES (?, ?)", row)
 
 
+def _page_sizes(path: Path) -> Sequence[int]:
+    """Return how large a file's pages are; or may be, where nothing is left that says so."""
+    for file, form, at in ((path, ">H", 16), (_log_of(path), ">I", 8)):
+        if file.is_file():
+            with file.open("rb") as opened:
+                head = opened.read(100)
+            size = struct.unpack_from(form, head, at)[0] if len(head) == 100 else 0
+            if size in (PAGE, EARLIER_PAGE):
+                return (size,)
+    return (PAGE, EARLIER_PAGE)
+
+
+def _log_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}-wal")
+
+
 class _Pages:
     """The pages of a file, each as the newest whole transaction in its log left it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, size: int) -> None:
+        self.size = size
         self._data = path.read_bytes()
         self._newer: dict[int, bytes] = {}
-        log = path.with_name(f"{path.name}-wal")
-        if log.is_file():
-            self._read_log(log.read_bytes())
-        self.count = max([len(self._data) // PAGE, *self._newer])
+        if _log_of(path).is_file():
+            self._read_log(_log_of(path).read_bytes())
+        self.count = max([len(self._data) // size, *self._newer])
 
     def _read_log(self, log: bytes) -> None:
         salts, pending = log[16:24], dict[int, bytes]()
-        for at in range(_LOG_HEADER, len(log) - _FRAME_HEADER - PAGE + 1, _FRAME_HEADER + PAGE):
+        size = _FRAME_HEADER + self.size
+        for at in range(_LOG_HEADER, len(log) - size + 1, size):
             number, size_after_commit = struct.unpack_from(">II", log, at)
             if log[at + 8 : at + 16] != salts:
                 return  # of an earlier round of the log
-            pending[number] = log[at + _FRAME_HEADER : at + _FRAME_HEADER + PAGE]
+            pending[number] = log[at + _FRAME_HEADER : at + size]
             if size_after_commit:
                 self._newer |= pending
                 pending.clear()
 
     def __getitem__(self, number: int) -> bytes:
         """Return a page, counted from 1; what is not there is empty."""
-        return self._newer.get(number) or self._data[(number - 1) * PAGE : number * PAGE]
+        return self._newer.get(number) or self._data[(number - 1) * self.size : number * self.size]
 
 
 def _rows(pages: _Pages) -> Iterator[tuple[int, tuple[Value, ...]]]:
     for number in range(1, pages.count + 1):
         page = pages[number]
         header = 100 if number == 1 else 0
-        if len(page) < PAGE or page[header] != _TABLE_LEAF:
+        if len(page) < pages.size or page[header] != _TABLE_LEAF:
             continue
         (cells,) = struct.unpack_from(">H", page, header + 3)
-        for cell in range(min(cells, (PAGE - header - 8) // 2)):
+        for cell in range(min(cells, (pages.size - header - 8) // 2)):
             with suppress(IndexError, ValueError, struct.error):
                 yield _row(pages, page, *struct.unpack_from(">H", page, header + 8 + 2 * cell))
 
@@ -111,10 +134,10 @@ def _row(pages: _Pages, page: bytes, at: int) -> tuple[int, tuple[Value, ...]]:
     # 1. The cell: how long it is, whose, and how much of it is on this page.
     length, at = _varint(page, at)
     rowid, at = _varint(page, at)
-    most, least = PAGE - 35, (PAGE - 12) * 32 // 255 - 23
+    most, least = pages.size - 35, (pages.size - 12) * 32 // 255 - 23
     here = length
     if length > most:
-        here = least + (length - least) % (PAGE - 4)
+        here = least + (length - least) % (pages.size - 4)
         here = here if here <= most else least
     record = page[at : at + here]
     # 2. The rest, on pages that each name the next.
@@ -124,8 +147,8 @@ def _row(pages: _Pages, page: bytes, at: int) -> tuple[int, tuple[Value, ...]]:
         while left > 0 and following:
             overflow = pages[following]
             (following,) = struct.unpack_from(">I", overflow, 0)
-            parts.append(overflow[4 : 4 + min(left, PAGE - 4)])
-            left -= PAGE - 4
+            parts.append(overflow[4 : 4 + min(left, pages.size - 4)])
+            left -= pages.size - 4
         record = b"".join(parts)
     if len(record) != length:
         raise ValueError("a part of it is gone")

@@ -33,6 +33,7 @@ from fsm_rollout.trajectory.journal.schema import (
     FORMAT,
     INSERT_EVENTS,
     INSERT_TRAJECTORY,
+    PAGE,
     SCHEMA,
     checksum,
     events_row,
@@ -276,7 +277,7 @@ def _write_new(path: Path, fill: Callable[[sqlite3.Connection], object]) -> None
     try:
         partial.unlink(missing_ok=True)
         with closing(sqlite3.connect(partial, isolation_level=None)) as connection:
-            connection.executescript(f"BEGIN; {SCHEMA}")
+            connection.executescript(f"PRAGMA page_size = {PAGE}; BEGIN; {SCHEMA}")
             fill(connection)
             connection.execute("COMMIT")
         partial.replace(path)
