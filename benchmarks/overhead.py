@@ -15,6 +15,8 @@ with verl. Without them the work is that of ``overhead_workload.py``, which has 
 proof, the chat template, the first of each glue) is paid in a warm-up, on both sides.
 
 ``us_cpu_per_gen`` is the CPU time of all threads and workers per generation, from the prompts to the padded batch.
+With workers, ``us_cpu_of_run`` is the part of the run's own process, in which this benchmark's engine is too, and
+``us_cpu_of_worker`` that of the busiest worker: where there are cores enough, the larger of them bounds the rate.
 ``us_cpu_per_turn`` leaves out the first turn (the prompt's own encoding) and the batch. ``batch_ms`` is the wall time
 of the batch alone. Of ``--mode ray`` only the wall time is told: actors are not processes of this one.
 ``kb_per_trajectory`` is what one trajectory holds in resident memory while all of them wait for their second turn,
@@ -127,13 +129,18 @@ def resident_mb() -> float:
 
 def cpu_seconds() -> float:
     """Return the CPU time of this process and of its workers."""
-    ticks = 0
+    return time.process_time() + sum(worker_seconds())
+
+
+def worker_seconds() -> list[float]:
+    """Return the CPU time of each worker."""
+    ticks = []
     for children in Path("/proc/self/task").glob("*/children"):
         for child in children.read_text(encoding="ascii").split():
             with suppress(OSError):
                 fields = Path("/proc", child, "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-                ticks += int(fields[11]) + int(fields[12])
-    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+                ticks.append(int(fields[11]) + int(fields[12]))
+    return [count / os.sysconf("SC_CLK_TCK") for count in ticks]
 
 
 # -- our side -------------------------------------------------------------------------------------------------------
@@ -250,6 +257,7 @@ async def run_once(options: argparse.Namespace, work: Any, graph: Any, prompts: 
         assert len([group async for group in rollout.stream(first)]) == 16
     gc.collect()
     before, wall, cpu = resident_mb(), time.perf_counter(), cpu_seconds()
+    own_cpu, worker_cpu = time.process_time(), worker_seconds()
     groups = [group async for group in rollout.stream(prompts)]
     ran = cpu_seconds()
     width = None if options.context or options.extra_tools else options.prompt_length
@@ -260,6 +268,10 @@ async def run_once(options: argparse.Namespace, work: Any, graph: Any, prompts: 
     if journal is not None:
         journal.close()
     wall, cpu = time.perf_counter() - wall - marks.aside_wall, cpu_seconds() - cpu - marks.aside_cpu
+    own_cpu, worker_cpu = (
+        time.process_time() - own_cpu,
+        [now - then for now, then in zip(worker_seconds(), worker_cpu, strict=False)],
+    )
     await rollout.aclose()
     if pool is not None:
         await pool.aclose()
@@ -280,6 +292,8 @@ async def run_once(options: argparse.Namespace, work: Any, graph: Any, prompts: 
         "traj_per_s": round(len(prompts) / wall, 1),
         "us_wall_per_gen": round(1e6 * wall / generations, 1),
         "us_cpu_per_gen": round(1e6 * cpu / generations, 1) if pool is None else None,
+        "us_cpu_of_run": round(1e6 * own_cpu / generations, 1) if worker_cpu else None,
+        "us_cpu_of_worker": round(1e6 * max(worker_cpu) / generations, 1) if worker_cpu else None,
         "us_cpu_per_turn": round(1e6 * (ran - marks.cpu) / (len(prompts) * options.turns), 1) if marks.cpu else None,
         "batch_ms": round(batch_ms, 1),
         "kb_per_trajectory": round(held / len(prompts), 1) if marks.cpu else None,
