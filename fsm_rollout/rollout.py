@@ -401,7 +401,7 @@ class Rollout:
         _check_batch_options("evaluate", batch, ("n", "sampling"))
         scheduler = Scheduler(
             self.agents,
-            {name: self._client(engine) for name, engine in self.engines.items()},
+            {name: client.paused_with(self._client(client.engine)) for name, client in self.clients.items()},
             sampling=_sampling(sampling, "sampling").over(self._evaluation_sampling),
             validate=True,
             **self._common,

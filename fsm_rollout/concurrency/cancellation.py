@@ -1,4 +1,4 @@
-"""Which task is being cancelled, and how to wait for another thread without missing a Ctrl-C.
+"""Which task is being cancelled, what a cancellation does not cut off, and how another thread is waited for.
 
 Invariant: a wait here checks for an interruption every :data:`LOOK_UP` seconds. A signal that came just before the
 wait, or to another thread, does not end it by itself; and within ``asyncio.run`` a Ctrl-C only cancels the task, which
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import TypeVar
@@ -25,6 +25,19 @@ def being_cancelled() -> bool:
     """Return whether the present task is being cancelled; else a CancelledError is a failure of its raiser."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+async def to_its_end(work: Coroutine[object, object, T]) -> T:
+    """Return what ``work`` returns; a cancellation of the task that waits is raised only when it has ended.
+
+    A second one cancels ``work`` too.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await task
+        raise
 
 
 def runs_in(task: asyncio.Task[object] | None) -> bool:

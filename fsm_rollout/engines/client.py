@@ -20,6 +20,7 @@ from dataclasses import replace
 from functools import cached_property
 from os import PathLike
 from typing import TYPE_CHECKING, SupportsIndex
+from weakref import WeakSet
 
 from fsm_rollout.concurrency.cancellation import being_cancelled
 from fsm_rollout.concurrency.deadline import Deadline
@@ -95,6 +96,8 @@ class EngineClient:
         """Held while the engine is being paused or resumed."""
         self._reasons: set[str] = set()
         """Why the engine is paused."""
+        self._paused_too: WeakSet[EngineClient] = WeakSet()
+        """Further clients of the engine, for evaluations."""
         self._sleep_logged = False
 
     @property
@@ -149,8 +152,16 @@ class EngineClient:
                 finally:  # an engine that cannot be resumed has failed; the deadlines run again all the same
                     self._set_paused(False)
 
+    def paused_with(self, further: EngineClient) -> EngineClient:
+        """Return a further client of the same engine, whose timeouts stand still while this one is paused."""
+        self._paused_too.add(further)
+        further._set_paused(self.paused)
+        return further
+
     def _set_paused(self, paused: bool) -> None:
         self.paused = paused
+        for further in self._paused_too:
+            further._set_paused(paused)
         self._sleep_logged = False
         for pending in self._open:
             pending.paused = paused

@@ -13,6 +13,7 @@ from pathlib import Path
 from fsm_rollout.states.active_trajectory import UNREAD
 from fsm_rollout.trajectory.journal import Report, recordings, trajectory_ids
 from fsm_rollout.trajectory.journal.reader import Recorded
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 _SAMPLE = re.compile(r"(.*/\d+)(?:~(\d+))?")
 
@@ -23,19 +24,20 @@ def standing(journal: Path, report: Report) -> Iterator[Recorded]:
     for trajectory_id in trajectory_ids(journal, report):
         if found := _SAMPLE.fullmatch(trajectory_id):
             latest[found[1]] = max(latest.get(found[1], 0), int(found[2] or 0))
-    unread: list[str] = []
+    unread: dict[str, tuple[str, ...]] = {}
     for trajectory, history in recordings(journal, report=report):
         trajectory_id = trajectory.trajectory_id
         if trajectory.detail == UNREAD:
-            unread.append(f"{trajectory_id}/")
-        elif not trajectory_id.startswith(tuple(unread)) and _attempt_stands(trajectory_id, latest):
+            unread[trajectory.group_id] = (*unread.get(trajectory.group_id, ()), f"{trajectory_id}/")
+        elif not trajectory_id.startswith(unread.get(trajectory.group_id, ())) and _attempt_stands(trajectory, latest):
             yield trajectory, history
 
 
-def _attempt_stands(trajectory_id: str, latest: dict[str, int]) -> bool:
+def _attempt_stands(trajectory: Trajectory, latest: dict[str, int]) -> bool:
     """Whether no later attempt at its sample, or at that of its callers, was begun."""
-    parts = trajectory_id.split("/")
-    for end in range(2, len(parts) + 1):
+    parts = trajectory.trajectory_id.split("/")
+    sample = trajectory.group_id.count("/") + 2  # a group's id may look like that of a sample of another group
+    for end in range(sample, len(parts) + 1):
         found = _SAMPLE.fullmatch("/".join(parts[:end]))
         if found and int(found[2] or 0) < latest.get(found[1], 0):
             return False

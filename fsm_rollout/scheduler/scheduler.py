@@ -37,6 +37,7 @@ from weakref import WeakSet
 from msgspec import to_builtins
 
 from fsm_rollout.agent.graph import POLICY, AgentGraph
+from fsm_rollout.concurrency.cancellation import to_its_end
 from fsm_rollout.concurrency.collection import calm_collection
 from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.engines.client import EngineClient
@@ -418,23 +419,23 @@ class Scheduler:
         """
         # 1. Nothing more is started, and what runs is stopped.
         self._stop_run(run, keep=keep)
-        await asyncio.gather(run.feeder, return_exceptions=True)
-        # 2. What is open. (What waits has not been touched, and stays.)
-        groups = list(self._open.values())
-        self._open.clear()
-        self._to_start.clear()
-        if run.stop is CARRIED:
-            self._waiting.extendleft(reversed(groups))
-        for group in groups:
+        try:
+            await asyncio.gather(run.feeder, return_exceptions=True)
+        finally:  # also when the caller is cancelled a second time
+            # 2. What is open. (What waits has not been touched, and stays.)
+            groups = list(self._open.values())
+            self._open.clear()
+            self._to_start.clear()
             if run.stop is CARRIED:
-                group.state = GroupState.WAITING
-            else:
-                await self._drop(group)
-        # 3. What is done stays in a run with a target, or if it was left over by one.
-        for group in list(self._done):
-            if run.target is None and group.group_id not in run.carried:
+                self._waiting.extendleft(reversed(groups))
+                for group in groups:
+                    group.state = GroupState.WAITING
+                groups = []
+            # 3. What is done stays in a run with a target, or if it was left over by one.
+            over = [group for group in self._done if run.target is None and group.group_id not in run.carried]
+            for group in over:
                 self._done.remove(group)
-                await self._drop(group)
+            await to_its_end(self._drop([*groups, *over]))
 
     def _stop_run(self, run: _Run, *, keep: bool) -> None:
         """Start nothing more, and have what runs stopped; only the first call decides how."""
@@ -453,13 +454,14 @@ class Scheduler:
         """How what runs is stopped when nobody waits for it any more."""
         return Outcome(Trigger.CANCELLED) if self.journal is None else INTERRUPTED
 
-    async def _drop(self, group: Group) -> None:
-        """Give a group up, and close what it holds open."""
-        del self.groups[group.group_id]
-        for live in list(group.active.values()):
-            if live.trajectory.suspended is None:
-                live.stop_now(self._cut_off)
-            await live.close()
+    async def _drop(self, groups: Iterable[Group]) -> None:
+        """Give groups up, and close what they hold open."""
+        for group in groups:
+            del self.groups[group.group_id]
+            for live in list(group.active.values()):
+                if live.trajectory.suspended is None:
+                    live.stop_now(self._cut_off)
+                await live.close()
 
     def _resume(self, run: _Run, histories: list[History]) -> None:
         """Let the groups of some histories wait for their turn, behind those that were carried over.
@@ -886,7 +888,7 @@ class Scheduler:
         for waiting in (self._done, self._waiting) if self._run is None else ():
             while waiting:  # an interruption leaves the rest for another call
                 groups.append(waiting.popleft())
-                await self._drop(groups[-1])
+                await self._drop(groups[-1:])
         return groups
 
     def record(self, trajectory: Trajectory, event: AnyEvent, payload: bytes | None = None) -> None:
@@ -971,7 +973,11 @@ class Scheduler:
                     delivered += group.state is GroupState.DELIVERED
                     if self._run is not None:
                         self._run.counted.discard(group.group_id)
-                    live = group.active.get(trajectory.trajectory_id) or self.activate(group, trajectory)
+                    live = group.active.get(trajectory.trajectory_id)
+                    if live is None:
+                        programs = group.program, *self.programs.values()  # a sub-agent's is not the group's
+                        program = next((p for p in programs if p.graph.agent == trajectory.agent), None)
+                        live = self.activate(group, trajectory, program)
                     live.fail(outcome)
         logger.error(
             "%d trajectories hold tokens of a wrong glue; they end as %s, and their groups are in no batch%s: %s",

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from fsm_rollout.concurrency.cancellation import to_its_end
 from fsm_rollout.environment.users import BoundInteraction, Conversation, Reply, build_interaction
 from fsm_rollout.errors import GlueMismatchError
 from fsm_rollout.states.bound_agent import BoundAgent, BoundContext
@@ -156,13 +157,19 @@ class ActiveTrajectory:
             for failure in await self.tools.release():
                 logger.warning("trajectory %s: %s", trajectory_id, failure)
         finally:
-            while self._interactions:
-                _, interaction = self._interactions.popitem()
-                try:
-                    async with asyncio.timeout(CLOSE_SECONDS):
-                        await interaction.close()
-                except Exception:  # the user's code
-                    logger.warning("trajectory %s: closing an interaction failed", trajectory_id, exc_info=True)
+            if self._interactions:
+                await to_its_end(self._close_interactions())
+
+    async def _close_interactions(self) -> None:
+        while self._interactions:
+            _, interaction = self._interactions.popitem()
+            try:
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    await interaction.close()
+            except Exception:  # the user's code
+                logger.warning(
+                    "trajectory %s: closing an interaction failed", self.trajectory.trajectory_id, exc_info=True
+                )
 
     # -- how it ends --------------------------------------------------------------------------------------------
 

@@ -46,11 +46,8 @@ class HandlerContext(Visit):
         super().__init__(active, deadline)
         self._prepaid = int(self.program.machine.spends[self.state] == LimitName.ASSISTANT_TURNS)
         """How many generations of the visit are charged already: 1, if entering the state charged for the first."""
-        self._queries = dict(self.trajectory.asked)
-        """The index of the next query, by engine; in a visit that begins again, that of its first recorded query."""
-        for event in self.trajectory.here:
-            if isinstance(event, ModelQueried):
-                self._queries[event.engine] = min(self._queries[event.engine], event.index)
+        self._queries = dict(self.trajectory.asked_before)
+        """The index of the next query, by engine; a visit that begins again counts from where it began first."""
         self._generations: dict[str, Generation] = {}
         """Those under way, by context."""
 

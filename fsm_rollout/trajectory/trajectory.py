@@ -251,6 +251,8 @@ class Trajectory(msgspec.Struct):
     """The latest generation, of any context."""
     asked: dict[str, int] = {}
     """How often the environment has asked each engine."""
+    asked_before: dict[str, int] = {}
+    """The same when the present visit began."""
     called: list[events.Called] = []
     """The tool calls since the latest generation."""
     calls_seen: int = 0
@@ -589,6 +591,8 @@ class Trajectory(msgspec.Struct):
         self.here = []
         self.interrupted = False
         self.time_up = None
+        if self.asked:
+            self.asked_before = dict(self.asked)
         self.state = event.dest
         if event.stop_reason is not None:
             self.exit = event

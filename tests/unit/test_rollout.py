@@ -14,11 +14,12 @@ import yaml
 
 import fsm_rollout as fr
 from fsm_rollout.agent.loader import dump
-from fsm_rollout.engines.scripted.engine import ScriptedEngine
+from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model.folders import model_folder
 from fsm_rollout.report.recording import open_run
 from fsm_rollout.rollout import BATCH_OPTIONS
+from fsm_rollout.testing.simulation.virtual_time import run_virtual
 from fsm_rollout.trajectory.journal import Journal, metadata
 from tests.embedded import tokenizer
 from tests.kit import ROOT
@@ -214,6 +215,24 @@ def test_an_evaluation_is_not_filtered_and_leaves_the_training_alone() -> None:
     assert [row.sampling[0][1:] for row in (*evaluated.rows(), *again.rows())] == [[0.0, 1.0, 0]] * 3 + [[1, 1, 7]] * 3
     assert len(training) == len(goes_on) == 2
     assert goes_on.tensordict["group_id"][0] in carried
+
+
+def test_a_pause_of_the_engine_stops_the_clocks_of_an_evaluation_too() -> None:
+    engine = fr.ScriptedEngine([Turn(text="one two three four", delay=10.0, chunks=4)], tokenizer=tokenizer())
+
+    async def main() -> list[str]:
+        rollout = fr.Rollout(agent(), engine)
+        client = rollout.clients["policy"]
+        evaluation = asyncio.create_task(rollout.aevaluate(["same"]))
+        await asyncio.sleep(5)
+        await client.pause()
+        await asyncio.sleep(1000)
+        later = asyncio.create_task(rollout.aevaluate(["same"]))  # begins while the engine is paused
+        await asyncio.sleep(1000)
+        await client.resume()
+        return [batch.tensordict["stop_reason"][0] for batch in (await evaluation, await later)]
+
+    assert run_virtual(main()) == ["answered", "answered"]
 
 
 def test_what_the_filter_turned_down_is_listed_and_counted() -> None:
