@@ -1,7 +1,8 @@
 """slime and miles: the fields of ``Sample``, as ``Sample.from_dict`` reads them.
 
-Neither is on PyPI, so nothing of them is imported. The list of fields is that of ``slime/utils/types.py`` and
-``miles/utils/types.py``, August 2026 (commits 0d234f3 and 002ce70); ``Sample.validate()`` of miles checks the lengths.
+Neither is on PyPI, so nothing of them is imported. The list of fields is that of ``miles/utils/types.py``, August 2026
+(commit 002ce70), whose ``Sample.validate()`` checks the lengths, and of ``slime/utils/types.py``, July 2026 (commit
+22cdc6e1), which has the ids that ``top_p`` left as well; ``from_dict`` of both keeps what it does not know.
 """
 
 from __future__ import annotations
@@ -17,19 +18,25 @@ def samples(rows: Sequence[TrainingRow]) -> list[dict[str, object]]:
     """Return the fields of one ``Sample`` for each row; what a custom generate function returns as a list.
 
     ``weight_versions`` has one text for each generation (the oldest of its tokens), ``rollout_id`` is the same for all
-    rows of a sample, ``reward`` is ``None`` and ``remove_sample`` true where there is no score.
+    rows of a sample, ``reward`` is ``None`` and ``remove_sample`` true where there is no score. Where the engine told
+    from which ids it sampled, those of response token i are ``rollout_top_p_token_ids[offsets[i] : offsets[i + 1]]``.
     """
     groups = {group_id: number for number, group_id in enumerate(dict.fromkeys(row.group_id for row in rows))}
+    rollouts = {name: number for number, name in enumerate(dict.fromkeys((row.group_id, row.sample) for row in rows))}
     return [
         {
             "group_index": groups[row.group_id],
             "index": row.sample,
-            "rollout_id": f"{row.group_id}/{row.sample}",
+            "rollout_id": rollouts[row.group_id, row.sample],
             "session_id": row.trajectory_id,
             "tokens": [*row.prompt_ids.tolist(), *row.response_ids.tolist()],
             "response_length": len(row.response_ids),
             "loss_mask": row.mask.tolist(),
             "rollout_log_probs": row.logprobs.tolist(),
+            "rollout_top_p_token_ids": row.sampling_mask or None,
+            "rollout_top_p_token_offsets": [0, *row.sampling_mask_counts.cumsum().tolist()]
+            if row.sampling_mask
+            else None,
             "weight_versions": [str(row.versions[stretch].min()) for stretch in trained_turns(row)],
             "reward": row.score,
             "remove_sample": row.score is None,
@@ -38,6 +45,11 @@ def samples(rows: Sequence[TrainingRow]) -> list[dict[str, object]]:
         }
         for row in rows
     ]
+
+
+def _offsets(row: TrainingRow) -> list[int]:
+    """Return where the ids begin that each response token was sampled from, and where the last ones end."""
+    return [0, *row.sampling_mask_counts.cumsum().tolist()]
 
 
 def _status(stop_reason: str | None) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fsm_rollout import Rollout
+from fsm_rollout import Rollout, load_agent, read_prompts
 from fsm_rollout.errors import EngineError
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.worker_placement import start_process
@@ -21,9 +21,11 @@ from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.embedded import tokenizer
 from tests.integration.worker_work import agent, engine, prompts, rows
+from tests.kit import CONFIGS
 
 pytestmark = pytest.mark.process
 COUNT, TURNS = 6, 3
+EARLY = {"kind": "transformers", "model": "embedded:early", "threads": 1}
 
 
 def trajectories(groups: list[Group]) -> list[Trajectory]:
@@ -67,6 +69,20 @@ def test_workers_give_the_same_rows_and_the_journal_has_every_event(
     assert several == single
     assert rows(list(journal.read(path))) == single
     assert len([event for event in seen if isinstance(event, Generated)]) == COUNT * 2 * (TURNS + 1)
+
+
+def test_what_tokens_were_sampled_from_comes_through_workers() -> None:
+    """The real model, cut by top_p: the masks are columns of the batch, with workers as without."""
+    prompts, parts = read_prompts(CONFIGS / "data/arithmetic.jsonl", limit=2), []
+    for workers in (1, 2):
+        options: dict[str, Any] = {"sampling": {"top_p": 0.9}, "seed": 7, "workers": workers}
+        with Rollout(load_agent(CONFIGS / "agents/tool_user.yaml"), EARLY, **options) as rollout:
+            parts.append(rollout.run(prompts, n=2).rows())
+    single, several = parts
+    assert [row.sampling_mask for row in several] == [row.sampling_mask for row in single]
+    for row in several:
+        assert (row.sampling_mask_counts > 0).tolist() == (row.mask == 1).tolist()
+        assert row.sampling_mask_counts.sum() == len(row.sampling_mask)
 
 
 def test_workers_that_are_killed_lose_nothing() -> None:

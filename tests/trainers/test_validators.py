@@ -10,7 +10,7 @@ from tinker_cookbook.rl.data_processing import trajectory_to_data
 
 from fsm_rollout.adapters import areal, openenv, prime_rl, skyrl, slime, tinker
 from fsm_rollout.errors import BatchError
-from tests.trainers.example_batches import RUNS, SEVERAL_ROWS, example_batch
+from tests.trainers.example_batches import EMBEDDED, RUNS, SEVERAL_ROWS, example_batch
 
 
 @pytest.mark.parametrize("agent", RUNS)
@@ -85,6 +85,24 @@ def test_slimes_fields_keep_the_rules_of_miles(agent: str) -> None:
         assert len(fields["loss_mask"]) == len(fields["rollout_log_probs"]) == length  # type: ignore[arg-type]
         assert fields["status"] in ("completed", "truncated", "aborted", "failed")
         assert fields["weight_versions"]
+
+
+def test_slime_gets_what_each_token_was_sampled_from() -> None:
+    """The rule of ``_validate_response_metadata_lengths`` of slime, July 2026, and the rows' own masks."""
+    import fsm_rollout as fr
+    from tests.kit import CONFIGS
+
+    prompts = fr.read_prompts(CONFIGS / "data/arithmetic.jsonl", limit=1)
+    with fr.Rollout(fr.load_agent(CONFIGS / "agents/tool_user.yaml"), EMBEDDED, sampling={"top_p": 0.9}) as rollout:
+        rows = rollout.run(prompts, n=2).rows()
+    for row, fields in zip(rows, slime.samples(rows), strict=True):
+        ids: list[int] = fields["rollout_top_p_token_ids"]  # type: ignore[assignment]
+        offsets: list[int] = fields["rollout_top_p_token_offsets"]  # type: ignore[assignment]
+        assert (len(offsets), offsets[0], offsets[-1]) == (len(row.response_ids) + 1, 0, len(ids))
+        for token, trained, start, end in zip(row.response_ids, row.mask, offsets, offsets[1:], strict=False):
+            assert token in ids[start:end] if trained else start == end
+    assert [fields["rollout_id"] for fields in slime.samples(rows)] == [0, 1]
+    assert slime.samples(example_batch("single_turn").rows())[0]["rollout_top_p_token_ids"] is None
 
 
 def test_what_has_no_score_is_refused() -> None:
