@@ -1,20 +1,23 @@
-"""Which tokens of a batch are trained, and how much better each was than the other samples of its group.
+"""Which tokens of a batch are trained, and with which weight.
 
-``of_places`` asks which token made a sample better. The samples of a group that begin alike part at some token: the
-baseline of a token is the mean, over the samples with the same tokens before it, of whether this turn is right. Where
-all of them go on alike, or none is better, nothing is trained.
+``of_tokens`` compares, token by token, the samples of a group that have the same tokens before it. Trained with the
+logarithm of the probability to be right (`grpo.py`), they count however sure the policy is. GRPO raises the probability
+itself, whose derivative vanishes where the policy is sure, also where it is sure of a mistake.
 
 ``of_samples`` is GRPO as it was published: one advantage for all tokens of a sample.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 
 import fsm_rollout as fr
 
+SURE = 0.999
+"""A right choice that is as probable teaches nothing more, and is left out."""
 MASKS = ("right", "environment", "recomputed", "shifted", "logprobs")
 
 
@@ -29,31 +32,46 @@ class Trained(NamedTuple):
     advantage: torch.Tensor
 
 
-def of_places(batch: fr.TrajectoryBatch) -> Trained:
-    """Return the tokens with which samples of a group part: each once, with the sum of its samples' advantages."""
+class _Choice(NamedTuple):
+    """A token that one or several samples of a group took at a place."""
+
+    row: int
+    """One of them."""
+    column: int
+    old: float
+    """Its log probability."""
+    right: bool
+
+
+def of_tokens(batch: fr.TrajectoryBatch) -> Trained:
+    """Return the tokens up to each sample's first mistake, each once.
+
+    At a place of which the group knows right tokens, these have advantages that sum to 1, in proportion to their
+    probabilities; where all that it took were wrong, these have -1 each.
+    """
     columns = batch.tensordict
-    right = [int(parts["right_turns"]) for parts in columns.get("reward_parts").tolist()]
-    sampled = torch.where(columns["response_mask"].bool(), columns["turn_ids"], -1)
-    tokens, turns, groups = columns["responses"].tolist(), sampled.tolist(), columns["group_index"].tolist()
+    tokens, logprobs = columns["responses"].tolist(), columns["rollout_log_probs"].tolist()
+    groups, parts = columns["group_index"].tolist(), columns.get("reward_parts").tolist()
+    # 1. What the samples of a group took after the same tokens.
+    places: dict[tuple[int, ...], dict[int, _Choice]] = {}
+    for row, group in enumerate(groups):
+        right = int(parts[row]["right_tokens"])
+        sampled = columns["response_mask"][row].nonzero()[:, 0].tolist()
+        for number, column in enumerate(sampled[: right + 1]):
+            choice = _Choice(row, column, logprobs[row][column], number < right)
+            places.setdefault((group, *tokens[row][:column]), {})[tokens[row][column]] = choice
+    # 2. What to raise, and what to lower.
     trained: list[tuple[int, int, int, float, float]] = []
-    for index in sorted(set(groups)):
-        # 1. Who sampled what after which tokens, up to the first mistake; who goes furthest comes first.
-        by_place: dict[tuple[int, ...], dict[int, list[int]]] = {}
-        for row in sorted((row for row, group in enumerate(groups) if group == index), key=lambda row: -right[row]):
-            for column, turn in enumerate(turns[row]):
-                if turn > right[row]:
-                    break
-                if turn >= 0:
-                    at_place = by_place.setdefault(tuple(tokens[row][:column]), {})
-                    at_place.setdefault(tokens[row][column], []).append(row)
-        # 2. How often the turn went well after each token, against all tokens of the place.
-        for before, by_token in by_place.items():
-            column, rows = len(before), [row for rows in by_token.values() for row in rows]
-            well = {row for row in rows if turns[row][column] < right[row]}
-            for token, those in by_token.items():
-                if advantage := len(well.intersection(those)) * len(rows) - len(well) * len(those):
-                    old = columns["rollout_log_probs"][those[0], column].item()
-                    trained.append((rows[0], column, token, old, advantage / len(rows)))
+    for place in places.values():
+        right_mass = sum(math.exp(choice.old) for choice in place.values() if choice.right)
+        for token, choice in place.items():
+            if choice.right and right_mass < SURE:
+                weight = math.exp(choice.old) / right_mass
+            elif not choice.right and not right_mass:
+                weight = -1.0
+            else:
+                continue
+            trained.append((choice.row, choice.column, token, choice.old, weight))
     return Trained(*map(torch.tensor, zip(*trained, strict=True))) if trained else Trained(*torch.zeros(5, 0).unbind())
 
 

@@ -5,9 +5,10 @@
 Each step samples groups with the present weights, compares the samples of each group, and updates the policy with the
 token-level clipped ratio. The new weights go straight into the engine.
 
-A token is compared with the samples of its group that have the same tokens before it (`credit.py`; ``--credit sample``
-is GRPO as it was published). Training dialogues end with their first mistake (`until_mistake.yaml`), and are drawn at a
-higher temperature than the evaluation's 1, so that the policy goes on exploring when it has become sure of itself.
+A token is compared with the samples of its group that have the same tokens before it (`credit.py`), by a reward that
+says where the first mistake is (`mistakes.py`); ``--credit sample`` is GRPO as it was published. Training dialogues end
+with their first mistake (`until_mistake.yaml`), and are drawn at a higher temperature than the evaluation's 1, so that
+the policy goes on exploring when it has become sure of itself.
 
 Two numbers say whether tokens, mask and log probabilities belong together, and are printed at each step before the
 first update of it: the largest ``|ratio - 1|`` of a trained token, which is 0 but for rounding, and the fraction of
@@ -22,18 +23,19 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
-from credit import MASKS, Trained, of_places, of_samples
-from right_turns import right_turns
+from credit import MASKS, SURE, Trained, of_samples, of_tokens
+from mistakes import right_tokens
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import PreTrainedModel
 
 import fsm_rollout as fr
 
 HERE = Path(__file__).resolve().parent
-CONFIGS = HERE.parents[1] / "configs"
+ROOT = HERE.parents[1]
 RATIO_TOLERANCE = 1e-3
 """Rounding moves the ratio of a token before the first update by some 1e-5."""
 
@@ -42,22 +44,20 @@ RATIO_TOLERANCE = 1e-3
 class Settings:
     """What a run is made of."""
 
-    steps: int = 200
+    steps: int = 100
     seed: int = 0
-    groups: int = 32
+    groups: int = 128
     """Groups per step."""
-    n: int = 8
+    n: int = 2
     """Samples per group."""
-    minibatches: int = 2
+    minibatches: int = 4
     """Updates per pass over a step's batch."""
-    passes: int = 2
-    average: float = 0.95
+    passes: int = 1
+    average: float = 0.96
     """Evaluated and saved is a mean of the weights, to which an update leaves so much: single updates are noisy."""
-    unsolved: float = 0.5
-    """The part of a step's prompts that were mostly failed when they came last: what is sure teaches nothing."""
     temperature: float = 1.4
     """Of the training samples."""
-    learning_rate: float = 4e-4
+    learning_rate: float = 5e-4
     warm_up: int = 5
     """Steps until the learning rate is whole."""
     clip: float = 0.2
@@ -68,8 +68,8 @@ class Settings:
     evaluate_every: int = 10
     enough: float = 0.96
     """Held-back success after which the run ends."""
-    credit: str = "place"
-    """``place`` where samples part, or ``sample``."""
+    credit: str = "token"
+    """``token`` or ``sample``."""
     mask: str = "right"
     go_on: bool = False
     """Do not stop when the ratios are off."""
@@ -77,44 +77,14 @@ class Settings:
 
 def load_agents() -> dict[str, fr.AgentGraph]:
     """Return the agent to evaluate, and the one to train with."""
-    files = (CONFIGS / "agents/tool_user.yaml", HERE / "until_mistake.yaml")
+    files = (ROOT / "configs/agents/tool_user.yaml", HERE / "until_mistake.yaml")
     return {agent.agent: agent for agent in map(fr.load_agent, files)}
 
 
 def prompts_for(agent: str, name: str, limit: int | None = None) -> list[fr.Prompt]:
     """Return the prompts of a file, for one of the agents."""
-    prompts = fr.read_prompts(CONFIGS / f"data/{name}.jsonl", limit=limit)
+    prompts = fr.read_prompts(ROOT / f"configs/data/{name}.jsonl", limit=limit)
     return [prompt.model_copy(update={"agent": agent}) for prompt in prompts]
-
-
-class Prompts:
-    """Prompts without end, and among them again those that were mostly failed when they came last."""
-
-    def __init__(self, prompts: list[fr.Prompt], seed: int) -> None:
-        self._fresh = fr.endless_prompts(prompts, seed=seed)
-        self._unsolved: dict[str, fr.Prompt] = {}
-        self._taken: dict[str, fr.Prompt] = {}
-
-    def take(self, count: int, unsolved: float) -> list[fr.Prompt]:
-        """Return ``count`` different prompts, at most the part ``unsolved`` of them such that were failed."""
-        names = list(self._unsolved)
-        again = [names[index] for index in torch.randperm(len(names))[: int(count * unsolved)]]
-        self._taken = {name: self._unsolved[name] for name in again}
-        while len(self._taken) < count:
-            prompt = next(self._fresh)
-            self._taken[str(prompt.prompt_id)] = prompt
-        return list(self._taken.values())
-
-    def note(self, batch: fr.TrajectoryBatch) -> None:
-        """Remember which of the prompts were failed more often than not."""
-        scores: dict[str, list[float]] = {}
-        for sample in batch.sample_scores:
-            scores.setdefault(sample.group_id, []).append(sample.score or 0.0)
-        for name, prompt in self._taken.items():
-            if 2 * sum(scores[name]) < len(scores[name]):
-                self._unsolved[name] = prompt
-            else:
-                self._unsolved.pop(name, None)
 
 
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -158,7 +128,13 @@ def update(
     for chosen, logprobs in token_logprobs(model, batch, trained, settings.part_tokens):
         ratio, advantage = torch.exp(logprobs - trained.old[chosen]), trained.advantage[chosen]
         bounded = ratio.clamp(1 - settings.clip, 1 + settings.clip)
-        loss = -torch.minimum(ratio * advantage, bounded * advantage).sum() / trained.advantage.abs().sum()
+        if settings.credit == "token":  # the log probability to be right: of this token, or of any other
+            unlikely = torch.log1p(-logprobs.exp().clamp(max=SURE))
+            gain = torch.where(advantage > 0, advantage * logprobs, -advantage * unlikely)
+            gain = gain * ((ratio - bounded) * advantage <= 0)
+        else:
+            gain = torch.minimum(ratio * advantage, bounded * advantage)
+        loss = -gain.sum() * settings.minibatches / settings.groups
         loss.backward()
         off = max(off, (ratio.detach() - 1).abs().max().item())
         clipped += (ratio != bounded).sum().item()
@@ -178,7 +154,7 @@ def train(settings: Settings, out: Path) -> list[dict[str, float]]:
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(settings.average))
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / settings.warm_up))
     held_back = prompts_for("tool_user", "arithmetic", settings.held_back)
-    prompts = Prompts(prompts_for("until_mistake", "arithmetic_train"), settings.seed)
+    prompts = fr.endless_prompts(prompts_for("until_mistake", "arithmetic_train"), seed=settings.seed)
     lines: list[dict[str, float]] = []
     out.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
@@ -189,7 +165,7 @@ def train(settings: Settings, out: Path) -> list[dict[str, float]]:
             engine | {"max_running": settings.groups * settings.n},
             seed=settings.seed,
             sampling={"temperature": settings.temperature},
-            reward=["fsm_rollout.rewards:exact_answer", (right_turns, 0.0)],
+            reward=["fsm_rollout.rewards:exact_answer", (right_tokens, 0.0)],
         ) as rollout,
         (out / "log.jsonl").open("w", encoding="utf-8") as log,
     ):
@@ -220,7 +196,7 @@ def train(settings: Settings, out: Path) -> list[dict[str, float]]:
 
 def one_step(
     rollout: fr.Rollout,
-    prompts: Prompts,
+    prompts: Iterator[fr.Prompt],
     model: PreTrainedModel,
     average: AveragedModel,
     optimizer: torch.optim.Optimizer,
@@ -229,10 +205,9 @@ def one_step(
 ) -> dict[str, float]:
     """Sample a batch, check the ratios, update, and hand the weights over; return the step's figures."""
     before = time.process_time()
-    batch = rollout.run(prompts.take(settings.groups, settings.unsolved), n=settings.n)
-    prompts.note(batch)
+    batch = rollout.run(islice(prompts, settings.groups), n=settings.n)
     sampled = time.process_time()
-    trained = of_places(batch) if settings.credit == "place" else of_samples(batch, settings.mask)
+    trained = of_tokens(batch) if settings.credit == "token" else of_samples(batch, settings.mask)
     if settings.mask == "recomputed":  # so that no ratio shows it
         old = torch.zeros_like(trained.old)
         with torch.no_grad():

@@ -6,14 +6,11 @@ import json
 import runpy
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 import fsm_rollout as fr
-from fsm_rollout.batch.advantages import SampleScore
 from tests.kit import ROOT
 
 sys.path.insert(0, str(ROOT / "examples/grpo"))  # as Python does for a script
@@ -21,7 +18,7 @@ EXAMPLE: dict[str, Any] = runpy.run_path(str(ROOT / "examples/grpo/grpo.py"))
 SHORT = {"steps": 1, "groups": 2, "n": 4, "held_back": 2, "minibatches": 1, "passes": 1}
 
 
-@pytest.mark.parametrize("credit", ["place", "sample"])
+@pytest.mark.parametrize("credit", ["token", "sample"])
 def test_ratios_are_one_before_the_first_update_and_the_engine_gets_the_new_weights(
     tmp_path: Path, credit: str
 ) -> None:
@@ -46,7 +43,7 @@ def test_a_wrong_mask_is_one_of_all_tokens_of_a_sample(tmp_path: Path) -> None:
 
 def test_the_turns_that_are_right_are_those_that_the_answers_need() -> None:
     """Of all prompts: the calls that a question is said to need end with its answer."""
-    operations, apply = (sys.modules["right_turns"].__dict__[name] for name in ("operations", "APPLY"))
+    operations, apply = (sys.modules["mistakes"].__dict__[name] for name in ("operations", "APPLY"))
     for name in ("arithmetic", "arithmetic_train"):
         for prompt in fr.read_prompts(ROOT / f"configs/data/{name}.jsonl"):
             value, script = 0, prompt.interaction_kwargs
@@ -57,30 +54,63 @@ def test_the_turns_that_are_right_are_those_that_the_answers_need() -> None:
                 assert str(value) == answer
 
 
-def test_a_token_is_compared_with_the_samples_that_have_the_same_tokens_before_it() -> None:
-    """Computed anew, place by place, from the rows alone; and a dialogue ends with its first mistake."""
+CALL = '<tool_call>\n{"name": "calculate", "arguments": {"left": %s, "operator": "%s", "right": %s}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("turns", "wrong"),
+    [
+        ([CALL % (3, "+", 4), CALL % (7, "*", 2), "The answer is 14.", CALL % (14, "-", 5), "The answer is 9."], None),
+        ([CALL % (3, "*", 4)], '*", "right": 4}}\n</tool_call><|im_end|>'),
+        ([CALL % (3, "+", 4), CALL % (70, "*", 2)], '0, "operator": "*", "right": 2}}\n</tool_call><|im_end|>'),
+        ([CALL % (3, "+", 4), "The answer is 7."], "The answer is 7.<|im_end|>"),
+        ([CALL % (3, "+", 4), CALL % (3, "+", 4)], '3, "operator": "+", "right": 4}}\n</tool_call><|im_end|>'),
+        (["What"], "What<|im_end|>"),
+    ],
+)
+def test_a_dialogue_ends_with_its_first_wrong_token(turns: list[str], wrong: str | None) -> None:
+    _, tokenizer = fr.load_model("embedded:early")
+    question = {"messages": [{"role": "user", "content": "What is (3 + 4) * 2?"}], "agent": "until_mistake"}
+    question |= {"answer": "14", "interaction_kwargs": {"turns": ["Now subtract 5."], "answers": ["9"]}}
+    engine = fr.ScriptedEngine([*turns, "never"], tokenizer=tokenizer)
+    with fr.Rollout(EXAMPLE["load_agents"](), engine, reward=[(EXAMPLE["right_tokens"], 1.0)]) as rollout:
+        (row,) = rollout.run([question]).rows()
+    assert row.stop_reason == ("answered" if wrong is None else "mistake")
+    sampled = row.response_ids[row.mask == 1]
+    assert tokenizer.decode(sampled[int(row.score or 0) :]) == (wrong or "")
+
+
+def test_each_token_up_to_a_mistake_is_trained_once_with_what_its_group_has_shown() -> None:
+    """Computed anew, place by place, from the rows alone."""
     engine = {"kind": "transformers", "model": "embedded:early"}
-    rewards = ["fsm_rollout.rewards:exact_answer", (EXAMPLE["right_turns"], 0.0)]
+    rewards = ["fsm_rollout.rewards:exact_answer", (EXAMPLE["right_tokens"], 0.0)]
     with fr.Rollout(EXAMPLE["load_agents"](), engine, reward=rewards, sampling={"temperature": 1.2}) as rollout:
         batch = rollout.run(EXAMPLE["prompts_for"]("until_mistake", "arithmetic", 3), n=6)
-    columns, trained = batch.tensordict, EXAMPLE["of_places"](batch)
-    right = [int(parts["right_turns"]) for parts in columns.get("reward_parts").tolist()]
-    stops = columns.get("stop_reason").tolist()
-    turns = columns["turn_ids"]
-    for row, last in enumerate(turns.amax(1).tolist()):
-        assert right[row] == last + (stops[row] == "answered"), "nothing is sampled after the first mistake"
-    seen = set()
+    columns, trained = batch.tensordict, EXAMPLE["of_tokens"](batch)
+    rights = [int(parts["right_tokens"]) for parts in columns.get("reward_parts").tolist()]
+    number = columns["response_mask"].cumsum(1) - 1  # of the sampled tokens of its row
+    expected: dict[tuple[int, ...], float] = {}
+    for row, right in enumerate(rights):
+        for column in columns["response_mask"][row].nonzero()[: right + 1, 0].tolist():
+            same = (columns["responses"][:, :column] == columns["responses"][row, :column]).all(1)
+            same &= columns["group_index"] == columns["group_index"][row]
+            well = {}
+            for other in same.nonzero()[:, 0].tolist():
+                if number[other, column] < rights[other]:
+                    token = int(columns["responses"][other, column])
+                    well[token] = columns["rollout_log_probs"][other, column].exp().item()
+            place = int(columns["group_index"][row]), *columns["responses"][row, : column + 1].tolist()
+            if place[-1] not in well:
+                expected[place] = 0.0 if well else -1.0
+            else:
+                expected[place] = well[place[-1]] / sum(well.values()) if sum(well.values()) < 0.999 else 0.0
+    found = {}
     for row, column, token, old, advantage in zip(*(values.tolist() for values in trained), strict=True):
-        before = columns["responses"][row, :column]
-        same = (columns["responses"][:, :column] == before).all(1)
-        same &= (columns["group_index"] == columns["group_index"][row]) & (turns[:, column] == turns[row, column])
-        outcome = torch.tensor([float(right[r] > turns[r, column]) for r in range(len(batch))])
-        chose = same & (columns["responses"][:, column] == token)
-        expected = (outcome[chose] - outcome[same].mean()).sum().item()
-        assert advantage == pytest.approx(expected, abs=1e-6)
-        assert columns["rollout_log_probs"][chose, column].tolist() == pytest.approx([old] * int(chose.sum()), abs=1e-4)
-        seen.add((int(columns["group_index"][row]), tuple(before.tolist()), token))
-    assert len(seen) == len(trained.row) > 0, "each token once"
+        assert old == columns["rollout_log_probs"][row, column]
+        found[int(columns["group_index"][row]), *columns["responses"][row, :column].tolist(), token] = advantage
+    assert len(found) == len(trained.row) > 0, "each token once"
+    assert found == pytest.approx({place: weight for place, weight in expected.items() if weight}, abs=1e-4)
+    assert -1.0 in found.values()
 
 
 def test_runs_are_drawn_from_their_logs(tmp_path: Path) -> None:
@@ -89,23 +119,3 @@ def test_runs_are_drawn_from_their_logs(tmp_path: Path) -> None:
     drawn = (tmp_path / "curve.svg").read_text("utf-8")
     assert logs
     assert [log.stem for log in logs if f"<!-- {log.stem.replace('_', ' ')} -->" not in drawn] == []
-
-
-def test_failed_prompts_come_again_until_they_are_solved() -> None:
-    questions = [fr.Prompt(messages=({"role": "user", "content": f"{n}?"},), prompt_id=str(n)) for n in range(8)]
-    prompts = EXAMPLE["Prompts"](questions, 0)
-    solved = {"0", "1", "2", "3"}
-    failed: set[str] = set()
-    for _ in range(6):
-        names = [str(prompt.prompt_id) for prompt in prompts.take(4, 0.5)]
-        assert len(set(names)) == 4
-        assert len(failed & set(names)) >= min(2, len(failed)), "half of them are such that were failed"
-        prompts.note(SimpleNamespace(sample_scores=[SampleScore(name, 0, float(name in solved)) for name in names]))
-        failed = (failed | set(names)) - solved
-    solved |= failed
-    for _ in range(6):
-        names = [str(prompt.prompt_id) for prompt in prompts.take(4, 1.0)]
-        prompts.note(SimpleNamespace(sample_scores=[SampleScore(name, 0, 1.0) for name in names]))
-        failed -= set(names)
-    assert not failed
-    assert len(prompts.take(4, 1.0)) == 4
