@@ -11,7 +11,7 @@ import logging
 import os
 import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +273,10 @@ def _salvaging(path: str | os.PathLike[str], error: Exception, report: Report) -
 
 
 def _open(path: Path) -> sqlite3.Connection:
+    if path.with_name(f"{path.name}-journal").exists():
+        # Its writer was killed while it changed between a log and none; only who may write can take that back.
+        with suppress(sqlite3.Error), closing(sqlite3.connect(path, timeout=0)) as writer:
+            writer.execute("PRAGMA schema_version").fetchone()
     connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
     connection.text_factory = _text  # what is damaged may be no text
     return connection

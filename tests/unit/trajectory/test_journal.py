@@ -614,3 +614,15 @@ def test_what_was_appended_is_kept_when_it_is_asked_for(tmp_path: Path) -> None:
         assert list(read(path)) == []
         journal.persist()
         assert [t.trajectory_id for t in read(path)] == ["t"]
+
+
+def test_a_journal_whose_writer_was_killed_between_a_log_and_none_is_read(tmp_path: Path) -> None:
+    path, cut_off = tmp_path / "journal.sqlite", tmp_path / "cut_off.sqlite"
+    with Journal(path) as book:
+        book.append("t", prompted())
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.executescript("PRAGMA cache_size = 1; BEGIN; CREATE TABLE half (data)")
+        connection.executemany("INSERT INTO half VALUES (?)", [(bytes(10_000),)] * 100)  # more than stays in memory
+        for name in ("", "-journal"):
+            Path(f"{cut_off}{name}").write_bytes(Path(f"{path}{name}").read_bytes())
+    assert [trajectory.trajectory_id for trajectory in read(cut_off)] == ["t"]
