@@ -435,7 +435,7 @@ class Scheduler:
             over = [group for group in self._done if run.target is None and group.group_id not in run.carried]
             for group in over:
                 self._done.remove(group)
-            await to_its_end(self._drop([*groups, *over]))
+            await to_its_end(self._drop_all([*groups, *over]))
 
     def _stop_run(self, run: _Run, *, keep: bool) -> None:
         """Start nothing more, and have what runs stopped; only the first call decides how."""
@@ -454,14 +454,17 @@ class Scheduler:
         """How what runs is stopped when nobody waits for it any more."""
         return Outcome(Trigger.CANCELLED) if self.journal is None else INTERRUPTED
 
-    async def _drop(self, groups: Iterable[Group]) -> None:
-        """Give groups up, and close what they hold open."""
+    async def _drop_all(self, groups: list[Group]) -> None:
         for group in groups:
-            del self.groups[group.group_id]
-            for live in list(group.active.values()):
-                if live.trajectory.suspended is None:
-                    live.stop_now(self._cut_off)
-                await live.close()
+            await self._drop(group)
+
+    async def _drop(self, group: Group) -> None:
+        """Give a group up, and close what it holds open."""
+        del self.groups[group.group_id]
+        for live in list(group.active.values()):
+            if live.trajectory.suspended is None:
+                live.stop_now(self._cut_off)
+            await live.close()
 
     def _resume(self, run: _Run, histories: list[History]) -> None:
         """Let the groups of some histories wait for their turn, behind those that were carried over.
@@ -888,7 +891,7 @@ class Scheduler:
         for waiting in (self._done, self._waiting) if self._run is None else ():
             while waiting:  # an interruption leaves the rest for another call
                 groups.append(waiting.popleft())
-                await self._drop(groups[-1:])
+                await self._drop(groups[-1])
         return groups
 
     def record(self, trajectory: Trajectory, event: AnyEvent, payload: bytes | None = None) -> None:

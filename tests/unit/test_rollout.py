@@ -223,14 +223,15 @@ def test_a_pause_of_the_engine_stops_the_clocks_of_an_evaluation_too() -> None:
     async def main() -> list[str]:
         rollout = fr.Rollout(agent(), engine)
         client = rollout.clients["policy"]
-        evaluation = asyncio.create_task(rollout.aevaluate(["same"]))
-        await asyncio.sleep(5)
-        await client.pause()
-        await asyncio.sleep(1000)
-        later = asyncio.create_task(rollout.aevaluate(["same"]))  # begins while the engine is paused
-        await asyncio.sleep(1000)
-        await client.resume()
-        return [batch.tensordict["stop_reason"][0] for batch in (await evaluation, await later)]
+        batches = []
+        for seconds in (5, 0):  # 0: it begins while the engine is paused
+            evaluation = asyncio.create_task(rollout.aevaluate(["same"]))
+            await asyncio.sleep(seconds)
+            await client.pause()
+            await asyncio.sleep(1000)
+            await client.resume()
+            batches.append(await evaluation)
+        return [batch.tensordict["stop_reason"][0] for batch in batches]
 
     assert run_virtual(main()) == ["answered", "answered"]
 
