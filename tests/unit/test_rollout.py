@@ -218,7 +218,7 @@ def test_an_evaluation_is_not_filtered_and_leaves_the_training_alone() -> None:
 
 
 def test_a_pause_of_the_engine_stops_the_clocks_of_an_evaluation_too() -> None:
-    engine = fr.ScriptedEngine([Turn(text="one two three four", delay=10.0, chunks=4)], tokenizer=tokenizer())
+    engine = fr.ScriptedEngine([Turn(text="one two three four", delay=2.0, chunks=4)], tokenizer=tokenizer())
 
     async def main() -> list[str]:
         rollout = fr.Rollout(agent(), engine)
@@ -228,7 +228,7 @@ def test_a_pause_of_the_engine_stops_the_clocks_of_an_evaluation_too() -> None:
             evaluation = asyncio.create_task(rollout.aevaluate(["same"]))
             await asyncio.sleep(seconds)
             await client.pause()
-            await asyncio.sleep(1000)
+            await asyncio.sleep(90)  # a visit has 60 seconds
             await client.resume()
             batches.append(await evaluation)
         return [batch.tensordict["stop_reason"][0] for batch in batches]
