@@ -29,7 +29,7 @@ def one_row_each(rows: Sequence[TrainingRow], trainer: str) -> None:
 
 
 def score_of(row: TrainingRow, trainer: str) -> float:
-    """Return a row's score, for a trainer that has no word for none.
+    """Return a row's score, for a trainer that cannot represent a missing one.
 
     Raises:
         BatchError: it has no score.

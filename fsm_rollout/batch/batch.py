@@ -467,7 +467,7 @@ def _sample_scores(trajectories: Iterable[Trajectory]) -> tuple[SampleScore, ...
 def _column(values: Sequence[object]) -> NonTensorStack | NonTensorData:
     if not values:
         return NonTensorData([], batch_size=[0])  # an empty stack cannot be loaded
-    # What is no scalar is wrapped here: one such value has the stack look at each of them for a long time.
+    # Values that are no scalars are wrapped here: the stack would look at each of them for long.
     return NonTensorStack(*[value if type(value) in _SCALARS else NonTensorData(data=value) for value in values])
 
 

@@ -1,4 +1,4 @@
-"""Rows: the streams there is something to learn from, cut out of their trajectories as arrays.
+"""Rows: the streams with trained tokens, cut out of their trajectories as arrays.
 
 Invariant: a row is one stream that has at least one trained token, and all its response arrays have one length. Every
 sampled token of a trained stream is in exactly one row, and nothing here decides anything about a token: ids, mask,

@@ -141,7 +141,7 @@ class Failures(StrictModel):
         return getattr(self, failure)
 
     def pause_before_repeat(self, failure: FailureClass, earlier: int) -> float | None:
-        """Return the seconds after which a sample is begun anew that failed; ``None``: it is not.
+        """Return the pause in seconds before a failed sample is begun anew; ``None``: it is not.
 
         ``earlier``: how often it was begun anew for failures so far.
         """
@@ -152,7 +152,7 @@ class Failures(StrictModel):
 
 
 def failures_of(settings: Mapping[str, object]) -> Failures:
-    """Return the settings that a program gives.
+    """Return the settings that a Python caller gives.
 
     Raises:
         ConfigError: they are wrong; says every key that is, and what to try.

@@ -59,8 +59,7 @@ class Group:
     reward_errors: list[str] = field(default_factory=list)
     """What went wrong in scoring; those trajectories have no score."""
     discarded: list[Trajectory] = field(default_factory=list)
-    """Attempts that were begun anew, having fallen behind the weights or failed by no fault of the policy's; in no
-    batch."""
+    """Attempts that were replaced: too stale, or failed by no fault of the policy's. They are in no batch."""
     drop_reason: DropReason | None = None
     """Why it is ``dropped``."""
     state: GroupState = GroupState.WAITING
@@ -163,12 +162,12 @@ class Group:
 
     def _discard(self, trajectory: Trajectory) -> None:
         """Discard a trajectory with its sub-agents' trajectories, and theirs."""
-        discarded = [trajectory, *self.servants(trajectory)]
+        discarded = [trajectory, *self.sub_agents_of(trajectory)]
         ids = {t.trajectory_id for t in discarded}
         self.discarded += discarded
         self.children = [child for child in self.children if child.trajectory_id not in ids]
 
-    def servants(self, trajectory: Trajectory) -> list[Trajectory]:
+    def sub_agents_of(self, trajectory: Trajectory) -> list[Trajectory]:
         """Return the sub-agents' trajectories that a trajectory has called, and those that these have."""
         prefix = f"{trajectory.trajectory_id}/"
         return [child for child in self.children if child.trajectory_id.startswith(prefix)]

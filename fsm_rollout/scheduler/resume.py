@@ -67,7 +67,7 @@ def resumed_groups(
                 group.add_child(trajectory)
         for trajectory in samples:
             if group.standing(trajectory.sample) is not None:
-                group.restart(trajectory.sample)  # a later attempt stands for earlier ones
+                group.restart(trajectory.sample)  # a later attempt replaces earlier ones
             group.add(trajectory)
             group.attempts[trajectory.sample] = _attempt(trajectory)
         group.discard_unread()
@@ -90,8 +90,8 @@ def _program(trajectory: Trajectory, programs_of_run: Collection[Program]) -> Pr
         raise ConfigError(f"agent '{agent}' of a trajectory to resume is not one of the run's{hint}")
     if any(program.graph != programs[0].graph for program in programs):
         raise ConfigError(
-            f"several agents of the run are called '{agent}' in their YAML, so it is not known whose the trajectories "
-            "to resume are; give each a name of its own"
+            f"several agents of the run are called '{agent}' in their YAML, so it is unclear to which one the "
+            "trajectories to resume belong; give each a name of its own"
         )
     if trajectory.exit is None and trajectory.state not in programs[0].graph.states:
         raise ConfigError(

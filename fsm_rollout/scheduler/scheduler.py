@@ -193,7 +193,7 @@ class Scheduler:
         self.replayed: Mapping[str, Sequence[AnyEvent]] | None = None
         """Recorded events by trajectory, from which tools, users and judges answer when a run is run again."""
         self.live_user: LiveUser | None = None
-        """Who takes part in the trajectories, if somebody does; not in those of workers."""
+        """The user who answers live, in place of interactions; not in the trajectories of workers."""
         self.failures = failures
         self.group_filter = group_filter
         self._stalls = None if failures.stall_seconds is None else StallWatch(failures.stall_seconds, self._waits)
@@ -349,7 +349,7 @@ class Scheduler:
         check_at_least(1, "trajectory per prompt", "n", n)
         if target_groups is not None:
             check_at_least(1, "group", "target_groups", target_groups)
-        check_at_least(1, "(no group more than the target)", "over_sample", over_sample, int | float)
+        check_at_least(1, "group per group of the target", "over_sample", over_sample, int | float)
         if max_filtered is not None:
             check_at_least(0, "groups per group of the target", "max_filtered", max_filtered, int | float)
         await self._until_free()
@@ -419,23 +419,28 @@ class Scheduler:
         """
         # 1. Nothing more is started, and what runs is stopped.
         self._stop_run(run, keep=keep)
+        cancelled_again: asyncio.CancelledError | None = None
         try:
             await asyncio.gather(run.feeder, return_exceptions=True)
-        finally:  # also when the caller is cancelled a second time
-            # 2. What is open. (What waits has not been touched, and stays.)
-            groups = list(self._open.values())
-            self._open.clear()
-            self._to_start.clear()
-            if run.stop is CARRIED:
-                self._waiting.extendleft(reversed(groups))
-                for group in groups:
-                    group.state = GroupState.WAITING
-                groups = []
-            # 3. What is done stays in a run with a target, or if it was left over by one.
-            over = [group for group in self._done if run.target is None and group.group_id not in run.carried]
-            for group in over:
-                self._done.remove(group)
+        except asyncio.CancelledError as error:
+            cancelled_again = error
+        # 2. What is open. (What waits has not been touched, and stays.)
+        groups = list(self._open.values())
+        self._open.clear()
+        self._to_start.clear()
+        if run.stop is CARRIED:
+            self._waiting.extendleft(reversed(groups))
+            for group in groups:
+                group.state = GroupState.WAITING
+            groups = []
+        # 3. What is done stays in a run with a target, or if it was left over by one.
+        over = [group for group in self._done if run.target is None and group.group_id not in run.carried]
+        for group in over:
+            self._done.remove(group)
+        if groups or over:
             await to_its_end(self._drop_all([*groups, *over]))
+        if cancelled_again is not None:
+            raise cancelled_again
 
     def _stop_run(self, run: _Run, *, keep: bool) -> None:
         """Start nothing more, and have what runs stopped; only the first call decides how."""
@@ -451,7 +456,7 @@ class Scheduler:
 
     @property
     def _cut_off(self) -> Stop:
-        """How what runs is stopped when nobody waits for it any more."""
+        """How trajectories are stopped when the run is closed or fails."""
         return Outcome(Trigger.CANCELLED) if self.journal is None else INTERRUPTED
 
     async def _drop_all(self, groups: list[Group]) -> None:
@@ -832,7 +837,7 @@ class Scheduler:
         if not trajectory.ended:
             return
         now = asyncio.get_running_loop().time()
-        for child in group.servants(trajectory):
+        for child in group.sub_agents_of(trajectory):
             if not child.ended:
                 for event in (
                     Resumed(at=now, away=now - child.latest_at),
@@ -855,7 +860,7 @@ class Scheduler:
         group.state = GroupState.SCORING
         try:
             for live in [live for live in group.active.values() if live.trajectory.ended]:
-                await live.close()  # it ended while it was set aside
+                await live.close()  # it ended while it was suspended
             if not group.dropped:
                 await score_group(group, self.reward, self.record)
                 scored = sum(trajectory.rewarded for trajectory in group.trajectories)
@@ -983,7 +988,7 @@ class Scheduler:
                         live = self.activate(group, trajectory, program)
                     live.fail(outcome)
         logger.error(
-            "%d trajectories hold tokens of a wrong glue; they end as %s, and their groups are in no batch%s: %s",
+            "%d trajectories hold wrong tokens from the glue cache; they end as %s, their groups are in no batch%s: %s",
             number, outcome.stop_reason,
             f" (but those of {delivered} were delivered before: leave out of your batch what is `dropped` now)"
             if delivered else "", mismatch,

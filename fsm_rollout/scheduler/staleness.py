@@ -48,7 +48,7 @@ class Staleness:
         if self.most is None:
             return None
         versions: list[int] = []
-        for member in (trajectory, *group.servants(trajectory)):
+        for member in (trajectory, *group.sub_agents_of(trajectory)):
             for stream in member.streams:
                 if stream.engine == POLICY and stream.tokens.trained:
                     versions += [span.version for span in stream.tokens.sampled()]

@@ -60,12 +60,12 @@ class Program(BoundAgent):
                     f"agent '{graph.agent}': the handler of '{state}' ({name}) cannot be built: "
                     f"{type(error).__name__}: {error}"
                 ) from error
-        ends = ("end", "stop")
+        ending = ("end", "stop")
         super().__init__(
             graph,
             clients,
             sampling,
-            end_on_tool_failure=failures.tool.do in ends,
+            end_on_tool_failure=failures.tool.do in ending,
             end_on_bad_call=failures.policy.do == "end",
         )
         if failures.tool.do == "retry":
@@ -96,11 +96,11 @@ async def run_trajectory(live: ActiveTrajectory, handlers: Mapping[str, State]) 
 
 
 async def _visit(live: ActiveTrajectory, handler: State, now: float, task: asyncio.Task[object] | None) -> Outcome:
-    """Run the present state's handler under its limits and timeouts, and return how it came out.
+    """Run the present state's handler under its limits and timeouts, and return its outcome.
 
     ``now`` is the loop's time, and ``task`` the present task.
     """
-    # 1. Limits that are reached on entry. (A visit that timed out before an interruption was let in back then.)
+    # 1. Limits that are reached on entry. (A visit that timed out before an interruption has passed them.)
     trajectory, program = live.trajectory, live.program
     graph, state = program.graph, trajectory.state
     limit = reached_on_entry(graph, trajectory, program.machine.spends[state], now)
@@ -154,7 +154,7 @@ async def _run_handler(live: ActiveTrajectory, handler: State, ctx: HandlerConte
 
 
 def _warn_of_blocking(handler: type[State], trajectory: Trajectory, seconds: float) -> None:
-    level = logging.INFO if handler in _logged else logging.WARNING  # only the first of many alike is a warning
+    level = logging.INFO if handler in _logged else logging.WARNING  # only the first of a kind is a warning
     _logged.add(handler)
     logger.log(
         level,

@@ -119,7 +119,7 @@ class RemoteEngine:
 
 
 class RemoteClient(EngineClient):
-    """The run's client of one engine, as a worker sees it. The run keeps the one ledger: it batches and tries again.
+    """The run's client of one engine, as a worker sees it. The run keeps the one ledger: it batches and retries.
 
     What is sent of a request: that somebody works on it or nobody (its deadline runs or stands still), and how it
     ended, with all its tokens.
@@ -421,7 +421,7 @@ def _block(connection: socket.socket) -> bytes:
     while len(block) < (size or 8):
         received = connection.recv(min((size or 8) - len(block), 2**20))
         if not received:
-            raise EOFError("the run ended before it had said what it is")
+            raise EOFError("the run ended before it sent its setup")
         block += received
         if not size and len(block) == 8:
             size, block = int.from_bytes(block, "little"), bytearray()

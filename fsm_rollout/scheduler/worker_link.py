@@ -63,7 +63,7 @@ class Link(ABC):
         try:
             messages = pickle.loads(block) if self._worker else _decode(block)
         except msgspec.DecodeError as error:
-            logger.warning("a worker sent what is no message and is given up: %s", error)
+            logger.warning("a worker sent an invalid message and is given up: %s", error)
             self._end()
             return
         for message in messages:

@@ -61,9 +61,9 @@ class _Running:
     group: Group
     live: ActiveTrajectory
     over: asyncio.Future[bool]
-    """Whether its run is over (else its worker died); or why the run must fail."""
+    """True: it is over; False: its worker died. An exception fails the run."""
     names: list[str]
-    """It, and the sub-agents' trajectories that serve it."""
+    """Its id and those of its sub-agents' trajectories."""
 
 
 @dataclass(slots=True, eq=False)
@@ -166,7 +166,7 @@ class WorkerPool:
         trajectory, trajectory_id = live.trajectory, live.trajectory.trajectory_id
         agent = next(name for name, program in self.scheduler.agents.items() if program is group.program)
         over: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        children = group.servants(trajectory)
+        children = group.sub_agents_of(trajectory)
         running = _Running(group, live, over, [trajectory_id, *(child.trajectory_id for child in children)])
         worker.running[trajectory_id] = running
         worker.lives.update(dict.fromkeys(running.names, running))

@@ -374,7 +374,7 @@ def test_prompts_without_what_the_reward_reads_are_refused_before_anything_is_sa
         ({"n": "4"}, "n must be at least 1 trajectory per prompt, got '4'"),
         ({"n": True}, "n must be at least 1 trajectory per prompt, got True"),
         ({"target_groups": 0}, "target_groups must be at least 1 group, got 0"),
-        ({"over_sample": float("nan")}, "over_sample must be at least 1 (no group more than the target), got nan"),
+        ({"over_sample": float("nan")}, "over_sample must be at least 1 group per group of the target, got nan"),
     ],
 )
 def test_a_wrong_number_is_one_clear_line(options: dict[str, Any], says: str) -> None:

@@ -128,7 +128,7 @@ class _ModelThread(threading.Thread):
             # Give all requests up but keep the thread: the next ones may do better (say after an out-of-memory).
             with self._lock:
                 failed, self._streams = self._streams, {}
-            self.decode.release()  # first: rows may hold less than they say, and its memory may be what was wanted
+            self.decode.release()  # first: its rows may be incomplete now, and its memory may be what was missing
             self.decode.abort(failed)
             self._measure()
             fail_all(failed.values(), EngineError(f"the model failed: {type(error).__name__}: {error}"), self._unheard)

@@ -184,7 +184,7 @@ def _recording(connection: sqlite3.Connection, name: str, trajectory_id: str, re
                 if trajectory is not None:
                     trajectory.apply(event)
                 elif (trajectory := Trajectory.fold([event])).trajectory_id != trajectory_id:
-                    raise ValueError(f"it is of trajectory {trajectory.trajectory_id}")
+                    raise ValueError(f"it belongs to trajectory {trajectory.trajectory_id}")
                 history.append(event)
         except Exception as error:  # data from outside may be wrong in every way; what it is does not matter
             why = f"{type(error).__name__}: {error}"
@@ -201,7 +201,7 @@ def _recording(connection: sqlite3.Connection, name: str, trajectory_id: str, re
 def _check(event: AnyEvent) -> None:
     """Raise ValueError for what no run writes, and what looks at a run would stumble over."""
     if not all(abs(getattr(event, name, 0.0)) < _LATEST for name in ("at", *_DURATIONS)):
-        raise ValueError("its time is none")
+        raise ValueError("its time is no finite number")
     messages = [event.message] if isinstance(event, Generated) else getattr(event, "messages", ())
     if not all(isinstance(message.get("role"), str) for message in messages):
         raise ValueError("a message in it has no role")

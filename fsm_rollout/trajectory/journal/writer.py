@@ -1,4 +1,4 @@
-"""Writing a journal: behind the run's back, and at once where that is asked for.
+"""Writing a journal: in a thread, and at once where that is asked for.
 
 Invariant: transactions hold events in the order in which they were appended, and nothing follows one that failed. A
 thread commits what was appended; :meth:`Journal.persist` does so before the next generation is asked for, which waits

@@ -221,7 +221,7 @@ def test_wrong_glue_from_the_cache_fails_all_that_it_touched_and_drops_their_gro
     assert reasons == [first, *["failed:GlueMismatchError"] * 5, *later]
     assert [group.dropped for group in groups] == [True, True, True, False, False]
     log_lines = [
-        record.getMessage() for record in caplog.records if "5 trajectories hold tokens" in record.getMessage()
+        record.getMessage() for record in caplog.records if "5 trajectories hold wrong tokens" in record.getMessage()
     ]
     assert len(log_lines) == 1
     assert ("of 3 were delivered before" in log_lines[0]) == (not deliver_at_end)

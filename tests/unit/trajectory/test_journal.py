@@ -423,9 +423,9 @@ def test_an_event_whose_place_is_damaged_costs_those_before_it_nothing(tmp_path:
 @pytest.mark.parametrize(
     ("event", "says"),
     [
-        (LimitCharged(at=1e308, limit="x"), "its time is none"),
-        (LimitCharged(at=float("nan"), limit="x"), "its time is none"),
-        (Resumed(at=1e300, away=-1e300), "its time is none"),
+        (LimitCharged(at=1e308, limit="x"), "its time is no finite number"),
+        (LimitCharged(at=float("nan"), limit="x"), "its time is no finite number"),
+        (Resumed(at=1e300, away=-1e300), "its time is no finite number"),
         (MessagesAppended(at=4.0, context="main", state="A", messages=[{"content": "?"}]), "has no role"),
     ],
 )
