@@ -25,7 +25,7 @@ from fsm_rollout.agent.loader import loads
 from fsm_rollout.engines.protocol import Chunk, Engine, Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.engines.scripted.script import Turn
-from fsm_rollout.jobs.serving import Serving
+from fsm_rollout.jobs.serve_config import ServeConfig
 from fsm_rollout.model.folders import load_tokenizer, model_folder
 from fsm_rollout.serve.server import listening
 from fsm_rollout.serve.service import Service
@@ -89,7 +89,7 @@ async def measure(calls: int, rounds: int, folder: Path) -> None:
         with fr.Journal(folder / f"{calls}.sqlite") as journal:
             rollout.journal = journal
             async with (
-                listening(Service(rollout, Serving(port=0), calls)) as (url, _),
+                listening(Service(rollout, ServeConfig(port=0), calls)) as (url, _),
                 aiohttp.ClientSession(url) as http,
             ):
                 await asyncio.gather(*(first_text(http, number) for number in range(calls)))  # warms up

@@ -34,7 +34,7 @@ __getattr__, __dir__ = lazy_names(
         "states": "State",
         "states.external.handler": "ForeignVisit",
         "tools": "ToolContext ToolResult",
-        "trajectory.endless": "endless_prompts",
+        "trajectory.endless_prompts": "endless_prompts",
         "trajectory.journal": "Journal",
         "trajectory.prompt": "Prompt read_prompts",
         "trajectory.trajectory": "Outcome Trajectory",
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from fsm_rollout.states.external.handler import ForeignVisit as ForeignVisit
     from fsm_rollout.tools import ToolContext as ToolContext
     from fsm_rollout.tools import ToolResult as ToolResult
-    from fsm_rollout.trajectory.endless import endless_prompts as endless_prompts
+    from fsm_rollout.trajectory.endless_prompts import endless_prompts as endless_prompts
     from fsm_rollout.trajectory.journal import Journal as Journal
     from fsm_rollout.trajectory.prompt import Prompt as Prompt
     from fsm_rollout.trajectory.prompt import read_prompts as read_prompts

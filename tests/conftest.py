@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.internal.conjecture import engine as shrinking
 
-from fsm_rollout.concurrency.collection import YOUNG
+from fsm_rollout.concurrency.garbage_collection import YOUNG
 from fsm_rollout.testing.plugin.profiles import register
 
 pytest_plugins = ["pytester", "tests.leftovers", "tests.model_fixtures"]

@@ -26,7 +26,7 @@ ORDER = (
     (
         "engines.answer_check",
         "engines.pending",
-        "engines.trials",
+        "engines.bisection",
         "engines.client",
         "engines.chunk_stream",
         "engines.wire",

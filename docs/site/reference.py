@@ -62,7 +62,7 @@ def run_yaml() -> str:
         "WeightedReward": "`reward`: each of a list",
         "Track": "`track`",
         "PromptSource": "`prompts`: what gives them",
-        "Serving": "`serve`",
+        "ServeConfig": "`serve`",
     }
     engines = {spec.__name__ for spec in KINDS.values()} | {
         "Engine",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from fsm_rollout.adapters.demands import score_of, whole
+from fsm_rollout.adapters.requirements import score_of, whole
 from fsm_rollout.batch.rows import TrainingRow
 
 TRAINER = "AReaL"

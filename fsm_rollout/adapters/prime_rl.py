@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fsm_rollout.adapters.demands import whole
+from fsm_rollout.adapters.requirements import whole
 from fsm_rollout.batch.rows import TrainingRow
 from fsm_rollout.errors import BatchError
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fsm_rollout.adapters.demands import one_row_each, score_of, versions_of
+from fsm_rollout.adapters.requirements import one_row_each, score_of, versions_of
 from fsm_rollout.batch.rows import TrainingRow
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsm_rollout.adapters.demands import trained_turns
+from fsm_rollout.adapters.requirements import trained_turns
 from fsm_rollout.batch.rows import TrainingRow
 from fsm_rollout.trajectory.enums import StopReason
 

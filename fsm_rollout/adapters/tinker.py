@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fsm_rollout.adapters.demands import trained_turns
+from fsm_rollout.adapters.requirements import trained_turns
 from fsm_rollout.batch.rows import TrainingRow
 
 if TYPE_CHECKING:

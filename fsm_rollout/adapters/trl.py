@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fsm_rollout.adapters.demands import one_row_each, versions_of, whole
+from fsm_rollout.adapters.requirements import one_row_each, versions_of, whole
 from fsm_rollout.batch.batch import TrajectoryBatch
 from fsm_rollout.batch.rows import TrainingRow
 from fsm_rollout.errors import BatchError

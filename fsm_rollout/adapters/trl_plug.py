@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from fsm_rollout.adapters.demands import one_row_each
+from fsm_rollout.adapters.requirements import one_row_each
 from fsm_rollout.adapters.trl import TRAINER, rollout_func_result, rollout_samples
 from fsm_rollout.errors import BatchError, RolloutError
 from fsm_rollout.rollout import Rollout

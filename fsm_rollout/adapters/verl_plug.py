@@ -29,7 +29,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutp
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ, apply_greedy_sampling_params
 from verl.utils.import_utils import resolve_config_path
 
-from fsm_rollout.adapters.demands import one_row_each
+from fsm_rollout.adapters.requirements import one_row_each
 from fsm_rollout.adapters.verl import agent_loop_outputs
 from fsm_rollout.adapters.verl_engine import VerlEngine
 from fsm_rollout.adapters.verl_tools import load_agent_with

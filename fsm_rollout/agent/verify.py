@@ -36,7 +36,7 @@ from dataclasses import replace
 from weakref import WeakSet
 
 from fsm_rollout.agent.graph import AgentGraph
-from fsm_rollout.agent.rules import paths, rows, states
+from fsm_rollout.agent.rules import paths, states, transitions
 from fsm_rollout.agent.rules.structure import Finding, Structure
 from fsm_rollout.agent.yaml.source import SourceMap, in_file_order
 from fsm_rollout.errors import Problem
@@ -61,9 +61,9 @@ def verify(graph: AgentGraph, source: SourceMap | None = None) -> list[Problem]:
 def findings(graph: AgentGraph, *, names_only: bool = False) -> Iterator[Finding]:
     """Yield every breach of the rules (of rule 1 alone with ``names_only``), those of agents used as tools included."""
     structure = Structure(graph)
-    unknown = list(rows.names(structure))
+    unknown = list(transitions.names(structure))
     yield from unknown
-    rules = () if names_only else (*rows.RULES, *states.RULES, *(() if unknown else paths.RULES))
+    rules = () if names_only else (*transitions.RULES, *states.RULES, *(() if unknown else paths.RULES))
     for rule in rules:
         yield from rule(structure)
     for name, tool in graph.tools.items():

@@ -26,7 +26,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from fsm_rollout.batch.advantages import SampleScore, sample_advantages
 from fsm_rollout.batch.padding import RAGGED_OF, pack, pad, unpack, unpad
 from fsm_rollout.batch.rows import RowId, TrainingRow, rows
-from fsm_rollout.concurrency.collection import calm_collection
+from fsm_rollout.concurrency.garbage_collection import calm_collection
 from fsm_rollout.errors import BatchError
 from fsm_rollout.trajectory.trajectory import Trajectory
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
 
-from fsm_rollout.concurrency.ending import run_to_end
+from fsm_rollout.concurrency.loop_end import run_to_end
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class Interruptible:
         self._task: asyncio.Task[object] | None = None
 
     def run(self, work: Coroutine[object, object, T]) -> T:
-        """Run ``work`` as ``asyncio.run`` does (:mod:`fsm_rollout.concurrency.ending`); a signal cancels it.
+        """Run ``work`` as ``asyncio.run`` does (:mod:`fsm_rollout.concurrency.loop_end`); a signal cancels it.
 
         Raises:
             Interrupted: a signal has cancelled it.

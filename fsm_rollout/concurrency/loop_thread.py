@@ -22,7 +22,7 @@ from contextlib import suppress
 from typing import Protocol, TypeVar
 
 from fsm_rollout.concurrency.cancellation import wait_for
-from fsm_rollout.concurrency.ending import run_to_end
+from fsm_rollout.concurrency.loop_end import run_to_end
 from fsm_rollout.errors import EngineError
 
 logger = logging.getLogger(__name__)

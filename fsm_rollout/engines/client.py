@@ -6,7 +6,7 @@ that the engine streamed for it, in order. All requests made in one pass of the 
 that failed, or that was lost with its replica, goes on from the tokens already streamed.
 
 A request is given up only for failures of its own. What fails together is tried again together, then in parts
-(:mod:`fsm_rollout.engines.trials`), until the one is found that fails by itself. Nothing that an engine answers is
+(:mod:`fsm_rollout.engines.bisection`), until the one is found that fails by itself. Nothing that an engine answers is
 taken unchecked (:mod:`fsm_rollout.engines.answer_check`).
 """
 
@@ -25,9 +25,9 @@ from weakref import WeakSet
 from fsm_rollout.concurrency.cancellation import being_cancelled
 from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.engines.answer_check import vocabulary_of
+from fsm_rollout.engines.bisection import Bisection
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.protocol import FOR_GOOD, Chunk, Engine, ReplicaLost, Request
-from fsm_rollout.engines.trials import Trials
 from fsm_rollout.errors import EngineError, PromptTooLong
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import LAST_VERSION
@@ -83,7 +83,7 @@ class EngineClient:
         """The ids that the engine is told to end in this pass of the loop."""
         self._max_tries: int = getattr(engine, "attempts", attempts)
         """It is given up, too, after so many tries in all, those lost with a replica included (a pool allows more)."""
-        self._trials = Trials(self)
+        self._bisection = Bisection(self)
         """Requests that failed together, which are tried again in parts."""
         self._warned: set[str | None] = set()
         """The kinds of failures that have been logged."""
@@ -228,8 +228,8 @@ class EngineClient:
         """Send a request with the next flush; while another is tried by itself, afterwards."""
         if pending.done.is_set():  # ended between two tries
             return
-        if self._trials.isolates and not on_trial:
-            self._trials.hold(pending)
+        if self._bisection.isolates and not on_trial:
+            self._bisection.hold(pending)
             return
         self._sent[pending.request_id] = pending
         self._waiting.append(pending)
@@ -321,7 +321,7 @@ class EngineClient:
             return pending.request
         request = pending.request.continued(pending.ids, pending.request_id)
         avoids = pending.replica if self.elsewhere and pending.failures else ""
-        return replace(request, on_trial=pending in self._trials, avoids=avoids)
+        return replace(request, on_trial=pending in self._bisection, avoids=avoids)
 
     def _take(self, pending: PendingRequest, chunk: Chunk, now: float) -> bool:
         """Give a chunk to its request; return whether this engine call is over for it."""
@@ -331,8 +331,8 @@ class EngineClient:
             self._abort_soon(pending.request_id)
             self._end(pending, FinishReason.ABORT, error)  # not tried again: an engine that miscounts would do so again
             return True
-        if self._trials.busy:
-            self._trials.go_on()
+        if self._bisection.busy:
+            self._bisection.go_on()
         if chunk.error is not None:
             failure = _failure(chunk.error)
             if isinstance(failure, PromptTooLong) or failure.kind in FOR_GOOD:
@@ -364,10 +364,10 @@ class EngineClient:
         pending.waits = True
         pending.keep_time()
         pending.has_tokens = False
-        if maybe_shared and (self._sent or self._trials.busy):
-            self._trials.add(pending, error)
+        if maybe_shared and (self._sent or self._bisection.busy):
+            self._bisection.add(pending, error)
             if not self._sent:  # there is nobody left who could fail with it
-                self._trials.judge()
+                self._bisection.judge()
         else:
             self.failed_alone(pending, error)
 
@@ -403,8 +403,8 @@ class EngineClient:
             self._warned.add(error.kind)
             logger.log(level, "request %s failed (%s); trying again", failed_id, str(error).partition("\n")[0])
         delay = 0.0 if pending.lost else self.backoff * 2 ** max(0, pending.failures - 1)
-        if pending in self._trials:  # it may harm others
-            self._trials.queue([pending], delay)
+        if pending in self._bisection:  # it may harm others
+            self._bisection.queue([pending], delay)
         elif delay:
             asyncio.get_running_loop().call_later(delay, self.enqueue, pending)
         else:
@@ -421,8 +421,8 @@ class EngineClient:
         self._sent.pop(pending.request_id, None)
         self._open.pop(pending, None)
         pending.end(finish_reason, error)
-        if self._trials.busy:
-            self._trials.go_on()
+        if self._bisection.busy:
+            self._bisection.go_on()
 
     # -- aborting requests -----------------------------------------------------------------------------------------
 
@@ -464,7 +464,7 @@ class EngineClient:
         """End every request and every task; the engine itself stays open (whoever made it closes it)."""
         if self._engine_ids:
             await self._abort_quietly(sorted(self._engine_ids))
-        self._trials.clear()
+        self._bisection.clear()
         for pending in list(self._open):
             self._end(pending, FinishReason.ABORT)
         if self._timer is not None:

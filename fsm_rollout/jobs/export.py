@@ -20,8 +20,8 @@ from fsm_rollout.batch.padding import RESPONSE_COLUMNS
 from fsm_rollout.batch.rows import TrainingRow, rows
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.files import written_whole
+from fsm_rollout.jobs.latest_attempts import latest_attempts
 from fsm_rollout.jobs.rescore import Scores, apply_score
-from fsm_rollout.jobs.standing import standing
 from fsm_rollout.trajectory.journal import Report, journal_of, trajectory_ids
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def export(
     total = len(trajectory_ids(journal, report))
 
     def rows_of_run() -> Iterator[TrainingRow]:
-        for trajectory, _ in watch(standing(journal, report), total):
+        for trajectory, _ in watch(latest_attempts(journal, report), total):
             if not trajectory.ended:
                 result.unfinished += 1
                 continue

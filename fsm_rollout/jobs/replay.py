@@ -19,8 +19,8 @@ from fsm_rollout.agent.graph import POLICY, AgentGraph
 from fsm_rollout.agent.loader import load_agent
 from fsm_rollout.concurrency.interruption import interruptible
 from fsm_rollout.errors import ConfigError, did_you_mean
+from fsm_rollout.jobs.latest_attempts import latest_attempts
 from fsm_rollout.jobs.recorded_config import recorded_config
-from fsm_rollout.jobs.standing import standing
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.scheduler.failure_policy import ENDS
 from fsm_rollout.trajectory.enums import LimitName, Trigger
@@ -116,7 +116,9 @@ def replay(
     journal = journal_of(folder)
     recorded = metadata(journal, report)
     config = None if agents else recorded_config(journal.parent, recorded, (), file, report)
-    recordings = {trajectory.trajectory_id: (trajectory, events) for trajectory, events in standing(journal, report)}
+    recordings = {
+        trajectory.trajectory_id: (trajectory, events) for trajectory, events in latest_attempts(journal, report)
+    }
     samples = [t for t, _ in recordings.values() if t.parent_id is None and only in (None, t.trajectory_id)]
     if only is not None and not samples:
         raise ConfigError(f"{folder} has no sample '{only}'{did_you_mean(only, recordings)}")

@@ -16,7 +16,7 @@ from fsm_rollout.concurrency.interruption import interruptible
 from fsm_rollout.environment.rewards import Reward, Verdict
 from fsm_rollout.errors import ConfigError, describe
 from fsm_rollout.files import written_whole
-from fsm_rollout.jobs.standing import standing
+from fsm_rollout.jobs.latest_attempts import latest_attempts
 from fsm_rollout.trajectory.events import REWARD, NotScored, Part, Scored
 from fsm_rollout.trajectory.journal import Report, journal_of, metadata
 from fsm_rollout.trajectory.trajectory import Trajectory
@@ -58,7 +58,7 @@ def rescore(folder: Path, reward: str, out: Path | None = None, *, report: Repor
     journal = journal_of(folder)
     out = out or journal.parent / SCORES / f"{reward.replace(':', '.')}.jsonl"
     groups: dict[str, list[Trajectory]] = {}
-    for trajectory, _ in standing(journal, report):
+    for trajectory, _ in latest_attempts(journal, report):
         if trajectory.parent_id is None:
             groups.setdefault(trajectory.group_id, []).append(trajectory)
     size = _group_size(metadata(journal, report)) if judge.of_group else 0

@@ -31,7 +31,7 @@ from fsm_rollout.agent.handlers import look_in
 from fsm_rollout.agent.yaml.overrides import AGENT, apply_overrides, interpolate
 from fsm_rollout.agent.yaml.source import SourceMap, in_file_order, read_text, read_yaml
 from fsm_rollout.errors import ConfigError, Problem
-from fsm_rollout.jobs.serving import Serving
+from fsm_rollout.jobs.serve_config import ServeConfig
 from fsm_rollout.jobs.tracking import Track
 from fsm_rollout.scheduler.failure_policy import Failures
 from fsm_rollout.trajectory.config_errors import ConfigPath, explanations
@@ -132,7 +132,7 @@ class RunConfig(StrictModel):
     worker_placement: Literal["local", "ray"] = Field(
         "local", description="where they run: as processes of this machine, or as actors of a Ray cluster"
     )
-    serve: Serving = Field(Serving(), description="how `fsm-rollout serve` serves the agents")
+    serve: ServeConfig = Field(ServeConfig(), description="how `fsm-rollout serve` serves the agents")
     queue_timeout: Seconds = Field(600.0, description="seconds that an engine which answers nothing is waited for")
     out: Path = Field(description="the folder that the results go to, relative to where the command is given")
 

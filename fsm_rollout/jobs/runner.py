@@ -31,7 +31,7 @@ from fsm_rollout.files import written_whole
 from fsm_rollout.jobs.recorded_config import recorded_config
 from fsm_rollout.jobs.run_config import RunConfig, recorded_run
 from fsm_rollout.jobs.run_folder import SUMMARY, check_free, claimed, clear
-from fsm_rollout.jobs.serving import SERVED
+from fsm_rollout.jobs.serve_config import SERVED
 from fsm_rollout.jobs.summary import Summary, summarize
 from fsm_rollout.jobs.tracking import Tracker, Tracking, build_tracker, check_tracker
 from fsm_rollout.report.report import write_report

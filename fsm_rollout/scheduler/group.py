@@ -14,7 +14,7 @@ from enum import StrEnum, auto
 from fsm_rollout.environment.rewards import Reward, Verdict
 from fsm_rollout.errors import describe
 from fsm_rollout.scheduler.failure_policy import is_the_policys
-from fsm_rollout.scheduler.trajectory_runner import Program
+from fsm_rollout.scheduler.trajectory_runner import RunnableAgent
 from fsm_rollout.states.active_trajectory import UNREAD, ActiveTrajectory
 from fsm_rollout.tools import AgentCall
 from fsm_rollout.trajectory.enums import DropReason
@@ -48,7 +48,7 @@ class Group:
     """Its place among the prompts of the run."""
     prompt: Prompt
     """The prompt itself."""
-    program: Program = field(repr=False)
+    agent: RunnableAgent = field(repr=False)
     """The agent that its prompt has chosen."""
     n: int
     """How many samples it has."""
@@ -98,7 +98,7 @@ class Group:
         attempt = self.attempts.get(sample, 0)
         return f"{self.group_id}/{sample}" + (f"~{attempt}" if attempt else "")
 
-    def standing(self, sample: int) -> Trajectory | None:
+    def latest(self, sample: int) -> Trajectory | None:
         """Return the attempt at a sample that stands, if it has begun."""
         return next((trajectory for trajectory in self.trajectories if trajectory.sample == sample), None)
 
@@ -110,7 +110,7 @@ class Group:
     def restart(self, sample: int) -> None:
         """Discard the attempt at a sample, so that it is begun anew."""
         self.attempts[sample] = self.attempts.get(sample, 0) + 1
-        if (trajectory := self.standing(sample)) is not None:
+        if (trajectory := self.latest(sample)) is not None:
             self.trajectories.remove(trajectory)
             self._discard(trajectory)
 

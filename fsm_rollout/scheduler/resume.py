@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from fsm_rollout.errors import ConfigError, Problem, did_you_mean
 from fsm_rollout.scheduler.group import Group
-from fsm_rollout.scheduler.trajectory_runner import Program
+from fsm_rollout.scheduler.trajectory_runner import RunnableAgent
 from fsm_rollout.trajectory.events import AnyEvent
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.settings import Limits, Sampling
@@ -27,8 +27,8 @@ def resumed_groups(
     trajectories: Iterable[Trajectory],
     n: int,
     *,
-    agents: Collection[Program],
-    programs: Collection[Program],
+    agents: Collection[RunnableAgent],
+    programs: Collection[RunnableAgent],
     under_way: Container[str],
 ) -> list[Group]:
     """Return the groups of some trajectories, ready to go on; samples that never began begin with the others.
@@ -66,7 +66,7 @@ def resumed_groups(
             if trajectory.parent_id is not None:
                 group.add_child(trajectory)
         for trajectory in samples:
-            if group.standing(trajectory.sample) is not None:
+            if group.latest(trajectory.sample) is not None:
                 group.restart(trajectory.sample)  # a later attempt replaces earlier ones
             group.add(trajectory)
             group.attempts[trajectory.sample] = _attempt(trajectory)
@@ -82,7 +82,7 @@ def _attempt(trajectory: Trajectory) -> int:
     return int(trajectory.trajectory_id.removeprefix(f"{trajectory.group_id}/").partition("~")[2] or 0)
 
 
-def _program(trajectory: Trajectory, programs_of_run: Collection[Program]) -> Program:
+def _program(trajectory: Trajectory, programs_of_run: Collection[RunnableAgent]) -> RunnableAgent:
     agent = trajectory.agent
     programs = [program for program in programs_of_run if program.graph.agent == agent]
     if not programs:

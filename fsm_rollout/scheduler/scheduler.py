@@ -38,7 +38,7 @@ from msgspec import to_builtins
 
 from fsm_rollout.agent.graph import POLICY, AgentGraph
 from fsm_rollout.concurrency.cancellation import to_its_end
-from fsm_rollout.concurrency.collection import calm_collection
+from fsm_rollout.concurrency.garbage_collection import calm_collection
 from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.environment.rewards import GroupFilter, Reward
@@ -60,7 +60,7 @@ from fsm_rollout.scheduler.prompt_queue import PromptQueue
 from fsm_rollout.scheduler.resume import History, resumed_groups
 from fsm_rollout.scheduler.staleness import Staleness
 from fsm_rollout.scheduler.stalls import StallWatch, waits_of
-from fsm_rollout.scheduler.trajectory_runner import Program, run_trajectory
+from fsm_rollout.scheduler.trajectory_runner import RunnableAgent, run_trajectory
 from fsm_rollout.states.active_trajectory import (
     CARRIED,
     INTERRUPTED,
@@ -199,9 +199,9 @@ class Scheduler:
         self._stalls = None if failures.stall_seconds is None else StallWatch(failures.stall_seconds, self._waits)
         policy = clients[POLICY]
         self.staleness = Staleness(max_staleness, max_restarts, lambda: policy.engine.weight_version)
-        self.programs: dict[int, Program] = {}
+        self.programs: dict[int, RunnableAgent] = {}
         """The programs of all agents, sub-agents among them, by the identity of their graphs."""
-        self.agents: Mapping[str, Program] = {name: self.program(graph) for name, graph in agents.items()}
+        self.agents: Mapping[str, RunnableAgent] = {name: self.program(graph) for name, graph in agents.items()}
         self.workers: Workers | None = None
         """Who runs trajectories, if that is not to be done here."""
         self.groups: dict[str, Group] = {}
@@ -231,7 +231,7 @@ class Scheduler:
         self._prompts = 0
         """How many prompts were taken so far."""
 
-    def program(self, graph: AgentGraph) -> Program:
+    def program(self, graph: AgentGraph) -> RunnableAgent:
         """Return the program of a graph, compiled once (by identity: graphs are immutable and outlive the run).
 
         Its sub-agents are compiled with it, so that every mistake shows before the run.
@@ -240,10 +240,10 @@ class Scheduler:
             for tool in graph.tools.values():
                 if tool.agent is not None:
                     self.program(tool.agent)
-            self.programs[id(graph)] = Program(graph, self.clients, self.sampling, self.failures)
+            self.programs[id(graph)] = RunnableAgent(graph, self.clients, self.sampling, self.failures)
         return self.programs[id(graph)]
 
-    def program_of(self, prompt: Prompt) -> Program:
+    def program_of(self, prompt: Prompt) -> RunnableAgent:
         """Return the program of the agent that a prompt chooses.
 
         Raises:
@@ -694,19 +694,19 @@ class Scheduler:
 
     async def _start_sample(self, group: Group, sample: int) -> ActiveTrajectory:
         """Begin a sample, or let it go on (unless it has fallen too far behind the weights meanwhile)."""
-        trajectory = group.standing(sample)
+        trajectory = group.latest(sample)
         if trajectory is not None:
-            live = self._go_on(group, trajectory, group.program)
+            live = self._go_on(group, trajectory, group.agent)
             if not await self._end_if_stale(group, live):
                 return live
-        live = self._begin(group, group.program, group.prompt, group.next_id(sample), sample)
+        live = self._begin(group, group.agent, group.prompt, group.next_id(sample), sample)
         group.add(live.trajectory)
         return live
 
     def _begin(
         self,
         group: Group,
-        program: Program,
+        agent: RunnableAgent,
         prompt: Prompt,
         trajectory_id: str,
         sample: int,
@@ -719,8 +719,8 @@ class Scheduler:
         Samples derive their seed from their id, and in a second epoch from the run's number too; a sub-agent's (it has
         a ``caller``) comes with its call.
         """
-        graph = program.graph
-        spends = program.machine.spends[graph.initial]
+        graph = agent.graph
+        spends = agent.machine.spends[graph.initial]
         limits = graph.limits if prompt.limits is None else graph.limits.lowered(prompt.limits)
         if seed is None:
             seed = derive_seed(self.seed, trajectory_id, *([self._run_number] if self._run_number else []))
@@ -743,20 +743,20 @@ class Scheduler:
         )
         trajectory = Trajectory.fold([prompted])
         self.record(trajectory, prompted)
-        return self.activate(group, trajectory, program, caller)
+        return self.activate(group, trajectory, agent, caller)
 
     def activate(
         self,
         group: Group,
         trajectory: Trajectory,
-        program: Program | None = None,
+        agent: RunnableAgent | None = None,
         caller: ActiveTrajectory | None = None,
     ) -> ActiveTrajectory:
-        """Return what runs a trajectory of a group; its program is the group's unless it is a sub-agent's."""
+        """Return what runs a trajectory of a group; its agent is the group's unless it is a sub-agent's."""
         trajectory_id = trajectory.trajectory_id
         run_agent = partial(self._run_agent, group, trajectory_id)
         live = ActiveTrajectory(
-            trajectory, program or group.program, run_agent, self.record, self.glue_mismatch, caller,
+            trajectory, agent or group.agent, run_agent, self.record, self.glue_mismatch, caller,
             None if self.replayed is None else Replayed(self.replayed.get(trajectory_id, ())), self.live_user,
         )  # fmt: skip
         group.active[trajectory_id] = live
@@ -764,10 +764,10 @@ class Scheduler:
         return live
 
     def _go_on(
-        self, group: Group, trajectory: Trajectory, program: Program, caller: ActiveTrajectory | None = None
+        self, group: Group, trajectory: Trajectory, agent: RunnableAgent, caller: ActiveTrajectory | None = None
     ) -> ActiveTrajectory:
         """Let a trajectory go on that was set aside, or cut off by a crash."""
-        live = group.active.get(trajectory.trajectory_id) or self.activate(group, trajectory, program)
+        live = group.active.get(trajectory.trajectory_id) or self.activate(group, trajectory, agent)
         live.stop, live.caller = None, caller
         now, version = asyncio.get_running_loop().time(), self.staleness.version()
         live.emit(Resumed(at=now, away=now - trajectory.latest_at, weight_version=version))
@@ -782,23 +782,23 @@ class Scheduler:
             Expired: that one had been given up before the interruption.
         """
         # 1. The trajectory of the call: the one that has begun, or a new one.
-        caller, program = group.active[parent_id], self.program(graph)
+        caller, agent = group.active[parent_id], self.program(graph)
         child_id = group.child_id(caller.trajectory, call)
         child = group.child(child_id)
         if child is None:
             prompt = Prompt(prompt_id=group.prompt.prompt_id, messages=({"role": "user", "content": call.task},))
             sample = caller.trajectory.sample
-            live = self._begin(group, program, prompt, child_id, sample, seed=call.seed, caller=caller)
+            live = self._begin(group, agent, prompt, child_id, sample, seed=call.seed, caller=caller)
             child = live.trajectory
             group.add_child(child)
         elif child.stop_reason == StopReason.CANCELLED:
             raise Expired
         elif not child.ended:
-            live = self._go_on(group, child, program, caller)
+            live = self._go_on(group, child, agent, caller)
         # 2. Its end.
         if not child.ended:
             try:
-                await run_trajectory(live, program.handlers)
+                await run_trajectory(live, agent.handlers)
             finally:
                 if not live.stays_open:
                     group.active.pop(child_id, None)
@@ -817,7 +817,7 @@ class Scheduler:
         live.task, live.stop = task, run.stop or self.stopping
         try:
             if self.workers is None or self.replayed is not None:
-                await run_trajectory(live, group.program.handlers)
+                await run_trajectory(live, group.agent.handlers)
             else:
                 await self.workers.run(group, live)
         except asyncio.CancelledError:
@@ -983,9 +983,9 @@ class Scheduler:
                         self._run.counted.discard(group.group_id)
                     live = group.active.get(trajectory.trajectory_id)
                     if live is None:
-                        programs = group.program, *self.programs.values()  # a sub-agent's is not the group's
-                        program = next((p for p in programs if p.graph.agent == trajectory.agent), None)
-                        live = self.activate(group, trajectory, program)
+                        agents = group.agent, *self.programs.values()  # a sub-agent's is not the group's
+                        agent = next((a for a in agents if a.graph.agent == trajectory.agent), None)
+                        live = self.activate(group, trajectory, agent)
                     live.fail(outcome)
         logger.error(
             "%d trajectories hold wrong tokens from the glue cache; they end as %s, their groups are in no batch%s: %s",

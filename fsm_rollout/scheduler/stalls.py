@@ -93,5 +93,5 @@ def _whats(live: ActiveTrajectory, clients: Mapping[str, EngineClient]) -> Itera
         found = True
         yield f"call {call_id} of tool '{tool}'"
     if not found:
-        spends = live.program.machine.spends.get(trajectory.state)
+        spends = live.agent.machine.spends.get(trajectory.state)
         yield "the user's reply" if spends == LimitName.USER_TURNS else "its handler"

@@ -39,7 +39,7 @@ _logged: WeakSet[type[State]] = WeakSet()
 """Handlers of which a warning was logged."""
 
 
-class Program(BoundAgent):
+class RunnableAgent(BoundAgent):
     """A bound agent with one handler per working state: all that the trajectories of one agent share.
 
     Raises:
@@ -74,7 +74,7 @@ class Program(BoundAgent):
 
 async def run_trajectory(live: ActiveTrajectory, handlers: Mapping[str, State]) -> None:
     """Visit states until a transition leads to a final one; cancellation ends (or suspends) the trajectory."""
-    trajectory, machine = live.trajectory, live.program.machine
+    trajectory, machine = live.trajectory, live.agent.machine
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     try:
         live.end_if_final()  # an interruption may have come between the last transition and the end
@@ -101,9 +101,9 @@ async def _visit(live: ActiveTrajectory, handler: State, now: float, task: async
     ``now`` is the loop's time, and ``task`` the present task.
     """
     # 1. Limits that are reached on entry. (A visit that timed out before an interruption has passed them.)
-    trajectory, program = live.trajectory, live.program
-    graph, state = program.graph, trajectory.state
-    limit = reached_on_entry(graph, trajectory, program.machine.spends[state], now)
+    trajectory, agent = live.trajectory, live.agent
+    graph, state = agent.graph, trajectory.state
+    limit = reached_on_entry(graph, trajectory, agent.machine.spends[state], now)
     if limit is not None and trajectory.time_up is None:
         return Outcome(Trigger.LIMIT_REACHED, limit=limit)
     # 2. The handler, until its outcome or its deadline.
@@ -118,7 +118,7 @@ async def _visit(live: ActiveTrajectory, handler: State, now: float, task: async
                 handler.timed_out(trajectory, ctx)
                 if expiry.walled:
                     return Outcome(Trigger.LIMIT_REACHED, limit=LimitName.WALL_SECONDS)
-                return Outcome(Trigger.TIMED_OUT, blame=class_of_timeout(program.machine.spends[state]))
+                return Outcome(Trigger.TIMED_OUT, blame=class_of_timeout(agent.machine.spends[state]))
         finally:
             await ctx.close()
     # 3. What it raised fails this trajectory alone; only a cancellation from outside is raised again.
@@ -143,7 +143,7 @@ async def _run_handler(live: ActiveTrajectory, handler: State, ctx: HandlerConte
         async with ctx.deadline:
             await ctx.enter()
             work = handler.run(live.trajectory, ctx)
-            if ":" not in live.program.graph.handler_of(ctx.state):  # a built-in handler
+            if ":" not in live.agent.graph.handler_of(ctx.state):  # a built-in handler
                 return await work
             return await watch_steps(work, partial(_warn_of_blocking, type(handler), live.trajectory))
     except TimeoutError:

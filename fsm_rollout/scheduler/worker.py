@@ -26,8 +26,8 @@ import msgspec
 
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.handlers import look_in
-from fsm_rollout.concurrency.collection import calm_collection
 from fsm_rollout.concurrency.deadline import Deadline
+from fsm_rollout.concurrency.garbage_collection import calm_collection
 from fsm_rollout.engines.client import ABORT_GRACE, EngineClient
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.protocol import Chunk, Load, Request
@@ -37,7 +37,7 @@ from fsm_rollout.model.folders import plain_tokenizers
 from fsm_rollout.scheduler.failure_policy import Failures
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.scheduler import Scheduler
-from fsm_rollout.scheduler.trajectory_runner import Program, run_trajectory
+from fsm_rollout.scheduler.trajectory_runner import RunnableAgent, run_trajectory
 from fsm_rollout.scheduler.worker_link import Link, SocketLink
 from fsm_rollout.states.active_trajectory import ActiveTrajectory, Stop
 from fsm_rollout.tools.tool_messages import clean
@@ -256,7 +256,7 @@ class WorkerScheduler(Scheduler):
         trajectory_id = live.trajectory.trajectory_id
         live.task, failure = asyncio.current_task(), None
         try:
-            await run_trajectory(live, group.program.handlers)
+            await run_trajectory(live, group.agent.handlers)
         except asyncio.CancelledError:
             pass  # it was stopped, and has told its end
         except Exception as error:  # what must not happen fails the run, as it does in one process
@@ -305,11 +305,11 @@ class WorkerScheduler(Scheduler):
         self,
         group: Group,
         trajectory: Trajectory,
-        program: Program | None = None,
+        agent: RunnableAgent | None = None,
         caller: ActiveTrajectory | None = None,
     ) -> ActiveTrajectory:
         """Return what runs a trajectory, and remember it."""
-        live = super().activate(group, trajectory, program, caller)
+        live = super().activate(group, trajectory, agent, caller)
         self._lives[trajectory.trajectory_id] = live
         return live
 

@@ -164,7 +164,7 @@ class WorkerPool:
         """Let a worker run a trajectory; return whether that is over (else the worker died)."""
         # 1. Everything that the worker needs to know of it.
         trajectory, trajectory_id = live.trajectory, live.trajectory.trajectory_id
-        agent = next(name for name, program in self.scheduler.agents.items() if program is group.program)
+        name = next(name for name, agent in self.scheduler.agents.items() if agent is group.agent)
         over: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         children = group.sub_agents_of(trajectory)
         running = _Running(group, live, over, [trajectory_id, *(child.trajectory_id for child in children)])
@@ -174,7 +174,7 @@ class WorkerPool:
             self._activate(group, child)
         worker.kept.discard(trajectory_id)
         live.on_close = None
-        worker.send("start", trajectory, agent, group.prompt, group.n, children)
+        worker.send("start", trajectory, name, group.prompt, group.n, children)
         # 2. Until it is over. A cancellation is passed on, and its end waited for.
         cancelled: asyncio.CancelledError | None = None
         while not over.done():
@@ -260,7 +260,7 @@ class WorkerPool:
     def _setup(self) -> WorkerSetup:
         scheduler = self.scheduler
         return WorkerSetup(
-            agents={name: program.graph for name, program in scheduler.agents.items()},
+            agents={name: agent.graph for name, agent in scheduler.agents.items()},
             engines={name: _facts(client) for name, client in scheduler.clients.items()},
             sampling=scheduler.sampling,
             validate=scheduler.validate,

@@ -19,7 +19,7 @@ from fsm_rollout.errors import ConfigError
 from fsm_rollout.jobs.run_config import RunConfig
 from fsm_rollout.jobs.run_folder import claimed
 from fsm_rollout.jobs.runner import engine_problems, load_agents, start_lines
-from fsm_rollout.jobs.serving import SERVED
+from fsm_rollout.jobs.serve_config import SERVED
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.serve.server import is_loopback, listening
 from fsm_rollout.serve.service import Service

@@ -18,7 +18,7 @@ from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.environment import users
 from fsm_rollout.environment.users import Reply
 from fsm_rollout.errors import ConfigError, did_you_mean
-from fsm_rollout.jobs.serving import Serving
+from fsm_rollout.jobs.serve_config import ServeConfig
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.scheduler.prompt_queue import PromptQueue
 from fsm_rollout.serve.conversation import Conversation, chain_of, ending_of
@@ -47,7 +47,7 @@ class Service:
         calls: how many requests are answered at a time; one more is refused.
     """
 
-    def __init__(self, rollout: Rollout, serving: Serving, calls: int) -> None:
+    def __init__(self, rollout: Rollout, serving: ServeConfig, calls: int) -> None:
         self.rollout, self.serving, self.calls = rollout, serving, calls
         self.models = {name: program.graph for name, program in rollout.scheduler.agents.items()}
         """The agents by the names that callers use."""

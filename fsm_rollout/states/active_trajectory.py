@@ -69,7 +69,7 @@ class ActiveTrajectory:
 
     Args:
         trajectory: its record.
-        program: its agent.
+        agent: its agent, bound to engines.
         run_agent: runs an agent that is used as a tool.
         record: called with each event that was applied, and with its encoding.
         report_mismatch: called when an entry of a chat template's cache, and so the tokens made from it, are wrong.
@@ -81,7 +81,7 @@ class ActiveTrajectory:
     def __init__(
         self,
         trajectory: Trajectory,
-        program: BoundAgent,
+        agent: BoundAgent,
         run_agent: RunAgent,
         record: Callable[[Trajectory, AnyEvent, bytes], None],
         report_mismatch: Callable[[GlueMismatchError], None],
@@ -90,7 +90,7 @@ class ActiveTrajectory:
         live_user: LiveUser | None = None,
     ) -> None:
         self.trajectory = trajectory
-        self.program = program
+        self.agent = agent
         self.report_mismatch = report_mismatch
         self.caller = caller
         self.replayed = replayed
@@ -104,7 +104,7 @@ class ActiveTrajectory:
         self.sampling = Sampling(**trajectory.sampling) if trajectory.sampling else None
         """What the prompt lowers of the sampling."""
         self.tools = ToolSession(
-            toolbox=program.toolbox,
+            toolbox=agent.toolbox,
             trajectory_id=trajectory.trajectory_id,
             group_id=trajectory.group_id,
             seed=trajectory.seed,
@@ -133,7 +133,7 @@ class ActiveTrajectory:
 
     def interaction(self, state: str) -> BoundInteraction:
         """Return the interaction of a state, built at its first use and kept for the trajectory."""
-        graph = self.program.graph
+        graph = self.agent.graph
         spec = graph.states[state].interaction
         key = state if spec is not None else ""
         if key not in self._interactions:
@@ -198,7 +198,7 @@ class ActiveTrajectory:
         if isinstance(stop, Suspension):
             self.emit(Suspended(at=now, reason=stop.reason))
         else:
-            self.program.machine.fire(self.trajectory, stop, at=now, emit=self.emit, routed=False)
+            self.agent.machine.fire(self.trajectory, stop, at=now, emit=self.emit, routed=False)
             self.end_if_final()
 
     def fail(self, outcome: Outcome) -> None:

@@ -44,7 +44,7 @@ class HandlerContext(Visit):
 
     def __init__(self, active: ActiveTrajectory, deadline: Deadline) -> None:
         super().__init__(active, deadline)
-        self._prepaid = int(self.program.machine.spends[self.state] == LimitName.ASSISTANT_TURNS)
+        self._prepaid = int(self.agent.machine.spends[self.state] == LimitName.ASSISTANT_TURNS)
         """How many generations of the visit are charged already: 1, if entering the state charged for the first."""
         self._queries = dict(self.trajectory.asked_before)
         """The index of the next query, by engine; a visit that begins again counts from where it began first."""
@@ -151,12 +151,12 @@ class HandlerContext(Visit):
             self.charge(LimitName.TOOL_CALLS)
         called = self._effects.take(Called, attempt.id) or self._replayed(Called, attempt.id)
         called = called or await self._make_call(attempt)
-        if called.bad and self.program.end_on_bad_call:
+        if called.bad and self.agent.end_on_bad_call:
             error = ToolError(f"the model's call is wrong: {called.failure}")
             error.failure = FailureClass.POLICY
             raise error
         ran = called.tries > 0
-        if called.failure is not None and ran and not called.bad and self.program.end_on_tool_failure:
+        if called.failure is not None and ran and not called.bad and self.agent.end_on_tool_failure:
             error = ToolError(f"tool '{called.name}' failed for good: {called.failure}")
             died = called.failure == ToolDied.__name__
             error.failure = FailureClass.INFRASTRUCTURE if died else FailureClass.TOOL
@@ -183,7 +183,7 @@ class HandlerContext(Visit):
 
     async def _make_call(self, attempt: ToolCall | MalformedCall) -> Called:
         name = attempt.name if isinstance(attempt, ToolCall) else ""
-        tool = self.program.toolbox.spec_of(name)
+        tool = self.agent.toolbox.spec_of(name)
         if tool is not None and not tool.may_repeat:
             begun = any(
                 isinstance(event, events.CallBegun) and event.id == attempt.id for event in self.trajectory.here
@@ -273,7 +273,7 @@ class HandlerContext(Visit):
         if recorded is not None:
             return recorded.text
         # 2. The request: the messages in the engine's own template, with as much room as its window leaves.
-        clients = self.program.clients
+        clients = self.agent.clients
         if engine not in clients:
             raise ConfigError(f"engine '{engine}' is not one of the run's{did_you_mean(engine, clients)}")
         client = clients[engine]

@@ -185,7 +185,7 @@ class Generation:
     def _sampling(self, sampling: Sampling | None) -> Sampling:
         """Return what the agent, the run, the handler and (in the policy's contexts) the prompt say about sampling."""
         visit, bound = self.visit, self.bound
-        settings = visit.program.samplings[visit.state, root_of(bound.name)]
+        settings = visit.agent.samplings[visit.state, root_of(bound.name)]
         if sampling is not None:
             settings = sampling.over(settings)
         of_prompt = visit.active.sampling

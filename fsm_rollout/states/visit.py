@@ -49,7 +49,7 @@ class Visit:
         self.active = active
         self.deadline = deadline
         self.trajectory = active.trajectory
-        self.program = active.program
+        self.agent = active.agent
         self.state = self.trajectory.state
         self._loop = asyncio.get_running_loop()
         self._entry = next(iter(self.trajectory.here), None)
@@ -93,7 +93,7 @@ class Visit:
     def remaining(self, limit: str) -> float:
         """Return how much of a limit is left; infinity where it does not hold."""
         trajectory = self.trajectory
-        return remaining(self.program.graph, trajectory, limit, spent(trajectory, limit, self.clock()))
+        return remaining(self.agent.graph, trajectory, limit, spent(trajectory, limit, self.clock()))
 
     def check(self, limit: str) -> None:
         """Raise ``LimitReached`` when more than the limit allows has been spent."""
@@ -108,13 +108,13 @@ class Visit:
 
     def facts(self) -> dict[str, object]:
         """Return what a state's prompt template may use: :data:`fsm_rollout.agent.handlers.TEMPLATE_FACTS`."""
-        trajectory, contexts = self.trajectory, self.program.contexts
+        trajectory, contexts = self.trajectory, self.agent.contexts
         return {fact: getattr(trajectory, fact, None) for fact in TEMPLATE_FACTS} | {
             "messages": trajectory.prompt_messages,
             "task": str(trajectory.prompt_messages[-1].get("content") or ""),
             "texts": {name: list(trajectory.assistant_texts(name)) for name in contexts},
             "history": {name: stream.messages if (stream := trajectory.stream(name)) else [] for name in contexts},
-            "visits": {state: trajectory.visits.get(state, 0) for state in self.program.graph.states},
+            "visits": {state: trajectory.visits.get(state, 0) for state in self.agent.graph.states},
             "spent": {limit: trajectory.spent.get(limit, 0) for limit in (*COUNTED_LIMITS, LimitName.BAD_CALLS)},
         }
 
@@ -122,7 +122,7 @@ class Visit:
 
     async def enter(self) -> None:
         """Do what every working state does on entry: reset its context, write its prompt."""
-        spec = self.program.graph.states[self.state]
+        spec = self.agent.graph.states[self.state]
         if spec.prompt is None and not spec.reset:
             return
         if self._entry is not None:
@@ -131,7 +131,7 @@ class Visit:
             return
         messages: list[Message] | None = None
         if spec.prompt is not None:
-            messages = [{"role": "user", "content": self.program.prompts[self.state].render(self.facts())}]
+            messages = [{"role": "user", "content": self.agent.prompts[self.state].render(self.facts())}]
         if spec.reset or self.trajectory.stream(spec.context) is None:
             await self.open_with_long(self.context(spec.context), self._opening_messages(spec.context, messages))
         elif messages is not None:
@@ -143,7 +143,7 @@ class Visit:
         Raises:
             StreamError: it has none of that name.
         """
-        branches, contexts = self.active.branches, self.program.contexts
+        branches, contexts = self.active.branches, self.agent.contexts
         bound = branches.get(name) or contexts.get(name)
         if bound is not None:
             return bound
@@ -260,5 +260,5 @@ class Visit:
 
     def room_in_context(self, bound: BoundContext, length: int) -> float:
         """Return how many tokens ``context_tokens`` and the engine's window leave a stream of that length."""
-        room = remaining(self.program.graph, self.trajectory, LimitName.CONTEXT_TOKENS, length)
+        room = remaining(self.agent.graph, self.trajectory, LimitName.CONTEXT_TOKENS, length)
         return min(room, bound.client.engine.max_context - length)

@@ -91,8 +91,8 @@ def test_what_is_not_closed_is_cleared_away_without_a_warning() -> None:
 STUCK = """
 import asyncio, threading
 import fsm_rollout as fr
-from fsm_rollout.concurrency import ending
-ending.LEFT_AFTER = 0.01
+from fsm_rollout.concurrency import loop_end
+loop_end.LEFT_AFTER = 0.01
 begun = threading.Event()
 def stuck():
     begun.set()

@@ -28,7 +28,7 @@ from fsm_rollout.engines.scripted.script import Script, Turn
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.scheduler import Scheduler
-from fsm_rollout.testing.simulation.simulated import MortalReplica, MortalReplicas
+from fsm_rollout.testing.simulation.stand_ins import MortalReplica, MortalReplicas
 from fsm_rollout.testing.simulation.virtual_time import VirtualTimeLoop
 from fsm_rollout.trajectory.events import AnyEvent, Ended
 from fsm_rollout.trajectory.prompt import Prompt

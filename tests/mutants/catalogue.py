@@ -27,7 +27,7 @@ CLASSES = (
     "tests/unit/scheduler/test_failures.py::test_a_prompt_that_does_not_fit_is_the_data_s",
 )
 FAILURES = ("tests/unit/scheduler/test_failures.py",)
-TRIALS = ("tests/unit/engines/test_trials.py",)
+TRIALS = ("tests/unit/engines/test_bisection.py",)
 DISPATCH = ("tests/unit/engines/test_client.py",)
 RESUME = (
     "tests/laws/test_check_state.py::test_a_good_handler_that_does_everything_conforms",
@@ -256,15 +256,15 @@ MUTANTS = (
     ),
     Mutant(
         "who fails with others has to answer for it", "engines/client.py",
-        "        if maybe_shared and (self._sent or self._trials.busy):", "        if False:",
+        "        if maybe_shared and (self._sent or self._bisection.busy):", "        if False:",
         "8: a request is given up only for failures of its own",
         TRIALS,
     ),
     Mutant(
-        "hold all others while parts are tried", "engines/trials.py",
+        "hold all others while parts are tried", "engines/bisection.py",
         "        return len(part) == 1\n", "        return bool(part)\n",
         "requests that have not failed go on while a culprit is looked for",
-        ("tests/unit/engines/test_trials.py::test_others_go_on_while_one_is_looked_for",),
+        ("tests/unit/engines/test_bisection.py::test_others_go_on_while_one_is_looked_for",),
     ),
     Mutant(
         "count a delivered group that was dropped later", "scheduler/scheduler.py",
@@ -273,7 +273,7 @@ MUTANTS = (
         ("tests/unit/scheduler/test_scheduler.py::test_a_target_is_reached_though_wrong_glue_is_found_late",),
     ),
     Mutant(
-        "try all that failed one by one", "engines/trials.py", "if pending.shared > 1]\n            if suspects:", "if False]\n            if suspects:",
+        "try all that failed one by one", "engines/bisection.py", "if pending.shared > 1]\n            if suspects:", "if False]\n            if suspects:",
         "8: a poisoned request is found in halves",
         TRIALS,
     ),
@@ -613,10 +613,10 @@ MUTANTS = (
         FOREIGN,
     ),
     Mutant(
-        "wait for ever for a thread", "concurrency/ending.py",
+        "wait for ever for a thread", "concurrency/loop_end.py",
         "threads.end(LEFT_AFTER)", "threads.end(10**6)",
         "a job that never ends keeps no event loop waiting",
-        ("tests/unit/concurrency/test_ending.py::test_a_thread_that_never_ends_is_named_and_left",),
+        ("tests/unit/concurrency/test_loop_end.py::test_a_thread_that_never_ends_is_named_and_left",),
     ),
     # -- the journal: what is kept, and what a damaged one loses
     Mutant(

@@ -164,7 +164,7 @@ class Conversations:
     def _sampling(self, request: ChatRequest) -> Sampling:
         """Return the sampling of a call: it may set what the agent and the run do not, and lower ``max_tokens``."""
         ctx = self.ctx
-        ours = ctx.program.samplings[ctx.state, self.context]
+        ours = ctx.agent.samplings[ctx.state, self.context]
         theirs = request.sampling
         most = [count for count in (ours.max_tokens, theirs.max_tokens) if count is not None]
         return ours.over(theirs).model_copy(update={"max_tokens": min(most, default=None)})
@@ -296,7 +296,7 @@ class Conversations:
     @property
     def _own_tools(self) -> bool:
         """Whether the agent's YAML shows tools of its own in the context, which a foreign agent does not have."""
-        return bool(self.ctx.program.contexts[self.context].tools)
+        return bool(self.ctx.agent.contexts[self.context].tools)
 
     def _asked(self, branch: _Branch, chains: list[Chain]) -> _Branch:
         """Note that a branch has a question to answer."""
@@ -315,7 +315,7 @@ class Conversations:
 
     def _bind(self, mark: str | None, schemas: tuple[dict[str, Any], ...]) -> BoundContext:
         """Return the context of a branch that is about to be opened, with the tools that its calls bring."""
-        base = self.ctx.program.contexts[self.context]
+        base = self.ctx.agent.contexts[self.context]
         tool_format = None
         if schemas:
             name = detect_format(base.chat.source) if base.spec.tool_format == "auto" else base.spec.tool_format

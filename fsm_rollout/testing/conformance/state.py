@@ -33,8 +33,8 @@ from fsm_rollout.states import State
 from fsm_rollout.states.context import HandlerContext
 from fsm_rollout.testing.conformance.runner import Checked, ConformanceError, Stepped, Subject, Suite, demand, named
 from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
-from fsm_rollout.testing.simulation.simulated import OneEngine
 from fsm_rollout.testing.simulation.source_lines import described
+from fsm_rollout.testing.simulation.stand_ins import OneEngine
 from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.enums import LimitName, StopReason
 from fsm_rollout.trajectory.events import AnyEvent

@@ -23,7 +23,7 @@ from fsm_rollout.errors import BadArguments, ToolError
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.testing.conformance.runner import Checked, ConformanceError, Subject, Suite, demand, named
 from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
-from fsm_rollout.testing.simulation.simulated import OneEngine
+from fsm_rollout.testing.simulation.stand_ins import OneEngine
 from fsm_rollout.testing.strategies import schema_values
 from fsm_rollout.tools import AgentAnswer, AgentCall, ToolContext
 from fsm_rollout.tools.base import CallResult

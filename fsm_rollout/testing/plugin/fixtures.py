@@ -17,7 +17,7 @@ from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.engines.scripted.script import Script
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
-from fsm_rollout.testing.simulation.simulated import OneEngine
+from fsm_rollout.testing.simulation.stand_ins import OneEngine
 from fsm_rollout.testing.simulation.virtual_time import run_virtual
 from fsm_rollout.trajectory.prompt import Prompt, as_prompts
 from fsm_rollout.trajectory.trajectory import Trajectory

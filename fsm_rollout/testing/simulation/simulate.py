@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsm_rollout.agent.graph import POLICY, AgentGraph
-from fsm_rollout.concurrency.collection import calm_collection
+from fsm_rollout.concurrency.garbage_collection import calm_collection
 from fsm_rollout.engines.pool import PoolEngine
 from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.scripted.engine import Logged, ScriptedEngine
@@ -33,7 +33,7 @@ from fsm_rollout.scheduler.worker_pool import WorkerPool
 from fsm_rollout.states.external.handler import External
 from fsm_rollout.testing.simulation.blocked_loop import Blockage, LoopInterrupted, blocking_detected
 from fsm_rollout.testing.simulation.plan import Fault, Plan
-from fsm_rollout.testing.simulation.simulated import (
+from fsm_rollout.testing.simulation.stand_ins import (
     MortalReplicas,
     OneEngine,
     SimulatedAgent,

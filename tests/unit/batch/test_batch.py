@@ -20,7 +20,7 @@ from tensordict import TensorDict
 from fsm_rollout.batch.batch import NON_TENSOR_KEYS, TrajectoryBatch
 from fsm_rollout.batch.padding import RAGGED_OF
 from fsm_rollout.batch.rows import TrainingRow, rows
-from fsm_rollout.concurrency import collection
+from fsm_rollout.concurrency import garbage_collection
 from fsm_rollout.errors import BatchError
 from fsm_rollout.testing.strategies.histories import (
     event_sequences,
@@ -524,7 +524,7 @@ def test_a_missing_score_is_not_zero_in_any_tensor(events: list[Any], scores: li
 def test_the_collector_does_not_walk_through_all_trajectories_again_and_again_while_a_batch_is_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(collection, "_calm", 0)  # whatever run another test has left open
+    monkeypatch.setattr(garbage_collection, "_calm", 0)  # whatever run another test has left open
     sampled = [trajectory(f"{number}/0") for number in range(20)]
     before, collected = gc.get_threshold(), list[str]()
 

@@ -23,7 +23,7 @@ from fsm_rollout.agent.graph import AgentGraph, Context
 from fsm_rollout.agent.handlers import TEMPLATE_FACTS
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.chat.markers import Encoded, MarkerEncoder
-from fsm_rollout.concurrency import collection, step_timing
+from fsm_rollout.concurrency import garbage_collection, step_timing
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
@@ -146,7 +146,7 @@ def test_stop_gives_every_prompt_back_started_or_not() -> None:
 def test_what_lives_before_a_run_is_not_looked_through_by_the_garbage_collector(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(collection, "_calm", 0)  # whatever a test before this one has left open
+    monkeypatch.setattr(garbage_collection, "_calm", 0)  # whatever a test before this one has left open
     gc.unfreeze()
     frozen: list[int] = []
     run(agent(SINGLE), ["text"], listeners=[lambda trajectory, event: frozen.append(gc.get_freeze_count())])

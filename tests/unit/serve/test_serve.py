@@ -18,7 +18,7 @@ import fsm_rollout as fr
 from fsm_rollout.agent.loader import loads
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.engines.scripted.script import Turn
-from fsm_rollout.jobs.serving import Serving
+from fsm_rollout.jobs.serve_config import ServeConfig
 from fsm_rollout.serve.server import listening
 from fsm_rollout.serve.service import Service
 from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
@@ -99,7 +99,7 @@ async def served(
     async with asyncio.timeout(600), fr.Rollout(loads(agents), engine, **(rollout or {})) as own:
         with nullcontext() if journal is None else Journal(journal, append=again) as writing:
             own.journal = writing
-            service = Service(own, Serving(port=0, **serving), calls)
+            service = Service(own, ServeConfig(port=0, **serving), calls)
             result = Served("", service, engine)
             listeners = own.scheduler.listeners
 

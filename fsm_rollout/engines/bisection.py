@@ -46,7 +46,7 @@ class Ledger(Protocol):
         """Give the next try of a request its id."""
 
 
-class Trials:
+class Bisection:
     """The requests of one client that have failed together."""
 
     def __init__(self, ledger: Ledger) -> None:

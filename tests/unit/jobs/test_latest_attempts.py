@@ -7,7 +7,7 @@ from pathlib import Path
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
-from fsm_rollout.jobs.standing import standing
+from fsm_rollout.jobs.latest_attempts import latest_attempts
 from fsm_rollout.scheduler.failure_policy import Failures
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.testing.simulation.virtual_time import run_virtual
@@ -31,5 +31,7 @@ def test_a_group_whose_id_looks_like_a_samples_is_not_replaced_with_that_sample(
 
     run_virtual(main())
     journal.close()
-    counted = [trajectory.trajectory_id for trajectory, _ in standing(tmp_path / "journal.sqlite", lambda *_: None)]
+    counted = [
+        trajectory.trajectory_id for trajectory, _ in latest_attempts(tmp_path / "journal.sqlite", lambda *_: None)
+    ]
     assert sorted(counted) == ["x/0/0", "x/0~1"]

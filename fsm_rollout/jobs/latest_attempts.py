@@ -18,7 +18,7 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 _SAMPLE = re.compile(r"(.*/\d+)(?:~(\d+))?")
 
 
-def standing(journal: Path, report: Report) -> Iterator[Recorded]:
+def latest_attempts(journal: Path, report: Report) -> Iterator[Recorded]:
     """Yield them with their events, in the order in which they began, whether they have ended or not."""
     latest: dict[str, int] = {}
     for trajectory_id in trajectory_ids(journal, report):

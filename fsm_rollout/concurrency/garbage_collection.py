@@ -1,10 +1,10 @@
 """Garbage collection while thousands of trajectories are under way, or are made into a batch.
 
 Invariant: inside :func:`calm_collection` memory in cycles is still freed; afterwards the collector's settings are as
-before. Python's collector walks through all objects that live each time their number has
-grown by a quarter: those of torch and transformers (a million), and those of every trajectory under way, hardly any of
-which are garbage. That cost a fourth of a run's CPU time. So it leaves out what lived before, and sets out only when
-there are more new objects than the trajectories under way have: garbage in cycles takes no more memory than they do.
+before. Python's collector walks through all objects that live each time their number has grown by a quarter: those of
+torch and transformers (a million), and those of every trajectory under way, hardly any of which are garbage. That cost
+a fourth of a run's CPU time. So it leaves out what lived before, and sets out only when there are more new objects than
+the trajectories under way have: garbage in cycles takes no more memory than they do.
 """
 
 from __future__ import annotations

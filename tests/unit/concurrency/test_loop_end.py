@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fsm_rollout.concurrency import ending
+from fsm_rollout.concurrency import loop_end
 from fsm_rollout.concurrency.interruption import Interruptible
 from fsm_rollout.concurrency.loop_thread import LoopThread
 
@@ -24,14 +24,14 @@ def in_a_thread(work: Coroutine[Any, Any, str]) -> str:
 
 
 def here(work: Coroutine[Any, Any, str]) -> str:
-    return ending.run_to_end(work, asyncio.new_event_loop())
+    return loop_end.run_to_end(work, asyncio.new_event_loop())
 
 
 @pytest.mark.parametrize("run", [here, lambda work: Interruptible().run(work), in_a_thread])
 def test_a_task_that_swallows_its_cancellation_is_named_and_left(
     run: Callable[[Coroutine[Any, Any, str]], str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(ending, "LEFT_AFTER", 0.01)
+    monkeypatch.setattr(loop_end, "LEFT_AFTER", 0.01)
     swallowed: list[str] = []
     tasks: list[asyncio.Task[None]] = []
 
@@ -57,7 +57,7 @@ def test_a_task_that_swallows_its_cancellation_is_named_and_left(
 def test_a_thread_that_never_ends_is_named_and_left(
     run: Callable[[Coroutine[Any, Any, str]], str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(ending, "LEFT_AFTER", 0.01)
+    monkeypatch.setattr(loop_end, "LEFT_AFTER", 0.01)
     begun, never = threading.Event(), threading.Event()
 
     def stuck() -> None:
@@ -94,7 +94,7 @@ def test_jobs_of_a_loop_wait_for_a_few_threads_and_those_that_are_cancelled_mean
         await asyncio.gather(*held, *(asyncio.to_thread(done.append, number) for number in range(500)))
         return threads
 
-    assert ending.run_to_end(main(), asyncio.new_event_loop()) == ending.MOST_THREADS
+    assert loop_end.run_to_end(main(), asyncio.new_event_loop()) == loop_end.MOST_THREADS
     assert sorted(done) == list(range(500))
 
 
@@ -114,5 +114,5 @@ def test_what_ends_when_it_is_cancelled_is_waited_for() -> None:
         raise KeyError("x")
 
     with pytest.raises(KeyError):
-        ending.run_to_end(main(), asyncio.new_event_loop())
+        loop_end.run_to_end(main(), asyncio.new_event_loop())
     assert ended == ["tidied up"]

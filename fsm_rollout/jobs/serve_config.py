@@ -13,7 +13,7 @@ SERVED = "served"
 """The journal's word for conversations, which are no run's."""
 
 
-class Serving(StrictModel):
+class ServeConfig(StrictModel):
     """Where agents are served, to whom, and how much of it."""
 
     host: Annotated[str, Field(min_length=1)] = Field(

@@ -8,14 +8,14 @@ from weakref import ref
 
 import pytest
 
-from fsm_rollout.concurrency import collection
-from fsm_rollout.concurrency.collection import OF_TRAJECTORY, YOUNG, calm_collection
+from fsm_rollout.concurrency import garbage_collection
+from fsm_rollout.concurrency.garbage_collection import OF_TRAJECTORY, YOUNG, calm_collection
 
 
 @pytest.fixture(autouse=True)
 def _no_other_block(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever a run has left open that an interruption cut off."""
-    monkeypatch.setattr(collection, "_calm", 0)
+    monkeypatch.setattr(garbage_collection, "_calm", 0)
     before = gc.get_threshold()
     gc.set_threshold(700, 10, 10)
     yield
