@@ -277,8 +277,8 @@ async def run_once(options: argparse.Namespace, work: Any, graph: Any, prompts: 
         await pool.aclose()
     folder.cleanup()
     generations = len(prompts) * (options.turns + 1)
-    (program,) = rollout.scheduler.agents.values()
-    tools = program.toolbox.schemas("main")
+    (agent,) = rollout.scheduler.agents.all
+    tools = agent.toolbox.schemas("main")
     held = (marks.resident - before) * 1024 - marks.tokens * 16 / 1024
     return {
         "mode": options.mode,

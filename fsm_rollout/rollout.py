@@ -33,8 +33,9 @@ from fsm_rollout.errors import ConfigError, EngineError, Problem, check_at_least
 from fsm_rollout.scheduler.failure_policy import Failures, failures_of
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.prompt_queue import PromptQueue
+from fsm_rollout.scheduler.recorder import Listener
 from fsm_rollout.scheduler.resume import History
-from fsm_rollout.scheduler.scheduler import MAX_FILTERED, MAX_RESTARTS, OVER_SAMPLE, Listener, Scheduler
+from fsm_rollout.scheduler.scheduler import MAX_FILTERED, MAX_RESTARTS, OVER_SAMPLE, Scheduler
 from fsm_rollout.scheduler.worker_placement import WorkerPlacement, start_actor, start_process
 from fsm_rollout.scheduler.worker_pool import WorkerPool
 from fsm_rollout.trajectory.journal import Journal
@@ -225,13 +226,13 @@ class Rollout:
     @property
     def journal(self) -> Journal | None:
         """Where all events are kept. It may be set between runs."""
-        return self.scheduler.journal
+        return self.scheduler.recorder.journal
 
     @journal.setter
     def journal(self, journal: Journal | None) -> None:
         if not isinstance(journal, Journal | None):
             raise ConfigError(f"journal: got {journal!r}; open one: Journal({str(journal)!r})")
-        self.scheduler.journal = journal
+        self.scheduler.recorder.journal = journal
         if journal is not None:
             journal.describe(self.description)
 
@@ -308,16 +309,13 @@ class Rollout:
             scheduler.check(every)
         else:
             checked = self._one_by_one(scheduler, prompts)
-        programs = list(scheduler.programs.values())
-        for program in programs:
-            await program.toolbox.prepare()
+        await scheduler.agents.prepare_tools()
         try:
             async with aclosing(scheduler.run(checked, n, target_groups=target_groups, **options)) as groups:
                 async for group in groups:
                     yield group
         finally:
-            for program in programs:
-                await program.toolbox.close()
+            await scheduler.agents.close_tools()
 
     def _one_by_one(self, scheduler: Scheduler, prompts: Iterable[PromptLike]) -> Iterator[Prompt]:
         for index, item in enumerate(prompts):
@@ -366,7 +364,7 @@ class Rollout:
         trajectories: list[Trajectory] = [trajectory for group in kept for trajectory in group.all]
         tokenizer = self.engines[POLICY].tokenizer
         pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        graphs = [program.graph for program in self.scheduler.programs.values()]
+        graphs = [agent.graph for agent in self.scheduler.agents.all]
         states = dict.fromkeys(name for graph in graphs for name in graph.states)  # the same numbers in every step
         options = {"state_names": tuple(states), "pad_id": pad_id or 0} | options
         batch = TrajectoryBatch.from_trajectories(trajectories, **options)

@@ -146,7 +146,7 @@ def replay(
         on_event=[listen],
         failures=ENDS if config is None else config.failures.within_trajectories,
     )
-    rollout.scheduler.replayed = {name: events for name, (_, events) in recordings.items()}
+    rollout.scheduler.starter.replayed = {name: events for name, (_, events) in recordings.items()}
     firsts = [recordings[trajectory.trajectory_id][1][:1] for trajectory in samples]
     with interruptible() as main:
         main.run(_run(rollout, firsts))

@@ -37,7 +37,7 @@ from fsm_rollout.jobs.tracking import Tracker, Tracking, build_tracker, check_tr
 from fsm_rollout.report.report import write_report
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.scheduler.group import Group
-from fsm_rollout.scheduler.scheduler import Listener
+from fsm_rollout.scheduler.recorder import Listener
 from fsm_rollout.trajectory.config_errors import ConfigPath
 from fsm_rollout.trajectory.journal import JOURNAL, Journal, metadata, read
 from fsm_rollout.trajectory.prompt import Prompt, as_prompts, read_prompts

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from fsm_rollout.errors import ConfigError, Problem, did_you_mean
 from fsm_rollout.scheduler.group import Group
+from fsm_rollout.scheduler.run_agents import RunAgents
 from fsm_rollout.scheduler.trajectory_runner import RunnableAgent
 from fsm_rollout.trajectory.events import AnyEvent
 from fsm_rollout.trajectory.prompt import Prompt
@@ -26,9 +27,8 @@ History = Trajectory | Sequence[AnyEvent]
 def resumed_groups(
     trajectories: Iterable[Trajectory],
     n: int,
+    agents: RunAgents,
     *,
-    agents: Collection[RunnableAgent],
-    programs: Collection[RunnableAgent],
     under_way: Container[str],
 ) -> list[Group]:
     """Return the groups of some trajectories, ready to go on; samples that never began begin with the others.
@@ -36,8 +36,7 @@ def resumed_groups(
     Args:
         trajectories: those of whole groups, sub-agents' among them.
         n: how many samples a group has, at least.
-        agents: what samples may be of.
-        programs: what sub-agents' trajectories may be of.
+        agents: those of the run.
         under_way: ids of groups that cannot be resumed, because they have not come back.
 
     Raises:
@@ -52,7 +51,7 @@ def resumed_groups(
         try:
             if group_id in under_way:
                 raise ConfigError(f"group '{group_id}' is under way already; give its trajectories once")
-            bound = {t.agent: _program(t, agents if t.parent_id is None else programs) for t in members}
+            of = {t.agent: _agent(t, agents.by_name.values() if t.parent_id is None else agents.all) for t in members}
             samples = sorted((t for t in members if t.parent_id is None), key=_attempt)
             if not samples:
                 raise ConfigError(f"group '{group_id}' has trajectories of sub-agents only; give all of its histories")
@@ -61,7 +60,7 @@ def resumed_groups(
             problems += error.problems
             continue
         sample_count = max(n, *(trajectory.sample + 1 for trajectory in samples))
-        group = Group(group_id, len(groups), prompt, bound[samples[0].agent], sample_count)
+        group = Group(group_id, len(groups), prompt, of[samples[0].agent], sample_count)
         for trajectory in members:
             if trajectory.parent_id is not None:
                 group.add_child(trajectory)
@@ -82,23 +81,24 @@ def _attempt(trajectory: Trajectory) -> int:
     return int(trajectory.trajectory_id.removeprefix(f"{trajectory.group_id}/").partition("~")[2] or 0)
 
 
-def _program(trajectory: Trajectory, programs_of_run: Collection[RunnableAgent]) -> RunnableAgent:
-    agent = trajectory.agent
-    programs = [program for program in programs_of_run if program.graph.agent == agent]
-    if not programs:
-        hint = did_you_mean(agent, {program.graph.agent for program in programs_of_run})
-        raise ConfigError(f"agent '{agent}' of a trajectory to resume is not one of the run's{hint}")
-    if any(program.graph != programs[0].graph for program in programs):
+def _agent(trajectory: Trajectory, agents: Collection[RunnableAgent]) -> RunnableAgent:
+    """Return the agent of the run that a trajectory is of."""
+    name = trajectory.agent
+    found = [agent for agent in agents if agent.graph.agent == name]
+    if not found:
+        hint = did_you_mean(name, {agent.graph.agent for agent in agents})
+        raise ConfigError(f"agent '{name}' of a trajectory to resume is not one of the run's{hint}")
+    if any(agent.graph != found[0].graph for agent in found):
         raise ConfigError(
-            f"several agents of the run are called '{agent}' in their YAML, so it is unclear to which one the "
+            f"several agents of the run are called '{name}' in their YAML, so it is unclear to which one the "
             "trajectories to resume belong; give each a name of its own"
         )
-    if trajectory.exit is None and trajectory.state not in programs[0].graph.states:
+    if trajectory.exit is None and trajectory.state not in found[0].graph.states:
         raise ConfigError(
-            f"trajectory '{trajectory.trajectory_id}' stands in state '{trajectory.state}', which agent '{agent}' "
+            f"trajectory '{trajectory.trajectory_id}' stands in state '{trajectory.state}', which agent '{name}' "
             "does not have any more; resume with the agent that it began with"
         )
-    return programs[0]
+    return found[0]
 
 
 def _prompt(group_id: str, trajectory: Trajectory) -> Prompt:

@@ -29,53 +29,43 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from datetime import datetime
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
-from weakref import WeakSet
+from weakref import WeakMethod, WeakSet
 
 from msgspec import to_builtins
 
 from fsm_rollout.agent.graph import POLICY, AgentGraph
 from fsm_rollout.concurrency.cancellation import to_its_end
 from fsm_rollout.concurrency.garbage_collection import calm_collection
-from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.environment.rewards import GroupFilter, Reward
-from fsm_rollout.environment.users import build_interaction
 from fsm_rollout.errors import (
     ConfigError,
     GlueMismatchError,
-    Problem,
     RunStopped,
     TargetNotReached,
-    ToolError,
     check_at_least,
-    did_you_mean,
     single,
 )
 from fsm_rollout.scheduler.failure_policy import ENDS, Failures, Watch
 from fsm_rollout.scheduler.group import Group, GroupState, score_group
 from fsm_rollout.scheduler.prompt_queue import PromptQueue
+from fsm_rollout.scheduler.recorder import Listener, Recorder
 from fsm_rollout.scheduler.resume import History, resumed_groups
+from fsm_rollout.scheduler.run_agents import RunAgents
 from fsm_rollout.scheduler.staleness import Staleness
 from fsm_rollout.scheduler.stalls import StallWatch, waits_of
-from fsm_rollout.scheduler.trajectory_runner import RunnableAgent, run_trajectory
+from fsm_rollout.scheduler.trajectory_runner import run_trajectory
+from fsm_rollout.scheduler.trajectory_starter import TrajectoryStarter
 from fsm_rollout.states.active_trajectory import (
     CARRIED,
     INTERRUPTED,
-    UNREAD,
     ActiveTrajectory,
-    LiveUser,
     Stop,
     Suspension,
 )
-from fsm_rollout.states.effect_log import Replayed
 from fsm_rollout.states.failures import class_of
-from fsm_rollout.tools import AgentAnswer, AgentCall
-from fsm_rollout.tools.bounded_call import Expired
-from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, DropReason, StopReason, Trigger
-from fsm_rollout.trajectory.events import AnyEvent, CallBegun, Ended, Prompted, Resumed
+from fsm_rollout.trajectory.enums import DropReason, StopReason, Trigger
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.settings import Sampling
@@ -86,7 +76,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Listener = Callable[[Trajectory, AnyEvent], None]
 OVER_SAMPLE = 1.5
 MAX_RESTARTS = 3
 MAX_FILTERED = 32.0
@@ -183,25 +172,25 @@ class Scheduler:
         if POLICY not in clients:
             raise ConfigError(f"a run needs an engine named '{POLICY}', got {sorted(clients)}")
         self.clients = clients
-        self.seed = seed
         self.concurrency = concurrency
         self.sampling = sampling or Sampling()
         self.validate = validate
         self.reward = reward
-        self.journal = journal
-        self.listeners = tuple(listeners)
-        self.replayed: Mapping[str, Sequence[AnyEvent]] | None = None
-        """Recorded events by trajectory, from which tools, users and judges answer when a run is run again."""
-        self.live_user: LiveUser | None = None
-        """The user who answers live, in place of interactions; not in the trajectories of workers."""
+        self.recorder = Recorder(journal, listeners)
         self.failures = failures
         self.group_filter = group_filter
-        self._stalls = None if failures.stall_seconds is None else StallWatch(failures.stall_seconds, self._waits)
         policy = clients[POLICY]
         self.staleness = Staleness(max_staleness, max_restarts, lambda: policy.engine.weight_version)
-        self.programs: dict[int, RunnableAgent] = {}
-        """The programs of all agents, sub-agents among them, by the identity of their graphs."""
-        self.agents: Mapping[str, RunnableAgent] = {name: self.program(graph) for name, graph in agents.items()}
+        self.agents = RunAgents(agents, clients, self.sampling, failures)
+        mismatch = WeakMethod(self.glue_mismatch)  # no cycle: what a run held is freed as soon as it is over
+        self.starter = TrajectoryStarter(
+            self.agents,
+            self.recorder.record,
+            lambda error: None if (report := mismatch()) is None else report(error),
+            self.staleness.version,
+            seed=seed,
+            validate=validate,
+        )
         self.workers: Workers | None = None
         """Who runs trajectories, if that is not to be done here."""
         self.groups: dict[str, Group] = {}
@@ -224,85 +213,16 @@ class Scheduler:
         self._with_caller: WeakSet[Group] = WeakSet()
         """Groups that were delivered and that the caller still holds."""
         self._run: _Run | None = None
-        self._run_number = -1
-        """The number of the present or latest run, from 0."""
-        self._system_replaced: set[str] = set()
-        """The agents for which it was logged that prompts replace their system messages."""
         self._prompts = 0
         """How many prompts were taken so far."""
 
-    def program(self, graph: AgentGraph) -> RunnableAgent:
-        """Return the program of a graph, compiled once (by identity: graphs are immutable and outlive the run).
-
-        Its sub-agents are compiled with it, so that every mistake shows before the run.
-        """
-        if id(graph) not in self.programs:
-            for tool in graph.tools.values():
-                if tool.agent is not None:
-                    self.program(tool.agent)
-            self.programs[id(graph)] = RunnableAgent(graph, self.clients, self.sampling, self.failures)
-        return self.programs[id(graph)]
-
-    def program_of(self, prompt: Prompt) -> RunnableAgent:
-        """Return the program of the agent that a prompt chooses.
-
-        Raises:
-            ConfigError: it is not one of the run's.
-        """
-        if prompt.agent is None and len(self.agents) == 1:
-            return next(iter(self.agents.values()))
-        if prompt.agent is None or prompt.agent not in self.agents:
-            hint = did_you_mean(prompt.agent or "", self.agents)
-            raise ConfigError(f"prompt '{prompt.prompt_id}': agent {prompt.agent!r} is not one of the run's{hint}")
-        return self.agents[prompt.agent]
-
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Check that prompts fit the run.
-
-        Each names an agent of the run, whose tools and interactions take the prompt's kwargs, and has the fields that
-        the reward reads.
+        """Check that prompts fit the run's agents and its reward.
 
         Raises:
             ConfigError: all that is wrong, each with its prompt.
         """
-        problems: list[Problem] = []
-        seen: set[str] = set()
-        with_system: dict[str, list[str]] = {}
-        """The prompts that have a system message of their own, by agent."""
-        for index, prompt in enumerate(prompts):
-            group_id = prompt.prompt_id or str(index)
-            if group_id in seen:
-                problems.append(Problem(f"prompt id '{group_id}' is used twice; it names the group"))
-            seen.add(group_id)
-            try:
-                named = prompt if prompt.prompt_id else prompt.model_copy(update={"prompt_id": group_id})
-                program = self.program_of(named)
-                if prompt.messages[0].get("role") == "system":
-                    with_system.setdefault(program.graph.agent, []).append(group_id)
-                program.toolbox.check(prompt.extra.get("tools_kwargs") or {})
-                for spec in program.interactions:
-                    build_interaction(spec, prompt.extra.get("interaction_kwargs"))
-            except ConfigError as error:
-                problems += error.problems
-            except ToolError as error:
-                problems.append(Problem(f"prompt '{group_id}': {error}"))
-        if self.reward is not None:
-            problems += self.reward.check(prompts)
-        if problems:
-            raise ConfigError(problems)
-        self._warn_of_system_messages(with_system)
-
-    def _warn_of_system_messages(self, with_system: Mapping[str, Sequence[str]]) -> None:
-        """Say once of each agent that prompts replace its system messages."""
-        for program in self.agents.values():
-            agent, group_ids = program.graph.agent, with_system.get(program.graph.agent, ())
-            contexts = [name for name, context in program.graph.contexts.items() if context.system is not None]
-            if group_ids and contexts and agent not in self._system_replaced:
-                self._system_replaced.add(agent)
-                logger.warning(
-                    "%d prompts (the first is '%s') have a system message of their own; it replaces that of agent '%s' "
-                    "(in %s)", len(group_ids), group_ids[0], agent, ", ".join(contexts),
-                )  # fmt: skip
+        self.agents.check(prompts, self.reward)
 
     # -- the run ------------------------------------------------------------------------------------------------
 
@@ -363,10 +283,12 @@ class Scheduler:
         run.watch = Watch(self.failures)
         if isinstance(run.prompts, PromptQueue):
             run.prompts.on_change = run.changed.set
+        journal, seconds = self.recorder.journal, self.failures.stall_seconds
+        self.recorder.stalls = None if seconds is None else StallWatch(seconds, self._waits)
         for client in self.clients.values():
             # Events are on disk before the generations that build on them are asked for.
-            client.before_dispatch = self.journal.persist if self.journal is not None else None
-        self._run_number += 1
+            client.before_dispatch = journal.persist if journal is not None else None
+        self.starter.run_number += 1
         self._start_feeding(run)
         collection = ExitStack()
         collection.enter_context(calm_collection(self.concurrency))
@@ -387,8 +309,9 @@ class Scheduler:
             finally:
                 self._run = None
                 run.changed.set()
-                if self._stalls is not None:
-                    self._stalls.stop()
+                if self.recorder.stalls is not None:
+                    self.recorder.stalls.stop()
+                    self.recorder.stalls = None
                 collection.close()
             for client in self.clients.values():
                 await client.drain()
@@ -457,7 +380,7 @@ class Scheduler:
     @property
     def _cut_off(self) -> Stop:
         """How trajectories are stopped when the run is closed or fails."""
-        return Outcome(Trigger.CANCELLED) if self.journal is None else INTERRUPTED
+        return Outcome(Trigger.CANCELLED) if self.recorder.journal is None else INTERRUPTED
 
     async def _drop_all(self, groups: list[Group]) -> None:
         for group in groups:
@@ -477,17 +400,17 @@ class Scheduler:
         What the journal does not have yet is written into it first (a trajectory object must be in it already).
         Sub-agents' trajectories go on when the calls that they serve are made again.
         """
+        journal = self.recorder.journal
         trajectories = [h if isinstance(h, Trajectory) else Trajectory.fold(h) for h in histories]
-        agents, programs = self.agents.values(), self.programs.values()
-        groups = resumed_groups(trajectories, run.n, agents=agents, programs=programs, under_way=self.groups)
+        groups = resumed_groups(trajectories, run.n, self.agents, under_way=self.groups)
         for trajectory, history in zip(trajectories, histories, strict=True):  # only after all histories were checked
-            journalled = self.journal is not None and trajectory.trajectory_id in self.journal
+            journalled = journal is not None and trajectory.trajectory_id in journal
             if not isinstance(history, Trajectory) and not journalled:
                 for event in history:
-                    self.record(trajectory, event)
+                    self.recorder.record(trajectory, event)
         for group in groups:
-            if self.journal is not None:
-                self.journal.handed_over(group.group_id, False)
+            if journal is not None:
+                journal.handed_over(group.group_id, False)
             self.groups[group.group_id] = run.resumed[group.group_id] = group
             self._waiting.append(group)
 
@@ -534,9 +457,9 @@ class Scheduler:
 
     def _mark_delivered(self) -> None:
         """Mark the delivered groups in the journal: the caller has asked for more."""
-        if self.journal is not None:
+        if self.recorder.journal is not None:
             for group_id in self._delivered:
-                self.journal.handed_over(group_id)
+                self.recorder.journal.handed_over(group_id)
         self._delivered.clear()
 
     def _renew(self, group: Group) -> bool:
@@ -640,8 +563,7 @@ class Scheduler:
                 run.resumed.pop(group_id).index = index
                 run.prompt_ids.add(group_id)
                 continue
-            program = self.program_of(prompt)
-            group = Group(self._free_id(group_id), index, prompt, program, run.n)
+            group = Group(self._free_id(group_id), index, prompt, self.agents.of_prompt(prompt), run.n)
             self.groups[group.group_id] = group
             run.prompt_ids |= {group_id, group.group_id}
             return group
@@ -649,7 +571,7 @@ class Scheduler:
 
     def _free_id(self, group_id: str) -> str:
         """Return an id that nothing under way or in the journal has: the next epoch's gets a number, ``7#2``."""
-        journalled = set() if self.journal is None else self.journal.groups
+        journalled = set() if self.recorder.journal is None else self.recorder.journal.groups
         names = (group_id if number == 1 else f"{group_id}#{number}" for number in itertools.count(1))
         return next(name for name in names if name not in self.groups and name not in journalled)
 
@@ -696,117 +618,10 @@ class Scheduler:
         """Begin a sample, or let it go on (unless it has fallen too far behind the weights meanwhile)."""
         trajectory = group.latest(sample)
         if trajectory is not None:
-            live = self._go_on(group, trajectory, group.agent)
+            live = self.starter.go_on(group, trajectory)
             if not await self._end_if_stale(group, live):
                 return live
-        live = self._begin(group, group.agent, group.prompt, group.next_id(sample), sample)
-        group.add(live.trajectory)
-        return live
-
-    def _begin(
-        self,
-        group: Group,
-        agent: RunnableAgent,
-        prompt: Prompt,
-        trajectory_id: str,
-        sample: int,
-        *,
-        seed: int | None = None,
-        caller: ActiveTrajectory | None = None,
-    ) -> ActiveTrajectory:
-        """Create a trajectory by its first event, and return what runs it.
-
-        Samples derive their seed from their id, and in a second epoch from the run's number too; a sub-agent's (it has
-        a ``caller``) comes with its call.
-        """
-        graph = agent.graph
-        spends = agent.machine.spends[graph.initial]
-        limits = graph.limits if prompt.limits is None else graph.limits.lowered(prompt.limits)
-        if seed is None:
-            seed = derive_seed(self.seed, trajectory_id, *([self._run_number] if self._run_number else []))
-        prompted = Prompted(
-            at=asyncio.get_running_loop().time(),
-            trajectory_id=trajectory_id,
-            group_id=group.group_id,
-            sample=sample,
-            agent=graph.agent,
-            initial=graph.initial,
-            messages=[dict(message) for message in prompt.messages],
-            extra=prompt.extra,
-            limits=limits.model_dump(),
-            seed=seed,
-            date=datetime.now().isoformat(timespec="seconds"),
-            validate=self.validate,
-            parent_id=None if caller is None else caller.trajectory.trajectory_id,
-            sampling=prompt.sampling.model_dump(exclude_none=True) if prompt.sampling is not None else {},
-            spent={} if spends is None else {spends: 1},  # an entry like any other
-        )
-        trajectory = Trajectory.fold([prompted])
-        self.record(trajectory, prompted)
-        return self.activate(group, trajectory, agent, caller)
-
-    def activate(
-        self,
-        group: Group,
-        trajectory: Trajectory,
-        agent: RunnableAgent | None = None,
-        caller: ActiveTrajectory | None = None,
-    ) -> ActiveTrajectory:
-        """Return what runs a trajectory of a group; its agent is the group's unless it is a sub-agent's."""
-        trajectory_id = trajectory.trajectory_id
-        run_agent = partial(self._run_agent, group, trajectory_id)
-        live = ActiveTrajectory(
-            trajectory, agent or group.agent, run_agent, self.record, self.glue_mismatch, caller,
-            None if self.replayed is None else Replayed(self.replayed.get(trajectory_id, ())), self.live_user,
-        )  # fmt: skip
-        group.active[trajectory_id] = live
-        group.glue_entries[trajectory_id] = live.glue_entries
-        return live
-
-    def _go_on(
-        self, group: Group, trajectory: Trajectory, agent: RunnableAgent, caller: ActiveTrajectory | None = None
-    ) -> ActiveTrajectory:
-        """Let a trajectory go on that was set aside, or cut off by a crash."""
-        live = group.active.get(trajectory.trajectory_id) or self.activate(group, trajectory, agent)
-        live.stop, live.caller = None, caller
-        now, version = asyncio.get_running_loop().time(), self.staleness.version()
-        live.emit(Resumed(at=now, away=now - trajectory.latest_at, weight_version=version))
-        return live
-
-    async def _run_agent(self, group: Group, parent_id: str, graph: AgentGraph, call: AgentCall) -> AgentAnswer:
-        """Run a sub-agent to its end, as a child trajectory of the same group, in the calling task.
-
-        A call that is made again after an interruption goes on with the trajectory that had begun to answer it.
-
-        Raises:
-            Expired: that one had been given up before the interruption.
-        """
-        # 1. The trajectory of the call: the one that has begun, or a new one.
-        caller, agent = group.active[parent_id], self.program(graph)
-        child_id = group.child_id(caller.trajectory, call)
-        child = group.child(child_id)
-        if child is None:
-            prompt = Prompt(prompt_id=group.prompt.prompt_id, messages=({"role": "user", "content": call.task},))
-            sample = caller.trajectory.sample
-            live = self._begin(group, agent, prompt, child_id, sample, seed=call.seed, caller=caller)
-            child = live.trajectory
-            group.add_child(child)
-        elif child.stop_reason == StopReason.CANCELLED:
-            raise Expired
-        elif not child.ended:
-            live = self._go_on(group, child, agent, caller)
-        # 2. Its end.
-        if not child.ended:
-            try:
-                await run_trajectory(live, agent.handlers)
-            finally:
-                if not live.stays_open:
-                    group.active.pop(child_id, None)
-        # 3. Its answer.
-        texts = list(child.assistant_texts())
-        answered = child.exit is not None and child.exit.trigger not in IMPLICIT_TRIGGERS and texts
-        failure = None if answered else child.stop_reason
-        return AgentAnswer(text=texts[-1] if texts else "", failure=failure, child_id=child_id)
+        return self.starter.begin_sample(group, sample)
 
     async def _run_active(self, run: _Run, group: Group, live: ActiveTrajectory) -> None:
         """Run a trajectory that has begun, unless everything is being stopped."""
@@ -816,7 +631,7 @@ class Scheduler:
         self.running[trajectory_id] = live
         live.task, live.stop = task, run.stop or self.stopping
         try:
-            if self.workers is None or self.replayed is not None:
+            if self.workers is None or self.starter.replayed is not None:
                 await run_trajectory(live, group.agent.handlers)
             else:
                 await self.workers.run(group, live)
@@ -830,25 +645,7 @@ class Scheduler:
             del self.running[trajectory_id]
             if not live.stays_open:
                 group.active.pop(trajectory_id, None)
-            await self._end_unread(group, live.trajectory)
-
-    async def _end_unread(self, group: Group, trajectory: Trajectory) -> None:
-        """End the sub-agents' trajectories that nobody reads: they were set aside, and their caller has ended."""
-        if not trajectory.ended:
-            return
-        now = asyncio.get_running_loop().time()
-        for child in group.sub_agents_of(trajectory):
-            if not child.ended:
-                for event in (
-                    Resumed(at=now, away=now - child.latest_at),
-                    Ended(at=now, stop_reason=StopReason.CANCELLED, detail=UNREAD),
-                ):
-                    child.apply(event)
-                    self.record(child, event)
-                live = group.active.pop(child.trajectory_id, None)
-                if live is not None:
-                    await live.close()
-        group.discard_unread()
+            await self.starter.end_unread(group, live.trajectory)
 
     async def _finish(self, run: _Run, group: Group) -> None:
         """Score a group whose samples are finished, unless the run is over: then it is carried, scored or not."""
@@ -862,7 +659,7 @@ class Scheduler:
             for live in [live for live in group.active.values() if live.trajectory.ended]:
                 await live.close()  # it ended while it was suspended
             if not group.dropped:
-                await score_group(group, self.reward, self.record)
+                await score_group(group, self.reward, self.recorder.record)
                 scored = sum(trajectory.rewarded for trajectory in group.trajectories)
                 run.stopped_by = run.stopped_by or run.watch.judged(scored, group.reward_errors)
                 if self.group_filter is not None and group.ended:
@@ -898,20 +695,6 @@ class Scheduler:
                 groups.append(waiting.popleft())
                 await self._drop(groups[-1])
         return groups
-
-    def record(self, trajectory: Trajectory, event: AnyEvent, payload: bytes | None = None) -> None:
-        """Journal an event and call the listeners; one that raises is logged and harms nobody."""
-        if self.journal is not None:
-            self.journal.append(trajectory.trajectory_id, event, payload)
-            if isinstance(event, CallBegun):
-                self.journal.persist()  # this call must not be made twice, so a resumed run has to know of it
-        if self._stalls is not None:
-            self._stalls.event()
-        for listener in self.listeners:
-            try:
-                listener(trajectory, event)
-            except Exception:  # the user's code
-                logger.exception("an event listener failed on %s of %s", type(event).__name__, trajectory.trajectory_id)
 
     def _waits(self) -> list[str]:
         """Return what the run waits for."""
@@ -957,7 +740,7 @@ class Scheduler:
         if outcome is None:
             return False
         live.stop_now(outcome)
-        await self._end_unread(group, trajectory)
+        await self.starter.end_unread(group, trajectory)
         if restarts := self.staleness.may_restart(group, trajectory.sample):
             group.restart(trajectory.sample)
         group.active.pop(trajectory.trajectory_id, None)
@@ -982,11 +765,7 @@ class Scheduler:
                     if self._run is not None:
                         self._run.counted.discard(group.group_id)
                     live = group.active.get(trajectory.trajectory_id)
-                    if live is None:
-                        agents = group.agent, *self.programs.values()  # a sub-agent's is not the group's
-                        agent = next((a for a in agents if a.graph.agent == trajectory.agent), None)
-                        live = self.activate(group, trajectory, agent)
-                    live.fail(outcome)
+                    (live or self.starter.activate(group, trajectory)).fail(outcome)
         logger.error(
             "%d trajectories hold wrong tokens from the glue cache; they end as %s, their groups are in no batch%s: %s",
             number, outcome.stop_reason,

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fsm_rollout.agent.graph import AgentGraph
+from fsm_rollout.agent.graph import POLICY, AgentGraph
 from fsm_rollout.agent.handlers import look_in
 from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.concurrency.garbage_collection import calm_collection
@@ -36,8 +36,9 @@ from fsm_rollout.errors import EngineError, GlueMismatchError
 from fsm_rollout.model.folders import plain_tokenizers
 from fsm_rollout.scheduler.failure_policy import Failures
 from fsm_rollout.scheduler.group import Group
-from fsm_rollout.scheduler.scheduler import Scheduler
+from fsm_rollout.scheduler.run_agents import RunAgents
 from fsm_rollout.scheduler.trajectory_runner import RunnableAgent, run_trajectory
+from fsm_rollout.scheduler.trajectory_starter import TrajectoryStarter
 from fsm_rollout.scheduler.worker_link import Link, SocketLink
 from fsm_rollout.states.active_trajectory import ActiveTrajectory, Stop
 from fsm_rollout.tools.tool_messages import clean
@@ -68,7 +69,7 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
-    """Everything that a worker's scheduler is made of."""
+    """Everything that a worker is made of."""
 
     agents: Mapping[str, AgentGraph]
     engines: Mapping[str, EngineFacts]
@@ -212,15 +213,18 @@ class Ending(msgspec.Struct, frozen=True, gc=False):
     replica: str
 
 
-class WorkerScheduler(Scheduler):
-    """A scheduler without groups of its own: it runs what it is handed and tells what happens."""
+class HandedTrajectories(TrajectoryStarter):
+    """The trajectories that a worker is handed: it runs them and tells what happens."""
 
     def __init__(self, setup: WorkerSetup, link: Link, clients: Mapping[str, EngineClient]) -> None:
+        agents = RunAgents(setup.agents, clients, setup.sampling, setup.failures)
+        policy = clients[POLICY].engine
         super().__init__(
-            setup.agents, clients, sampling=setup.sampling, validate=setup.validate, failures=setup.failures
+            agents, self.record, self.report_mismatch, lambda: policy.weight_version, validate=setup.validate
         )
-        for program in self.programs.values():
-            program.toolbox.share = setup.count
+        for agent in agents.all:
+            agent.toolbox.share = setup.count
+        self.clients = clients
         self._link = link
         self._lives: dict[str, ActiveTrajectory] = {}
         """What runs here or is kept open, sub-agents' among them, by trajectory id."""
@@ -237,7 +241,7 @@ class WorkerScheduler(Scheduler):
         trajectory_id = trajectory.trajectory_id
         group = self._kept.pop(trajectory_id, None)
         if group is None:
-            group = Group(trajectory.group_id, 0, prompt, self.agents[agent], n)
+            group = Group(trajectory.group_id, 0, prompt, self.agents.by_name[agent], n)
             live = self.activate(group, trajectory)
         else:
             live = self._lives[trajectory_id]
@@ -298,8 +302,7 @@ class WorkerScheduler(Scheduler):
         await asyncio.gather(*(self.drop(trajectory_id) for trajectory_id in list(self._kept)))
         for client in self.clients.values():
             await client.drain()
-        for program in self.programs.values():
-            await program.toolbox.close()
+        await self.agents.close_tools()
 
     def activate(
         self,
@@ -323,7 +326,7 @@ class WorkerScheduler(Scheduler):
                 entries = [self._entries.setdefault(entry, len(self._entries)) for entry in used]
         self._link.send("event", trajectory_id, encode(event) if payload is None else payload, entries)
 
-    def glue_mismatch(self, mismatch: GlueMismatchError) -> None:
+    def report_mismatch(self, mismatch: GlueMismatchError) -> None:
         """Leave it to the run, which knows who else has such tokens."""
         entry = self._entries.setdefault(mismatch.entry, len(self._entries))
         self._link.send("mismatch", entry, clean(str(mismatch).removeprefix("[glue-mismatch] ")))
@@ -332,8 +335,8 @@ class WorkerScheduler(Scheduler):
 class Worker:
     """What answers a run's messages on one link."""
 
-    def __init__(self, link: Link, scheduler: WorkerScheduler) -> None:
-        self.scheduler = scheduler
+    def __init__(self, link: Link, trajectories: HandedTrajectories) -> None:
+        self.trajectories = trajectories
         self.gone = asyncio.Event()
         """Set when the run is over, or nobody is there any more."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -341,18 +344,18 @@ class Worker:
         link.send("ready")
 
     def _client(self, name: str) -> RemoteClient:
-        client = self.scheduler.clients[name]
+        client = self.trajectories.clients[name]
         assert isinstance(client, RemoteClient)
         return client
 
     def _receive(self, kind: str, *parts: Any) -> None:
         match kind:
             case "start":
-                self.scheduler.start(*parts)
+                self.trajectories.start(*parts)
             case "stop":
-                self.scheduler.stop_one(*parts)
+                self.trajectories.stop_one(*parts)
             case "drop":
-                task = asyncio.get_running_loop().create_task(self.scheduler.drop(*parts))
+                task = asyncio.get_running_loop().create_task(self.trajectories.drop(*parts))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             case "time":
@@ -438,17 +441,16 @@ async def _serve(connection: socket.socket, setup: WorkerSetup) -> None:
     package.addHandler(_Told(link, loop))
     package.propagate = False
     try:
-        scheduler = WorkerScheduler(setup, link, remote_clients(setup, link))
-        for program in scheduler.programs.values():
-            await program.toolbox.prepare()
+        trajectories = HandedTrajectories(setup, link, remote_clients(setup, link))
+        await trajectories.agents.prepare_tools()
     except Exception as error:  # the user's code, imported here
         link.send("failed", clean(f"{type(error).__name__}: {error}"))
         link.close()
         return
-    worker = Worker(link, scheduler)
+    worker = Worker(link, trajectories)
     with calm_collection(setup.concurrency):
         await worker.gone.wait()
-    await scheduler.aclose()
+    await trajectories.aclose()
     link.close()
 
 

@@ -164,7 +164,7 @@ class WorkerPool:
         """Let a worker run a trajectory; return whether that is over (else the worker died)."""
         # 1. Everything that the worker needs to know of it.
         trajectory, trajectory_id = live.trajectory, live.trajectory.trajectory_id
-        name = next(name for name, agent in self.scheduler.agents.items() if agent is group.agent)
+        name = next(name for name, agent in self.scheduler.agents.by_name.items() if agent is group.agent)
         over: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         children = group.sub_agents_of(trajectory)
         running = _Running(group, live, over, [trajectory_id, *(child.trajectory_id for child in children)])
@@ -260,7 +260,7 @@ class WorkerPool:
     def _setup(self) -> WorkerSetup:
         scheduler = self.scheduler
         return WorkerSetup(
-            agents={name: agent.graph for name, agent in scheduler.agents.items()},
+            agents={name: agent.graph for name, agent in scheduler.agents.by_name.items()},
             engines={name: _facts(client) for name, client in scheduler.clients.items()},
             sampling=scheduler.sampling,
             validate=scheduler.validate,
@@ -346,7 +346,7 @@ class WorkerPool:
             if isinstance(event, Generated):
                 self._since.pop((trajectory_id, event.context), None)
         try:
-            self.scheduler.record(trajectory, event, payload)
+            self.scheduler.recorder.record(trajectory, event, payload)
         except Exception as error:  # the journal cannot be written
             if not running.over.done():
                 running.over.set_exception(error)
@@ -354,10 +354,8 @@ class WorkerPool:
 
     def _activate(self, group: Group, child: Trajectory) -> None:
         """Let a sub-agent's trajectory be one that runs, for its caller's end to reach it."""
-        programs = self.scheduler.programs.values()
-        program = next(program for program in programs if program.graph.agent == child.agent)
         if child.trajectory_id not in group.active:
-            self.scheduler.activate(group, child, program, group.active[str(child.parent_id)])
+            self.scheduler.starter.activate(group, child, caller=group.active[str(child.parent_id)])
 
     def _over(self, worker: _Worker, trajectory_id: str, kept: bool, failure: str | None) -> None:
         self._deaths = 0

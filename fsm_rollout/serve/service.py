@@ -49,7 +49,7 @@ class Service:
 
     def __init__(self, rollout: Rollout, serving: ServeConfig, calls: int) -> None:
         self.rollout, self.serving, self.calls = rollout, serving, calls
-        self.models = {name: program.graph for name, program in rollout.scheduler.agents.items()}
+        self.models = {name: agent.graph for name, agent in rollout.scheduler.agents.by_name.items()}
         """The agents by the names that callers use."""
         self._prompts = PromptQueue()
         self._conversations: dict[str, Conversation] = {}
@@ -62,8 +62,9 @@ class Service:
         """The same by the hash of their history."""
         self._closing = False
         self.metrics = Metrics(lambda: self.calls_under_way, lambda: self.waiting)
-        rollout.scheduler.live_user = self
-        rollout.scheduler.listeners = (*rollout.scheduler.listeners, self.note)
+        rollout.scheduler.starter.live_user = self
+        recorder = rollout.scheduler.recorder
+        recorder.listeners = (*recorder.listeners, self.note)
 
     async def run(self, recorded: Iterable[Recorded] = ()) -> None:
         """Run trajectories until cancelled; ``recorded`` ones that have not ended go on, and wait for their callers."""

@@ -42,6 +42,8 @@ class Suspension:
     reason: str
 
 
+Record = Callable[[Trajectory, AnyEvent, bytes | None], None]
+"""Called with each event that was applied to a trajectory, and with its encoding, if that is known."""
 Stop = Outcome | Suspension
 """How a trajectory is stopped from outside: it ends with an outcome, or is suspended."""
 CARRIED = Suspension("carried")
@@ -83,7 +85,7 @@ class ActiveTrajectory:
         trajectory: Trajectory,
         agent: BoundAgent,
         run_agent: RunAgent,
-        record: Callable[[Trajectory, AnyEvent, bytes], None],
+        record: Record,
         report_mismatch: Callable[[GlueMismatchError], None],
         caller: ActiveTrajectory | None = None,
         replayed: Replayed | None = None,

@@ -18,7 +18,7 @@ from fsm_rollout.cli import app
 from fsm_rollout.jobs import runner
 from fsm_rollout.jobs.run_config import load_run
 from fsm_rollout.jobs.runner import execute, resume
-from fsm_rollout.scheduler.scheduler import Listener
+from fsm_rollout.scheduler.recorder import Listener
 from fsm_rollout.trajectory.events import AnyEvent, Called, Ended, Generated, Prompted, Suspended
 from fsm_rollout.trajectory.journal import Journal, histories, read
 from fsm_rollout.trajectory.trajectory import Trajectory

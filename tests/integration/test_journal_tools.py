@@ -23,7 +23,7 @@ from fsm_rollout.jobs.replay import first_difference, replay
 from fsm_rollout.jobs.rescore import rescore
 from fsm_rollout.jobs.run_config import load_run
 from fsm_rollout.jobs.runner import execute
-from fsm_rollout.scheduler.scheduler import Listener
+from fsm_rollout.scheduler.recorder import Listener
 from fsm_rollout.trajectory.events import AnyEvent, Ended, Generated
 from fsm_rollout.trajectory.journal import events, read
 from fsm_rollout.trajectory.trajectory import Trajectory

@@ -81,8 +81,8 @@ class ForeignAgent(RuleBasedStateMachine):
         Puppet.here, Puppet.end = self.loop.create_future(), asyncio.Event()
         graph = agent("use: 'os:getcwd'", assistant_turns=1000)
         self.rollout = fr.Rollout(graph, self.engine)
-        for program in self.rollout.scheduler.programs.values():
-            program.handlers["EXTERNAL"] = Puppet("EXTERNAL", graph.states["EXTERNAL"])
+        for bound in self.rollout.scheduler.agents.all:
+            bound.handlers["EXTERNAL"] = Puppet("EXTERNAL", graph.states["EXTERNAL"])
 
         async def main() -> None:
             async for group in self.rollout.stream(["x"]):

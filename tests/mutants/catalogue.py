@@ -134,8 +134,8 @@ MUTANTS = (
         SCHEDULE,
     ),
     Mutant(
-        "a seed for the run alone", "scheduler/scheduler.py", "derive_seed(self.seed, trajectory_id,",
-        "derive_seed(self.seed, sample,",
+        "a seed for the run alone", "scheduler/trajectory_starter.py", "derive_seed(self._seed, trajectory_id,",
+        "derive_seed(self._seed, sample,",
         "6: no two trajectories share their randomness",
         SCHEDULE,
     ),
@@ -338,7 +338,7 @@ MUTANTS = (
         SUB_AGENTS,
     ),
     Mutant(
-        "call a sub-agent anew that had ended", "scheduler/scheduler.py", "        elif child.stop_reason == StopReason.CANCELLED:",
+        "call a sub-agent anew that had ended", "scheduler/trajectory_starter.py", "        elif child.stop_reason == StopReason.CANCELLED:",
         "        elif child.ended:",
         "6: a call whose answer was not recorded is not made twice",
         SUB_AGENTS,
@@ -551,7 +551,7 @@ MUTANTS = (
     ),
     # -- rows and batches (laws 7, 9)
     Mutant(
-        "a sub-agent's tokens in its parent's row", "scheduler/scheduler.py",
+        "a sub-agent's tokens in its parent's row", "scheduler/trajectory_starter.py",
         "prompt, child_id, sample, seed=call.seed", "prompt, parent_id, sample, seed=call.seed",
         "7: a sub-agent's tokens are rows of its own trajectory",
         SCHEDULER,
@@ -694,7 +694,7 @@ MUTANTS = (
     ),
     Mutant(
         'ask before what was done is kept', 'scheduler/scheduler.py',
-        'client.before_dispatch = self.journal.persist if self.journal is not None else None',
+        'client.before_dispatch = journal.persist if journal is not None else None',
         'client.before_dispatch = None',
         'a turn is kept before its next generation is asked for',
         ("tests/unit/scheduler/test_durability.py::test_a_turns_events_are_kept_before_its_next_generation_is_asked_for",),
@@ -707,7 +707,7 @@ MUTANTS = (
         ("tests/unit/trajectory/test_journal.py::test_what_was_appended_is_kept_when_it_is_asked_for",),
     ),
     Mutant(
-        'call before it is kept that a call begins', 'scheduler/scheduler.py',
+        'call before it is kept that a call begins', 'scheduler/recorder.py',
         '                self.journal.persist()  # this call must not be made twice, so a resumed run has to know of it',
         '                pass  # this call must not be made twice, so a resumed run has to know of it',
         'a call that must not be made twice is known to have begun',
@@ -772,8 +772,8 @@ MUTANTS = (
     ),
     Mutant(
         'each worker has all slots of a tool', 'scheduler/worker.py',
-        '            program.toolbox.share = setup.count\n',
-        '            program.toolbox.share = 1\n',
+        '            agent.toolbox.share = setup.count\n',
+        '            agent.toolbox.share = 1\n',
         'the slots of a tool are those of the run',
         ("tests/unit/scheduler/test_workers.py::test_a_tools_slots_are_shared_among_the_workers",),
     ),

@@ -371,7 +371,7 @@ class _Handler(Subject):
         engine = ScriptedEngine(lambda request: says[request.turn % len(says)], tokenizer=self.tokenizer)
         clients = OneEngine(engine, chats=self.chats, queue_timeout=self.patience / 4)
         scheduler = Scheduler({graph.agent: graph}, clients, listeners=[keep])
-        self._watch(scheduler.program(graph).handlers[CHECKED], run)
+        self._watch(scheduler.agents.of_graph(graph).handlers[CHECKED], run)
         return scheduler
 
     def _watch(self, handler: State, run: _Run) -> None:

@@ -28,6 +28,7 @@ from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.model.folders import EMBEDDED, load_tokenizer, model_folder
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.resume import History
+from fsm_rollout.scheduler.run_agents import RunAgents
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.scheduler.worker_pool import WorkerPool
 from fsm_rollout.states.external.handler import External
@@ -276,17 +277,17 @@ async def _run(
             concurrency=plan.schedule.concurrency, sampling=sampling, listeners=[listen], journal=book,
         )  # fmt: skip
 
-        def simulated(scheduler: Scheduler) -> None:
-            for program in {id(graph): scheduler.program(graph) for graph in played.with_sub_agents()}.values():
+        def simulated(agents: RunAgents) -> None:
+            for agent in agents.all:
                 if not real_tools:
-                    program.toolbox.replace(lambda t: t if isinstance(t, AgentTool) else SimulatedTool(t, plan.tools))
-                for state, handler in list(program.handlers.items()):
+                    agent.toolbox.replace(lambda t: t if isinstance(t, AgentTool) else SimulatedTool(t, plan.tools))
+                for state, handler in list(agent.handlers.items()):
                     if isinstance(handler, External):
-                        program.handlers[state] = SimulatedAgent(state, program.graph.states[state])
-                    if ":" in program.graph.handler_of(state):
+                        agent.handlers[state] = SimulatedAgent(state, agent.graph.states[state])
+                    if ":" in agent.graph.handler_of(state):
                         watch_visits(handler, result.visits)
 
-        simulated(scheduler)
+        simulated(scheduler.agents)
         workers = PairedWorkers(simulated, {name: client.chats for name, client in scheduler.clients.items()})
         shared = plan.schedule.workers > 1 or any(fault.kind == "kill_worker" for fault in plan.faults)
         result.pool = WorkerPool(scheduler, plan.schedule.workers, workers.connect) if shared else None

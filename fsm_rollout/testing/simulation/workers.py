@@ -10,18 +10,18 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from fsm_rollout.chat import ChatTemplate
-from fsm_rollout.scheduler.scheduler import Scheduler
-from fsm_rollout.scheduler.worker import Worker, WorkerScheduler, WorkerSetup, remote_clients
+from fsm_rollout.scheduler.run_agents import RunAgents
+from fsm_rollout.scheduler.worker import HandedTrajectories, Worker, WorkerSetup, remote_clients
 from fsm_rollout.scheduler.worker_link import PairedLink
 from fsm_rollout.scheduler.worker_pool import Connection, WorkerPool
 
 
 class PairedWorkers:
-    """Starts workers beside the run. ``prepare`` is called with the scheduler of each."""
+    """Starts workers beside the run. ``prepare`` is called with the agents of each."""
 
     def __init__(
         self,
-        prepare: Callable[[Scheduler], object] = lambda scheduler: None,
+        prepare: Callable[[RunAgents], object] = lambda agents: None,
         chats: Mapping[str, dict[object, ChatTemplate]] | None = None,
     ) -> None:
         self._prepare = prepare
@@ -34,13 +34,13 @@ class PairedWorkers:
         clients = remote_clients(setup, theirs)
         for name, client in clients.items():
             client.chats = self._chats.get(name, client.chats)
-        scheduler = WorkerScheduler(setup, theirs, clients)
-        self._prepare(scheduler)
-        worker = Worker(theirs, scheduler)
+        trajectories = HandedTrajectories(setup, theirs, clients)
+        self._prepare(trajectories.agents)
+        worker = Worker(theirs, trajectories)
 
         async def live() -> None:
             await worker.gone.wait()
-            await scheduler.aclose()
+            await trajectories.aclose()
             theirs.close()
 
         task = asyncio.get_running_loop().create_task(live())

@@ -953,8 +953,8 @@ def test_only_the_unfinished_groups_of_a_journal_can_be_asked_for(tmp_path: Path
         await bench.run()
 
     run_virtual(main())
-    assert bench.scheduler.journal is not None
-    bench.scheduler.journal.close()
+    assert bench.scheduler.recorder.journal is not None
+    bench.scheduler.recorder.journal.close()
     assert [h[0].trajectory_id for h in journal.histories(tmp_path / "j.sqlite")] == ["p0/0", "p0/1", "p1/0", "p1/1"]
     left = [history[0].trajectory_id for history in journal.histories(tmp_path / "j.sqlite", unfinished=True)]
     assert left == ["p1/0", "p1/1"]
@@ -1101,7 +1101,8 @@ def test_no_more_groups_begin_than_a_target_is_worth(over_sample: float, most: i
             under_way.discard(trajectory.group_id)
         widest = max(widest, len(under_way))
 
-    bench.scheduler.listeners = (*bench.scheduler.listeners, watch)
+    recorder = bench.scheduler.recorder
+    recorder.listeners = (*recorder.listeners, watch)
 
     async def main() -> list[Group]:
         groups = await bench.run(n=1, prompts=20, target_groups=2, over_sample=over_sample)

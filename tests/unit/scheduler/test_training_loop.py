@@ -371,7 +371,8 @@ def test_a_loop_that_is_killed_at_any_event_gets_what_it_has_not_had_and_only_th
 
     with journal.Journal(path, interval=0.0) as kept:
         bench = Bench(single(), choose, journal=kept)
-        bench.scheduler.listeners = (*bench.scheduler.listeners, watch)
+        recorder = bench.scheduler.recorder
+        recorder.listeners = (*recorder.listeners, watch)
 
         async def main() -> None:
             source = iter(listed(12))

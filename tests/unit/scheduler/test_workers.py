@@ -20,6 +20,7 @@ from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.errors import EngineError
 from fsm_rollout.scheduler.group import Group
+from fsm_rollout.scheduler.run_agents import RunAgents
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.scheduler.worker_link import MOST_UNSENT, PairedLink, SocketLink, framed
 from fsm_rollout.scheduler.worker_pool import MOST_DEATHS, WorkerPool
@@ -140,8 +141,8 @@ def test_a_tools_slots_are_shared_among_the_workers() -> None:
     graph = agent(SINGLE, tools={"calculate": tool})
     limits: list[int] = []
 
-    def prepare(scheduler: Scheduler) -> None:
-        toolbox = scheduler.program(graph).toolbox
+    def prepare(agents: RunAgents) -> None:
+        toolbox = agents.of_graph(graph).toolbox
         with_slots = toolbox.slot(toolbox.tools_of("main")["calculate"])
         assert with_slots is not None
         limits.extend(slots.free._value for slots in toolbox._slots[asyncio.get_running_loop()].values())

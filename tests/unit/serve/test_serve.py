@@ -101,12 +101,12 @@ async def served(
             own.journal = writing
             service = Service(own, ServeConfig(port=0, **serving), calls)
             result = Served("", service, engine)
-            listeners = own.scheduler.listeners
+            listeners = own.scheduler.recorder.listeners
 
             def note(trajectory: Trajectory, event: AnyEvent) -> None:
                 result.trajectories[trajectory.trajectory_id] = trajectory
 
-            own.scheduler.listeners = (*listeners, note)
+            own.scheduler.recorder.listeners = (*listeners, note)
             async with listening(service, frozenset(keys), earlier) as (url, _):
                 result.url = url
                 yield result

@@ -1,0 +1,129 @@
+"""The agents of a run, bound to its engines; which of them a prompt chooses, and whether it fits.
+
+Invariant: every agent, sub-agents among them, is bound once and before the run, so every mistake shows before it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+
+from fsm_rollout.agent.graph import AgentGraph
+from fsm_rollout.engines.client import EngineClient
+from fsm_rollout.environment.rewards import Reward
+from fsm_rollout.environment.users import build_interaction
+from fsm_rollout.errors import ConfigError, Problem, ToolError, did_you_mean
+from fsm_rollout.scheduler.failure_policy import Failures
+from fsm_rollout.scheduler.trajectory_runner import RunnableAgent
+from fsm_rollout.trajectory.prompt import Prompt
+from fsm_rollout.trajectory.settings import Sampling
+
+logger = logging.getLogger(__name__)
+
+
+class RunAgents:
+    """The agents of a run by name, and the sub-agents that they call.
+
+    Raises:
+        ConfigError: an agent does not fit the engines; all problems at once.
+    """
+
+    def __init__(
+        self,
+        graphs: Mapping[str, AgentGraph],
+        clients: Mapping[str, EngineClient],
+        sampling: Sampling,
+        failures: Failures,
+    ) -> None:
+        self._bound: dict[int, RunnableAgent] = {}
+        """By the identity of their graphs, which are immutable and outlive the run."""
+
+        def bind(graph: AgentGraph) -> RunnableAgent:
+            for tool in graph.tools.values():
+                if tool.agent is not None:
+                    bind(tool.agent)
+            if id(graph) not in self._bound:
+                self._bound[id(graph)] = RunnableAgent(graph, clients, sampling, failures)
+            return self._bound[id(graph)]
+
+        self.by_name: Mapping[str, RunnableAgent] = {name: bind(graph) for name, graph in graphs.items()}
+        """Those that prompts choose from."""
+        self._replaced: set[str] = set()
+        """The agents for which it was logged that prompts replace their system messages."""
+
+    @property
+    def all(self) -> Collection[RunnableAgent]:
+        """All of them, sub-agents included."""
+        return self._bound.values()
+
+    def of_graph(self, graph: AgentGraph) -> RunnableAgent:
+        """Return the agent or sub-agent of a graph."""
+        return self._bound[id(graph)]
+
+    def of_prompt(self, prompt: Prompt) -> RunnableAgent:
+        """Return the agent that a prompt chooses.
+
+        Raises:
+            ConfigError: it is not one of the run's.
+        """
+        if prompt.agent is None and len(self.by_name) == 1:
+            return next(iter(self.by_name.values()))
+        if prompt.agent is None or prompt.agent not in self.by_name:
+            hint = did_you_mean(prompt.agent or "", self.by_name)
+            raise ConfigError(f"prompt '{prompt.prompt_id}': agent {prompt.agent!r} is not one of the run's{hint}")
+        return self.by_name[prompt.agent]
+
+    async def prepare_tools(self) -> None:
+        """Get the tools of all agents ready for a run."""
+        for agent in self.all:
+            await agent.toolbox.prepare()
+
+    async def close_tools(self) -> None:
+        """Release what they hold open for all trajectories."""
+        for agent in self.all:
+            await agent.toolbox.close()
+
+    def check(self, prompts: Sequence[Prompt], reward: Reward | None) -> None:
+        """Check that prompts fit: the tools and interactions of their agents, and the fields that the reward reads.
+
+        Raises:
+            ConfigError: all that is wrong, each with its prompt.
+        """
+        problems: list[Problem] = []
+        seen: set[str] = set()
+        with_system: dict[str, list[str]] = {}
+        """The prompts that have a system message of their own, by agent."""
+        for index, prompt in enumerate(prompts):
+            group_id = prompt.prompt_id or str(index)
+            if group_id in seen:
+                problems.append(Problem(f"prompt id '{group_id}' is used twice; it names the group"))
+            seen.add(group_id)
+            try:
+                named = prompt if prompt.prompt_id else prompt.model_copy(update={"prompt_id": group_id})
+                agent = self.of_prompt(named)
+                if prompt.messages[0].get("role") == "system":
+                    with_system.setdefault(agent.graph.agent, []).append(group_id)
+                agent.toolbox.check(prompt.extra.get("tools_kwargs") or {})
+                for spec in agent.interactions:
+                    build_interaction(spec, prompt.extra.get("interaction_kwargs"))
+            except ConfigError as error:
+                problems += error.problems
+            except ToolError as error:
+                problems.append(Problem(f"prompt '{group_id}': {error}"))
+        if reward is not None:
+            problems += reward.check(prompts)
+        if problems:
+            raise ConfigError(problems)
+        self._warn_of_system_messages(with_system)
+
+    def _warn_of_system_messages(self, with_system: Mapping[str, Sequence[str]]) -> None:
+        """Say once of each agent that prompts replace its system messages."""
+        for graph in [agent.graph for agent in self.by_name.values()]:
+            group_ids = with_system.get(graph.agent, ())
+            contexts = [name for name, context in graph.contexts.items() if context.system is not None]
+            if group_ids and contexts and graph.agent not in self._replaced:
+                self._replaced.add(graph.agent)
+                logger.warning(
+                    "%d prompts (the first is '%s') have a system message of their own; it replaces that of agent '%s' "
+                    "(in %s)", len(group_ids), group_ids[0], graph.agent, ", ".join(contexts),
+                )  # fmt: skip
