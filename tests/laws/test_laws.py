@@ -86,31 +86,39 @@ def fails_only_as_drawn(run: Simulation) -> None:
             assert reason in FAILURES, trajectory.detail
 
 
-@given(drawn(agents()))
-def test_runs_keep_the_laws(case: tuple[AgentGraph, Plan]) -> None:
+WORKERS = st.integers(1, 3)
+
+
+def shared(plan: Plan, workers: int) -> Plan:
+    """The plan with its run shared among so many workers; with 1, the run's own process does all."""
+    return plan.model_copy(update={"schedule": plan.schedule.model_copy(update={"workers": workers})})
+
+
+@given(drawn(agents()), WORKERS)
+def test_runs_keep_the_laws(case: tuple[AgentGraph, Plan], workers: int) -> None:
     graph, plan = case
     assert verify(graph) == []
-    everything(simulate(graph, plan))
+    everything(simulate(graph, shared(plan, workers)))
 
 
-@given(said(failures=True))
-def test_runs_with_real_tools_keep_the_laws(case: tuple[AgentGraph, Plan]) -> None:
+@given(said(failures=True), WORKERS)
+def test_runs_with_real_tools_keep_the_laws(case: tuple[AgentGraph, Plan], workers: int) -> None:
     graph, plan = case
-    run = everything(simulate(graph, plan, real_tools=True))
+    run = everything(simulate(graph, shared(plan, workers), real_tools=True))
     answers_every_call(run)
 
 
-@given(drawn(graphs(max_states=6, max_limit=4, plain=True), max_prompts=1))
-def test_any_verified_graph_keeps_the_laws(case: tuple[AgentGraph, Plan]) -> None:
+@given(drawn(graphs(max_states=6, max_limit=4, plain=True), max_prompts=1), WORKERS)
+def test_any_verified_graph_keeps_the_laws(case: tuple[AgentGraph, Plan], workers: int) -> None:
     """Graphs of any shape: every handler, routed limits, failing engines."""
-    everything(simulate(*case))
+    everything(simulate(case[0], shared(case[1], workers)))
 
 
-@given(said(failures=False, faults=False, compared=True))
-def test_results_do_not_depend_on_the_schedule(case: tuple[AgentGraph, Plan]) -> None:
-    """Law 6: other delays, other batches, other admission: the same trajectories, asked for with the same seeds."""
+@given(said(failures=False, faults=False, compared=True), WORKERS)
+def test_results_do_not_depend_on_the_schedule(case: tuple[AgentGraph, Plan], workers: int) -> None:
+    """Law 6: other delays, batches, admission and workers: the same trajectories, asked for with the same seeds."""
     graph, plan = without_clocks(case[0]), case[1]
-    one, other = (simulate(graph, each, real_tools=True) for each in (plan, plan.rescheduled()))
+    one, other = (simulate(graph, each, real_tools=True) for each in (plan, shared(plan.rescheduled(), workers)))
     laws.same_results(one, other, "another schedule")
     assert seeds(one) == seeds(other)
     assert len(set(seeds(one).values())) == len(seeds(one)), "two generations share their randomness"
@@ -299,35 +307,7 @@ def test_the_simplest_plan_is_the_simplest_run() -> None:
     assert list(trajectory.assistant_texts()) == ["4"]
 
 
-def shared(plan: Plan, workers: int) -> Plan:
-    return plan.model_copy(update={"schedule": plan.schedule.model_copy(update={"workers": workers})})
-
-
-@given(drawn(agents()), st.integers(2, 3))
-def test_runs_with_several_workers_keep_the_laws(case: tuple[AgentGraph, Plan], workers: int) -> None:
-    everything(simulate(case[0], shared(case[1], workers)))
-
-
-@given(said(failures=True), st.integers(2, 3))
-def test_runs_with_several_workers_and_real_tools_keep_the_laws(case: tuple[AgentGraph, Plan], workers: int) -> None:
-    answers_every_call(everything(simulate(case[0], shared(case[1], workers), real_tools=True)))
-
-
-@given(drawn(graphs(max_states=6, max_limit=4, plain=True), max_prompts=1), st.integers(2, 3))
-def test_any_verified_graph_keeps_the_laws_with_several_workers(case: tuple[AgentGraph, Plan], workers: int) -> None:
-    everything(simulate(case[0], shared(case[1], workers)))
-
-
-@given(said(failures=False, faults=False), st.integers(2, 3))
-def test_results_do_not_depend_on_the_number_of_workers(case: tuple[AgentGraph, Plan], workers: int) -> None:
-    """Law 6: the same trajectories, asked for with the same seeds."""
-    graph, plan = without_clocks(case[0]), case[1]
-    alone, several = (simulate(graph, each, real_tools=True) for each in (plan, shared(plan, workers)))
-    laws.same_results(alone, several, "several workers")
-    assert seeds(alone) == seeds(several)
-
-
-@given(said(failures=False, faults=False), st.integers(1, 3), st.lists(st.floats(0, 20), min_size=10, max_size=10))
+@given(said(failures=False, faults=False), WORKERS, st.lists(st.floats(0, 20), min_size=10, max_size=10))
 def test_a_worker_that_is_killed_at_ten_points_loses_nothing(
     case: tuple[AgentGraph, Plan], workers: int, moments: list[float]
 ) -> None:
