@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from jinja2 import StrictUndefined
@@ -22,6 +23,8 @@ from fsm_rollout.tools import Toolbox
 from fsm_rollout.trajectory.settings import Sampling
 
 _templates = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=False, trim_blocks=True)
+_compiled = lru_cache(maxsize=1024)(_templates.from_string)
+"""A prompt of a state as a template: it takes a millisecond to compile, and agents are bound again for each run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +69,7 @@ class BoundAgent:
         self.machine = AgentMachine(graph)
         self.toolbox = Toolbox(graph)
         states = {name: graph.states[name] for name in graph.working_states}
-        self.prompts = {
-            name: _templates.from_string(spec.prompt) for name, spec in states.items() if spec.prompt is not None
-        }
+        self.prompts = {name: _compiled(spec.prompt) for name, spec in states.items() if spec.prompt is not None}
         interactions = (graph.interaction, *(spec.interaction for spec in states.values()))
         self.interactions: list[Interaction] = [spec for spec in interactions if spec is not None]
         """The interactions that its states may use."""
