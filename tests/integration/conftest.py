@@ -7,27 +7,52 @@ import socket
 import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests import programs
 
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster
 
 SHARED = ("sglang", "ray", "browser")
 """Servers that are started once per worker: their tests run on one worker together."""
+PROGRAMS = "programs"
+"""The group of the modules whose programs are forked from one process, which takes five seconds to have one."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        for name in SHARED:
-            if item.get_closest_marker(name) is not None:
-                item.add_marker(pytest.mark.xdist_group(name))
+        group = group_of(item)
+        if group is not None:
+            item.add_marker(pytest.mark.xdist_group(group))
         if asks_for_the_shared_ray(item):
             assert isinstance(item, pytest.Function)
             item.fixturenames = [*item.fixturenames, "shared_ray"]  # the list is that of all items of the function
     items.sort(key=use_of_ray)
+
+
+def group_of(item: pytest.Item) -> str | None:
+    """Return which tests run on one worker with this one: the users of a server, else those of its own module.
+
+    Other workers would make what the module shares again: a run to look at, clients and servers that take a second
+    to import.
+    """
+    if not isinstance(item, pytest.Function) or not item.module.__name__.startswith(__package__):
+        return None  # this hook sees all tests
+    if item.get_closest_marker("xdist_group") is not None:
+        return None  # it has said so itself
+    module = item.module
+    servers = (name for name in SHARED if item.get_closest_marker(name) is not None)
+    return next(servers, PROGRAMS if uses_programs(module) else module.__name__)
+
+
+def uses_programs(module: ModuleType) -> bool:
+    """Whether a module of tests imports what forks programs."""
+    return any(getattr(value, "__module__", None) == programs.__name__ for value in vars(module).values())
 
 
 def use_of_ray(item: pytest.Item) -> int:

@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 from typer.testing import CliRunner
 
@@ -50,6 +48,9 @@ def serving(place: Path, *overrides: str, ends_by: signal.Signals = signal.SIGTE
 
 
 def test_both_protocols_clients_talk_to_it_and_what_was_said_is_kept(tmp_path: Path) -> None:
+    import anthropic  # half a second, which only the worker that runs this needs to spend
+    import openai
+
     chat: list[Any] = [{"role": "user", "content": "What is (20 + 22) * 2?"}]
     follow: Any = {"role": "user", "content": "What is that plus 3?"}
     question: Any = {"model": "tool_user", "max_tokens": 200, "messages": [dict(chat[0])]}
