@@ -26,9 +26,8 @@ import itertools
 import logging
 import math
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakMethod, WeakSet
 
@@ -42,7 +41,6 @@ from fsm_rollout.environment.rewards import GroupFilter, Reward
 from fsm_rollout.errors import (
     ConfigError,
     GlueMismatchError,
-    RunStopped,
     TargetNotReached,
     check_at_least,
     single,
@@ -53,8 +51,9 @@ from fsm_rollout.scheduler.prompt_queue import PromptQueue
 from fsm_rollout.scheduler.recorder import Listener, Recorder
 from fsm_rollout.scheduler.resume import History, resumed_groups
 from fsm_rollout.scheduler.run_agents import RunAgents
+from fsm_rollout.scheduler.run_state import RunState
 from fsm_rollout.scheduler.staleness import Staleness
-from fsm_rollout.scheduler.stalls import StallWatch, waits_of
+from fsm_rollout.scheduler.stalls import waits_of
 from fsm_rollout.scheduler.trajectory_runner import run_trajectory
 from fsm_rollout.scheduler.trajectory_starter import TrajectoryStarter
 from fsm_rollout.states.active_trajectory import (
@@ -90,54 +89,6 @@ class Workers(Protocol):
 
     def sampling_since(self) -> dict[tuple[str, str], int]:
         """Return what :meth:`EngineClient.sampling_since` does, of requests made elsewhere."""
-
-
-@dataclass(slots=True, eq=False)
-class _Run:
-    """One call of :meth:`Scheduler.run`: what was asked for, and how far it is."""
-
-    prompts: Iterator[Prompt]
-    n: int
-    target: int | None
-    max_groups: float
-    """At most so many groups are open, done or delivered (dropped ones do not count); ``math.inf`` without a target."""
-    max_filtered: float
-    """At most so many groups may be turned down by the filter; ``math.inf`` without a target."""
-    deliver_at_end: bool
-    slots: asyncio.Semaphore
-    carried: frozenset[str]
-    """The groups that earlier runs carried over."""
-    feeder: asyncio.Task[None] = field(init=False)
-    resumed: dict[str, Group] = field(default_factory=dict)
-    """Groups resumed in this run whose prompt has not been read yet."""
-    prompt_ids: set[str] = field(default_factory=set)
-    """The ids of the prompts that have been read, and of their groups."""
-    counted: set[str] = field(default_factory=set)
-    """The groups that were delivered and count."""
-    filtered: int = 0
-    """How many groups the filter has turned down."""
-    exhausted: bool = False
-    """Whether there are no further prompts."""
-    watch: Watch = field(default_factory=lambda: Watch(ENDS))
-    """Counts what has failed in it, and says when that is too much."""
-    stopped_by: RunStopped | None = None
-    """The error that the run is to raise, because too much has failed."""
-    stop: Stop | None = None
-    """How the run's end stops what still runs: set aside (:data:`CARRIED`), cancelled or interrupted; ``None`` before.
-
-    What :meth:`Scheduler.stop` asks for is in ``Scheduler.stopping``: the run goes on, and its groups come back."""
-    closing: bool = False
-    """Whether the caller takes no more groups: it has had the last one, or has closed the iterator."""
-    scoring: set[asyncio.Task[None]] = field(default_factory=set)
-    """The tasks that score groups."""
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when something has changed that :meth:`until` may wait for."""
-
-    async def until(self, holds: Callable[[], bool]) -> None:
-        """Wait until ``holds`` returns true; it is asked again whenever ``changed`` is set."""
-        while not holds():
-            self.changed.clear()
-            await self.changed.wait()
 
 
 class Scheduler:
@@ -212,7 +163,7 @@ class Scheduler:
         """Groups that were delivered and are not marked yet: the caller has not asked for more."""
         self._with_caller: WeakSet[Group] = WeakSet()
         """Groups that were delivered and that the caller still holds."""
-        self._run: _Run | None = None
+        self._run: RunState | None = None
         self._prompts = 0
         """How many prompts were taken so far."""
 
@@ -266,60 +217,53 @@ class Scheduler:
             TargetNotReached: the filter has turned down too many groups.
             RunStopped: too much has failed, or what must not.
         """
-        check_at_least(1, "trajectory per prompt", "n", n)
-        if target_groups is not None:
-            check_at_least(1, "group", "target_groups", target_groups)
-        check_at_least(1, "group per group of the target", "over_sample", over_sample, int | float)
-        if max_filtered is not None:
-            check_at_least(0, "groups per group of the target", "max_filtered", max_filtered, int | float)
+        # 1. The run: the groups that earlier runs carried over come first, then the resumed ones, then the prompts.
         await self._until_free()
         self._mark_delivered()
-        max_groups = math.inf if target_groups is None else math.ceil(target_groups * over_sample)
-        most_filtered = math.inf if target_groups is None or max_filtered is None else target_groups * max_filtered
-        slots, carried = asyncio.Semaphore(self.concurrency), frozenset(self.groups)
-        run = _Run(iter(prompts), n, target_groups, max_groups, most_filtered, deliver_at_end, slots, carried)
+        run = RunState(
+            iter(prompts), n, target_groups, over_sample, max_filtered, deliver_at_end,
+            asyncio.Semaphore(self.concurrency), frozenset(self.groups), Watch(self.failures),
+        )  # fmt: skip
         self._resume(run, list(resume))
         self._run, self.stopping = run, None
-        run.watch = Watch(self.failures)
+        self.starter.run_number += 1
+        # 2. Who is told what: events are on disk before the generations that build on them are asked for.
         if isinstance(run.prompts, PromptQueue):
             run.prompts.on_change = run.changed.set
-        journal, seconds = self.recorder.journal, self.failures.stall_seconds
-        self.recorder.stalls = None if seconds is None else StallWatch(seconds, self._waits)
+        journal = self.recorder.journal
         for client in self.clients.values():
-            # Events are on disk before the generations that build on them are asked for.
             client.before_dispatch = journal.persist if journal is not None else None
-        self.starter.run_number += 1
         self._start_feeding(run)
-        collection = ExitStack()
-        collection.enter_context(calm_collection(self.concurrency))
-        try:
-            while len(run.counted) != target_groups and (groups := await self._next_delivery(run)):
-                for group in groups:
-                    self._delivered.append(group.group_id)
-                    yield group
-                    if not deliver_at_end:
-                        self._mark_delivered()
-            await run.feeder
-        except ExceptionGroup as errors:  # of the feeder's tasks
-            raise single(errors) from None
-        finally:
-            run.closing = True
+        # 3. Groups, until there are enough or no more.
+        with calm_collection(self.concurrency), self.recorder.watched(self.failures.stall_seconds, self._waits):
             try:
-                await self._end(run, keep=False)
+                while len(run.counted) != target_groups and (groups := await self._next_delivery(run)):
+                    for group in groups:
+                        self._delivered.append(group.group_id)
+                        yield group
+                        if not deliver_at_end:
+                            self._mark_delivered()
+                await run.feeder
+            except ExceptionGroup as errors:  # of the feeder's tasks
+                raise single(errors) from None
             finally:
-                self._run = None
-                run.changed.set()
-                if self.recorder.stalls is not None:
-                    self.recorder.stalls.stop()
-                    self.recorder.stalls = None
-                collection.close()
-            for client in self.clients.values():
-                await client.drain()
+                await self._close_run(run)
 
-    def _start_feeding(self, run: _Run) -> None:
+    def _start_feeding(self, run: RunState) -> None:
         run.stop = None
         run.feeder = asyncio.get_running_loop().create_task(self._feed(run))
         run.feeder.add_done_callback(lambda _: run.changed.set())
+
+    async def _close_run(self, run: RunState) -> None:
+        """End a run, so that another can begin."""
+        run.closing = True
+        try:
+            await self._end(run, keep=False)
+        finally:
+            self._run = None
+            run.changed.set()
+        for client in self.clients.values():
+            await client.drain()
 
     async def _until_free(self) -> None:
         """Wait for a run that is being closed; refuse to begin beside another one."""
@@ -335,7 +279,7 @@ class Scheduler:
                 "(`aclose()`), or use another Rollout"
             )
 
-    async def _end(self, run: _Run, *, keep: bool) -> None:
+    async def _end(self, run: RunState, *, keep: bool) -> None:
         """Stop what runs and wait for it; what is open goes on in the next run (``keep``), or is given up.
 
         Where the run is being stopped already, that decides, and not ``keep``.
@@ -365,7 +309,7 @@ class Scheduler:
         if cancelled_again is not None:
             raise cancelled_again
 
-    def _stop_run(self, run: _Run, *, keep: bool) -> None:
+    def _stop_run(self, run: RunState, *, keep: bool) -> None:
         """Start nothing more, and have what runs stopped; only the first call decides how."""
         if run.stop is None:
             run.stop = CARRIED if keep else self._cut_off
@@ -394,7 +338,7 @@ class Scheduler:
                 live.stop_now(self._cut_off)
             await live.close()
 
-    def _resume(self, run: _Run, histories: list[History]) -> None:
+    def _resume(self, run: RunState, histories: list[History]) -> None:
         """Let the groups of some histories wait for their turn, behind those that were carried over.
 
         What the journal does not have yet is written into it first (a trajectory object must be in it already).
@@ -416,7 +360,7 @@ class Scheduler:
 
     # -- delivery -----------------------------------------------------------------------------------------------
 
-    async def _next_delivery(self, run: _Run) -> list[Group]:
+    async def _next_delivery(self, run: RunState) -> list[Group]:
         """Wait for the groups to deliver next, none of them too old, and return them; none when the run is over.
 
         Before the groups that complete the target are returned, the rest of the run is set aside.
@@ -446,7 +390,7 @@ class Scheduler:
                     run.changed.set()
                     return groups
 
-    def _deliverable(self, run: _Run) -> list[Group]:
+    def _deliverable(self, run: RunState) -> list[Group]:
         """Return the groups to deliver now: the next one; or, at the end, as many as the target takes, or all."""
         if not run.deliver_at_end:
             return list(itertools.islice(self._done, 1))
@@ -482,7 +426,7 @@ class Scheduler:
 
     # -- feeding ------------------------------------------------------------------------------------------------
 
-    async def _feed(self, run: _Run) -> None:
+    async def _feed(self, run: RunState) -> None:
         """Open groups in order and start their samples, ``concurrency`` at once, until the run is over."""
         async with asyncio.TaskGroup() as tasks:
             try:
@@ -492,14 +436,11 @@ class Scheduler:
                             bool(self._to_start)
                             or self._has_room(run)
                             or self._is_over(run)
-                            or run.filtered > run.max_filtered
                             or run.stopped_by is not None
                         )
                     )
                     if run.stopped_by is not None and run.stop is None:
                         raise run.stopped_by
-                    if run.filtered > run.max_filtered and run.stop is None:
-                        raise self._target_not_reached(run)
                     if self._to_start:
                         await run.slots.acquire()
                     if self._is_over(run):
@@ -523,7 +464,7 @@ class Scheduler:
                 self._stop_run(run, keep=run.target is not None and isinstance(error, Exception))
                 raise
 
-    def _has_room(self, run: _Run) -> bool:
+    def _has_room(self, run: RunState) -> bool:
         """Whether the next group may be opened."""
         if isinstance(run.prompts, PromptQueue) and not (run.prompts.ready or self._waiting):
             return False
@@ -531,21 +472,11 @@ class Scheduler:
             return not run.exhausted
         return len(self._open) + len(run.counted) + sum(group.counts for group in self._done) < run.max_groups
 
-    def _target_not_reached(self, run: _Run) -> TargetNotReached:
-        assert self.group_filter is not None
-        counted = len(run.counted) + sum(group.counts for group in self._done)
-        return TargetNotReached(
-            f"the group filter '{self.group_filter.name}' has turned down {run.filtered:,} groups, and {counted:,} of "
-            f"the {run.target:,} that were asked for are there (the last one's scores: "
-            f"{self.group_filter.last_scores}); use other prompts, lower target_groups, or raise max_filtered (how "
-            "many groups may be turned down for each of target_groups)"
-        )
-
-    def _is_over(self, run: _Run) -> bool:
+    def _is_over(self, run: RunState) -> bool:
         """Whether nothing more is to be started."""
         return run.stop is not None or (run.exhausted and not (self._open or self._done))
 
-    def _open_next(self, run: _Run) -> Group | None:
+    def _open_next(self, run: RunState) -> Group | None:
         """Return a group for the next prompt that has none yet; ``None`` when there is no such prompt.
 
         After :meth:`stop`, a run with a target takes no further prompts. A run without one still takes them all, and
@@ -577,7 +508,7 @@ class Scheduler:
 
     # -- one sample ---------------------------------------------------------------------------------------------
 
-    async def _run_sample(self, run: _Run, group: Group, sample: int) -> None:
+    async def _run_sample(self, run: RunState, group: Group, sample: int) -> None:
         """Run one sample, as many attempts as it takes; the last sample to end finishes the group."""
         try:
             while run.stop is None:
@@ -606,7 +537,7 @@ class Scheduler:
             return None
         return self.failures.pause_before_repeat(trajectory.failure, group.repeats(trajectory.sample))
 
-    async def _goes_on_after(self, run: _Run, seconds: float) -> bool:
+    async def _goes_on_after(self, run: RunState, seconds: float) -> bool:
         """Wait, and return whether the run has not been stopped by then."""
         run.changed.set()
         with suppress(TimeoutError):
@@ -623,7 +554,7 @@ class Scheduler:
                 return live
         return self.starter.begin_sample(group, sample)
 
-    async def _run_active(self, run: _Run, group: Group, live: ActiveTrajectory) -> None:
+    async def _run_active(self, run: RunState, group: Group, live: ActiveTrajectory) -> None:
         """Run a trajectory that has begun, unless everything is being stopped."""
         task = asyncio.current_task()
         assert task is not None
@@ -647,7 +578,7 @@ class Scheduler:
                 group.active.pop(trajectory_id, None)
             await self.starter.end_unread(group, live.trajectory)
 
-    async def _finish(self, run: _Run, group: Group) -> None:
+    async def _finish(self, run: RunState, group: Group) -> None:
         """Score a group whose samples are finished, unless the run is over: then it is carried, scored or not."""
         if run.stop is not None:
             return
@@ -667,6 +598,14 @@ class Scheduler:
                     if not keeps and not group.dropped:
                         group.drop_reason = DropReason.FILTERED
                     run.filtered += not keeps
+                    if run.filtered > run.most_filtered:
+                        counted = len(run.counted) + sum(group.counts for group in self._done)
+                        run.stopped_by = run.stopped_by or TargetNotReached(
+                            f"the group filter '{self.group_filter.name}' has turned down {run.filtered:,} groups, and "
+                            f"{counted:,} of the {run.target:,} that were asked for are there (the last one's scores: "
+                            f"{self.group_filter.last_scores}); use other prompts, lower target_groups, or raise "
+                            "max_filtered (how many groups may be turned down for each of target_groups)"
+                        )
         except asyncio.CancelledError:
             if run.stop is None:
                 raise

@@ -238,8 +238,8 @@ MUTANTS = (
     ),
     Mutant(
         "forget what was being trained on", "scheduler/scheduler.py",
-        "                    yield group\n",
-        "                    self._mark_delivered()\n                    yield group\n",
+        "                        yield group\n",
+        "                        self._mark_delivered()\n                        yield group\n",
         "8: after a crash, each group comes at least once",
         LOOP,
     ),

@@ -1,0 +1,82 @@
+"""One run of a scheduler: what was asked for, and how far it is.
+
+Invariant: whoever changes what others wait for sets ``changed``, so nothing is asked for again and again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import InitVar, dataclass, field
+
+from fsm_rollout.errors import RunStopped, TargetNotReached, check_at_least
+from fsm_rollout.scheduler.failure_policy import Watch
+from fsm_rollout.scheduler.group import Group
+from fsm_rollout.states.active_trajectory import Stop
+from fsm_rollout.trajectory.prompt import Prompt
+
+
+@dataclass(slots=True, eq=False)
+class RunState:
+    """One call of :meth:`fsm_rollout.scheduler.scheduler.Scheduler.run`; the first arguments are its own.
+
+    Raises:
+        ConfigError: a number is too small.
+    """
+
+    prompts: Iterator[Prompt]
+    n: int
+    target: int | None
+    over_sample: InitVar[float]
+    max_filtered: InitVar[float | None]
+    deliver_at_end: bool
+    slots: asyncio.Semaphore
+    carried: frozenset[str]
+    """The groups that earlier runs carried over."""
+    watch: Watch
+    """Counts what has failed in it, and says when that is too much."""
+    max_groups: float = math.inf
+    """At most so many groups are open, done or delivered (dropped ones do not count)."""
+    most_filtered: float = math.inf
+    """At most so many groups may be turned down by the filter."""
+    feeder: asyncio.Task[None] = field(init=False)
+    resumed: dict[str, Group] = field(default_factory=dict)
+    """Groups resumed in this run whose prompt has not been read yet."""
+    prompt_ids: set[str] = field(default_factory=set)
+    """The ids of the prompts that have been read, and of their groups."""
+    counted: set[str] = field(default_factory=set)
+    """The groups that were delivered and count."""
+    filtered: int = 0
+    """How many groups the filter has turned down."""
+    exhausted: bool = False
+    """Whether there are no further prompts."""
+    stopped_by: RunStopped | TargetNotReached | None = None
+    """The error that the run is to raise, because too much has failed or was turned down."""
+    stop: Stop | None = None
+    """How the run's end stops what still runs: set aside (:data:`CARRIED`), cancelled or interrupted; ``None`` before.
+
+    What :meth:`Scheduler.stop` asks for is in ``Scheduler.stopping``: the run goes on, and its groups come back."""
+    closing: bool = False
+    """Whether the caller takes no more groups: it has had the last one, or has closed the iterator."""
+    scoring: set[asyncio.Task[None]] = field(default_factory=set)
+    """The tasks that score groups."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when something has changed that :meth:`until` may wait for."""
+
+    def __post_init__(self, over_sample: float, max_filtered: float | None) -> None:
+        """Check the arguments."""
+        check_at_least(1, "trajectory per prompt", "n", self.n)
+        check_at_least(1, "group per group of the target", "over_sample", over_sample, int | float)
+        if max_filtered is not None:
+            check_at_least(0, "groups per group of the target", "max_filtered", max_filtered, int | float)
+        if self.target is not None:
+            check_at_least(1, "group", "target_groups", self.target)
+            self.max_groups = math.ceil(self.target * over_sample)
+            self.most_filtered = math.inf if max_filtered is None else self.target * max_filtered
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Wait until ``holds`` returns true; it is asked again whenever ``changed`` is set."""
+        while not holds():
+            self.changed.clear()
+            await self.changed.wait()
