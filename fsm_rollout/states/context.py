@@ -8,7 +8,7 @@ A visit that was interrupted begins again, and nothing is done twice (:mod:`fsm_
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -82,10 +82,7 @@ class HandlerContext(Visit):
             StreamError: there is no such context, or another generation of it is under way.
         """
         self.context(context)
-        if self._prepaid:
-            self._prepaid -= 1
-        else:
-            self.charge(LimitName.ASSISTANT_TURNS)
+        self._charge_turn()
         recorded = self._effects.take(Generated, context)
         while recorded is not None and recorded.finish_reason == FinishReason.ABORT:
             # It was aborted: the sampling below goes on from its tokens.
@@ -94,11 +91,28 @@ class HandlerContext(Visit):
             if recorded.cut_by is not None:
                 raise self.limit_reached(recorded.cut_by, context)
             return recorded
+        return await self._sample(context, sampling, self._generations.values())
+
+    def _charge_turn(self) -> None:
+        """Charge for a generation, unless entering the state has paid for it."""
+        if self._prepaid:
+            self._prepaid -= 1
+        else:
+            self.charge(LimitName.ASSISTANT_TURNS)
+
+    async def _sample(
+        self,
+        context: str,
+        sampling: Sampling | None,
+        earlier: Iterable[Generation],
+        on_tokens: OnTokens | None = None,
+    ) -> Generated:
+        """Sample a turn that is paid for; ``earlier``: the generations that are recorded before it."""
         if context in self._generations:
             raise StreamError(f"two generations at once in context '{context}'; give each a context of its own")
-        generation = self._generations[context] = Generation(self, context, self._generations.values())
+        generation = self._generations[context] = Generation(self, context, earlier)
         try:
-            return await generation.sample(sampling)
+            return await generation.sample(sampling, on_tokens)
         finally:
             generation.recorded.set()
             del self._generations[context]
@@ -124,18 +138,8 @@ class HandlerContext(Visit):
         For foreign agents, whose calls have no other order than time. ``paid``: it continues a turn that was charged.
         """
         if not paid:
-            if self._prepaid:
-                self._prepaid -= 1
-            else:
-                self.charge(LimitName.ASSISTANT_TURNS)
-        if context in self._generations:
-            raise StreamError(f"two generations at once in context '{context}'; give each a context of its own")
-        generation = self._generations[context] = Generation(self, context, ())
-        try:
-            return await generation.sample(sampling, on_tokens)
-        finally:
-            generation.recorded.set()
-            del self._generations[context]
+            self._charge_turn()
+        return await self._sample(context, sampling, (), on_tokens)
 
     # -- tools, interactions, scores ----------------------------------------------------------------------------
 
