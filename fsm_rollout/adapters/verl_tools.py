@@ -17,8 +17,8 @@ from fsm_rollout.agent.graph import AgentGraph, Tool
 from fsm_rollout.agent.loader import load_agent
 from fsm_rollout.errors import BadArguments, ConfigError, Problem, ToolError
 from fsm_rollout.tools import ToolResult
+from fsm_rollout.tools.bound_tools import BoundTool, MakeContext, Session
 from fsm_rollout.tools.schema import Arguments
-from fsm_rollout.tools.toolbox import BoundTool, MakeContext, ToolSession
 
 USE = "fsm_rollout.adapters.verl_tools:VerlTool"
 
@@ -70,7 +70,7 @@ class VerlTool(BoundTool):
             raise BadArguments(f"missing: {', '.join(missing)}")
         return dict(arguments)
 
-    async def call(self, session: ToolSession, arguments: Arguments, context: MakeContext) -> object:
+    async def call(self, session: Session, arguments: Arguments, context: MakeContext) -> object:
         """Create, execute, release."""
         kwargs: Any = session.hidden.get(self.name, {}).get("create_kwargs", {})
         instance, _ = await self.tool.create(create_kwargs=dict(kwargs))

@@ -18,9 +18,9 @@ from weakref import WeakKeyDictionary
 
 from fsm_rollout.agent import graph
 from fsm_rollout.errors import ConfigError, ToolError
+from fsm_rollout.tools.bound_tools import BoundTool, MakeContext, NotReady, Session
 from fsm_rollout.tools.bounded_call import invoke
 from fsm_rollout.tools.schema import Arguments, parameters_of
-from fsm_rollout.tools.toolbox import BoundTool, MakeContext, NotReady, ToolSession
 from fsm_rollout.trajectory.events import Message
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -217,7 +217,7 @@ class TasksetTools:
             raise ToolError(f"{self.where}: taskset '{self.source.name}' has no tools")
         return tools
 
-    async def toolsets(self, session: ToolSession, *, shared: bool) -> list[Any]:
+    async def toolsets(self, session: Session, *, shared: bool) -> list[Any]:
         """Return the toolsets of a trajectory, or those that all share; they are made once for all calls."""
         loop = asyncio.get_running_loop()
         making = self._shared.get(loop) if shared else session.instances.get(self)
@@ -278,7 +278,7 @@ class ToolsetTool(BoundTool):
         if tools_kwargs:
             raise ToolError(f"{self.where}: a taskset's tool takes no tools_kwargs; got {', '.join(tools_kwargs)}")
 
-    async def call(self, session: ToolSession, arguments: Arguments, context: MakeContext) -> object:
+    async def call(self, session: Session, arguments: Arguments, context: MakeContext) -> object:
         """Call the trajectory's own toolset, or the one that all share."""
         shared, place, number = self._place
         toolsets = await self.server.toolsets(session, shared=shared)

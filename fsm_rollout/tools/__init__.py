@@ -5,9 +5,10 @@
 
 from fsm_rollout.errors import BadArguments
 from fsm_rollout.tools.base import AgentAnswer, AgentCall, CallResult, Hidden, Tool, ToolContext, ToolResult
+from fsm_rollout.tools.bound_tools import RunAgent, tool_schema_of
 from fsm_rollout.tools.schema import tool_schema, validate_arguments
 from fsm_rollout.tools.tool_messages import truncate
-from fsm_rollout.tools.toolbox import RunAgent, Toolbox, ToolSession, tool_schema_of
+from fsm_rollout.tools.toolbox import Toolbox, ToolSession
 
 __all__ = [
     "AgentAnswer",

@@ -22,10 +22,10 @@ from fsm_rollout.concurrency.threads import DaemonThreads
 from fsm_rollout.errors import BadArguments, ToolError, did_you_mean, single
 from fsm_rollout.tools import tool_messages
 from fsm_rollout.tools.base import fresh
+from fsm_rollout.tools.bound_tools import BoundTool, MakeContext, NotReady, ReportedFailure, Session
 from fsm_rollout.tools.bounded_call import ToolDied
 from fsm_rollout.tools.commands import from_environment, search_path, words_of
 from fsm_rollout.tools.schema import Arguments, Schema, tidy
-from fsm_rollout.tools.toolbox import BoundTool, MakeContext, NotReady, ReportedFailure, ToolSession
 
 try:
     import httpx2
@@ -104,7 +104,7 @@ class MCPServer:
         finally:
             await connection.close()
 
-    def connection(self, session: ToolSession) -> _Connection:
+    def connection(self, session: Session) -> _Connection:
         """Return a trajectory's connection, or the shared one; a new one where there is none that works."""
         loop = asyncio.get_running_loop()
         shared = self.mcp.session == "shared"
@@ -281,7 +281,7 @@ class MCPTool(BoundTool):
             and not schema.get("patternProperties")
         )
 
-    async def call(self, session: ToolSession, arguments: Arguments, context: MakeContext) -> object:
+    async def call(self, session: Session, arguments: Arguments, context: MakeContext) -> object:
         """Have the server carry it out, and return the text of its answer."""
         try:
             result = await self.server.connection(session).call(self.name, arguments)

@@ -12,7 +12,7 @@ from fsm_rollout.agent.handlers import TEMPLATE_FACTS, load_object
 from fsm_rollout.agent.limits import COUNTED_LIMITS
 from fsm_rollout.agent.rules.structure import Finding, Structure
 from fsm_rollout.errors import ConfigError, ToolError, did_you_mean
-from fsm_rollout.tools.toolbox import check_tool
+from fsm_rollout.tools.bound_tools import check_tool
 from fsm_rollout.trajectory.config_errors import ConfigPath
 from fsm_rollout.trajectory.enums import LimitName
 

@@ -45,7 +45,7 @@ from fsm_rollout.testing.simulation.stand_ins import (
 from fsm_rollout.testing.simulation.virtual_time import VirtualTimeLoop, run_virtual
 from fsm_rollout.testing.simulation.visits import HandlerVisit, watch_visits
 from fsm_rollout.testing.simulation.workers import PairedWorkers, close_workers
-from fsm_rollout.tools.toolbox import AgentTool
+from fsm_rollout.tools.bound_tools import AgentTool
 from fsm_rollout.trajectory.events import AnyEvent
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.prompt import Prompt

@@ -29,7 +29,7 @@ from fsm_rollout.states.external.conversations import Conversations
 from fsm_rollout.states.external.handler import External
 from fsm_rollout.testing.simulation.plan import ReplyFate, ToolFate
 from fsm_rollout.tools.base import ToolResult
-from fsm_rollout.tools.toolbox import BoundTool, MakeContext, ToolSession
+from fsm_rollout.tools.bound_tools import BoundTool, MakeContext, Session
 from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class SimulatedTool(BoundTool):
     def check(self, tools_kwargs: Mapping[str, object]) -> None:
         """Accept whatever a prompt gives, or nothing: none of the tool's code runs."""
 
-    async def call(self, session: ToolSession, arguments: dict[str, object], context: MakeContext) -> object:
+    async def call(self, session: Session, arguments: dict[str, object], context: MakeContext) -> object:
         """Do what the plan says."""
         fate = self.fates[0] if len(self.fates) == 1 else context("fate").rng.choice(self.fates)
         await fate.meet()

@@ -15,7 +15,7 @@ from fsm_rollout.agent.graph import AgentGraph, Tool
 from fsm_rollout.agent.loader import dump, load_agent, loads
 from fsm_rollout.agent.verify import verify
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.tools.toolbox import tool_schema_of
+from fsm_rollout.tools.bound_tools import tool_schema_of
 from fsm_rollout.trajectory.named_objects import path_of
 from tests.embedded import tokenizer
 from tests.kit import ROOT

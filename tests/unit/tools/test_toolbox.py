@@ -28,7 +28,7 @@ from fsm_rollout.tools import (
     ToolResult,
     ToolSession,
 )
-from fsm_rollout.tools.toolbox import FunctionTool
+from fsm_rollout.tools.bound_tools import FunctionTool
 from fsm_rollout.trajectory.events import MalformedCall, ToolCall
 
 # The tools, by what they do. They are loaded by name, as any user's tools are.
