@@ -25,9 +25,9 @@ from fsm_rollout.agent.loader import dump, load_agent
 from fsm_rollout.agent.proof import prove
 from fsm_rollout.agent.verify import verify
 from fsm_rollout.concurrency.loop_thread import LoopThread, close_at_exit
+from fsm_rollout.engines.build import EngineLike, as_engine_or_spec, build_engine
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Engine
-from fsm_rollout.engines.specs import EngineLike, as_engine_or_spec, build_engine
 from fsm_rollout.environment.rewards import GroupFilter, Reward, RewardLike
 from fsm_rollout.errors import ConfigError, EngineError, Problem, check_at_least, did_you_mean
 from fsm_rollout.scheduler.failure_policy import Failures, failures_of

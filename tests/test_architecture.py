@@ -31,6 +31,7 @@ ORDER = (
         "engines.chunk_stream",
         "engines.wire",
         "engines.specs",
+        "engines.build",
         "engines.router",
         "engines.scripted.script",
     ),

@@ -1,18 +1,16 @@
-"""Engines from data: the ``engine`` and ``engines`` of a run YAML.
+"""What the keys of an engine may be: the ``engine`` and ``engines`` of a run YAML.
 
 Invariant: a spec is checked in full, all problems at once, before any model is loaded; unknown keys are errors. A key
-that is null is one that is not there (so an override can take a key of a file out). An engine's class is imported by
-its name when it is built, so this module knows none of them; ``kind: module:Class`` names one of the user's own.
+that is null is one that is not there (so an override can take a key of a file out). ``kind: module:Class`` names an
+engine of the user's own.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -29,12 +27,11 @@ from pydantic import (
 )
 
 from fsm_rollout.agent.graph import POLICY
-from fsm_rollout.agent.handlers import load_object, look_in, looked_in
+from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.agent.yaml.source import MAX_VALUES, SourceMap, read_text, read_yaml
-from fsm_rollout.engines.protocol import Engine
 from fsm_rollout.engines.router import LeastLoadedRouter, Router, StickyRouter
 from fsm_rollout.engines.scripted.script import Script, Turn
-from fsm_rollout.errors import ConfigError, EngineError, Problem, RolloutError, did_you_mean
+from fsm_rollout.errors import ConfigError, EngineError, Problem, did_you_mean
 from fsm_rollout.model.folders import load_tokenizer, model_folder
 from fsm_rollout.trajectory.config_errors import ConfigPath, explanations
 from fsm_rollout.trajectory.settings import ImportPath, StrictModel
@@ -364,69 +361,12 @@ def _signature_model(engine_class: Callable[..., object]) -> type[BaseModel]:
     return create_model("Signature", __config__=config, **fields)
 
 
-EngineLike = Engine | Mapping[str, Any] | str | Path
-"""An engine; its spec, as in a run YAML; or the name or folder of a model, for an engine of kind ``transformers``."""
-
-
-def as_engine_or_spec(given: EngineLike, base: Path) -> Engine | Mapping[str, Any]:
-    """Return an engine as it is, and everything else as a spec; a model's folder is relative to ``base``.
-
-    Raises:
-        ConfigError: it is neither an engine nor says which one is meant.
-    """
-    example = 'give an engine, its spec ({"kind": "transformers", "model": …}), or a model'
-    if isinstance(given, Mapping):
-        return given
-    if isinstance(given, str | Path):
-        if str(given) in KINDS:
-            raise ConfigError(f'\'{given}\' is a kind of engine; give it with its keys: {{"kind": "{given}", …}}')
-        try:
-            model_folder(given, base)
-        except EngineError as error:
-            raise ConfigError(f"{error}; {example}") from error
-        return {"kind": "transformers", "model": str(given)}
-    if isinstance(given, type):
-        raise ConfigError(
-            f"got the class {given.__name__}; make an engine of it, or name it: "
-            f'{{"kind": "{given.__module__}:{given.__qualname__}", …}}'
-        )
-    if missing := lacking(given):
-        raise ConfigError(
-            f"got a {type(given).__name__}, which is no engine (it lacks {', '.join(missing)}); {example}"
-        )
-    return given
-
-
-def lacking(engine: object) -> list[str]:
-    """Return what of the engine protocol an object does not have."""
-    return [name for name in vars(Engine) if not name.startswith("_") and not hasattr(engine, name)]
-
-
-def build_engine(spec: Mapping[str, object], base: Path) -> Engine:
-    """Build the engine that ``spec`` (a mapping with ``kind``) describes; its files are relative to ``base``.
-
-    Raises:
-        ConfigError: the spec, its router, or a script file that it names, is wrong; holds every problem.
-        EngineError: the engine cannot start, say for want of its model.
-    """
-    if found := faults(spec, base):
-        raise ConfigError([Problem(message) for _, message in found])
-    spec = _without_nulls(spec)
-    checked = spec_class(str(spec["kind"])).model_validate(spec)
-    if checked.stands_alone:
-        return _build(checked, base)
-    engine_keys = {key: value for key, value in spec.items() if key == "kind" or key not in EngineSpec.model_fields}
-    build = partial(_build_replica, engine_keys, base.absolute(), looked_in())
-    pool: Engine = resolve_name("fsm_rollout.engines.pool:build_pool")(checked, build_router(checked.router), build)
-    return pool
-
-
 def faults(spec: Mapping[str, object], base: Path | None = None) -> list[tuple[ConfigPath, str]]:
     """Return what is wrong with a spec, as far as can be said without building the engine: where in it, and what.
 
     With ``base`` the folders of models that this machine is to load are looked for, too.
     """
-    spec = _without_nulls(spec)
+    spec = without_nulls(spec)
     kind = str(spec.get("kind", ""))
     if not kind:
         return [((), f"an engine needs 'kind'; known: {', '.join(KINDS)}, or 'module:Class'")]
@@ -449,45 +389,13 @@ def faults(spec: Mapping[str, object], base: Path | None = None) -> list[tuple[C
     return found
 
 
-def _without_nulls(spec: Mapping[str, object]) -> dict[str, object]:
+def without_nulls(spec: Mapping[str, object]) -> dict[str, object]:
     """Return what a spec sets; the keys of its own parts count, those of ``args`` and ``turns`` are the engine's."""
     return {
-        key: _without_nulls(value) if key in ("pool", "ray") and isinstance(value, Mapping) else value
+        key: without_nulls(value) if key in ("pool", "ray") and isinstance(value, Mapping) else value
         for key, value in spec.items()
         if value is not None
     }
-
-
-def _build(spec: EngineSpec, base: Path) -> Engine:
-    """Build one engine.
-
-    Raises:
-        EngineError: it cannot be built, or what was built is no engine.
-    """
-    # Modules of this package that lack a library say so themselves.
-    make: Callable[..., Engine] = resolve_name(spec.engine_class)
-    arguments = spec.engine_arguments(base)
-    if not isinstance(spec, OwnSpec):
-        return make(**arguments)
-    try:
-        engine = make(**arguments)
-    except RolloutError:
-        raise
-    except Exception as error:  # it is the user's code
-        raise EngineError(f"engine '{spec.kind}' cannot be built: {type(error).__name__}: {error}") from error
-    if missing := lacking(engine):
-        lacks = ", ".join(missing)
-        raise EngineError(f"engine '{spec.kind}' is no engine, it lacks {lacks}; see fsm_rollout.engines.protocol")
-    return engine
-
-
-def _build_replica(spec: Mapping[str, object], base: Path, folders: Sequence[str], name: str) -> Engine:
-    """Build the engine of one replica of a pool, maybe in another process: a user's code is found in ``folders``."""
-    for folder in folders:
-        look_in(folder)
-    if isinstance(urls := spec.get("urls"), Sequence):  # one for each replica
-        spec = {**spec, "urls": [urls[int(name.rpartition("-")[2])]]}
-    return _build(spec_class(str(spec["kind"])).model_validate(spec), base)
 
 
 def build_router(router: str) -> Router:

@@ -18,11 +18,12 @@ import ray
 import torch
 from ray.cluster_utils import Cluster
 
+from fsm_rollout.engines.build import build_engine
 from fsm_rollout.engines.client import EngineClient
-from fsm_rollout.engines.pool import PoolEngine, PoolTimes
+from fsm_rollout.engines.pool import PoolEngine
 from fsm_rollout.engines.protocol import Engine, Request, SamplingParams
 from fsm_rollout.engines.ray import RayOptions, RayPlacement
-from fsm_rollout.engines.specs import build_engine
+from fsm_rollout.engines.replica import PoolTimes
 from fsm_rollout.engines.transformers.checkpoints import load_checkpoint
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.model.folders import model_folder

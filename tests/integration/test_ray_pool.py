@@ -21,13 +21,14 @@ import ray
 from fsm_rollout.agent.handlers import look_in
 from fsm_rollout.concurrency import ray_session
 from fsm_rollout.concurrency.ray_session import answer_to
+from fsm_rollout.engines.build import build_engine
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pending import PendingRequest
-from fsm_rollout.engines.pool import PoolEngine, PoolTimes
+from fsm_rollout.engines.pool import PoolEngine
 from fsm_rollout.engines.protocol import Engine
 from fsm_rollout.engines.ray import RayOptions, RayPlacement, fitting
+from fsm_rollout.engines.replica import PoolTimes
 from fsm_rollout.engines.router import LeastLoadedRouter
-from fsm_rollout.engines.specs import build_engine
 from fsm_rollout.errors import ConfigError, EngineError
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.scheduler import worker_placement

@@ -25,16 +25,17 @@ import pytest
 import torch
 
 import fsm_rollout as fr
+from fsm_rollout.engines.build import build_engine
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.openai.engine import OpenAIEngine
-from fsm_rollout.engines.pool import LocalPlacement, PoolEngine
+from fsm_rollout.engines.pool import PoolEngine
 from fsm_rollout.engines.protocol import Chunk, Load
+from fsm_rollout.engines.replica import LocalPlacement
 from fsm_rollout.engines.sglang import process as sglang_process
 from fsm_rollout.engines.sglang import server as sglang_server
 from fsm_rollout.engines.sglang.engine import SGLangEngine
 from fsm_rollout.engines.sglang.http import SGLangHTTPEngine
 from fsm_rollout.engines.sglang.process import ServerProcess
-from fsm_rollout.engines.specs import build_engine
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model import embedded_model

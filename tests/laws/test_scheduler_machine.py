@@ -21,8 +21,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.engines.chunk_stream import ChunkStream
 from fsm_rollout.engines.client import EngineClient
-from fsm_rollout.engines.pool import PoolEngine, PoolTimes
+from fsm_rollout.engines.pool import PoolEngine
 from fsm_rollout.engines.protocol import Chunk, Request
+from fsm_rollout.engines.replica import PoolTimes
 from fsm_rollout.engines.scripted.engine import Logged, ScriptedEngine
 from fsm_rollout.engines.scripted.script import Script, Turn
 from fsm_rollout.errors import ConfigError

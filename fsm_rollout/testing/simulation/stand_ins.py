@@ -19,8 +19,8 @@ from pydantic import TypeAdapter
 from fsm_rollout.agent.graph import POLICY, AgentGraph, Interaction
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.engines.client import EngineClient
-from fsm_rollout.engines.pool import LocalPlacement
 from fsm_rollout.engines.protocol import Chunk, Engine, ReplicaLost, Request
+from fsm_rollout.engines.replica import LocalPlacement
 from fsm_rollout.engines.scripted.engine import Logged, ScriptedEngine
 from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.states.context import HandlerContext

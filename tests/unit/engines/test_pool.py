@@ -13,8 +13,9 @@ import torch
 
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pending import PendingRequest
-from fsm_rollout.engines.pool import LocalPlacement, PoolEngine, PoolTimes
+from fsm_rollout.engines.pool import PoolEngine
 from fsm_rollout.engines.protocol import Chunk, Engine, ReplicaLost, Request, SamplingParams
+from fsm_rollout.engines.replica import LocalPlacement, PoolTimes
 from fsm_rollout.engines.router import LeastLoadedRouter, ReplicaView
 from fsm_rollout.engines.scripted.engine import Logged, Script, ScriptedEngine, Turn, scripted_logprob
 from fsm_rollout.engines.transformers.engine import TransformersEngine

@@ -12,8 +12,9 @@ import torch
 
 from fsm_rollout.engines import pool as pool_module
 from fsm_rollout.engines.client import EngineClient
-from fsm_rollout.engines.pool import LocalPlacement, PoolEngine
+from fsm_rollout.engines.pool import PoolEngine
 from fsm_rollout.engines.protocol import Engine, Request
+from fsm_rollout.engines.replica import LocalPlacement
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.errors import EngineError
 from fsm_rollout.testing import run_virtual

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, Field, field_validator
 
-from fsm_rollout.engines import specs
+from fsm_rollout.engines import build
+from fsm_rollout.engines.build import build_engine
 from fsm_rollout.engines.pool import PoolEngine
 from fsm_rollout.engines.protocol import Request, SamplingParams
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
-from fsm_rollout.engines.specs import build_engine, faults
+from fsm_rollout.engines.specs import faults
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import ConfigError, EngineError
 from fsm_rollout.trajectory.tokens import as_ids
@@ -136,7 +137,7 @@ def test_a_model_that_is_not_there_is_found_before_anything_starts(
     spec: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(specs, "resolve_name", None)  # what would import the engine
+    monkeypatch.setattr(build, "resolve_name", None)  # what would import the engine
     with pytest.raises(ConfigError, match=f"model 'absent': there is no folder '{tmp_path}/absent'"):
         build_engine(spec, tmp_path)
     if spec.get("placement") == "ray":  # a cluster of others has folders of its own

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import fsm_rollout as fr
+from fsm_rollout.engines.build import build_engine
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.openai.engine import OpenAIEngine
 from fsm_rollout.engines.protocol import Chunk, Request, SamplingParams
-from fsm_rollout.engines.specs import build_engine
 from fsm_rollout.errors import ConfigError, EngineError
 from fsm_rollout.testing import check_engine
 from fsm_rollout.trajectory.tokens import as_ids

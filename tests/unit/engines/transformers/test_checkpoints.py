@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from fsm_rollout.engines.pool import LocalPlacement, PoolEngine
+from fsm_rollout.engines.pool import PoolEngine
 from fsm_rollout.engines.protocol import Request, SamplingParams
+from fsm_rollout.engines.replica import LocalPlacement
 from fsm_rollout.engines.router import LeastLoadedRouter
 from fsm_rollout.engines.transformers.checkpoints import load_checkpoint, read_weights
 from fsm_rollout.engines.transformers.engine import TransformersEngine
