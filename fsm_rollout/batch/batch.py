@@ -8,39 +8,29 @@ was dropped is listed with the reason.
 
 from __future__ import annotations
 
-import errno
-import json
 import math
 import os
-import shutil
-import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict
+from tensordict import TensorDict
 
 from fsm_rollout.batch.advantages import SampleScore, sample_advantages
 from fsm_rollout.batch.padding import RAGGED_OF, pack, pad, unpack, unpad
 from fsm_rollout.batch.rows import RowId, TrainingRow, rows
+from fsm_rollout.batch.storage import NON_TENSOR_KEYS, column, jagged, load_tensors, save_tensors
 from fsm_rollout.concurrency.garbage_collection import calm_collection
 from fsm_rollout.errors import BatchError
 from fsm_rollout.trajectory.trajectory import Trajectory
 
-_FIELDS = tuple(field.name for field in fields(TrainingRow))
-NON_TENSOR_KEYS = _FIELDS[_FIELDS.index("group_id") :]
-"""The columns that are no tensors: all that a row holds after its arrays."""
-
-_SCALARS = (str, int, float, bool, type(None))
-
-_FACTS = "batch.json"
-"""Beside TensorDict's own files: what is true of the batch and of no row, and how it is stored."""
 _FACT_NAMES = (
-    "packed", "pad_id", "state_names", "dropped", "omitted", "truncated", "unrowed", "sample_scores", "figures"
+    "pad_id", "state_names", "dropped", "omitted", "truncated", "unrowed", "sample_scores", "figures"
 )  # fmt: skip
+"""What is true of a batch and of no row."""
 
 Overflow = Literal["error", "omit", "truncate"]
 
@@ -65,8 +55,8 @@ class TrajectoryBatch:
     ``group_index``, ``sample``                                   int64     ``[B]``
     ============================================================  ========  ==========
 
-    and, as non-tensors, :data:`NON_TENSOR_KEYS`: one value per row. In a packed batch the two-dimensional keys are
-    jagged ``torch.nested`` tensors without any padding.
+    and, as non-tensors, :data:`~fsm_rollout.batch.storage.NON_TENSOR_KEYS`: one value per row. In a packed batch the
+    two-dimensional keys are jagged ``torch.nested`` tensors without any padding.
 
     The layout, to the index: response token ``j`` of a row is ``responses[:, j]`` and ``input_ids[:, P + j]``, and the
     model predicts it with ``logits[:, P + j - 1]``. So ``logits[:, P - 1 : -1]`` belong to ``responses``; divided by
@@ -115,12 +105,14 @@ class TrajectoryBatch:
         Raises:
             BatchError: a row does not fit, a trajectory comes twice, or a score is not a finite float32.
         """
+        # 1. Nothing twice.
         if overflow not in ("error", "omit", "truncate"):
             raise BatchError(f"overflow must be 'error', 'omit' or 'truncate', got {overflow!r}")
         trajectories = list(trajectories)
         for trajectory_id, times in Counter(trajectory.trajectory_id for trajectory in trajectories).items():
             if times > 1:
                 raise BatchError(f"trajectory {trajectory_id} was given twice; each token has one row at most")
+        # 2. The rows, and those that do not fit: cut where that is asked for.
         by_id = {trajectory.trajectory_id: trajectory for trajectory in trajectories}
         widths = {"prompt_width": prompt_width, "response_width": response_width}
         all_rows = rows(trajectories, state_names=state_names)
@@ -128,6 +120,7 @@ class TrajectoryBatch:
         too_long = {row.trajectory_id: by_id[row.trajectory_id] for row in all_rows if not _fits(row, *widths.values())}
         if overflow == "truncate" and too_long:
             cut_rows = {r.row_id: r for r in rows(too_long.values(), state_names=all_rows[0].state_names, **widths)}
+        # 3. What becomes of each row.
         kept_rows: list[TrainingRow] = []
         omitted: list[RowId] = []
         truncated: list[RowId] = []
@@ -139,6 +132,7 @@ class TrajectoryBatch:
             else:
                 kept_rows.append(cut_rows[row.row_id])
                 truncated.append(row.row_id)
+        # 4. The batch, and what it says of what is not in it.
         batch = cls.from_rows(kept_rows, pad_id=pad_id, packed=packed, **widths)
         rowed = {row.trajectory_id for row in all_rows}
         batch.unrowed = {id_: trajectory.stop_reason for id_, trajectory in by_id.items() if id_ not in rowed}
@@ -173,7 +167,7 @@ class TrajectoryBatch:
             raise BatchError("rows number their states differently; make them in one call, or give both `state_names`")
         if packed:
             values, offsets = ({key: torch.from_numpy(a) for key, a in arrays.items()} for arrays in pack(rows))
-            tensors = _jagged(values, offsets)
+            tensors = jagged(values, offsets)
         else:
             padded = pad(rows, pad_id, prompt_width, response_width)
             tensors = {key: torch.from_numpy(array) for key, array in padded.items()}
@@ -185,7 +179,7 @@ class TrajectoryBatch:
         tensors["sample"] = torch.tensor([row.sample for row in rows], dtype=torch.int64)
         tensordict = TensorDict(tensors, batch_size=[len(rows)])
         for key in NON_TENSOR_KEYS:
-            tensordict.set(key, _column([getattr(row, key) for row in rows]))
+            tensordict.set(key, column([getattr(row, key) for row in rows]))
         scores = tuple(dict.fromkeys(SampleScore(row.group_id, row.sample, row.score) for row in rows))
         return cls(tensordict, pad_id, rows[0].state_names if rows else (), sample_scores=scores)
 
@@ -356,8 +350,8 @@ class TrajectoryBatch:
         }
         tensordict = TensorDict(tensors, batch_size=[len(numbers)])
         for key in NON_TENSOR_KEYS:
-            column = self.tensordict.get(key).tolist()
-            tensordict.set(key, _column([column[i] for i in numbers.tolist()]))
+            values = self.tensordict.get(key).tolist()
+            tensordict.set(key, column([values[i] for i in numbers.tolist()]))
         return tensordict
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -368,29 +362,7 @@ class TrajectoryBatch:
         Raises:
             BatchError: something other than a saved batch stands at ``path``, or there is no room for it.
         """
-        target = Path(path)
-        if target.exists() and not (target / _FACTS).is_file() and (target.is_file() or any(target.iterdir())):
-            raise BatchError(f"{target} exists and is not a saved batch; give another path or remove it")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        try:
-            stored = _unjagged(self.tensordict) if self.packed else self.tensordict
-            _make_sure_of_room(draft, stored)
-            stored.memmap(str(draft), copy_existing=True)
-            facts = {name: getattr(self, name) for name in _FACT_NAMES}
-            (draft / _FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
-            draft.chmod(0o755)
-            if target.exists():
-                shutil.rmtree(target)
-            draft.rename(target)
-        except OSError as error:
-            shutil.rmtree(draft, ignore_errors=True)
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise BatchError(f"the batch cannot be saved as {target}: {error.strerror}") from error
-            raise
-        except BaseException:
-            shutil.rmtree(draft, ignore_errors=True)
-            raise
+        save_tensors(Path(path), self.tensordict, {name: getattr(self, name) for name in _FACT_NAMES})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TrajectoryBatch:
@@ -399,32 +371,11 @@ class TrajectoryBatch:
         Raises:
             BatchError: there is no saved batch at ``path``.
         """
-        folder = Path(path)
-        try:
-            facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise BatchError(f"{folder} is not a saved batch: {type(error).__name__}: {error}") from error
-        stored = TensorDict.load_memmap(str(folder))
-        by_row = stored.get("rows") if facts["packed"] else stored
-        tensors = {key: value for key, value in by_row.items() if key not in NON_TENSOR_KEYS}
-        if facts["packed"]:
-            tensors |= _jagged(
-                *({key: t.clone() for key, t in stored.get(part).items()} for part in ("values", "offsets"))
-            )
-        tensordict = TensorDict(tensors, batch_size=by_row.batch_size)
-        for key in NON_TENSOR_KEYS:  # TensorDict reads a column of equally long lists as more batch dimensions
-            tensordict.set(key, _column(by_row.get(key).tolist()))
-        return cls(
-            tensordict,
-            facts["pad_id"],
-            tuple(facts["state_names"]),
-            facts["dropped"],
-            tuple(RowId(*row) for row in facts["omitted"]),
-            tuple(RowId(*row) for row in facts["truncated"]),
-            facts["unrowed"],
-            tuple(SampleScore(*sample) for sample in facts["sample_scores"]),
-            facts["figures"],
-        )
+        tensordict, facts = load_tensors(Path(path))
+        facts |= {name: tuple(RowId(*row) for row in facts[name]) for name in ("omitted", "truncated")}
+        facts["state_names"] = tuple(facts["state_names"])
+        facts["sample_scores"] = tuple(SampleScore(*sample) for sample in facts["sample_scores"])
+        return cls(tensordict, **facts)
 
     def __repr__(self) -> str:
         """Say how many rows, of what shape, and what was left out."""
@@ -462,40 +413,3 @@ def _sample_scores(trajectories: Iterable[Trajectory]) -> tuple[SampleScore, ...
         if trajectory.parent_id is None or key not in scores:
             scores[key] = trajectory.score
     return tuple(SampleScore(*key, score) for key, score in scores.items())
-
-
-def _column(values: Sequence[object]) -> NonTensorStack | NonTensorData:
-    if not values:
-        return NonTensorData([], batch_size=[0])  # an empty stack cannot be loaded
-    # Values that are no scalars are wrapped here: the stack would look at each of them for long.
-    return NonTensorStack(*[value if type(value) in _SCALARS else NonTensorData(data=value) for value in values])
-
-
-def _jagged(values: Mapping[str, torch.Tensor], offsets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return each key as a nested tensor; keys of one ragged dimension share its offsets, so torch can combine them."""
-    return {key: torch.nested.nested_tensor_from_jagged(flat, offsets[RAGGED_OF[key]]) for key, flat in values.items()}
-
-
-def _make_sure_of_room(folder: Path, tensordict: TensorDict) -> None:
-    """Take as much room as the tensors will need, and give it back: a memory map on a full disk ends the process.
-
-    Raises:
-        OSError: there is not so much.
-    """
-    needed = sum(t.numel() * t.element_size() for t in tensordict.values(True, True) if isinstance(t, torch.Tensor))
-    reserve = folder / "reserve"
-    with reserve.open("wb") as file:
-        if needed:
-            os.posix_fallocate(file.fileno(), 0, needed)
-    reserve.unlink()
-
-
-def _unjagged(tensordict: TensorDict) -> TensorDict:
-    """Return a packed batch in a form that TensorDict can map to disk: rows, flat values, and offsets."""
-    return TensorDict(
-        {
-            "rows": tensordict.exclude(*RAGGED_OF),
-            "values": TensorDict({key: tensordict.get(key).values() for key in RAGGED_OF}),
-            "offsets": TensorDict({key: tensordict.get(key).offsets() for key in set(RAGGED_OF.values())}),
-        }
-    )

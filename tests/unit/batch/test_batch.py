@@ -17,9 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from fsm_rollout.batch.batch import NON_TENSOR_KEYS, TrajectoryBatch
+from fsm_rollout.batch.batch import TrajectoryBatch
 from fsm_rollout.batch.padding import RAGGED_OF
 from fsm_rollout.batch.rows import TrainingRow, rows
+from fsm_rollout.batch.storage import NON_TENSOR_KEYS
 from fsm_rollout.concurrency import garbage_collection
 from fsm_rollout.errors import BatchError
 from fsm_rollout.testing.strategies.histories import (

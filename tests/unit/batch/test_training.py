@@ -16,9 +16,10 @@ from msgspec.structs import replace
 
 import fsm_rollout as fr
 from fsm_rollout.batch.advantages import EPSILON
-from fsm_rollout.batch.batch import NON_TENSOR_KEYS, TrajectoryBatch
+from fsm_rollout.batch.batch import TrajectoryBatch
 from fsm_rollout.batch.padding import RAGGED_OF
 from fsm_rollout.batch.rows import RowId
+from fsm_rollout.batch.storage import NON_TENSOR_KEYS
 from fsm_rollout.errors import BatchError
 from fsm_rollout.testing.strategies.histories import events_of, plans
 from fsm_rollout.trajectory.events import AnyEvent, Scored

@@ -1,0 +1,112 @@
+"""A batch's tensors and columns in the forms of TensorDict, in memory and on disk.
+
+Invariant: a folder either has a whole batch or is as it was before.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+
+from fsm_rollout.batch.padding import RAGGED_OF
+from fsm_rollout.batch.rows import TrainingRow
+from fsm_rollout.errors import BatchError
+
+_FIELDS = tuple(field.name for field in fields(TrainingRow))
+NON_TENSOR_KEYS = _FIELDS[_FIELDS.index("group_id") :]
+"""The columns that are no tensors: all that a row holds after its arrays."""
+_SCALARS = (str, int, float, bool, type(None))
+_FACTS = "batch.json"
+"""Beside TensorDict's own files: what is true of the batch and of no row, and how it is stored."""
+
+
+def column(values: Sequence[object]) -> NonTensorStack | NonTensorData:
+    """Return a column of a batch that is no tensor: one value per row."""
+    if not values:
+        return NonTensorData([], batch_size=[0])  # an empty stack cannot be loaded
+    # Values that are no scalars are wrapped here: the stack would look at each of them for long.
+    return NonTensorStack(*[value if type(value) in _SCALARS else NonTensorData(data=value) for value in values])
+
+
+def jagged(values: Mapping[str, torch.Tensor], offsets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return each key as a nested tensor; keys of one ragged dimension share its offsets, so torch can combine them."""
+    return {key: torch.nested.nested_tensor_from_jagged(flat, offsets[RAGGED_OF[key]]) for key, flat in values.items()}
+
+
+def save_tensors(target: Path, tensordict: TensorDict, facts: Mapping[str, object]) -> None:
+    """Write a batch's tensors and columns, and what is true of it and of no row; see :meth:`TrajectoryBatch.save`."""
+    packed = bool(tensordict.get("responses").is_nested)
+    if target.exists() and not (target / _FACTS).is_file() and (target.is_file() or any(target.iterdir())):
+        raise BatchError(f"{target} exists and is not a saved batch; give another path or remove it")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        stored = _unjagged(tensordict) if packed else tensordict
+        _make_sure_of_room(draft, stored)
+        stored.memmap(str(draft), copy_existing=True)
+        (draft / _FACTS).write_text(json.dumps({"packed": packed, **facts}, indent=1), encoding="utf-8")
+        draft.chmod(0o755)
+        if target.exists():
+            shutil.rmtree(target)
+        draft.rename(target)
+    except OSError as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise BatchError(f"the batch cannot be saved as {target}: {error.strerror}") from error
+        raise
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def load_tensors(folder: Path) -> tuple[TensorDict, dict[str, Any]]:
+    """Read what :func:`save_tensors` wrote."""
+    try:
+        facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BatchError(f"{folder} is not a saved batch: {type(error).__name__}: {error}") from error
+    stored = TensorDict.load_memmap(str(folder))
+    by_row = stored.get("rows") if facts["packed"] else stored
+    tensors = {key: value for key, value in by_row.items() if key not in NON_TENSOR_KEYS}
+    if facts["packed"]:
+        tensors |= jagged(*({key: t.clone() for key, t in stored.get(part).items()} for part in ("values", "offsets")))
+    tensordict = TensorDict(tensors, batch_size=by_row.batch_size)
+    for key in NON_TENSOR_KEYS:  # TensorDict reads a column of equally long lists as more batch dimensions
+        tensordict.set(key, column(by_row.get(key).tolist()))
+    del facts["packed"]
+    return tensordict, facts
+
+
+def _make_sure_of_room(folder: Path, tensordict: TensorDict) -> None:
+    """Take as much room as the tensors will need, and give it back: a memory map on a full disk ends the process.
+
+    Raises:
+        OSError: there is not so much.
+    """
+    needed = sum(t.numel() * t.element_size() for t in tensordict.values(True, True) if isinstance(t, torch.Tensor))
+    reserve = folder / "reserve"
+    with reserve.open("wb") as file:
+        if needed:
+            os.posix_fallocate(file.fileno(), 0, needed)
+    reserve.unlink()
+
+
+def _unjagged(tensordict: TensorDict) -> TensorDict:
+    """Return a packed batch in a form that TensorDict can map to disk: rows, flat values, and offsets."""
+    return TensorDict(
+        {
+            "rows": tensordict.exclude(*RAGGED_OF),
+            "values": TensorDict({key: tensordict.get(key).values() for key in RAGGED_OF}),
+            "offsets": TensorDict({key: tensordict.get(key).offsets() for key in set(RAGGED_OF.values())}),
+        }
+    )
