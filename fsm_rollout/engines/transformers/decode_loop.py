@@ -9,8 +9,9 @@ one sampling path.
 A row whose request has ended stays, *idle*, for the next turn of its session, which then fills only what is new; it
 is given to another request when there are twice as many rows as requests may run. A step feeds the rows up to the last
 that runs. A few idle ones among them take part (their last token is fed again), because leaving gaps is cheaper than
-moving rows; when they are many they change places with running ones. Requests that begin alike, as the samples of a
-group do, are filled once.
+moving rows; when they are many they change places with running ones. Requests that are alike, as the samples of a
+group are, are filled once; and what most prompts begin with (instructions, tools) is held once, where
+:mod:`~fsm_rollout.engines.transformers.qwen3` decodes: it is *shared* by rows that begin so.
 
 After an update of the weights every row is filled again, so the logprobs of later tokens are those of the new weights
 over the whole prefix.
@@ -27,130 +28,20 @@ from dataclasses import dataclass, field
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 from fsm_rollout.engines.protocol import Chunk, Request
+from fsm_rollout.engines.transformers.key_value_rows import KeyValueRows, Rows
+from fsm_rollout.engines.transformers.qwen3 import Qwen3Rows, serves
 from fsm_rollout.engines.transformers.sampling import Sampler
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import Ids, Logprobs
 
-COLUMN_STEP = 128
-"""The cache grows by at least so many columns at a time."""
 GAPS = 4
 """Of so many rows that take part in a step one may be idle."""
 LIKE_LENGTH = 32
 """Requests are filled together when the longest has at most so many tokens more than the shortest."""
-
-
-class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not typed
-    """One layer's keys and values: ``[rows, heads, columns, head_dim]``; never-written places hold 0.
-
-    What a row's head holds is one block: attention on a CPU takes twice as long where heads alternate.
-    """
-
-    is_sliding = False
-
-    def __init__(self, rows: KeyValueRows) -> None:
-        super().__init__()
-        self._rows = rows
-        self.keys: torch.Tensor | None = None
-        self.values: torch.Tensor | None = None
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing: :meth:`_fit` makes the room."""
-
-    def fit(self) -> None:
-        """Have what is reserved by now, if there is anything yet."""
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = self._fit(self.keys, self.keys), self._fit(self.values, self.values)
-
-    def _fit(self, old: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-        shape = (self._rows.capacity, like.shape[1], self._rows.columns, like.shape[3])
-        if old is not None and old.shape == shape:
-            return old
-        new = like.new_zeros(shape)
-        if old is not None:
-            new[: old.shape[0], :, : old.shape[2]] = old
-        return new
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new keys and values, ``[n, heads, q, head_dim]``; return those to attend to."""
-        place = self._rows.place
-        self.keys = self._fit(self.keys, key_states)
-        self.values = self._fit(self.values, value_states)
-        if isinstance(place, Fresh):
-            filled = slice(0, key_states.shape[2])
-            self.keys[place.rows, :, filled] = key_states[place.sources]
-            self.values[place.rows, :, filled] = value_states[place.sources]
-            return key_states, value_states
-        self.keys[place.rows[:, None], :, place.positions] = key_states.transpose(1, 2)
-        self.values[place.rows[:, None], :, place.positions] = value_states.transpose(1, 2)
-        attended = slice(0, len(place.rows)) if place.first_rows else place.rows
-        return self.keys[attended, :, : place.width], self.values[attended, :, : place.width]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the key length and offset that a mask made by the model (only for fresh rows) needs."""
-        return query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Return 0: in fresh rows nothing comes before; otherwise the mask is given."""
-        return 0
-
-    def get_max_cache_shape(self) -> int:
-        """Return -1: the cache grows."""
-        return -1
-
-
-@dataclass(slots=True)
-class Fresh:
-    """The tokens of a forward pass are whole prefixes: what goes into each of ``rows``, and from which sequence."""
-
-    rows: torch.Tensor
-    sources: torch.Tensor
-
-
-@dataclass(slots=True)
-class Further:
-    """The tokens of a forward pass follow what their rows hold: at ``positions`` ``[n, q]``, within ``width``."""
-
-    rows: torch.Tensor
-    positions: torch.Tensor
-    width: int
-    first_rows: bool
-    """Whether ``rows`` are the first n, in order."""
-
-    def mask(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the attention mask ``[n, 1, q, width]``: each token sees the columns up to its own."""
-        hidden = torch.arange(self.width, device=self.positions.device) > self.positions[:, :, None]
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-        return mask.masked_fill_(hidden, torch.finfo(dtype).min)[:, None]
-
-
-class KeyValueRows(Cache):  # type: ignore[misc]  # transformers is not typed
-    """The cache of all layers. Set ``place`` before each forward pass."""
-
-    place: Fresh | Further
-
-    def __init__(self, layers: int) -> None:
-        super().__init__(layers=[_Layer(self) for _ in range(layers)])
-        self.capacity = self.columns = 0
-
-    def reserve(self, rows: int, columns: int, limit: int) -> None:
-        """Make room for ``rows`` × ``columns``, of at most ``limit`` columns, with some to spare."""
-        if rows > self.capacity:
-            self.capacity = max(rows, 2 * self.capacity)
-        if columns > self.columns:
-            self.columns = min(max(columns + COLUMN_STEP, columns * 3 // 2), max(limit, columns))
-
-    def move(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """Copy the first ``length`` columns of rows over those of others, all at once, in every layer."""
-        for layer in self.layers:
-            layer.fit()  # a row of one token has been given its place, and nothing has been filled into it
-            for held in (layer.keys, layer.values):
-                if held is not None:
-                    held[targets, :, :length] = held[sources, :, :length]
+WORTH_SHARING = 16
+"""Tokens with which most requests begin are held once for all of them if there are so many."""
 
 
 @dataclass(slots=True, eq=False)
@@ -170,8 +61,10 @@ class _Running:
     """From which tokens those were sampled, with top_p or top_k."""
     row: int = -1
     """Its row in the cache, once it has one."""
+    shared: int = 0
+    """How many of its first tokens it shares: their keys and values are not in its row."""
     cached: int = 0
-    """How many of its tokens its row holds."""
+    """How many of its tokens its row holds, those that it shares counted in."""
     idle: bool = False
     """It has ended; its row is kept for the next turn of its session."""
 
@@ -275,12 +168,13 @@ class DecodeLoop:
         """Take what the cache holds as outdated (the weights have changed); running requests will be filled again."""
         self._unfilled.extendleft(reversed(self._decoding))
         self._rows, self._idle = [], {}
+        self._cache.hold([])
         self._sampler: Sampler | None = None
 
     def release(self) -> None:
         """Forget, and give the cache's memory back."""
+        self._cache: Rows = (Qwen3Rows if serves(self.model) else KeyValueRows)(self.model)
         self.forget()
-        self._cache = KeyValueRows(self.model.config.num_hidden_layers)
 
     def step(self) -> list[Chunk]:
         """Fill what is not filled, within ``fill_tokens``; then sample one token for every filled request."""
@@ -297,12 +191,17 @@ class DecodeLoop:
     def _fill(self) -> None:
         """Take requests in their order, as many as fit; those of like length go through the model together."""
         # 1. What the budget allows, and one request in any case; each in a row, after what its session left there.
+        if self._unfilled:
+            self._share()
         fresh: list[_Running] = []
         budget = self._fill_tokens
         while self._unfilled:
             running = self._unfilled[0]
-            kept = self._idle.get(running.request.session)
-            running.cached = 0 if kept is None else _common(kept.tokens[: kept.cached], running.tokens[:-1])
+            if (kept := self._idle.get(running.request.session)) is None:
+                running.cached = running.shared = _common(self._cache.prefix, running.tokens[:-1])
+            else:
+                running.cached = _common(kept.tokens[: kept.cached], running.tokens[:-1])
+                running.shared = min(kept.shared, running.cached)
             if fresh and len(running.missing) > budget:
                 break
             budget -= len(running.missing)
@@ -314,16 +213,34 @@ class DecodeLoop:
         self._cache.reserve(
             len(self._rows), max(r.cached + LIKE_LENGTH + len(r.missing) for r in fresh), self._max_context
         )
-        # 2. One forward pass for each set of like lengths; requests without anything in their rows apart.
-        for further in (False, True):
-            filled = [r for r in fresh if r.missing and bool(r.cached) == further]
-            filled.sort(key=lambda r: len(r.missing))
+        # 2. What is alike, as the samples of a group begin, is filled in one row and copied to the others.
+        first: dict[tuple[int, tuple[int, ...]], _Running] = {}
+        alike = []
+        for running in fresh:
+            if running.cached == running.shared:
+                source = first.setdefault((running.shared, tuple(running.missing)), running)
+                if source is not running:
+                    alike.append((source, running))
+        # 3. One forward pass for each set of like lengths; requests without anything in their rows apart.
+        further = [r for r in fresh if r.cached != r.shared]
+        for filled in (sorted((r for r in some if r.missing), key=_missing) for some in (first.values(), further)):
             while filled:
                 count = sum(len(r.missing) <= len(filled[0].missing) + LIKE_LENGTH for r in filled)
                 together, filled = filled[:count], filled[count:]
-                (self._fill_further if further else self._fill_fresh)(together)
+                self._fill_together(together)
+        if alike:
+            sources, targets = zip(*((source.row, running.row) for source, running in alike), strict=True)
+            self._cache.copy(sources, targets, [len(running.missing) for _, running in alike])
         for running in fresh:
             running.cached = len(running.tokens) - 1
+
+    def _share(self) -> None:
+        """If no row shares anything, let the rows to come share the tokens with which half of the requests begin."""
+        if len(self._unfilled) > 1 and not any(running.shared for running in self._rows):
+            prompts = sorted(running.tokens[:-1] for running in self._unfilled)
+            pairs = zip(prompts, prompts[len(prompts) // 2 :], strict=False)
+            longest = max((_common(*pair), pair[0]) for pair in pairs)
+            self._cache.hold(longest[1][: longest[0]] if longest[0] >= WORTH_SHARING else [])
 
     def _give_row(self, running: _Running, kept: _Running | None) -> None:
         """Give a request its row: the one its session has kept, a new one, or (all being there) the longest idle."""
@@ -337,22 +254,12 @@ class DecodeLoop:
             running.row = kept.row
             self._rows[kept.row] = running
 
-    def _fill_fresh(self, together: list[_Running]) -> None:
-        """Fill rows that hold nothing; what is alike (the samples of a group begin so) goes through the model once."""
-        sequences: dict[tuple[int, ...], int] = {}
-        sources = [sequences.setdefault(tuple(running.missing), len(sequences)) for running in together]
-        ids = _rectangle(list(sequences))
-        rows = torch.tensor([running.row for running in together], device=self.device)
-        self._cache.place = Fresh(rows, torch.tensor(sources, device=self.device))
-        self._forward(ids, torch.arange(ids.shape[1]).expand(len(ids), -1), None)
-
-    def _fill_further(self, together: list[_Running]) -> None:
-        """Fill rows after what they hold."""
+    def _fill_together(self, together: list[_Running]) -> None:
+        """Fill rows in one forward pass, after what they hold."""
         ids = _rectangle([running.missing for running in together])
-        cached = torch.tensor([[running.cached] for running in together], device=self.device)
-        positions = cached + torch.arange(ids.shape[1], device=self.device)
-        rows = torch.tensor([running.row for running in together], device=self.device)
-        self._further(ids, Further(rows, positions, int(positions.max()) + 1, first_rows=False))
+        cached, shared = (torch.tensor([[r.cached, r.shared] for r in together])).unbind(1)
+        positions = cached[:, None] + torch.arange(ids.shape[1])
+        self._cache.fill(ids, [running.row for running in together], positions, shared)
 
     def _decode(self) -> list[Chunk]:
         """Sample a token for each row; return the last chunks of the requests that end with it."""
@@ -360,10 +267,8 @@ class DecodeLoop:
         fed = self._rows[: self._close_gaps()]
         lengths = [len(r.tokens) for r in fed]
         self._cache.reserve(len(self._rows), max(lengths), self._max_context)
-        positions = torch.tensor(lengths, device=self.device)[:, None] - 1
-        rows = torch.arange(len(fed), device=self.device)
-        ids = torch.tensor([[r.tokens[-1]] for r in fed])
-        logits = self._further(ids, Further(rows, positions, max(lengths), first_rows=True))[:, -1]
+        last = torch.tensor([(running.tokens[-1], len(running.tokens) - 1, running.shared) for running in fed])
+        logits = self._cache.step(*last.unbind(1))
         # 2. Sampling.
         if self._sampler is None or self._sampler.rows != len(fed):
             self._sampler = Sampler([r.request.sampling for r in fed], self.device)
@@ -406,28 +311,12 @@ class DecodeLoop:
         running = [r.row for r in self._rows[border:count] if not r.idle]
         sources, targets = idle + running, running + idle
         moved = [self._rows[row] for row in sources]
-        self._cache.move(sources, targets, max(len(r.tokens) for r in moved))
+        self._cache.copy(sources, targets, [len(r.tokens) for r in moved])
         for row, target in zip(moved, targets, strict=True):
             row.row = target
             self._rows[target] = row
         self._sampler = None
         return border
-
-    def _further(self, ids: torch.Tensor, place: Further) -> torch.Tensor:
-        self._cache.place = place
-        return self._forward(ids, place.positions, place.mask(self.model.dtype))
-
-    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Return the logits of the last column, ``[n, 1, V]``."""
-        logits: torch.Tensor = self.model(
-            input_ids=ids.to(self.device),
-            position_ids=positions.to(self.device),
-            attention_mask=mask,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits
-        return logits
 
     def _rest(self, ended: list[_Running]) -> None:
         """Let the rows of requests that have ended be idle."""
@@ -441,7 +330,7 @@ class DecodeLoop:
         """Remove an idle row; the last row moves into the gap."""
         last = self._rows.pop()
         if last is not idle:
-            self._cache.move([last.row], [idle.row], len(last.tokens))
+            self._cache.copy([last.row], [idle.row], [len(last.tokens)])
             last.row = idle.row
             self._rows[last.row] = last
         self._sampler = None
@@ -478,6 +367,10 @@ def _common(cached: list[int], tokens: list[int]) -> int:
         (i for i, pair in enumerate(zip(cached, tokens, strict=False)) if pair[0] != pair[1]),
         min(len(cached), len(tokens)),
     )
+
+
+def _missing(running: _Running) -> int:
+    return len(running.missing)
 
 
 def _rectangle(sequences: Sequence[Sequence[int]]) -> torch.Tensor:

@@ -1,14 +1,17 @@
 """The decode loop against plain forward passes: requests of all lengths that join, leave and are cut."""
 
 from collections import defaultdict
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsm_rollout.engines.protocol import Chunk, Request, SamplingParams
+from fsm_rollout.engines.transformers.checkpoints import replace_weights
 from fsm_rollout.engines.transformers.decode_loop import DecodeLoop
 from fsm_rollout.trajectory.tokens import as_ids
 
@@ -18,6 +21,26 @@ CLOSE = 1e-5
 def prompt(seed: int, length: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (length,), generator=generator).tolist()
+
+
+def beginning_alike(shared: int, seed: int, length: int) -> list[int]:
+    return prompt(99, shared) + prompt(seed, length)
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    """An architecture without a forward pass of its own here."""
+    torch.manual_seed(2)
+    config = LlamaConfig(
+        vocab_size=257, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2, eos_token_id=256, bos_token_id=None,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module", params=["model", "llama"])
+def any_model(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
 
 
 def loop_of(model: Any, **options: int) -> DecodeLoop:
@@ -55,7 +78,9 @@ def plain_logprobs(model: Any, before: list[int], sampled: list[int], temperatur
 
 lengths = st.integers(1, 60)
 jobs = st.lists(
-    st.tuples(st.integers(0, 12), lengths, st.integers(1, 14), st.sampled_from([0.0, 0.7, 1.0])),
+    st.tuples(
+        st.integers(0, 12), st.sampled_from([0, 18, 30]), lengths, st.integers(1, 14), st.sampled_from([0.0, 0.7, 1.0])
+    ),
     min_size=1,
     max_size=14,
 )
@@ -64,34 +89,48 @@ jobs = st.lists(
 @settings(max_examples=15)
 @given(jobs=jobs, max_running=st.integers(1, 5), fill_tokens=st.sampled_from([1, 64, 4096]))
 def test_logprobs_are_those_of_a_plain_forward_pass(
-    model: Any, jobs: list[tuple[int, int, int, float]], max_running: int, fill_tokens: int
+    any_model: Any, jobs: list[tuple[int, int, int, int, float]], max_running: int, fill_tokens: int
 ):
     arrivals: dict[int, list[Request]] = defaultdict(list)
-    for index, (step, length, max_tokens, temperature) in enumerate(jobs):
+    for index, (step, shared, length, max_tokens, temperature) in enumerate(jobs):
         sampling = SamplingParams(max_tokens, temperature=temperature, seed=index)
-        arrivals[step].append(Request(str(index), as_ids(prompt(index, length)), sampling))
-    answers = run(loop_of(model, max_running=max_running, fill_tokens=fill_tokens), arrivals)
-    for index, (_, length, max_tokens, temperature) in enumerate(jobs):
+        arrivals[step].append(Request(str(index), as_ids(beginning_alike(shared, index, length)), sampling))
+    answers = run(loop_of(any_model, max_running=max_running, fill_tokens=fill_tokens), arrivals)
+    for index, (_, shared, length, max_tokens, temperature) in enumerate(jobs):
         sampled = ids_of(answers[str(index)])
         assert len(sampled) == max_tokens
         assert answers[str(index)][-1].finish_reason == "length"
-        expected = plain_logprobs(model, prompt(index, length), sampled, temperature)
+        expected = plain_logprobs(any_model, beginning_alike(shared, index, length), sampled, temperature)
         assert logprobs_of(answers[str(index)]) == pytest.approx(expected, abs=CLOSE)
 
 
 @settings(max_examples=10)
 @given(jobs=jobs, max_running=st.integers(1, 5))
 def test_tokens_do_not_depend_on_the_rest_of_the_batch(
-    model: Any, jobs: list[tuple[int, int, int, float]], max_running: int
+    model: Any, jobs: list[tuple[int, int, int, int, float]], max_running: int
 ):
     arrivals: dict[int, list[Request]] = defaultdict(list)
-    for index, (step, length, max_tokens, temperature) in enumerate(jobs):
+    for index, (step, shared, length, max_tokens, temperature) in enumerate(jobs):
         sampling = SamplingParams(max_tokens, temperature=temperature, top_k=40, top_p=0.9, seed=index)
-        arrivals[step].append(Request(str(index), as_ids(prompt(index, length)), sampling))
+        arrivals[step].append(Request(str(index), as_ids(beginning_alike(shared, index, length)), sampling))
     together = run(loop_of(model, max_running=max_running), arrivals)
     for request in (arrived for some in arrivals.values() for arrived in some):
         alone = run(loop_of(model), {0: [request]})
         assert ids_of(alone[request.request_id]) == ids_of(together[request.request_id])
+
+
+class Adapted(torch.nn.Linear):
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return super().forward(states) + states.mean(-1, keepdim=True)
+
+
+def test_a_model_with_adapters_is_decoded_with_them(model: Any):
+    adapted = deepcopy(model)
+    for layer in adapted.model.layers:
+        layer.mlp.up_proj.__class__ = Adapted
+    (chunks,) = run(loop_of(adapted), {0: [Request("r", as_ids(prompt(1, 9)), SamplingParams(12))]}).values()
+    expected = plain_logprobs(adapted, prompt(1, 9), ids_of(chunks), 1.0)
+    assert logprobs_of(chunks) == pytest.approx(expected, abs=CLOSE)
 
 
 def test_greedy_is_the_models_own_greedy(model: Any):
@@ -152,11 +191,11 @@ def test_an_aborted_request_keeps_what_it_sampled(model: Any):
 
 
 def test_after_new_weights_logprobs_are_theirs_over_the_whole_prefix(model: Any, other_model: Any):
-    decode = loop_of(model, send_every=1)
+    decode = loop_of(deepcopy(model), send_every=1)
     decode.add([Request(str(i), as_ids(prompt(i, 5 + 9 * i)), SamplingParams(12, seed=i)) for i in range(3)], 0.0)
     decode.admit(0.0)
     first = [chunk for _ in range(4) for chunk in decode.step()]
-    decode.model = other_model  # what an update does, without touching the shared fixture
+    replace_weights(decode.model, other_model.state_dict())
     decode.forget()
     decode.weight_version = 1
     second = [chunk for chunks in run(decode, {}).values() for chunk in chunks]
@@ -199,13 +238,13 @@ def test_nan_logits_fail_the_request(model: Any):
 def counted(decode: DecodeLoop) -> list[int]:
     """Return a list that gets the number of tokens (padding included) of each forward pass."""
     passes: list[int] = []
-    forward = decode._forward
+    fill, step = decode._cache.fill, decode._cache.step
 
-    def count(ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def count(ids: torch.Tensor, *rest: Any) -> Any:
         passes.append(ids.numel())
-        return forward(ids, *rest)
+        return (fill if ids.dim() == 2 else step)(ids, *rest)
 
-    decode._forward = count  # type: ignore[method-assign]
+    decode._cache.fill = decode._cache.step = count  # type: ignore[method-assign]
     return passes
 
 
@@ -215,10 +254,10 @@ turns = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 6)), min_size=1, m
 @settings(max_examples=15)
 @given(sessions=st.lists(st.tuples(st.integers(0, 5), turns), min_size=1, max_size=9), max_running=st.integers(1, 4))
 def test_turns_that_go_on_from_what_their_row_holds_have_the_logprobs_of_a_plain_pass(
-    model: Any, sessions: list[tuple[int, list[tuple[int, int]]]], max_running: int
+    any_model: Any, sessions: list[tuple[int, list[tuple[int, int]]]], max_running: int
 ):
     """Each turn's ids are those before it, what was sampled, and something new; one session changes its past."""
-    decode = loop_of(model, max_running=max_running)
+    decode = loop_of(any_model, max_running=max_running)
     histories = {str(index): prompt(index % 3, 20) for index in range(len(sessions))}
     for number in range(max(start + len(lengths) for start, lengths in sessions)):
         requests = []
@@ -232,7 +271,7 @@ def test_turns_that_go_on_from_what_their_row_holds_have_the_logprobs_of_a_plain
                 sampling = SamplingParams(max_tokens, seed=index)
                 requests.append(Request(name, as_ids(histories[name]), sampling, trajectory_id=name))
         for name, chunks in run(decode, {0: requests}).items():
-            expected = plain_logprobs(model, histories[name], ids_of(chunks), 1.0)
+            expected = plain_logprobs(any_model, histories[name], ids_of(chunks), 1.0)
             assert logprobs_of(chunks) == pytest.approx(expected, abs=CLOSE)
             histories[name] += ids_of(chunks)
 
@@ -257,6 +296,22 @@ def test_samples_of_one_prompt_are_filled_once(model: Any):
     same = as_ids(prompt(1, 7))
     run(decode, {0: [Request(str(i), same, SamplingParams(1, seed=i), trajectory_id=str(i)) for i in range(8)]})
     assert passes == [6, 8]
+
+
+def test_what_prompts_begin_with_is_filled_once_until_the_weights_change(model: Any):
+    decode = loop_of(model)
+    passes = counted(decode)
+    requests = [
+        Request(str(i), as_ids(beginning_alike(20, i, 6)), SamplingParams(1, seed=i), trajectory_id=str(i))
+        for i in range(8)
+    ]
+    for _ in range(2):
+        run(decode, {0: requests})
+        assert passes == [20, 8 * 5, 8]  # what all begin with; the rest of each, but for its last token; that
+        decode.forget()
+        passes.clear()
+    run(decode, {0: requests, 1: [Request("other", as_ids(prompt(50, 9)), SamplingParams(1), trajectory_id="other")]})
+    assert passes == [20, 8 * 5, 8, 8, 1]  # what begins differently shares nothing
 
 
 def test_rows_that_have_ended_take_no_part_in_a_step_once_they_are_many(model: Any):

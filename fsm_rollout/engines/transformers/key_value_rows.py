@@ -1,0 +1,195 @@
+"""Keys and values of many requests in one rectangle, and a model's forward passes over it.
+
+Invariant: a pass writes the keys and values of its tokens at the columns of their positions, and each token attends to
+its own row's columns up to its own; what was never written is 0 and masked.
+
+:class:`KeyValueRows` goes through transformers' own forward, whatever the architecture;
+:class:`~fsm_rollout.engines.transformers.qwen3.Qwen3Rows` has a leaner one for one architecture. Both speak
+:class:`Rows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+COLUMN_STEP = 128
+"""The cache grows by at least so many columns at a time."""
+
+
+class Rows(Protocol):
+    """What the decode loop needs of a model and its cache.
+
+    ``shared`` says of each row how many of its first tokens it leaves to :attr:`prefix`; their keys and values are not
+    in the row. All ids, positions and rows are int64.
+    """
+
+    prefix: list[int]
+    """Tokens with which many rows begin: their keys and values are held once."""
+
+    def reserve(self, rows: int, columns: int, limit: int) -> None:
+        """Make room for ``rows`` × ``columns``, of at most ``limit`` columns, with some to spare."""
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int], lengths: Sequence[int]) -> None:
+        """Copy the first columns of rows over those of others, as if all at once."""
+
+    def hold(self, prefix: list[int]) -> None:
+        """Let ``prefix`` be what rows share from now on, if anything is shared here."""
+
+    def fill(self, ids: torch.Tensor, rows: Sequence[int], positions: torch.Tensor, shared: torch.Tensor) -> None:
+        """Fill rows after what they hold: ``ids`` and ``positions`` ``[n, q]``, ``shared`` ``[n]``."""
+
+    def step(self, ids: torch.Tensor, positions: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+        """Feed a token to each of the first n rows, at ``positions`` ``[n]``; return its logits ``[n, V]``."""
+
+
+def roomier(capacity: int, columns: int, rows: int, wanted: int, limit: int) -> tuple[int, int]:
+    """Return how many rows and columns to have for ``rows`` × ``wanted``, of at most ``limit`` columns."""
+    if rows > capacity:
+        capacity = max(rows, 2 * capacity)
+    if wanted > columns:
+        columns = min(max(wanted + COLUMN_STEP, wanted * 3 // 2), max(limit, wanted))
+    return capacity, columns
+
+
+def copied(old: torch.Tensor, capacity: int, columns: int) -> torch.Tensor:
+    """Return what ``old`` ``[…, rows, heads, columns, head_dim]`` holds, in more room."""
+    new = old.new_zeros((*old.shape[:-4], capacity, old.shape[-3], columns, old.shape[-1]))
+    new[..., : old.shape[-4], :, : old.shape[-2], :] = old
+    return new
+
+
+class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not typed
+    """One layer's keys and values: ``[rows, heads, columns, head_dim]``; never-written places hold 0.
+
+    What a row's head holds is one block: attention on a CPU takes twice as long where heads alternate.
+    """
+
+    is_sliding = False
+
+    def __init__(self, rows: KeyValueRows) -> None:
+        super().__init__()
+        self._rows = rows
+        self.keys: torch.Tensor | None = None
+        self.values: torch.Tensor | None = None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing: :meth:`_fit` makes the room."""
+
+    def fit(self) -> None:
+        """Have what is reserved by now, if there is anything yet."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self._fit(self.keys, self.keys), self._fit(self.values, self.values)
+
+    def _fit(self, old: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+        shape = (self._rows.capacity, like.shape[1], self._rows.columns, like.shape[3])
+        if old is None:
+            return like.new_zeros(shape)
+        return old if old.shape == shape else copied(old, self._rows.capacity, self._rows.columns)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new keys and values, ``[n, heads, q, head_dim]``; return those to attend to."""
+        place = self._rows.place
+        self.keys = self._fit(self.keys, key_states)
+        self.values = self._fit(self.values, value_states)
+        self.keys[place.rows[:, None], :, place.positions] = key_states.transpose(1, 2)
+        self.values[place.rows[:, None], :, place.positions] = value_states.transpose(1, 2)
+        if place.fresh:
+            return key_states, value_states
+        attended = slice(0, len(place.rows)) if place.first_rows else place.rows
+        return self.keys[attended, :, : place.width], self.values[attended, :, : place.width]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the key length and offset that a mask made by the model (only for fresh rows) needs."""
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Return 0: in fresh rows nothing comes before; otherwise the mask is given."""
+        return 0
+
+    def get_max_cache_shape(self) -> int:
+        """Return -1: the cache grows."""
+        return -1
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where the tokens of a forward pass belong: in ``rows`` ``[n]`` at ``positions`` ``[n, q]``, within ``width``."""
+
+    rows: torch.Tensor
+    positions: torch.Tensor
+    width: int
+    first_rows: bool
+    """Whether ``rows`` are the first n, in order."""
+    fresh: bool
+    """Whether nothing comes before them in their rows."""
+
+    def mask(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the attention mask ``[n, 1, q, width]``: each token sees the columns up to its own."""
+        if self.fresh:
+            return None  # the model's own, of a causal pass
+        hidden = torch.arange(self.width, device=self.positions.device) > self.positions[:, :, None]
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+        return mask.masked_fill_(hidden, torch.finfo(dtype).min)[:, None]
+
+
+class KeyValueRows(Cache):  # type: ignore[misc]  # transformers is not typed
+    """Rows for any architecture, through transformers' own forward. Nothing is shared: every row holds all of its own.
+
+    Args:
+        model: a causal language model with full attention in every layer, attention ``sdpa`` or ``eager``, in
+            evaluation mode.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(layers=[_Layer(self) for _ in range(model.config.num_hidden_layers)])
+        self.model = model
+        self.prefix: list[int] = []
+        self.place: _Place
+        self.capacity = self.columns = 0
+
+    def reserve(self, rows: int, columns: int, limit: int) -> None:
+        """See :class:`Rows`."""
+        self.capacity, self.columns = roomier(self.capacity, self.columns, rows, columns, limit)
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int], lengths: Sequence[int]) -> None:
+        """See :class:`Rows`."""
+        for layer in self.layers:
+            layer.fit()  # a row of one token has been given its place, and nothing has been filled into it
+            for held in (layer.keys, layer.values):
+                if held is not None:
+                    held[targets, :, : max(lengths)] = held[sources, :, : max(lengths)]
+
+    def hold(self, prefix: list[int]) -> None:
+        """Nothing: transformers' own attention takes all keys of a row from one place."""
+
+    def fill(self, ids: torch.Tensor, rows: Sequence[int], positions: torch.Tensor, shared: torch.Tensor) -> None:
+        """See :class:`Rows`."""
+        self._forward(ids, torch.tensor(rows), positions, first_rows=False)
+
+    def step(self, ids: torch.Tensor, positions: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+        """See :class:`Rows`."""
+        return self._forward(ids[:, None], torch.arange(len(ids)), positions[:, None], first_rows=True)
+
+    def _forward(
+        self, ids: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, *, first_rows: bool
+    ) -> torch.Tensor:
+        """Return the logits of the last column, ``[n, V]``."""
+        device, width, fresh = self.model.device, int(positions.max()) + 1, not first_rows and not positions[:, 0].any()
+        self.place = _Place(rows.to(device), positions.to(device), width, first_rows, fresh)
+        logits: torch.Tensor = self.model(
+            input_ids=ids.to(device),
+            position_ids=self.place.positions,
+            attention_mask=self.place.mask(self.model.dtype),
+            past_key_values=self,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits
+        return logits[:, -1]
