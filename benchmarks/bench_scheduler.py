@@ -55,9 +55,9 @@ async def bench(count: int, turns: int) -> None:
         await asyncio.sleep(1.5)
         gc.collect()
         tokens = sum(
-            8 * len(stream.tokens) for live in scheduler.running.values() for stream in live.trajectory.streams
+            8 * len(stream.tokens) for live in scheduler.samples.running.values() for stream in live.trajectory.streams
         )
-        measured.append((resident() - before - tokens, len(scheduler.running)))
+        measured.append((resident() - before - tokens, len(scheduler.samples.running)))
 
     watcher = asyncio.ensure_future(measure())
     started = time.process_time()

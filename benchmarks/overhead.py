@@ -238,7 +238,7 @@ async def run_once(options: argparse.Namespace, work: Any, graph: Any, prompts: 
         def at_gate() -> None:
             began = cpu_seconds(), time.perf_counter()
             gc.collect()
-            running = rollout.scheduler.running.values()
+            running = rollout.scheduler.samples.running.values()
             marks.tokens = sum(len(stream.tokens) for live in running for stream in live.trajectory.streams)
             marks.resident, marks.cpu = resident_mb(), cpu_seconds()
             marks.aside_cpu, marks.aside_wall = marks.cpu - began[0], time.perf_counter() - began[1]

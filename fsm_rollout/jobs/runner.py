@@ -286,7 +286,7 @@ def _write(folder: Path, rollout: Rollout, groups: list[Group], seconds: float) 
     if repeated := sum(trajectory.failure is not None for trajectory in discarded):
         summary["repeated_samples"] = repeated
     dropped = sum(group.dropped for group in groups)
-    if dropped or rollout.scheduler.group_filter is not None:
+    if dropped or rollout.scheduler.scoring.group_filter is not None:
         summary["groups_dropped"] = dropped
     try:
         rollout.batch(groups).save(folder / "batch")

@@ -6,19 +6,13 @@ in ``discarded`` and in no batch.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 
-from fsm_rollout.environment.rewards import Reward, Verdict
-from fsm_rollout.errors import describe
-from fsm_rollout.scheduler.failure_policy import is_the_policys
 from fsm_rollout.scheduler.trajectory_runner import RunnableAgent
 from fsm_rollout.states.active_trajectory import UNREAD, ActiveTrajectory
 from fsm_rollout.tools import AgentCall
 from fsm_rollout.trajectory.enums import DropReason
-from fsm_rollout.trajectory.events import REWARD, AnyEvent, NotScored, Scored
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -171,45 +165,3 @@ class Group:
         """Return the sub-agents' trajectories that a trajectory has called, and those that these have."""
         prefix = f"{trajectory.trajectory_id}/"
         return [child for child in self.children if child.trajectory_id.startswith(prefix)]
-
-
-async def score_group(group: Group, reward: Reward | None, record: Callable[[Trajectory, AnyEvent], None]) -> None:
-    """Score a group's ended samples; a sub-agent's trajectory gets the score of the sample that it served.
-
-    A trajectory that already has a reward is re-scored only by a group reward. One that failed by no fault of the
-    policy's says nothing about it: the reward is not asked, and it has no score.
-    """
-    ended = [trajectory for trajectory in group.trajectories if trajectory.ended and is_the_policys(trajectory)]
-    unscored = [trajectory for trajectory in ended if not trajectory.rewarded]
-    if reward is None:
-        return
-    verdicts = {t.sample: Verdict(t.score, t.reward_parts) for t in ended if t.rewarded}
-    missing = {
-        t.sample: f"it failed by no fault of the policy's ({t.failure}): the reward was not asked"
-        for t in group.trajectories
-        if not is_the_policys(t)
-    }
-    if unscored:
-        judged = ended if reward.of_group else unscored
-        group.reward_errors.clear()
-        for trajectory, judgement in zip(judged, await reward.score(judged), strict=True):
-            if isinstance(judgement, Exception):
-                missing[trajectory.sample] = describe(judgement)
-                group.reward_errors.append(f"{trajectory.trajectory_id}: {describe(judgement)}")
-            elif judgement.score is None:
-                missing[trajectory.sample] = "the reward gave none"
-            else:
-                verdicts[trajectory.sample] = judgement
-    now = asyncio.get_running_loop().time()
-    for trajectory in group.all:
-        verdict, sample = verdicts.get(trajectory.sample), trajectory.sample
-        event: Scored | NotScored | None = None
-        if verdict is not None and verdict.score is not None:
-            stands = trajectory.rewarded and trajectory.score == verdict.score
-            if not (stands and trajectory.reward_parts == verdict.parts):
-                event = Scored(at=now, value=verdict.score, source=REWARD, parts=dict(verdict.parts))
-        elif sample in missing and trajectory.unscored != missing[sample]:
-            event = NotScored(at=now, detail=missing[sample])
-        if trajectory.ended and event is not None:
-            trajectory.apply(event)
-            record(trajectory, event)

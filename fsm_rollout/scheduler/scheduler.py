@@ -27,8 +27,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakMethod, WeakSet
 
 from msgspec import to_builtins
@@ -41,30 +40,29 @@ from fsm_rollout.environment.rewards import GroupFilter, Reward
 from fsm_rollout.errors import (
     ConfigError,
     GlueMismatchError,
-    TargetNotReached,
     check_at_least,
     single,
 )
 from fsm_rollout.scheduler.failure_policy import ENDS, Failures, Watch
-from fsm_rollout.scheduler.group import Group, GroupState, score_group
+from fsm_rollout.scheduler.group import Group, GroupState
 from fsm_rollout.scheduler.prompt_queue import PromptQueue
 from fsm_rollout.scheduler.recorder import Listener, Recorder
 from fsm_rollout.scheduler.resume import History, resumed_groups
 from fsm_rollout.scheduler.run_agents import RunAgents
 from fsm_rollout.scheduler.run_state import RunState
+from fsm_rollout.scheduler.sample_runner import SampleRunner
+from fsm_rollout.scheduler.scoring import Scoring
 from fsm_rollout.scheduler.staleness import Staleness
 from fsm_rollout.scheduler.stalls import waits_of
-from fsm_rollout.scheduler.trajectory_runner import run_trajectory
 from fsm_rollout.scheduler.trajectory_starter import TrajectoryStarter
 from fsm_rollout.states.active_trajectory import (
     CARRIED,
     INTERRUPTED,
-    ActiveTrajectory,
     Stop,
     Suspension,
 )
 from fsm_rollout.states.failures import class_of
-from fsm_rollout.trajectory.enums import DropReason, StopReason, Trigger
+from fsm_rollout.trajectory.enums import DropReason, Trigger
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.settings import Sampling
@@ -79,16 +77,6 @@ OVER_SAMPLE = 1.5
 MAX_RESTARTS = 3
 MAX_FILTERED = 32.0
 """Groups that the filter may turn down, per group of the target; fewer than one in 33 is then worth training on."""
-
-
-class Workers(Protocol):
-    """Runs trajectories elsewhere (:mod:`fsm_rollout.scheduler.worker_pool`)."""
-
-    async def run(self, group: Group, live: ActiveTrajectory) -> None:
-        """Do what :func:`run_trajectory` does."""
-
-    def sampling_since(self) -> dict[tuple[str, str], int]:
-        """Return what :meth:`EngineClient.sampling_since` does, of requests made elsewhere."""
 
 
 class Scheduler:
@@ -126,10 +114,9 @@ class Scheduler:
         self.concurrency = concurrency
         self.sampling = sampling or Sampling()
         self.validate = validate
-        self.reward = reward
         self.recorder = Recorder(journal, listeners)
         self.failures = failures
-        self.group_filter = group_filter
+        self.scoring = Scoring(reward, group_filter, self.recorder.record)
         policy = clients[POLICY]
         self.staleness = Staleness(max_staleness, max_restarts, lambda: policy.engine.weight_version)
         self.agents = RunAgents(agents, clients, self.sampling, failures)
@@ -142,13 +129,9 @@ class Scheduler:
             seed=seed,
             validate=validate,
         )
-        self.workers: Workers | None = None
-        """Who runs trajectories, if that is not to be done here."""
+        self.samples = SampleRunner(self.starter, self.staleness, failures)
         self.groups: dict[str, Group] = {}
         """All groups that have not been delivered, by id."""
-        self.running: dict[str, ActiveTrajectory] = {}
-        self.stopping: Stop | None = None
-        """How :meth:`stop` has all trajectories stopped, until the next run."""
         self.changing = asyncio.Lock()
         """Held while weights change, and while it is checked whether what is delivered is too old for them."""
         self._waiting: deque[Group] = deque()
@@ -173,7 +156,7 @@ class Scheduler:
         Raises:
             ConfigError: all that is wrong, each with its prompt.
         """
-        self.agents.check(prompts, self.reward)
+        self.agents.check(prompts, self.scoring.reward)
 
     # -- the run ------------------------------------------------------------------------------------------------
 
@@ -225,7 +208,7 @@ class Scheduler:
             asyncio.Semaphore(self.concurrency), frozenset(self.groups), Watch(self.failures),
         )  # fmt: skip
         self._resume(run, list(resume))
-        self._run, self.stopping = run, None
+        self._run, self.samples.stopping = run, None
         self.starter.run_number += 1
         # 2. Who is told what: events are on disk before the generations that build on them are asked for.
         if isinstance(run.prompts, PromptQueue):
@@ -313,10 +296,7 @@ class Scheduler:
         """Start nothing more, and have what runs stopped; only the first call decides how."""
         if run.stop is None:
             run.stop = CARRIED if keep else self._cut_off
-            for live in self.running.values():
-                if live.stop is not None and live.task is not None and not keep:
-                    live.task.cancel()  # its handler may have swallowed the first cancellation
-                live.request_stop(run.stop)
+            self.samples.request_stop(run.stop, again=not keep)
             for task in run.scoring:
                 task.cancel()
             run.changed.set()
@@ -376,7 +356,7 @@ class Scheduler:
                     await self._end(run, keep=True)
                     reached = len(run.counted) + sum(group.counts for group in groups) == run.target
                     fed = not run.feeder.cancelled() and run.feeder.exception() is None
-                    if not reached and fed and self.stopping is None:
+                    if not reached and fed and self.samples.stopping is None:
                         self._start_feeding(run)  # what was ending has found wrong tokens in one of them
                         continue
                 if groups or run.feeder.done():
@@ -453,7 +433,7 @@ class Scheduler:
                     else:
                         self.staleness.restart_stale(group)
                         for ended in [t for t in group.trajectories if t.ended]:
-                            if self._pause_before_repeat(group, ended) is not None:
+                            if self.samples.pause_before_repeat(group, ended) is not None:
                                 group.restart(ended.sample)  # an interruption came before it could be repeated
                         samples = group.begin()
                         self._open[group.group_id] = group
@@ -482,7 +462,7 @@ class Scheduler:
         After :meth:`stop`, a run with a target takes no further prompts. A run without one still takes them all, and
         their samples are stopped as they begin: every prompt comes back.
         """
-        if run.target is not None and self.stopping is not None:
+        if run.target is not None and self.samples.stopping is not None:
             return None
         for prompt in run.prompts:
             index, self._prompts = self._prompts, self._prompts + 1
@@ -506,118 +486,26 @@ class Scheduler:
         names = (group_id if number == 1 else f"{group_id}#{number}" for number in itertools.count(1))
         return next(name for name in names if name not in self.groups and name not in journalled)
 
-    # -- one sample ---------------------------------------------------------------------------------------------
-
     async def _run_sample(self, run: RunState, group: Group, sample: int) -> None:
-        """Run one sample, as many attempts as it takes; the last sample to end finishes the group."""
+        """Run one sample to its end; the last one to end finishes the group."""
         try:
-            while run.stop is None:
-                live = await self._start_sample(group, sample)
-                await self._run_active(run, group, live)
-                # Too far behind the weights, it begins anew at once; else perhaps because it has failed, after a pause.
-                if not live.restart or live.trajectory.stop_reason != StopReason.CANCELLED:
-                    if live.trajectory.ended:
-                        run.stopped_by = run.stopped_by or run.watch.note(live.trajectory)
-                    pause = self._pause_before_repeat(group, live.trajectory)
-                    if pause is None or not await self._goes_on_after(run, pause):
-                        break
-                group.restart(sample)
+            await self.samples.run(run, group, sample)
         finally:
             run.slots.release()
             group.unfinished -= 1
         if group.unfinished == 0:
             await self._finish(run, group)
 
-    def _pause_before_repeat(self, group: Group, trajectory: Trajectory) -> float | None:
-        """Return after how many seconds a failed sample is begun anew; ``None``: it is not.
-
-        It never is when its failure is the policy's own.
-        """
-        if trajectory.failure is None or group.dropped:
-            return None
-        return self.failures.pause_before_repeat(trajectory.failure, group.repeats(trajectory.sample))
-
-    async def _goes_on_after(self, run: RunState, seconds: float) -> bool:
-        """Wait, and return whether the run has not been stopped by then."""
-        run.changed.set()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await run.until(lambda: run.stop is not None or self.stopping is not None)
-        return run.stop is None and self.stopping is None
-
-    async def _start_sample(self, group: Group, sample: int) -> ActiveTrajectory:
-        """Begin a sample, or let it go on (unless it has fallen too far behind the weights meanwhile)."""
-        trajectory = group.latest(sample)
-        if trajectory is not None:
-            live = self.starter.go_on(group, trajectory)
-            if not await self._end_if_stale(group, live):
-                return live
-        return self.starter.begin_sample(group, sample)
-
-    async def _run_active(self, run: RunState, group: Group, live: ActiveTrajectory) -> None:
-        """Run a trajectory that has begun, unless everything is being stopped."""
-        task = asyncio.current_task()
-        assert task is not None
-        trajectory_id = live.trajectory.trajectory_id
-        self.running[trajectory_id] = live
-        live.task, live.stop = task, run.stop or self.stopping
-        try:
-            if self.workers is None or self.starter.replayed is not None:
-                await run_trajectory(live, group.agent.handlers)
-            else:
-                await self.workers.run(group, live)
-        except asyncio.CancelledError:
-            if live.stop is None:
-                raise
-            while task.cancelling():
-                task.uncancel()
-        finally:
-            live.task = None
-            del self.running[trajectory_id]
-            if not live.stays_open:
-                group.active.pop(trajectory_id, None)
-            await self.starter.end_unread(group, live.trajectory)
-
     async def _finish(self, run: RunState, group: Group) -> None:
         """Score a group whose samples are finished, unless the run is over: then it is carried, scored or not."""
-        if run.stop is not None:
-            return
-        task = asyncio.current_task()
-        assert task is not None
-        run.scoring.add(task)
-        group.state = GroupState.SCORING
-        try:
-            for live in [live for live in group.active.values() if live.trajectory.ended]:
-                await live.close()  # it ended while it was suspended
-            if not group.dropped:
-                await score_group(group, self.reward, self.recorder.record)
-                scored = sum(trajectory.rewarded for trajectory in group.trajectories)
-                run.stopped_by = run.stopped_by or run.watch.judged(scored, group.reward_errors)
-                if self.group_filter is not None and group.ended:
-                    keeps = await self.group_filter.keeps(group.trajectories)
-                    if not keeps and not group.dropped:
-                        group.drop_reason = DropReason.FILTERED
-                    run.filtered += not keeps
-                    if run.filtered > run.most_filtered:
-                        counted = len(run.counted) + sum(group.counts for group in self._done)
-                        run.stopped_by = run.stopped_by or TargetNotReached(
-                            f"the group filter '{self.group_filter.name}' has turned down {run.filtered:,} groups, and "
-                            f"{counted:,} of the {run.target:,} that were asked for are there (the last one's scores: "
-                            f"{self.group_filter.last_scores}); use other prompts, lower target_groups, or raise "
-                            "max_filtered (how many groups may be turned down for each of target_groups)"
-                        )
-        except asyncio.CancelledError:
-            if run.stop is None:
-                raise
-            while task.cancelling():
-                task.uncancel()
-            return
-        finally:
-            run.scoring.discard(task)
-        del self._open[group.group_id]
-        group.state = GroupState.DONE
-        self._done.append(group)
-        run.changed.set()
+        if run.stop is None and await self.scoring.score(run, group):
+            del self._open[group.group_id]
+            group.state = GroupState.DONE
+            self._done.append(group)
+            if run.filtered > run.most_filtered:
+                counted = len(run.counted) + sum(group.counts for group in self._done)
+                run.stopped_by = run.stopped_by or self.scoring.target_not_reached(run, counted)
+            run.changed.set()
 
     # -- what is left over --------------------------------------------------------------------------------------
 
@@ -655,9 +543,9 @@ class Scheduler:
     async def _restart_stale(self) -> None:
         """Give up all samples that are too old, whether they run, have ended or wait for the next run."""
         under_way = self.clients[POLICY].sampling_since()
-        if self.workers is not None:
-            under_way |= self.workers.sampling_since()
-        for live in list(self.running.values()):
+        if self.samples.workers is not None:
+            under_way |= self.samples.workers.sampling_since()
+        for live in list(self.samples.running.values()):
             group, sample = self.groups[live.trajectory.group_id], live.trajectory.sample
             outcome = self.staleness.end_of(group, live.trajectory, under_way)
             if outcome is not None and live.stop is None:
@@ -670,21 +558,7 @@ class Scheduler:
             self.staleness.restart_stale(group)
             for live in list(group.active.values()):
                 if not live.trajectory.ended:
-                    await self._end_if_stale(group, live)
-
-    async def _end_if_stale(self, group: Group, live: ActiveTrajectory) -> bool:
-        """End what is set aside and too old, and say whether it shall begin anew."""
-        trajectory = live.trajectory
-        outcome = self.staleness.end_of(group, trajectory)
-        if outcome is None:
-            return False
-        live.stop_now(outcome)
-        await self.starter.end_unread(group, trajectory)
-        if restarts := self.staleness.may_restart(group, trajectory.sample):
-            group.restart(trajectory.sample)
-        group.active.pop(trajectory.trajectory_id, None)
-        await live.close()
-        return restarts
+                    await self.samples.end_if_stale(group, live)
 
     def glue_mismatch(self, mismatch: GlueMismatchError) -> None:
         """End every trajectory that has tokens from a wrong cache entry as failed, and drop its group.
@@ -714,23 +588,15 @@ class Scheduler:
 
     def cancel(self, trajectory_id: str) -> bool:
         """End one trajectory soon with stop reason ``cancelled``; False when it is not running."""
-        return self._stop_one(trajectory_id, Outcome(Trigger.CANCELLED))
+        return self.samples.stop_one(trajectory_id, Outcome(Trigger.CANCELLED))
 
     def suspend(self, trajectory_id: str, reason: str = "asked") -> bool:
         """Set one trajectory aside unfinished, keeping all it has; False when it is not running."""
-        return self._stop_one(trajectory_id, Suspension(reason))
-
-    def _stop_one(self, trajectory_id: str, stop: Stop) -> bool:
-        if trajectory_id not in self.running:
-            return False
-        self.running[trajectory_id].request_stop(stop)
-        return True
+        return self.samples.stop_one(trajectory_id, Suspension(reason))
 
     def stop(self, suspend: str | None = None) -> None:
         """Stop everything: running and waiting trajectories end as ``cancelled``, or are suspended for a reason.
 
         Their groups still come back from :meth:`run`; with a target, it takes no further prompts.
         """
-        self.stopping = Outcome(Trigger.CANCELLED) if suspend is None else Suspension(suspend)
-        for live in list(self.running.values()):
-            live.request_stop(self.stopping)
+        self.samples.stop(Outcome(Trigger.CANCELLED) if suspend is None else Suspension(suspend))

@@ -108,7 +108,7 @@ class WorkerPool:
         self._since: dict[tuple[str, str], int] = {}
         """The oldest weights among tokens that a worker has and has told no event of, by trajectory and context."""
         self._aborts: set[asyncio.Task[None]] = set()
-        scheduler.workers = self
+        scheduler.samples.workers = self
 
     # -- the run's side ---------------------------------------------------------------------------------------------
 

@@ -51,7 +51,7 @@ with fr.Rollout(agent, {"kind": "scripted", "turns": ["a"]}, reward=reward) as r
         rollout.run(["x"])
     except KeyboardInterrupt:
         print(len(under_way), len(cleaned), rollout.carried, sorted(rollout.scheduler.groups))
-    rollout.scheduler.reward = None
+    rollout.scheduler.scoring.reward = None
     print(*rollout.run(["x", "y"], n=2).tensordict["stop_reason"])
 """
 )

@@ -488,7 +488,7 @@ def test_rollout_workers_may_be_actors_and_one_that_dies_loses_nothing() -> None
             nonlocal killed
             if isinstance(event, Called) and not killed:
                 killed = True
-                if isinstance(pool := rollout.scheduler.workers, WorkerPool):
+                if isinstance(pool := rollout.scheduler.samples.workers, WorkerPool):
                     asyncio.get_running_loop().call_soon(pool.kill, 0)
 
         async with Rollout(graph, script, seed=3, on_event=[listen], **options) as rollout:

@@ -33,8 +33,8 @@ def trajectories(groups: list[Group]) -> list[Trajectory]:
 
 
 def pool_of(rollout: Rollout) -> WorkerPool:
-    assert isinstance(rollout.scheduler.workers, WorkerPool)
-    return rollout.scheduler.workers
+    assert isinstance(rollout.scheduler.samples.workers, WorkerPool)
+    return rollout.scheduler.samples.workers
 
 
 async def alone(**options: Any) -> dict[str, tuple[Any, ...]]:

@@ -207,7 +207,7 @@ MUTANTS = (
     # -- every prompt comes back (law 8)
     Mutant(
         "lose an aborted trajectory", "scheduler/scheduler.py", "            run.slots.release()\n            group.unfinished -= 1\n",
-        "            run.slots.release()\n            group.unfinished -= live.trajectory.stop_reason != \"cancelled\"\n",
+        "            run.slots.release()\n            group.unfinished -= getattr(group.latest(sample), \"stop_reason\", None) != \"cancelled\"\n",
         "8: a cancelled trajectory comes back as well",
         MACHINE,
     ),
@@ -349,7 +349,7 @@ MUTANTS = (
         SUB_AGENTS,
     ),
     Mutant(
-        "score what failed by no fault of the policy's", "scheduler/group.py", "if trajectory.ended and is_the_policys(trajectory)]",
+        "score what failed by no fault of the policy's", "scheduler/scoring.py", "if trajectory.ended and is_the_policys(trajectory)]",
         "if trajectory.ended]",
         "13: what is not the policy's failure has no score",
         FAILURES,
@@ -368,7 +368,7 @@ MUTANTS = (
     ),
     Mutant(
         "what failed before an interruption stands", "scheduler/scheduler.py",
-        "if self._pause_before_repeat(group, ended) is not None:", "if False:",
+        "if self.samples.pause_before_repeat(group, ended) is not None:", "if False:",
         "a budget holds over interruptions",
         FAILURES,
     ),

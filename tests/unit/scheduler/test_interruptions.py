@@ -71,7 +71,7 @@ def test_a_run_that_is_cancelled_twice_leaves_nothing_to_the_next(monkeypatch: p
         with pytest.raises(asyncio.CancelledError):
             await task
         assert not scheduler.groups
-        assert not scheduler.running
+        assert not scheduler.samples.running
         later = [prompt.model_copy(update={"prompt_id": "q"}) for prompt in prompts(1)]
         async with asyncio.timeout(1000):
             return [group.group_id async for group in scheduler.run(later)]

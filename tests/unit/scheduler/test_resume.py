@@ -1065,7 +1065,7 @@ def test_a_filter_that_turns_everything_down_ends_the_run(deliver_at_end: bool) 
         says = str(caught.value)
         assert "'<lambda>' has turned down 6 groups, and 1 of the 2 that were asked for are there" in says
         assert "scores: [0.5, 0.5]" in says
-        bench.scheduler.group_filter = None
+        bench.scheduler.scoring.group_filter = None
         later = [group async for group in bench.scheduler.run(endless, 2, **options)]
         await bench.scheduler.drop_carried()
         return [group.group_id for group in later if not group.dropped]
@@ -1335,7 +1335,7 @@ def test_closing_a_stream_waits_for_what_runs() -> None:
         stream = rollout.stream(["one", "two"])
         await anext(stream)
         await stream.aclose()
-        assert not rollout.scheduler.running
+        assert not rollout.scheduler.samples.running
         await rollout.aclose()
 
     run_virtual(main())

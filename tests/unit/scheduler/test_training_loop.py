@@ -142,7 +142,7 @@ def test_a_sample_that_has_ended_begins_anew_at_once_when_it_falls_behind() -> N
         assert bench.log[-1][0] == "p0/0"
         await bench.scheduler.update_weights({})
         await asyncio.sleep(0.25)
-        assert "p0/0~1" in bench.scheduler.running
+        assert "p0/0~1" in bench.scheduler.samples.running
         return await running
 
     (group,) = run_virtual(main())

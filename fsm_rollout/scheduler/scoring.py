@@ -1,0 +1,110 @@
+"""What becomes of a group whose samples have ended: the reward scores it, and the filter keeps it or turns it down.
+
+Invariant: a trajectory that failed by no fault of the policy's has no score; a reward or a filter that fails too often
+stops the run, instead of filling its batch with groups that nobody judged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from fsm_rollout.environment.rewards import GroupFilter, Reward, Verdict
+from fsm_rollout.errors import TargetNotReached, describe
+from fsm_rollout.scheduler.failure_policy import is_the_policys
+from fsm_rollout.scheduler.group import Group, GroupState
+from fsm_rollout.scheduler.run_state import RunState
+from fsm_rollout.trajectory.enums import DropReason
+from fsm_rollout.trajectory.events import REWARD, AnyEvent, NotScored, Scored
+from fsm_rollout.trajectory.trajectory import Trajectory
+
+Record = Callable[[Trajectory, AnyEvent], None]
+
+
+class Scoring:
+    """A scheduler's reward and group filter; both may be missing."""
+
+    def __init__(self, reward: Reward | None, group_filter: GroupFilter | None, record: Record) -> None:
+        self.reward = reward
+        self.group_filter = group_filter
+        self._record = record
+
+    async def score(self, run: RunState, group: Group) -> bool:
+        """Score a group; return whether that came to its end, which it does not when the run is stopped."""
+        task = asyncio.current_task()
+        assert task is not None
+        run.scoring.add(task)
+        group.state = GroupState.SCORING
+        try:
+            for live in [live for live in group.active.values() if live.trajectory.ended]:
+                await live.close()  # it ended while it was suspended
+            if not group.dropped:
+                await _score(group, self.reward, self._record)
+                scored = sum(trajectory.rewarded for trajectory in group.trajectories)
+                run.stopped_by = run.stopped_by or run.watch.judged(scored, group.reward_errors)
+                if self.group_filter is not None and group.ended:
+                    keeps = await self.group_filter.keeps(group.trajectories)
+                    if not keeps and not group.dropped:
+                        group.drop_reason = DropReason.FILTERED
+                    run.filtered += not keeps
+        except asyncio.CancelledError:
+            if run.stop is None:
+                raise
+            while task.cancelling():
+                task.uncancel()
+            return False
+        finally:
+            run.scoring.discard(task)
+        return True
+
+    def target_not_reached(self, run: RunState, counted: int) -> TargetNotReached:
+        """Return the error of a run whose filter has turned down too much; so many groups count by then."""
+        assert self.group_filter is not None
+        return TargetNotReached(
+            f"the group filter '{self.group_filter.name}' has turned down {run.filtered:,} groups, and {counted:,} of "
+            f"the {run.target:,} that were asked for are there (the last one's scores: "
+            f"{self.group_filter.last_scores}); use other prompts, lower target_groups, or raise max_filtered (how "
+            "many groups may be turned down for each of target_groups)"
+        )
+
+
+async def _score(group: Group, reward: Reward | None, record: Record) -> None:
+    """Score a group's ended samples; a sub-agent's trajectory gets the score of the sample that it served.
+
+    A trajectory that already has a reward is re-scored only by a group reward. One that failed by no fault of the
+    policy's says nothing about it: the reward is not asked, and it has no score.
+    """
+    ended = [trajectory for trajectory in group.trajectories if trajectory.ended and is_the_policys(trajectory)]
+    unscored = [trajectory for trajectory in ended if not trajectory.rewarded]
+    if reward is None:
+        return
+    verdicts = {t.sample: Verdict(t.score, t.reward_parts) for t in ended if t.rewarded}
+    missing = {
+        t.sample: f"it failed by no fault of the policy's ({t.failure}): the reward was not asked"
+        for t in group.trajectories
+        if not is_the_policys(t)
+    }
+    if unscored:
+        judged = ended if reward.of_group else unscored
+        group.reward_errors.clear()
+        for trajectory, judgement in zip(judged, await reward.score(judged), strict=True):
+            if isinstance(judgement, Exception):
+                missing[trajectory.sample] = describe(judgement)
+                group.reward_errors.append(f"{trajectory.trajectory_id}: {describe(judgement)}")
+            elif judgement.score is None:
+                missing[trajectory.sample] = "the reward gave none"
+            else:
+                verdicts[trajectory.sample] = judgement
+    now = asyncio.get_running_loop().time()
+    for trajectory in group.all:
+        verdict, sample = verdicts.get(trajectory.sample), trajectory.sample
+        event: Scored | NotScored | None = None
+        if verdict is not None and verdict.score is not None:
+            stands = trajectory.rewarded and trajectory.score == verdict.score
+            if not (stands and trajectory.reward_parts == verdict.parts):
+                event = Scored(at=now, value=verdict.score, source=REWARD, parts=dict(verdict.parts))
+        elif sample in missing and trajectory.unscored != missing[sample]:
+            event = NotScored(at=now, detail=missing[sample])
+        if trajectory.ended and event is not None:
+            trajectory.apply(event)
+            record(trajectory, event)
