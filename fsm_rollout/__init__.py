@@ -36,8 +36,9 @@ __getattr__, __dir__ = lazy_names(
         "tools": "ToolContext ToolResult",
         "trajectory.endless_prompts": "endless_prompts",
         "trajectory.journal": "Journal",
+        "trajectory.outcome": "Outcome",
         "trajectory.prompt": "Prompt read_prompts",
-        "trajectory.trajectory": "Outcome Trajectory",
+        "trajectory.trajectory": "Trajectory",
     },
 )
 __all__ = __dir__()
@@ -63,9 +64,9 @@ if TYPE_CHECKING:
     from fsm_rollout.tools import ToolResult as ToolResult
     from fsm_rollout.trajectory.endless_prompts import endless_prompts as endless_prompts
     from fsm_rollout.trajectory.journal import Journal as Journal
+    from fsm_rollout.trajectory.outcome import Outcome as Outcome
     from fsm_rollout.trajectory.prompt import Prompt as Prompt
     from fsm_rollout.trajectory.prompt import read_prompts as read_prompts
-    from fsm_rollout.trajectory.trajectory import Outcome as Outcome
     from fsm_rollout.trajectory.trajectory import Trajectory as Trajectory
 
 if (_ipython := sys.modules.get("IPython")) is not None:  # in a notebook, agents and trajectories are pictures

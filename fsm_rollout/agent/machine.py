@@ -22,7 +22,8 @@ from fsm_rollout.agent.predicates import compile_predicate
 from fsm_rollout.errors import RolloutError, describe
 from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, Trigger
 from fsm_rollout.trajectory.events import AnyEvent, Transitioned
-from fsm_rollout.trajectory.trajectory import Outcome, Trajectory, routing_key
+from fsm_rollout.trajectory.outcome import Outcome
+from fsm_rollout.trajectory.trajectory import Trajectory, routing_key
 
 Emit = Callable[[AnyEvent], None]
 Holds = Callable[[Trajectory, Outcome], bool]

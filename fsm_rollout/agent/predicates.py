@@ -18,7 +18,8 @@ from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.agent.limits import LIMITS
 from fsm_rollout.errors import ConfigError, did_you_mean
 from fsm_rollout.trajectory.events import ToolCall
-from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
+from fsm_rollout.trajectory.outcome import Outcome
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 Condition = Callable[[Trajectory, Outcome], bool]
 """A compiled predicate."""

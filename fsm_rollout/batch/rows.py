@@ -20,8 +20,9 @@ import numpy.typing as npt
 
 from fsm_rollout.errors import BatchError
 from fsm_rollout.trajectory.events import Part
+from fsm_rollout.trajectory.stream import Stream
 from fsm_rollout.trajectory.tokens import TokenStream, responses
-from fsm_rollout.trajectory.trajectory import Stream, Trajectory
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 

@@ -22,7 +22,7 @@ from fsm_rollout.agent.rules.structure import Structure
 from fsm_rollout.diagrams.palette import PALE, Colour, colour_of
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, LimitName, Trigger
-from fsm_rollout.trajectory.trajectory import Outcome
+from fsm_rollout.trajectory.outcome import Outcome
 
 ANY = "*"
 """Stands for every working state, where drawing each transition from each of them would hide the rest."""

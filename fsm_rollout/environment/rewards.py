@@ -25,7 +25,8 @@ from fsm_rollout.errors import ConfigError, Problem, close_match, describe
 from fsm_rollout.tools.bounded_call import invoke
 from fsm_rollout.trajectory.events import Part
 from fsm_rollout.trajectory.prompt import Prompt
-from fsm_rollout.trajectory.trajectory import Trajectory, root_of
+from fsm_rollout.trajectory.stream import root_of
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,8 @@ from fsm_rollout.report.times import Times, times_of
 from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, Trigger
 from fsm_rollout.trajectory.events import AnyEvent, Prompted, Resumed, Transitioned
 from fsm_rollout.trajectory.journal import events, histories, journal_of, metadata, trajectory_ids
-from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
+from fsm_rollout.trajectory.outcome import Outcome
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 MOST_NOTES = 50
 OPEN = ("suspended", "unfinished")

@@ -26,7 +26,8 @@ from fsm_rollout.report.recording import Recording, RunFolder
 from fsm_rollout.report.texts import TokenTexts, visible
 from fsm_rollout.report.times import BUSY, Clock, Stretch, TimedVisit, Times, packed, wall_seconds
 from fsm_rollout.trajectory.events import Message
-from fsm_rollout.trajectory.trajectory import BRANCH, FURTHER, Trajectory
+from fsm_rollout.trajectory.stream import BRANCH, FURTHER
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 Item = TypeVar("Item", Stretch, TimedVisit)
 Texts = Callable[[str], TokenTexts | None]

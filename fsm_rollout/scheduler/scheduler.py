@@ -64,9 +64,10 @@ from fsm_rollout.states.active_trajectory import (
 from fsm_rollout.states.failures import class_of
 from fsm_rollout.trajectory.enums import DropReason, Trigger
 from fsm_rollout.trajectory.journal import Journal
+from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.settings import Sampling
-from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from fsm_rollout.engines.protocol import Weights

@@ -14,7 +14,8 @@ from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.errors import check_at_least
 from fsm_rollout.scheduler.group import Group, GroupState
 from fsm_rollout.trajectory.enums import DropReason, Trigger
-from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
+from fsm_rollout.trajectory.outcome import Outcome
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 
 @dataclass(frozen=True, slots=True)

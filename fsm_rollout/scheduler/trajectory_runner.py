@@ -30,8 +30,9 @@ from fsm_rollout.states.context import HandlerContext
 from fsm_rollout.states.failures import class_of, class_of_timeout
 from fsm_rollout.trajectory.enums import LimitName, Trigger
 from fsm_rollout.trajectory.events import TimedOut
+from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.settings import Sampling
-from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,9 @@ from fsm_rollout.states.effect_log import Replayed
 from fsm_rollout.tools import RunAgent, ToolSession
 from fsm_rollout.trajectory.enums import FailureClass, Trigger
 from fsm_rollout.trajectory.events import AnyEvent, Ended, Suspended, encode
+from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.settings import Sampling
-from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from fsm_rollout.engines.pending import PendingRequest

@@ -16,7 +16,8 @@ from pydantic import BaseModel, ValidationError
 from fsm_rollout.agent.graph import State as StateSpec
 from fsm_rollout.errors import ConfigError, Problem
 from fsm_rollout.trajectory.config_errors import explanations
-from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
+from fsm_rollout.trajectory.outcome import Outcome
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from fsm_rollout.states.context import HandlerContext

@@ -9,7 +9,8 @@ from fsm_rollout.states.base import State
 from fsm_rollout.tools import CallResult, tool_messages
 from fsm_rollout.trajectory.enums import FinishReason, LimitName, Trigger
 from fsm_rollout.trajectory.events import Called, MalformedCall, Message, ToolCall
-from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
+from fsm_rollout.trajectory.outcome import Outcome
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from fsm_rollout.states.context import HandlerContext

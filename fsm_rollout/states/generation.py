@@ -25,8 +25,8 @@ from fsm_rollout.states.visit import Visit, are_long
 from fsm_rollout.trajectory.enums import FinishReason, LimitName
 from fsm_rollout.trajectory.events import Generated, MalformedCall, Message, PromptExtended, ToolCall, unwritable
 from fsm_rollout.trajectory.settings import Sampling
+from fsm_rollout.trajectory.stream import Stream, root_of
 from fsm_rollout.trajectory.tokens import Ids, as_ids
-from fsm_rollout.trajectory.trajectory import Stream, root_of
 
 OnTokens = Callable[[PendingRequest], object]
 

@@ -27,8 +27,9 @@ from fsm_rollout.states.effect_log import EffectLog
 from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.enums import LimitName
 from fsm_rollout.trajectory.events import AnyEvent, Message
+from fsm_rollout.trajectory.stream import Stream, root_of
 from fsm_rollout.trajectory.tokens import as_ids
-from fsm_rollout.trajectory.trajectory import DONE_IN_A_VISIT, Stream, root_of
+from fsm_rollout.trajectory.trajectory import DONE_IN_A_VISIT
 
 LONG_TEXT = 20_000
 """Messages of more characters than this are encoded in a thread: that takes some 10 ms."""

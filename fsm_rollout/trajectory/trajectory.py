@@ -8,152 +8,17 @@ decided here; a :class:`~fsm_rollout.trajectory.events.Transitioned` event says 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, get_args
+from typing import get_args
 
 import msgspec
 
 from fsm_rollout.errors import StreamError
 from fsm_rollout.trajectory import events
-from fsm_rollout.trajectory.enums import FailureClass, FinishReason, LimitName, StopReason, Trigger
+from fsm_rollout.trajectory.enums import FailureClass, LimitName, StopReason, Trigger
 from fsm_rollout.trajectory.events import AnyEvent, MalformedCall, Message, ToolCall
-from fsm_rollout.trajectory.tokens import Ids, TokenStream
+from fsm_rollout.trajectory.stream import BRANCH, SampledWith, Stream, Turn
+from fsm_rollout.trajectory.tokens import TokenStream
 from fsm_rollout.trajectory.wall_time import covered
-
-
-class Outcome(msgspec.Struct, frozen=True, gc=False):
-    """The result of a visit: the trigger to raise, and details that the conditions of transitions may test.
-
-    A handler returns one of its declared triggers. The scheduler itself raises ``failed`` (with the error's class
-    name in ``error``), ``timed_out``, ``limit_reached`` (with the limit's name in ``limit``) and ``cancelled``.
-    """
-
-    trigger: str
-    """What to raise; transitions say where it leads."""
-    limit: str | None = None
-    """The limit that was reached."""
-    error: str | None = None
-    """The name of the error's class."""
-    detail: str | None = None
-    """The error's text."""
-    blame: FailureClass | None = None
-    """Whose fault it is, where the trigger does not say."""
-
-    @property
-    def failure(self) -> FailureClass | None:
-        """Whose fault it is; ``None``: it is no failure."""
-        match self.trigger:
-            case Trigger.LIMIT_REACHED | Trigger.TRUNCATED:
-                return FailureClass.POLICY
-            case Trigger.FAILED | Trigger.TIMED_OUT:
-                too_long = self.error == "PromptTooLong"
-                return self.blame or (FailureClass.DATA if too_long else FailureClass.ENVIRONMENT)
-            case _:
-                return None
-
-    @property
-    def stop_reason(self) -> str:
-        """The stop reason of a trajectory that this outcome ends, when the transition names none."""
-        match self.trigger:
-            case Trigger.LIMIT_REACHED:
-                return StopReason.of_limit(self.limit)
-            case Trigger.FAILED if self.error == "PromptTooLong":
-                return StopReason.PROMPT_TOO_LONG
-            case Trigger.FAILED:
-                return StopReason.of_failure(self.error)
-            case Trigger.TRUNCATED | Trigger.TIMED_OUT | Trigger.CANCELLED | Trigger.INTERACTION_DONE:
-                return StopReason(self.trigger)
-            case _:
-                return StopReason.ANSWERED
-
-
-class SampledWith(NamedTuple):
-    """The sampling that the logprobs of a turn's tokens belong to, from ``start`` on; ``top_k`` 0 keeps every token."""
-
-    turn: int
-    start: int
-    temperature: float
-    top_p: float
-    top_k: int
-
-
-class Stream(msgspec.Struct):
-    """One token stream of a context, with the chat history it stands for.
-
-    ``messages[:glued]`` are in ``tokens``; the rest is pending until the next generation, because the glue between two
-    turns depends on all messages between them.
-    """
-
-    context: str
-    """The context that it belongs to."""
-    engine: str
-    """The engine that samples it: ``policy``, or another of the run's."""
-    messages: list[Message]
-    """The chat history: what it was opened with, and every message since."""
-    glued: int
-    """How many of ``messages`` are in ``tokens``."""
-    opening: int
-    """How many of ``messages`` the stream was opened with; assistant messages among them were not sampled in it."""
-    tokens: TokenStream
-    """Its tokens, each with its origin; mask, logprobs and weight versions are read off them."""
-    turn_at: int
-    """Where the tokens of the latest assistant turn begin."""
-    guarded_at: list[int]
-    """Positions of tokens that spell a control token as plain text (``injection: guard``)."""
-    sampled_with: list[SampledWith]
-    """The sampling of each generation, by its index."""
-    pending_state: str | None = None
-    """The state that wrote the first pending message."""
-    awaiting: bool = True
-    """Whether the tokens end in an assistant's header, so that the next thing is to sample."""
-    turn: int | None = None
-    """Index of the latest generation in this stream."""
-    finish_reason: FinishReason | None = None
-    """Why that generation ended."""
-    open: bool = True
-    """Whether it is its context's current stream; a ``reset`` closes it and opens the next."""
-
-    @property
-    def pending(self) -> list[Message]:
-        """Messages written since the last generation, not yet in the tokens."""
-        return self.messages[self.glued :]
-
-    @property
-    def sampled(self) -> bool:
-        """Whether anything was sampled in it. It was not if messages came before its first turn: they open another."""
-        return self.turn is not None
-
-    @property
-    def turn_ids(self) -> Ids:
-        """What was sampled for the latest assistant turn (several generations when it was cut and went on)."""
-        return self.tokens.tail(self.turn_at)
-
-
-class Turn(msgspec.Struct, gc=False):
-    """One message of the model's, with its tool calls, their results and its score."""
-
-    context: str
-    """The context that it was said in."""
-    state: str
-    """The state that the trajectory was in."""
-    message: Message
-    """The whole assistant message, in OpenAI's form."""
-    calls: list[ToolCall | MalformedCall]
-    """The calls that it tried to make, in order; a :class:`MalformedCall` could not be read."""
-    finish_reason: FinishReason
-    """Why it ended: ``stop``, or ``length`` when it was cut."""
-    results: list[events.Called] = []
-    """The calls' ends, in the order in which they ended: result, failure, whose fault, seconds, reward."""
-    score: float | None = None
-    """Its own score (an interaction's, or a handler's ``score_turn``); ``None``: it has none."""
-    generations: list[int] = []
-    """The indexes of the generations that it came from; several when it was cut and went on."""
-    tokens: int = 0
-    """How many tokens were sampled for it."""
-
-    @property
-    def text(self) -> str:
-        """Its text, without tool calls."""
-        return str(self.message.get("content") or "")
 
 
 class Trajectory(msgspec.Struct):
@@ -634,16 +499,6 @@ class Trajectory(msgspec.Struct):
         """Say which, where and how far."""
         where = self.stop_reason or (f"suspended: {self.suspended}" if self.suspended else self.state)
         return f"<Trajectory {self.trajectory_id} of {self.agent}: {where}, {self.generations} generations>"
-
-
-BRANCH, FURTHER = "~", "+"
-"""A foreign agent may have several histories at a time; the further ones are contexts with a number behind the name:
-``main~2`` rewrites an earlier history, ``main+2`` shares nothing with any."""
-
-
-def root_of(context: str) -> str:
-    """Return the agent's context that a context of a trajectory is, or is a branch of."""
-    return context.partition(BRANCH)[0].partition(FURTHER)[0]
 
 
 def routing_key(limit: str, state: str) -> str:

@@ -23,8 +23,9 @@ from fsm_rollout.testing import ConformanceError, check_state
 from fsm_rollout.testing.conformance import runner
 from fsm_rollout.testing.simulation import blocked_loop
 from fsm_rollout.trajectory.events import Ended
+from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.settings import Sampling
-from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 
 # Programs of others keep no promise of a handler's; what `external` itself promises is in test_foreign_agents.

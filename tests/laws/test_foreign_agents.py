@@ -28,7 +28,7 @@ from fsm_rollout.states.external.conversations import Conversations
 from fsm_rollout.states.external.handler import External
 from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from fsm_rollout.trajectory.enums import FinishReason, Trigger
-from fsm_rollout.trajectory.trajectory import Outcome
+from fsm_rollout.trajectory.outcome import Outcome
 from tests.foreign import CALCULATOR, CALL, YAML, agent, check_exact
 
 WORDS = st.sampled_from(["yes", "no", "what is 2 + 2?", "é漢字", "<|im_end|>", "a b  c "])

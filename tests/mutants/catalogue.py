@@ -469,7 +469,7 @@ MUTANTS = (
         CLASSES,
     ),
     Mutant(
-        "a reached limit is nobody's failure", "trajectory/trajectory.py", "            case Trigger.LIMIT_REACHED | Trigger.TRUNCATED:",
+        "a reached limit is nobody's failure", "trajectory/outcome.py", "            case Trigger.LIMIT_REACHED | Trigger.TRUNCATED:",
         "            case Trigger.TRUNCATED:",
         "each failure has its class",
         CLASSES,

@@ -22,8 +22,9 @@ from fsm_rollout.model.folders import load_tokenizer, recorded_engine, tokenizer
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import Generated
 from fsm_rollout.trajectory.journal import histories, journal_of, metadata
+from fsm_rollout.trajectory.stream import Stream
 from fsm_rollout.trajectory.tokens import Ids, Logprobs
-from fsm_rollout.trajectory.trajectory import Stream, Trajectory
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 AROUND = 8
 """Tokens shown on either side of the place in which an input differs."""

@@ -37,9 +37,10 @@ from fsm_rollout.states.external.responding import Answer
 from fsm_rollout.states.generation import OnTokens
 from fsm_rollout.trajectory.enums import FinishReason, LimitName, Trigger
 from fsm_rollout.trajectory.events import ContextOpened, Message
+from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.settings import Sampling
+from fsm_rollout.trajectory.stream import BRANCH, FURTHER, Stream, root_of
 from fsm_rollout.trajectory.tokens import Owner
-from fsm_rollout.trajectory.trajectory import BRANCH, FURTHER, Outcome, Stream, root_of
 
 
 @dataclass(slots=True)

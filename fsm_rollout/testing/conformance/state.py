@@ -38,9 +38,10 @@ from fsm_rollout.testing.simulation.stand_ins import OneEngine
 from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.enums import LimitName, StopReason
 from fsm_rollout.trajectory.events import AnyEvent
+from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.settings import FrozenMap, Sampling
-from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 CHECKED = "CHECKED"
 """The state whose handler is under check."""

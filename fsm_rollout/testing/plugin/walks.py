@@ -19,7 +19,8 @@ from fsm_rollout.agent.rules.structure import Structure
 from fsm_rollout.diagrams.picture import conditions_of
 from fsm_rollout.trajectory.enums import Trigger
 from fsm_rollout.trajectory.events import AnyEvent, Ended, LimitCharged, Prompted, Transitioned
-from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
+from fsm_rollout.trajectory.outcome import Outcome
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 _coins: ContextVar[Random] = ContextVar("coins")
 

@@ -28,8 +28,9 @@ from fsm_rollout.errors import RolloutError
 from fsm_rollout.testing.simulation.simulate import Sampled, Simulation
 from fsm_rollout.trajectory.enums import LimitName, Trigger
 from fsm_rollout.trajectory.events import Called, Ended, Generated, Transitioned, decode, encode
+from fsm_rollout.trajectory.stream import Stream
 from fsm_rollout.trajectory.tokens import Owner
-from fsm_rollout.trajectory.trajectory import Stream, Trajectory
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 Law = Callable[[Simulation], None]
 Place = tuple[str, int, int]

@@ -30,7 +30,8 @@ from fsm_rollout.states.external.handler import External
 from fsm_rollout.testing.simulation.plan import ReplyFate, ToolFate
 from fsm_rollout.tools.base import ToolResult
 from fsm_rollout.tools.bound_tools import BoundTool, MakeContext, Session
-from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
+from fsm_rollout.trajectory.outcome import Outcome
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from fsm_rollout.engines.protocol import Weights

@@ -13,7 +13,8 @@ from fsm_rollout.agent.limits import LimitReached
 from fsm_rollout.concurrency.cancellation import being_cancelled
 from fsm_rollout.states import State
 from fsm_rollout.testing.simulation import source_lines
-from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
+from fsm_rollout.trajectory.outcome import Outcome
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from fsm_rollout.states.context import HandlerContext

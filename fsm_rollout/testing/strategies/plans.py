@@ -18,7 +18,7 @@ from fsm_rollout.testing.simulation.plan import Fault, Plan, ReplyFate, Schedule
 from fsm_rollout.testing.strategies.vocabulary import vocabularies
 from fsm_rollout.trajectory.enums import LimitName, Trigger
 from fsm_rollout.trajectory.events import PlainData as Data
-from fsm_rollout.trajectory.trajectory import Outcome
+from fsm_rollout.trajectory.outcome import Outcome
 
 Turns = Mapping[str, tuple[Turn, ...]]
 """What an engine says, by ``agent/context``."""

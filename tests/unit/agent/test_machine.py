@@ -20,7 +20,8 @@ from fsm_rollout.trajectory.events import (
     ToolCall,
     Transitioned,
 )
-from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
+from fsm_rollout.trajectory.outcome import Outcome
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 
 def agent(rows: list[dict[str, Any]], states: dict[str, Any] | None = None, **more: Any) -> AgentGraph:

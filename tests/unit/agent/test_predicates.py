@@ -22,7 +22,8 @@ from fsm_rollout.trajectory.events import (
     ToolCall,
     Transitioned,
 )
-from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
+from fsm_rollout.trajectory.outcome import Outcome
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 GRAPH = AgentGraph.model_validate(
     {

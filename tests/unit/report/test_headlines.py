@@ -25,7 +25,7 @@ from fsm_rollout.report.show import show
 from fsm_rollout.report.texts import folded, shortened
 from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS
 from fsm_rollout.trajectory.events import AnyEvent, Ended, Generated, Prompted
-from fsm_rollout.trajectory.trajectory import Outcome
+from fsm_rollout.trajectory.outcome import Outcome
 from tests.kit import ROOT
 from tests.unit.report.recorded_runs import history, write_run
 

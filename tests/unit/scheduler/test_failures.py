@@ -27,8 +27,9 @@ from fsm_rollout.tools.bounded_call import ToolDied
 from fsm_rollout.trajectory.enums import FailureClass
 from fsm_rollout.trajectory.events import AnyEvent, Ended, decode, encode
 from fsm_rollout.trajectory.journal import Journal, histories
+from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.prompt import Prompt
-from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
+from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.embedded import tokenizer
 from tests.laws.world import call
 from tests.unit.scheduler.test_scheduler import LIMITS, SINGLE, SLOW, TOOLS, agent, only, prompts, run

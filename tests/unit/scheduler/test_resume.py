@@ -33,9 +33,10 @@ from fsm_rollout.testing import run_virtual
 from fsm_rollout.tools import ToolContext
 from fsm_rollout.trajectory import journal
 from fsm_rollout.trajectory.events import AnyEvent, Scored, decode, encode
+from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.settings import Limits, Sampling
-from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
+from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.embedded import tokenizer
 from tests.laws.agents import agents
 from tests.laws.world import call, scripted, turns

@@ -39,9 +39,10 @@ from fsm_rollout.testing.simulation.virtual_time import run_virtual
 from fsm_rollout.tools import ToolContext
 from fsm_rollout.trajectory.events import Transitioned
 from fsm_rollout.trajectory.journal import Journal
+from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.settings import FrozenMap, Sampling
-from fsm_rollout.trajectory.trajectory import Outcome, Trajectory
+from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.embedded import tokenizer
 from tests.laws.world import call
 

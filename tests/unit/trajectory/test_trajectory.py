@@ -36,7 +36,9 @@ from fsm_rollout.trajectory.events import (
     decode,
     encode,
 )
-from fsm_rollout.trajectory.trajectory import Outcome, Stream, Trajectory, Turn
+from fsm_rollout.trajectory.outcome import Outcome
+from fsm_rollout.trajectory.stream import Stream, Turn
+from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.kit import under_way
 
 
