@@ -299,22 +299,22 @@ def test_a_conversation_waits_so_long_and_no_longer() -> None:
     asyncio.run(main())
 
 
-def test_waiting_for_the_caller_counts_no_time() -> None:
-    """The agent's own timeouts are shorter than the wait, and hold for all that is not waiting."""
-    impatient = CHATTING.replace("INTERACTING: {timeout: 600}", "INTERACTING: {timeout: 0.05}")
-    impatient = impatient.replace("wall_seconds: 600", "wall_seconds: 30")
+def test_waiting_for_the_caller_counts_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the agent's timeouts are shorter than the wait, and hold for all that is not waiting."""
 
     async def main() -> None:
-        async with served(lambda request: "well", agents=impatient) as server:
+        loop = asyncio.get_running_loop()
+        clock = loop.time
+        async with served(lambda request: "well", agents=CHATTING.replace("600", "250")) as server:
             chat: Chat = [{"role": "user", "content": "one"}]
             first = await server.ask(chat)
             trajectory = server.trajectories[first.trajectory]
-            since = asyncio.get_running_loop().time()
-            await server.until(lambda: asyncio.get_running_loop().time() > since + 0.2)  # four timeouts
+            await server.until(lambda: server.service._waiting)
+            monkeypatch.setattr(loop, "time", lambda: clock() + 300)
             chat.append({"role": "user", "content": "two"})
             assert (await server.ask(chat)).trajectory == first.trajectory
-            assert trajectory.away >= 0.2
-            assert trajectory.interact_seconds < 0.2
+            assert trajectory.away >= 300
+            assert trajectory.interact_seconds < 250
 
     asyncio.run(main())
 

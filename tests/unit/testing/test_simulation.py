@@ -12,7 +12,7 @@ from fsm_rollout.states.active_trajectory import ActiveTrajectory
 from fsm_rollout.testing.simulation.plan import Fault, Plan, ReplyFate, Schedule
 from fsm_rollout.testing.simulation.simulate import Simulation, simulate
 from fsm_rollout.trajectory.trajectory import Trajectory
-from tests.kit import ROOT
+from tests.kit import ROOT, new_objects
 
 AGENTS = ROOT / "configs/agents"
 CALL = '<tool_call>\n{"name": "calculate", "arguments": {"left": 1, "operator": "+", "right": 1}}\n</tool_call>'
@@ -32,15 +32,14 @@ def test_a_run_that_is_over_leaves_no_cycles(plan: Plan) -> None:
     """All that trajectories hold is freed at once; a collector that has to find it comes late, and takes its time."""
     graph = load_agent(AGENTS / "tool_user.yaml")
     assert simulate(graph, plan).crash is None  # what is done once has been done then
-    gc.collect()
     gc.disable()
     try:
-        before = alive()
-        run = simulate(graph, plan)
-        assert alive()[Trajectory] > before[Trajectory], "it counts those of a run that is still held"
-        assert alive()[ActiveTrajectory] == before[ActiveTrajectory], "what was open is closed, and gone"
-        del run
-        assert alive() == before
+        with new_objects():
+            run = simulate(graph, plan)
+            assert alive()[Trajectory] > 0, "it counts those of a run that is still held"
+            assert alive()[ActiveTrajectory] == 0, "what was open is closed, and gone"
+            del run
+            assert alive() == {ActiveTrajectory: 0, Trajectory: 0, Simulation: 0}
     finally:
         gc.enable()
 

@@ -13,6 +13,7 @@ from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.errors import EngineError
 from fsm_rollout.testing.simulation.virtual_time import run_virtual
 from fsm_rollout.trajectory.tokens import as_ids
+from tests.kit import new_objects
 
 
 def request(name: str, turn: int = 0, max_tokens: int = 100, prompt: int = 4, session: str = "t") -> Request:
@@ -257,15 +258,16 @@ def test_an_engine_that_is_gone_keeps_no_tokenizer() -> None:
         def encode(self, text: str, add_special_tokens: bool) -> list[int]:
             return [1 + ord(letter) for letter in text]
 
-    kept = Spelling()
-    engine = ScriptedEngine(["one two"], tokenizer=kept)
+    with new_objects():
+        kept = Spelling()
+        engine = ScriptedEngine(["one two"], tokenizer=kept)
 
-    async def main(engine: ScriptedEngine) -> list[Chunk]:
-        asked = Request("r", as_ids([1]), SamplingParams(20, stop_ids=frozenset({0})))
-        return [chunk async for chunk in engine.generate([asked])]
+        async def main(engine: ScriptedEngine) -> list[Chunk]:
+            asked = Request("r", as_ids([1]), SamplingParams(20, stop_ids=frozenset({0})))
+            return [chunk async for chunk in engine.generate([asked])]
 
-    assert sum(len(chunk.ids) for chunk in run_virtual(main(engine))) == len("one two") + 1
-    left = weakref.ref(kept)
-    del engine, kept
-    gc.collect()
-    assert left() is None
+        assert sum(len(chunk.ids) for chunk in run_virtual(main(engine))) == len("one two") + 1
+        left = weakref.ref(kept)
+        del engine, kept
+        gc.collect()
+        assert left() is None

@@ -20,7 +20,7 @@ from fsm_rollout.engines.transformers.checkpoints import check_supported
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.tokens import as_ids
-from tests.kit import ROOT
+from tests.kit import ROOT, new_objects
 from tests.model_fixtures import make_model
 
 
@@ -46,10 +46,11 @@ def test_it_is_an_engine_and_leaves_no_thread(model: Any, tokenizer: Any):
 
 
 def test_an_engine_that_is_dropped_leaves_no_thread(model: Any, tokenizer: Any):
-    engine = TransformersEngine(model, tokenizer)
-    asyncio.run(collect(engine, request("r")))
-    del engine
-    gc.collect()
+    with new_objects():
+        engine = TransformersEngine(model, tokenizer)
+        asyncio.run(collect(engine, request("r")))
+        del engine
+        gc.collect()
     assert not threads()
 
 
