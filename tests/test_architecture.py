@@ -12,6 +12,7 @@ import pytest
 
 from tests.kit import ROOT
 
+pytestmark = pytest.mark.xdist_group("architecture")  # one worker reads all modules
 PACKAGE = ROOT / "fsm_rollout"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "stand_ins" not in path.parts)
 
