@@ -24,7 +24,7 @@ from fsm_rollout.trajectory.events import Called, ToolCall
 
 pytestmark = pytest.mark.process
 SERVER = Path(__file__).with_name("mcp_tools.py")
-STDIO = MCP(command=("python", str(SERVER)))
+STDIO = MCP(command=("python", str(SERVER)), env={"TOKEN": "$FILES_TOKEN"})
 """One object, so that the server is asked for its tools once."""
 SHARED = MCP(command=STDIO.command, session="shared")
 PATIENCE = 600
@@ -44,6 +44,12 @@ transitions:
   - {trigger: generated, source: GENERATING, dest: TERMINATED}
   - {trigger: tools_done, source: PROCESSING_TOOLS, dest: GENERATING}
 """
+
+
+@pytest.fixture(autouse=True)
+def _secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("API_KEY", "secret")
+    monkeypatch.setenv("FILES_TOKEN", "for the server")
 
 
 def toolbox(**tool: Any) -> Toolbox:
@@ -241,10 +247,8 @@ def test_a_server_over_http_that_is_restarted_is_connected_to_again(http: HTTPSe
     asyncio.run(main())
 
 
-def test_a_server_sees_no_secret_of_ours_but_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("API_KEY", "secret")
-    monkeypatch.setenv("FILES_TOKEN", "for the server")
-    box = toolbox(mcp=MCP(command=STDIO.command, env={"TOKEN": "$FILES_TOKEN"}), timeout=PATIENCE)
+def test_a_server_sees_no_secret_of_ours_but_what_it_is_given() -> None:
+    box = toolbox(mcp=STDIO, timeout=PATIENCE)
 
     async def main() -> None:
         async with session(box) as call:
@@ -265,8 +269,8 @@ def test_a_run_calls_them_and_records_what_they_said(tmp_path: Path, monkeypatch
     events: list[Any] = []
     engine = {"kind": "scripted", "turns": [call, "42"]}
     with fr.Rollout(agent, engine, on_event=[lambda trajectory, event: events.append(event)]) as rollout:
-        batch = rollout.run(["20 + 22?"], n=2)
-        assert len(batch.tensordict) == 2
+        batch = rollout.run(["20 + 22?"])
+        assert len(batch.tensordict) == 1
         assert not rollout.agents["caller"].tools["files"].may_repeat
-    assert [event.result for event in events if isinstance(event, Called)] == ["42", "42"]
+    assert [event.result for event in events if isinstance(event, Called)] == ["42"]
     assert os.getcwd() != str(tmp_path)
