@@ -13,13 +13,15 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import Any
+from typing import Any, TextIO
 
 from tests.kit import ROOT
 
@@ -57,31 +59,46 @@ def program(
         searched: Folders that come first on ``sys.path``.
         finalized: Whether the interpreter is finalized as it would be, which takes a second where torch is loaded.
     """
-    words = [str(argument) for argument in arguments]
+    with (
+        started(code, *arguments, cwd=cwd, env=env, searched=searched, finalized=finalized) as (process, *outputs),
+        ThreadPoolExecutor(2) as pool,
+    ):
+        printed = [pool.submit(output.read) for output in outputs]
+        process.join(PATIENCE)
+        status = process.exitcode
+        if status is None:
+            process.kill()
+        stdout, stderr = (text.result() for text in printed)
+    return CompletedProcess([code, *map(str, arguments)], int(status or 0), stdout, stderr)
+
+
+@contextmanager
+def started(
+    code: str,
+    *arguments: str | Path,
+    cwd: Path = ROOT,
+    env: Mapping[str, str] | None = None,
+    searched: tuple[str, ...] = ("",),
+    finalized: bool = False,
+) -> Iterator[tuple[BaseProcess, TextIO, TextIO]]:
+    """Start code as :func:`program` does; yield its process, output and errors. It is killed if it still runs then."""
     ours, theirs = zip(os.pipe(), os.pipe(), strict=True)
-    with ThreadPoolExecutor(2) as pool:
-        printed = [pool.submit(_read, descriptor) for descriptor in ours]
+    with ExitStack() as opened:
+        stdout, stderr = (opened.enter_context(open(descriptor, encoding="utf-8")) for descriptor in ours)
         try:
-            outputs = _Outputs(theirs)
-            arguments_ = (code, words, str(cwd), dict(env or {}), searched, finalized, outputs)
-            process = forkserver().Process(target=_run, args=arguments_)
+            words = [str(argument) for argument in arguments]
+            passed = (code, words, str(cwd), dict(env or {}), searched, finalized, _Outputs(theirs))
+            process = forkserver().Process(target=_run, args=passed)
             process.start()
         finally:
             for descriptor in theirs:
                 os.close(descriptor)
-        process.join(PATIENCE)
-        if process.exitcode is None:
+        try:
+            yield process, stdout, stderr
+        finally:
             process.kill()
             process.join()
-        stdout, stderr = (text.result() for text in printed)
-    status = process.exitcode
-    process.close()
-    return CompletedProcess([code, *words], int(status or 0), stdout, stderr)
-
-
-def _read(descriptor: int) -> str:
-    with open(descriptor, encoding="utf-8") as pipe:
-        return pipe.read()
+            process.close()
 
 
 class _Outputs(tuple[int, ...]):

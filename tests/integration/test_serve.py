@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +16,7 @@ from typer.testing import CliRunner
 from fsm_rollout.cli import app
 from fsm_rollout.trajectory.journal import read
 from tests.kit import ROOT
+from tests.programs import PATIENCE, started
 
 pytestmark = pytest.mark.process
 DEMO = ROOT / "configs" / "runs" / "demo.yaml"
@@ -26,25 +25,20 @@ DEMO = ROOT / "configs" / "runs" / "demo.yaml"
 @contextmanager
 def serving(place: Path, *overrides: str, ends_by: signal.Signals = signal.SIGTERM) -> Iterator[str]:
     """Serve the demo's agent; at the end a signal ends it, with exit code 0 and nothing but its own words."""
-    command = [sys.executable, "-m", "fsm_rollout", "serve", str(DEMO), "--port", "0", "sampling.temperature=0"]
-    process = subprocess.Popen(
-        [*command, f"out={place / 'chat'}", *overrides], cwd=place, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)},
-        preexec_fn=lambda: signal.signal(ends_by, signal.SIG_DFL),  # a shell ignores it in the background
-    )  # fmt: skip
-    try:
-        assert process.stdout is not None
-        first = process.stdout.readline()
-        assert first.startswith("http://127.0.0.1:"), (first, process.stderr and process.stderr.read())
+    code = f"import signal; signal.signal({int(ends_by)}, signal.SIG_DFL)\n"  # a shell ignores it in the background
+    code += "from fsm_rollout.cli import main; main()"
+    options = ["--port", "0", "sampling.temperature=0", f"out={place / 'chat'}", *overrides]
+    with started(code, "serve", DEMO, *options, cwd=place, searched=()) as (process, output, errors):
+        first = output.readline()
+        assert first.startswith("http://127.0.0.1:"), (first, errors.read())
         yield first.split()[0]
-        process.send_signal(ends_by)
-        _, errors = process.communicate(timeout=600)
-        assert process.returncode == 0, errors
-        assert "Traceback" not in errors
-        assert "ended; what was said: fsm-rollout show" in errors
-    finally:
-        process.kill()
-        process.wait()
+        assert process.pid is not None
+        os.kill(process.pid, ends_by)
+        said = errors.read()
+        process.join(PATIENCE)
+        assert process.exitcode == 0, said
+        assert "Traceback" not in said
+        assert "ended; what was said: fsm-rollout show" in said
 
 
 def test_both_protocols_clients_talk_to_it_and_what_was_said_is_kept(tmp_path: Path) -> None:
