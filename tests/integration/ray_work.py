@@ -114,7 +114,7 @@ async def through(
     """Send everything through a dispatcher; call ``meanwhile`` once each replica has streamed something."""
     dispatcher = EngineClient(pool)
     tickets = [dispatcher.submit(request) for request in requests]
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(600):
         while not all(stats.tokens for stats in pool.replicas):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         meanwhile()

@@ -359,7 +359,7 @@ def test_resources_that_others_hold():
 
 @pytest.mark.ray("shared")
 def test_a_process_that_stands_still_is_noticed():
-    times = PoolTimes(start=600, backoff=0.05, ping_every=0.2, ping=1.0)
+    times = PoolTimes(start=600, backoff=0.05, ping_every=0.2, ping=5.0)  # its neighbour answers in that
     placement = RayPlacement(ByTrajectory(0.05), 2, RayOptions(cpus=0.5))
     pool = PoolEngine(placement, 2, times=times)
     process = ray.get(actors(pool)[0].__ray_call__.remote(lambda self: os.getpid()))

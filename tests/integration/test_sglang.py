@@ -278,7 +278,7 @@ def test_a_second_turn_finds_the_first_in_the_cache(engine: SGLangEngine) -> Non
 
 def test_load_counts_what_is_under_way(engine: SGLangEngine) -> None:
     async def main() -> None:
-        requests = [request(engine, next(names), i, 400, ignore_eos=True) for i in range(3)]
+        requests = [request(engine, next(names), i, 1900, ignore_eos=True) for i in range(3)]
         got = Answers(*requests)
         pending = asyncio.ensure_future(got.drain(engine.generate(requests)))
         load = engine.load()  # the engine's process may be quicker than this one
@@ -287,6 +287,7 @@ def test_load_counts_what_is_under_way(engine: SGLangEngine) -> None:
         load = engine.load()
         assert 0 < load.running + load.waiting <= 3
         assert load.used_tokens > load.running
+        await engine.abort([request.request_id for request in requests])
         await asyncio.wait_for(pending, PATIENCE)
         assert engine.load() == Load()
 
