@@ -487,8 +487,9 @@ def test_a_table_that_only_an_index_still_answers_for_is_made_anew(tmp_path: Pat
     whole = several(path)
     with closing(sqlite3.connect(path)) as connection:
         (page,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'trajectories'").fetchone()
+        (size,) = connection.execute("PRAGMA page_size").fetchone()
     data = bytearray(path.read_bytes())
-    data[(page - 1) * 4096] = 7  # no kind of page
+    data[(page - 1) * size] = 7  # no kind of page
     path.write_bytes(data)
     with Journal(path, append=True) as journal:
         assert "7/0" in journal
