@@ -26,7 +26,8 @@ from tests.mutants.catalogue import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("fsm_rollout", "tests", "configs", "pyproject.toml", "README.md")
-EXAMPLES = 50
+EXAMPLES = 25
+"""As few as `make test` draws of anything."""
 PROCESSES = 2
 WITHIN = 20.0
 """Seconds of CPU time in which a mutant is to be caught; those of a busy machine's clock would say little."""
