@@ -93,7 +93,7 @@ def remaining(graph: AgentGraph, trajectory: Trajectory, limit: str, used: float
     bound = trajectory.limits.get(limit)
     if bound is None:
         return float("inf")
-    routed = trajectory.routed and routing_key(limit, trajectory.state) in trajectory.routed
+    routed = trajectory.routed_limits and routing_key(limit, trajectory.state) in trajectory.routed_limits
     if routed and graph.states[trajectory.state].max_visits is not None:
         return float("inf")
     return bound - used

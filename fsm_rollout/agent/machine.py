@@ -144,7 +144,7 @@ class AgentMachine:
         The proof counts these steps and no others.
         """
         return limit is None or (
-            limit in self._limits and routing_key(limit, trajectory.state) not in trajectory.routed
+            limit in self._limits and routing_key(limit, trajectory.state) not in trajectory.routed_limits
         )
 
     def charge_of(self, state: str) -> Charge:

@@ -74,13 +74,13 @@ def waits_of(groups: Sequence[Group], clients: Mapping[str, EngineClient], now: 
                 state, since = trajectory.state, trajectory.latest_at
                 waits += [
                     (since, f"{trajectory.trajectory_id} in {state} for {now - since:.0f} s: {what}")
-                    for what in _whats(live, clients)
+                    for what in _waits_of(live, clients)
                 ]
     held = [f"engine '{name}' to be resumed: it is paused" for name, client in clients.items() if client.paused]
     return [*held, *(wait for _, wait in sorted(waits))]
 
 
-def _whats(live: ActiveTrajectory, clients: Mapping[str, EngineClient]) -> Iterator[str]:
+def _waits_of(live: ActiveTrajectory, clients: Mapping[str, EngineClient]) -> Iterator[str]:
     """Yield what one trajectory waits for."""
     trajectory, found = live.trajectory, False
     for name, client in clients.items():

@@ -390,7 +390,7 @@ class _Loop(asyncio.SelectorEventLoop):
         return super().time() + self._ahead
 
 
-class _Told(logging.Handler):
+class _LogSender(logging.Handler):
     """Tells the run what is logged here."""
 
     def __init__(self, link: Link, loop: asyncio.AbstractEventLoop) -> None:
@@ -438,7 +438,7 @@ async def _serve(connection: socket.socket, setup: WorkerSetup) -> None:
     _, link = await loop.create_connection(partial(SocketLink, worker=True), sock=connection)
     package = logging.getLogger("fsm_rollout")
     package.setLevel(setup.log_level)
-    package.addHandler(_Told(link, loop))
+    package.addHandler(_LogSender(link, loop))
     package.propagate = False
     try:
         trajectories = HandedTrajectories(setup, link, remote_clients(setup, link))

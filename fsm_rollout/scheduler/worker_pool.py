@@ -62,7 +62,7 @@ class _Running:
     live: ActiveTrajectory
     over: asyncio.Future[bool]
     """True: it is over; False: its worker died. An exception fails the run."""
-    names: list[str]
+    ids: list[str]
     """Its id and those of its sub-agents' trajectories."""
 
 
@@ -72,7 +72,7 @@ class _Worker:
     connection: Connection
     ready: asyncio.Future[None]
     running: dict[str, _Running] = field(default_factory=dict)
-    lives: dict[str, _Running] = field(default_factory=dict)
+    sample_of: dict[str, _Running] = field(default_factory=dict)
     """For each trajectory that runs there, sub-agents' among them, the sample that it belongs to."""
     kept: set[str] = field(default_factory=set)
     """Samples that were set aside, and whose tools are open there."""
@@ -169,7 +169,7 @@ class WorkerPool:
         children = group.sub_agents_of(trajectory)
         running = _Running(group, live, over, [trajectory_id, *(child.trajectory_id for child in children)])
         worker.running[trajectory_id] = running
-        worker.lives.update(dict.fromkeys(running.names, running))
+        worker.sample_of.update(dict.fromkeys(running.ids, running))
         for child in children:
             self._activate(group, child)
         worker.kept.discard(trajectory_id)
@@ -184,11 +184,11 @@ class WorkerPool:
                 cancelled = error
                 worker.send("stop", trajectory_id, live.stop)
         del worker.running[trajectory_id]
-        for name in running.names:
-            worker.lives.pop(name, None)
-            if name != trajectory_id:
-                group.active.pop(name, None)
-        for key in [key for key in self._since if key[0] in running.names] if self._since else ():
+        for id_ in running.ids:
+            worker.sample_of.pop(id_, None)
+            if id_ != trajectory_id:
+                group.active.pop(id_, None)
+        for key in [key for key in self._since if key[0] in running.ids] if self._since else ():
             del self._since[key]
         # 3. Its tools may stay open there.
         is_over = over.result()
@@ -330,14 +330,14 @@ class WorkerPool:
         """Apply and record an event; what cannot be recorded fails the run, as it does in one process."""
         event = decode(payload)
         if isinstance(event, Prompted):  # a sub-agent's
-            running = worker.lives[str(event.parent_id)]
+            running = worker.sample_of[str(event.parent_id)]
             trajectory = Trajectory.fold([event])
             running.group.add_child(trajectory)
-            running.names.append(trajectory_id)
-            worker.lives[trajectory_id] = running
+            running.ids.append(trajectory_id)
+            worker.sample_of[trajectory_id] = running
             self._activate(running.group, trajectory)
         else:
-            running = worker.lives[trajectory_id]
+            running = worker.sample_of[trajectory_id]
             live = running.group.active[trajectory_id]
             trajectory = live.trajectory
             trajectory.apply(event)

@@ -61,7 +61,7 @@ class CallTools(State):
                 await ctx.call_tool(attempt, prepaid=True)
 
         # Calls that this visit finished before it was interrupted are requested again, and answered from its record.
-        finished_here = {event.id for event in trajectory.here if isinstance(event, Called)}
+        finished_here = {event.id for event in trajectory.visit_events if isinstance(event, Called)}
         finished_before = {called.id for called in trajectory.called} - finished_here
         open_calls = [attempt for attempt in trajectory.attempts if attempt.id not in finished_before]
         if len(open_calls) == 1:  # the usual case; a task for it would cost as much as all else here

@@ -46,7 +46,7 @@ class HandlerContext(Visit):
         super().__init__(active, deadline)
         self._prepaid = int(self.agent.machine.spends[self.state] == LimitName.ASSISTANT_TURNS)
         """How many generations of the visit are charged already: 1, if entering the state charged for the first."""
-        self._queries = dict(self.trajectory.asked_before)
+        self._queries = dict(self.trajectory.queries_before)
         """The index of the next query, by engine; a visit that begins again counts from where it began first."""
         self._generations: dict[str, Generation] = {}
         """Those under way, by context."""
@@ -123,7 +123,7 @@ class HandlerContext(Visit):
         What was charged and not generated before the interruption is not charged again.
         """
         self._effects = EffectLog(())
-        for event in self.trajectory.here:
+        for event in self.trajectory.visit_events:
             if isinstance(event, events.LimitCharged):
                 self._prepaid += event.limit == LimitName.ASSISTANT_TURNS
             elif isinstance(event, Generated):
@@ -190,7 +190,7 @@ class HandlerContext(Visit):
         tool = self.agent.toolbox.spec_of(name)
         if tool is not None and not tool.may_repeat:
             begun = any(
-                isinstance(event, events.CallBegun) and event.id == attempt.id for event in self.trajectory.here
+                isinstance(event, events.CallBegun) and event.id == attempt.id for event in self.trajectory.visit_events
             )
             if self.resumed and begun:  # it may have been made before the visit was interrupted
                 text = tool_messages.interrupted(name)
@@ -236,7 +236,7 @@ class HandlerContext(Visit):
             rng=self.rng,
             ask=self.ask,
         )
-        started, away_before = self.clock(), self.trajectory.away
+        started, away_before = self.clock(), self.trajectory.suspended_seconds
         if self.active.live_user is None:
             reply = await self.active.interaction(self.state).reply(conversation)
         else:
@@ -246,7 +246,7 @@ class HandlerContext(Visit):
                 at=self.clock(),
                 state=self.state,
                 context=context,
-                seconds=self.clock() - started - (self.trajectory.away - away_before),
+                seconds=self.clock() - started - (self.trajectory.suspended_seconds - away_before),
                 content=reply.content,
                 score=reply.score,
                 done=reply.done,

@@ -53,9 +53,9 @@ class Visit:
         self.agent = active.agent
         self.state = self.trajectory.state
         self._loop = asyncio.get_running_loop()
-        self._entry = next(iter(self.trajectory.here), None)
+        self._entry = next(iter(self.trajectory.visit_events), None)
         """The first event that the interrupted visit had recorded; if :meth:`enter` records one, it is that one."""
-        self._effects = EffectLog(self.trajectory.here)
+        self._effects = EffectLog(self.trajectory.visit_events)
         self._over = False
 
     # -- time, facts and limits ---------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ class Trajectory(msgspec.Struct):
     """When it began, in seconds on the scheduler's clock."""
     latest_at: float
     """When its latest event happened, on the same clock."""
-    routed: frozenset[str] = frozenset()
+    routed_limits: frozenset[str] = frozenset()
     """Limits that a ``limit_reached`` transition has routed; each may be routed once."""
     transitions: int = 0
     """How many transitions it has made."""
@@ -88,13 +88,13 @@ class Trajectory(msgspec.Struct):
     """Why it was set aside unfinished; ``None`` when it was not."""
     ended_at: float | None = None
     """When it ended, on the scheduler's clock."""
-    away: float = 0.0
+    suspended_seconds: float = 0.0
     """Seconds between its suspensions and its resumptions."""
     resumptions: int = 0
     """How often it was resumed."""
 
     # The present visit
-    here: list[AnyEvent] = []
+    visit_events: list[AnyEvent] = []
     """The events of the present visit so far. If the visit is begun again, their effects are not repeated."""
     interrupted: bool = False
     """Whether the present visit was broken off once and begun again."""
@@ -114,9 +114,9 @@ class Trajectory(msgspec.Struct):
     """The turn that each generation belongs to, by the generation's index."""
     last: events.Generated | None = None
     """The latest generation, of any context."""
-    asked: dict[str, int] = {}
+    queries: dict[str, int] = {}
     """How often the environment has asked each engine."""
-    asked_before: dict[str, int] = {}
+    queries_before: dict[str, int] = {}
     """The same when the present visit began."""
     called: list[events.Called] = []
     """The tool calls since the latest generation."""
@@ -126,7 +126,7 @@ class Trajectory(msgspec.Struct):
     """How many of them failed, whoever is to blame; ``bad_calls`` says how many the model is to blame for."""
     guarded: int = 0
     """How many control markers in the environment's text were kept from becoming control tokens."""
-    wall: dict[str, float] = {}
+    earlier_seconds: dict[str, float] = {}
     """Seconds that earlier visits spent in ``queue``, ``generate``, ``tool``, ``interact``, and in ``any`` of these."""
     stretches: list[tuple[str, float, float]] = []
     """``(kind, start, end)`` of what the present visit has spent time in, in the order in which it was recorded."""
@@ -181,7 +181,7 @@ class Trajectory(msgspec.Struct):
 
     def elapsed(self, at: float) -> float:
         """Return the seconds from its start to ``at``, without those for which it was set aside."""
-        return at - self.started_at - self.away
+        return at - self.started_at - self.suspended_seconds
 
     def stream(self, context: str) -> Stream | None:
         """Return the open stream of ``context``, or ``None`` when the context has not been used yet."""
@@ -246,7 +246,7 @@ class Trajectory(msgspec.Struct):
 
     def _seconds(self, kind: str) -> float:
         present_visit = [(start, end) for name, start, end in self.stretches if kind in (name, "any")]
-        return self.wall.get(kind, 0.0) + covered(present_visit)
+        return self.earlier_seconds.get(kind, 0.0) + covered(present_visit)
 
     def _took(self, kind: str, start: float, end: float) -> None:
         start = max(start, self.started_at)
@@ -307,7 +307,7 @@ class Trajectory(msgspec.Struct):
         _APPLY[kind](self, event)
         self.latest_at = event.at
         if kind in DONE_IN_A_VISIT and self.stop_reason is None:
-            self.here.append(event)
+            self.visit_events.append(event)
 
     def _open_stream(self, context: str) -> Stream:
         try:
@@ -413,7 +413,7 @@ class Trajectory(msgspec.Struct):
         return turn
 
     def _call_begun(self, event: events.CallBegun) -> None:
-        """Change nothing: :meth:`apply` notes the event in ``here``."""
+        """Change nothing: :meth:`apply` notes the event in ``visit_events``."""
 
     def _called(self, event: events.Called) -> None:
         self.called.append(event)
@@ -426,7 +426,7 @@ class Trajectory(msgspec.Struct):
             self.tool_rewards.append(event.reward)
 
     def _asked(self, event: events.ModelQueried) -> None:
-        self.asked[event.engine] = max(self.asked.get(event.engine, 0), event.index + 1)
+        self.queries[event.engine] = max(self.queries.get(event.engine, 0), event.index + 1)
 
     def _interacted(self, event: events.UserReplied) -> None:
         self._took("interact", event.at - event.seconds, event.at)
@@ -436,7 +436,7 @@ class Trajectory(msgspec.Struct):
 
     def _timed_out(self, event: events.TimedOut) -> None:
         self.time_up = event
-        self.here = []
+        self.visit_events = []
 
     def _transitioned(self, event: events.Transitioned) -> None:
         if event.source != self.state:
@@ -444,20 +444,20 @@ class Trajectory(msgspec.Struct):
                 f"a transition from '{event.source}' fired in state '{self.state}' of {self.trajectory_id}"
             )
         if event.trigger == Trigger.LIMIT_REACHED:
-            self.routed |= {routing_key(str(event.limit), event.source)}
+            self.routed_limits |= {routing_key(str(event.limit), event.source)}
         self.transitions += 1
         if self.stretches:  # the visit's times, added to those of the earlier ones
             of_kind: dict[str, list[tuple[float, float]]] = {"any": [(start, end) for _, start, end in self.stretches]}
             for kind, start, end in self.stretches:
                 of_kind.setdefault(kind, []).append((start, end))
             for kind, stretches in of_kind.items():
-                self.wall[kind] = self.wall.get(kind, 0.0) + covered(stretches)
+                self.earlier_seconds[kind] = self.earlier_seconds.get(kind, 0.0) + covered(stretches)
             self.stretches = []
-        self.here = []
+        self.visit_events = []
         self.interrupted = False
         self.time_up = None
-        if self.asked:
-            self.asked_before = dict(self.asked)
+        if self.queries:
+            self.queries_before = dict(self.queries)
         self.state = event.dest
         if event.stop_reason is not None:
             self.exit = event
@@ -485,7 +485,7 @@ class Trajectory(msgspec.Struct):
     def _resumed(self, event: events.Resumed) -> None:
         self.suspended = None
         self.interrupted = True
-        self.away += event.away
+        self.suspended_seconds += event.away
         self.resumptions += 1
 
     def _ended(self, event: events.Ended) -> None:

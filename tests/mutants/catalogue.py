@@ -194,7 +194,7 @@ MUTANTS = (
     ),
     Mutant(
         "forget which limits were routed", "trajectory/trajectory.py",
-        "self.routed |= {routing_key(str(event.limit), event.source)}", "pass",
+        "self.routed_limits |= {routing_key(str(event.limit), event.source)}", "pass",
         "2: a limit is routed once",
         LIMITS,
     ),

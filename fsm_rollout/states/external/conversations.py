@@ -343,7 +343,7 @@ class Conversations:
 
     def _opened_here(self) -> list[Stream]:
         """Return the streams that this visit had opened before it was interrupted."""
-        opened = [event.context for event in self.ctx.trajectory.here if isinstance(event, ContextOpened)]
+        opened = [event.context for event in self.ctx.trajectory.visit_events if isinstance(event, ContextOpened)]
         streams = (self.ctx.trajectory.stream(context) for context in opened)
         return [stream for stream in streams if stream is not None]
 

@@ -117,7 +117,7 @@ def stays_within(bound: Bound) -> Law:
                 "transitions": (sum(t.transitions for t in family), bound.transitions),
                 "generations": (sum(_generations(run, t) for t in family), bound.generations),
                 "response tokens": (sum(t.response_tokens for t in family), bound.response_tokens),
-                "seconds": (ended_at - trajectory.started_at - trajectory.away, wall),
+                "seconds": (ended_at - trajectory.started_at - trajectory.suspended_seconds, wall),
             }
             for what, (spent, most) in counted.items():
                 if most is not None and spent > most:

@@ -85,7 +85,7 @@ def test_a_clock_that_lies_behind_is_taken_to_have_stood_still() -> None:
     assert times == sorted(times)
     assert wall_seconds(recording.times.stretches) == wall_seconds(times_of(history()).stretches)
     assert recording.trajectory.ended_at == 110.0
-    assert recording.trajectory.away == 0.0
+    assert recording.trajectory.suspended_seconds == 0.0
 
 
 def test_pages_say_how_long_it_was_away_and_which_weights_it_crossed(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def outline(groups: Sequence[Group]) -> dict[str, Any]:
     """All that must not depend on where a run was interrupted."""
     return {
         t.trajectory_id: (
-            t.stop_reason, t.visits, t.spent, t.turn_scores, t.tool_rewards, t.generations, t.asked,
+            t.stop_reason, t.visits, t.spent, t.turn_scores, t.tool_rewards, t.generations, t.queries,
             [(s.context, s.tokens.ids.tolist(), s.tokens.spans, s.messages) for s in t.streams],
         )
         for group in sorted(groups, key=lambda group: group.index)
@@ -287,7 +287,7 @@ def test_time_away_counts_against_no_limit() -> None:
     ((trajectory,),) = [group.trajectories for group in run_virtual(main())]
     assert trajectory.stop_reason == "answered"
     assert 2.0 < (trajectory.wall_seconds or 0.0) < 10.0
-    assert trajectory.away == pytest.approx(1000.0)
+    assert trajectory.suspended_seconds == pytest.approx(1000.0)
 
 
 def test_a_sub_agent_that_was_cut_off_goes_on_when_its_call_is_made_again() -> None:

@@ -313,7 +313,7 @@ def test_waiting_for_the_caller_counts_no_time(monkeypatch: pytest.MonkeyPatch) 
             monkeypatch.setattr(loop, "time", lambda: clock() + 300)
             chat.append({"role": "user", "content": "two"})
             assert (await server.ask(chat)).trajectory == first.trajectory
-            assert trajectory.away >= 300
+            assert trajectory.suspended_seconds >= 300
             assert trajectory.interact_seconds < 250
 
     asyncio.run(main())
