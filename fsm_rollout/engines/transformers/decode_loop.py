@@ -173,7 +173,7 @@ class DecodeLoop:
 
     def release(self) -> None:
         """Forget, and give the cache's memory back."""
-        self._cache: Rows = (Qwen3Rows if serves(self.model) else KeyValueRows)(self.model)
+        self._cache: Rows = Qwen3Rows(self.model) if serves(self.model) else KeyValueRows(self.model)
         self.forget()
 
     def step(self) -> list[Chunk]:
@@ -210,9 +210,7 @@ class DecodeLoop:
         if not fresh:
             return
         self._sampler = None
-        self._cache.reserve(
-            len(self._rows), max(r.cached + LIKE_LENGTH + len(r.missing) for r in fresh), self._max_context
-        )
+        self._reserve(max(r.cached + LIKE_LENGTH + len(r.missing) for r in fresh))
         # 2. What is alike, as the samples of a group begin, is filled in one row and copied to the others.
         first: dict[tuple[int, tuple[int, ...]], _Running] = {}
         alike = []
@@ -234,13 +232,17 @@ class DecodeLoop:
         for running in fresh:
             running.cached = len(running.tokens) - 1
 
+    def _reserve(self, columns: int) -> None:
+        self._cache.reserve([running.cached for running in self._rows], columns, self._max_context)
+
     def _share(self) -> None:
         """If no row shares anything, let the rows to come share the tokens with which half of the requests begin."""
-        if len(self._unfilled) > 1 and not any(running.shared for running in self._rows):
+        if self._cache.shares and len(self._unfilled) > 1 and not any(running.shared for running in self._rows):
             prompts = sorted(running.tokens[:-1] for running in self._unfilled)
             pairs = zip(prompts, prompts[len(prompts) // 2 :], strict=False)
-            longest = max((_common(*pair), pair[0]) for pair in pairs)
-            self._cache.hold(longest[1][: longest[0]] if longest[0] >= WORTH_SHARING else [])
+            length, prompt = max((_common(*pair), pair[0]) for pair in pairs)
+            self._reserve(length)
+            self._cache.hold(prompt[:length] if length >= WORTH_SHARING else [])
 
     def _give_row(self, running: _Running, kept: _Running | None) -> None:
         """Give a request its row: the one its session has kept, a new one, or (all being there) the longest idle."""
@@ -266,7 +268,7 @@ class DecodeLoop:
         # 1. One forward pass over the last token of the rows that take part.
         fed = self._rows[: self._close_gaps()]
         lengths = [len(r.tokens) for r in fed]
-        self._cache.reserve(len(self._rows), max(lengths), self._max_context)
+        self._reserve(max(lengths))
         last = torch.tensor([(running.tokens[-1], len(running.tokens) - 1, running.shared) for running in fed])
         logits = self._cache.step(*last.unbind(1))
         # 2. Sampling.
@@ -311,7 +313,7 @@ class DecodeLoop:
         running = [r.row for r in self._rows[border:count] if not r.idle]
         sources, targets = idle + running, running + idle
         moved = [self._rows[row] for row in sources]
-        self._cache.copy(sources, targets, [len(r.tokens) for r in moved])
+        self._cache.copy(sources, targets, [r.cached - r.shared for r in moved])
         for row, target in zip(moved, targets, strict=True):
             row.row = target
             self._rows[target] = row
@@ -330,7 +332,7 @@ class DecodeLoop:
         """Remove an idle row; the last row moves into the gap."""
         last = self._rows.pop()
         if last is not idle:
-            self._cache.copy([last.row], [idle.row], [len(last.tokens)])
+            self._cache.copy([last.row], [idle.row], [last.cached - last.shared])
             last.row = idle.row
             self._rows[last.row] = last
         self._sampler = None

@@ -10,9 +10,11 @@ its own row's columns up to its own; what was never written is 0 and masked.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from typing import ClassVar, Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -29,17 +31,23 @@ class Rows(Protocol):
     in the row. All ids, positions and rows are int64.
     """
 
+    shares: ClassVar[bool]
+    """Whether :attr:`prefix` may be more than nothing."""
     prefix: list[int]
     """Tokens with which many rows begin: their keys and values are held once."""
 
-    def reserve(self, rows: int, columns: int, limit: int) -> None:
-        """Make room for ``rows`` × ``columns``, of at most ``limit`` columns, with some to spare."""
+    def reserve(self, used: Sequence[int], columns: int, limit: int) -> None:
+        """Make room for ``columns`` in each row, of at most ``limit``, with some to spare.
+
+        Each row's first ``used`` columns are what it holds. Only they are copied: memory that was never touched costs
+        nothing.
+        """
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], lengths: Sequence[int]) -> None:
         """Copy the first columns of rows over those of others, as if all at once."""
 
     def hold(self, prefix: list[int]) -> None:
-        """Let ``prefix`` be what rows share from now on, if anything is shared here."""
+        """Let ``prefix``, for which there is room, be what rows share from now on."""
 
     def fill(self, ids: torch.Tensor, rows: Sequence[int], positions: torch.Tensor, shared: torch.Tensor) -> None:
         """Fill rows after what they hold: ``ids`` and ``positions`` ``[n, q]``, ``shared`` ``[n]``."""
@@ -48,19 +56,28 @@ class Rows(Protocol):
         """Feed a token to each of the first n rows, at ``positions`` ``[n]``; return its logits ``[n, V]``."""
 
 
-def roomier(capacity: int, columns: int, rows: int, wanted: int, limit: int) -> tuple[int, int]:
-    """Return how many rows and columns to have for ``rows`` × ``wanted``, of at most ``limit`` columns."""
-    if rows > capacity:
-        capacity = max(rows, 2 * capacity)
+def roomier(rows: int, columns: int, used: Sequence[int], wanted: int, limit: int) -> tuple[int, int]:
+    """Return how many rows and columns to have, where there are ``rows`` × ``columns``."""
+    if len(used) > rows:
+        rows = max(len(used), 2 * rows)
     if wanted > columns:
         columns = min(max(wanted + COLUMN_STEP, wanted * 3 // 2), max(limit, wanted))
-    return capacity, columns
+    return rows, columns
 
 
-def copied(old: torch.Tensor, capacity: int, columns: int) -> torch.Tensor:
-    """Return what ``old`` ``[…, rows, heads, columns, head_dim]`` holds, in more room."""
-    new = old.new_zeros((*old.shape[:-4], capacity, old.shape[-3], columns, old.shape[-1]))
-    new[..., : old.shape[-4], :, : old.shape[-2], :] = old
+def zeros(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Return zeros; on a CPU in memory that is not touched before something is written into it, unlike torch's."""
+    size = math.prod(shape) * like.element_size()
+    if like.device.type != "cpu" or not size:
+        return like.new_zeros(shape)
+    return torch.frombuffer(mmap(-1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS), dtype=like.dtype).view(shape)
+
+
+def roomy_copy(old: torch.Tensor, rows: int, columns: int, used: Sequence[int]) -> torch.Tensor:
+    """Return the ``used`` columns of the rows of ``old`` ``[…, rows, heads, columns, head_dim]`` in more room."""
+    new = zeros(old, *old.shape[:-4], rows, old.shape[-3], columns, old.shape[-1])
+    for row, length in enumerate(used[: old.shape[-4]]):
+        new[..., row, :, :length, :] = old[..., row, :, :length, :]
     return new
 
 
@@ -79,26 +96,25 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not type
         self.values: torch.Tensor | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing: :meth:`_fit` makes the room."""
+        """Make the room that is reserved by now."""
+        shape = (self._rows.capacity, key_states.shape[1], self._rows.columns, key_states.shape[3])
+        self.keys, self.values = zeros(key_states, *shape), zeros(value_states, *shape)
 
-    def fit(self) -> None:
-        """Have what is reserved by now, if there is anything yet."""
+    def fit(self, used: Sequence[int]) -> None:
+        """Have the room that is reserved by now, if there is anything yet."""
         if self.keys is not None and self.values is not None:
-            self.keys, self.values = self._fit(self.keys, self.keys), self._fit(self.values, self.values)
-
-    def _fit(self, old: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-        shape = (self._rows.capacity, like.shape[1], self._rows.columns, like.shape[3])
-        if old is None:
-            return like.new_zeros(shape)
-        return old if old.shape == shape else copied(old, self._rows.capacity, self._rows.columns)
+            room = (self._rows.capacity, self._rows.columns, used)
+            self.keys, self.values = roomy_copy(self.keys, *room), roomy_copy(self.values, *room)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store new keys and values, ``[n, heads, q, head_dim]``; return those to attend to."""
         place = self._rows.place
-        self.keys = self._fit(self.keys, key_states)
-        self.values = self._fit(self.values, value_states)
+        if self.keys is None or self.values is None:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
         self.keys[place.rows[:, None], :, place.positions] = key_states.transpose(1, 2)
         self.values[place.rows[:, None], :, place.positions] = value_states.transpose(1, 2)
         if place.fresh:
@@ -141,12 +157,14 @@ class _Place:
 
 
 class KeyValueRows(Cache):  # type: ignore[misc]  # transformers is not typed
-    """Rows for any architecture, through transformers' own forward. Nothing is shared: every row holds all of its own.
+    """Rows for any architecture, through transformers' own forward, whose attention takes a row's keys from one place.
 
     Args:
         model: a causal language model with full attention in every layer, attention ``sdpa`` or ``eager``, in
             evaluation mode.
     """
+
+    shares: ClassVar[bool] = False
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(layers=[_Layer(self) for _ in range(model.config.num_hidden_layers)])
@@ -155,20 +173,23 @@ class KeyValueRows(Cache):  # type: ignore[misc]  # transformers is not typed
         self.place: _Place
         self.capacity = self.columns = 0
 
-    def reserve(self, rows: int, columns: int, limit: int) -> None:
+    def reserve(self, used: Sequence[int], columns: int, limit: int) -> None:
         """See :class:`Rows`."""
-        self.capacity, self.columns = roomier(self.capacity, self.columns, rows, columns, limit)
+        room = roomier(self.capacity, self.columns, used, columns, limit)
+        if room != (self.capacity, self.columns):
+            self.capacity, self.columns = room
+            for layer in self.layers:
+                layer.fit(used)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], lengths: Sequence[int]) -> None:
         """See :class:`Rows`."""
         for layer in self.layers:
-            layer.fit()  # a row of one token has been given its place, and nothing has been filled into it
             for held in (layer.keys, layer.values):
-                if held is not None:
+                if held is not None:  # a row of one token has been given its place, and nothing was ever filled
                     held[targets, :, : max(lengths)] = held[sources, :, : max(lengths)]
 
     def hold(self, prefix: list[int]) -> None:
-        """Nothing: transformers' own attention takes all keys of a row from one place."""
+        """Nothing to do for the empty prefix."""
 
     def fill(self, ids: torch.Tensor, rows: Sequence[int], positions: torch.Tensor, shared: torch.Tensor) -> None:
         """See :class:`Rows`."""

@@ -13,18 +13,20 @@ comes next.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from fsm_rollout.engines.transformers.key_value_rows import copied, roomier
+from fsm_rollout.engines.transformers.key_value_rows import roomier, roomy_copy
 
 PREFIX_ROW = 0
 """Of the cache; the rows of requests come after it."""
 PLAIN = ("torch.nn.modules.", "transformers.")
 """Where the classes of a model without adapters come from."""
+BLOCK = 8
+"""So many rows of a step attend together, to as many columns as the longest of them has."""
 UNSEEN = torch.finfo(torch.float32).min
 """Added to the score of a token that another does not see."""
 
@@ -46,22 +48,23 @@ def serves(model: PreTrainedModel) -> bool:
 class Qwen3Rows:
     """See the module, and :class:`~fsm_rollout.engines.transformers.key_value_rows.Rows`."""
 
+    shares: ClassVar[bool] = True
+
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config
         self.model = model
         self.prefix: list[int] = []
-        self._queries, self._heads, self._dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self._heads, self._dim = config.num_key_value_heads, config.head_dim
         self._epsilon: float = config.rms_norm_eps
         self._layers = [_parameters(layer) for layer in model.model.layers]
         self._cache = torch.zeros(len(self._layers), 2, 0, self._heads, 0, self._dim)
         """``[layers, keys and values, rows, heads, columns, head_dim]``"""
 
-    def reserve(self, rows: int, columns: int, limit: int) -> None:
+    def reserve(self, used: Sequence[int], columns: int, limit: int) -> None:
         """See :class:`Rows`."""
-        capacity, width = self._cache.shape[2], self._cache.shape[4]
-        room = roomier(capacity, width, rows + 1, columns, limit)
-        if room != (capacity, width):
-            self._cache = copied(self._cache, *room)
+        rows, width = self._cache.shape[2], self._cache.shape[4]
+        if (room := roomier(rows, width, [len(self.prefix), *used], columns, limit)) != (rows, width):
+            self._cache = roomy_copy(self._cache, *room, [len(self.prefix), *used])
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], lengths: Sequence[int]) -> None:
         """See :class:`Rows`."""
@@ -73,7 +76,6 @@ class Qwen3Rows:
         """See :class:`Rows`."""
         self.prefix = prefix
         if prefix:
-            self.reserve(0, len(prefix), len(prefix))
             positions = torch.arange(len(prefix))[None]
             self.fill(torch.tensor([prefix]), [PREFIX_ROW - 1], positions, positions[:, 0])
 
@@ -94,13 +96,18 @@ class Qwen3Rows:
         # 1. The place of each token's keys and values, and what each token sees.
         n, q = ids.shape
         columns = positions - shared[:, None]
-        common, width = int(shared.max()), int(columns.max()) + 1
+        common = int(shared.max())
+        used = (columns.amax(1) + 1).tolist()
+        if rows is None:
+            blocks = [_Block(i, min(i + BLOCK, n), i + 1, max(used[i : i + BLOCK])) for i in range(0, n, BLOCK)]
+        else:
+            blocks = [_Block(i, i + 1, row + 1, used[i]) for i, row in enumerate(rows)]
         row = torch.arange(1, n + 1) if rows is None else torch.tensor(rows) + 1
         heads = row[:, None] * self._heads + torch.arange(self._heads)
         places = (heads[:, None] * self._cache.shape[4] + columns[:, :, None]).flatten()
-        unseen = torch.zeros(n, 1, q, common + width)
+        unseen = torch.zeros(n, 1, q, common + max(used))
         unseen[..., :common].masked_fill_((torch.arange(common) >= shared[:, None])[:, None, None], UNSEEN)
-        unseen[..., common:].masked_fill_((torch.arange(width) > columns[:, :, None])[:, None], UNSEEN)
+        unseen[..., common:].masked_fill_((torch.arange(max(used)) > columns[:, :, None])[:, None], UNSEEN)
         # 2. The layers.
         states = functional.embedding(ids.flatten(), self.model.model.embed_tokens.weight)
         cos, sin = (turn[:, :, None] for turn in self.model.model.rotary_emb(states, positions))
@@ -120,11 +127,7 @@ class Qwen3Rows:
             queries = self._turned(
                 functional.linear(normed, layer.query).view(n, q, -1, self._dim), layer.query_norm, *scaled
             )
-            if rows is None:
-                own = cache[:, 1 : n + 1, :, :width]
-            else:
-                own = torch.stack([cache[:, 1 + each, :, :width] for each in rows], 1)
-            attended = self._attended(queries, own, cache[:, PREFIX_ROW, :, :common], unseen)
+            attended = self._attended(queries, cache, common, blocks, unseen)
             states = torch.addmm(states, attended, layer.out.t())
             normed = self._norm(states, layer.before_mlp)
             gated = functional.silu(functional.linear(normed, layer.gate)) * functional.linear(normed, layer.up)
@@ -132,24 +135,28 @@ class Qwen3Rows:
         return states
 
     def _attended(
-        self, queries: torch.Tensor, own: torch.Tensor, prefix: torch.Tensor, unseen: torch.Tensor
+        self, queries: torch.Tensor, cache: torch.Tensor, common: int, blocks: list[_Block], unseen: torch.Tensor
     ) -> torch.Tensor:
-        """Return ``[n · q, heads · head_dim]`` from queries ``[n, q, heads, head_dim]``.
+        """Return ``[n · q, heads · head_dim]`` from queries ``[n, q, heads, head_dim]`` and one layer's ``cache``.
 
-        ``own`` are keys and values ``[2, n, key heads, width, head_dim]``, ``prefix`` ``[2, key heads, common,
-        head_dim]``, and ``unseen`` ``[n, 1, q, common + width]`` is 0 where a token sees another.
+        ``unseen`` ``[n, 1, q, common + columns]`` is 0 where a token sees another, of the prefix or of its own row.
         """
-        # The queries of all heads that share keys, then all tokens: [n, key heads, g · q, head_dim].
         n, q = queries.shape[:2]
-        heads, common, columns = self._heads, prefix.shape[2], unseen.shape[-1]
+        heads, prefix = self._heads, cache[:, PREFIX_ROW, :, :common]
+        # The queries of all heads that share keys, then all tokens: [n, key heads, g · q, head_dim].
         queries = queries.view(n, q, heads, -1, self._dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        scores = queries @ own[0].transpose(-1, -2)
+        scores = unseen.repeat(1, heads, queries.shape[2] // q, 1)
         if common:
             of_prefix = queries.transpose(0, 1).flatten(1, 2) @ prefix[0].transpose(-1, -2)
-            scores = torch.cat([of_prefix.view(heads, n, -1, common).transpose(0, 1), scores], -1)
-        scores.view(n, heads, -1, q, columns).add_(unseen[:, None])
+            scores[..., :common] += of_prefix.view(heads, n, -1, common).transpose(0, 1)
+        for start, end, row, width in blocks:
+            keys = cache[0, row : row + end - start, :, :width]
+            scores[start:end, ..., common : common + width] += queries[start:end] @ keys.transpose(-1, -2)
         weights = scores.softmax(-1)
-        attended = weights[..., common:] @ own[1]
+        attended = torch.empty_like(queries)
+        for start, end, row, width in blocks:
+            values = cache[1, row : row + end - start, :, :width]
+            attended[start:end] = weights[start:end, ..., common : common + width] @ values
         if common:
             of_prefix = weights[..., :common].transpose(0, 1).flatten(1, 2) @ prefix[1]
             attended += of_prefix.view(heads, n, -1, self._dim).transpose(0, 1)
@@ -162,6 +169,15 @@ class Qwen3Rows:
         """Normalise and turn queries or keys by their positions; ``sin``'s first half has the other sign."""
         states = self._norm(states, norm)
         return torch.addcmul(states * cos, states.roll(self._dim // 2, -1), sin)
+
+
+class _Block(NamedTuple):
+    """Sequences ``start:end`` of a pass, whose keys and values are in rows of the cache from ``row`` on."""
+
+    start: int
+    end: int
+    row: int
+    width: int
 
 
 class _Layer(NamedTuple):

@@ -314,6 +314,19 @@ def test_what_prompts_begin_with_is_filled_once_until_the_weights_change(model: 
     assert passes == [20, 8 * 5, 8, 8, 1]  # what begins differently shares nothing
 
 
+def test_a_row_outlives_the_choice_of_what_others_share(model: Any):
+    """The prompts of the others begin with more than there was room for."""
+    decode = loop_of(model, max_context=600, fill_tokens=600)
+    first = prompt(1, 12)
+    sampled = ids_of(run(decode, {0: [Request("a", as_ids(first), SamplingParams(3), trajectory_id="t")]})["a"])
+    run(decode, {0: [Request(str(i), as_ids(beginning_alike(240, i, 6)), SamplingParams(1)) for i in range(4)]})
+    second = [*first, *sampled, *prompt(2, 5)]
+    passes = counted(decode)
+    (chunks,) = run(decode, {0: [Request("b", as_ids(second), SamplingParams(3), trajectory_id="t")]}).values()
+    assert passes == [5, 1, 1, 1]
+    assert logprobs_of(chunks) == pytest.approx(plain_logprobs(model, second, ids_of(chunks), 1.0), abs=CLOSE)
+
+
 def test_rows_that_have_ended_take_no_part_in_a_step_once_they_are_many(model: Any):
     decode = loop_of(model)
     passes = counted(decode)
