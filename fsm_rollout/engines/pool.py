@@ -520,7 +520,7 @@ class PoolEngine:
         began = loop.time()
 
         async def start(replica: Replica) -> None:
-            await self._open(replica)
+            await replica.open(self._placement, self._times.start)
             to_go = sum(other.engine is None for other in self.replicas)
             logger.info("%s is up after %.1f s; %d to go", replica.name, loop.time() - began, to_go)
 
@@ -547,29 +547,8 @@ class PoolEngine:
         names = ", ".join(replica.name for replica in self.replicas if replica.engine is None)
         logger.warning("still starting: waiting for %s, up to %g s (start_timeout)", names, self._times.start)
 
-    async def _open(self, replica: Replica) -> None:
-        """Start a new engine in a replica's place."""
-        try:
-            async with asyncio.timeout(self._times.start):
-                replica.engine = await self._placement.start(replica.name)
-        except TimeoutError:
-            advice = self._placement.advice()
-            raise EngineError(f"{replica.name} did not start within {self._times.start:g} s; {advice}") from None
-
     async def _stop_all(self) -> None:
-        await asyncio.gather(*(self._stop(replica) for replica in self.replicas))
-
-    async def _stop(self, replica: Replica) -> None:
-        """End a replica's present life; an engine that cannot be closed is logged and left behind."""
-        if (engine := replica.engine) is None:
-            return
-        try:
-            async with asyncio.timeout(self._times.order):
-                await engine.aclose()
-        except Exception as error:  # whatever an engine raises is the engine's failure
-            logger.warning("%s did not close, and is left behind: %s", replica.name, describe(error))
-        if replica.engine is engine:
-            replica.engine = None
+        await asyncio.gather(*(replica.stop(self._times.order) for replica in self.replicas))
 
     def _lose(self, replica: Replica, engine: Engine | None, why: str) -> None:
         """Give one life of a replica up, if it has not been yet, and start another."""
@@ -621,13 +600,13 @@ class PoolEngine:
     async def _revive(self, replica: Replica) -> None:
         """Start a lost replica again, a bounded number of times, after a longer pause each time."""
         while True:
-            await self._stop(replica)
+            await replica.stop(self._times.order)
             if replica.losses > self._restarts:
                 break
             await self._until(lambda: not self._asleep)  # others use its memory until then
             await asyncio.sleep(self._times.backoff * 2 ** max(0, replica.losses - 1))
             try:
-                await self._open(replica)
+                await replica.open(self._placement, self._times.start)
                 await self._join(replica)
             except Exception as error:  # whatever an engine raises is the engine's failure
                 replica.losses += 1

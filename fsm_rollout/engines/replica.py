@@ -150,6 +150,30 @@ class Replica(ReplicaView):
         assert self.engine is not None
         return self.engine
 
+    async def open(self, placement: LocalPlacement, seconds: float) -> None:
+        """Start a new engine in its place, within so many seconds.
+
+        Raises:
+            EngineError: it cannot be built, or does not start in time.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                self.engine = await placement.start(self.name)
+        except TimeoutError:
+            raise EngineError(f"{self.name} did not start within {seconds:g} s; {placement.advice()}") from None
+
+    async def stop(self, seconds: float) -> None:
+        """End its present life; an engine that cannot be closed in so many seconds is logged and left behind."""
+        if (engine := self.engine) is None:
+            return
+        try:
+            async with asyncio.timeout(seconds):
+                await engine.aclose()
+        except Exception as error:  # whatever an engine raises is the engine's failure
+            logger.warning("%s did not close, and is left behind: %s", self.name, describe(error))
+        if self.engine is engine:
+            self.engine = None
+
     def measure(self, tokens: int, now: float) -> None:
         """Note that it sent ``tokens``, and learn how fast it works."""
         self.tokens += tokens

@@ -23,8 +23,9 @@ from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.wire import Contexts, unpack_requests
 from fsm_rollout.errors import EngineError, GlueMismatchError
 from fsm_rollout.scheduler.group import Group
+from fsm_rollout.scheduler.remote_client import Ending, EngineFacts
 from fsm_rollout.scheduler.scheduler import Scheduler
-from fsm_rollout.scheduler.worker import Ending, EngineFacts, WorkerSetup
+from fsm_rollout.scheduler.worker import WorkerSetup
 from fsm_rollout.scheduler.worker_link import Link
 from fsm_rollout.states.active_trajectory import ActiveTrajectory
 from fsm_rollout.trajectory.enums import FinishReason

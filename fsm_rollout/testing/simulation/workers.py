@@ -10,8 +10,9 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from fsm_rollout.chat import ChatTemplate
+from fsm_rollout.scheduler.remote_client import remote_clients
 from fsm_rollout.scheduler.run_agents import RunAgents
-from fsm_rollout.scheduler.worker import HandedTrajectories, Worker, WorkerSetup, remote_clients
+from fsm_rollout.scheduler.worker import HandedTrajectories, Worker, WorkerSetup
 from fsm_rollout.scheduler.worker_link import PairedLink
 from fsm_rollout.scheduler.worker_pool import Connection, WorkerPool
 
@@ -31,7 +32,7 @@ class PairedWorkers:
     async def connect(self, setup: WorkerSetup) -> Connection:
         """Start one; see :data:`fsm_rollout.scheduler.worker_pool.Connect`."""
         ours, theirs = PairedLink.pair()
-        clients = remote_clients(setup, theirs)
+        clients = remote_clients(setup.engines, theirs)
         for name, client in clients.items():
             client.chats = self._chats.get(name, client.chats)
         trajectories = HandedTrajectories(setup, theirs, clients)

@@ -1,0 +1,171 @@
+"""The engines of a run as a worker sees them.
+
+Invariant: a worker speaks to no engine. Its requests go to the run's client of the engine, which keeps the one ledger;
+what comes back is whether a request's deadline runs, and how the request ended, with all its tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from array import array
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from fsm_rollout.concurrency.deadline import Deadline
+from fsm_rollout.engines.client import ABORT_GRACE, EngineClient
+from fsm_rollout.engines.pending import PendingRequest
+from fsm_rollout.engines.protocol import Chunk, Load, Request
+from fsm_rollout.engines.wire import Contexts, pack_requests
+from fsm_rollout.errors import EngineError
+from fsm_rollout.scheduler.worker_link import Link
+from fsm_rollout.trajectory.enums import FinishReason
+
+if TYPE_CHECKING:
+    from fsm_rollout.engines.protocol import Weights
+
+MOST_UNSENT = 32
+"""So many requests wait at most for others of the same pass of the event loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What a worker must know of an engine of the run."""
+
+    tokenizer: Any
+    max_context: int
+    eos_ids: frozenset[int]
+    weight_version: int
+
+
+class RemoteEngine:
+    """What a worker knows of an engine of the run. Requests to it go through :class:`RemoteClient`."""
+
+    def __init__(self, facts: EngineFacts) -> None:
+        self.tokenizer = facts.tokenizer
+        self.max_context = facts.max_context
+        self.eos_ids = facts.eos_ids
+        self.weight_version = facts.weight_version
+
+    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
+        """Refuse: the run's client alone speaks to the engine."""
+        raise EngineError("a worker asks the run's client, not the engine")
+
+    async def abort(self, request_ids: Iterable[str]) -> None:
+        """Do nothing, for the same reason."""
+
+    async def update_weights(self, weights: Weights, version: int | None = None) -> int:
+        """Refuse: the run alone changes weights."""
+        raise EngineError("a worker cannot change the weights; call update_weights of the rollout")
+
+    async def pause(self) -> None:
+        """Do nothing: the run pauses its engines."""
+
+    resume = sleep = wake = aclose = pause
+
+    def load(self) -> Load:
+        """Return nothing: the run's engine knows."""
+        return Load()
+
+
+class RemoteClient(EngineClient):
+    """The run's client of one engine, as a worker sees it. The run keeps the one ledger: it batches and retries.
+
+    What is sent of a request: that somebody works on it or nobody (its deadline runs or stands still), and how it
+    ended, with all its tokens.
+    """
+
+    def __init__(self, name: str, facts: EngineFacts, link: Link) -> None:
+        super().__init__(RemoteEngine(facts))
+        self._name, self._link = name, link
+        self._contexts = Contexts()
+        self._numbers = itertools.count()
+        self._under_way: dict[int, PendingRequest] = {}
+        self._unsent: list[tuple[int, Request]] = []
+
+    def submit(self, request: Request, deadline: Deadline | None = None) -> PendingRequest:
+        """Queue one request for the next flush; see :meth:`EngineClient.submit`."""
+        loop = asyncio.get_running_loop()
+        pending = PendingRequest(request, loop.time(), deadline, request_id=request.request_id)
+        pending.keep_time()
+        number = next(self._numbers)
+        self._under_way[number] = pending
+        self._unsent.append((number, request))
+        if len(self._unsent) == 1:
+            loop.call_soon(self._send)
+        elif len(self._unsent) == MOST_UNSENT:  # the engine works on these while this pass goes on
+            self._send()
+            self._link.flush()
+        return pending
+
+    def _send(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        if not unsent:
+            return
+        block = pack_requests((request for _, request in unsent), self._contexts)
+        self._link.send("submit", self._name, [number for number, _ in unsent], block)
+
+    def keep_time(self, number: int, held: bool) -> None:
+        """Let a request's deadline stand still, or run."""
+        pending = self._under_way.get(number)
+        if pending is not None:
+            if pending.admitted_at is None and not held:
+                pending.admitted_at = asyncio.get_running_loop().time()
+            pending.waits = held
+            pending.keep_time()
+
+    def end_request(self, number: int, ending: Ending) -> None:
+        """Give a request all its tokens, and its end."""
+        pending = self._under_way.pop(number, None)
+        if pending is not None:
+            pending.ids.frombytes(ending.ids)
+            pending.logprobs.frombytes(ending.logprobs)
+            pending.versions += ending.versions
+            pending.kept += [array("i", ids) for ids in ending.kept]
+            pending.admitted_at = ending.admitted_at
+            pending.cached_tokens, pending.replica = ending.cached_tokens, ending.replica
+            pending.end(ending.finish_reason, ending.error)
+
+    async def abort(self, pending: PendingRequest) -> None:
+        """End a request soon and wait (a bounded time) for its last tokens; it is done afterwards."""
+        if pending.done.is_set():
+            return
+        pending.aborted = True
+        number = next(number for number, other in self._under_way.items() if other is pending)
+        self._link.send("abort", self._name, number)
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(2 * ABORT_GRACE):
+                    await pending.done.wait()
+        finally:
+            self._under_way.pop(number, None)
+            pending.end(FinishReason.ABORT)
+
+    async def drain(self) -> None:
+        """End every request here; the run ends those of workers that are gone."""
+        for pending in self._under_way.values():
+            pending.end(FinishReason.ABORT)
+        self._under_way.clear()
+
+
+class Ending(msgspec.Struct, frozen=True, gc=False):
+    """How a request ended: tokens and log-probs as bytes, the rest as in :class:`PendingRequest`."""
+
+    ids: bytes
+    logprobs: bytes
+    versions: list[tuple[int, int]]
+    kept: list[bytes]
+    finish_reason: FinishReason
+    error: EngineError | None
+    admitted_at: float | None
+    cached_tokens: int
+    replica: str
+
+
+def remote_clients(engines: Mapping[str, EngineFacts], link: Link) -> dict[str, EngineClient]:
+    """Return clients of the run's engines."""
+    return {name: RemoteClient(name, facts, link) for name, facts in engines.items()}
