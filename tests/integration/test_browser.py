@@ -451,7 +451,7 @@ def test_a_chat_shows_states_and_calls_as_they_happen_and_all_of_it_as_text(brow
     async def main() -> None:
         async with served(turns) as server:
             address.append(server.url)
-            await server.until(done.is_set)
+            await asyncio.to_thread(done.wait)
 
     thread = threading.Thread(target=asyncio.run, args=(main(),))
     thread.start()

@@ -408,6 +408,7 @@ def test_no_process_stays_behind_when_whoever_started_it_is_killed() -> None:
     while not family:
         assert user.is_alive()
         family = psutil.Process(user.pid).children(recursive=True)
+        threading.Event().wait(0.05)
     user.kill()
     user.join()
     assert_gone(family)

@@ -16,6 +16,8 @@ from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.errors import ChatTemplateError
 from tests.unit.chat import chat_zoo as zoo
 
+pytestmark = pytest.mark.xdist_group("templates")  # the worker that compiles them has them all
+
 renderers: Any = pytest.importorskip("renderers")
 
 SAME_TEMPLATE = {

@@ -18,6 +18,8 @@ from fsm_rollout.chat import ChatTemplate, Encoded
 from tests.unit.chat import chat_oracle as oracle
 from tests.unit.chat import chat_zoo as zoo
 
+pytestmark = pytest.mark.xdist_group("templates")  # the worker that compiles them has them all
+
 WITH_BOS = "{{ bos_token }}" + zoo.CHATML + "{#- <tool_call></tool_call> -#}"
 FAMILIES = [
     name

@@ -66,7 +66,7 @@ class Served:
         """Wait for a condition."""
         async with asyncio.timeout(600):
             while not holds():  # noqa: ASYNC110  # what is waited for happens in other tasks' steps
-                await asyncio.sleep(0.001)
+                await asyncio.sleep(0.005)
 
     def openai(self, key: str = "none") -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)

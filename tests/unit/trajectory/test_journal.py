@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
+import time
 import zlib
 from array import array
 from collections.abc import Iterator
@@ -172,7 +173,7 @@ def test_nothing_is_written_after_a_write_that_failed(tmp_path: Path) -> None:
         other.execute("BEGIN IMMEDIATE")  # the writer waits for this one
         journal.append("t", LimitCharged(at=1.0, limit="tool_calls"))
         while journal._rows:
-            pass
+            time.sleep(0.001)
         journal.append("t", LimitCharged(at=2.0, limit="tool_calls"))  # comes with the next transaction
         other.execute("INSERT INTO events VALUES (NULL, 't', 1, 0, x'00', 0)")
         other.execute("COMMIT")
