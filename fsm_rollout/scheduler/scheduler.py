@@ -5,7 +5,9 @@ carries over comes back with a later run); no trajectory waits for another's gen
 is over, however it ended, nothing that it started is still running.
 
 A group waits, runs, is scored, is done, is delivered (:class:`~fsm_rollout.scheduler.group.GroupState`). A feeder opens
-groups and starts their samples, as many as ``concurrency`` allows; the caller takes what is done.
+groups and starts their samples, as many as ``concurrency`` allows; the caller takes what is done. Here is decided which
+group is where; the rest is others' work: ``agents`` (which one a prompt chooses), ``samples`` (a sample, attempt after
+attempt), ``starter`` (the first event of a trajectory), ``scoring``, ``staleness``, ``recorder`` (journal, listeners).
 
 Words for coming to an end, one meaning each:
 
@@ -174,19 +176,14 @@ class Scheduler:
     ) -> AsyncGenerator[Group, None]:
         """Run every prompt ``n`` times and yield each group as its last trajectory ends and is scored.
 
-        Groups that an earlier run with a target has carried over go on first, then those of ``resume`` (set aside, or
-        read from a journal), then the prompts. A prompt with the id and messages of a resumed group starts none. A
-        prompt id that is under way already, or in the journal, gets a number (``7#2``).
+        Arguments are those of :meth:`fsm_rollout.Rollout.stream`, with prompts that were checked. ``deliver_at_end``
+        delivers all groups at the end: whatever weights have changed until then, none of them is older than
+        ``max_staleness`` allows. Where the run fails or is cancelled before, it has delivered none.
 
-        With ``target_groups``, that many groups (dropped ones apart) are enough, and at most ``over_sample`` times as
-        many are open or done at a time. What still runs at the end, or when a prompt cannot be read, is set aside and
-        goes on in the next run; prompts that have not begun are not taken from the iterable. The group filter may turn
-        down ``max_filtered`` groups per group of the target (``None``: any number); then the run fails.
-
-        ``deliver_at_end`` delivers all groups at the end: whatever weights have changed until then, none of them is
-        older than ``max_staleness`` allows. Where the run fails or is cancelled before, it has delivered none.
-
-        ``prompts`` may be a :class:`PromptQueue`, into which more come while the run is under way.
+        Groups that an earlier run with a target has carried over go on first, then those of ``resume``, then the
+        prompts. A prompt with the id and messages of a resumed group starts none. A prompt id that is under way
+        already, or in the journal, gets a number (``7#2``). What still runs when the target is reached, or when a
+        prompt cannot be read, goes on in the next run.
 
         Closing the iterator, or cancelling the task that iterates, cancels what runs (``cancelled``; with a journal
         ``interrupted``, and suspended) and waits for it. Groups that this run has not touched stay carried; so do, in
@@ -342,17 +339,16 @@ class Scheduler:
     # -- delivery -----------------------------------------------------------------------------------------------
 
     async def _next_delivery(self, run: RunState) -> list[Group]:
-        """Wait for the groups to deliver next, none of them too old, and return them; none when the run is over.
-
-        Before the groups that complete the target are returned, the rest of the run is set aside.
-        """
+        """Wait for the groups to deliver next, none of them too old, and return them; none when the run is over."""
         while True:
             await run.until(lambda: run.feeder.done() or bool(self._deliverable(run)))
             async with self.changing:
+                # 1. None of them is too old: those that are run again.
                 groups = self._deliverable(run)
                 renewed = [self._renew(group) for group in groups]
                 if any(renewed):
                     continue
+                # 2. If they complete the target, the rest of the run is set aside first.
                 if len(run.counted) + sum(group.counts for group in groups) == run.target:
                     await self._end(run, keep=True)
                     reached = len(run.counted) + sum(group.counts for group in groups) == run.target
@@ -360,6 +356,7 @@ class Scheduler:
                     if not reached and fed and self.samples.stopping is None:
                         self._start_feeding(run)  # what was ending has found wrong tokens in one of them
                         continue
+                # 3. The caller has them from now on.
                 if groups or run.feeder.done():
                     for group in groups:
                         self._done.remove(group)

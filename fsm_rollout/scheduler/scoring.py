@@ -7,18 +7,15 @@ stops the run, instead of filling its batch with groups that nobody judged.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 from fsm_rollout.environment.rewards import GroupFilter, Reward, Verdict
 from fsm_rollout.errors import TargetNotReached, describe
 from fsm_rollout.scheduler.failure_policy import is_the_policys
 from fsm_rollout.scheduler.group import Group, GroupState
 from fsm_rollout.scheduler.run_state import RunState
+from fsm_rollout.states.active_trajectory import Record
 from fsm_rollout.trajectory.enums import DropReason
-from fsm_rollout.trajectory.events import REWARD, AnyEvent, NotScored, Scored
-from fsm_rollout.trajectory.trajectory import Trajectory
-
-Record = Callable[[Trajectory, AnyEvent], None]
+from fsm_rollout.trajectory.events import REWARD, NotScored, Scored
 
 
 class Scoring:
@@ -107,4 +104,4 @@ async def _score(group: Group, reward: Reward | None, record: Record) -> None:
             event = NotScored(at=now, detail=missing[sample])
         if trajectory.ended and event is not None:
             trajectory.apply(event)
-            record(trajectory, event)
+            record(trajectory, event, None)
