@@ -38,6 +38,7 @@ from fsm_rollout.scheduler.resume import History
 from fsm_rollout.scheduler.scheduler import MAX_FILTERED, MAX_RESTARTS, OVER_SAMPLE, Scheduler
 from fsm_rollout.scheduler.worker_placement import WorkerPlacement, start_actor, start_process
 from fsm_rollout.scheduler.worker_pool import WorkerPool
+from fsm_rollout.trajectory.enums import FailureClass
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.prompt import Prompt, as_prompt, as_prompts
 from fsm_rollout.trajectory.settings import Sampling
@@ -345,8 +346,12 @@ class Rollout:
         options |= {"max_filtered": max_filtered, "resume": resume}
         async with aclosing(self._groups(prompts, n, deliver_at_end=True, **options)) as stream:
             groups = [group async for group in stream]
+        samples = [trajectory for group in groups for trajectory in group.trajectories]
+        if failed := [each for each in samples if each.failure not in (None, FailureClass.POLICY)]:
+            text = "%d of %d trajectories failed, and not through the policy; the first: %s: %s: %s"
+            first = failed[0]
+            logger.warning(text, len(failed), len(samples), first.trajectory_id, first.stop_reason, first.detail)
         if errors := [error for group in groups for error in group.reward_errors]:
-            samples = [trajectory for group in groups for trajectory in group.trajectories]
             scored = sum(trajectory.score is not None for trajectory in samples)
             logger.warning("scored %d of %d; the first without a score: %s", scored, len(samples), errors[0])
         return self.batch(groups, **batch)

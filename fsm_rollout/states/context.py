@@ -289,7 +289,10 @@ class HandlerContext(Visit):
         ids = as_ids(encoded.ids)
         room = client.engine.max_context - len(ids)
         if room < 1:
-            raise PromptTooLong(f"engine '{engine}': a prompt of {len(ids)} tokens leaves no room to answer")
+            raise PromptTooLong(
+                f"engine '{engine}': a prompt of {len(ids)} tokens leaves no room to answer in its window of "
+                f"{client.engine.max_context}; raise its max_context or shorten the prompt"
+            )
         settings = sampling or Sampling()
         stop_ids = chat.stop_ids | client.engine.eos_ids
         request = Request(

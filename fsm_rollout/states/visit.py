@@ -210,10 +210,11 @@ class Visit:
             return self.open_context(bound.name)
         encoded = encoded or bound.chat.prompt_detailed(messages, bound.tools, now=self.date)
         if self.room_in_context(bound, len(encoded.ids)) < 1:
+            context_tokens = self.trajectory.limits.get(LimitName.CONTEXT_TOKENS)
             raise PromptTooLong(
-                f"context '{bound.name}': a prompt of {len(encoded.ids)} tokens leaves no room to answer; "
-                f"the engine's window is {bound.client.engine.max_context}, "
-                f"context_tokens is {self.trajectory.limits.get(LimitName.CONTEXT_TOKENS)}"
+                f"context '{bound.name}': a prompt of {len(encoded.ids)} tokens leaves no room to answer; the engine's "
+                f"window is {bound.client.engine.max_context} (its max_context), limits.context_tokens is "
+                f"{'not set' if context_tokens is None else context_tokens}; raise the lower one or shorten the prompt"
             )
         self.emit(
             events.ContextOpened(

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -38,6 +39,30 @@ def test_plain_run_gives_a_batch_in_the_order_of_the_prompts() -> None:
     assert batch.tensordict["group_id"] == ["0", "0", "1", "1", "2", "2"]
     assert batch.tensordict["trajectory_id"] == ["0/0", "0/1", "1/0", "1/1", "2/0", "2/1"]
     assert batch.tensordict["stop_reason"] == ["answered"] * 6
+
+
+def arithmetic(prompts: int, n: int, **engine: int) -> fr.TrajectoryBatch:
+    options = {"kind": "transformers", "model": "embedded", "threads": 1, **engine}
+    tool_user = fr.load_agent(CONFIGS / "agents/tool_user.yaml")
+    with fr.Rollout(tool_user, options, reward="fsm_rollout.rewards:exact_answer") as rollout:
+        return rollout.run(fr.read_prompts(CONFIGS / "data/arithmetic_train.jsonl", limit=prompts), n=n)
+
+
+def test_samples_beyond_what_the_engine_may_run_queue_and_have_the_same_rows() -> None:
+    crowded, roomy = arithmetic(2, 5, max_running=2), arithmetic(2, 5)
+    assert len(crowded) == 10
+    for name in ("input_ids", "response_mask", "trajectory_id", "group_index", "trajectory_scores"):
+        assert np.array_equal(crowded.tensordict[name], roomy.tensordict[name]), name
+    logprobs = [batch.tensordict["rollout_log_probs"].numpy() for batch in (crowded, roomy)]
+    assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
+
+
+def test_prompts_that_no_engine_can_take_are_counted_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    batch = arithmetic(2, 2, max_context=50)
+    assert (len(batch), batch.figures["failed_data"]) == (0, 4)
+    assert "4 of 4 trajectories failed, and not through the policy; the first: 0/0: " in caplog.text
+    why = r"a prompt of \d\d tokens leaves no room to answer; the engine's window is 50 \(its max_context\)"
+    assert re.search(why, caplog.text)
 
 
 def test_plain_run_works_where_a_loop_is_running() -> None:
