@@ -21,9 +21,9 @@ from fsm_rollout.errors import ConfigError, did_you_mean
 from fsm_rollout.jobs.serve_config import ServeConfig
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.scheduler.prompt_queue import PromptQueue
-from fsm_rollout.serve.conversation import Conversation, chain_of, ending_of
 from fsm_rollout.serve.exchange import Exchange
 from fsm_rollout.serve.metrics import Metrics
+from fsm_rollout.serve.served_conversation import ServedConversation, chain_of, ending_of
 from fsm_rollout.states.bound_agent import BoundContext
 from fsm_rollout.states.external.chat_request import Chain, ChatRequest, ProtocolError, refuse
 from fsm_rollout.tools.tool_messages import clean
@@ -52,13 +52,13 @@ class Service:
         self.models = {name: agent.graph for name, agent in rollout.scheduler.agents.by_name.items()}
         """The agents by the names that callers use."""
         self._prompts = PromptQueue()
-        self._conversations: dict[str, Conversation] = {}
+        self._conversations: dict[str, ServedConversation] = {}
         """Those that have not ended, by group."""
-        self._exchanges: dict[Exchange, Conversation] = {}
+        self._exchanges: dict[Exchange, ServedConversation] = {}
         """The requests under way."""
-        self._waiting: dict[str, Conversation] = {}
+        self._waiting: dict[str, ServedConversation] = {}
         """Those that wait for their callers, the one that has waited longest first."""
-        self._by_history: dict[Chain, list[Conversation]] = {}
+        self._by_history: dict[Chain, list[ServedConversation]] = {}
         """The same by the hash of their history."""
         self._closing = False
         self.metrics = Metrics(lambda: self.calls_under_way, lambda: self.waiting)
@@ -75,7 +75,7 @@ class Service:
             if trajectory.parent_id is None and not trajectory.ended and model in self.models:
                 caller, sampling = str(trajectory.extra.get("caller")), dict(trajectory.sampling)
                 asked = chain_of(caller, model, sampling, trajectory.prompt_messages)
-                conversation = Conversation(trajectory.group_id, model, self.models[model], asked)
+                conversation = ServedConversation(trajectory.group_id, model, self.models[model], asked)
                 conversation.trajectory_id = trajectory.trajectory_id
                 so_far = Trajectory.fold(history[:1])
                 for event in history[1:]:
@@ -156,7 +156,7 @@ class Service:
                     "; ".join(problem.message.removeprefix("prompts[0]: ") for problem in error.problems)
                 ) from None
             asked = chain_of(caller, chat.model, sampling, messages)
-            conversation = Conversation(group_id, chat.model, self.models[chat.model], asked)
+            conversation = ServedConversation(group_id, chat.model, self.models[chat.model], asked)
             conversation.exchange = exchange
             self._conversations[group_id] = conversation
             self._prompts.put(prompt)
@@ -170,7 +170,7 @@ class Service:
             conversation.exchange = None
             self._cancel(conversation)
 
-    def _cancel(self, conversation: Conversation) -> None:
+    def _cancel(self, conversation: ServedConversation) -> None:
         conversation.abandoned = True
         if conversation.trajectory_id is not None:
             self.rollout.scheduler.cancel(conversation.trajectory_id)
@@ -226,13 +226,13 @@ class Service:
             timer.cancel()
             self._forget(served)
 
-    def _give_up(self, conversation: Conversation) -> None:
+    def _give_up(self, conversation: ServedConversation) -> None:
         """End a conversation that has waited long enough."""
         if conversation.waiter is not None and not conversation.waiter.done():
             conversation.waiter.set_result(Reply(None, done=True))
         self._forget(conversation)
 
-    def _forget(self, conversation: Conversation) -> None:
+    def _forget(self, conversation: ServedConversation) -> None:
         """Let a conversation wait no more."""
         if self._waiting.pop(conversation.group_id, None) is not None:
             same = self._by_history[conversation.answered]

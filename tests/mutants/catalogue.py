@@ -595,7 +595,7 @@ MUTANTS = (
         ("tests/laws/test_foreign_bodies.py",),
     ),
     Mutant(
-        "a conversation goes on for whoever knows its words", "serve/conversation.py",
+        "a conversation goes on for whoever knows its words", "serve/served_conversation.py",
         "begin_chain([caller, model, sampling])", "begin_chain([model, sampling])",
         "a conversation goes on only with the key that began it",
         ("tests/unit/serve/test_serve.py",),

@@ -415,7 +415,7 @@ def test_text_that_cannot_be_shown_as_it_comes_is_shown_at_its_turn_s_end(
     def fails(*args: object) -> str:
         raise ValueError("half a character too many")
 
-    monkeypatch.setattr("fsm_rollout.serve.conversation.TextStream.new", fails)
+    monkeypatch.setattr("fsm_rollout.serve.served_conversation.TextStream.new", fails)
 
     async def main() -> None:
         async with served([Turn(text="So it goes.", chunks=3)]) as server:

@@ -46,7 +46,7 @@ def shown_context(graph: AgentGraph) -> str:
     return next((graph.states[state].context for state in states), MAIN)
 
 
-class Conversation:
+class ServedConversation:
     """One trajectory and, while it works on an answer, the exchange that waits for it.
 
     Args:
