@@ -9,6 +9,7 @@ import asyncio
 import logging
 import socket
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -42,13 +43,14 @@ def node_of(replica: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def cluster(ray_cluster: Cluster) -> Cluster:
-    """Three nodes, to which the tests connect by themselves."""
+def cluster(ray_cluster: Cluster) -> Iterator[Cluster]:
+    """Three nodes, to which the tests connect by themselves. They come last, so that nobody needs a node after them."""
     ray.shutdown()  # of what an earlier test of this process has left connected
     for _ in range(2):
         ray_cluster.add_node(num_cpus=2, include_log_monitor=False, wait=False)
     ray_cluster.wait_for_nodes()
-    return ray_cluster
+    yield ray_cluster
+    ray_cluster.shutdown()  # nodes at rest take a tenth of a core from the other tests
 
 
 def test_a_node_dies_in_the_middle_of_a_run(cluster: Cluster):
