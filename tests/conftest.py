@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 from pathlib import Path
@@ -42,6 +43,14 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
 def pytest_configure() -> None:
     """Collect garbage as rarely as a run does: searching tests spent a fifth of their CPU time on it."""
     gc.set_threshold(YOUNG, *gc.get_threshold()[1:])
+
+
+@pytest.hookimpl(trylast=True)  # after the fixtures
+def pytest_sessionfinish() -> None:
+    """Look for what tests have left behind once; pytest does so thrice, each a walk through all that was imported."""
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # libraries tell of what the interpreter's end does not find
 
 
 @pytest.fixture
