@@ -107,7 +107,7 @@ def outcome(call: Any) -> Any:
 
 @pytest.mark.parametrize("name", TRICKY)
 @given(data=st.data())
-@settings(max_examples=30)
+@settings(max_examples=min(30, settings().max_examples))
 def test_glue_is_the_references(name: str, data: st.DataObject) -> None:
     chat = chat_of(name)
     history, new = data.draw(steps())
@@ -124,7 +124,7 @@ def test_glue_is_the_references(name: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("name", TRICKY)
 @given(system=st.none() | texts, user=texts, tools=st.sampled_from([None, zoo.TOOLS, tuple(zoo.TOOLS * 2)]))
-@settings(max_examples=20)
+@settings(max_examples=min(20, settings().max_examples))
 def test_prompts_are_the_references(name: str, system: str | None, user: str, tools: Any) -> None:
     chat = chat_of(name)
     messages = [] if system is None else [{"role": "system", "content": system}]

@@ -66,7 +66,7 @@ def refused(*args: str) -> str:
 
 
 @given(event_sequences)
-@settings(max_examples=40)
+@settings(max_examples=min(40, settings().max_examples))
 def test_the_page_holds_the_tokens_bit_for_bit(events: list[AnyEvent]) -> None:
     recording = Recording.of(events)
     found = data_of(trajectory_page(recording))["streams"]
@@ -86,7 +86,7 @@ def test_the_page_holds_the_tokens_bit_for_bit(events: list[AnyEvent]) -> None:
 
 
 @given(event_sequences, st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=min(60, settings().max_examples))
 def test_cards_cover_every_stream_once(events: list[AnyEvent], with_events: bool) -> None:
     trajectory = Trajectory.fold(events)
     found = [card for card in cards(Recording(trajectory, events if with_events else ())) if card.stream >= 0]
@@ -102,7 +102,7 @@ def test_cards_cover_every_stream_once(events: list[AnyEvent], with_events: bool
 
 
 @given(event_sequences)
-@settings(max_examples=40)
+@settings(max_examples=min(40, settings().max_examples))
 def test_every_transition_is_on_one_edge(events: list[AnyEvent]) -> None:
     traffic = Flow("solver", None)
     traffic.add(Recording.of(events))

@@ -108,7 +108,7 @@ def test_pages_say_how_long_it_was_away_and_which_weights_it_crossed(tmp_path: P
 
 
 @given(several_event_sequences)
-@settings(max_examples=40)
+@settings(max_examples=min(40, settings().max_examples))
 def test_what_replicas_did_adds_up_to_what_was_done(histories: list[list[AnyEvent]]) -> None:
     figures = Figures(map(Recording.of, histories))
     sampled = [event for events in histories for event in events if isinstance(event, Generated)]

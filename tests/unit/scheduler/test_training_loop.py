@@ -336,7 +336,7 @@ def test_a_groups_reward_judges_the_group_that_is_handed_over() -> None:
 # -- what the caller has had -----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=30)
+@settings(max_examples=min(30, settings().max_examples))
 @given(
     cut=st.integers(0, 120),
     target=st.integers(1, 3),

@@ -86,7 +86,7 @@ jobs = st.lists(
 )
 
 
-@settings(max_examples=15)
+@settings(max_examples=min(15, settings().max_examples))
 @given(jobs=jobs, max_running=st.integers(1, 5), fill_tokens=st.sampled_from([1, 64, 4096]))
 def test_logprobs_are_those_of_a_plain_forward_pass(
     any_model: Any, jobs: list[tuple[int, int, int, int, float]], max_running: int, fill_tokens: int
@@ -104,7 +104,7 @@ def test_logprobs_are_those_of_a_plain_forward_pass(
         assert logprobs_of(answers[str(index)]) == pytest.approx(expected, abs=CLOSE)
 
 
-@settings(max_examples=10)
+@settings(max_examples=min(10, settings().max_examples))
 @given(jobs=jobs, max_running=st.integers(1, 5))
 def test_tokens_do_not_depend_on_the_rest_of_the_batch(
     model: Any, jobs: list[tuple[int, int, int, int, float]], max_running: int
@@ -251,7 +251,7 @@ def counted(decode: DecodeLoop) -> list[int]:
 turns = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 6)), min_size=1, max_size=4)
 
 
-@settings(max_examples=15)
+@settings(max_examples=min(15, settings().max_examples))
 @given(sessions=st.lists(st.tuples(st.integers(0, 5), turns), min_size=1, max_size=9), max_running=st.integers(1, 4))
 def test_turns_that_go_on_from_what_their_row_holds_have_the_logprobs_of_a_plain_pass(
     any_model: Any, sessions: list[tuple[int, list[tuple[int, int]]]], max_running: int
