@@ -23,8 +23,8 @@ from hypothesis.stateful import (
 import fsm_rollout as fr
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.engines.scripted.script import Turn
+from fsm_rollout.states.external.agent_histories import AgentHistories
 from fsm_rollout.states.external.chat_request import ChatRequest, ProtocolError
-from fsm_rollout.states.external.conversations import Conversations
 from fsm_rollout.states.external.handler import External
 from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from fsm_rollout.trajectory.enums import FinishReason, Trigger
@@ -41,7 +41,7 @@ class Puppet(External):
     here: Any = None
 
     async def run(self, trajectory: Any, ctx: Any) -> Outcome:
-        Puppet.here.set_result((Conversations(ctx, self.spec.context, self._schemas), trajectory))
+        Puppet.here.set_result((AgentHistories(ctx, self.spec.context, self._schemas), trajectory))
         await Puppet.end.wait()
         return Outcome(Trigger.RETURNED)
 
@@ -89,7 +89,7 @@ class ForeignAgent(RuleBasedStateMachine):
                 assert group.trajectories[0].stop_reason == "answered", group.trajectories[0].detail
 
         self.run = self.loop.create_task(main())
-        self.conversations, self.trajectory = self.do(Puppet.here)
+        self.histories, self.trajectory = self.do(Puppet.here)
 
     def do(self, work: Any) -> Any:
         return self.loop.run_until_complete(asyncio.wait_for(work, 600))
@@ -98,7 +98,7 @@ class ForeignAgent(RuleBasedStateMachine):
         return ChatRequest([dict(message) for message in messages], tools=[CALCULATOR] if tools else [])
 
     async def ask(self, messages: list[dict[str, Any]], tools: bool) -> History:
-        answer = await self.conversations.answer(self.request(messages, tools))
+        answer = await self.histories.answer(self.request(messages, tools))
         answer.delivered()
         message = answer.reply.message
         assert answer.reply.finish_reason is FinishReason.STOP
@@ -162,7 +162,7 @@ class ForeignAgent(RuleBasedStateMachine):
         messages = [*history.messages, *self.follow_up(history, f"{word} {self.calls}")]
 
         async def work() -> bool:
-            task = self.loop.create_task(self.conversations.answer(self.request(messages, history.tools)))
+            task = self.loop.create_task(self.histories.answer(self.request(messages, history.tools)))
             for _ in range(steps):
                 await asyncio.sleep(0.0003)
             begun = steps > 0 or task.done()

@@ -576,13 +576,13 @@ MUTANTS = (
     ),
     # -- foreign agents
     Mutant(
-        "a fork loses a token of what it shares", "states/external/conversations.py",
+        "a fork loses a token of what it shares", "states/external/agent_histories.py",
         "        ids = stream.tokens.ids[:end]", "        ids = stream.tokens.ids[: end - 1]",
         "5: a fork goes on from the very tokens that it shares",
         FOREIGN,
     ),
     Mutant(
-        "two calls at a time go on in one stream", "states/external/conversations.py",
+        "two calls at a time go on in one stream", "states/external/agent_histories.py",
         "if number == len(branch.turns) - 1 and not branch.asks:", "if number == len(branch.turns) - 1:",
         "5: a call's input is the history that it re-sent",
         FOREIGN,
@@ -607,7 +607,7 @@ MUTANTS = (
         ("tests/unit/serve/test_serve.py",),
     ),
     Mutant(
-        "a retry is sampled anew", "states/external/conversations.py",
+        "a retry is sampled anew", "states/external/agent_histories.py",
         "not turn.delivered and branch.chains", "False and branch.chains",
         "7: an answer that nobody had is not sampled twice",
         FOREIGN,

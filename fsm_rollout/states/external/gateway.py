@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary
 from aiohttp import web
 
 from fsm_rollout.engines.pending import PendingRequest
+from fsm_rollout.states.external.agent_histories import AgentHistories
 from fsm_rollout.states.external.chat_request import ChatRequest, ProtocolError
-from fsm_rollout.states.external.conversations import Conversations
 from fsm_rollout.states.external.responding import Answer, Parts, chat_of, failed, key_of_caller, respond
 from fsm_rollout.states.external.text_stream import TextStream
 
@@ -34,8 +34,8 @@ _gateways: WeakKeyDictionary[asyncio.AbstractEventLoop, Gateway] = WeakKeyDictio
 class Session:
     """One visit as its foreign agent sees it."""
 
-    def __init__(self, conversations: Conversations, dialect: ModuleType, model: str) -> None:
-        self.conversations, self.dialect, self.model = conversations, dialect, model
+    def __init__(self, histories: AgentHistories, dialect: ModuleType, model: str) -> None:
+        self.histories, self.dialect, self.model = histories, dialect, model
         self.tasks: set[asyncio.Task[object]] = set()
         """The calls under way."""
 
@@ -114,13 +114,13 @@ class Gateway:
             message = f"there is no {request.method} {request.path} here; there is POST {session.dialect.PATH}"
             raise ProtocolError(404, "not_found", message)
         chat = await chat_of(request, session.dialect)
-        return await respond(request, session.dialect, chat, _parts(session.conversations, chat))
+        return await respond(request, session.dialect, chat, _parts(session.histories, chat))
 
 
-async def _parts(conversations: Conversations, chat: ChatRequest) -> Parts:
+async def _parts(histories: AgentHistories, chat: ChatRequest) -> Parts:
     """Yield an answer as it comes."""
     if not chat.stream:
-        yield await conversations.answer(chat)
+        yield await histories.answer(chat)
         return
     arrived = asyncio.Event()
     texts: list[str] = []
@@ -128,12 +128,12 @@ async def _parts(conversations: Conversations, chat: ChatRequest) -> Parts:
 
     def on_tokens(pending: PendingRequest) -> None:
         if not streams:
-            streams.append(TextStream(conversations.ctx.context(pending.request.context)))
+            streams.append(TextStream(histories.ctx.context(pending.request.context)))
         if new := streams[0].new(pending):
             texts.append(new)
             arrived.set()
 
-    work: asyncio.Task[Answer] = asyncio.create_task(conversations.answer(chat, on_tokens))
+    work: asyncio.Task[Answer] = asyncio.create_task(histories.answer(chat, on_tokens))
     work.add_done_callback(lambda _: arrived.set())
     try:
         while texts or not work.done():

@@ -112,11 +112,11 @@ class External(State):
             raise ConfigError(
                 f"a foreign agent needs the package `{self.options.dialect}`: pip install 'fsm-rollout[external]'"
             ) from error
-        from fsm_rollout.states.external.conversations import Conversations
+        from fsm_rollout.states.external.agent_histories import AgentHistories
         from fsm_rollout.states.external.gateway import Session, gateway  # a server: only for those who need one
 
-        conversations = Conversations(ctx, self.spec.context, self._schemas)
-        session = Session(conversations, dialect, trajectory.agent)
+        histories = AgentHistories(ctx, self.spec.context, self._schemas)
+        session = Session(histories, dialect, trajectory.agent)
         async with gateway().session(session) as (url, key):
             messages = [dict(message) for message in trajectory.prompt_messages]
             visit = ForeignVisit(
@@ -128,7 +128,7 @@ class External(State):
                 result = None
             else:
                 result = await invoke(partial(self._function, visit), {})
-        outcome = conversations.outcome()
+        outcome = histories.outcome()
         if isinstance(result, int | float) and not isinstance(result, bool):
             ctx.emit(Scored(at=ctx.clock(), value=float(result), source=self.name))
         return outcome

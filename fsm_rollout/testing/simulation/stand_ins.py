@@ -24,8 +24,8 @@ from fsm_rollout.engines.replica import LocalPlacement
 from fsm_rollout.engines.scripted.engine import Logged, ScriptedEngine
 from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.states.context import HandlerContext
+from fsm_rollout.states.external.agent_histories import AgentHistories
 from fsm_rollout.states.external.chat_request import ChatRequest, ProtocolError
-from fsm_rollout.states.external.conversations import Conversations
 from fsm_rollout.states.external.handler import External
 from fsm_rollout.testing.simulation.plan import ReplyFate, ToolFate
 from fsm_rollout.tools.base import ToolResult
@@ -114,17 +114,17 @@ class SimulatedAgent(External):
 
     async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         """Make up to three calls."""
-        conversations = Conversations(ctx, self.spec.context, {})
+        histories = AgentHistories(ctx, self.spec.context, {})
         messages = [dict(message) for message in trajectory.prompt_messages]
         for number in range(ctx.rng.randint(0, 3)):
             try:
-                answer = await conversations.answer(ChatRequest([dict(message) for message in messages]))
+                answer = await histories.answer(ChatRequest([dict(message) for message in messages]))
             except ProtocolError:
                 break
             answer.delivered()
             reply = answer.reply.message if ctx.rng.random() < 0.8 else {"role": "assistant", "content": "shorter"}
             messages += [reply, {"role": "user", "content": f"go on {number}"}]
-        return conversations.outcome()
+        return histories.outcome()
 
 
 # -- engines --------------------------------------------------------------------------------------------------------

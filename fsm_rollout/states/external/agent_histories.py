@@ -71,7 +71,7 @@ class _Branch:
     busy: bool = False
 
 
-class Conversations:
+class AgentHistories:
     """The histories of one visit's foreign agent, and of its earlier visits to the same context.
 
     Args:
