@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -27,6 +28,8 @@ PLAIN = ("torch.nn.modules.", "transformers.")
 """Where the classes of a model without adapters come from."""
 BLOCK = 8
 """So many rows of a step attend together, to as many columns as the longest of them has."""
+SMALL = 9216
+"""Multiplications of one product, up to which OpenBLAS computes it in the calling thread."""
 UNSEEN = torch.finfo(torch.float32).min
 """Added to the score of a token that another does not see."""
 
@@ -151,12 +154,12 @@ class Qwen3Rows:
             scores[..., :common] += of_prefix.view(heads, n, -1, common).transpose(0, 1)
         for start, end, row, width in blocks:
             keys = cache[0, row : row + end - start, :, :width]
-            scores[start:end, ..., common : common + width] += queries[start:end] @ keys.transpose(-1, -2)
+            scores[start:end, ..., common : common + width] += _product(queries[start:end], keys.transpose(-1, -2))
         weights = scores.softmax(-1)
         attended = torch.empty_like(queries)
         for start, end, row, width in blocks:
             values = cache[1, row : row + end - start, :, :width]
-            attended[start:end] = weights[start:end, ..., common : common + width] @ values
+            attended[start:end] = _product(weights[start:end, ..., common : common + width], values)
         if common:
             of_prefix = weights[..., :common].transpose(0, 1).flatten(1, 2) @ prefix[1]
             attended += of_prefix.view(heads, n, -1, self._dim).transpose(0, 1)
@@ -169,6 +172,13 @@ class Qwen3Rows:
         """Normalise and turn queries or keys by their positions; ``sin``'s first half has the other sign."""
         states = self._norm(states, norm)
         return torch.addcmul(states * cos, states.roll(self._dim // 2, -1), sin)
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return the matrix products of two batches; a small one takes numpy half as long as torch."""
+    if left.shape[-2] * right.shape[-2] * right.shape[-1] > SMALL:
+        return left @ right
+    return torch.from_numpy(np.matmul(left.numpy(), right.numpy()))
 
 
 class _Block(NamedTuple):
