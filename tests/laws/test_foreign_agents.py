@@ -89,7 +89,7 @@ class ForeignAgent(RuleBasedStateMachine):
                 assert group.trajectories[0].stop_reason == "answered", group.trajectories[0].detail
 
         self.run = self.loop.create_task(main())
-        self.histories, self.trajectory = self.do(Puppet.here)
+        self.agent_histories, self.trajectory = self.do(Puppet.here)
 
     def do(self, work: Any) -> Any:
         return self.loop.run_until_complete(asyncio.wait_for(work, 600))
@@ -98,7 +98,7 @@ class ForeignAgent(RuleBasedStateMachine):
         return ChatRequest([dict(message) for message in messages], tools=[CALCULATOR] if tools else [])
 
     async def ask(self, messages: list[dict[str, Any]], tools: bool) -> History:
-        answer = await self.histories.answer(self.request(messages, tools))
+        answer = await self.agent_histories.answer(self.request(messages, tools))
         answer.delivered()
         message = answer.reply.message
         assert answer.reply.finish_reason is FinishReason.STOP
@@ -162,7 +162,7 @@ class ForeignAgent(RuleBasedStateMachine):
         messages = [*history.messages, *self.follow_up(history, f"{word} {self.calls}")]
 
         async def work() -> bool:
-            task = self.loop.create_task(self.histories.answer(self.request(messages, history.tools)))
+            task = self.loop.create_task(self.agent_histories.answer(self.request(messages, history.tools)))
             for _ in range(steps):
                 await asyncio.sleep(0.0003)
             begun = steps > 0 or task.done()
