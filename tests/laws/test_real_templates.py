@@ -44,6 +44,7 @@ def check_glue(name: str, labels: list[str]) -> list[str]:
     """Compare the glue in some scenarios with the oracle's; return those that have an answer."""
     answered = []
     tokenizer = zoo.tokenizer_of(name)
+    vocabulary = tokenizer.get_vocab()
     chat = chat_of(name)
     learned = oracle.learned_close(tokenizer)
     stop_ids = {tokenizer.eos_token_id, learned} - {None}
@@ -74,7 +75,7 @@ def check_glue(name: str, labels: list[str]) -> list[str]:
         assert chat.decode(got.ids) == whole, label
         canonical = tokenizer(whole, add_special_tokens=False).input_ids
         injected = zoo.MARKERS.findall("".join(message["content"] for message in scenario.new))
-        foreign = [marker for marker in injected if marker in tokenizer.get_vocab()]
+        foreign = [marker for marker in injected if marker in vocabulary]
         assert (got.guarded > 0) == bool(foreign), label
         assert (got.ids == canonical) == (not foreign), label
     return answered
