@@ -28,6 +28,8 @@ PLAIN = ("torch.nn.modules.", "transformers.")
 """Where the classes of a model without adapters come from."""
 BLOCK = 8
 """So many rows of a step attend together, to as many columns as the longest of them has."""
+PIECE = 256
+"""So many tokens of a row are filled at once: a score for each pair of tokens is in memory."""
 SMALL = 9216
 """Multiplications of one product, up to which OpenBLAS computes it in the calling thread."""
 UNSEEN = torch.finfo(torch.float32).min
@@ -84,7 +86,8 @@ class Qwen3Rows:
 
     def fill(self, ids: torch.Tensor, rows: Sequence[int], positions: torch.Tensor, shared: torch.Tensor) -> None:
         """See :class:`Rows`."""
-        self._forward(ids, rows, positions, shared)
+        for piece in zip(ids.split(PIECE, 1), positions.split(PIECE, 1), strict=True):
+            self._forward(piece[0], rows, piece[1], shared)
 
     def step(self, ids: torch.Tensor, positions: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
         """See :class:`Rows`."""

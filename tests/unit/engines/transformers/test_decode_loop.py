@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fsm_rollout.engines.protocol import Chunk, Request, SamplingParams
 from fsm_rollout.engines.transformers.checkpoints import replace_weights
 from fsm_rollout.engines.transformers.decode_loop import DecodeLoop
+from fsm_rollout.engines.transformers.qwen3 import Qwen3Rows
 from fsm_rollout.trajectory.tokens import as_ids
 
 CLOSE = 1e-5
@@ -312,6 +313,22 @@ def test_what_prompts_begin_with_is_filled_once_until_the_weights_change(model: 
         passes.clear()
     run(decode, {0: requests, 1: [Request("other", as_ids(prompt(50, 9)), SamplingParams(1), trajectory_id="other")]})
     assert passes == [20, 8 * 5, 8, 8, 1]  # what begins differently shares nothing
+
+
+def test_a_long_prompt_is_filled_in_pieces(model: Any, monkeypatch: pytest.MonkeyPatch):
+    """The scores of all its pairs of tokens would be some gigabytes."""
+    widths: list[int] = []
+    forward = Qwen3Rows._forward
+
+    def measured(rows: Qwen3Rows, ids: torch.Tensor, *rest: Any) -> torch.Tensor | None:
+        widths.append(ids.shape[1])
+        return forward(rows, ids, *rest)
+
+    monkeypatch.setattr(Qwen3Rows, "_forward", measured)
+    long = prompt(1, 600)
+    (chunks,) = run(loop_of(model, max_context=700), {0: [Request("r", as_ids(long), SamplingParams(3))]}).values()
+    assert widths == [256, 256, 87, 1, 1, 1]
+    assert logprobs_of(chunks) == pytest.approx(plain_logprobs(model, long, ids_of(chunks), 1.0), abs=CLOSE)
 
 
 def test_a_row_outlives_the_choice_of_what_others_share(model: Any):
