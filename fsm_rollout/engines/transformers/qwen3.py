@@ -86,8 +86,9 @@ class Qwen3Rows:
 
     def fill(self, ids: torch.Tensor, rows: Sequence[int], positions: torch.Tensor, shared: torch.Tensor) -> None:
         """See :class:`Rows`."""
-        for piece in zip(ids.split(PIECE, 1), positions.split(PIECE, 1), strict=True):
-            self._forward(piece[0], rows, piece[1], shared)
+        for start in range(0, ids.shape[1], PIECE):
+            piece = slice(start, start + PIECE)
+            self._forward(ids[:, piece], rows, positions[:, piece], shared)
 
     def step(self, ids: torch.Tensor, positions: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
         """See :class:`Rows`."""
