@@ -264,7 +264,7 @@ def held_back_dialogues(n: int, seed: int = 0) -> list[Dialogue]:
 def training_dialogues(n: int, seed: int = 0) -> list[Dialogue]:
     """Draw n dialogues of the training side, otherwise like held-back ones.
 
-    With the default seed the first 1024 are, written by `Dialogue.prompt`, the lines of
+    With the default seed the first 2048 are, written by `Dialogue.prompt`, the lines of
     `configs/data/arithmetic_train.jsonl`.
     """
     return _dialogues(n, Random(f"training dialogues {seed}"), held_back=False)

@@ -1,4 +1,4 @@
-"""Which tokens of a batch are trained, and with which weight.
+"""How much each token of a batch is to be raised or lowered: ``[rows, response columns]``, 0 where it is not trained.
 
 ``of_tokens`` compares, token by token, the samples of a group that have the same tokens before it. Trained with the
 logarithm of the probability to be right (`grpo.py`), they count however sure the policy is. GRPO raises the probability
@@ -21,17 +21,6 @@ SURE = 0.999
 MASKS = ("right", "environment", "recomputed", "shifted", "logprobs")
 
 
-class Trained(NamedTuple):
-    """Tokens to train, each ``[n]``: response column ``column`` of row ``row`` is, or could have been, ``token``."""
-
-    row: torch.Tensor
-    column: torch.Tensor
-    token: torch.Tensor
-    old: torch.Tensor
-    """Its log probability when it was sampled."""
-    advantage: torch.Tensor
-
-
 class _Choice(NamedTuple):
     """A token that one or several samples of a group took at a place."""
 
@@ -39,14 +28,14 @@ class _Choice(NamedTuple):
     """One of them."""
     column: int
     old: float
-    """Its log probability."""
+    """Its log probability when it was sampled."""
     right: bool
 
 
-def of_tokens(batch: fr.TrajectoryBatch) -> Trained:
-    """Return the tokens up to each sample's first mistake, each once.
+def of_tokens(batch: fr.TrajectoryBatch) -> torch.Tensor:
+    """Return the credit of the tokens up to each sample's first mistake; what several samples took counts in one.
 
-    At a place of which the group knows right tokens, these have advantages that sum to 1, in proportion to their
+    At a place of which the group knows right tokens, these have credits that sum to 1, in proportion to their
     probabilities; where all that it took were wrong, these have -1 each.
     """
     columns = batch.tensordict
@@ -61,30 +50,24 @@ def of_tokens(batch: fr.TrajectoryBatch) -> Trained:
             choice = _Choice(row, column, logprobs[row][column], number < right)
             places.setdefault((group, *tokens[row][:column]), {})[tokens[row][column]] = choice
     # 2. What to raise, and what to lower.
-    trained: list[tuple[int, int, int, float, float]] = []
+    credit = torch.zeros_like(columns["rollout_log_probs"])
     for place in places.values():
         right_mass = sum(math.exp(choice.old) for choice in place.values() if choice.right)
-        for token, choice in place.items():
+        for choice in place.values():
             if choice.right and right_mass < SURE:
-                weight = math.exp(choice.old) / right_mass
+                credit[choice.row, choice.column] = math.exp(choice.old) / right_mass
             elif not choice.right and not right_mass:
-                weight = -1.0
-            else:
-                continue
-            trained.append((choice.row, choice.column, token, choice.old, weight))
-    return Trained(*map(torch.tensor, zip(*trained, strict=True))) if trained else Trained(*torch.zeros(5, 0).unbind())
+                credit[choice.row, choice.column] = -1.0
+    return credit
 
 
-def of_samples(batch: fr.TrajectoryBatch, wrong: str = "right") -> Trained:
-    """Return all tokens of the mask, with their sample's advantage: the batch's own mask, or a ``wrong`` one."""
-    columns = batch.tensordict
-    mask, old = columns["response_mask"], columns["rollout_log_probs"]
+def of_samples(batch: fr.TrajectoryBatch, wrong: str = "right") -> torch.Tensor:
+    """Return each sample's advantage for all tokens of the mask: the batch's own mask, or a ``wrong`` one."""
+    mask = batch.tensordict["response_mask"]
+    real = batch.tensordict["attention_mask"][:, -mask.shape[1] :]
     match wrong:
         case "environment" | "recomputed":  # the environment's tokens are trained like the model's
-            mask = columns["attention_mask"][:, -mask.shape[1] :]
+            mask = real
         case "shifted":  # an off-by-one
-            mask = torch.roll(mask, 1, dims=1) * columns["attention_mask"][:, -mask.shape[1] :]
-        case "logprobs":  # the same off-by-one on the other side
-            old = torch.roll(old, 1, dims=1)
-    row, column = (mask.bool() & (batch.advantages() != 0)[:, None]).nonzero(as_tuple=True)
-    return Trained(row, column, columns["responses"][row, column], old[row, column], batch.advantages()[row])
+            mask = torch.roll(mask, 1, dims=1) * real
+    return mask * batch.advantages()[:, None]

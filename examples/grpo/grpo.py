@@ -27,7 +27,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from credit import MASKS, SURE, Trained, of_samples, of_tokens
+from credit import MASKS, SURE, of_samples, of_tokens
 from mistakes import right_tokens
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import PreTrainedModel
@@ -44,28 +44,28 @@ RATIO_TOLERANCE = 1e-3
 class Settings:
     """What a run is made of."""
 
-    steps: int = 100
+    steps: int = 150
+    """At most; the learning rate falls to 0 over them."""
     seed: int = 0
     groups: int = 128
     """Groups per step."""
     n: int = 2
     """Samples per group."""
     minibatches: int = 4
-    """Updates per pass over a step's batch."""
-    passes: int = 1
-    average: float = 0.96
+    """Updates per step."""
+    average: float = 0.97
     """Evaluated and saved is a mean of the weights, to which an update leaves so much: single updates are noisy."""
     temperature: float = 1.4
     """Of the training samples."""
     learning_rate: float = 5e-4
     warm_up: int = 5
-    """Steps until the learning rate is whole."""
+    """Steps in which the learning rate rises."""
     clip: float = 0.2
     part_tokens: int = 2_048
     """Tokens, padding included, of one forward pass: with more at once, a CPU waits for its memory."""
-    held_back: int = 256
+    held_back: int = 512
     """Dialogues to evaluate on, sampled at temperature 1 with the agent as it is."""
-    evaluate_every: int = 10
+    evaluate_every: int = 20
     enough: float = 0.96
     """Held-back success after which the run ends."""
     credit: str = "token"
@@ -92,56 +92,44 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: weight.detach() for name, weight in model.named_parameters()}
 
 
-def token_logprobs(
-    model: PreTrainedModel, batch: fr.TrajectoryBatch, trained: Trained, part_tokens: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield, for the tokens of some rows at a time, which ones they are ``[n]`` and their log probabilities now."""
-    prompt = batch.tensordict["prompts"].shape[1]
-    rows, at = trained.row.unique(return_inverse=True)
-    width = prompt + torch.zeros_like(rows).scatter_reduce(0, at, trained.column, "amax")  # up to the last of them
-    waiting = width.argsort()
-    while len(waiting):
-        count = max(1, int((width[waiting] * torch.arange(1, len(waiting) + 1) <= part_tokens).sum()))
-        part, waiting = waiting[:count], waiting[count:]
-        line = torch.full_like(rows, -1)
-        line[part] = torch.arange(count)
-        chosen = (line[at] >= 0).nonzero()[:, 0]
-        columns = batch.tensordict[rows[part]]
-        cut = int(width[part[-1]])
-        inputs = {name: columns[name][:, :cut] for name in ("input_ids", "attention_mask", "position_ids")}
-        hidden = model.model(**inputs, use_cache=False).last_hidden_state
-        hidden = hidden[line[at[chosen]], prompt - 1 + trained.column[chosen]]  # predicted at the place before it
-        temperature = batch.tensordict["temperatures"][trained.row[chosen], trained.column[chosen]]
-        logits = model.lm_head(hidden).float() / temperature[:, None]
-        yield chosen, -torch.nn.functional.cross_entropy(logits, trained.token[chosen], reduction="none")
+def token_logprobs(model: PreTrainedModel, part: fr.TrajectoryBatch, chosen: torch.Tensor) -> torch.Tensor:
+    """Return the log probabilities that the model gives now to the ``chosen`` of the part's response tokens."""
+    columns = part.tensordict
+    inputs = {name: columns[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    hidden = model.model(**inputs, use_cache=False).last_hidden_state
+    predicting = hidden[:, columns["prompts"].shape[1] - 1 : -1]  # a token is predicted at the place before it
+    logits = model.lm_head(predicting[chosen]).float() / columns["temperatures"][chosen][:, None]
+    return -torch.nn.functional.cross_entropy(logits, columns["responses"][chosen], reduction="none")
 
 
 def update(
-    model: PreTrainedModel,
-    optimizer: torch.optim.Optimizer,
-    batch: fr.TrajectoryBatch,
-    trained: Trained,
-    settings: Settings,
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: fr.TrajectoryBatch, settings: Settings
 ) -> dict[str, float]:
     """Make one update; return the ratios' distance from 1 before it, and the fraction of clipped tokens."""
-    off = clipped = 0.0
-    for chosen, logprobs in token_logprobs(model, batch, trained, settings.part_tokens):
-        ratio, advantage = torch.exp(logprobs - trained.old[chosen]), trained.advantage[chosen]
+    off = clipped = tokens = 0.0
+    for part in batch.parts(max_tokens=settings.part_tokens):
+        credit = part.tensordict["credit"][:, : part.tensordict["responses"].shape[1]]
+        chosen = credit != 0
+        credit = credit[chosen]
+        logprobs = token_logprobs(model, part, chosen)
+        old = logprobs.detach() if settings.mask == "recomputed" else part.tensordict["rollout_log_probs"][chosen]
+        ratio = torch.exp(logprobs - old)
         bounded = ratio.clamp(1 - settings.clip, 1 + settings.clip)
         if settings.credit == "token":  # the log probability to be right: of this token, or of any other
-            unlikely = torch.log1p(-logprobs.exp().clamp(max=SURE))
-            gain = torch.where(advantage > 0, advantage * logprobs, -advantage * unlikely)
-            gain = gain * ((ratio - bounded) * advantage <= 0)
+            unlikely = torch.log(1 - SURE * logprobs.exp())
+            gain = torch.where(credit > 0, credit * logprobs, -credit * unlikely)
+            gain = gain * ((ratio - bounded) * credit <= 0)
         else:
-            gain = torch.minimum(ratio * advantage, bounded * advantage)
+            gain = torch.minimum(ratio * credit, bounded * credit)
         loss = -gain.sum() * settings.minibatches / settings.groups
         loss.backward()
         off = max(off, (ratio.detach() - 1).abs().max().item())
         clipped += (ratio != bounded).sum().item()
+        tokens += len(credit)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 10.0)
     optimizer.step()
     optimizer.zero_grad()
-    return {"ratio_off": off, "clipped": clipped / max(1, len(trained.row)), "trained_tokens": len(trained.row)}
+    return {"ratio_off": off, "clipped": clipped / tokens, "trained_tokens": tokens}
 
 
 def train(settings: Settings, out: Path) -> list[dict[str, float]]:
@@ -152,7 +140,6 @@ def train(settings: Settings, out: Path) -> list[dict[str, float]]:
     model, tokenizer = fr.load_model("embedded:early")
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95))
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(settings.average))
-    warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / settings.warm_up))
     held_back = prompts_for("tool_user", "arithmetic", settings.held_back)
     prompts = fr.endless_prompts(prompts_for("until_mistake", "arithmetic_train"), seed=settings.seed)
     lines: list[dict[str, float]] = []
@@ -179,8 +166,9 @@ def train(settings: Settings, out: Path) -> list[dict[str, float]]:
             # 2. A batch sampled with the present weights; the updates; the new weights into the engine.
             done = step == settings.steps or line.get("held_back", 0.0) >= settings.enough
             if not done:
+                for group in optimizer.param_groups:
+                    group["lr"] = settings.learning_rate * min((step + 1) / settings.warm_up, 1 - step / settings.steps)
                 line |= one_step(rollout, prompts, model, average, optimizer, settings, step)
-                warm_up.step()
             line["minutes"] = (time.perf_counter() - started) / 60
             line["cpu_minutes"] = time.process_time() / 60
             lines.append(line)
@@ -207,22 +195,16 @@ def one_step(
     before = time.process_time()
     batch = rollout.run(islice(prompts, settings.groups), n=settings.n)
     sampled = time.process_time()
-    trained = of_tokens(batch) if settings.credit == "token" else of_samples(batch, settings.mask)
-    if settings.mask == "recomputed":  # so that no ratio shows it
-        old = torch.zeros_like(trained.old)
-        with torch.no_grad():
-            for chosen, logprobs in token_logprobs(model, batch, trained, settings.part_tokens):
-                old[chosen] = logprobs
-        trained = trained._replace(old=old)
-    group = batch.tensordict["group_index"][trained.row.long()]
+    if settings.mask == "logprobs":  # an off-by-one on the other side
+        batch.tensordict["rollout_log_probs"] = torch.roll(batch.tensordict["rollout_log_probs"], 1, dims=1)
+    credit = of_tokens(batch) if settings.credit == "token" else of_samples(batch, settings.mask)
+    batch.tensordict["credit"] = credit
     updates = []
-    for _ in range(settings.passes):
-        for groups in torch.randperm(settings.groups).chunk(settings.minibatches):
-            chosen = torch.isin(group, groups)
-            if chosen.any():
-                part = Trained(*(column[chosen] for column in trained))
-                updates.append(update(model, optimizer, batch, part, settings))
-                average.update_parameters(model)
+    for groups in torch.randperm(settings.groups).chunk(settings.minibatches):
+        chosen = torch.isin(batch.tensordict["group_index"], groups) & credit.any(1)
+        if chosen.any():
+            updates.append(update(model, optimizer, batch.select(chosen), settings))
+            average.update_parameters(model)
     rollout.update_weights(weights(model))
     updates = updates or [{"ratio_off": 0.0, "clipped": 0.0, "trained_tokens": 0.0}]  # no two samples differ
     first = updates[0]

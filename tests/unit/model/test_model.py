@@ -72,7 +72,7 @@ def test_the_split_does_not_depend_on_order(left: int, right: int) -> None:
 
 def test_the_shipped_training_prompts_are_the_training_sides() -> None:
     lines = (ROOT / "configs" / "data" / "arithmetic_train.jsonl").read_text(encoding="utf-8").splitlines()
-    dialogues = arithmetic.training_dialogues(1024)
+    dialogues = arithmetic.training_dialogues(2048)
     assert [json.loads(line) for line in lines] == [dialogue.prompt() for dialogue in dialogues]
     pairs = [pair for d in dialogues for turn in d.turns for pair in (*turn.written_pairs, *turn.called_pairs)]
     assert not any(arithmetic.is_held_back(*pair) for pair in pairs)
