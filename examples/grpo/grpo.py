@@ -116,7 +116,7 @@ def update(
         ratio = torch.exp(logprobs - old)
         bounded = ratio.clamp(1 - settings.clip, 1 + settings.clip)
         if settings.credit == "token":  # the log probability to be right: of this token, or of any other
-            unlikely = torch.log(1 - SURE * logprobs.exp())
+            unlikely = torch.log(1 - SURE * logprobs.exp())  # finite, and with a gradient, where it is certain
             gain = torch.where(credit > 0, credit * logprobs, -credit * unlikely)
             gain = gain * ((ratio - bounded) * credit <= 0)
         else:
