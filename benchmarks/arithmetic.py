@@ -38,11 +38,7 @@ TOOL_SCHEMA: Final[dict[str, Any]] = {
             "type": "object",
             "properties": {
                 "left": {"type": "integer", "description": "The first number."},
-                "operator": {
-                    "type": "string",
-                    "enum": ["+", "-", "*"],
-                    "description": "What to do with them.",
-                },
+                "operator": {"type": "string", "enum": ["+", "-", "*"], "description": "What to do with them."},
                 "right": {"type": "integer", "description": "The second number."},
             },
             "required": ["left", "operator", "right"],
@@ -55,11 +51,7 @@ HELD_BACK_ONE_IN: Final = 10
 LARGEST_RESULT: Final = 9_999
 """No result of a generated dialogue, intermediate ones included, is larger than this in absolute value."""
 
-_APPLY: Final[dict[str, Callable[[int, int], int]]] = {
-    "+": operators.add,
-    "-": operators.sub,
-    "*": operators.mul,
-}
+_APPLY: Final[dict[str, Callable[[int, int], int]]] = {"+": operators.add, "-": operators.sub, "*": operators.mul}
 
 # An expression tree: a pair is an operation, None in it a number still to be drawn.
 _Shape: TypeAlias = "tuple[_Shape | None, _Shape | None]"
@@ -67,13 +59,7 @@ _ONE: Final[_Shape] = (None, None)
 _SHAPES: Final[dict[int, tuple[_Shape, ...]]] = {
     1: (_ONE,),
     2: ((_ONE, None), (None, _ONE)),
-    3: (
-        ((_ONE, None), None),
-        ((None, _ONE), None),
-        (_ONE, _ONE),
-        (None, (_ONE, None)),
-        (None, (None, _ONE)),
-    ),
+    3: (((_ONE, None), None), ((None, _ONE), None), (_ONE, _ONE), (None, (_ONE, None)), (None, (None, _ONE))),
 }
 
 _QUESTIONS: Final = ("What is {}?", "What is {}?", "What is {}?", "Compute {}.", "Please work out {}.")

@@ -36,13 +36,7 @@ def turn(tokens: int) -> list[AnyEvent]:
     return [
         PromptExtended(at=1.0, ids=array("i", range(30)), **state),
         Generated(
-            at=1.0,
-            ids=ids,
-            logprobs=logprobs,
-            versions=[(tokens, 0)],
-            finish_reason="stop",
-            message=message,
-            **state,
+            at=1.0, ids=ids, logprobs=logprobs, versions=[(tokens, 0)], finish_reason="stop", message=message, **state
         ),
         Transitioned(
             at=1.0, trigger="generated", source="GENERATING", dest="PROCESSING_TOOLS", spent={"tool_calls": 1}

@@ -25,7 +25,7 @@ from fsm_rollout.agent.loader import loads
 from fsm_rollout.engines.protocol import Chunk, Engine, Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.engines.scripted.script import Turn
-from fsm_rollout.jobs.serve_config import ServeConfig
+from fsm_rollout.jobs.run_config import ServeConfig
 from fsm_rollout.model.folders import load_tokenizer, model_folder
 from fsm_rollout.serve.server import listening
 from fsm_rollout.serve.service import Service

@@ -34,10 +34,9 @@ __getattr__, __dir__ = lazy_names(
         "states": "State",
         "states.external.handler": "ForeignVisit",
         "tools": "ToolContext ToolResult",
-        "trajectory.endless_prompts": "endless_prompts",
         "trajectory.journal": "Journal",
         "trajectory.outcome": "Outcome",
-        "trajectory.prompt": "Prompt read_prompts",
+        "trajectory.prompt": "Prompt endless_prompts read_prompts",
         "trajectory.trajectory": "Trajectory",
     },
 )
@@ -62,10 +61,10 @@ if TYPE_CHECKING:
     from fsm_rollout.states.external.handler import ForeignVisit as ForeignVisit
     from fsm_rollout.tools import ToolContext as ToolContext
     from fsm_rollout.tools import ToolResult as ToolResult
-    from fsm_rollout.trajectory.endless_prompts import endless_prompts as endless_prompts
     from fsm_rollout.trajectory.journal import Journal as Journal
     from fsm_rollout.trajectory.outcome import Outcome as Outcome
     from fsm_rollout.trajectory.prompt import Prompt as Prompt
+    from fsm_rollout.trajectory.prompt import endless_prompts as endless_prompts
     from fsm_rollout.trajectory.prompt import read_prompts as read_prompts
     from fsm_rollout.trajectory.trajectory import Trajectory as Trajectory
 

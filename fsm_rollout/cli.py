@@ -9,7 +9,6 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Iterable
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -269,13 +268,6 @@ def show(
         typer.echo(f"{_short(output)} written")
 
 
-class SchemaOf(StrEnum):
-    """What a schema is of."""
-
-    AGENT = "agent"
-    RUN = "run"
-
-
 @app.command()
 def export(
     folder: Folder,
@@ -315,8 +307,7 @@ def rescore(
     folder: Folder,
     reward: Annotated[str, typer.Option("--reward", metavar="module:function", help="the reward", show_default=False)],
     output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", metavar="F", help="the file (default: scores/ in the run's folder)"),
+        Path | None, typer.Option("-o", "--output", metavar="F", help="the file (default: scores/ in the run's folder)")
     ] = None,
 ) -> None:
     """Judge a run's trajectories with another reward, without generating anything.
@@ -397,7 +388,9 @@ def _watched(items: Iterable[Any], total: int) -> Iterable[Any]:
 
 
 @app.command()
-def schema(of: Annotated[SchemaOf, typer.Argument(help="of an agent's YAML or a run's")] = SchemaOf.AGENT) -> None:
+def schema(
+    of: Annotated[Literal["agent", "run"], typer.Argument(help="of an agent's YAML or a run's")] = "agent",
+) -> None:
     """Print the JSON Schema of an agent's YAML or of a run's, for editors: every key, with what it means.
 
     Example: fsm-rollout schema > agent.schema.json; fsm-rollout schema run > run.schema.json
@@ -409,7 +402,7 @@ def schema(of: Annotated[SchemaOf, typer.Argument(help="of an agent's YAML or a 
     from fsm_rollout.agent.json_schema import agent_schema
     from fsm_rollout.jobs.run_schema import run_schema
 
-    typer.echo(json.dumps(agent_schema() if of == SchemaOf.AGENT else run_schema(), indent=2))
+    typer.echo(json.dumps(agent_schema() if of == "agent" else run_schema(), indent=2))
 
 
 @app.command()

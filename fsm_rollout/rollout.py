@@ -32,9 +32,9 @@ from fsm_rollout.environment.rewards import GroupFilter, Reward, RewardLike
 from fsm_rollout.errors import ConfigError, EngineError, Problem, check_at_least, did_you_mean
 from fsm_rollout.scheduler.failure_policy import Failures, failures_of
 from fsm_rollout.scheduler.group import Group
-from fsm_rollout.scheduler.prompt_queue import PromptQueue
 from fsm_rollout.scheduler.recorder import Listener
 from fsm_rollout.scheduler.resume import History
+from fsm_rollout.scheduler.run_state import PromptQueue
 from fsm_rollout.scheduler.scheduler import MAX_FILTERED, MAX_RESTARTS, OVER_SAMPLE, Scheduler
 from fsm_rollout.scheduler.worker_placement import WorkerPlacement, start_actor, start_process
 from fsm_rollout.scheduler.worker_pool import WorkerPool
@@ -284,17 +284,12 @@ class Rollout:
         """
         options: dict[str, Any] = {"target_groups": target_groups, "over_sample": over_sample}
         options |= {"max_filtered": max_filtered, "resume": resume}
-        async with aclosing(self._groups(prompts, n, **options)) as groups:
+        async with aclosing(self._groups_of(self.scheduler, prompts, n, **options)) as groups:
             async for group in groups:
                 yield group
 
-    def _groups(
-        self, prompts: Prompts, n: int, *, target_groups: int | None, **options: Any
-    ) -> AsyncGenerator[Group, None]:
-        return self._groups_of(self.scheduler, prompts, n, target_groups=target_groups, **options)
-
     async def _groups_of(
-        self, scheduler: Scheduler, prompts: Prompts, n: int, *, target_groups: int | None, **options: Any
+        self, scheduler: Scheduler, prompts: Prompts, n: int, *, target_groups: int | None = None, **options: Any
     ) -> AsyncGenerator[Group, None]:
         self._check_open()
         for name, client in scheduler.clients.items():
@@ -344,7 +339,7 @@ class Rollout:
         _check_batch_options("run", batch, ("n", "target_groups", "over_sample", "max_filtered", "resume"))
         options: dict[str, Any] = {"target_groups": target_groups, "over_sample": over_sample}
         options |= {"max_filtered": max_filtered, "resume": resume}
-        async with aclosing(self._groups(prompts, n, deliver_at_end=True, **options)) as stream:
+        async with aclosing(self._groups_of(self.scheduler, prompts, n, deliver_at_end=True, **options)) as stream:
             groups = [group async for group in stream]
         samples = [trajectory for group in groups for trajectory in group.trajectories]
         if failed := [each for each in samples if each.failure not in (None, FailureClass.POLICY)]:
@@ -381,13 +376,7 @@ class Rollout:
     """Do what :meth:`arun` does and wait for it, from scripts and notebooks alike."""
 
     async def aevaluate(
-        self,
-        /,
-        prompts: Prompts,
-        n: int = 1,
-        *,
-        sampling: Sampling | Mapping[str, object] | None = None,
-        **batch: Any,
+        self, /, prompts: Prompts, n: int = 1, *, sampling: Sampling | Mapping[str, object] | None = None, **batch: Any
     ) -> TrajectoryBatch:
         """Run all prompts ``n`` times beside the training and return their batch: ``batch.score_mean`` is the result.
 
@@ -413,7 +402,7 @@ class Rollout:
             prompt.model_copy(update={"prompt_id": f"evaluation/{prompt.prompt_id or index}"})
             for index, prompt in enumerate(as_prompts(prompts, named=False))
         ]
-        async with aclosing(self._groups_of(scheduler, named, n, target_groups=None, deliver_at_end=True)) as groups:
+        async with aclosing(self._groups_of(scheduler, named, n, deliver_at_end=True)) as groups:
             return self.batch([group async for group in groups], **batch)
 
     evaluate = _plain(aevaluate)

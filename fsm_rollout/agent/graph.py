@@ -60,8 +60,7 @@ class Context(StrictModel):
         None, description="the system prompt: text, or the name of a .md or .txt file beside this one"
     )
     tools: tuple[Name, ...] | None = Field(
-        None,
-        description="the tools that the model is shown here; default: every tool in `main`, none elsewhere",
+        None, description="the tools that the model is shown here; default: every tool in `main`, none elsewhere"
     )
     tool_format: str = Field(
         "auto",
@@ -145,8 +144,7 @@ class Tool(StrictModel):
         description="arguments that the model does not see: of a class's `__init__`, or parameters of a function",
     )
     description: str | None = Field(
-        None,
-        description="what the model is told about it; default: the docstring, or the agent's description",
+        None, description="what the model is told about it; default: the docstring, or the agent's description"
     )
     timeout: Seconds | None = Field(None, description="seconds that one call may take")
     retry: Retry = Field(Retry(), description="whether a failing call is tried again")
@@ -222,8 +220,7 @@ class State(StrictModel):
     )
     interaction: Interaction | None = Field(None, description="who answers here (interact); default: the agent's")
     options: FreeForm = Field(
-        default_factory=dict,
-        description="the custom handler's own keys, which a YAML writes beside the others",
+        default_factory=dict, description="the custom handler's own keys, which a YAML writes beside the others"
     )
     final: bool = Field(False, description="a trajectory that enters the state has ended")
 

@@ -19,10 +19,7 @@ Schema = dict[str, Any]
 _INTERPOLATION: Schema = {"type": "string", "pattern": r"\$\{", "description": "an OmegaConf interpolation"}
 _OWN_FUNCTION: Schema = {"type": "string", "pattern": r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"}
 _TEXT: Schema = {
-    "anyOf": [
-        {"type": "string"},
-        {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
-    ]
+    "anyOf": [{"type": "string"}, {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}]
 }
 _AGENT: Schema = {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/AgentGraph"}]}
 _STATES: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}

@@ -49,11 +49,7 @@ def runs_in(task: asyncio.Task[object] | None) -> bool:
 
 
 def wait_for(
-    done: Future[T],
-    seconds: float = float("inf"),
-    *,
-    worth_it: Callable[[], bool] = lambda: True,
-    look_up: bool = True,
+    done: Future[T], seconds: float = float("inf"), *, worth_it: Callable[[], bool] = lambda: True, look_up: bool = True
 ) -> T:
     """Return the result of what another thread does.
 

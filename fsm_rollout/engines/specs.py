@@ -309,12 +309,7 @@ KINDS: Mapping[str, type[EngineSpec]] = {
     "sglang_http": SGLangHTTPSpec,
     "openai": OpenAISpec,
 }
-OTHER_NAMES = {
-    "vllm": "openai",
-    "hf": "transformers",
-    "huggingface": "transformers",
-    "mock": "scripted",
-}
+OTHER_NAMES = {"vllm": "openai", "hf": "transformers", "huggingface": "transformers", "mock": "scripted"}
 """What people call kinds that have another name here."""
 
 

@@ -91,12 +91,7 @@ class Replay:
 
 
 def replay(
-    folder: Path,
-    *,
-    agents: Sequence[Path] = (),
-    only: str | None = None,
-    file: Path | None = None,
-    report: Report,
+    folder: Path, *, agents: Sequence[Path] = (), only: str | None = None, file: Path | None = None, report: Report
 ) -> Replay:
     """Replay a run (or one sample, ``only``) and return the first difference of each trajectory that has any.
 

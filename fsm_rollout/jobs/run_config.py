@@ -31,7 +31,6 @@ from fsm_rollout.agent.handlers import look_in
 from fsm_rollout.agent.yaml.overrides import AGENT, apply_overrides, interpolate
 from fsm_rollout.agent.yaml.source import SourceMap, in_file_order, read_text, read_yaml
 from fsm_rollout.errors import ConfigError, Problem
-from fsm_rollout.jobs.serve_config import ServeConfig
 from fsm_rollout.jobs.tracking import Track
 from fsm_rollout.scheduler.failure_policy import Failures
 from fsm_rollout.trajectory.config_errors import ConfigPath, explanations
@@ -41,6 +40,8 @@ PROMPT_SOURCES = {"verifiers": "fsm_rollout.environment.verifiers:prompts"}
 """What gives prompts and is named by one word, with its arguments beside it."""
 ENGINE_PATHS = ("model", "tokenizer", "script", "run")
 """What of an engine's mapping may be a path."""
+SERVED = "served"
+"""The journal's word for conversations, which are no run's."""
 
 
 class PromptSource(StrictModel):
@@ -81,6 +82,31 @@ Prompts = Annotated[
 ]
 TrackLike = Annotated[Track, BeforeValidator(lambda value: {"use": value} if isinstance(value, str) else value)]
 Rewards = Annotated[tuple[WeightedReward, ...], BeforeValidator(_listed)]
+
+
+class ServeConfig(StrictModel):
+    """Where agents are served, to whom, and how much of it."""
+
+    host: Annotated[str, Field(min_length=1)] = Field(
+        "127.0.0.1", description="the address to listen at; 0.0.0.0 is every one of this machine"
+    )
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(8000, description="0: any that is free")
+    api_keys: Path | None = Field(
+        None,
+        description="a file with one key per line, relative to the run's; callers must send one, and reach only "
+        "conversations that were begun with it",
+    )
+    waiting: AtLeastOne = Field(
+        1000, description="conversations that wait for their callers' next messages; beyond that the oldest ends"
+    )
+    wait_seconds: Seconds = Field(3600.0, description="so long a conversation waits for the next message, then it ends")
+    keep: bool = Field(
+        True, description="conversations that wait when the server ends go on when it is started again; false: they end"
+    )
+    body_bytes: AtLeastOne = Field(4 * 2**20, description="the longest body of a request")
+    out: Path | None = Field(
+        None, description="the folder of the conversations, relative to where the command is given; default: OUT-serve"
+    )
 
 
 class RunConfig(StrictModel):

@@ -14,7 +14,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,8 @@ from fsm_rollout.environment.rewards import GroupFilter, Reward
 from fsm_rollout.errors import BatchError, ConfigError, Problem, RolloutError, describe
 from fsm_rollout.files import written_whole
 from fsm_rollout.jobs.recorded_config import recorded_config
-from fsm_rollout.jobs.run_config import RunConfig, recorded_run
+from fsm_rollout.jobs.run_config import SERVED, RunConfig, recorded_run
 from fsm_rollout.jobs.run_folder import SUMMARY, check_free, claimed, clear
-from fsm_rollout.jobs.serve_config import SERVED
 from fsm_rollout.jobs.summary import Summary, summarize
 from fsm_rollout.jobs.tracking import Tracker, Tracking, build_tracker, check_tracker
 from fsm_rollout.report.report import write_report
@@ -246,23 +245,23 @@ def _check_parts(config: RunConfig, prompts: Sequence[Prompt]) -> None:
         ConfigError: holds every problem.
     """
     problems: list[Problem] = []
-    # 1. What the run names beside its engines: the reward, and what it reads; the filter; where figures go.
-    try:
-        if config.rewards is not None:
+
+    @contextmanager
+    def of(key: str) -> Iterator[None]:
+        try:
+            yield
+        except ConfigError as error:
+            problems.extend(config.problem((key,), problem.message) for problem in error.problems)
+
+    if config.rewards is not None:
+        with of("reward"):
             problems += Reward(config.rewards).check(prompts)
-    except ConfigError as error:
-        problems += [config.problem(("reward",), problem.message) for problem in error.problems]
-    try:
-        if config.group_filter is not None:
+    if config.group_filter is not None:
+        with of("group_filter"):
             GroupFilter(config.group_filter)
-    except ConfigError as error:
-        problems += [config.problem(("group_filter",), problem.message) for problem in error.problems]
-    try:
-        if config.track is not None:
+    if config.track is not None:
+        with of("track"):
             check_tracker(config.track)
-    except ConfigError as error:
-        problems += [config.problem(("track",), problem.message) for problem in error.problems]
-    # 2. The engines' mappings.
     problems += engine_problems(config)
     if problems:
         raise ConfigError(in_file_order(problems))

@@ -1,7 +1,8 @@
-"""What becomes of a failure, class by class; and when a run in which nearly everything fails stops.
+"""Whose fault a failure is; what becomes of it, class by class; and when a run in which nearly everything fails stops.
 
-Invariant: only a failure of the policy's is learned from. A trajectory that failed for any other reason is begun anew
-where its class says so, within a budget; what still fails then has no score, so it is in no group's mean.
+Invariant: every error has one class: its own ``failure``, else that of its Python class, else ``environment``, which is
+the agent's own code. Only a failure of the policy's is learned from. A trajectory that failed for any other reason is
+begun anew where its class says so, within a budget; what still fails then has no score, so it is in no group's mean.
 """
 
 from __future__ import annotations
@@ -12,11 +13,59 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
 
-from fsm_rollout.errors import ConfigError, Problem, RunStopped
+from fsm_rollout.engines.protocol import ReplicaLost
+from fsm_rollout.errors import (
+    ChatTemplateError,
+    ConfigError,
+    EngineError,
+    GlueMismatchError,
+    JournalError,
+    Problem,
+    PromptTooLong,
+    RolloutError,
+    RunStopped,
+    ToolError,
+)
 from fsm_rollout.trajectory.config_errors import explanations
-from fsm_rollout.trajectory.enums import FailureClass
+from fsm_rollout.trajectory.enums import FailureClass, LimitName
 from fsm_rollout.trajectory.settings import AtLeastOne, Count, Seconds, StrictModel
 from fsm_rollout.trajectory.trajectory import Trajectory
+
+# -- whose fault an error is ------------------------------------------------------------------------------------------
+
+CLASSES: Mapping[type[BaseException], FailureClass] = {
+    ReplicaLost: FailureClass.INFRASTRUCTURE,
+    PromptTooLong: FailureClass.DATA,
+    EngineError: FailureClass.ENGINE,
+    ToolError: FailureClass.TOOL,
+    GlueMismatchError: FailureClass.INFRASTRUCTURE,
+    ChatTemplateError: FailureClass.DATA,
+    JournalError: FailureClass.INFRASTRUCTURE,
+    MemoryError: FailureClass.INFRASTRUCTURE,
+}
+"""The first class in the error's MRO that is named here decides."""
+
+WAITED_FOR: Mapping[str | None, FailureClass] = {
+    LimitName.ASSISTANT_TURNS: FailureClass.POLICY,
+    LimitName.TOOL_CALLS: FailureClass.TOOL,
+}
+"""Whose fault a timeout is, by the limit that the state's handler spends; else the environment's."""
+
+
+def class_of(error: BaseException) -> FailureClass:
+    """Return whose fault an error is."""
+    if isinstance(error, RolloutError) and error.failure is not None:
+        return FailureClass(error.failure)
+    found = (CLASSES[kind] for kind in type(error).__mro__ if kind in CLASSES)
+    return next(found, FailureClass.ENVIRONMENT)
+
+
+def class_of_timeout(spends: str | None) -> FailureClass:
+    """Return whose fault the timeout of a visit is; ``spends`` is the limit that the state's handler spends."""
+    return WAITED_FOR.get(spends, FailureClass.ENVIRONMENT)
+
+
+# -- what becomes of it -----------------------------------------------------------------------------------------------
 
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 AGAIN = ("retry", "elsewhere")

@@ -32,24 +32,14 @@ MOST_UNSENT = 32
 """So many requests wait at most for others of the same pass of the event loop."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFacts:
-    """What a worker must know of an engine of the run."""
+@dataclass(slots=True)
+class RemoteEngine:
+    """What a worker knows of an engine of the run. Requests to it go through :class:`RemoteClient`."""
 
     tokenizer: Any
     max_context: int
     eos_ids: frozenset[int]
     weight_version: int
-
-
-class RemoteEngine:
-    """What a worker knows of an engine of the run. Requests to it go through :class:`RemoteClient`."""
-
-    def __init__(self, facts: EngineFacts) -> None:
-        self.tokenizer = facts.tokenizer
-        self.max_context = facts.max_context
-        self.eos_ids = facts.eos_ids
-        self.weight_version = facts.weight_version
 
     def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
         """Refuse: the run's client alone speaks to the engine."""
@@ -79,8 +69,8 @@ class RemoteClient(EngineClient):
     ended, with all its tokens.
     """
 
-    def __init__(self, name: str, facts: EngineFacts, link: Link) -> None:
-        super().__init__(RemoteEngine(facts))
+    def __init__(self, name: str, engine: RemoteEngine, link: Link) -> None:
+        super().__init__(engine)
         self._name, self._link = name, link
         self._contexts = Contexts()
         self._numbers = itertools.count()
@@ -166,6 +156,6 @@ class Ending(msgspec.Struct, frozen=True, gc=False):
     replica: str
 
 
-def remote_clients(engines: Mapping[str, EngineFacts], link: Link) -> dict[str, EngineClient]:
+def remote_clients(engines: Mapping[str, RemoteEngine], link: Link) -> dict[str, EngineClient]:
     """Return clients of the run's engines."""
-    return {name: RemoteClient(name, facts, link) for name, facts in engines.items()}
+    return {name: RemoteClient(name, engine, link) for name, engine in engines.items()}

@@ -25,11 +25,7 @@ History = Trajectory | Sequence[AnyEvent]
 
 
 def resumed_groups(
-    trajectories: Iterable[Trajectory],
-    n: int,
-    agents: RunAgents,
-    *,
-    under_way: Container[str],
+    trajectories: Iterable[Trajectory], n: int, agents: RunAgents, *, under_way: Container[str]
 ) -> list[Group]:
     """Return the groups of some trajectories, ready to go on; samples that never began begin with the others.
 

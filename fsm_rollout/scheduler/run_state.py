@@ -1,4 +1,4 @@
-"""One run of a scheduler: what was asked for, and how far it is.
+"""One run of a scheduler: what was asked for, and how far it is; and the prompts that come while it is under way.
 
 Invariant: whoever changes what others wait for sets ``changed``, so nothing is asked for again and again.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import InitVar, dataclass, field
 
@@ -15,6 +16,40 @@ from fsm_rollout.scheduler.failure_policy import Watch
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.states.active_trajectory import Stop
 from fsm_rollout.trajectory.prompt import Prompt
+
+
+class PromptQueue(Iterator[Prompt]):
+    """What a run takes its prompts from where they come while it is under way; it ends when the queue is closed.
+
+    All methods are called on the run's event loop.
+    """
+
+    def __init__(self) -> None:
+        self._prompts: deque[Prompt] = deque()
+        self._closed = False
+        self.on_change: Callable[[], object] = lambda: None
+        """Called when there is something to take, or never will be again."""
+
+    def put(self, prompt: Prompt) -> None:
+        """Let the run begin one more prompt."""
+        self._prompts.append(prompt)
+        self.on_change()
+
+    def close(self) -> None:
+        """Take no more."""
+        self._closed = True
+        self.on_change()
+
+    @property
+    def ready(self) -> bool:
+        """Whether :meth:`__next__` has an answer: a prompt, or that there are no more."""
+        return bool(self._prompts) or self._closed
+
+    def __next__(self) -> Prompt:
+        """Return the next one. With none left, the run has come to the end of its prompts."""
+        if not self._prompts:
+            raise StopIteration
+        return self._prompts.popleft()
 
 
 @dataclass(slots=True, eq=False)

@@ -22,12 +22,11 @@ from fsm_rollout.concurrency.deadline import PATIENCE, Deadline
 from fsm_rollout.concurrency.step_timing import watch_steps
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.errors import ConfigError, EngineError, describe, single
-from fsm_rollout.scheduler.failure_policy import Failures
+from fsm_rollout.scheduler.failure_policy import Failures, class_of, class_of_timeout
 from fsm_rollout.states.active_trajectory import ActiveTrajectory
 from fsm_rollout.states.base import State
 from fsm_rollout.states.bound_agent import BoundAgent
 from fsm_rollout.states.context import HandlerContext
-from fsm_rollout.states.failures import class_of, class_of_timeout
 from fsm_rollout.trajectory.enums import LimitName, Trigger
 from fsm_rollout.trajectory.events import TimedOut
 from fsm_rollout.trajectory.outcome import Outcome

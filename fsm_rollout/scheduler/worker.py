@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fsm_rollout.agent.graph import POLICY, AgentGraph
 from fsm_rollout.agent.handlers import look_in
@@ -27,7 +27,7 @@ from fsm_rollout.errors import GlueMismatchError
 from fsm_rollout.model.folders import plain_tokenizers
 from fsm_rollout.scheduler.failure_policy import Failures
 from fsm_rollout.scheduler.group import Group
-from fsm_rollout.scheduler.remote_client import EngineFacts, RemoteClient, remote_clients
+from fsm_rollout.scheduler.remote_client import RemoteClient, RemoteEngine, remote_clients
 from fsm_rollout.scheduler.run_agents import RunAgents
 from fsm_rollout.scheduler.trajectory_runner import RunnableAgent, run_trajectory
 from fsm_rollout.scheduler.trajectory_starter import TrajectoryStarter
@@ -39,9 +39,6 @@ from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
 
-if TYPE_CHECKING:
-    pass
-
 logger = logging.getLogger(__name__)
 
 
@@ -50,7 +47,7 @@ class WorkerSetup:
     """Everything that a worker is made of."""
 
     agents: Mapping[str, AgentGraph]
-    engines: Mapping[str, EngineFacts]
+    engines: Mapping[str, RemoteEngine]
     sampling: Sampling
     validate: bool
     failures: Failures

@@ -23,7 +23,7 @@ from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.wire import Contexts, unpack_requests
 from fsm_rollout.errors import EngineError, GlueMismatchError
 from fsm_rollout.scheduler.group import Group
-from fsm_rollout.scheduler.remote_client import Ending, EngineFacts
+from fsm_rollout.scheduler.remote_client import Ending, RemoteEngine
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.scheduler.worker import WorkerSetup
 from fsm_rollout.scheduler.worker_link import Link
@@ -262,7 +262,7 @@ class WorkerPool:
         scheduler = self.scheduler
         return WorkerSetup(
             agents={name: agent.graph for name, agent in scheduler.agents.by_name.items()},
-            engines={name: _facts(client) for name, client in scheduler.clients.items()},
+            engines={name: _as_remote(client) for name, client in scheduler.clients.items()},
             sampling=scheduler.sampling,
             validate=scheduler.validate,
             failures=scheduler.failures,
@@ -440,6 +440,6 @@ class _RemoteDeadline:
         self.held = held
 
 
-def _facts(client: EngineClient) -> EngineFacts:
+def _as_remote(client: EngineClient) -> RemoteEngine:
     engine = client.engine
-    return EngineFacts(engine.tokenizer, engine.max_context, engine.eos_ids, engine.weight_version)
+    return RemoteEngine(engine.tokenizer, engine.max_context, engine.eos_ids, engine.weight_version)

@@ -16,10 +16,9 @@ from fsm_rollout.agent.loader import dump
 from fsm_rollout.agent.yaml.source import in_file_order
 from fsm_rollout.concurrency.interruption import interruptible
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.jobs.run_config import RunConfig
+from fsm_rollout.jobs.run_config import SERVED, RunConfig
 from fsm_rollout.jobs.run_folder import claimed
 from fsm_rollout.jobs.runner import engine_problems, load_agents, start_lines
-from fsm_rollout.jobs.serve_config import SERVED
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.serve.server import is_loopback, listening
 from fsm_rollout.serve.service import Service
@@ -102,11 +101,7 @@ def _earlier(folder: Path, agents: dict[str, object]) -> list[Recorded] | None:
 
 
 async def _serve(
-    rollout: Rollout,
-    config: RunConfig,
-    keys: frozenset[str],
-    recorded: list[Recorded] | None,
-    ready: Ready,
+    rollout: Rollout, config: RunConfig, keys: frozenset[str], recorded: list[Recorded] | None, ready: Ready
 ) -> None:
     serving = config.serve
     assert serving.out is not None

@@ -18,12 +18,11 @@ from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.environment import users
 from fsm_rollout.environment.users import Reply
 from fsm_rollout.errors import ConfigError, did_you_mean
-from fsm_rollout.jobs.serve_config import ServeConfig
+from fsm_rollout.jobs.run_config import ServeConfig
 from fsm_rollout.rollout import Rollout
-from fsm_rollout.scheduler.prompt_queue import PromptQueue
-from fsm_rollout.serve.exchange import Exchange
+from fsm_rollout.scheduler.run_state import PromptQueue
 from fsm_rollout.serve.metrics import Metrics
-from fsm_rollout.serve.served_conversation import ServedConversation, chain_of, ending_of
+from fsm_rollout.serve.served_conversation import Exchange, ServedConversation, chain_of, ending_of
 from fsm_rollout.states.bound_agent import BoundContext
 from fsm_rollout.states.external.chat_request import Chain, ChatRequest, ProtocolError, refuse
 from fsm_rollout.tools.tool_messages import clean

@@ -101,11 +101,7 @@ class HandlerContext(Visit):
             self.charge(LimitName.ASSISTANT_TURNS)
 
     async def _sample(
-        self,
-        context: str,
-        sampling: Sampling | None,
-        earlier: Iterable[Generation],
-        on_tokens: OnTokens | None = None,
+        self, context: str, sampling: Sampling | None, earlier: Iterable[Generation], on_tokens: OnTokens | None = None
     ) -> Generated:
         """Sample a turn that is paid for; ``earlier``: the generations that are recorded before it."""
         if context in self._generations:

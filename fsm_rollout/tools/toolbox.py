@@ -36,14 +36,7 @@ from fsm_rollout.tools.bound_tools import (
     ToolsKwargs,
     bind_all,
 )
-from fsm_rollout.tools.bounded_call import (
-    Expired,
-    NoSlot,
-    RaisedElsewhere,
-    Slots,
-    ToolDied,
-    bounded,
-)
+from fsm_rollout.tools.bounded_call import Expired, NoSlot, RaisedElsewhere, Slots, ToolDied, bounded
 from fsm_rollout.tools.schema import Schema
 from fsm_rollout.tools.tool_messages import GO_ON, Tokenizer, bounded_result, described, error_text, truncate
 from fsm_rollout.trajectory.events import MalformedCall, ToolCall

@@ -15,7 +15,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, NamedTuple, NoReturn
+from random import Random
+from typing import Annotated, NamedTuple, NoReturn, TypeVar
 
 import msgspec
 from pydantic import ConfigDict, Field, ValidationError, field_validator
@@ -26,6 +27,8 @@ from fsm_rollout.trajectory.events import Message, PlainData, unwritable
 from fsm_rollout.trajectory.settings import Limits, Sampling, StrictModel
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 KWARGS = ("tools_kwargs", "interaction_kwargs")
@@ -330,3 +333,28 @@ def _without_nulls(row: Mapping[str, object]) -> dict[str, object]:
 
 def _present(fields: Mapping[str, object]) -> dict[str, object]:
     return {key: value for key, value in fields.items() if value is not None}
+
+
+def endless_prompts(prompts: Iterable[T], *, seed: int = 0, epochs: int = 1000) -> Iterator[T]:
+    """Return an iterator over shuffled ``prompts``, ``epochs`` times: what ``target_groups`` takes from, step by step.
+
+    Make it once, and give it to every ``rollout.run(prompts, n=8, target_groups=16)``: each step goes on where the one
+    before stopped. ``epochs`` bounds it, so that a group filter which keeps nothing comes to an end; the end is logged,
+    and the last run returns fewer groups than it was asked for.
+
+    Raises:
+        ValueError: there is no prompt, or ``epochs`` is less than 1.
+    """
+    epoch = list(prompts)
+    if not epoch:
+        raise ValueError("there is no prompt to repeat; look at what was read")
+    if epochs < 1:
+        raise ValueError(f"epochs must be at least 1, got {epochs}")
+    return _epochs(epoch, Random(seed), epochs)
+
+
+def _epochs(epoch: list[T], rng: Random, epochs: int) -> Iterator[T]:
+    for _ in range(epochs):
+        rng.shuffle(epoch)
+        yield from epoch
+    logger.warning("all %d prompts were used %d times; give more epochs", len(epoch), epochs)

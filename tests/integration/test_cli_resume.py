@@ -99,8 +99,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "at"),
-    [(Prompted, 1), (Prompted, 5), (Generated, 1), (Generated, 10), (Called, 3), (Ended, 1), (Ended, 8)],
+    ("kind", "at"), [(Prompted, 1), (Prompted, 5), (Generated, 1), (Generated, 10), (Called, 3), (Ended, 1), (Ended, 8)]
 )
 def test_ctrl_c_and_on_again(run: Path, whole: dict[str, Any], kind: type[AnyEvent], at: int) -> None:
     with interrupted(), pytest.raises(KeyboardInterrupt):

@@ -97,19 +97,10 @@ def test_a_kind_given_on_the_command_line_is_to_blame_for_the_file_s_keys(place:
         ("n=zero", "n"),
         ("n=0", "n"),
         ("engine.kindd=x", "kindd"),
-        (
-            "agent.limits.tool_cals=3",
-            "override 'agent.limits.tool_cals=3': limits: unknown key 'tool_cals'; did",
-        ),
+        ("agent.limits.tool_cals=3", "override 'agent.limits.tool_cals=3': limits: unknown key 'tool_cals'; did"),
         ("agent.limits.tool_calls=many", "override 'agent.limits.tool_calls=many': limits.tool_calls"),
-        (
-            "engine.kind=vllm",
-            "override 'engine.kind=vllm': engine 'policy': engine kind 'vllm' does not exist; use",
-        ),
-        (
-            "engine.tokenizer=no/such",
-            "override 'engine.tokenizer=no/such': engine 'policy': model 'no/such': there",
-        ),
+        ("engine.kind=vllm", "override 'engine.kind=vllm': engine 'policy': engine kind 'vllm' does not exist; use"),
+        ("engine.tokenizer=no/such", "override 'engine.tokenizer=no/such': engine 'policy': model 'no/such': there"),
         ("track=wandbb", "override 'track=wandbb': track: 'wandbb' is no tracker; did you mean 'wandb'?"),
         ("nonsense", "nonsense"),
         ("limits.tool_calls=3", "is the agent's; write agent.limits.tool_calls=3"),
@@ -192,10 +183,7 @@ def test_names_from_files_are_printed_as_text(place: Path) -> None:
     ("field", "says"),
     [
         ({"tool_kwargs": {}}, ":1: nothing reads 'tool_kwargs'; did you mean 'tools_kwargs'?"),
-        (
-            {"interactions_kwargs": {}},
-            ":1: nothing reads 'interactions_kwargs'; did you mean 'interaction_kwargs'?",
-        ),
+        ({"interactions_kwargs": {}}, ":1: nothing reads 'interactions_kwargs'; did you mean 'interaction_kwargs'?"),
         ({"tools_kwargs": 7}, ":1: tools_kwargs must be a mapping, got 7"),
         ({"interaction_kwargs": [1]}, ":1: interaction_kwargs must be a mapping, got [1]"),
     ],

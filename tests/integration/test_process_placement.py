@@ -180,10 +180,7 @@ def place(placement: str) -> str:
     return placement
 
 
-PLACES = [
-    pytest.param("process", id="process"),
-    pytest.param("ray", id="ray", marks=pytest.mark.ray("shared")),
-]
+PLACES = [pytest.param("process", id="process"), pytest.param("ray", id="ray", marks=pytest.mark.ray("shared"))]
 
 
 @pytest.mark.parametrize("placement", PLACES)
@@ -321,14 +318,8 @@ def test_a_class_on_ray_has_an_actor_for_each_trajectory() -> None:
 @pytest.mark.parametrize(
     ("tool", "says"),
     [
-        (
-            {"use": f"{HERE}:Counter", "placement": "process"},
-            "runs functions only.*use 'ray'",
-        ),
-        (
-            {"use": f"{HERE}:shout", "repeatable": False, "retry": {"attempts": 2}},
-            "cannot be retried",
-        ),
+        ({"use": f"{HERE}:Counter", "placement": "process"}, "runs functions only.*use 'ray'"),
+        ({"use": f"{HERE}:shout", "repeatable": False, "retry": {"attempts": 2}}, "cannot be retried"),
     ],
 )
 def test_what_cannot_be_placed_or_repeated_says_so(tool: dict[str, Any], says: str) -> None:

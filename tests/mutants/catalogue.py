@@ -22,7 +22,7 @@ SUB_AGENTS = (
 ENTRY = ("tests/unit/agent/test_limits.py",)
 STATES = ("tests/unit/states/test_states.py",)
 CLASSES = (
-    "tests/unit/states/test_failure_classes.py",
+    "tests/unit/scheduler/test_failure_classes.py",
     "tests/unit/scheduler/test_failures.py::test_every_failure_has_its_class",
     "tests/unit/scheduler/test_failures.py::test_a_prompt_that_does_not_fit_is_the_data_s",
 )
@@ -311,18 +311,18 @@ MUTANTS = (
         TRIALS,
     ),
     Mutant(
-        "every error is the environment's", "states/failures.py", "for kind in type(error).__mro__ if", "for kind in () if",
+        "every error is the environment's", "scheduler/failure_policy.py", "for kind in type(error).__mro__ if", "for kind in () if",
         "each failure has its class",
         FAILURES,
     ),
     Mutant(
-        "a failure says nothing of itself", "states/failures.py", "isinstance(error, RolloutError) and error.failure is not None",
+        "a failure says nothing of itself", "scheduler/failure_policy.py", "isinstance(error, RolloutError) and error.failure is not None",
         "False",
         "each failure has its class: a tool's by whose fault it was",
         FAILURES,
     ),
     Mutant(
-        "a tool's time is the environment's", "states/failures.py", "    LimitName.TOOL_CALLS: FailureClass.TOOL,\n", "",
+        "a tool's time is the environment's", "scheduler/failure_policy.py", "    LimitName.TOOL_CALLS: FailureClass.TOOL,\n", "",
         "each failure has its class: a timeout by what was waited for",
         FAILURES,
     ),
@@ -439,32 +439,32 @@ MUTANTS = (
         ("tests/unit/environment/test_rewards.py",),
     ),
     Mutant(
-        "a lost replica is the engine's failure", "states/failures.py", "    ReplicaLost: FailureClass.INFRASTRUCTURE,", "    ReplicaLost: FailureClass.ENGINE,",
+        "a lost replica is the engine's failure", "scheduler/failure_policy.py", "    ReplicaLost: FailureClass.INFRASTRUCTURE,", "    ReplicaLost: FailureClass.ENGINE,",
         "each failure has its class",
         CLASSES,
     ),
     Mutant(
-        "a prompt that is too long is the engine's failure", "states/failures.py", "    PromptTooLong: FailureClass.DATA,", "    PromptTooLong: FailureClass.ENGINE,",
+        "a prompt that is too long is the engine's failure", "scheduler/failure_policy.py", "    PromptTooLong: FailureClass.DATA,", "    PromptTooLong: FailureClass.ENGINE,",
         "each failure has its class",
         CLASSES,
     ),
     Mutant(
-        "the engine's failure is the policy's", "states/failures.py", "    EngineError: FailureClass.ENGINE,", "    EngineError: FailureClass.POLICY,",
+        "the engine's failure is the policy's", "scheduler/failure_policy.py", "    EngineError: FailureClass.ENGINE,", "    EngineError: FailureClass.POLICY,",
         "each failure has its class",
         CLASSES,
     ),
     Mutant(
-        "a tool's failure is the policy's", "states/failures.py", "    ToolError: FailureClass.TOOL,", "    ToolError: FailureClass.POLICY,",
+        "a tool's failure is the policy's", "scheduler/failure_policy.py", "    ToolError: FailureClass.TOOL,", "    ToolError: FailureClass.POLICY,",
         "each failure has its class",
         CLASSES,
     ),
     Mutant(
-        "lost memory is the environment's failure", "states/failures.py", "    MemoryError: FailureClass.INFRASTRUCTURE,\n", "",
+        "lost memory is the environment's failure", "scheduler/failure_policy.py", "    MemoryError: FailureClass.INFRASTRUCTURE,\n", "",
         "each failure has its class",
         CLASSES,
     ),
     Mutant(
-        "an agent's own error is the policy's", "states/failures.py", "return next(found, FailureClass.ENVIRONMENT)", "return next(found, FailureClass.POLICY)",
+        "an agent's own error is the policy's", "scheduler/failure_policy.py", "return next(found, FailureClass.ENVIRONMENT)", "return next(found, FailureClass.POLICY)",
         "each failure has its class",
         CLASSES,
     ),

@@ -120,12 +120,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def plan(
-    turn: Turn,
-    request: Request,
-    *,
-    encode: Callable[[str], Sequence[int]],
-    eos: int | None,
-    max_context: int,
+    turn: Turn, request: Request, *, encode: Callable[[str], Sequence[int]], eos: int | None, max_context: int
 ) -> Plan:
     """Return how ``turn`` answers ``request``.
 

@@ -28,12 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fsm_rollout.engines.chunk_stream import ChunkStream, check_unique, fail_all, hand_over, refusal
 from fsm_rollout.engines.protocol import Chunk, Load, Request
-from fsm_rollout.engines.transformers.checkpoints import (
-    check_supported,
-    load_checkpoint,
-    read_weights,
-    replace_weights,
-)
+from fsm_rollout.engines.transformers.checkpoints import check_supported, load_checkpoint, read_weights, replace_weights
 from fsm_rollout.engines.transformers.decode_loop import DecodeLoop
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model.folders import stop_tokens

@@ -21,9 +21,7 @@ from anthropic.types import (
     ToolUseBlock,
     Usage,
 )
-from anthropic.types import (
-    Message as Reply,
-)
+from anthropic.types import Message as Reply
 from pydantic import BaseModel
 
 from fsm_rollout.states.external.chat_request import ChatReply, ChatRequest, ProtocolError, refuse, text_of

@@ -19,7 +19,7 @@ from reprlib import repr as short
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fsm_rollout.engines.protocol import Chunk, Engine, Load, Request, SamplingParams
-from fsm_rollout.testing.conformance.runner import ConformanceError, demand
+from fsm_rollout.testing.conformance.runner import ConformanceError, demand, demand_all
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import as_ids
 
@@ -60,8 +60,7 @@ class Answer:
         return list(dict.fromkeys(chunk.weight_version for chunk in self.chunks if len(chunk.ids)))
 
     def _demand(self, *facts: tuple[object, int, str]) -> None:
-        for holds, number, message in facts:
-            demand(holds, number, f"'{self.request.request_id}' {message}")
+        demand_all(f"'{self.request.request_id}'", *facts)
 
     def take(self, chunk: Chunk) -> None:
         """Append a chunk, checking it."""
@@ -121,10 +120,7 @@ class Answer:
         )
 
 
-Answers = Mapping[str, Answer]
-
-
-def take(chunk: Chunk, answers: Answers) -> None:
+def take(chunk: Chunk, answers: Mapping[str, Answer]) -> None:
     """Give a chunk to the answer it belongs to."""
     if not isinstance(chunk, Chunk):
         raise ConformanceError(1, f"generate() gave {chunk!r:.80}, which is no Chunk")

@@ -68,6 +68,12 @@ def demand(holds: object, number: int, message: str) -> None:
         raise ConformanceError(number, message)
 
 
+def demand_all(who: str, *facts: tuple[object, int, str]) -> None:
+    """Raise for the first fact about ``who`` (what holds, the promise, what is wrong otherwise) that does not hold."""
+    for holds, number, message in facts:
+        demand(holds, number, f"{who} {message}")
+
+
 # -- suites of promises -------------------------------------------------------------------------------------------
 
 
@@ -165,11 +171,6 @@ class Subject:
         """Run ``hold`` on generated values, on one of ``part`` examples: see :func:`search`."""
         return search(strategy, hold, self.examples // part)
 
-    def demand_all(self, *facts: tuple[object, int, str]) -> None:
-        """Raise for the first fact (what holds, the promise, what is wrong otherwise) that does not hold."""
-        for holds, number, message in facts:
-            demand(holds, number, f"{self.name} {message}")
-
     async def in_time(self, work: Coroutine[object, object, T], late: str) -> T:
         """Await ``work``, which must end in time and leave the loop to others; ``late`` says what it did not do."""
         stepped = Stepped(work)
@@ -192,8 +193,7 @@ class Subject:
             ConformanceError: it stopped the loop's thread, can never end, leaves tasks, or lets some fail unheard.
         """
         loop = VirtualTimeLoop(horizon=HORIZON)
-        unheard: list[str] = []
-        loop.set_exception_handler(lambda _, context: unheard.append(_complaint(context)))
+        unheard = loop.complaints()
         blockages: list[blocked_loop.Blockage] = []
         try:
             with blocked_loop.blocking_detected(lambda: loop.beat) as blockages:
@@ -242,12 +242,6 @@ class Subject:
             what = f"{self.name}, {where}{case}"
             demand(stopped, self.CANCELLED, f"{what}, did not stop within {STOP_SECONDS:g} s")
             demand(stepped.let_cancellation_out, self.CANCELLED, f"{what}, swallowed it; let CancelledError pass")
-
-
-def _complaint(context: Mapping[str, object]) -> str:
-    """Return what the event loop has to say about a callback or task that failed on its own."""
-    error = context.get("exception")
-    return f"{context.get('message')}{'' if error is None else f': {type(error).__name__}: {error}'}"
 
 
 async def _cancelled_at(

@@ -31,7 +31,16 @@ from fsm_rollout.errors import ConfigError, RolloutError
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.states import State
 from fsm_rollout.states.context import HandlerContext
-from fsm_rollout.testing.conformance.runner import Checked, ConformanceError, Stepped, Subject, Suite, demand, named
+from fsm_rollout.testing.conformance.runner import (
+    Checked,
+    ConformanceError,
+    Stepped,
+    Subject,
+    Suite,
+    demand,
+    demand_all,
+    named,
+)  # fmt: skip
 from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from fsm_rollout.testing.simulation.source_lines import described
 from fsm_rollout.testing.simulation.stand_ins import OneEngine
@@ -411,7 +420,7 @@ class _Handler(Subject):
                 )  # fmt: skip
                 try:
                     self.check_busy(visit)
-                    self.demand_all(*facts)
+                    demand_all(self.name, *facts)
                 except ConformanceError as error:
                     run.broken.append(error)
 

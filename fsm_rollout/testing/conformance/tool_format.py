@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from fsm_rollout.chat.formats import Call, CallProblem, Parsed, ToolFormat, get_format
 from fsm_rollout.errors import ChatTemplateError
 from fsm_rollout.testing.conformance.runner import Checked, ConformanceError, Subject, Suite, demand
+from fsm_rollout.testing.strategies.conversations import calls_of_template
 
 Written = tuple[str, dict[str, object]]
 """A call as it is to be written: the tool's name and its arguments."""
@@ -113,22 +115,9 @@ def _pieces_of(text: str) -> st.SearchStrategy[str]:
 
 
 def _rendered_by(tokenizer: Any) -> Render:
-    """Return how a tokenizer's chat template writes calls: what it puts between its generation prompt and the end."""
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise ChatTemplateError("no-render", "give `render`, or a tokenizer whose chat template writes tool calls")
-    question = [{"role": "user", "content": "Go on."}]
-
-    def render(calls: Sequence[Written]) -> str:
-        listed = [{"type": "function", "function": {"name": name, "arguments": args}} for name, args in calls]
-        turn = {"role": "assistant", "content": "", "tool_calls": listed}
-        more = {"tools": list(TOOLS), "tokenize": False}
-        start: str = tokenizer.apply_chat_template(question, add_generation_prompt=True, **more)
-        rendered: str = tokenizer.apply_chat_template([*question, turn], **more)
-        if not rendered.startswith(start):
-            raise ChatTemplateError("no-render", "the chat template rewrites its generation prompt; give `render`")
-        return rendered[len(start) :].rstrip().removesuffix(tokenizer.eos_token or "")
-
-    return render
+    return partial(calls_of_template, tokenizer, TOOLS)
 
 
 class _Format(Subject):

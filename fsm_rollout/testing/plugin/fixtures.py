@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.loader import load_agent
@@ -22,7 +22,6 @@ from fsm_rollout.testing.simulation.virtual_time import run_virtual
 from fsm_rollout.trajectory.prompt import Prompt, as_prompts
 from fsm_rollout.trajectory.trajectory import Trajectory
 
-T = TypeVar("T")
 Agent = AgentGraph | str | Path
 ScriptEngine = Callable[..., ScriptedEngine]
 MakeScheduler = Callable[..., Scheduler]

@@ -12,7 +12,7 @@ import asyncio
 import logging
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -37,6 +37,7 @@ from fsm_rollout.testing.simulation.plan import Fault, Plan
 from fsm_rollout.testing.simulation.stand_ins import (
     MortalReplicas,
     OneEngine,
+    PairedWorkers,
     SimulatedAgent,
     SimulatedTool,
     with_agents,
@@ -44,7 +45,6 @@ from fsm_rollout.testing.simulation.stand_ins import (
 )
 from fsm_rollout.testing.simulation.virtual_time import VirtualTimeLoop, run_virtual
 from fsm_rollout.testing.simulation.visits import HandlerVisit, watch_visits
-from fsm_rollout.testing.simulation.workers import PairedWorkers, close_workers
 from fsm_rollout.tools.bound_tools import AgentTool
 from fsm_rollout.trajectory.events import AnyEvent
 from fsm_rollout.trajectory.journal import Journal
@@ -224,6 +224,7 @@ def simulate(
     # 3. The run.
     run = _run(result, played, requests, real_tools=real_tools, sampling=sampling, journal=journal, resume=resume)
     loop = VirtualTimeLoop(horizon=max(HORIZON, 2 * (graph.limits.wall_seconds or 0)))
+    result.complaints = loop.complaints()
     try:
         with quietly(), calm_collection(), blocking_detected(lambda: loop.beat, blocking_seconds) as blockages:
             result.blockages = blockages
@@ -264,12 +265,6 @@ async def _run(
         result.order.append((trajectory.trajectory_id, event))
         result.live[trajectory.trajectory_id] = trajectory
 
-    def complain(loop: asyncio.AbstractEventLoop, context: Mapping[str, object]) -> None:
-        error = context.get("exception")
-        about = f": {type(error).__name__}: {error}" if error is not None else ""
-        result.complaints.append(f"{context.get('message')}{about}")
-
-    loop.set_exception_handler(complain)
     with nullcontext() if journal is None else closing(Journal(journal)) as book:
         # 1. The scheduler, with simulated tools in the place of real ones; users' handlers are watched.
         scheduler = Scheduler(
@@ -303,7 +298,7 @@ async def _run(
                 task.cancel()
             await asyncio.gather(*faults, return_exceptions=True)
             if result.pool is not None:
-                await close_workers(result.pool, workers)
+                await workers.close(result.pool)
             if result.replicas is not None and isinstance(engine, PoolEngine):
                 result.log = result.replicas.log(replica.name for replica in engine.replicas if replica.state == "up")
             await engine.aclose()

@@ -21,7 +21,7 @@ import os
 import selectors
 import socket
 from asyncio.events import TimerHandle
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import Context
@@ -146,6 +146,17 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         task: asyncio.Task[Any] = super().create_task(coro, **kwargs)
         note_start(task)
         return task
+
+    def complaints(self) -> list[str]:
+        """Return a list that grows by what fails with nobody to hear of it: callbacks, tasks; nothing is logged."""
+        found: list[str] = []
+
+        def note(_: asyncio.AbstractEventLoop, context: Mapping[str, object]) -> None:
+            error = context.get("exception")
+            found.append(f"{context.get('message')}{'' if error is None else f': {type(error).__name__}: {error}'}")
+
+        self.set_exception_handler(note)
+        return found
 
     # -- what happens outside -----------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 Invariant: roles stand in an order that a model could have met. For every built-in tool format with a writer here,
 ``parse(call_text(…))`` gives the call again; other formats have their calls written by a chat template
-(:func:`call_text_of_template`). A broken call is reported by its format as a problem, or has arguments that no schema
+(:func:`calls_of_template`). A broken call is reported by its format as a problem, or has arguments that no schema
 of the tools takes.
 """
 
@@ -101,8 +101,10 @@ def call_text(tool_format: str, name: str, arguments: Mapping[str, object]) -> s
     return WRITERS[tool_format](name, dict(arguments))
 
 
-def call_text_of_template(tokenizer: Any, tools: Sequence[object], name: str, arguments: Mapping[str, object]) -> str:
-    """Return one call as the tokenizer's own chat template writes it: what an assistant message with it adds.
+def calls_of_template(
+    tokenizer: Any, tools: Sequence[object], calls: Sequence[tuple[str, Mapping[str, object]]]
+) -> str:
+    """Return calls (name, arguments) as the tokenizer's own chat template writes them, behind its generation prompt.
 
     Raises:
         ChatTemplateError: ``no-tool-calls``: the template does not write calls.
@@ -113,12 +115,14 @@ def call_text_of_template(tokenizer: Any, tools: Sequence[object], name: str, ar
         return str(tokenizer.apply_chat_template(list(messages), **options))
 
     question = {"role": "user", "content": "?"}
-    answer = {"role": "assistant", "content": "", "tool_calls": [_call("c00000000", name, arguments)]}
+    listed = [_call(f"c{index:08d}", name, arguments) for index, (name, arguments) in enumerate(calls)]
+    answer = {"role": "assistant", "content": "", "tool_calls": listed}
     before, after = render([question], True), render([question, answer], False)
     text = after.removeprefix(before) if after.startswith(before) else ""
     text = text.rstrip().removesuffix(str(tokenizer.eos_token or "")).rstrip()
-    if name not in text:
-        raise ChatTemplateError("no-tool-calls", f"the chat template does not write the call of {name!r}")
+    for name, _ in calls:
+        if name not in text:
+            raise ChatTemplateError("no-tool-calls", f"the chat template does not write the call of {name!r}")
     return text
 
 

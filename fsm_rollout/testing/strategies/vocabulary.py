@@ -18,7 +18,7 @@ from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.chat.formats import detect_format
 from fsm_rollout.errors import ChatTemplateError, ConfigError
-from fsm_rollout.testing.strategies.conversations import WRITERS, broken_calls, call_text_of_template, tool_calls
+from fsm_rollout.testing.strategies.conversations import WRITERS, broken_calls, calls_of_template, tool_calls
 from fsm_rollout.testing.strategies.schema_values import Schema
 from fsm_rollout.tools import Toolbox
 
@@ -72,7 +72,7 @@ def _calls(
 
 def _call_of_template(tokenizer: object, tools: Sequence[Schema], name: str) -> str:
     try:
-        return call_text_of_template(tokenizer, tools, name, {})
+        return calls_of_template(tokenizer, tools, [(name, {})])
     except ChatTemplateError:
         return f"(a call of {name})"
 

@@ -21,14 +21,7 @@ import msgspec
 from fsm_rollout import __version__
 from fsm_rollout.errors import JournalError
 from fsm_rollout.trajectory.events import AnyEvent, Ended, Prompted, encode
-from fsm_rollout.trajectory.journal.reader import (
-    DAMAGED,
-    handed_over,
-    is_journal,
-    logger,
-    metadata,
-    recordings,
-)
+from fsm_rollout.trajectory.journal.reader import DAMAGED, handed_over, is_journal, logger, metadata, recordings
 from fsm_rollout.trajectory.journal.schema import (
     FORMAT,
     INSERT_EVENTS,

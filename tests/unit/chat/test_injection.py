@@ -71,11 +71,7 @@ def test_the_places_are_those_of_the_tokens_that_spell_a_marker(text: str, role:
     )
     assert (encoded.guarded, encoded.guarded_at) == (len(spelt), expected)
     assert GUARD.glue_reference(
-        [zoo.user(), zoo.said()],
-        [{"role": role, "content": text}],
-        None,
-        sampled_ids=[STOP],
-        finish_reason="stop",
+        [zoo.user(), zoo.said()], [{"role": role, "content": text}], None, sampled_ids=[STOP], finish_reason="stop"
     ) == glue(GUARD, text, role), "with and without the cache"
 
 

@@ -268,8 +268,7 @@ def test_a_broken_engine_ends_tickets_with_an_error(how: str) -> None:
 
 
 @given(
-    st.lists(st.sampled_from(["stop", "mended", "crash", "error", "abort"]), min_size=1, max_size=8),
-    st.integers(1, 3),
+    st.lists(st.sampled_from(["stop", "mended", "crash", "error", "abort"]), min_size=1, max_size=8), st.integers(1, 3)
 )
 def test_every_ticket_ends_once_with_all_that_was_emitted(kinds: list[str], max_running: int) -> None:
     """Oracle: the engine's log, request by request."""

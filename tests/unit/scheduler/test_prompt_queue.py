@@ -6,7 +6,7 @@ import asyncio
 
 import fsm_rollout as fr
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
-from fsm_rollout.scheduler.prompt_queue import PromptQueue
+from fsm_rollout.scheduler.run_state import PromptQueue
 from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from fsm_rollout.trajectory.prompt import as_prompt
 from tests.kit import CONFIGS

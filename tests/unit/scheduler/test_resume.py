@@ -72,12 +72,7 @@ class Bench:
         clients = {name: EngineClient(self.engine) for name in ("policy", "judge")}
         for client in clients.values():
             client.chats = CHATS
-        self.scheduler = Scheduler(
-            {graph.agent: graph},
-            clients,
-            listeners=[self.hear],
-            **options,
-        )
+        self.scheduler = Scheduler({graph.agent: graph}, clients, listeners=[self.hear], **options)
 
     def hear(self, trajectory: Trajectory, event: AnyEvent) -> None:
         self.log.append((trajectory.trajectory_id, event))

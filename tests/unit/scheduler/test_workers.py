@@ -24,8 +24,8 @@ from fsm_rollout.scheduler.run_agents import RunAgents
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.scheduler.worker_link import MOST_UNSENT, PairedLink, SocketLink, framed
 from fsm_rollout.scheduler.worker_pool import MOST_DEATHS, WorkerPool
+from fsm_rollout.testing.simulation.stand_ins import PairedWorkers
 from fsm_rollout.testing.simulation.virtual_time import run_virtual
-from fsm_rollout.testing.simulation.workers import PairedWorkers, close_workers
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.embedded import tokenizer
 from tests.unit.scheduler.test_scheduler import SINGLE, agent, prompts
@@ -45,7 +45,7 @@ def shared(body: Body, turn: Turn | Callable[[Request], Turn], *, workers: int =
         try:
             await body(scheduler, pool)
         finally:
-            await close_workers(pool, paired)
+            await paired.close(pool)
 
     run_virtual(main())
 
@@ -153,7 +153,7 @@ def test_a_tools_slots_are_shared_among_the_workers() -> None:
         paired = PairedWorkers(prepare)
         pool = WorkerPool(scheduler, 2, paired.connect)
         assert len([group async for group in scheduler.run(prompts(2))]) == 2
-        await close_workers(pool, paired)
+        await paired.close(pool)
 
     run_virtual(main())
     assert limits == [2, 2]

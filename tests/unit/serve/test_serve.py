@@ -18,7 +18,7 @@ import fsm_rollout as fr
 from fsm_rollout.agent.loader import loads
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.engines.scripted.script import Turn
-from fsm_rollout.jobs.serve_config import ServeConfig
+from fsm_rollout.jobs.run_config import ServeConfig
 from fsm_rollout.serve.server import listening
 from fsm_rollout.serve.service import Service
 from fsm_rollout.testing.simulation.simulate import embedded_tokenizer

@@ -31,9 +31,7 @@ def tokenizer(trained: bool = True, trim_offsets: bool = False) -> Any:
 
         backend.post_processor = processors.ByteLevel(trim_offsets=True)
     trainer = trainers.BpeTrainer(
-        vocab_size=700 if trained else 256,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=700 if trained else 256, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     lines = [
         "the tool returned 12 lines of text …[123 tokens cut]…\n" * 3,

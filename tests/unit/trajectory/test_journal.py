@@ -192,11 +192,7 @@ def test_the_facts_of_the_run_and_the_tables(tmp_path: Path) -> None:
             journal.append(name, event)
         journal.persist()
         journal.append("b", ended)
-    assert metadata(path) == {
-        "agents": {"solver": "agent: solver\n"},
-        "run": "{}",
-        "code_version": __version__,
-    }
+    assert metadata(path) == {"agents": {"solver": "agent: solver\n"}, "run": "{}", "code_version": __version__}
     with sqlite3.connect(path) as connection:
         assert list(connection.execute("SELECT * FROM trajectories")) == [
             ("b", "g", 0, "solver", None),

@@ -99,9 +99,7 @@ def test_parquet(tmp_path: Path) -> None:
     assert list(second.messages) == rows[1]["messages"]
 
     write_table(pyarrow.table({"messages": [[{"role": "user", "content": "?"}], []]}), tmp_path / "bad.parquet")
-    assert problems(tmp_path / "bad.parquet") == [
-        ": record 2: messages: there are none; a prompt needs at least one",
-    ]
+    assert problems(tmp_path / "bad.parquet") == [": record 2: messages: there are none; a prompt needs at least one"]
     (problem,) = problems(written(tmp_path / "text.parquet", "hello"))
     assert problem.startswith(": is not parquet that can be read: ")
 

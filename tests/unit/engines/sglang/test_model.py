@@ -10,13 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fsm_rollout.engines.sglang.model import (
-    check_weights_there,
-    config_number,
-    save_tensors,
-    shapes_in,
-    stop_tokens_in,
-)
+from fsm_rollout.engines.sglang.model import check_weights_there, config_number, save_tensors, shapes_in, stop_tokens_in
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model import embedded_model
 from fsm_rollout.model.folders import load_tokenizer

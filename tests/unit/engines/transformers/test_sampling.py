@@ -44,12 +44,7 @@ def draws(logits: list[float], count: int, **options: float) -> list[tuple[int, 
 spaced = st.lists(st.integers(-40, 40), min_size=1, max_size=12, unique=True).map(lambda xs: [x / 7 for x in xs])
 
 
-@given(
-    spaced,
-    st.sampled_from([0.3, 1.0, 2.5]),
-    st.integers(0, 14),
-    st.sampled_from([0.05, 0.37, 0.731, 0.9113, 1.0]),
-)
+@given(spaced, st.sampled_from([0.3, 1.0, 2.5]), st.integers(0, 14), st.sampled_from([0.05, 0.37, 0.731, 0.9113, 1.0]))
 def test_tokens_and_logprobs_are_those_of_the_definition(
     logits: list[float], temperature: float, top_k: int, top_p: float
 ):

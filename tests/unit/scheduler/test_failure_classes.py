@@ -6,7 +6,7 @@ import pytest
 
 from fsm_rollout.engines.protocol import ReplicaLost
 from fsm_rollout.errors import ChatTemplateError, EngineError, GlueMismatchError, JournalError, PromptTooLong, ToolError
-from fsm_rollout.states.failures import class_of
+from fsm_rollout.scheduler.failure_policy import class_of
 
 
 class Subtle(ToolError):
