@@ -53,11 +53,10 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 P = ParamSpec("P")
+# An agent: a graph, the path of its YAML, or the mapping that stands in one.
 AgentLike = AgentGraph | Mapping[str, Any] | str | Path
-"""An agent: a graph, the path of its YAML, or the mapping that stands in one."""
 PromptLike = Prompt | Mapping[str, object] | str
-Prompts = Iterable[PromptLike] | str | Path
-"""Prompts, or the file that they are read from."""
+Prompts = Iterable[PromptLike] | str | Path  # prompts, or the file that they are read from
 
 
 def _plain(
@@ -549,8 +548,8 @@ def _engine_or_spec(name: str, engine: EngineLike, base: Path) -> Engine | Mappi
         return as_engine_or_spec(engine, base)
 
 
+# What `Rollout.batch` hands on to `TrajectoryBatch.from_trajectories`.
 BATCH_OPTIONS = ("pad_id", "prompt_width", "response_width", "overflow", "packed", "state_names")
-"""What :meth:`Rollout.batch` hands on to ``TrajectoryBatch.from_trajectories``."""
 
 
 def _check_batch_options(method: str, options: Iterable[str], own: tuple[str, ...]) -> None:

@@ -33,6 +33,7 @@ class HandlerSpec:
     keys: tuple[str, ...] = ()
 
 
+# The handlers that a YAML names by one word; any other is `module:Class`.
 BUILT_IN_HANDLERS = {
     "prompt": "fsm_rollout.states.built_in:OpenPrompt",
     "generate": "fsm_rollout.states.built_in:Generate",
@@ -41,8 +42,8 @@ BUILT_IN_HANDLERS = {
     "write": "fsm_rollout.states.built_in:Write",
     "external": "fsm_rollout.states.external.handler:External",
 }
-"""The handlers that a YAML names by one word; any other is ``module:Class``."""
 
+# The names that a state's `prompt` template may use, with what they are.
 TEMPLATE_FACTS = {
     "agent": "the agent's name",
     "state": "the state's name",
@@ -58,7 +59,6 @@ TEMPLATE_FACTS = {
     "score": "the trajectory's score, if any",
     "turn_scores": "(turn, score) of each turn that was scored",
 }
-"""The names that a state's ``prompt`` template may use, with what they are."""
 
 _folders: list[str] = []
 

@@ -37,18 +37,16 @@ class Limit:
     """One entry of the table; its name says what is counted."""
 
     name: LimitName
-    handler: str | None = None
-    """The built-in handler that is charged for it, if only one is."""
+    handler: str | None = None  # the built-in handler that is charged for it, if only one is
+    # Whether entering a state is charged at least one of it, so that a termination proof may build on it.
     counted: bool = False
-    """Whether entering a state is charged at least one of it, so that a termination proof may build on it."""
-    implied: bool = False
-    """Whether it may be reached although the agent does not set it."""
-    price: Callable[[Trajectory], int] = lambda trajectory: 1
-    """How much is charged for entering a state that spends it."""
+    implied: bool = False  # whether it may be reached although the agent does not set it
+    price: Callable[[Trajectory], int] = lambda trajectory: 1  # how much is charged for entering a state that spends it
+    # Computes how much of it a trajectory has spent at a given time; `None`: the sum of its charges.
     spent: Callable[[Trajectory, float], float] | None = None
-    """Computes how much of it a trajectory has spent at a given time; ``None``: the sum of its charges."""
 
 
+# Every limit, in the order in which they are checked.
 LIMITS: Mapping[str, Limit] = {
     limit.name: limit
     for limit in (
@@ -66,9 +64,8 @@ LIMITS: Mapping[str, Limit] = {
         Limit(LimitName.BAD_CALLS, "call_tools"),
     )
 }
-"""Every limit, in the order in which they are checked."""
+# The limits that a state may be charged for when it is entered.
 COUNTED_LIMITS = tuple(name for name, limit in LIMITS.items() if limit.counted)
-"""The limits that a state may be charged for when it is entered."""
 
 
 class LimitReached(Exception):  # control flow between a visit and the scheduler, not an error

@@ -34,8 +34,8 @@ from fsm_rollout.trajectory.named_objects import path_of
 
 __all__ = ["Reading", "dump", "load_agent", "loads", "read_agent", "recorded_agent"]
 
+# A transition about which there is nothing to say.
 _UNREMARKABLE: ConfigData = {"trigger": "failed", "source": [], "dest": TERMINATED}
-"""A transition about which there is nothing to say."""
 _AGENT_FILE = re.compile(r".+\.yaml")
 
 

@@ -27,8 +27,7 @@ from fsm_rollout.trajectory.trajectory import Trajectory, routing_key
 
 Emit = Callable[[AnyEvent], None]
 Holds = Callable[[Trajectory, Outcome], bool]
-Charge = Callable[[Trajectory], dict[str, int]]
-"""What entering a state costs the trajectory that enters."""
+Charge = Callable[[Trajectory], dict[str, int]]  # what entering a state costs the trajectory that enters
 
 
 class PredicateFailed(RolloutError):
@@ -40,15 +39,11 @@ class _Transition(transitions.Transition):
 
     dest: str
     charge: Charge
-    tests: Sequence[tuple[Holds, bool]] = ()
-    """Its compiled conditions, each with the result that it must have."""
+    tests: Sequence[tuple[Holds, bool]] = ()  # its compiled conditions, each with the result that it must have
     stop_reason: str | None = None
-    index: int | None = None
-    """Its place in the YAML's ``transitions``; ``None`` for ``on_error`` and implicit ones."""
-    final: bool
-    """Whether it leads to a final state."""
-    by_user: bool = False
-    """Whether the user wrote it, ``on_error`` included."""
+    index: int | None = None  # its place in the YAML's `transitions`; `None` for `on_error` and implicit ones
+    final: bool  # whether it leads to a final state
+    by_user: bool = False  # whether the user wrote it, `on_error` included
 
     def takes(self, trajectory: Trajectory, outcome: Outcome) -> bool:
         """Return whether its conditions hold."""
@@ -90,12 +85,12 @@ class AgentMachine:
             auto_transitions=False,
             send_event=True,
         )
+        # The limit that each working state's handler is charged for on entry.
         self.spends: Mapping[str, str | None] = {
             state: handler_spec(graph.handler_of(state)).spends for state in graph.working_states
         }
-        """The limit that each working state's handler is charged for on entry."""
+        # The transitions of the library's machine by state and trigger, in the order in which they are tried.
         self._table: dict[tuple[str, str], list[_Transition]] = {}
-        """The transitions of the library's machine by state and trigger, in the order in which they are tried."""
         self._limits = {n for n, limit in LIMITS.items() if limit.implied or getattr(graph.limits, n) is not None}
         triggers = dict.fromkeys([*(row.trigger for row in graph.transitions), *IMPLICIT_TRIGGERS])
         for state in graph.working_states:

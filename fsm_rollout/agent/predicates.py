@@ -21,10 +21,9 @@ from fsm_rollout.trajectory.events import ToolCall
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.trajectory import Trajectory
 
-Condition = Callable[[Trajectory, Outcome], bool]
-"""A compiled predicate."""
+Condition = Callable[[Trajectory, Outcome], bool]  # a compiled predicate
+# Compiles a predicate with its argument; returns `None` if the argument is wrong.
 Build = Callable[[object, AgentGraph], Condition | None]
-"""Compiles a predicate with its argument; returns ``None`` if the argument is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +41,7 @@ class PredicateSpec:
     counter: bool
 
 
-PREDICATES: dict[str, PredicateSpec] = {}
-"""The built-in predicates, by name."""
+PREDICATES: dict[str, PredicateSpec] = {}  # the built-in predicates, by name
 
 
 def _predicate(doc: str, argument: str = "", *, counter: bool = False) -> Callable[[Build], Build]:

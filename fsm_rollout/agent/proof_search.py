@@ -29,27 +29,24 @@ class Counts:
     """What was found: maxima over all runs, and which handlers can run at all."""
 
     transitions: int
-    generations: int
-    """Visits of ``generate`` states whose handler runs."""
+    generations: int  # visits of `generate` states whose handler runs
     user_turns: int
     ran: frozenset[str]
+    # (limit, state): the state's handler can run after the limit was routed, bounded by `max_visits` alone.
     exempt: frozenset[tuple[str, str]]
-    """(limit, state): the state's handler can run after the limit was routed, bounded by ``max_visits`` alone."""
     exact: bool
+    # The places of the transitions that some run takes; `None` where not every situation was looked at.
     rows: frozenset[int] | None = None
-    """The places of the transitions that some run takes; ``None`` where not every situation was looked at."""
 
 
 class _Way(NamedTuple):
     """A transition as the search sees it."""
 
     place: int | None
-    dest: str | None
-    """``None``: a final state."""
+    dest: str | None  # `None`: a final state
+    # (slot, number, wanted): whether the count in this slot must be over the number, or must not.
     tests: list[tuple[int, int, bool]]
-    """(slot, number, wanted): whether the count in this slot must be over the number, or must not."""
-    free: bool
-    """Whether it may also not fire although all its tests hold."""
+    free: bool  # whether it may also not fire although all its tests hold
 
 
 class _Raised(NamedTuple):
@@ -76,13 +73,11 @@ class _Search:
         self.caps = [*caps.values()]
         # 2. What each state may come to; a limit that a transition may route has a bit.
         self.bits: dict[str, int] = {}
-        self.limit: dict[str, str | None] = {}
-        """The limit that each state spends, where it is set."""
-        self.charged: dict[str, list[int]] = {}
-        """The slots that count one more when a state is entered."""
+        self.limit: dict[str, str | None] = {}  # the limit that each state spends, where it is set
+        self.charged: dict[str, list[int]] = {}  # the slots that count one more when a state is entered
         self.raises: dict[str, list[_Raised]] = {}
+        # What is raised in a state instead of running its handler, by state and limit.
         self.reached: dict[tuple[str, str], _Raised] = {}
-        """What is raised in a state instead of running its handler, by state and limit."""
         for state in self.states:
             limit = structure.spends(state)
             self.limit[state] = limit if limit and _spent(limit) in self.slots else None
@@ -195,8 +190,8 @@ def search(structure: Structure, budget: int) -> Counts | None:
     """
     prepared = _Search(structure)
     start = prepared.enter(structure.graph.initial, (0,) * len(prepared.caps), 0)
+    # The situations on the way to the present one, and what may come right after each.
     onward: dict[Situation, tuple[dict[Situation, bool], bool]] = {}
-    """The situations on the way to the present one, and what may come right after each."""
     best: dict[Situation, tuple[int, int, int]] = {}
     stack = [start]
     while stack:

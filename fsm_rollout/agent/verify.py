@@ -41,8 +41,7 @@ from fsm_rollout.agent.rules.structure import Finding, Structure
 from fsm_rollout.agent.yaml.source import SourceMap, in_file_order
 from fsm_rollout.errors import Problem
 
-_sound: WeakSet[AgentGraph] = WeakSet()
-"""Agents in which nothing was found: they are not looked at again."""
+_sound: WeakSet[AgentGraph] = WeakSet()  # agents in which nothing was found: they are not looked at again
 
 
 def verify(graph: AgentGraph, source: SourceMap | None = None) -> list[Problem]:

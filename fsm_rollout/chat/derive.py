@@ -31,6 +31,7 @@ def _as_json(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
+# How templates write a message's text. The order matters only where two give the same result.
 TRANSFORMS: tuple[Transform, ...] = (
     str,
     str.strip,
@@ -44,11 +45,8 @@ TRANSFORMS: tuple[Transform, ...] = (
     lambda text: json.dumps(text)[1:-1],
     lambda text: repr(text)[1:-1],
 )
-"""How templates write a message's text. The order matters only where two give the same result."""
-ORDERS = frozenset({"system", "developer"})
-"""Roles of the author's instructions: no slots, but not to be lost either."""
-UNMISTAKABLE = 32
-"""Text this long that is found in a render does not stand there by chance."""
+ORDERS = frozenset({"system", "developer"})  # roles of the author's instructions: no slots, but not to be lost either
+UNMISTAKABLE = 32  # text this long that is found in a render does not stand there by chance
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +61,7 @@ class Slot:
         return self.transform(texts[self.index])
 
 
-Pieces = Sequence[str | Slot]
-"""Text of the template, and slots for text of messages."""
+Pieces = Sequence[str | Slot]  # text of the template, and slots for text of messages
 
 
 def filled(pieces: Pieces, texts: Sequence[str]) -> list[Part]:
@@ -104,8 +101,7 @@ class Glue:
     opener: bool
     close_sampled: bool
     parts: tuple[Part, ...] = field(compare=False)
-    text: str
-    """What follows the close token."""
+    text: str  # what follows the close token
 
     def encode(self, encoder: MarkerEncoder, injection: Injection) -> Encoded:
         """Encode the glue as it stands after the close token, and drop that token where it was sampled.

@@ -33,15 +33,13 @@ from fsm_rollout.trajectory.events import Message
 if TYPE_CHECKING:
     from jinja2 import nodes
 
+# White space, quotes and escapes around a probe's word: they tell a trimmed slot from a JSON-encoded one.
 BEFORE, AFTER = "\n \t", ' "q\\ \n\né\' <b>& {"a": [1]}  \n\n'
-"""White space, quotes and escapes around a probe's word: they tell a trimmed slot from a JSON-encoded one."""
 MOST_ENTRIES = 4096
+# What the cache keeps: so many entries of a kind, and turns of about so many characters. Then it begins anew.
 MOST_CHARACTERS = 2**24
-"""What the cache keeps: so many entries of a kind, and turns of about so many characters. Then it begins anew."""
-MESSAGE_CHARACTERS = 256
-"""What a turn counts besides its text."""
-SHORT = 2_000
-"""Texts of up to so many characters are remembered with their ids: what tools answer is often the same."""
+MESSAGE_CHARACTERS = 256  # what a turn counts besides its text
+SHORT = 2_000  # texts of up to so many characters are remembered with their ids: what tools answer is often the same
 
 _TEXT_METHODS = frozenset({"startswith", "endswith", "split", "rsplit", "replace", "find", "rfind", "index", "count"})
 _TEXT_METHODS |= {"partition", "rpartition", "removeprefix", "removesuffix"}
@@ -74,8 +72,7 @@ class GlueTemplate(CacheEntry):
         self._injection: Injection = injection
         self._dropped = dropped
         self._fast = False
-        self._known: dict[str, array[int]] = {}
-        """The ids of short texts that came before."""
+        self._known: dict[str, array[int]] = {}  # the ids of short texts that came before
         self.pieces = pieces
         whole = [self.encode(probe) for probe in probes]
         first, last = str(pieces[0]), str(pieces[-1])
@@ -116,8 +113,7 @@ class Shape(NamedTuple):
 
     key: Hashable
     general: Hashable
-    texts: list[str]
-    """What fills the slots: each new message's content, then each one's tool call id."""
+    texts: list[str]  # what fills the slots: each new message's content, then each one's tool call id
 
 
 class GlueCache:
@@ -133,8 +129,8 @@ class GlueCache:
 
     def _forget(self) -> None:
         self.histories = Histories()
+        # By shape (with tools and order, and without) and by prompt key. None: only the reference can serve it.
         self.templates: dict[Hashable, GlueTemplate | None] = {}
-        """By shape (with tools and order, and without) and by prompt key. None: only the reference can serve it."""
         self._tools: dict[tuple[int, ...], tuple[bytes, tuple[object, ...]]] = {}
 
     def distrust(self) -> None:

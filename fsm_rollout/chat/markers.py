@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Injection = Literal["guard", "allow", "raise"]
-Placed = tuple[int, int, int]
-"""An id, and the characters ``[start, end)`` of the joined text that it stands for."""
+Placed = tuple[int, int, int]  # an id, and the characters `[start, end)` of the joined text that it stands for
 
 
 @dataclass(slots=True, eq=False)
@@ -35,8 +34,7 @@ class CacheEntry:
     """What the cache learned, known by its identity."""
 
     uses: int = 0
-    saved: int = 0
-    """Tokens that audits have left out since the latest one."""
+    saved: int = 0  # tokens that audits have left out since the latest one
 
 
 @dataclass(slots=True)

@@ -15,10 +15,8 @@ from fsm_rollout.errors import ChatTemplateError, did_you_mean
 from fsm_rollout.trajectory.events import Message
 from fsm_rollout.trajectory.prompt import ROLES
 
-Messages = Sequence[Mapping[str, Any]]
-"""Messages as callers give them: only read."""
-MAPPING = (dict, Mapping)
-"""For ``isinstance``: a dict is seen at once, an abstract class takes far longer."""
+Messages = Sequence[Mapping[str, Any]]  # messages as callers give them: only read
+MAPPING = (dict, Mapping)  # for `isinstance`: a dict is seen at once, an abstract class takes far longer
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,9 @@ if TYPE_CHECKING:
     from jinja2 import Template, nodes
     from transformers import PreTrainedTokenizerFast
 
-Tools = Messages
-"""OpenAI schemas of tools."""
+Tools = Messages  # OpenAI schemas of tools
+# One template, several by name, or the list of `{"name", "template"}` that tokenizer configs hold.
 TemplateSource = str | Mapping[str, str] | Sequence[Mapping[str, str]]
-"""One template, several by name, or the list of ``{"name", "template"}`` that tokenizer configs hold."""
 
 
 def shown_tools(tools: Tools | None) -> Tools | None:
@@ -51,8 +50,7 @@ class Renderer:
         if not isinstance(template_kwargs, (Mapping, type(None))):
             raise ChatTemplateError("unknown-option", f"template_kwargs must be a dict, got {template_kwargs!r}")
         plain = named.get("default", next(iter(named.values())))
-        self.source = named.get("tool_use", plain)
-        """The template used when there are tools."""
+        self.source = named.get("tool_use", plain)  # the template used when there are tools
         self._templates = {source: _compiled(source) for source in (plain, self.source)}
         self._plain = self._templates[plain]
         self._variables = {**tokenizer.special_tokens_map, **(template_kwargs or {})}

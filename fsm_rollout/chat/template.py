@@ -30,16 +30,14 @@ History = Literal["keep", "split"]
 
 log = logging.getLogger(__name__)
 
-AUTHORED = frozenset({"system", "developer", "assistant"})
-"""Roles whose text in a prompt is not the environment's."""
+AUTHORED = frozenset({"system", "developer", "assistant"})  # roles whose text in a prompt is not the environment's
 AUDIT_FIRST = 2
-AUDIT_EVERY = 64
-"""Which uses of a cache entry are checked against a full render: the first ones, then one in so many."""
+AUDIT_EVERY = 64  # which uses of a cache entry are checked against a full render: the first ones, then one in so many
+# Streams longer than this are checked more rarely, in proportion: a full render grows with what it renders.
 AUDIT_TOKENS = 1024
-"""Streams longer than this are checked more rarely, in proportion: a full render grows with what it renders."""
 FINISH_REASONS = frozenset(FinishReason)
+# Refusals that another form of a tool call may avoid.
 RETRIED = frozenset({"template-raised", "turn-dropped", "no-close-token"})
-"""Refusals that another form of a tool call may avoid."""
 
 
 class SampledTurn(TypedDict):

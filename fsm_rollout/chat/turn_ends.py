@@ -64,10 +64,8 @@ class Tails:
     both: list[Marker]
     only_last: list[Marker]
     only_followed: list[Marker]
-    shared: str
-    """The text that is written in both cases."""
-    region: str
-    """All that stands before the next message's text."""
+    shared: str  # the text that is written in both cases
+    region: str  # all that stands before the next message's text
 
 
 def probe_call(dialect: Dialect, value: str = TURN) -> Message:

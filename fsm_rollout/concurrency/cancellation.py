@@ -17,8 +17,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-LOOK_UP = 0.25
-"""Seconds between two checks whether the caller has been interrupted."""
+LOOK_UP = 0.25  # seconds between two checks whether the caller has been interrupted
 
 
 def being_cancelled() -> bool:

@@ -18,8 +18,7 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
-WATCH_SECONDS = 1.0
-"""How often a child looks whether its parent is still there."""
+WATCH_SECONDS = 1.0  # how often a child looks whether its parent is still there
 _START = """
 import sys
 sys.path.insert(0, sys.argv[1])

@@ -11,9 +11,9 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+# Seconds that a block may take to clean up after its cancellation before that is reported. Aborting requests and
+# stopping tools take some.
 PATIENCE = 30.0
-"""Seconds that a block may take to clean up after its cancellation before that is reported. Aborting requests and
-stopping tools take some."""
 
 
 class Deadline:
@@ -33,10 +33,8 @@ class Deadline:
         self._task: asyncio.Task[object] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._unheard = unheard
-        self.expired = False
-        """Whether this deadline ended its block."""
-        self.walled = False
-        """Whether it was its wall that ended the block."""
+        self.expired = False  # whether this deadline ended its block
+        self.walled = False  # whether it was its wall that ended the block
 
     async def __aenter__(self) -> Deadline:
         """Start counting."""

@@ -14,18 +14,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-YOUNG = 100_000
-"""So many new objects there may be before they are looked through: most are gone by then."""
-OF_TRAJECTORY = 200
-"""So many more for each trajectory under way, which has about a hundred."""
+YOUNG = 100_000  # so many new objects there may be before they are looked through: most are gone by then
+OF_TRAJECTORY = 200  # so many more for each trajectory under way, which has about a hundred
 
+# Taken again by its own thread when the collector, at work inside, closes a block that was thrown away.
 _lock = threading.RLock()
-"""Taken again by its own thread when the collector, at work inside, closes a block that was thrown away."""
-_calm = 0
-"""How many blocks are open, in all threads."""
+_calm = 0  # how many blocks are open, in all threads
 _before = (0, 0, 0)
+# Whether it was a block here that froze what lives; thawing what others have frozen would undo their work.
 _frozen_here = False
-"""Whether it was a block here that froze what lives; thawing what others have frozen would undo their work."""
 
 
 @contextmanager

@@ -17,14 +17,13 @@ from fsm_rollout.concurrency.threads import DaemonThreads
 
 T = TypeVar("T")
 
-LEFT_AFTER = 5.0
-"""Seconds that tasks, and then the jobs of ``asyncio.to_thread``, have to end when their loop does."""
+LEFT_AFTER = 5.0  # seconds that tasks, and then the jobs of `asyncio.to_thread`, have to end when their loop does
+# So many jobs of `asyncio.to_thread` run at once, as is asyncio's own default.
 MOST_THREADS = min(32, (os.cpu_count() or 1) + 4)
-"""So many jobs of ``asyncio.to_thread`` run at once, as is asyncio's own default."""
 
 _logger = logging.getLogger(__name__)
+# Tasks that were left behind, kept alive: a destroyed one would be asked to end again, and refuse again.
 _left: list[asyncio.Task[object]] = []
-"""Tasks that were left behind, kept alive: a destroyed one would be asked to end again, and refuse again."""
 
 
 def run_to_end(work: Coroutine[object, object, T], loop: asyncio.AbstractEventLoop) -> T:

@@ -120,8 +120,8 @@ class Closeable(Protocol):
 
 
 _open: weakref.WeakSet[Closeable] = weakref.WeakSet()
+# Threads that the interpreter waits for at its end, and that may still make calls.
 _callers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-"""Threads that the interpreter waits for at its end, and that may still make calls."""
 
 
 def close_at_exit(closeable: Closeable) -> None:

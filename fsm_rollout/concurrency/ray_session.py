@@ -22,15 +22,13 @@ from fsm_rollout.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
-CONNECT = 5.0
-"""Seconds that a Ray cluster's address has to answer in."""
+CONNECT = 5.0  # seconds that a Ray cluster's address has to answer in
+# How a connection of gRPC begins: with a frame of settings (kind 4, the fourth of nine bytes) from either side.
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""How a connection of gRPC begins: with a frame of settings (kind 4, the fourth of nine bytes) from either side."""
 _lock = threading.Lock()
 
 
-Remote: TypeAlias = Any
-"""An object of Ray's; Ray has no types."""
+Remote: TypeAlias = Any  # an object of Ray's; Ray has no types
 
 
 def import_ray() -> Remote:

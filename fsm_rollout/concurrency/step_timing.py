@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-BLOCKING_SECONDS = 2.0
-"""A step longer than this blocks its event loop."""
+BLOCKING_SECONDS = 2.0  # a step longer than this blocks its event loop
 
 
 @coroutine

@@ -31,19 +31,18 @@ from fsm_rollout.files import written_whole
 
 _CLASS = "fsm-rollout-agent"
 _SOURCE = re.compile(r'<metadata class="dot">(.*?)</metadata>', re.DOTALL)
+# Characters of one text in a picture; 180 in Mermaid, whose labels have one line where DOT's have several.
 _LONGEST = 90
-"""Characters of one text in a picture; 180 in Mermaid, whose labels have one line where DOT's have several."""
 _KEYWORDS = {"node", "edge", "graph", "digraph", "subgraph", "strict"}
+# All other characters might mean something to Mermaid or HTML.
 _WITHOUT_MEANING = re.compile(r"[^\w .,:()≤■…-]", re.ASCII)
-"""All other characters might mean something to Mermaid or HTML."""
 _PYGRAPHVIZ = """
 import sys, pygraphviz
 graph = pygraphviz.AGraph(string=sys.stdin.buffer.read().decode("utf-8"))
 graph.graph_attr["dpi"] = sys.argv[2]
 sys.stdout.buffer.write(graph.draw(format=sys.argv[1], prog="dot"))
 """
-_DPI = {"svg": "72", "png": "192"}
-"""Dots per inch; an SVG's coordinates are points."""
+_DPI = {"svg": "72", "png": "192"}  # dots per inch; an SVG's coordinates are points
 
 
 class DrawingError(RolloutError):

@@ -23,12 +23,9 @@ _WHITE, _BLACK = "#ffffff", "#0d1117"
 class Shades(NamedTuple):
     """A colour on one background, each as ``#rrggbb``."""
 
-    line: str
-    """Borders, lines, bars, dots: at least 3:1 against the background."""
-    fill: str
-    """Areas behind text; nearly the background."""
-    ink: str
-    """Text on ``fill`` or on the background: at least 4.5:1."""
+    line: str  # borders, lines, bars, dots: at least 3:1 against the background
+    fill: str  # areas behind text; nearly the background
+    ink: str  # text on `fill` or on the background: at least 4.5:1
 
 
 class Colour(NamedTuple):
@@ -70,10 +67,10 @@ _FURTHER = (
     _colour("#8f8f2f", "#c4c463"),  # olive
 )
 
+# What has no state: lines, the page itself, and text.
 INK = Colour(Shades("#6e7781", _WHITE, "#1f2328"), Shades("#8b949e", _BLACK, "#e6edf3"))
-"""What has no state: lines, the page itself, and text."""
+# What stands back: implicit transitions, captions, panels.
 PALE = Colour(Shades("#848d97", "#f6f8fa", "#59636e"), Shades("#6e7681", "#161b22", "#a3abb4"))
-"""What stands back: implicit transitions, captions, panels."""
 
 
 def colour_of(state: str, order: Sequence[str]) -> Colour:

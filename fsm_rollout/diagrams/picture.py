@@ -24,10 +24,8 @@ from fsm_rollout.errors import ConfigError
 from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, LimitName, Trigger
 from fsm_rollout.trajectory.outcome import Outcome
 
-ANY = "*"
-"""Stands for every working state, where drawing each transition from each of them would hide the rest."""
-FEW = 6
-"""Up to this many arrows are drawn for a transition that leaves any state."""
+ANY = "*"  # stands for every working state, where drawing each transition from each of them would hide the rest
+FEW = 6  # up to this many arrows are drawn for a transition that leaves any state
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +36,8 @@ class Box:
     kind: Literal["working", "final", "undefined", "any"]
     colour: Colour
     handler: str = ""
-    lines: tuple[str, ...] = ()
-    """What a visit is charged for and bounded by, most telling first."""
-    trained: bool | None = None
-    """Whether what it samples is trained on; ``None`` where nothing is known to be sampled."""
+    lines: tuple[str, ...] = ()  # what a visit is charged for and bounded by, most telling first
+    trained: bool | None = None  # whether what it samples is trained on; `None` where nothing is known to be sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +45,10 @@ class Label:
     """One transition, as it stands on an arrow."""
 
     trigger: str
+    # Its place among the transitions that may take the same trigger in the same state, where there are several.
     order: int | None = None
-    """Its place among the transitions that may take the same trigger in the same state, where there are several."""
-    conditions: tuple[str, ...] = ()
-    """Must all hold."""
-    stop_reason: str | None = None
-    """How a trajectory that takes it has ended."""
+    conditions: tuple[str, ...] = ()  # must all hold
+    stop_reason: str | None = None  # how a trajectory that takes it has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +59,7 @@ class Arrow:
     dest: str
     labels: tuple[Label, ...]
     colour: Colour
-    implicit: bool = False
-    """The machine's own last transitions, which no user wrote."""
+    implicit: bool = False  # the machine's own last transitions, which no user wrote
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +69,7 @@ class Picture:
     graph: AgentGraph
     boxes: tuple[Box, ...]
     arrows: tuple[Arrow, ...]
-    bound: str
-    """The proven bound, in words."""
+    bound: str  # the proven bound, in words
 
 
 def picture(graph: AgentGraph, *, implicit: bool = False) -> Picture:

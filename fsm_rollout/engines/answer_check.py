@@ -18,11 +18,9 @@ from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import LAST_VERSION, Ids, Logprobs, as_ids, as_logprobs
 
-ROUNDING = 1e-3
-"""A logprob may be so far above 0: log-sums in half precision are not exact."""
+ROUNDING = 1e-3  # a logprob may be so far above 0: log-sums in half precision are not exact
 _ENDS = (None, *FinishReason)
-MANY = 128
-"""From so many tokens on NumPy is quicker than Python's own functions."""
+MANY = 128  # from so many tokens on NumPy is quicker than Python's own functions
 
 
 def vocabulary_of(engine: Engine) -> int | None:

@@ -24,8 +24,7 @@ from fsm_rollout.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
-TOGETHER = 0.02
-"""Seconds within which failures count as one: they come from one cause, each along its own way."""
+TOGETHER = 0.02  # seconds within which failures count as one: they come from one cause, each along its own way
 
 
 class Ledger(Protocol):
@@ -50,19 +49,16 @@ class Bisection:
     """The requests of one client that have failed together."""
 
     def __init__(self, ledger: Ledger) -> None:
-        self.busy = False
-        """Whether anything is to be tried, or has failed just now."""
+        self.busy = False  # whether anything is to be tried, or has failed just now
         self._ledger = ledger
+        # Requests that have failed just now, while others may still fail with them.
         self._failed: dict[PendingRequest, EngineError] = {}
-        """Requests that have failed just now, while others may still fail with them."""
+        # What is to be tried, part by part, each after a delay in seconds.
         self._parts: deque[tuple[list[PendingRequest], float]] = deque()
-        """What is to be tried, part by part, each after a delay in seconds."""
-        self._on_trial: list[PendingRequest] = []
-        """The part that is being tried."""
-        self._held: list[PendingRequest] = []
-        """Requests that are sent when all trials are over."""
+        self._on_trial: list[PendingRequest] = []  # the part that is being tried
+        self._held: list[PendingRequest] = []  # requests that are sent when all trials are over
+        # Ends the wait for what fails together, or the delay of the next part.
         self._timer: asyncio.TimerHandle | None = None
-        """Ends the wait for what fails together, or the delay of the next part."""
 
     def __contains__(self, pending: PendingRequest) -> bool:
         """Whether a request is on trial, or has been."""

@@ -18,8 +18,8 @@ from fsm_rollout.engines.specs import KINDS, EngineSpec, OwnSpec, build_router, 
 from fsm_rollout.errors import ConfigError, EngineError, Problem, RolloutError
 from fsm_rollout.model.folders import model_folder
 
+# An engine; its spec, as in a run YAML; or the name or folder of a model, for an engine of kind `transformers`.
 EngineLike = Engine | Mapping[str, Any] | str | Path
-"""An engine; its spec, as in a run YAML; or the name or folder of a model, for an engine of kind ``transformers``."""
 
 
 def as_engine_or_spec(given: EngineLike, base: Path) -> Engine | Mapping[str, Any]:

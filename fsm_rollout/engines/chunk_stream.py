@@ -109,8 +109,8 @@ class ChunkStream:
                 self._abandon(abandoned)
 
 
+# Called with an event loop that is closed, to which nothing can be delivered.
 Unheard = Callable[[asyncio.AbstractEventLoop], object]
-"""Called with an event loop that is closed, to which nothing can be delivered."""
 
 
 def hand_over(chunks: Iterable[tuple[ChunkStream, Chunk]], unheard: Unheard) -> None:

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Seconds that an aborted request's last tokens are waited for (and that the engine has to take the abort).
 ABORT_GRACE = 10.0
-"""Seconds that an aborted request's last tokens are waited for (and that the engine has to take the abort)."""
 
 
 class EngineClient:
@@ -55,49 +55,34 @@ class EngineClient:
         queue_timeout: float = 600.0,
     ) -> None:
         self.engine = engine
-        self.attempts = attempts
-        """A request is given up after so many failures of its own."""
-        self.backoff = backoff
-        """Seconds before the second try; twice as long before each further one."""
+        self.attempts = attempts  # a request is given up after so many failures of its own
+        self.backoff = backoff  # seconds before the second try; twice as long before each further one
+        # Whether a request that a replica has failed is retried at another one, if there is one.
         self.elsewhere = elsewhere
-        """Whether a request that a replica has failed is retried at another one, if there is one."""
         self.queue_timeout = queue_timeout
-        self.dispatches = 0
-        """Engine calls so far."""
-        self.requests = 0
-        """Requests submitted so far; over ``dispatches`` it is the mean batch."""
+        self.dispatches = 0  # engine calls so far
+        self.requests = 0  # requests submitted so far; over `dispatches` it is the mean batch
         self.paused = False
-        self.before_dispatch: Callable[[], None] | None = None
-        """Called before requests go out; must not block or raise."""
-        self.chats: dict[object, ChatTemplate] = {}
-        """The chat templates of this engine's model, by settings."""
+        self.before_dispatch: Callable[[], None] | None = None  # called before requests go out; must not block or raise
+        self.chats: dict[object, ChatTemplate] = {}  # the chat templates of this engine's model, by settings
+        # All requests that have not ended, in order: also those between two tries.
         self._open: dict[PendingRequest, None] = {}
-        """All requests that have not ended, in order: also those between two tries."""
+        # Those that the engine has, or is about to get, by the id of the present try.
         self._sent: dict[str, PendingRequest] = {}
-        """Those that the engine has, or is about to get, by the id of the present try."""
-        self._waiting: list[PendingRequest] = []
-        """Those of them that go out with the next flush."""
+        self._waiting: list[PendingRequest] = []  # those of them that go out with the next flush
+        # The ids that the engine may still have: also of requests that it did not end in time.
         self._engine_ids: set[str] = set()
-        """The ids that the engine may still have: also of requests that it did not end in time."""
-        self._aborts: list[str] = []
-        """The ids that the engine is told to end in this pass of the loop."""
+        self._aborts: list[str] = []  # the ids that the engine is told to end in this pass of the loop
+        # It is given up, too, after so many tries in all, those lost with a replica included (a pool allows more).
         self._max_tries: int = getattr(engine, "attempts", attempts)
-        """It is given up, too, after so many tries in all, those lost with a replica included (a pool allows more)."""
-        self._bisection = Bisection(self)
-        """Requests that failed together, which are tried again in parts."""
-        self._warned: set[str | None] = set()
-        """The kinds of failures that have been logged."""
+        self._bisection = Bisection(self)  # requests that failed together, which are tried again in parts
+        self._warned: set[str | None] = set()  # the kinds of failures that have been logged
         self._tasks: set[asyncio.Task[None]] = set()
-        self._timer: asyncio.TimerHandle | None = None
-        """Looks for requests that the engine is silent about."""
-        self._updating = asyncio.Lock()
-        """Held while weights are loaded."""
-        self._pausing = asyncio.Lock()
-        """Held while the engine is being paused or resumed."""
-        self._reasons: set[str] = set()
-        """Why the engine is paused."""
-        self._paused_too: WeakSet[EngineClient] = WeakSet()
-        """Further clients of the engine, for evaluations."""
+        self._timer: asyncio.TimerHandle | None = None  # looks for requests that the engine is silent about
+        self._updating = asyncio.Lock()  # held while weights are loaded
+        self._pausing = asyncio.Lock()  # held while the engine is being paused or resumed
+        self._reasons: set[str] = set()  # why the engine is paused
+        self._paused_too: WeakSet[EngineClient] = WeakSet()  # further clients of the engine, for evaluations
         self._sleep_logged = False
 
     @property

@@ -28,50 +28,36 @@ class PendingRequest:
 
     request: Request
     submitted_at: float
+    # The timeout of the visit that waits for it: stands still while queued, and while the engine is paused.
     deadline: Deadline | None = None
-    """The timeout of the visit that waits for it: stands still while queued, and while the engine is paused."""
     ids: Ids = field(default_factory=lambda: array("i"))
     logprobs: Logprobs = field(default_factory=lambda: array("f"))
-    versions: list[tuple[int, int]] = field(default_factory=list)
-    """Run lengths ``(tokens, weight version)`` over ``ids``."""
-    kept: list[Ids] = field(default_factory=list)
-    """As in :class:`~fsm_rollout.engines.protocol.Chunk`, if every chunk has reported it."""
+    versions: list[tuple[int, int]] = field(default_factory=list)  # run lengths `(tokens, weight version)` over `ids`
+    kept: list[Ids] = field(default_factory=list)  # as in `Chunk`, if every chunk has reported it
     finish_reason: FinishReason | None = None
     error: EngineError | None = None
     admitted_at: float | None = None
-    attempt: int = 1
-    """Which try this is: 1, 2, …"""
-    failures: int = 0
-    """How many tries failed alone, with their replica still there."""
-    losses: int = 0
-    """How many tries were lost alone with their replica."""
-    shared: int = 0
-    """How many tries failed together with others'."""
-    falls_late: bool = False
-    """Whether it once failed with others after all of them had had tokens."""
+    attempt: int = 1  # which try this is: 1, 2, …
+    failures: int = 0  # how many tries failed alone, with their replica still there
+    losses: int = 0  # how many tries were lost alone with their replica
+    shared: int = 0  # how many tries failed together with others'
+    falls_late: bool = False  # whether it once failed with others after all of them had had tokens
     request_id: str = ""
     cached_tokens: int = 0
     replica: str = ""
     aborted: bool = False
     done: Once = field(default_factory=Once)
-    paused: bool = False
-    """Whether the engine is paused."""
-    waits: bool = False
-    """Whether it waits: between two tries, or because the engine says so (``Chunk.waits``)."""
-    deadline_held: bool = False
-    """Whether the deadline stands still."""
-    has_chunk: bool = False
-    """Whether the present try has had a chunk."""
-    has_tokens: bool = False
-    """Whether the present try has had tokens."""
+    paused: bool = False  # whether the engine is paused
+    waits: bool = False  # whether it waits: between two tries, or because the engine says so (`Chunk.waits`)
+    deadline_held: bool = False  # whether the deadline stands still
+    has_chunk: bool = False  # whether the present try has had a chunk
+    has_tokens: bool = False  # whether the present try has had tokens
+    # Whether the previous try was lost with its replica: silence then only means that no other replica has room.
     lost: bool = False
-    """Whether the previous try was lost with its replica: silence then only means that no other replica has room."""
-    on_end: Callable[[PendingRequest], None] | None = None
-    """Called when it has ended."""
+    on_end: Callable[[PendingRequest], None] | None = None  # called when it has ended
+    # When the try is given up if its first chunk has not come by then; `None` from that chunk on.
     silent_until: float | None = None
-    """When the try is given up if its first chunk has not come by then; ``None`` from that chunk on."""
-    on_tokens: Callable[[], object] | None = None
-    """Called when tokens have come, to show them at once."""
+    on_tokens: Callable[[], object] | None = None  # called when tokens have come, to show them at once
 
     def keep_time(self) -> None:
         """Let the deadline run while somebody works on the request, and stand still otherwise."""

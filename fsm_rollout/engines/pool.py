@@ -41,14 +41,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Order = Literal["pause", "resume", "sleep", "wake"]
+# Dispatches that an engine may fail as a whole, with nothing finished between, before its replica is given up.
 STRIKES = 2
-"""Dispatches that an engine may fail as a whole, with nothing finished between, before its replica is given up."""
-LOOK_WITHIN = 1.0
-"""Seconds that the others have to answer when one is lost, before they are given what it had."""
-TELL_AFTER = 2.0
-"""Seconds of closing after which the log says what is waited for."""
-TELL_START_AFTER = 15.0
-"""The same for starting, which takes long where models are large."""
+LOOK_WITHIN = 1.0  # seconds that the others have to answer when one is lost, before they are given what it had
+TELL_AFTER = 2.0  # seconds of closing after which the log says what is waited for
+TELL_START_AFTER = 15.0  # the same for starting, which takes long where models are large
 
 
 @dataclass(eq=False, slots=True)
@@ -58,12 +55,10 @@ class _Routed:
     request: Request
     stream: ChunkStream
     since: float
-    replica: Replica | None = None
-    """``None`` while it waits here."""
+    replica: Replica | None = None  # `None` while it waits here
+    # Seconds that it waited here; `None` before that, and when its first chunk has reported them.
     queued: float | None = None
-    """Seconds that it waited here; ``None`` before that, and when its first chunk has reported them."""
-    sent: bool = False
-    """Whether the replica's engine was asked for it: only then is losing the replica a failed try."""
+    sent: bool = False  # whether the replica's engine was asked for it: only then is losing the replica a failed try
 
 
 class PoolEngine:
@@ -94,24 +89,20 @@ class PoolEngine:
     ) -> None:
         self.attempts = attempts
         self.loop: asyncio.AbstractEventLoop | None = None
-        self.replicas = [Replica(f"replica-{index}") for index in range(count)]
-        """All replicas, each with its state."""
+        self.replicas = [Replica(f"replica-{index}") for index in range(count)]  # all replicas, each with its state
         self._placement = placement
         self._router: Router = router or StickyRouter()
         self._restarts = restarts
         self._times = times or PoolTimes()
-        self._under_way: dict[str, _Routed] = {}
-        """All requests under way, by id."""
-        self._waiting: dict[str, _Routed] = {}
-        """Those of them that are at no replica, in order."""
+        self._under_way: dict[str, _Routed] = {}  # all requests under way, by id
+        self._waiting: dict[str, _Routed] = {}  # those of them that are at no replica, in order
+        # The updates that turn the weights an engine is built with into the present ones: the names of tensors (`None`:
+        # all that there are), as shared, and the version.
         self._weights: list[tuple[frozenset[str] | None, Weights, int]] = []
-        """The updates that turn the weights an engine is built with into the present ones: the names of tensors
-        (``None``: all that there are), as shared, and the version."""
+        # How many looks at the other replicas go on, because one has just been lost and more may have gone with it.
         self._looks = 0
-        """How many looks at the other replicas go on, because one has just been lost and more may have gone with it."""
         self._paused = self._asleep = self._closed = self._assigning = False
-        self._fallen: EngineError | None = None
-        """The error when no replica will ever come back."""
+        self._fallen: EngineError | None = None  # the error when no replica will ever come back
         self._tasks: set[asyncio.Task[object]] = set()
         try:
             with start_blocking_portal() as portal:  # this may be called from within an event loop, or without any
@@ -241,8 +232,7 @@ class PoolEngine:
         self._waiting.clear()
         self._tasks.clear()
         self._change = asyncio.Lock()
-        self._news = asyncio.Event()
-        """Set whenever a replica comes or is given up, and when all wake."""
+        self._news = asyncio.Event()  # set whenever a replica comes or is given up, and when all wake
         for replica in self.replicas:
             replica.begin(loop.time())
             if replica.state == "starting":

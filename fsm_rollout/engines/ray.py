@@ -28,18 +28,16 @@ ray = import_ray()
 if TYPE_CHECKING:
     from fsm_rollout.engines.protocol import Weights
 
-FAREWELL = 5.0
-"""Seconds that an actor has to close its engine before it is killed."""
+FAREWELL = 5.0  # seconds that an actor has to close its engine before it is killed
 
 
 class RayOptions(RaySpec):
     """Where the actors run and what each of them gets."""
 
     cpus: float = 1.0
+    # More than one: the replicas get a placement group, so that either all of them find their place or none.
     gpus: float = 0.0
-    """More than one: the replicas get a placement group, so that either all of them find their place or none."""
-    patience: float = 15.0
-    """Seconds that nodes may take to join a cluster that lacks resources."""
+    patience: float = 15.0  # seconds that nodes may take to join a cluster that lacks resources
 
     @property
     def demand(self) -> dict[str, float]:
@@ -148,16 +146,14 @@ class RayEngine:
 
     def __init__(self, name: str, actor: Remote) -> None:
         self.actor = actor
-        self.failure: EngineError | None = None
-        """Why the actor is gone, once it is."""
+        self.failure: EngineError | None = None  # why the actor is gone, once it is
         self.tokenizer: Remote = None
         self._name = name
         self._tell = actor.tell.options(num_returns=0)
         self._contexts = Contexts()
         self._sent = self._received = 0
         self._load = Load()
-        self._streams: dict[str, ChunkStream] = {}
-        """The dispatch of each request under way."""
+        self._streams: dict[str, ChunkStream] = {}  # the dispatch of each request under way
         self._listener: asyncio.Task[None] | None = None
 
     async def start(self, tokenizer: object) -> None:

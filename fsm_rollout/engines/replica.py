@@ -22,12 +22,11 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-PACE_MEMORY = 600.0
-"""Seconds of work (of all requests together) after which a replica's pace counts half."""
+PACE_MEMORY = 600.0  # seconds of work (of all requests together) after which a replica's pace counts half
+# Loading a model changes process-wide defaults for a while, so engines are built one after another.
 _BUILDING = threading.Lock()
-"""Loading a model changes process-wide defaults for a while, so engines are built one after another."""
+# Engines start in these threads; nothing waits for a start that was given up, not even the end of the process.
 _threads = DaemonThreads("fsm-rollout-replica")
-"""Engines start in these threads; nothing waits for a start that was given up, not even the end of the process."""
 
 
 def failure_of(engine: Engine) -> EngineError | None:
@@ -100,21 +99,14 @@ class LocalPlacement:
 class PoolTimes:
     """Seconds that a pool waits for its replicas."""
 
-    start: float = 600.0
-    """For one to start."""
-    silence: float = 300.0
-    """For one that has requests and is not held to say anything; then it is given up as hung."""
+    start: float = 600.0  # for one to start
+    silence: float = 300.0  # for one that has requests and is not held to say anything; then it is given up as hung
     ping_every: float = 10.0
-    ping: float = 30.0
-    """For the answer to a ping; then it is given up."""
-    order: float = 60.0
-    """For one to pause, resume, sleep or wake."""
-    update: float = 600.0
-    """For one to load weights."""
-    close: float = 2.0
-    """For the last tokens of what is under way when the pool is closed."""
-    backoff: float = 0.5
-    """Before one is started again for the first time; twice as long each time after."""
+    ping: float = 30.0  # for the answer to a ping; then it is given up
+    order: float = 60.0  # for one to pause, resume, sleep or wake
+    update: float = 600.0  # for one to load weights
+    close: float = 2.0  # for the last tokens of what is under way when the pool is closed
+    backoff: float = 0.5  # before one is started again for the first time; twice as long each time after
 
 
 @dataclass(eq=False, slots=True)
@@ -123,25 +115,17 @@ class Replica(ReplicaView):
 
     state: Literal["starting", "up", "dead"] = "starting"
     engine: Engine | None = None
+    # The tasks that pass on the chunks of its present engine, one per dispatch.
     dispatches: set[asyncio.Task[None]] = field(default_factory=set)
-    """The tasks that pass on the chunks of its present engine, one per dispatch."""
-    requests: int = 0
-    """Sent to it."""
-    tokens: int = 0
-    """Got from it."""
+    requests: int = 0  # sent to it
+    tokens: int = 0  # got from it
     restarts: int = 0
-    moved: int = 0
-    """Requests that it failed and that went on elsewhere."""
-    cause: str = ""
-    """Why it was last lost."""
-    strikes: int = 0
-    """Dispatches it failed since it last finished a request."""
-    losses: int = 0
-    """Lives it lost since it last finished a request."""
-    last_active: float = 0.0
-    """When it last sent a chunk, was given a request, or was resumed."""
-    worked: float = 0.0
-    """Seconds of work in which it sampled :attr:`sampled` tokens, the older ones counted less."""
+    moved: int = 0  # requests that it failed and that went on elsewhere
+    cause: str = ""  # why it was last lost
+    strikes: int = 0  # dispatches it failed since it last finished a request
+    losses: int = 0  # lives it lost since it last finished a request
+    last_active: float = 0.0  # when it last sent a chunk, was given a request, or was resumed
+    worked: float = 0.0  # seconds of work in which it sampled `sampled` tokens, the older ones counted less
     sampled: float = 0.0
 
     @property

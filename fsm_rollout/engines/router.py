@@ -19,8 +19,8 @@ from typing import Protocol, TypeVar, runtime_checkable
 from fsm_rollout.engines.protocol import Load, Request
 from fsm_rollout.errors import EngineError
 
+# Requests sent to a replica that has not yet said how many it runs at once; also the least step of its growth.
 FIRST = 32
-"""Requests sent to a replica that has not yet said how many it runs at once; also the least step of its growth."""
 
 
 @dataclass(eq=False, slots=True)
@@ -28,14 +28,10 @@ class ReplicaView:
     """What a router may know of a replica that is up."""
 
     name: str
-    in_flight: int = 0
-    """Requests that it has and has not finished."""
-    waiting: int = 0
-    """Requests that the pool keeps back because this replica is full, counted as they are chosen."""
-    allowed: int = FIRST
-    """How many it may have in flight."""
-    pace: float = 0.0
-    """Tokens per second and running request, lately; 0.0 while unknown."""
+    in_flight: int = 0  # requests that it has and has not finished
+    waiting: int = 0  # requests that the pool keeps back because this replica is full, counted as they are chosen
+    allowed: int = FIRST  # how many it may have in flight
+    pace: float = 0.0  # tokens per second and running request, lately; 0.0 while unknown
 
     @property
     def load(self) -> int:
@@ -111,8 +107,8 @@ class StickyRouter:
     def __init__(self, spread: int = 16, memory: int = 131_072) -> None:
         self.spread = spread
         self.memory = memory
+        # The replica of each session, and of each group's latest request.
         self._pins: OrderedDict[tuple[str, str], str] = OrderedDict()
-        """The replica of each session, and of each group's latest request."""
 
     def choose(self, request: Request, replicas: Sequence[ReplicaView]) -> ReplicaView:
         """Return the replica of the request's session, else of its group, unless that breaks the bound."""

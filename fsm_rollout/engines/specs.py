@@ -43,8 +43,7 @@ SpokenTurns = tuple[
     Annotated[Turn, BeforeValidator(lambda turn: {"text": turn} if isinstance(turn, str) else turn)], ...
 ]
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
-_FOLDERS = ("model", "tokenizer")
-"""Keys of the built-in kinds that name a model's folder."""
+_FOLDERS = ("model", "tokenizer")  # keys of the built-in kinds that name a model's folder
 _MODEL = "`embedded`, `embedded:early`, or a model folder, relative to the run file; nothing is ever downloaded"
 
 
@@ -309,8 +308,8 @@ KINDS: Mapping[str, type[EngineSpec]] = {
     "sglang_http": SGLangHTTPSpec,
     "openai": OpenAISpec,
 }
+# What people call kinds that have another name here.
 OTHER_NAMES = {"vllm": "openai", "hf": "transformers", "huggingface": "transformers", "mock": "scripted"}
-"""What people call kinds that have another name here."""
 
 
 def spec_class(kind: str) -> type[EngineSpec]:

@@ -24,10 +24,9 @@ from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import Ids
 
 assert sys.byteorder == "little", "blocks are little-endian"
-REMEMBERED = 16 * 2**20
-"""Tokens of past inputs that each end keeps per replica: 64 MiB."""
+REMEMBERED = 16 * 2**20  # tokens of past inputs that each end keeps per replica: 64 MiB
+# A dispatch that an engine failed as a whole: the requests without their last chunk, and why.
 Failure = tuple[Sequence[str], str]
-"""A dispatch that an engine failed as a whole: the requests without their last chunk, and why."""
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode
 

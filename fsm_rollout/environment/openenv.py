@@ -22,12 +22,9 @@ from fsm_rollout.tools.commands import from_environment
 from fsm_rollout.tools.tool_messages import clean
 from fsm_rollout.trajectory.events import Message
 
-NOT_SHOWN = ("done", "reward", "metadata")
-"""What an observation may hold beside what the model is to read."""
-FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
-"""Seconds between two tries to get a place at a server that has no more."""
-MOST_BYTES = 64 * 2**20
-"""The longest message of a server."""
+NOT_SHOWN = ("done", "reward", "metadata")  # what an observation may hold beside what the model is to read
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0  # seconds between two tries to get a place at a server that has no more
+MOST_BYTES = 64 * 2**20  # the longest message of a server
 NOT_UNDERSTOOD = "VALIDATION_ERROR"
 FULL = "CAPACITY_REACHED"
 
@@ -82,8 +79,7 @@ class OpenEnv:
         self._action, self._observation, self._repeatable = action, observation, repeatable
         self._http: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
-        self._is_open = False
-        """Whether the session stands where the conversation stands."""
+        self._is_open = False  # whether the session stands where the conversation stands
 
     async def reply(self, conversation: Conversation) -> Reply:
         """Take the model's turn as an action; before its first turn, return what there is to see.

@@ -34,8 +34,7 @@ try:
 except ImportError as error:
     raise ConfigError(f"tasksets need the package `verifiers` (pip install verifiers==0.4.0): {error}") from error
 
-FIELD = "verifiers"
-"""The prompts' field that holds their task."""
+FIELD = "verifiers"  # the prompts' field that holds their task
 
 
 def prompts(taskset: str, config: Mapping[str, object] | None = None, limit: int | None = None) -> list[dict[str, Any]]:

@@ -28,17 +28,16 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Format = Literal["jsonl", "parquet"]
+# Passes items on, of which there are so many at most, and shows how far they are.
 Watch = Callable[[Iterable[Any], int], Iterable[Any]]
-"""Passes items on, of which there are so many at most, and shows how far they are."""
 
+# What the arrays of a row are called in a batch, and here.
 TENSORS: Mapping[str, str] = {
     "prompt_ids": "prompts",
     "response_ids": "responses",
     **{column.of: key for key, column in RESPONSE_COLUMNS.items()},
 }
-"""What the arrays of a row are called in a batch, and here."""
-AT_ONCE = 256
-"""Rows that are written at a time."""
+AT_ONCE = 256  # rows that are written at a time
 
 
 @dataclass(slots=True)
@@ -47,8 +46,7 @@ class Exported:
 
     path: Path | None
     rows: int = 0
-    trajectories: int = 0
-    """Those that have ended, without which there is no row."""
+    trajectories: int = 0  # those that have ended, without which there is no row
     unfinished: int = 0
 
 

@@ -22,10 +22,8 @@ from rich.text import Text
 from fsm_rollout.trajectory.events import AnyEvent, Ended, Generated, Prompted, Resumed, Suspended, Transitioned
 from fsm_rollout.trajectory.trajectory import Trajectory
 
-PLAIN_EVERY = 10.0
-"""Seconds between two lines where there is no terminal."""
-SLOW_AFTER = 2.0
-"""Seconds after which a command says what it is still doing."""
+PLAIN_EVERY = 10.0  # seconds between two lines where there is no terminal
+SLOW_AFTER = 2.0  # seconds after which a command says what it is still doing
 
 
 @contextmanager

@@ -18,8 +18,7 @@ from fsm_rollout.trajectory.journal import JOURNAL
 
 logger = logging.getLogger(__name__)
 
-_PLAIN = re.compile(r"[\w.+-]*")
-"""The values of overrides that can name no code: numbers and words."""
+_PLAIN = re.compile(r"[\w.+-]*")  # the values of overrides that can name no code: numbers and words
 
 
 def recorded_config(

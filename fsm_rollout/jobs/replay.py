@@ -40,6 +40,7 @@ from fsm_rollout.trajectory.events import (
 from fsm_rollout.trajectory.journal import Report, journal_of, metadata
 from fsm_rollout.trajectory.trajectory import Trajectory
 
+# What of each event is the same in two runs that are; other events say when, or what it was worth.
 COMPARED: Mapping[type, tuple[str, ...]] = {
     ContextOpened: ("ids", "context", "messages", "trained", "engine"),
     PromptExtended: ("ids", "context"),
@@ -54,13 +55,11 @@ COMPARED: Mapping[type, tuple[str, ...]] = {
     Transitioned: ("trigger", "source", "dest", "limit", "stop_reason", "spent"),
     Ended: ("stop_reason",),
 }  # fmt: skip
-"""What of each event is the same in two runs that are; other events say when, or what it was worth."""
 BY_TIME = (Trigger.TIMED_OUT, Trigger.CANCELLED)
-AROUND = 60
-"""Characters of a value that is shown where it differs."""
+AROUND = 60  # characters of a value that is shown where it differs
 
+# An event's kind, what is compared of it, and the state and the generation in which it happened.
 Step = tuple[type, dict[str, Any], str, int]
-"""An event's kind, what is compared of it, and the state and the generation in which it happened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +68,8 @@ class Difference:
 
     trajectory_id: str
     state: str
-    turn: int
-    """Generations that had ended before."""
-    token: int | None
-    """The first token of the event that differs, from 0; ``None`` where no tokens differ."""
+    turn: int  # generations that had ended before
+    token: int | None  # the first token of the event that differs, from 0; `None` where no tokens differ
     what: str
 
     def __str__(self) -> str:
@@ -85,8 +82,7 @@ class Difference:
 class Replay:
     """What a replay came to."""
 
-    replayed: int = 0
-    """Trajectories, those of sub-agents among them."""
+    replayed: int = 0  # trajectories, those of sub-agents among them
     differences: list[Difference] = field(default_factory=list)
 
 

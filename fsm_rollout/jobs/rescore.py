@@ -21,8 +21,7 @@ from fsm_rollout.trajectory.events import REWARD, NotScored, Part, Scored
 from fsm_rollout.trajectory.journal import Report, journal_of, metadata
 from fsm_rollout.trajectory.trajectory import Trajectory
 
-SCORES = "scores"
-"""The folder in a run's folder with the files of rescoring."""
+SCORES = "scores"  # the folder in a run's folder with the files of rescoring
 
 
 class Score(msgspec.Struct, kw_only=True):
@@ -31,11 +30,9 @@ class Score(msgspec.Struct, kw_only=True):
     trajectory_id: str
     group_id: str
     sample: int
-    score: float | None
-    """What the new reward gives; ``None`` where it gives none, or fails."""
+    score: float | None  # what the new reward gives; `None` where it gives none, or fails
     parts: dict[str, Part] = {}
-    recorded: float | None
-    """What the run's own reward gave."""
+    recorded: float | None  # what the run's own reward gave
     error: str | None = None
 
 
@@ -105,8 +102,8 @@ def _group_size(recorded: Mapping[str, object]) -> int:
     return size if isinstance(size, int) else 0
 
 
+# By group and sample: a sub-agent's trajectory has the score of the sample that it served.
 Scores = Mapping[tuple[str, int], Score]
-"""By group and sample: a sub-agent's trajectory has the score of the sample that it served."""
 
 
 def read_scores(path: Path) -> Scores:

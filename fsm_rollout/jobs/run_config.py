@@ -36,12 +36,10 @@ from fsm_rollout.scheduler.failure_policy import Failures
 from fsm_rollout.trajectory.config_errors import ConfigPath, explanations
 from fsm_rollout.trajectory.settings import AtLeastOne, FreeForm, ImportPath, Named, Sampling, Seconds, StrictModel
 
+# What gives prompts and is named by one word, with its arguments beside it.
 PROMPT_SOURCES = {"verifiers": "fsm_rollout.environment.verifiers:prompts"}
-"""What gives prompts and is named by one word, with its arguments beside it."""
-ENGINE_PATHS = ("model", "tokenizer", "script", "run")
-"""What of an engine's mapping may be a path."""
-SERVED = "served"
-"""The journal's word for conversations, which are no run's."""
+ENGINE_PATHS = ("model", "tokenizer", "script", "run")  # what of an engine's mapping may be a path
+SERVED = "served"  # the journal's word for conversations, which are no run's
 
 
 class PromptSource(StrictModel):

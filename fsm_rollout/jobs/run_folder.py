@@ -20,8 +20,8 @@ from fsm_rollout.errors import ConfigError
 from fsm_rollout.trajectory.journal import JOURNAL, is_empty, is_journal, trajectory_ids
 
 SUMMARY = "summary.json"
-LOCK = "run.lock"
-"""There while a process writes into the folder; it names that process."""
+LOCK = "run.lock"  # there while a process writes into the folder; it names that process
+# What a run writes into its folder, hence what the next run of that name replaces.
 OWN_FILES = (
     JOURNAL,
     f"{JOURNAL}-wal",
@@ -33,7 +33,6 @@ OWN_FILES = (
     "report.html",
     "trajectories",
 )
-"""What a run writes into its folder, hence what the next run of that name replaces."""
 
 
 @contextmanager

@@ -44,8 +44,8 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
+# Makes the listener that shows a run: from its number of trajectories, and how many of them have ended already.
 Progress = Callable[[int, int], AbstractContextManager[Listener]]
-"""Makes the listener that shows a run: from its number of trajectories, and how many of them have ended already."""
 
 
 def execute(config: RunConfig, progress: Progress, *, replace: bool = False) -> Summary:

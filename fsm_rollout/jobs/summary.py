@@ -18,15 +18,12 @@ from fsm_rollout.report.texts import shortened, visible
 from fsm_rollout.trajectory.enums import FailureClass
 from fsm_rollout.trajectory.trajectory import Trajectory
 
-Summary: TypeAlias = dict[str, Any]
-"""JSON data."""
+Summary: TypeAlias = dict[str, Any]  # JSON data
 
-SHOWN_FROM = 0.005
-"""Seconds from which a time is shown: less would be rounded to 0.00."""
-MOST_FAILURES = 5
-"""Failures of one sort that a run prints."""
+SHOWN_FROM = 0.005  # seconds from which a time is shown: less would be rounded to 0.00
+MOST_FAILURES = 5  # failures of one sort that a run prints
+# What a trajectory's time goes into; its `timing` says `tools` for `tool`.
 PARTS = ("queue", "generate", "tool", "interact", "other")
-"""What a trajectory's time goes into; its ``timing`` says ``tools`` for ``tool``."""
 
 
 def summarize(

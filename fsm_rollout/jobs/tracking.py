@@ -30,8 +30,7 @@ logger = logging.getLogger(__name__)
 
 Figures = Mapping[str, float]
 
-MOST_STEPS = 1_000
-"""Steps of one run: of more groups, several make one step."""
+MOST_STEPS = 1_000  # steps of one run: of more groups, several make one step
 
 
 class Track(StrictModel):

@@ -21,12 +21,10 @@ from fsm_rollout.model import CHECKPOINTS, embedded_model
 from fsm_rollout.trajectory.journal import journal_of, metadata
 
 EMBEDDED = "embedded"
-REPLAYS = 100
-"""A journal whose engine was a replay leads to another journal, so many times at most."""
-PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
-"""Two names of one class in transformers 5."""
+REPLAYS = 100  # a journal whose engine was a replay leads to another journal, so many times at most
+PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")  # two names of one class in transformers 5
+# What transformers reads tokenizers of GGUF files with; it imports torch.
 _GGUF = "transformers.modeling_gguf_pytorch_utils"
-"""What transformers reads tokenizers of GGUF files with; it imports torch."""
 
 
 def model_folder(model: str | Path, base: str | Path = ".") -> Path:
@@ -112,15 +110,12 @@ def _is_plain(folder: Path) -> bool:
 class RecordedEngine(msgspec.Struct, frozen=True, kw_only=True):
     """What a journal says of an engine (``Rollout.description``)."""
 
-    base: str = "."
-    """The folder to which its paths are relative."""
+    base: str = "."  # the folder to which its paths are relative
     kind: str | None = None
     model: str | None = None
     tokenizer: str | None = None
-    run: str | None = None
-    """Of a replay: the run that it replayed."""
-    engine: str = POLICY
-    """Of a replay: which of that run's engines."""
+    run: str | None = None  # of a replay: the run that it replayed
+    engine: str = POLICY  # of a replay: which of that run's engines
     max_context: int | None = None
     eos_ids: list[int] = []
 

@@ -45,8 +45,7 @@ class CallCard:
 class Card:
     """A run of tokens with its messages, or what happened between two of them: a step or a pause."""
 
-    kind: str
-    """``prompt``, ``environment``, ``model``, ``pending`` (messages that entered no tokens), ``step`` or ``pause``."""
+    kind: str  # `prompt`, `environment`, `model`, `pending` (messages that entered no tokens), `step` or `pause`
     state: str
     stream: int = -1
     start: int = 0
@@ -54,19 +53,17 @@ class Card:
     turn: int | None = None
     messages: list[Message] = field(default_factory=list)
     guarded: int = 0
+    # Whether it is unknown where its guarded markers stand: older journals hold their number only.
     unplaced: bool = False
-    """Whether it is unknown where its guarded markers stand: older journals hold their number only."""
     generated: Generated | None = None
     calls: list[CallCard] = field(default_factory=list)
     scores: list[tuple[float, str]] = field(default_factory=list)
     interacted: float | None = None
     step: Transitioned | None = None
-    pause: str | None = None
-    """Why it was suspended, or when it was resumed."""
+    pause: str | None = None  # why it was suspended, or when it was resumed
+    # Whether it is a prompt from which nothing was sampled: more was said first, and the next stream has it all.
     abandoned: bool = False
-    """Whether it is a prompt from which nothing was sampled: more was said first, and the next stream has it all."""
-    queries: list[ModelQueried] = field(default_factory=list)
-    """What the environment asked other models after it."""
+    queries: list[ModelQueried] = field(default_factory=list)  # what the environment asked other models after it
 
     @property
     def who(self) -> str:
@@ -101,15 +98,12 @@ class _Dealer:
         self.stream_of: dict[str, int] = {}
         self.lengths: list[int] = []
         self.pending: defaultdict[str, list[Message]] = defaultdict(list)
-        self.writers: dict[str, str] = {}
-        """The state that wrote the first of a context's pending messages."""
-        self.generation_of: dict[str, Card] = {}
-        """The latest generation of each context."""
+        self.writers: dict[str, str] = {}  # the state that wrote the first of a context's pending messages
+        self.generation_of: dict[str, Card] = {}  # the latest generation of each context
         self.generations: dict[int, Card] = {}
         self.turn = 0
         self.state = "?"
-        self.latest: Card | None = None
-        """The latest generation of any context."""
+        self.latest: Card | None = None  # the latest generation of any context
         for event in recording.events:
             self._take(event)
         for context, messages in self.pending.items():

@@ -19,8 +19,7 @@ from fsm_rollout.report.recording import Recording, kind_of_end
 from fsm_rollout.report.texts import number, percent
 from fsm_rollout.report.times import BUSY, Clock, Kind, Stretch, wall_seconds
 
-BINS = 120
-"""Points of a course over time."""
+BINS = 120  # points of a course over time
 BARS = 24
 _DOING: dict[Kind, str] = {
     "queue": "waiting for the engine",
@@ -42,8 +41,7 @@ class Line:
         self.ending = recording.ending
         self.kind = kind_of_end(recording.ending)
         self.detail = trajectory.detail
-        self.failure = trajectory.failure
-        """Whose fault its end was, if it failed."""
+        self.failure = trajectory.failure  # whose fault its end was, if it failed
         self.score = trajectory.score
         self.messages = sum(map(turns_of, trajectory.streams))
         self.generations = trajectory.generations
@@ -52,22 +50,18 @@ class Line:
         self.calls = trajectory.calls_seen
         self.failures = trajectory.calls_failed
         self.bad_calls = trajectory.bad_calls
-        self.resumed = trajectory.resumptions
-        """How often it was suspended, or cut off, and resumed."""
+        self.resumed = trajectory.resumptions  # how often it was suspended, or cut off, and resumed
         self.versions = recording.versions
         self.start = trajectory.started_at
+        # Its end, or the latest event.
         self.end = recording.events[-1].at if trajectory.ended_at is None else trajectory.ended_at
-        """Its end, or the latest event."""
-        self.seconds = times.totals()
-        """By kind: for how long at least one such thing was under way."""
+        self.seconds = times.totals()  # by kind: for how long at least one such thing was under way
         self.longest = max(times.of(*BUSY), key=lambda stretch: stretch.seconds, default=None)
-        self.busy = wall_seconds(times.of(*BUSY))
-        """Seconds in which any such thing was under way."""
+        self.busy = wall_seconds(times.of(*BUSY))  # seconds in which any such thing was under way
         away = Clock((stretch.start, stretch.end) for stretch in times.of("away"))
+        # When it was under way: from its start to its end without the times for which it was suspended.
         self.lives = tuple(away.runs(self.start, self.end))
-        """When it was under way: from its start to its end without the times for which it was suspended."""
-        self.wall = sum(end - start for start, end in self.lives)
-        """Seconds for which it was under way."""
+        self.wall = sum(end - start for start, end in self.lives)  # seconds for which it was under way
 
     @property
     def away(self) -> float:
@@ -108,10 +102,8 @@ class ReplicaUse:
     name: str
     generations: int
     tokens: int
-    busy: float
-    """Seconds in which at least one generation was under way on it."""
-    queued: float
-    """Seconds that its generations waited before, all together."""
+    busy: float  # seconds in which at least one generation was under way on it
+    queued: float  # seconds that its generations waited before, all together
     throughput: list[float]
     under_way: list[float]
 
@@ -132,8 +124,7 @@ class Figures:
         self.lines: list[Line] = []
         self.tools: dict[str, ToolUse] = {}
         self.generations: list[Stretch] = []
-        self.queued: defaultdict[str, float] = defaultdict(float)
-        """Seconds that generations waited, by replica."""
+        self.queued: defaultdict[str, float] = defaultdict(float)  # seconds that generations waited, by replica
         for recording in recordings:
             self.add(recording)
 

@@ -22,21 +22,17 @@ from fsm_rollout.report.pages import render_template
 from fsm_rollout.report.recording import Recording
 from fsm_rollout.report.texts import percent
 
-SCORE_STEPS = 5
-"""Colours on the scale of scores, 0 the lowest."""
+SCORE_STEPS = 5  # colours on the scale of scores, 0 the lowest
 ORDERS_SHOWN = 6
-WIDEST = 5.0
-"""Points of an edge that is always taken."""
+WIDEST = 5.0  # points of an edge that is always taken
 
-SMALLEST = 0.5
-"""How far a picture is shrunk to fit: its text can still be read."""
+SMALLEST = 0.5  # how far a picture is shrunk to fit: its text can still be read
+# CSS pixels of a picture from left to right; what would be wider is drawn from top to bottom, as pages are read.
 WIDE = 1600
-"""CSS pixels of a picture from left to right; what would be wider is drawn from top to bottom, as pages are read."""
-_POINT = 4 / 3
-"""CSS pixels."""
+_POINT = 4 / 3  # CSS pixels
 
+# Source, trigger, dest, and the place in `transitions`; `None` where it stands in no list.
 _Key = tuple[str, str, str, int | None]
-"""Source, trigger, dest, and the place in ``transitions``; ``None`` where it stands in no list."""
 
 
 @dataclass(slots=True)
@@ -46,12 +42,10 @@ class Edge:
     source: str
     trigger: str
     dest: str
+    # The transition's conditions, where others lead from the same state by the same trigger to the same place.
     conditions: str = ""
-    """The transition's conditions, where others lead from the same state by the same trigger to the same place."""
-    shared: bool = False
-    """Whether its transition leaves any state, and there are many: drawn where it was taken only."""
-    order: list[int] = field(default_factory=list)
-    """The steps (1, 2, …) of the first trajectory that took it."""
+    shared: bool = False  # whether its transition leaves any state, and there are many: drawn where it was taken only
+    order: list[int] = field(default_factory=list)  # the steps (1, 2, …) of the first trajectory that took it
     count: int = 0
     scored: int = 0
     score_sum: float = 0.0
@@ -70,8 +64,7 @@ class Flow:
         self.visits: Counter[str] = Counter()
         self.trajectories = 0
         self._edges: dict[_Key, Edge] = {}
-        self._rows: defaultdict[tuple[str, str, str], list[_Key]] = defaultdict(list)
-        """The transitions of each triple."""
+        self._rows: defaultdict[tuple[str, str, str], list[_Key]] = defaultdict(list)  # the transitions of each triple
         self._states: dict[str, None] = dict.fromkeys(graph.states if graph is not None else ())
         self._departures: Counter[str] = Counter()
         if graph is not None:

@@ -11,8 +11,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
 
-LONGEST = 8
-"""Items of a sequence that is looked for again right behind it."""
+LONGEST = 8  # items of a sequence that is looked for again right behind it
 
 
 @dataclass(frozen=True, slots=True)

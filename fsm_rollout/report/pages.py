@@ -33,11 +33,9 @@ from fsm_rollout.report.recording import kind_of_end
 from fsm_rollout.report.texts import as_json, duration, folded, number, percent, replica_name, visible
 
 TEMPLATES = Path(__file__).parent / "page"
-PAGES = "trajectories"
-"""The folder, in a run's folder, of trajectory pages that a report links to."""
+PAGES = "trajectories"  # the folder, in a run's folder, of trajectory pages that a report links to
 REPORT = "report.html"
-LONGEST_NAME = 150
-"""Characters of a page's name; file systems take 255 in all."""
+LONGEST_NAME = 150  # characters of a page's name; file systems take 255 in all
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -91,8 +89,7 @@ class Links:
 
     folder: Path
     page: Path
-    planned: Collection[Path] = ()
-    """Pages that are being written along with this one."""
+    planned: Collection[Path] = ()  # pages that are being written along with this one
 
     def to(self, trajectory_id: str) -> str | None:
         """Return the relative URL of a trajectory's page; ``None`` where it has none."""

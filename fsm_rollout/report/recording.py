@@ -29,8 +29,7 @@ from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 MOST_NOTES = 50
-OPEN = ("suspended", "unfinished")
-"""What a page calls a trajectory that has no stop reason."""
+OPEN = ("suspended", "unfinished")  # what a page calls a trajectory that has no stop reason
 _OUTCOMES = [*map(Outcome, IMPLICIT_TRIGGERS), Outcome(Trigger.FAILED, error="PromptTooLong")]
 _CUT = {outcome.stop_reason.partition(":")[0] for outcome in _OUTCOMES}
 
@@ -117,12 +116,9 @@ class RunFolder:
     journal: Path
     agents: Mapping[str, AgentGraph]
     config: Mapping[str, Any]
-    metadata: Mapping[str, Any]
-    """What the journal holds about the run."""
-    summary: Mapping[str, Any] | None
-    """``None`` while the run is going on, or when it was cut off."""
-    notes: list[str] = field(default_factory=list)
-    """What could not be read, in words for the reader of a page."""
+    metadata: Mapping[str, Any]  # what the journal holds about the run
+    summary: Mapping[str, Any] | None  # `None` while the run is going on, or when it was cut off
+    notes: list[str] = field(default_factory=list)  # what could not be read, in words for the reader of a page
     _texts: dict[str, TokenTexts | None] = field(default_factory=dict)
     _ids: list[str] | None = None
 

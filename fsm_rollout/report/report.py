@@ -23,15 +23,11 @@ from fsm_rollout.report.trajectory import page_of_run
 TAIL = 8
 GROUPS_SHOWN = 30
 SCORES_SHOWN = 64
-MOST_SOLVED = 16
-"""Scores of a group up to which every number of solved ones has a bar, also one that no group has."""
-FLATS_SHOWN = 6
-"""Different scores of groups without spread that are named."""
-WORTH_A_PAGE = 3
-"""How many of the slowest, the best and the worst get a page of their own at the end of a run."""
+MOST_SOLVED = 16  # scores of a group up to which every number of solved ones has a bar, also one that no group has
+FLATS_SHOWN = 6  # different scores of groups without spread that are named
+WORTH_A_PAGE = 3  # how many of the slowest, the best and the worst get a page of their own at the end of a run
 NO_PAGE = "It has no page. A click says which command makes one."
-FAILURES_SHOWN = 3
-"""Different messages of one kind of failure that are shown."""
+FAILURES_SHOWN = 3  # different messages of one kind of failure that are shown
 
 
 def write_report(folder: str | Path, out: str | Path | None = None, *, pages: bool = False) -> Path:
@@ -178,10 +174,8 @@ class _End:
     kind: EndKind
     count: int
     share: float
-    score: float | None
-    """The mean of those that have one."""
-    failures: Sequence[Line]
-    """Of failures, the first with each of the first few messages."""
+    score: float | None  # the mean of those that have one
+    failures: Sequence[Line]  # of failures, the first with each of the first few messages
 
 
 def _ends(lines: Sequence[Line]) -> list[_End]:
@@ -259,8 +253,7 @@ class _Column:
 
     name: str
     value: Callable[[Line], object]
-    digits: int | None = None
-    """Behind the point, of numbers."""
+    digits: int | None = None  # behind the point, of numbers
 
 
 def _columns(lines: Sequence[Line]) -> list[_Column]:

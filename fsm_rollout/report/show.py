@@ -29,10 +29,8 @@ from fsm_rollout.report.trace import trace
 from fsm_rollout.report.trajectory import ending_of, page_of_run
 
 ROWS = 20
-WIDE = 120
-"""Columns of a terminal in which a table of all there is to say can be read."""
-TOKENS_SHOWN = 160
-"""Tokens of one card; the first half and the last."""
+WIDE = 120  # columns of a terminal in which a table of all there is to say can be read
+TOKENS_SHOWN = 160  # tokens of one card; the first half and the last
 TEXT_SHOWN = 200
 
 

@@ -18,16 +18,11 @@ from fsm_rollout.trajectory.tokens import TokenStream
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-GOES_ON = "⋯"
-"""Shown for a token that only finishes the character of the token before it."""
-LONG = 240
-"""Characters of a message that stand where there is more to be seen than it."""
-SMALLEST = 1e-6
-"""Numbers closer to 0 are written with an exponent."""
-_LONGEST_CHARACTER = 4
-"""Bytes of the longest character in UTF-8, hence the most tokens that one can be spread over."""
-_ONE_LINE = 100
-"""Characters of JSON that stand on one line."""
+GOES_ON = "⋯"  # shown for a token that only finishes the character of the token before it
+LONG = 240  # characters of a message that stand where there is more to be seen than it
+SMALLEST = 1e-6  # numbers closer to 0 are written with an exponent
+_LONGEST_CHARACTER = 4  # bytes of the longest character in UTF-8, hence the most tokens that one can be spread over
+_ONE_LINE = 100  # characters of JSON that stand on one line
 
 _HIDDEN = re.compile(
     "[\x00-\x1f\x7f-\x9f\u00ad\u034f\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
@@ -113,8 +108,8 @@ class TokenTexts:
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_vocab()
+        # The added tokens, special or not: what text of the environment must not be able to write.
         self.markers: Mapping[int, str] = {id_: text for text, id_ in added.items() if text.strip()}
-        """The added tokens, special or not: what text of the environment must not be able to write."""
 
     def vocabulary(self, ids: Iterable[int]) -> dict[int, str]:
         """Return the text of each different id, as it stands (not made visible)."""

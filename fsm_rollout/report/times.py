@@ -27,10 +27,9 @@ from fsm_rollout.trajectory.events import (
 from fsm_rollout.trajectory.wall_time import covered
 
 Kind = Literal["queue", "generate", "tool", "interact", "away"]
+# `away`: from the last event before the trajectory was suspended until it was resumed.
 KINDS: tuple[Kind, ...] = ("queue", "generate", "tool", "interact", "away")
-"""``away``: from the last event before the trajectory was suspended until it was resumed."""
-BUSY = KINDS[:-1]
-"""What a trajectory's time goes into while it is under way."""
+BUSY = KINDS[:-1]  # what a trajectory's time goes into while it is under way
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +66,9 @@ class TimedVisit:
 class Times:
     """What took how long."""
 
+    # All waiting, sampling, tool calling, interacting and being away, in the order in which it ended.
     stretches: tuple[Stretch, ...] = ()
-    """All waiting, sampling, tool calling, interacting and being away, in the order in which it ended."""
-    visits: tuple[TimedVisit, ...] = ()
-    """The visits, in order; a final state's lasts no time."""
+    visits: tuple[TimedVisit, ...] = ()  # the visits, in order; a final state's lasts no time
 
     def of(self, *kinds: Kind) -> list[Stretch]:
         """Return the stretches of some kinds."""

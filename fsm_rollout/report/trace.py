@@ -18,10 +18,9 @@ from fsm_rollout.report.recording import Recording
 from fsm_rollout.report.texts import replica_name
 from fsm_rollout.report.times import Stretch, packed
 
-TRAJECTORIES = 1
-"""Process number of the trajectories; the replicas' follow."""
+TRAJECTORIES = 1  # process number of the trajectories; the replicas' follow
+# Thread numbers apart from one replica to the next: viewers take some numbers (0, a process's own) for special.
 LANES = 100_000
-"""Thread numbers apart from one replica to the next: viewers take some numbers (0, a process's own) for special."""
 
 TraceEvent = dict[str, object]
 
@@ -46,8 +45,7 @@ class _Span:
     name: str
     start: float
     end: float
-    rank: int
-    """Which of those that begin together lies around the others: the lowest."""
+    rank: int  # which of those that begin together lies around the others: the lowest
     args: dict[str, object]
 
 

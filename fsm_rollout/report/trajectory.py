@@ -30,17 +30,13 @@ from fsm_rollout.trajectory.stream import BRANCH, FURTHER
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 Item = TypeVar("Item", Stretch, TimedVisit)
-Texts = Callable[[str], TokenTexts | None]
-"""Gives the token texts of an engine, by its name."""
-BLOCKS_SHOWN = 60
-"""Steps of the path that are listed, repeated ones folded; the picture has them all."""
-TURN_LENGTH = 90
-"""Characters of a turn that the index of turns says."""
+Texts = Callable[[str], TokenTexts | None]  # gives the token texts of an engine, by its name
+BLOCKS_SHOWN = 60  # steps of the path that are listed, repeated ones folded; the picture has them all
+TURN_LENGTH = 90  # characters of a turn that the index of turns says
 TICKS = 5
+# The id of a prompt's own trajectory; a sub-agent's ends in its tool's name and a number.
 _SAMPLE = re.compile(r".*/\d+(~\d+)?", re.DOTALL)
-"""The id of a prompt's own trajectory; a sub-agent's ends in its tool's name and a number."""
-GIST = 240
-"""Characters of what was asked and answered that stand at the top."""
+GIST = 240  # characters of what was asked and answered that stand at the top
 NO_EVENTS = (
     "made from the trajectory alone: its path, its tool calls and its times are in the journal only "
     "(rollout.page(trajectory) finds them there, and the tokens' texts)"
@@ -238,10 +234,8 @@ class Lane:
 
     state: str
     visits: list[TimedVisit]
-    stretches: list[tuple[Stretch, int]]
-    """Those that overlap are in different rows."""
-    marks: list[tuple[Stretch, float]]
-    """For how long it was suspended, and where that stands in the lane."""
+    stretches: list[tuple[Stretch, int]]  # those that overlap are in different rows
+    marks: list[tuple[Stretch, float]]  # for how long it was suspended, and where that stands in the lane
 
     @property
     def rows(self) -> int:
@@ -259,10 +253,8 @@ class Lanes:
     """A trajectory's time from 0 to ``seconds``, without that for which it was suspended: there stands a mark."""
 
     seconds: float
-    lanes: list[Lane]
-    """One per state that took time."""
-    totals: dict[str, float]
-    """Seconds by kind of stretch, where there are any."""
+    lanes: list[Lane]  # one per state that took time
+    totals: dict[str, float]  # seconds by kind of stretch, where there are any
     ticks: int = TICKS
 
     @property

@@ -33,6 +33,7 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 
 # -- whose fault an error is ------------------------------------------------------------------------------------------
 
+# The first class in the error's MRO that is named here decides.
 CLASSES: Mapping[type[BaseException], FailureClass] = {
     ReplicaLost: FailureClass.INFRASTRUCTURE,
     PromptTooLong: FailureClass.DATA,
@@ -43,13 +44,12 @@ CLASSES: Mapping[type[BaseException], FailureClass] = {
     JournalError: FailureClass.INFRASTRUCTURE,
     MemoryError: FailureClass.INFRASTRUCTURE,
 }
-"""The first class in the error's MRO that is named here decides."""
 
+# Whose fault a timeout is, by the limit that the state's handler spends; else the environment's.
 WAITED_FOR: Mapping[str | None, FailureClass] = {
     LimitName.ASSISTANT_TURNS: FailureClass.POLICY,
     LimitName.TOOL_CALLS: FailureClass.TOOL,
 }
-"""Whose fault a timeout is, by the limit that the state's handler spends; else the environment's."""
 
 
 def class_of(error: BaseException) -> FailureClass:
@@ -68,8 +68,7 @@ def class_of_timeout(spends: str | None) -> FailureClass:
 # -- what becomes of it -----------------------------------------------------------------------------------------------
 
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-AGAIN = ("retry", "elsewhere")
-"""What a class does whose samples are begun anew."""
+AGAIN = ("retry", "elsewhere")  # what a class does whose samples are begun anew
 
 
 class PolicyFailures(StrictModel):
@@ -212,10 +211,10 @@ def failures_of(settings: Mapping[str, object]) -> Failures:
         raise ConfigError([Problem(f"failures: {message}") for _, message in explanations(error, Failures)]) from error
 
 
+# Generations are tried again, samples are not; a run goes on whatever fails.
 ENDS = Failures(
     engine=EngineFailures(repeats=0), infrastructure=InfrastructureFailures(repeats=0), breaker=None, stall_seconds=None
 )
-"""Generations are tried again, samples are not; a run goes on whatever fails."""
 
 
 def is_the_policys(trajectory: Trajectory) -> bool:
@@ -230,8 +229,8 @@ class Watch:
         self._failures = failures
         breaker = failures.breaker
         self._latest: deque[Trajectory] = deque(maxlen=breaker.window if breaker is not None else 0)
+        # Why the reward failed, of the latest trajectories that it was asked about.
         self._judged: deque[str | None] = deque(maxlen=self._latest.maxlen)
-        """Why the reward failed, of the latest trajectories that it was asked about."""
 
     def note(self, trajectory: Trajectory) -> RunStopped | None:
         """Take an attempt that has ended in, and return why the run is to stop, if it is."""

@@ -25,8 +25,7 @@ class Recorder:
     def __init__(self, journal: Journal | None, listeners: Sequence[Listener]) -> None:
         self.journal = journal
         self.listeners = tuple(listeners)
-        self._stalls: StallWatch | None = None
-        """Watches the present run."""
+        self._stalls: StallWatch | None = None  # watches the present run
 
     @contextmanager
     def watched(self, seconds: float | None, waits: Callable[[], Sequence[str]]) -> Iterator[None]:

@@ -28,8 +28,7 @@ from fsm_rollout.trajectory.enums import FinishReason
 if TYPE_CHECKING:
     from fsm_rollout.engines.protocol import Weights
 
-MOST_UNSENT = 32
-"""So many requests wait at most for others of the same pass of the event loop."""
+MOST_UNSENT = 32  # so many requests wait at most for others of the same pass of the event loop
 
 
 @dataclass(slots=True)

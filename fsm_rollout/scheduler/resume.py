@@ -20,8 +20,8 @@ from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.settings import Limits, Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
 
+# A trajectory as it stood: the object itself, or its events as a journal has them (`journal.histories`).
 History = Trajectory | Sequence[AnyEvent]
-"""A trajectory as it stood: the object itself, or its events as a journal has them (``journal.histories``)."""
 
 
 def resumed_groups(

@@ -35,8 +35,8 @@ class RunAgents:
         sampling: Sampling,
         failures: Failures,
     ) -> None:
+        # By the identity of their graphs, which are immutable and outlive the run.
         self._bound: dict[int, RunnableAgent] = {}
-        """By the identity of their graphs, which are immutable and outlive the run."""
 
         def bind(graph: AgentGraph) -> RunnableAgent:
             for tool in graph.tools.values():
@@ -46,10 +46,10 @@ class RunAgents:
                 self._bound[id(graph)] = RunnableAgent(graph, clients, sampling, failures)
             return self._bound[id(graph)]
 
+        # Those that prompts choose from.
         self.by_name: Mapping[str, RunnableAgent] = {name: bind(graph) for name, graph in graphs.items()}
-        """Those that prompts choose from."""
+        # The agents for which it was logged that prompts replace their system messages.
         self._replaced: set[str] = set()
-        """The agents for which it was logged that prompts replace their system messages."""
 
     @property
     def all(self) -> Collection[RunnableAgent]:
@@ -91,8 +91,7 @@ class RunAgents:
         """
         problems: list[Problem] = []
         seen: set[str] = set()
-        with_system: dict[str, list[str]] = {}
-        """The prompts that have a system message of their own, by agent."""
+        with_system: dict[str, list[str]] = {}  # the prompts that have a system message of their own, by agent
         for index, prompt in enumerate(prompts):
             group_id = prompt.prompt_id or str(index)
             if group_id in seen:

@@ -27,8 +27,8 @@ class PromptQueue(Iterator[Prompt]):
     def __init__(self) -> None:
         self._prompts: deque[Prompt] = deque()
         self._closed = False
+        # Called when there is something to take, or never will be again.
         self.on_change: Callable[[], object] = lambda: None
-        """Called when there is something to take, or never will be again."""
 
     def put(self, prompt: Prompt) -> None:
         """Let the run begin one more prompt."""
@@ -67,37 +67,27 @@ class RunState:
     max_filtered: InitVar[float | None]
     deliver_at_end: bool
     slots: asyncio.Semaphore
-    carried: frozenset[str]
-    """The groups that earlier runs carried over."""
-    watch: Watch
-    """Counts what has failed in it, and says when that is too much."""
-    max_groups: float = math.inf
-    """At most so many groups are open, done or delivered (dropped ones do not count)."""
-    most_filtered: float = math.inf
-    """At most so many groups may be turned down by the filter."""
+    carried: frozenset[str]  # the groups that earlier runs carried over
+    watch: Watch  # counts what has failed in it, and says when that is too much
+    max_groups: float = math.inf  # at most so many groups are open, done or delivered (dropped ones do not count)
+    most_filtered: float = math.inf  # at most so many groups may be turned down by the filter
     feeder: asyncio.Task[None] = field(init=False)
+    # Groups resumed in this run whose prompt has not been read yet.
     resumed: dict[str, Group] = field(default_factory=dict)
-    """Groups resumed in this run whose prompt has not been read yet."""
-    prompt_ids: set[str] = field(default_factory=set)
-    """The ids of the prompts that have been read, and of their groups."""
-    counted: set[str] = field(default_factory=set)
-    """The groups that were delivered and count."""
-    filtered: int = 0
-    """How many groups the filter has turned down."""
-    exhausted: bool = False
-    """Whether there are no further prompts."""
+    prompt_ids: set[str] = field(default_factory=set)  # the ids of the prompts that have been read, and of their groups
+    counted: set[str] = field(default_factory=set)  # the groups that were delivered and count
+    filtered: int = 0  # how many groups the filter has turned down
+    exhausted: bool = False  # whether there are no further prompts
+    # The error that the run is to raise, because too much has failed or was turned down.
     stopped_by: RunStopped | TargetNotReached | None = None
-    """The error that the run is to raise, because too much has failed or was turned down."""
+    # How the run's end stops what still runs: set aside (`CARRIED`), cancelled or interrupted; `None` before. What
+    # `Scheduler.stop` asks for is in `Scheduler.stopping`: the run goes on, and its groups come back.
     stop: Stop | None = None
-    """How the run's end stops what still runs: set aside (:data:`CARRIED`), cancelled or interrupted; ``None`` before.
-
-    What :meth:`Scheduler.stop` asks for is in ``Scheduler.stopping``: the run goes on, and its groups come back."""
+    # Whether the caller takes no more groups: it has had the last one, or has closed the iterator.
     closing: bool = False
-    """Whether the caller takes no more groups: it has had the last one, or has closed the iterator."""
-    scoring: set[asyncio.Task[None]] = field(default_factory=set)
-    """The tasks that score groups."""
+    scoring: set[asyncio.Task[None]] = field(default_factory=set)  # the tasks that score groups
+    # Set when something has changed that `until` may wait for.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when something has changed that :meth:`until` may wait for."""
 
     def __post_init__(self, over_sample: float, max_filtered: float | None) -> None:
         """Check the arguments."""

@@ -35,12 +35,9 @@ class SampleRunner:
     """Runs the samples of a scheduler."""
 
     def __init__(self, starter: TrajectoryStarter, staleness: Staleness, failures: Failures) -> None:
-        self.workers: Workers | None = None
-        """Who runs trajectories, if that is not to be done here."""
-        self.running: dict[str, ActiveTrajectory] = {}
-        """The trajectories of samples that run, by id."""
-        self.stopping: Stop | None = None
-        """How :meth:`stop` has all trajectories stopped, until the next run."""
+        self.workers: Workers | None = None  # who runs trajectories, if that is not to be done here
+        self.running: dict[str, ActiveTrajectory] = {}  # the trajectories of samples that run, by id
+        self.stopping: Stop | None = None  # how `stop` has all trajectories stopped, until the next run
         self._starter = starter
         self._staleness = staleness
         self._failures = failures

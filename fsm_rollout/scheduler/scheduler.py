@@ -66,8 +66,8 @@ logger = logging.getLogger(__name__)
 
 OVER_SAMPLE = 1.5
 MAX_RESTARTS = 3
+# Groups that the filter may turn down, per group of the target; fewer than one in 33 is then worth training on.
 MAX_FILTERED = 32.0
-"""Groups that the filter may turn down, per group of the target; fewer than one in 33 is then worth training on."""
 
 
 class Scheduler:
@@ -121,25 +121,20 @@ class Scheduler:
             validate=validate,
         )
         self.samples = SampleRunner(self.starter, self.staleness, failures)
-        self.groups: dict[str, Group] = {}
-        """All groups that have not been delivered, by id."""
+        self.groups: dict[str, Group] = {}  # all groups that have not been delivered, by id
+        # Held while weights change, and while it is checked whether what is delivered is too old for them.
         self.changing = asyncio.Lock()
-        """Held while weights change, and while it is checked whether what is delivered is too old for them."""
+        # Groups to open before those of further prompts: carried over by an earlier run, or resumed.
         self._waiting: deque[Group] = deque()
-        """Groups to open before those of further prompts: carried over by an earlier run, or resumed."""
-        self._open: dict[str, Group] = {}
-        """Groups that run or are scored."""
+        self._open: dict[str, Group] = {}  # groups that run or are scored
+        # The samples of open groups that have still to begin, or to go on.
         self._to_start: deque[tuple[Group, int]] = deque()
-        """The samples of open groups that have still to begin, or to go on."""
-        self._done: deque[Group] = deque()
-        """Groups that can be delivered."""
+        self._done: deque[Group] = deque()  # groups that can be delivered
+        # Groups that were delivered and are not marked yet: the caller has not asked for more.
         self._delivered: list[str] = []
-        """Groups that were delivered and are not marked yet: the caller has not asked for more."""
-        self._with_caller: WeakSet[Group] = WeakSet()
-        """Groups that were delivered and that the caller still holds."""
+        self._with_caller: WeakSet[Group] = WeakSet()  # groups that were delivered and that the caller still holds
         self._run: RunState | None = None
-        self._prompts = 0
-        """How many prompts were taken so far."""
+        self._prompts = 0  # how many prompts were taken so far
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Check that prompts fit the run's agents and its reward.

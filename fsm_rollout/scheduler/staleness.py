@@ -26,12 +26,9 @@ class Staleness:
         ConfigError: a number is negative.
     """
 
-    most: int | None
-    """How many weight versions a trained token may be behind; ``None`` is no bound."""
-    restarts: int
-    """How often a sample is begun anew."""
-    version: Callable[[], int]
-    """Returns the version of the policy's weights."""
+    most: int | None  # how many weight versions a trained token may be behind; `None` is no bound
+    restarts: int  # how often a sample is begun anew
+    version: Callable[[], int]  # returns the version of the policy's weights
 
     def __post_init__(self) -> None:
         """Check the numbers."""

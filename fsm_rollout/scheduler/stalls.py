@@ -17,8 +17,7 @@ from fsm_rollout.trajectory.enums import LimitName
 
 logger = logging.getLogger(__name__)
 
-MOST = 8
-"""So many waits are named."""
+MOST = 8  # so many waits are named
 
 
 class StallWatch:
@@ -32,8 +31,7 @@ class StallWatch:
     def __init__(self, seconds: float, waits: Callable[[], Sequence[str]]) -> None:
         self._seconds = seconds
         self._waits = waits
-        self._heard = False
-        """Whether anything has happened since the timer was set."""
+        self._heard = False  # whether anything has happened since the timer was set
         self._timer: asyncio.TimerHandle | None = None
 
     def event(self) -> None:

@@ -35,8 +35,7 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
-_logged: WeakSet[type[State]] = WeakSet()
-"""Handlers of which a warning was logged."""
+_logged: WeakSet[type[State]] = WeakSet()  # handlers of which a warning was logged
 
 
 class RunnableAgent(BoundAgent):

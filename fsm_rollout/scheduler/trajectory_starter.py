@@ -51,12 +51,11 @@ class TrajectoryStarter:
         validate: bool = False,
     ) -> None:
         self.agents = agents
-        self.run_number = -1
-        """The number of the present or latest run, from 0."""
+        self.run_number = -1  # the number of the present or latest run, from 0
+        # Recorded events by trajectory, from which tools, users and judges answer when a run is run again.
         self.replayed: Mapping[str, Sequence[AnyEvent]] | None = None
-        """Recorded events by trajectory, from which tools, users and judges answer when a run is run again."""
+        # The user who answers live, in place of interactions; not in the trajectories of workers.
         self.live_user: LiveUser | None = None
-        """The user who answers live, in place of interactions; not in the trajectories of workers."""
         self._record = record
         self._report_mismatch = report_mismatch
         self._version = version

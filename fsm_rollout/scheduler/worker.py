@@ -51,17 +51,12 @@ class WorkerSetup:
     sampling: Sampling
     validate: bool
     failures: Failures
-    concurrency: int = 1024
-    """How many trajectories may run in it at a time."""
-    count: int = 1
-    """How many workers there are: they share the slots of a tool with ``concurrency``."""
-    folders: Sequence[str] = ()
-    """Where ``module:name`` is looked for too."""
+    concurrency: int = 1024  # how many trajectories may run in it at a time
+    count: int = 1  # how many workers there are: they share the slots of a tool with `concurrency`
+    folders: Sequence[str] = ()  # where `module:name` is looked for too
     log_level: int = logging.WARNING
-    now: float = 0.0
-    """What the run's clock said when this was sent."""
-    remote: bool = False
-    """Whether the worker may be on another machine, and sets its clock by the run's."""
+    now: float = 0.0  # what the run's clock said when this was sent
+    remote: bool = False  # whether the worker may be on another machine, and sets its clock by the run's
 
 
 class HandedTrajectories(TrajectoryStarter):
@@ -77,14 +72,13 @@ class HandedTrajectories(TrajectoryStarter):
             agent.toolbox.share = setup.count
         self.clients = clients
         self._link = link
+        # What runs here or is kept open, sub-agents' among them, by trajectory id.
         self._lives: dict[str, ActiveTrajectory] = {}
-        """What runs here or is kept open, sub-agents' among them, by trajectory id."""
+        # The groups (as far as they are here) of samples that were set aside and may come back.
         self._kept: dict[str, Group] = {}
-        """The groups (as far as they are here) of samples that were set aside and may come back."""
+        # Numbers of the entries of chat templates' caches, by which the run knows them.
         self._entries: dict[object, int] = {}
-        """Numbers of the entries of chat templates' caches, by which the run knows them."""
-        self._told: dict[str, int] = {}
-        """How many entries of a trajectory were told."""
+        self._told: dict[str, int] = {}  # how many entries of a trajectory were told
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, trajectory: Trajectory, agent: str, prompt: Prompt, n: int, children: list[Trajectory]) -> None:
@@ -188,8 +182,7 @@ class Worker:
 
     def __init__(self, link: Link, trajectories: HandedTrajectories) -> None:
         self.trajectories = trajectories
-        self.gone = asyncio.Event()
-        """Set when the run is over, or nobody is there any more."""
+        self.gone = asyncio.Event()  # set when the run is over, or nobody is there any more
         self._tasks: set[asyncio.Task[None]] = set()
         link.receive, link.lost = self._receive, self.gone.set
         link.send("ready")

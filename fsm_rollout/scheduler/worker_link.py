@@ -23,10 +23,8 @@ import msgspec
 
 logger = logging.getLogger(__name__)
 
-Receive = Callable[..., None]
-"""Is called with the parts of each message."""
-MOST_UNSENT = 64
-"""So many messages wait at most for others of the same pass of the event loop."""
+Receive = Callable[..., None]  # is called with the parts of each message
+MOST_UNSENT = 64  # so many messages wait at most for others of the same pass of the event loop
 _SIZE = struct.Struct("<Q")
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[tuple[Any, ...]]).decode

@@ -27,8 +27,7 @@ from fsm_rollout.scheduler.worker_pool import Connection
 
 WorkerPlacement = Literal["local", "ray"]
 SECRET_BYTES = 32
-CONNECT_SECONDS = 60.0
-"""How long an actor of Ray may take to start and to call back."""
+CONNECT_SECONDS = 60.0  # how long an actor of Ray may take to start and to call back
 
 
 async def start_process(setup: WorkerSetup) -> Connection:

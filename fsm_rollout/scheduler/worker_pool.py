@@ -34,13 +34,10 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
-START_SECONDS = 120.0
-"""How long a worker may take to start: it imports what its agents name."""
+START_SECONDS = 120.0  # how long a worker may take to start: it imports what its agents name
 LOG_AFTER = 2.0
-CLOSE_SECONDS = 10.0
-"""How long workers may take to release what is open, once they are dismissed."""
-MOST_DEATHS = 20
-"""So many workers may die one after the other without one trajectory coming to its end in between."""
+CLOSE_SECONDS = 10.0  # how long workers may take to release what is open, once they are dismissed
+MOST_DEATHS = 20  # so many workers may die one after the other without one trajectory coming to its end in between
 
 
 @dataclass(slots=True)
@@ -51,8 +48,7 @@ class Connection:
     kill: Callable[[], None]
 
 
-Connect = Callable[[WorkerSetup], Awaitable[Connection]]
-"""Starts a worker."""
+Connect = Callable[[WorkerSetup], Awaitable[Connection]]  # starts a worker
 
 
 @dataclass(slots=True)
@@ -61,10 +57,8 @@ class _Running:
 
     group: Group
     live: ActiveTrajectory
-    over: asyncio.Future[bool]
-    """True: it is over; False: its worker died. An exception fails the run."""
-    ids: list[str]
-    """Its id and those of its sub-agents' trajectories."""
+    over: asyncio.Future[bool]  # True: it is over; False: its worker died. An exception fails the run.
+    ids: list[str]  # its id and those of its sub-agents' trajectories
 
 
 @dataclass(slots=True, eq=False)
@@ -73,19 +67,16 @@ class _Worker:
     connection: Connection
     ready: asyncio.Future[None]
     running: dict[str, _Running] = field(default_factory=dict)
+    # For each trajectory that runs there, sub-agents' among them, the sample that it belongs to.
     sample_of: dict[str, _Running] = field(default_factory=dict)
-    """For each trajectory that runs there, sub-agents' among them, the sample that it belongs to."""
-    kept: set[str] = field(default_factory=set)
-    """Samples that were set aside, and whose tools are open there."""
-    contexts: dict[str, Contexts] = field(default_factory=dict)
-    """What it has sent to each engine."""
+    kept: set[str] = field(default_factory=set)  # samples that were set aside, and whose tools are open there
+    contexts: dict[str, Contexts] = field(default_factory=dict)  # what it has sent to each engine
+    # Its requests under way, by engine and number.
     requests: dict[tuple[str, int], PendingRequest] = field(default_factory=dict)
-    """Its requests under way, by engine and number."""
+    # Those that have ended in this pass of the loop.
     ended: dict[str, list[tuple[int, Ending]]] = field(default_factory=dict)
-    """Those that have ended in this pass of the loop."""
     alive: bool = True
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when its link is lost."""
+    gone: asyncio.Event = field(default_factory=asyncio.Event)  # set when its link is lost
 
     def send(self, *message: Any) -> None:
         self.connection.link.send(*message)
@@ -106,8 +97,8 @@ class WorkerPool:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing = False
         self._restarts: set[asyncio.Task[None]] = set()
+        # The oldest weights among tokens that a worker has and has told no event of, by trajectory and context.
         self._since: dict[tuple[str, str], int] = {}
-        """The oldest weights among tokens that a worker has and has told no event of, by trajectory and context."""
         self._aborts: set[asyncio.Task[None]] = set()
         scheduler.samples.workers = self
 
@@ -424,8 +415,7 @@ class _RemoteDeadline:
     worker: _Worker
     name: str
     number: int
-    held: bool = True
-    """As it begins in the worker: a request that waits to be admitted holds it."""
+    held: bool = True  # as it begins in the worker: a request that waits to be admitted holds it
 
     def hold(self) -> None:
         self._tell(True)

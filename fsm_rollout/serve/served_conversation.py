@@ -30,8 +30,8 @@ from fsm_rollout.trajectory.events import AnyEvent, Generated, Message, UserRepl
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 BETWEEN_TURNS = "\n\n"
+# Ends that leave an answer cut.
 CUT_BY = (StopReason.TRUNCATED, *map(StopReason.of_limit, (LimitName.RESPONSE_TOKENS, LimitName.CONTEXT_TOKENS)))
-"""Ends that leave an answer cut."""
 
 
 class Exchange:
@@ -43,8 +43,7 @@ class Exchange:
     def __init__(self, chat: ChatRequest, on_first: Callable[[float], object] = lambda seconds: None) -> None:
         self.chat = chat
         self.begun_at = asyncio.get_running_loop().time()
-        self.ending: ChatReply | ProtocolError | None = None
-        """How it has ended."""
+        self.ending: ChatReply | ProtocolError | None = None  # how it has ended
         self._shown = ""
         self._on_first = on_first
         self._parts: deque[str | Mapping[str, object]] = deque()
@@ -125,12 +124,9 @@ class ServedConversation:
         self.context = shown_context(graph)
         self.asked = asked
         self.exchange: Exchange | None = None
-        self.waiter: asyncio.Future[Reply] | None = None
-        """Takes the caller's next message, while it waits for that."""
-        self.trajectory_id: str | None = None
-        """That of the attempt that runs, once it has begun."""
-        self.abandoned = False
-        """Whether nobody waits for its answer any more."""
+        self.waiter: asyncio.Future[Reply] | None = None  # takes the caller's next message, while it waits for that
+        self.trajectory_id: str | None = None  # that of the attempt that runs, once it has begun
+        self.abandoned = False  # whether nobody waits for its answer any more
         self._texts: list[str] = []
         self._prompt_tokens = self._sampled_tokens = 0
         self._reading: tuple[PendingRequest, TextStream] | None = None

@@ -33,14 +33,14 @@ from fsm_rollout.trajectory.journal.reader import Recorded
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+# The chat page.
 PAGE = {
     "/": ("chat.html", "text/html"),
     "/chat.css": ("chat.css", "text/css"),
     "/chat.js": ("chat.js", "text/javascript"),
 }
-"""The chat page."""
-OPEN = frozenset({*PAGE, "/health"})
-"""What is answered without a key."""
+OPEN = frozenset({*PAGE, "/health"})  # what is answered without a key
+# Sent with the page: it runs its own script alone, and speaks to this server alone.
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -48,9 +48,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-"""Sent with the page: it runs its own script alone, and speaks to this server alone."""
-SHUTDOWN_SECONDS = 5.0
-"""So long calls have to send their last words."""
+SHUTDOWN_SECONDS = 5.0  # so long calls have to send their last words
 
 
 def digest_of(key: str) -> str:

@@ -48,17 +48,14 @@ class Service:
 
     def __init__(self, rollout: Rollout, serving: ServeConfig, calls: int) -> None:
         self.rollout, self.serving, self.calls = rollout, serving, calls
+        # The agents by the names that callers use.
         self.models = {name: agent.graph for name, agent in rollout.scheduler.agents.by_name.items()}
-        """The agents by the names that callers use."""
         self._prompts = PromptQueue()
-        self._conversations: dict[str, ServedConversation] = {}
-        """Those that have not ended, by group."""
-        self._exchanges: dict[Exchange, ServedConversation] = {}
-        """The requests under way."""
+        self._conversations: dict[str, ServedConversation] = {}  # those that have not ended, by group
+        self._exchanges: dict[Exchange, ServedConversation] = {}  # the requests under way
+        # Those that wait for their callers, the one that has waited longest first.
         self._waiting: dict[str, ServedConversation] = {}
-        """Those that wait for their callers, the one that has waited longest first."""
-        self._by_history: dict[Chain, list[ServedConversation]] = {}
-        """The same by the hash of their history."""
+        self._by_history: dict[Chain, list[ServedConversation]] = {}  # the same by the hash of their history
         self._closing = False
         self.metrics = Metrics(lambda: self.calls_under_way, lambda: self.waiting)
         rollout.scheduler.starter.live_user = self

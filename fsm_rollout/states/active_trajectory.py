@@ -30,10 +30,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CLOSE_SECONDS = 30.0
-"""How long an interaction may take to close."""
+CLOSE_SECONDS = 30.0  # how long an interaction may take to close
+# The `detail` of a suspended sub-agent's trajectory whose caller has ended and will not call it again.
 UNREAD = "nobody waits for its answer any more"
-"""The ``detail`` of a suspended sub-agent's trajectory whose caller has ended and will not call it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +42,13 @@ class Suspension:
     reason: str
 
 
+# Called with each event that was applied to a trajectory, and with its encoding, if that is known.
 Record = Callable[[Trajectory, AnyEvent, bytes | None], None]
-"""Called with each event that was applied to a trajectory, and with its encoding, if that is known."""
-Stop = Outcome | Suspension
-"""How a trajectory is stopped from outside: it ends with an outcome, or is suspended."""
+Stop = Outcome | Suspension  # how a trajectory is stopped from outside: it ends with an outcome, or is suspended
+# How one is stopped when its run has reached its target; its tools and interactions stay open.
 CARRIED = Suspension("carried")
-"""How one is stopped when its run has reached its target; its tools and interactions stay open."""
+# How one is stopped when its run is closed or fails, and there is a journal from which it can go on.
 INTERRUPTED = Suspension("interrupted")
-"""How one is stopped when its run is closed or fails, and there is a journal from which it can go on."""
 
 
 class LiveUser(Protocol):
@@ -98,14 +96,11 @@ class ActiveTrajectory:
         self.caller = caller
         self.replayed = replayed
         self.live_user = live_user if trajectory.parent_id is None else None
-        self.task: asyncio.Task[None] | None = None
-        """The task that runs it."""
-        self.stop: Stop | None = None
-        """How it is being stopped."""
-        self.restart = False
-        """Whether a new attempt takes its place when it has been stopped."""
+        self.task: asyncio.Task[None] | None = None  # the task that runs it
+        self.stop: Stop | None = None  # how it is being stopped
+        self.restart = False  # whether a new attempt takes its place when it has been stopped
+        # What the prompt lowers of the sampling.
         self.sampling = Sampling(**trajectory.sampling) if trajectory.sampling else None
-        """What the prompt lowers of the sampling."""
         self.tools = ToolSession(
             toolbox=agent.toolbox,
             trajectory_id=trajectory.trajectory_id,
@@ -115,12 +110,11 @@ class ActiveTrajectory:
             extra=trajectory.extra,
             run_agent=run_agent,
         )
+        # Called when it is closed; a worker process may hold something open for it.
         self.on_close: Callable[[], None] | None = None
-        """Called when it is closed; a worker process may hold something open for it."""
+        # The further contexts that a foreign agent has opened, bound to the tools that it sent.
         self.branches: dict[str, BoundContext] = {}
-        """The further contexts that a foreign agent has opened, bound to the tools that it sent."""
-        self.glue_entries: set[object] = set()
-        """The entries of the chat templates' caches that its glue came from."""
+        self.glue_entries: set[object] = set()  # the entries of the chat templates' caches that its glue came from
         self._record = record
         self._interactions: dict[str, BoundInteraction] = {}
 

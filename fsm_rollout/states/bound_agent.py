@@ -23,8 +23,8 @@ from fsm_rollout.tools import Toolbox
 from fsm_rollout.trajectory.settings import Sampling
 
 _templates = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=False, trim_blocks=True)
+# A prompt of a state as a template: it takes a millisecond to compile, and agents are bound again for each run.
 _compiled = lru_cache(maxsize=1024)(_templates.from_string)
-"""A prompt of a state as a template: it takes a millisecond to compile, and agents are bound again for each run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,9 @@ class BoundContext:
     chat: ChatTemplate
     tool_format: ToolFormat | None
     client: EngineClient
+    # The schemas shown in the prompt; one object, so that the chat template can cache by identity.
     tools: tuple[dict[str, Any], ...]
-    """The schemas shown in the prompt; one object, so that the chat template can cache by identity."""
-    stop_ids: frozenset[int]
-    """The tokens that end a turn."""
+    stop_ids: frozenset[int]  # the tokens that end a turn
 
 
 class BoundAgent:
@@ -60,19 +59,17 @@ class BoundAgent:
         end_on_bad_call: bool,
     ) -> None:
         self.graph = graph
-        self.clients = clients
-        """All engines of the run, by name."""
-        self.end_on_tool_failure = end_on_tool_failure
-        """Whether a tool that has failed for good fails its trajectory."""
+        self.clients = clients  # all engines of the run, by name
+        self.end_on_tool_failure = end_on_tool_failure  # whether a tool that has failed for good fails its trajectory
+        # Whether a call that is the model's mistake fails its trajectory; otherwise the model is told.
         self.end_on_bad_call = end_on_bad_call
-        """Whether a call that is the model's mistake fails its trajectory; otherwise the model is told."""
         self.machine = AgentMachine(graph)
         self.toolbox = Toolbox(graph)
         states = {name: graph.states[name] for name in graph.working_states}
         self.prompts = {name: _compiled(spec.prompt) for name, spec in states.items() if spec.prompt is not None}
         interactions = (graph.interaction, *(spec.interaction for spec in states.values()))
+        # The interactions that its states may use.
         self.interactions: list[Interaction] = [spec for spec in interactions if spec is not None]
-        """The interactions that its states may use."""
         problems: list[Problem] = []
         self.contexts: dict[str, BoundContext] = {}
         for name in dict.fromkeys([MAIN, *graph.contexts, *(spec.context for spec in states.values())]):
@@ -82,12 +79,12 @@ class BoundAgent:
                 problems.append(Problem(f"agent '{graph.agent}', context '{name}': {error}"))
         if problems:
             raise ConfigError(problems)
+        # By state and context: the state's sampling; in the policy's contexts the run's comes first.
         self.samplings = {
             (state, name): sampling.over(spec.sampling) if bound.spec.engine == POLICY else spec.sampling
             for state, spec in states.items()
             for name, bound in self.contexts.items()
         }
-        """By state and context: the state's sampling; in the policy's contexts the run's comes first."""
 
     def _bind(self, name: str) -> BoundContext:
         spec = self.graph.context(name)

@@ -35,8 +35,7 @@ from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.tokens import as_ids
 
 E = TypeVar("E", Called, ModelQueried, events.UserReplied)
-WAITS = "waits for its user"
-"""The ``reason`` of ``Suspended`` while a :class:`LiveUser` has not answered yet."""
+WAITS = "waits for its user"  # the `reason` of `Suspended` while a `LiveUser` has not answered yet
 
 
 class HandlerContext(Visit):

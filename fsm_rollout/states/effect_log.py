@@ -17,6 +17,7 @@ from fsm_rollout.trajectory.events import AnyEvent, Event, Generated
 
 E = TypeVar("E", bound=Event)
 
+# The key under which an operation finds its recorded event.
 _KEYS: Mapping[type[Event], Callable[[AnyEvent], object]] = {
     **dict.fromkeys(
         (events.ContextOpened, events.MessagesAppended, events.Generated, events.UserReplied), attrgetter("context")
@@ -26,7 +27,6 @@ _KEYS: Mapping[type[Event], Callable[[AnyEvent], object]] = {
     events.LimitCharged: attrgetter("limit"),
     events.Scored: attrgetter("turn"),
 }
-"""The key under which an operation finds its recorded event."""
 
 
 class EffectLog:
@@ -58,7 +58,7 @@ class Replayed:
 
     def __init__(self, recorded: Iterable[AnyEvent]) -> None:
         recorded = list(recorded)
+        # The calls that sub-agents answered; those are replayed as trajectories of their own.
         self.by_agents = frozenset(e.id for e in recorded if isinstance(e, events.Called) and e.child_id is not None)
-        """The calls that sub-agents answered; those are replayed as trajectories of their own."""
         kinds = (events.Called, events.UserReplied, events.ModelQueried)
         self.effects = EffectLog(event for event in recorded if isinstance(event, kinds))

@@ -40,8 +40,8 @@ class Generation:
         self.earlier = list(earlier)
         self.task = asyncio.current_task()
         self.recorded = Once()
+        # What `_room` returned when glue was written; `None`: none was.
         self._room_after_glue: dict[str | None, float] | None = None
-        """What :meth:`_room` returned when glue was written; ``None``: none was."""
 
     async def sample(self, sampling: Sampling | None, on_tokens: OnTokens | None = None) -> Generated:
         """Do what :meth:`fsm_rollout.states.context.HandlerContext.generate` promises, after the turn was charged.

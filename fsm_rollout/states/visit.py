@@ -31,11 +31,9 @@ from fsm_rollout.trajectory.stream import Stream, root_of
 from fsm_rollout.trajectory.tokens import as_ids
 from fsm_rollout.trajectory.trajectory import DONE_IN_A_VISIT
 
-LONG_TEXT = 20_000
-"""Messages of more characters than this are encoded in a thread: that takes some 10 ms."""
+LONG_TEXT = 20_000  # messages of more characters than this are encoded in a thread: that takes some 10 ms
 
-_FOR_HANDLERS = DONE_IN_A_VISIT | {events.PromptExtended}
-"""What a handler may emit."""
+_FOR_HANDLERS = DONE_IN_A_VISIT | {events.PromptExtended}  # what a handler may emit
 
 
 def are_long(messages: Sequence[Message]) -> bool:
@@ -53,8 +51,8 @@ class Visit:
         self.agent = active.agent
         self.state = self.trajectory.state
         self._loop = asyncio.get_running_loop()
+        # The first event that the interrupted visit had recorded; if `enter` records one, it is that one.
         self._entry = next(iter(self.trajectory.visit_events), None)
-        """The first event that the interrupted visit had recorded; if :meth:`enter` records one, it is that one."""
         self._effects = EffectLog(self.trajectory.visit_events)
         self._over = False
 

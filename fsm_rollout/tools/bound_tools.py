@@ -25,19 +25,16 @@ from fsm_rollout.tools.schema import Arguments, Function, Parameters, Schema, co
 from fsm_rollout.tools.tool_messages import described
 from fsm_rollout.trajectory.named_objects import HERE_ALONE
 
-RELEASE_SECONDS = 30.0
-"""How long a `release` may take where the tool has no timeout."""
-THREADS = 256
-"""Calls of one sync tool that run at once where it has no `concurrency`: each takes a thread."""
+RELEASE_SECONDS = 30.0  # how long a `release` may take where the tool has no timeout
+THREADS = 256  # calls of one sync tool that run at once where it has no `concurrency`: each takes a thread
 
 _logger = logging.getLogger(__name__)
 
+# Runs an agent as a child trajectory, or goes on with the one of that call.
 RunAgent = Callable[[AgentGraph, AgentCall], Awaitable[AgentAnswer]]
-"""Runs an agent as a child trajectory, or goes on with the one of that call."""
+# Makes the ToolContext of a call; the argument tells its randomness from that of others within the call.
 MakeContext = Callable[[str], ToolContext]
-"""Makes the ToolContext of a call; the argument tells its randomness from that of others within the call."""
-ToolsKwargs = Mapping[str, Mapping[str, object]]
-"""A prompt's ``tools_kwargs``, by tool."""
+ToolsKwargs = Mapping[str, Mapping[str, object]]  # a prompt's `tools_kwargs`, by tool
 
 
 class NotReady(Exception):
@@ -71,19 +68,16 @@ class BoundTool(ABC):
 
     schema: Schema
     parameters: Parameters
-    in_thread = False
-    """Whether its calls occupy a thread."""
-    slots: int | None = None
-    """How many of its calls run at once where it has no ``concurrency``; ``None``: any number."""
+    in_thread = False  # whether its calls occupy a thread
+    slots: int | None = None  # how many of its calls run at once where it has no `concurrency`; `None`: any number
+    # How long a cancelled call may take to clean up; `None` waits as long as it takes.
     stop_seconds: float | None = STOP_SECONDS
-    """How long a cancelled call may take to clean up; ``None`` waits as long as it takes."""
 
     def __init__(self, name: str, spec: graph.Tool) -> None:
         self.name = name
         self.spec = spec
         self.where = f"tool '{name}' ({spec.use or ('agent' if spec.agent is not None else 'mcp')})"
-        self._reported: set[str] = set()
-        """The kinds of errors that have been logged."""
+        self._reported: set[str] = set()  # the kinds of errors that have been logged
 
     def report(self, kind: str, error: BaseException) -> None:
         """Log an error that the tool's code raised, with its place there; the first of each kind."""
@@ -170,8 +164,8 @@ class FunctionTool(BoundTool):
         return await call(placement.Request(str(self.spec.use), arguments, hidden, contexts, first))
 
 
+# An instance of a tool's class: has `execute`, and `create` and `release` if the class has them.
 Instance: TypeAlias = Any
-"""An instance of a tool's class: has ``execute``, and ``create`` and ``release`` if the class has them."""
 
 
 class ClassTool(BoundTool):

@@ -22,15 +22,13 @@ from fsm_rollout.concurrency.threads import DaemonThreads
 
 T = TypeVar("T")
 
-STOP_SECONDS = 5.0
-"""How long cancelled code may take to clean up before it is left alone."""
+STOP_SECONDS = 5.0  # how long cancelled code may take to clean up before it is left alone
 
 _logger = logging.getLogger(__name__)
 _threads = DaemonThreads("fsm-rollout-tool")
-_blocking: set[str] = set()
-"""The functions that were logged for keeping the event loop."""
+_blocking: set[str] = set()  # the functions that were logged for keeping the event loop
+# The slot that the present code runs in.
 _slot: contextvars.ContextVar[_Slot | None] = contextvars.ContextVar("slot", default=None)
-"""The slot that the present code runs in."""
 
 
 class Expired(TimeoutError):
@@ -45,8 +43,8 @@ class RaisedElsewhere(Exception):
     """What a tool raised in another process, in words: ``names`` are those of its class and of that class's bases."""
 
     def __init__(self, names: Sequence[str], message: str, place: str) -> None:
+        # `place`: where in the tool's code, as `file.py:line, in function`; empty where it is not known.
         self.names, self.place = tuple(names), place
-        """``place``: where in the tool's code, as ``file.py:line, in function``; empty where it is not known."""
         super().__init__(message)
 
 
@@ -195,10 +193,9 @@ class Slots:
         self._name = name
         self._limit = limit
         self.free = asyncio.Semaphore(limit)
-        self._lost = 0
-        """Slots of calls that were given up and still run."""
+        self._lost = 0  # slots of calls that were given up and still run
+        # The timeouts of those who wait, with their seconds; they run only while every slot is lost.
         self._waiting: dict[asyncio.Timeout, float] = {}
-        """The timeouts of those who wait, with their seconds; they run only while every slot is lost."""
 
     @asynccontextmanager
     async def hold(self, seconds: float | None) -> AsyncIterator[None]:

@@ -18,10 +18,10 @@ from typing import Any
 from fsm_rollout.agent.handlers import looked_in
 from fsm_rollout.errors import ToolError
 
+# What a program sees of our environment beside PATH.
 INHERITED = ("LANG", "LC_ALL", "TZ", "TMPDIR", "SSL_CERT_FILE", "SSL_CERT_DIR")
-"""What a program sees of our environment beside PATH."""
+# Stands in the environment of a program and of all that it starts, so that they are found again.
 MARK = "FSM_ROLLOUT_PROGRAM"
-"""Stands in the environment of a program and of all that it starts, so that they are found again."""
 
 
 def search_path() -> str:

@@ -42,16 +42,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# How long a server may take to start and to list its tools; some are downloaded when they first start.
 START_SECONDS = 120.0
-"""How long a server may take to start and to list its tools; some are downloaded when they first start."""
-CLOSE_SECONDS = 30.0
-"""How long a session may take to close."""
-SHOWN_OUTPUT = 400
-"""Characters of a server's standard error that an error message quotes."""
+CLOSE_SECONDS = 30.0  # how long a session may take to close
+SHOWN_OUTPUT = 400  # characters of a server's standard error that an error message quotes
 _threads = DaemonThreads("fsm-rollout-mcp")
+# What servers have said, by the identity of their specs (held here, so that no other object can have it): building a
+# toolbox again, as simulations do for each example, asks nobody.
 _discovered: dict[int, tuple[graph.MCP, list[DeclaredTool]]] = {}
-"""What servers have said, by the identity of their specs (held here, so that no other object can have it): building a
-toolbox again, as simulations do for each example, asks nobody."""
 
 
 class MCPServer:
@@ -158,8 +156,7 @@ class _Connection:
         self._server = server
         self._loop = asyncio.get_running_loop()
         self.client: asyncio.Future[Client] = self._loop.create_future()
-        self.lost = asyncio.Event()
-        """Set when nothing can be asked of it any more: it failed, ended or was closed."""
+        self.lost = asyncio.Event()  # set when nothing can be asked of it any more: it failed, ended or was closed
         self._task = self._loop.create_task(self._keep(), name=f"session of {server.where}")
 
     def is_good(self, loop: asyncio.AbstractEventLoop) -> bool:

@@ -42,24 +42,19 @@ from fsm_rollout.tools.base import ToolContext, ToolResult
 from fsm_rollout.tools.bounded_call import RaisedElsewhere, ToolDied, invoke, is_async
 from fsm_rollout.tools.schema import Arguments, Function, parameters_of
 
-LOG_AFTER = 2.0
-"""Seconds of connecting to Ray after which a line says what is waited for."""
+LOG_AFTER = 2.0  # seconds of connecting to Ray after which a line says what is waited for
 RAY_OPTIONS = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
 
-LONGEST_ANSWER = 2**30
-"""Bytes of an answer that are read from a worker process; one that says more is killed."""
+LONGEST_ANSWER = 2**30  # bytes of an answer that are read from a worker process; one that says more is killed
 
 
 class Request(msgspec.Struct, frozen=True):
     """A call of the function ``use`` (``module:name``)."""
 
     use: str
-    arguments: Arguments
-    """As the model wrote them."""
-    hidden: Arguments
-    """The values of the parameters that the model does not see."""
-    contexts: Sequence[str] = ()
-    """The parameters that get ``context``."""
+    arguments: Arguments  # as the model wrote them
+    hidden: Arguments  # the values of the parameters that the model does not see
+    contexts: Sequence[str] = ()  # the parameters that get `context`
     context: ToolContext | None = None
 
 
@@ -68,15 +63,11 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
 
     text: str | None = None
     reward: float | None = None
-    error: Sequence[str] = ()
-    """The names of the error's class and of its bases; none: nothing was raised."""
+    error: Sequence[str] = ()  # the names of the error's class and of its bases; none: nothing was raised
     message: str = ""
-    place: str = ""
-    """Where in the tool's code the error was raised."""
-    of_the_call: bool = False
-    """The tool blames the call's arguments: it raised BadArguments."""
-    call: int = 0
-    """Which of its worker's calls it answers."""
+    place: str = ""  # where in the tool's code the error was raised
+    of_the_call: bool = False  # the tool blames the call's arguments: it raised BadArguments
+    call: int = 0  # which of its worker's calls it answers
 
 
 def _to_plain(value: object) -> object:
@@ -182,8 +173,7 @@ class _Worker:
         self._pipe.close()
 
 
-_idle: list[_Worker] = []
-"""Shared by all threads; `pop` and `append` are atomic."""
+_idle: list[_Worker] = []  # shared by all threads; `pop` and `append` are atomic
 
 
 def _free_worker() -> _Worker:

@@ -29,13 +29,10 @@ from fsm_rollout.tools.base import Hidden, ToolContext, fresh
 
 Schema: TypeAlias = dict[str, Any]
 Function: TypeAlias = Callable[..., object]
-Arguments: TypeAlias = dict[str, Any]
-"""A call's arguments, by name."""
+Arguments: TypeAlias = dict[str, Any]  # a call's arguments, by name
 
-MOST_PROBLEMS = 5
-"""Wrong arguments named in one answer."""
-LONGEST_VALUE = 80
-"""Characters of a wrong value that are repeated to the model."""
+MOST_PROBLEMS = 5  # wrong arguments named in one answer
+LONGEST_VALUE = 80  # characters of a wrong value that are repeated to the model
 
 
 def tool_schema(
@@ -88,14 +85,10 @@ class Parameters:
 
     def __init__(self, function: Function, where: str, hidden: Collection[str] = (), method: bool = False) -> None:
         self._where = where
-        self.contexts: list[str] = []
-        """Parameters that get the ToolContext."""
-        self.hidden: list[str] = []
-        """Parameters that ``kwargs`` and ``tools_kwargs`` fill."""
-        self.required: list[str] = []
-        """Those of ``hidden`` that have no default."""
-        self.takes_any = False
-        """Whether there is a ``**kwargs``, which takes any further hidden values."""
+        self.contexts: list[str] = []  # parameters that get the ToolContext
+        self.hidden: list[str] = []  # parameters that `kwargs` and `tools_kwargs` fill
+        self.required: list[str] = []  # those of `hidden` that have no default
+        self.takes_any = False  # whether there is a `**kwargs`, which takes any further hidden values
         docstring = docstring_parser.parse(inspect.getdoc(_documented(function)) or "")
         self.description = (docstring.description or "").strip()
         described = {p.arg_name.lstrip("*"): " ".join((p.description or "").split()) for p in docstring.params}
@@ -316,8 +309,8 @@ def _follow(location: Sequence[int | str], arguments: Mapping[str, object]) -> t
 
 # -- from pydantic's JSON schemas to those that models are shown --------------------------------------------------
 
+# How keys are sorted: what a value is, all other keys, what it is for.
 _ORDER = ("$ref", "type", "enum", "items", "properties", "required", None, "description", "default", "$defs")
-"""How keys are sorted: what a value is, all other keys, what it is for."""
 # Where schemas stand in schemas. Everything under other keys (default, enum, const, examples) is data.
 _MAPS = ("properties", "patternProperties", "dependentSchemas")
 _SCHEMAS = (

@@ -16,14 +16,13 @@ from pydantic_core import to_jsonable_python
 
 from fsm_rollout.errors import did_you_mean
 
+# Plain data of about so many characters is made text on the event loop, in less than a millisecond.
 QUICK_CHARACTERS = 20_000
-"""Plain data of about so many characters is made text on the event loop, in less than a millisecond."""
-LONGEST_MESSAGE = 500
-"""Characters of an exception's message that a model is shown."""
+LONGEST_MESSAGE = 500  # characters of an exception's message that a model is shown
 GO_ON = "try again or go on without it"
 Side = Literal["left", "right", "middle"]
+# Of longer text only so much is tokenised; a result of a tool without `response_tokens` is cut to so much.
 EXACT_CHARACTERS = 200_000
-"""Of longer text only so much is tokenised; a result of a tool without ``response_tokens`` is cut to so much."""
 
 
 def result(value: object) -> str:

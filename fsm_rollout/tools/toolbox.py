@@ -44,11 +44,9 @@ from fsm_rollout.trajectory.events import MalformedCall, ToolCall
 CORRECT = "correct the arguments and try again"
 GO_ON_LATER = "try again later or go on without it"
 GO_ON_WITHOUT = "try again, or go on without it"
-FIRST_PAUSE = 0.5
-"""Seconds before the second try, at most; doubled for each further one."""
+FIRST_PAUSE = 0.5  # seconds before the second try, at most; doubled for each further one
 LONGEST_PAUSE = 30.0
-LONG_TEXT = 20_000
-"""Characters from which on a result is tokenised in a thread."""
+LONG_TEXT = 20_000  # characters from which on a result is tokenised in a thread
 
 
 class Toolbox:
@@ -60,8 +58,8 @@ class Toolbox:
 
     def __init__(self, agent: AgentGraph) -> None:
         self._agent = agent
+        # The tools of each entry of the agent's `tools`, by name.
         self._entries = {name: bind_all(name, spec) for name, spec in agent.tools.items()}
-        """The tools of each entry of the agent's ``tools``, by name."""
         self._tools: dict[str, BoundTool] = {}
         for entry, tools in self._entries.items():
             if twice := [name for name in tools if name in self._tools]:
@@ -71,13 +69,11 @@ class Toolbox:
             self._tools |= tools
         self._schemas: dict[str, tuple[Schema, ...]] = {}
         self._by_context: dict[str, Mapping[str, BoundTool]] = {}
-        self.share = 1
-        """Among how many processes the slots of a tool are shared; each has one at least."""
-        self._needs_nothing = False
-        """Whether it is known that a prompt may give no ``tools_kwargs``."""
+        self.share = 1  # among how many processes the slots of a tool are shared; each has one at least
+        self._needs_nothing = False  # whether it is known that a prompt may give no `tools_kwargs`
+        # How often a call is made that fails through no fault of the model's, where its tool has no `retry`; and the
+        # seconds before its second try, at most.
         self.attempts, self.first_pause = 1, FIRST_PAUSE
-        """How often a call is made that fails through no fault of the model's, where its tool has no ``retry``; and the
-        seconds before its second try, at most."""
         # Slots belong to the loop that waits for them, and a toolbox may serve several, one after the other.
         self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Slots]] = WeakKeyDictionary()
 
@@ -168,23 +164,18 @@ class ToolSession:
     toolbox: Toolbox
     trajectory_id: str
     group_id: str
-    seed: int
-    """Of the trajectory; with a call's id it seeds all randomness of that call."""
-    tools_kwargs: InitVar[object]
-    """The prompt's ``tools_kwargs``, not checked yet."""
-    extra: Mapping[str, object]
-    """The prompt's other fields, for tools that ask."""
+    seed: int  # of the trajectory; with a call's id it seeds all randomness of that call
+    tools_kwargs: InitVar[object]  # the prompt's `tools_kwargs`, not checked yet
+    extra: Mapping[str, object]  # the prompt's other fields, for tools that ask
+    # Runs an agent used as a tool. `None` once released, so that this session and who runs agents come apart.
     run_agent: RunAgent | None
-    """Runs an agent used as a tool. ``None`` once released, so that this session and who runs agents come apart."""
 
     def __post_init__(self, tools_kwargs: object) -> None:
         """Check the prompt's ``tools_kwargs``."""
-        self.hidden = self.toolbox.check(tools_kwargs)
-        """The values of hidden parameters, by tool."""
-        self.under_way: dict[str, str] = {}
-        """The tools of the calls under way, by the calls' ids."""
+        self.hidden = self.toolbox.check(tools_kwargs)  # the values of hidden parameters, by tool
+        self.under_way: dict[str, str] = {}  # the tools of the calls under way, by the calls' ids
+        # What this trajectory holds open: the tasks that make, or have made, its instances, and its connections.
         self.instances: dict[Holder, Any] = {}
-        """What this trajectory holds open: the tasks that make, or have made, its instances, and its connections."""
 
     async def call(
         self, attempt: ToolCall | MalformedCall, *, context: str = MAIN, tokenizer: Tokenizer | None = None

@@ -16,12 +16,10 @@ from pydantic_core import ErrorDetails
 from fsm_rollout.errors import did_you_mean
 from fsm_rollout.trajectory.events import PlainData
 
-ConfigData = PlainData
-"""A configuration as plain data, not checked yet."""
-MOST = 100
-"""Problems of one file that are told: each is compared with what may stand in its place."""
+ConfigData = PlainData  # a configuration as plain data, not checked yet
+MOST = 100  # problems of one file that are told: each is compared with what may stand in its place
+# Keys and list positions from the top of a configuration, say `("transitions", 3, "dest")`.
 ConfigPath = tuple[str | int, ...]
-"""Keys and list positions from the top of a configuration, say ``("transitions", 3, "dest")``."""
 
 
 def describe_path(path: ConfigPath) -> str:

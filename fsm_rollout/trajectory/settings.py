@@ -48,13 +48,11 @@ class FrozenMap(dict[K, V], Generic[K, V]):
 Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"), BeforeValidator(path_of)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-MOST = 2**53
-"""Larger counts are mistakes: not every reader of JSON could tell them apart."""
+MOST = 2**53  # larger counts are mistakes: not every reader of JSON could tell them apart
 Count = Annotated[int, Field(ge=0, le=MOST)]
 AtLeastOne = Annotated[int, Field(ge=1, le=MOST)]
 Named = Annotated[Mapping[Name, V], AfterValidator(FrozenMap)]
-FreeForm = Annotated[Mapping[str, Any], AfterValidator(FrozenMap)]
-"""Plain data that the YAML passes on as it is."""
+FreeForm = Annotated[Mapping[str, Any], AfterValidator(FrozenMap)]  # plain data that the YAML passes on as it is
 
 
 class _Explaining(ModelMetaclass):

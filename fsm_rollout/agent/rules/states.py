@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from jinja2 import nodes
 
 _DEFAULTS = State()
-_WAITING = ("generate", "call_tools", "interact")
-"""Handlers that wait for something outside; custom ones may."""
+_WAITING = ("generate", "call_tools", "interact")  # handlers that wait for something outside; custom ones may
 _HANDLERS_KEYS = ("sampling", "parallel", "interaction", "options")
 
 

@@ -33,10 +33,8 @@ class Structure:
 
     def __init__(self, graph: AgentGraph) -> None:
         self.graph = graph
-        self.specs: dict[str, HandlerSpec] = {}
-        """Declarations of the working states whose handler is known."""
-        self.without_handler: dict[str, str] = {}
-        """The other working states, with what is wrong."""
+        self.specs: dict[str, HandlerSpec] = {}  # declarations of the working states whose handler is known
+        self.without_handler: dict[str, str] = {}  # the other working states, with what is wrong
         for state in graph.working_states:
             name = graph.states[state].handler or BUILT_IN_STATES.get(state)
             try:
@@ -48,8 +46,8 @@ class Structure:
                     self.without_handler[state] = f"state '{state}' names no handler{hint}"
             except ConfigError as error:
                 self.without_handler[state] = f"state '{state}': {error}"
+        # Every transition (`on_error` too) that may fire in a working state and leads somewhere, with its place.
         self.edges = {state: tuple(self._edges(state)) for state in graph.working_states}
-        """Every transition (``on_error`` too) that may fire in a working state and leads somewhere, with its place."""
 
     def _edges(self, state: str) -> Iterable[tuple[int | None, TransitionSpec]]:
         for trigger in dict.fromkeys([*(row.trigger for row in self.graph.transitions), Trigger.FAILED]):

@@ -17,14 +17,11 @@ from fsm_rollout.agent.yaml.source import SourceMap, read_yaml
 from fsm_rollout.errors import Problem, did_you_mean
 from fsm_rollout.trajectory.config_errors import ConfigData, ConfigPath
 
-MAX_NESTED = 10
-"""Interpolations within one another in one text."""
-MOST_SHOWN = 200
-"""Characters of what OmegaConf says, which may repeat the text."""
+MAX_NESTED = 10  # interpolations within one another in one text
+MOST_SHOWN = 200  # characters of what OmegaConf says, which may repeat the text
+# Mappings whose keys are names made in the file: an override changes what is there and adds nothing.
 _NAMED = ("states", "contexts", "tools")
-"""Mappings whose keys are names made in the file: an override changes what is there and adds nothing."""
-AGENT = "agent."
-"""How an override begins that a run hands on to its agents."""
+AGENT = "agent."  # how an override begins that a run hands on to its agents
 
 
 def apply_overrides(data: ConfigData, overrides: Sequence[str], source: SourceMap) -> list[Problem]:

@@ -21,16 +21,12 @@ from fsm_rollout.errors import Problem
 from fsm_rollout.trajectory.config_errors import ConfigPath
 
 MAX_BYTES = 1 << 20
-MAX_VALUES = 100_000
-"""Values in one file after its aliases are followed (an "alias bomb" has billions)."""
+MAX_VALUES = 100_000  # values in one file after its aliases are followed (an "alias bomb" has billions)
 
-MAX_LINES = 10_000
-"""Of the YAML of an agent or a run: reading takes a second for each ten thousand."""
-MAX_DEPTH = 50
-"""Values within values."""
+MAX_LINES = 10_000  # of the YAML of an agent or a run: reading takes a second for each ten thousand
+MAX_DEPTH = 50  # values within values
 
-TEXT_FILE = re.compile(r"\S+\.(md|txt|jinja|j2)")
-"""A text that is one such word names a file."""
+TEXT_FILE = re.compile(r"\S+\.(md|txt|jinja|j2)")  # a text that is one such word names a file
 
 _TAG = "tag:yaml.org,2002:"
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -49,16 +45,14 @@ class SourceMap:
 
     def __init__(self, file: str | None = None) -> None:
         self.file = file
-        self.lines: dict[ConfigPath, int] = {}
-        """1-based line of each key and list item."""
-        self.overrides: dict[ConfigPath, str] = {}
-        """The override on the command line that set a value, by path."""
+        self.lines: dict[ConfigPath, int] = {}  # 1-based line of each key and list item
+        self.overrides: dict[ConfigPath, str] = {}  # the override on the command line that set a value, by path
+        # What has been found wrong already, so that nothing more needs to be said about its value.
         self.wrong: set[ConfigPath] = set()
-        """What has been found wrong already, so that nothing more needs to be said about its value."""
+        # Files taken in as a part (a sub-agent), with paths that begin anew.
         self.parts: dict[ConfigPath, SourceMap] = {}
-        """Files taken in as a part (a sub-agent), with paths that begin anew."""
+        # File and line at which a text begins (a template's own file, or a block in the YAML).
         self.texts: dict[ConfigPath, tuple[str | None, int]] = {}
-        """File and line at which a text begins (a template's own file, or a block in the YAML)."""
 
     def within(self, path: ConfigPath) -> tuple[SourceMap, ConfigPath]:
         """Return the map of the file that ``path`` leads into, and the path within that file."""

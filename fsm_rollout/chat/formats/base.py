@@ -19,8 +19,8 @@ from fsm_rollout.chat.render import Tools
 Span = tuple[int, int]
 ProblemKind = Literal["unclosed", "invalid_json", "not_an_object", "no_name", "unknown_tool", "malformed"]
 
+# Arguments nested deeper than this are a problem: no tool means them, and parsers of tools may not stand it.
 MAX_DEPTH = 64
-"""Arguments nested deeper than this are a problem: no tool means them, and parsers of tools may not stand it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,8 @@ class Collector:
     text: str
     calls: list[Call] = field(default_factory=list)
     problems: list[CallProblem] = field(default_factory=list)
+    # What is left out of the content: calls, and what stands between them.
     skipped: list[Span] = field(default_factory=list)
-    """What is left out of the content: calls, and what stands between them."""
 
     def call(self, call: Call) -> None:
         """Take a call out of the text."""
@@ -119,16 +119,15 @@ def outside(text: str, spans: Iterable[Span]) -> list[str]:
     return [*pieces, text[at:]]
 
 
+# Reasoning. One without its opening tag was opened by the prompt; one left open runs on.
 _THINKING = re.compile(r"<think>.*?(?:</think>|\Z)|\A(?:(?!<think>).)*?</think>", re.DOTALL)
-"""Reasoning. One without its opening tag was opened by the prompt; one left open runs on."""
 
 
 class TextFormat(ABC):
     """A format that is read from the text: calls open in a way of their own, and each is read from there."""
 
     name: str
-    opening: ClassVar[re.Pattern[str]]
-    """Where a call may begin."""
+    opening: ClassVar[re.Pattern[str]]  # where a call may begin
 
     def parse(self, text: str, ids: Sequence[int] = (), tools: Tools | None = None) -> Parsed:
         """Parse one assistant turn; see :meth:`ToolFormat.parse`."""

@@ -25,8 +25,7 @@ class JsonFormat(TextFormat):
     """Calls in JSON without a tag at their end; ``following`` is where the next one begins."""
 
     following: ClassVar[re.Pattern[str]]
-    stops: ClassVar[tuple[str, ...]]
-    """Stop tokens that may stand behind the last call."""
+    stops: ClassVar[tuple[str, ...]]  # stop tokens that may stand behind the last call
 
     def broken(self, text: str, opening: re.Match[str], error: BadCallError) -> tuple[BadCallError, int]:
         """Nothing tells where broken JSON ends: it is given all up to the next call."""

@@ -14,8 +14,8 @@ from fsm_rollout.chat.formats.base import BadCallError, Call, Collector, TextFor
 from fsm_rollout.chat.render import Tools
 
 _CALL_ENDS = re.compile(r"\s*</tool_call>")
+# In a value this means that the value was never closed, and that another call follows.
 _RUN_ON = re.compile(r"</tool_call>\s*<tool_call>")
-"""In a value this means that the value was never closed, and that another call follows."""
 
 
 class TagFormat(TextFormat):
@@ -59,10 +59,9 @@ class Hermes(TagFormat):
 class ValueFormat(TagFormat):
     """Keys and values in turn after the tool's name, without quotes: what ``5`` means depends on the declared type."""
 
-    key: ClassVar[re.Pattern[str]]
-    """A key, and all up to its value."""
+    key: ClassVar[re.Pattern[str]]  # a key, and all up to its value
+    # A closing tag inside a value ends nothing: the real one is followed by the next key or the end of the call.
     value_ends: ClassVar[re.Pattern[str]]
-    """A closing tag inside a value ends nothing: the real one is followed by the next key or the end of the call."""
 
     def arguments(self, text: str, at: int, name: str, tools: Tools | None) -> tuple[dict[str, object], int]:
         """Read keys and values from ``at`` on; return them and where they end.

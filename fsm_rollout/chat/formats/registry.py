@@ -18,8 +18,7 @@ from fsm_rollout.errors import ChatTemplateError, did_you_mean
 
 BUILT_IN: dict[str, type[TextFormat]] = {kind.name: kind for kind in (Hermes, Qwen3Coder, Llama3Json, Glm, Mistral)}
 
-FORMAT_NAMES: tuple[str, ...] = (*BUILT_IN, *RENDERERS)
-"""Every name :func:`get_format` knows, apart from ``module:Class``."""
+FORMAT_NAMES: tuple[str, ...] = (*BUILT_IN, *RENDERERS)  # every name `get_format` knows, apart from `module:Class`
 
 
 def get_format(name: str, tokenizer: Any = None) -> ToolFormat:
@@ -83,6 +82,7 @@ def _bare_json(template: str) -> bool:
     return llama and _all_of("tool_call", '"parameters": ')(template)
 
 
+# What gives a grammar away. Nemotron-3 writes Qwen3-Coder's, so it is found under that name.
 MARKS: dict[str, Callable[[str], bool]] = {
     "hermes": _json_in_tags,
     "qwen3_coder": _all_of("<function=", "<parameter="),
@@ -95,4 +95,3 @@ MARKS: dict[str, Callable[[str], bool]] = {
     "minimax": lambda template: "minimax:tool_call" in template or "]~b]" in template,
     "gemma": _all_of("<|tool_call>"),
 }
-"""What gives a grammar away. Nemotron-3 writes Qwen3-Coder's, so it is found under that name."""

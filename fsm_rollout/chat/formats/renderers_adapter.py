@@ -16,6 +16,7 @@ from fsm_rollout.chat.formats.base import Call, CallProblem, Parsed, ProblemKind
 from fsm_rollout.chat.render import Tools
 from fsm_rollout.errors import ChatTemplateError
 
+# Our name of a format → the name of its renderer.
 RENDERERS: dict[str, str] = {
     "gpt_oss": "gpt-oss",
     "deepseek": "deepseek-v3",
@@ -24,7 +25,6 @@ RENDERERS: dict[str, str] = {
     "gemma": "gemma4",
     "nemotron": "nemotron-3",
 }
-"""Our name of a format → the name of its renderer."""
 
 PROBLEMS: dict[str, ProblemKind] = {
     "invalid_json": "invalid_json",

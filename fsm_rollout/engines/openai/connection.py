@@ -14,22 +14,17 @@ from fsm_rollout.engines.protocol import SamplingParams
 from fsm_rollout.engines.sglang.connection import Connection, Entry
 from fsm_rollout.errors import EngineError
 
-HOT = 2.0
-"""The temperature at which a server's logprobs are looked at."""
-CERTAIN = -0.05
-"""Tokens that are more likely than this (by logprob) do not show what a temperature changes."""
-SAME = 1e-3
-"""How far two logprobs that ought to be equal may be apart."""
+HOT = 2.0  # the temperature at which a server's logprobs are looked at
+CERTAIN = -0.05  # tokens that are more likely than this (by logprob) do not show what a temperature changes
+SAME = 1e-3  # how far two logprobs that ought to be equal may be apart
 
 
 class CompletionsConnection(Connection):
     """See the module."""
 
     server: CompletionsServer
-    logprobs_of = LogprobsOf.MODEL
-    """What the server's logprobs are of."""
-    reload: Callable[[], Awaitable[None]] | None = None
-    """Loads the last weights again, if any were loaded from here."""
+    logprobs_of = LogprobsOf.MODEL  # what the server's logprobs are of
+    reload: Callable[[], Awaitable[None]] | None = None  # loads the last weights again, if any were loaded from here
 
     async def meet_model(self, max_context: int | None, probes: Sequence[int]) -> None:
         """Learn what the server is: its model, its window, and what its logprobs are of.

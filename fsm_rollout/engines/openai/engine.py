@@ -36,10 +36,9 @@ from fsm_rollout.tools.bounded_call import invoke
 if TYPE_CHECKING:
     import torch
 
-PROBES = 8
-"""How many tokens a server is asked about at most, to find out what its logprobs are of."""
+PROBES = 8  # how many tokens a server is asked about at most, to find out what its logprobs are of
+# `update(url, weights, version)`, sync or async: loads a folder or tensors into the server at `url`.
 LoadWeights = Callable[..., Awaitable[None] | None]
-"""``update(url, weights, version)``, sync or async: loads a folder or tensors into the server at ``url``."""
 
 
 class OpenAIEngine(SGLangHTTPEngine):

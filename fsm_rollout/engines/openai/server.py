@@ -68,12 +68,9 @@ class CompletionsServer(Server):
 
     def __init__(self, url: str, model: str | None, api_key: str | None = None) -> None:
         super().__init__(url.rstrip("/").removesuffix("/v1"), 1, api_key)
-        self.model = model or ""
-        """What the server calls its model."""
-        self._tasks: dict[str, asyncio.Task[object]] = {}
-        """The tasks that read answers, by request."""
-        self._ended: set[str] = set()
-        """The requests that were told to end."""
+        self.model = model or ""  # what the server calls its model
+        self._tasks: dict[str, asyncio.Task[object]] = {}  # the tasks that read answers, by request
+        self._ended: set[str] = set()  # the requests that were told to end
 
     async def ask_model(self) -> int | None:
         """Find the model among those that the server has, and return the longest input plus output, if it says that.

@@ -40,12 +40,10 @@ class _Answer:
     stream: ChunkStream
     since: float
     plan: Plan = Plan()  # noqa: RUF009  # it is frozen
-    emitted: int = 0
-    """How many of its pieces have been sent."""
+    emitted: int = 0  # how many of its pieces have been sent
     tokens: int = 0
     timer: asyncio.TimerHandle | None = None
-    remaining: float | None = None
-    """Seconds to the next piece, while the engine is held; ``None`` when none will come."""
+    remaining: float | None = None  # seconds to the next piece, while the engine is held; `None` when none will come
 
     def stop_timer(self) -> None:
         """Send no further piece, unless the timer is set again."""
@@ -61,10 +59,9 @@ class Logged(msgspec.Struct, frozen=True):
     what: Request | Chunk
 
 
+# The tokens of texts by their tokenizers: the same few are said again and again, by one engine after the other.
 _texts: WeakKeyDictionary[Any, dict[str, tuple[int, ...]]] = WeakKeyDictionary()
-"""The tokens of texts by their tokenizers: the same few are said again and again, by one engine after the other."""
-MOST_TEXTS = 4096
-"""So many of a tokenizer are kept."""
+MOST_TEXTS = 4096  # so many of a tokenizer are kept
 
 
 class ScriptedEngine:

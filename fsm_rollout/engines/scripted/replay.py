@@ -26,11 +26,9 @@ from fsm_rollout.trajectory.stream import Stream
 from fsm_rollout.trajectory.tokens import Ids, Logprobs
 from fsm_rollout.trajectory.trajectory import Trajectory
 
-AROUND = 8
-"""Tokens shown on either side of the place in which an input differs."""
+AROUND = 8  # tokens shown on either side of the place in which an input differs
 
-Place = tuple[str, str, int]
-"""A generation's trajectory, context, and index within that context."""
+Place = tuple[str, str, int]  # a generation's trajectory, context, and index within that context
 
 
 @dataclass(slots=True)
@@ -42,8 +40,7 @@ class Recorded:
     ids: Ids = field(default_factory=lambda: Ids("i"))
     logprobs: Logprobs = field(default_factory=lambda: Logprobs("f"))
     kept: list[Ids] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    """Of each token."""
+    versions: list[int] = field(default_factory=list)  # of each token
     finish_reason: FinishReason = FinishReason.ABORT
 
 

@@ -61,8 +61,8 @@ class Turn(StrictModel):
         return self.model_copy(update={"error": None, "crash": None, "fails": None})
 
 
+# Turns for every context; or turns by `agent/context`, `context` or `agent`; or a function of the request.
 Script = Sequence[Turn | str] | Mapping[str, Sequence[Turn | str]] | Callable[[Request], Turn | str]
-"""Turns for every context; or turns by ``agent/context``, ``context`` or ``agent``; or a function of the request."""
 
 
 class ScriptError(EngineError):

@@ -47,13 +47,10 @@ from fsm_rollout.trajectory.tokens import Owner
 class _Turn:
     """An assistant turn of a branch: where its tokens are, and whether its caller has received it."""
 
-    before: int
-    """How many messages stand before it."""
+    before: int  # how many messages stand before it
     start: int
-    end: int
-    """Its tokens."""
-    answered: bool = True
-    """Whether it has come to its end; else the rest of it can be sampled."""
+    end: int  # its tokens
+    answered: bool = True  # whether it has come to its end; else the rest of it can be sampled
     delivered: bool = True
 
 
@@ -63,11 +60,9 @@ class _Branch:
 
     name: str
     bound: BoundContext
-    chains: list[Chain]
-    """The hash of each prefix of its messages, the empty one first."""
+    chains: list[Chain]  # the hash of each prefix of its messages, the empty one first
     turns: list[_Turn] = field(default_factory=list)
-    asks: bool = True
-    """Whether its last message waits for an answer."""
+    asks: bool = True  # whether its last message waits for an answer
     busy: bool = False
 
 
@@ -83,18 +78,13 @@ class AgentHistories:
     def __init__(self, ctx: HandlerContext, context: str, schemas: dict[str, tuple[dict[str, Any], ...]]) -> None:
         self.ctx = ctx
         self.context = context
-        self.limit: str | None = None
-        """The limit that a call has reached."""
-        self.failure: EngineError | None = None
-        """Why the latest call was not answered."""
+        self.limit: str | None = None  # the limit that a call has reached
+        self.failure: EngineError | None = None  # why the latest call was not answered
         self._schemas = schemas
         self._branches: list[_Branch] = []
-        self._ends: dict[Chain, tuple[_Branch, int]] = {}
-        """The turn that a history ends in."""
-        self._questions: dict[Chain, list[_Branch]] = {}
-        """The branches that were asked a history."""
-        self._begun: set[Chain] = set()
-        """The prefixes of all histories that end in a user's message."""
+        self._ends: dict[Chain, tuple[_Branch, int]] = {}  # the turn that a history ends in
+        self._questions: dict[Chain, list[_Branch]] = {}  # the branches that were asked a history
+        self._begun: set[Chain] = set()  # the prefixes of all histories that end in a user's message
         if ctx.resumed:
             ctx.forget_recorded()
         new = {id(stream) for stream in self._opened_here()}

@@ -35,15 +35,13 @@ class ChatRequest:
     """One chat call."""
 
     messages: list[Message]
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    """OpenAI schemas, as they came."""
+    tools: list[dict[str, Any]] = field(default_factory=list)  # OpenAI schemas, as they came
     model: str = ""
     stream: bool = False
     include_usage: bool = False
+    # The sampling that the call asks for; what the agent and the run set comes first.
     sampling: Sampling = field(default_factory=Sampling)
-    """The sampling that the call asks for; what the agent and the run set comes first."""
-    notes: bool = False
-    """Whether a stream is also to hold what happens beside the text: an extension of ours."""
+    notes: bool = False  # whether a stream is also to hold what happens beside the text: an extension of ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +54,7 @@ class ChatReply:
     finish_reason: FinishReason
     prompt_tokens: int
     completion_tokens: int
-    extra: Mapping[str, object] = field(default_factory=dict)
-    """Further fields of the answer, for those who look."""
+    extra: Mapping[str, object] = field(default_factory=dict)  # further fields of the answer, for those who look
 
     @property
     def calls(self) -> Sequence[Mapping[str, Any]]:
@@ -114,8 +111,7 @@ def key_of(message: Message) -> str:
 _encode = json.JSONEncoder(sort_keys=True).encode  # one for all: a history's messages are encoded in each of its calls
 
 
-Chain = bytes
-"""A hash that stands for a history: of its start, and of its messages in order."""
+Chain = bytes  # a hash that stands for a history: of its start, and of its messages in order
 
 
 def begin_chain(data: object) -> Chain:

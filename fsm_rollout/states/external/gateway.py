@@ -25,8 +25,7 @@ from fsm_rollout.states.external.text_stream import TextStream
 
 logger = logging.getLogger(__name__)
 
-MOST_BYTES = 32 * 2**20
-"""The longest body of a call."""
+MOST_BYTES = 32 * 2**20  # the longest body of a call
 
 _gateways: WeakKeyDictionary[asyncio.AbstractEventLoop, Gateway] = WeakKeyDictionary()
 
@@ -36,8 +35,7 @@ class Session:
 
     def __init__(self, histories: AgentHistories, dialect: ModuleType, model: str) -> None:
         self.histories, self.dialect, self.model = histories, dialect, model
-        self.tasks: set[asyncio.Task[object]] = set()
-        """The calls under way."""
+        self.tasks: set[asyncio.Task[object]] = set()  # the calls under way
 
 
 class Gateway:

@@ -37,10 +37,8 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 if TYPE_CHECKING:
     from fsm_rollout.states.context import HandlerContext
 
-SHOWN_OUTPUT = 2000
-"""Characters of a failed program's output that stand in the trajectory's detail."""
-LONGEST_TASK = 100_000
-"""Bytes of a task that a program finds in its environment too; Linux allows 128 KiB, and no NUL."""
+SHOWN_OUTPUT = 2000  # characters of a failed program's output that stand in the trajectory's detail
+LONGEST_TASK = 100_000  # bytes of a task that a program finds in its environment too; Linux allows 128 KiB, and no NUL
 STARTED = "the program could not be started"
 
 
@@ -101,8 +99,7 @@ class External(State):
         self._function: Any = load_object(self.options.use) if self.options.use is not None else None
         if self.options.use is not None and not callable(self._function):
             raise ConfigError(f"'{self.options.use}' is no function")
-        self._schemas: dict[str, tuple[dict[str, Any], ...]] = {}
-        """The tools that foreign agents have shown: a cache."""
+        self._schemas: dict[str, tuple[dict[str, Any], ...]] = {}  # the tools that foreign agents have shown: a cache
 
     async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         """Serve the agent, run it, and see how it ended."""

@@ -34,11 +34,11 @@ from fsm_rollout.trajectory.settings import Sampling
 
 PATH = "/v1/chat/completions"
 ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+# What is refused unless it has one of these values.
 _UNSERVED: Mapping[str, tuple[object, ...]] = {
     "n": (None, 1), "stop": (None, [], ""), "logit_bias": (None, {}), "audio": (None,), "functions": (None, []),
     "function_call": (None,), "modalities": (None, ["text"]), "prediction": (None,), "web_search_options": (None,),
 }  # fmt: skip
-"""What is refused unless it has one of these values."""
 
 
 def read(body: Mapping[str, Any]) -> ChatRequest:

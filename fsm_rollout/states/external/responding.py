@@ -25,12 +25,11 @@ class Answer:
     """What a call is answered with."""
 
     reply: ChatReply
-    delivered: Callable[[], object]
-    """To be called when the caller has it."""
+    delivered: Callable[[], object]  # to be called when the caller has it
 
 
+# An answer as it comes: pieces of its text, notes for those who asked for them, and at the end the whole.
 Parts = AsyncGenerator["str | Mapping[str, object] | Answer", None]
-"""An answer as it comes: pieces of its text, notes for those who asked for them, and at the end the whole."""
 
 
 async def respond(request: web.Request, dialect: ModuleType, chat: ChatRequest, parts: Parts) -> web.StreamResponse:

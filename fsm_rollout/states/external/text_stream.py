@@ -23,10 +23,8 @@ class TextStream:
         opening = bound.tool_format.opening if isinstance(bound.tool_format, TextFormat) else None
         self._opening = regex.compile(opening.pattern, opening.flags & ~0x20) if opening is not None else None
         self._holds_all = bound.tool_format is not None and opening is None
-        self._read = 0
-        """How many ids have become text."""
-        self._from = 0
-        """Where the ids begin that are decoded again, for what the first of the next ones depends on."""
+        self._read = 0  # how many ids have become text
+        self._from = 0  # where the ids begin that are decoded again, for what the first of the next ones depends on
         self._text = ""
         self.shown = ""
 

@@ -27,16 +27,14 @@ from fsm_rollout.trajectory.tokens import as_ids
 if TYPE_CHECKING:
     from fsm_rollout.engines.protocol import Weights
 
-CLOSE = 1e-3
-"""How far two logprobs of the same token may be apart (batches of different shapes round differently)."""
+CLOSE = 1e-3  # how far two logprobs of the same token may be apart (batches of different shapes round differently)
+# How many times, and how many seconds, longer answers take that another one must not wait for.
 LONGER, SECONDS = 10.0, 0.5
-"""How many times, and how many seconds, longer answers take that another one must not wait for."""
-MANY = (1, 8, 64)
-"""How many long answers: more of them, where fewer do not take long enough to tell."""
-TRIES = 3
-"""How often something is tried that an engine may be too quick for: what is to be interrupted may end before."""
+MANY = (1, 8, 64)  # how many long answers: more of them, where fewer do not take long enough to tell
+TRIES = 3  # how often something is tried that an engine may be too quick for: what is to be interrupted may end before
 
 Hold = Callable[[EngineSubject], Awaitable[None]]
+# The promises of `fsm_rollout.engines.protocol`, each in one sentence, and the checks of them.
 SUITE = Suite[Hold]({
     1: ("answers", "Each request is answered by chunks, and the last alone has a finish_reason."),
     2: ("logprobs", "A chunk has one logprob per token, of the distribution that the token was sampled from."),
@@ -48,7 +46,6 @@ SUITE = Suite[Hold]({
     8: ("versions", "Each chunk carries the version of the weights that sampled it, across updates."),
     9: ("ids and close", "Ids of requests under way are unique; a closed engine takes no more requests."),
 })  # fmt: skip
-"""The promises of :mod:`fsm_rollout.engines.protocol`, each in one sentence, and the checks of them."""
 
 
 @dataclass(frozen=True, slots=True)

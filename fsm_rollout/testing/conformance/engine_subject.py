@@ -29,10 +29,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 TEXTS = ("1", "What is (37 + 58) * 4?", "Count from 1 to 20: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12", "a b c d e f g h")
-LONG = 4096
-"""Tokens of a request that is to be under way until it is ended; a smaller window cuts it."""
-LATE = 1.0
-"""Seconds after an order within which what comes may have been on its way."""
+LONG = 4096  # tokens of a request that is to be under way until it is ended; a smaller window cuts it
+LATE = 1.0  # seconds after an order within which what comes may have been on its way
 
 
 @dataclass(slots=True)

@@ -27,8 +27,7 @@ from fsm_rollout.trajectory.events import Message, Prompted, Transitioned
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
 
-LATER_SECONDS = 1024.0
-"""How much later the same conversation is held again: it must not depend on the clock."""
+LATER_SECONDS = 1024.0  # how much later the same conversation is held again: it must not depend on the clock
 
 SUITE = Suite[Callable[["_Interaction"], "int | None"]]({
     1: ("built", "It can be built from its `kwargs` and the prompt's `interaction_kwargs`."),
@@ -151,8 +150,8 @@ class _Interaction(Subject):
         super().__init__(name, f"{name}.reply", patience, examples)
         self.spec, self.interaction_kwargs, self.extra = spec, interaction_kwargs, extra
         self.most_replies = most_replies
+        # The replies in each conversation when it was held for the first time.
         self.first_replies: dict[Script, list[Reply]] = {}
-        """The replies in each conversation when it was held for the first time."""
         self.unmade = set() if is_async(self.build().interaction.reply) else {7}
 
     def build(self) -> BoundInteraction:

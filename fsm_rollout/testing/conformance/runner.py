@@ -28,14 +28,10 @@ T = TypeVar("T")
 S = TypeVar("S", bound="Subject")
 F = TypeVar("F", bound=Callable[..., object])
 
-MOST_WAITS = 40
-"""Code is cancelled at each of its awaits, up to this many."""
-BUSY_SECONDS = 1.0
-"""CPU seconds that one step of a coroutine may take: everything else on the loop waits for it."""
-HORIZON = 1e7
-"""Virtual seconds after which a run counts as endless."""
-SHRINKING_RUNS = 200
-"""Runs spent on making a failing case smaller; the first few hundred do nearly all of it."""
+MOST_WAITS = 40  # code is cancelled at each of its awaits, up to this many
+BUSY_SECONDS = 1.0  # CPU seconds that one step of a coroutine may take: everything else on the loop waits for it
+HORIZON = 1e7  # virtual seconds after which a run counts as endless
+SHRINKING_RUNS = 200  # runs spent on making a failing case smaller; the first few hundred do nearly all of it
 
 
 class ConformanceError(AssertionError):
@@ -157,8 +153,7 @@ class Subject:
     ENDLESS: ClassVar[int]
     LEAKY: ClassVar[int]
     CANCELLED: ClassVar[int]
-    unmade: set[int] | frozenset[int] = frozenset()
-    """The promises that this one does not make."""
+    unmade: set[int] | frozenset[int] = frozenset()  # the promises that this one does not make
     HOW_TIME_PASSES: ClassVar[str] = (
         "time is virtual: it stands for threads and for processes that asyncio started, a moment for connections, and "
         "within `asyncio.get_running_loop().external()`: put what else is awaited from outside there"
@@ -374,10 +369,8 @@ class Stepped(Generic[T]):
     ) -> None:
         self._coroutine, self._cancel_at, self._cancel, self._waited = coroutine, cancel_at, cancel, 0
         self.cancelled = False
-        self.busiest = 0.0
-        """The CPU seconds of the longest step."""
-        self.seconds = 0.0
-        """The loop's seconds that it took."""
+        self.busiest = 0.0  # the CPU seconds of the longest step
+        self.seconds = 0.0  # the loop's seconds that it took
         self.ended_by: BaseException | None = None
 
     def __await__(self) -> Generator[object, None, T]:

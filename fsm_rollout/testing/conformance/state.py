@@ -52,12 +52,9 @@ from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.settings import FrozenMap, Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
 
-CHECKED = "CHECKED"
-"""The state whose handler is under check."""
-MOST_WAITS = 25
-"""A visit is interrupted at each of its awaits, up to this many."""
-AWAY_SECONDS = 100.0
-"""How long a trajectory is set aside before it goes on."""
+CHECKED = "CHECKED"  # the state whose handler is under check
+MOST_WAITS = 25  # a visit is interrupted at each of its awaits, up to this many
+AWAY_SECONDS = 100.0  # how long a trajectory is set aside before it goes on
 
 SUITE = Suite[Callable[["_Handler"], "int | None"]]({
     1: ("declared", "It can be named in a YAML: a `State` that declares its triggers, and no other's."),
@@ -197,16 +194,11 @@ class Story:
     """One run: what the engine says, how often what, and where the handler is interrupted."""
 
     says: tuple[Turn, ...]
-    cancel_at: int | None = None
-    """The number of the await, of the first visit, at which it is cancelled."""
-    suspend: bool = False
-    """Set aside there, and resumed, instead of cancelled."""
-    turns: int = 12
-    """The limit ``assistant_turns``."""
-    tokens: int | None = None
-    """The limit ``response_tokens``."""
-    hurry: bool = False
-    """The state's timeout is shorter than the engine takes for anything."""
+    cancel_at: int | None = None  # the number of the await, of the first visit, at which it is cancelled
+    suspend: bool = False  # set aside there, and resumed, instead of cancelled
+    turns: int = 12  # the limit `assistant_turns`
+    tokens: int | None = None  # the limit `response_tokens`
+    hurry: bool = False  # the state's timeout is shorter than the engine takes for anything
 
     def __str__(self) -> str:
         """Say it as the last lines of a message."""
@@ -235,19 +227,17 @@ class _Run:
 
     story: Story
     visits: list[Stepped[Outcome]] = field(default_factory=list)
-    broken: list[ConformanceError] = field(default_factory=list)
-    """What the visits broke, in order."""
-    interrupt: Callable[[str], object] = lambda trajectory_id: None
-    """Cancels a trajectory, or sets it aside."""
+    broken: list[ConformanceError] = field(default_factory=list)  # what the visits broke, in order
+    interrupt: Callable[[str], object] = lambda trajectory_id: None  # cancels a trajectory, or sets it aside
     events: dict[str, list[AnyEvent]] = field(default_factory=lambda: defaultdict(list))
 
 
+# The tasks that a visit started; not kept alive, so that asyncio complains about those that fail unheard.
 _started: contextvars.ContextVar[WeakSet[asyncio.Task[object]] | None] = contextvars.ContextVar("started", default=None)
-"""The tasks that a visit started; not kept alive, so that asyncio complains about those that fail unheard."""
+# The events that no handler may emit.
 _SCHEDULERS_OWN = (events.Prompted, events.Transitioned, events.Suspended, events.Resumed, events.Ended)
-"""The events that no handler may emit."""
+# Where tasks are started that serve several visits.
 _SHARED_WORK = ("fsm_rollout/engines/", "fsm_rollout/tools/", "fsm_rollout/concurrency/")
-"""Where tasks are started that serve several visits."""
 
 
 def _listen(ctx: HandlerContext) -> tuple[list[str], list[str]]:
@@ -316,10 +306,10 @@ class _Handler(Subject):
         super().__init__(f"{title}.run", f"a visit of {title}", patience, examples)
         self.title, self.triggers, self.graph, self.prompt = title, spec.triggers, graph, prompt
         self.tokenizer, self.unmade = tokenizer, set() if resumable else {11}
+        # What the runs have learnt about the chat template, each for the next.
         self.chats: dict[object, ChatTemplate] = {}
-        """What the runs have learnt about the chat template, each for the next."""
+        # The result of a trajectory alone in each story, when the story was first run.
         self.first_outlines: dict[Story, Outline] = {}
-        """The result of a trajectory alone in each story, when the story was first run."""
 
     # A story, run and looked at.
 
@@ -538,8 +528,8 @@ class _Handler(Subject):
         return self.tell_all(hold, 5, suspend=st.just(True))
 
 
+# What must not depend on when things happened, by what one of it is called in a message.
 Outline = dict[str, Sequence[object]]
-"""What must not depend on when things happened, by what one of it is called in a message."""
 
 
 def _outline(trajectory: Trajectory, run: _Run) -> Outline:

@@ -32,8 +32,7 @@ from fsm_rollout.tools.toolbox import Toolbox, ToolSession
 from fsm_rollout.trajectory.events import Called, ToolCall, encode
 from fsm_rollout.trajectory.prompt import Prompt
 
-LATER_SECONDS = 1024.0
-"""How much later the same calls are made again: they must not depend on the clock."""
+LATER_SECONDS = 1024.0  # how much later the same calls are made again: they must not depend on the clock
 
 SUITE = Suite[Callable[["_Tool"], "int | None"]]({
     1: ("schema", "Its schema can be built: a description, and parameters that are JSON."),
@@ -122,14 +121,12 @@ class _Tool(Subject):
         self.tool = self.box.tools_of("main")["tool"]
         function = self.tool.schema.get("function", {})
         self.description, self.parameters = function.get("description"), function.get("parameters", {})
-        self.calls = schema_values.arguments(self.parameters)
-        """What the model may pass."""
+        self.calls = schema_values.arguments(self.parameters)  # what the model may pass
         self.unmade = {5, 6} if self.tool.in_thread else set()
-        self.prompt_fields: Mapping[str, object] = {}
-        """The prompt's fields as the latest session was given them."""
+        self.prompt_fields: Mapping[str, object] = {}  # the prompt's fields as the latest session was given them
         self.failures: list[str] = []
+        # What each call came to when a session began with it for the first time.
         self.first_results: dict[str, CallResult] = {}
-        """What each call came to when a session began with it for the first time."""
 
     def open(self) -> ToolSession:
         """Begin a trajectory's use of the tool; each is given the same."""

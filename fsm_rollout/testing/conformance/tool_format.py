@@ -20,19 +20,18 @@ from fsm_rollout.errors import ChatTemplateError
 from fsm_rollout.testing.conformance.runner import Checked, ConformanceError, Subject, Suite, demand
 from fsm_rollout.testing.strategies.conversations import calls_of_template
 
-Written = tuple[str, dict[str, object]]
-"""A call as it is to be written: the tool's name and its arguments."""
+Written = tuple[str, dict[str, object]]  # a call as it is to be written: the tool's name and its arguments
 Render = Callable[[Sequence[Written]], str]
 
 _TYPES = {
     "text": "string", "count": "integer", "ratio": "number", "flag": "boolean", "items": "array", "nested": "object"
 }  # fmt: skip
 _PARAMETERS = {"type": "object", "properties": {name: {"type": kind} for name, kind in _TYPES.items()}}
+# The schemas that the format is told of: every JSON type, so that values written without quotes can be read.
 TOOLS: Sequence[dict[str, object]] = tuple(
     {"type": "function", "function": {"name": name, "description": "A tool.", "parameters": _PARAMETERS}}
     for name in ("lookup", "write_note")
 )
-"""The schemas that the format is told of: every JSON type, so that values written without quotes can be read."""
 
 _words = st.text("ab Zé漢🙂09.,:;'\"\\/{}[]()!?=-_\n", max_size=10)
 _values = st.recursive(
@@ -130,8 +129,7 @@ class _Format(Subject):
         self.prose = _prose if surrounded else st.just("")
         self.unmade = {7} if tokenizer is None else set()
         self.tools = copy.deepcopy(TOOLS)
-        self.first: dict[str, Parsed] = {}
-        """Each text as it was read for the first time."""
+        self.first: dict[str, Parsed] = {}  # each text as it was read for the first time
 
     def parse(self, text: str) -> Parsed:
         """Read a text, and check what holds of every reading."""

@@ -65,8 +65,7 @@ class CheckedAgent:
     real_tools: bool = False
     prompts: tuple[Prompt, ...] = ()
     tokenizer: Any = None
-    texts: tuple[str, ...] = ()
-    """Texts that turns may say beside those that the agent's own conditions ask for."""
+    texts: tuple[str, ...] = ()  # texts that turns may say beside those that the agent's own conditions ask for
     blocking_seconds: float | None = None
     notes: dict[str, str] = field(default_factory=dict, compare=False)
 
@@ -297,6 +296,7 @@ def resume(subject: CheckedAgent) -> str:
     return f"the same results after a kill, in {runs} runs"
 
 
+# The items of an agent, in order.
 CHECKS: dict[str, Callable[[CheckedAgent], str]] = {
     "rules": rules,
     "bound": bound,
@@ -307,4 +307,3 @@ CHECKS: dict[str, Callable[[CheckedAgent], str]] = {
     "journal": journalled,
     "resume": resume,
 }
-"""The items of an agent, in order."""

@@ -16,8 +16,7 @@ from fsm_rollout.testing.simulation.visits import HandlerVisit
 from fsm_rollout.trajectory.enums import Trigger
 from fsm_rollout.trajectory.events import Transitioned
 
-DRAWN_FAILURES = frozenset({"Overload", "EngineError", "RuntimeError"})
-"""What plans let engines and users raise."""
+DRAWN_FAILURES = frozenset({"Overload", "EngineError", "RuntimeError"})  # what plans let engines and users raise
 
 
 def handlers_stay(run: Simulation) -> None:

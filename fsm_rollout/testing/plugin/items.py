@@ -28,12 +28,11 @@ if TYPE_CHECKING:
     from fsm_rollout.testing.plugin.agent_checks import CheckedAgent
 
 ITEMS = ("rules", "bound", "coverage", "ends", "streams", "schedule", "journal", "resume")
-AGENTS = pytest.StashKey[dict[Path, str]]()
-"""The agents' files, resolved, and how they were named."""
+AGENTS = pytest.StashKey[dict[Path, str]]()  # the agents' files, resolved, and how they were named
+# The files of the factories of engines, and the factories (`module:factory`) in each.
 ENGINES = pytest.StashKey[dict[Path, str]]()
-"""The files of the factories of engines, and the factories (``module:factory``) in each."""
+# Under these names an item's findings travel in its report, across processes too.
 SEEN, COVERAGE = "fsm_seen", "fsm_coverage"
-"""Under these names an item's findings travel in its report, across processes too."""
 
 
 class CheckItem(pytest.Item):

@@ -8,8 +8,7 @@ Hypothesis calls :func:`register` when it is imported (an entry point), so ``--h
 
 from __future__ import annotations
 
-EXAMPLES = {"fast": 10, "ci": 100, "nightly": 2000}
-"""Profile → how many examples."""
+EXAMPLES = {"fast": 10, "ci": 100, "nightly": 2000}  # profile → how many examples
 
 
 def register() -> None:

@@ -17,8 +17,7 @@ from fsm_rollout.trajectory.tokens import Owner
 
 WIDTH = 72
 MOST_LINES = 40
-AROUND = 2
-"""Tokens shown before and after the place of a breach."""
+AROUND = 2  # tokens shown before and after the place of a breach
 MOST_TOKENS = 16
 
 

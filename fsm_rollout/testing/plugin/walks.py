@@ -58,8 +58,8 @@ class Walker:
         self.graph = graph.model_copy(update={"transitions": rows})
         self.machine = AgentMachine(self.graph)
         structure = Structure(self.graph)
+        # What a handler declares, and all that a visit may come to but for `cancelled`, by state.
         self.outcomes: dict[str, tuple[list[Outcome], list[Outcome]]] = {}
-        """What a handler declares, and all that a visit may come to but for ``cancelled``, by state."""
         for state in graph.working_states:
             outcomes = [
                 Outcome(trigger, limit=limit, error="RuntimeError" if trigger == Trigger.FAILED else None)

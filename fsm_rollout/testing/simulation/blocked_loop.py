@@ -29,38 +29,32 @@ from fsm_rollout.testing.simulation.source_lines import is_users, place
 
 _Process = subprocess.Popen[Any]
 
+# Seconds that one callback may keep the event loop, computing or waiting, before it counts as blocking.
 BLOCKING_SECONDS = 5.0
-"""Seconds that one callback may keep the event loop, computing or waiting, before it counts as blocking."""
-GLANCE_SECONDS = 0.1
-"""Real seconds between two looks at what the loop is doing."""
-STILL = 2
-"""Looks in a row that must see a callback wait in the very same call: so many glances, it has waited."""
-STILL_CPU_SECONDS = 0.002
-"""CPU seconds between two looks from which on it computes, however slowly, instead of waiting."""
+GLANCE_SECONDS = 0.1  # real seconds between two looks at what the loop is doing
+STILL = 2  # looks in a row that must see a callback wait in the very same call: so many glances, it has waited
+STILL_CPU_SECONDS = 0.002  # CPU seconds between two looks from which on it computes, however slowly, instead of waiting
+# Lines in which a thread may wait: for locks, queues, threads, connections and processes.
 _WAITS = re.compile(
     r"\b(accept|acquire|communicate|connect|flock|get|join|lockf|poll|recv|recv_into|recvfrom|result|select|sendall"
     r"|sleep|wait|wait_for|waitpid)\(|^with [\w.]+\b(?!\()"
 )
-"""Lines in which a thread may wait: for locks, queues, threads, connections and processes."""
+# Python's own audit events that mean waiting in the thread that raises them.
 _REFUSED_EVENTS: Mapping[str, Callable[[Any], str | None]] = {
     "socket.connect": lambda args: None if args[0].gettimeout() == 0 else f"a blocking connection to {args[1]!r}",
     "socket.getaddrinfo": lambda args: f"a blocking look-up of {args[0]!r}",
     "os.system": lambda args: "os.system()",
     "builtins.input": lambda args: "input()",
 }
-"""Python's own audit events that mean waiting in the thread that raises them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blockage:
     """One place where the event loop was stopped."""
 
-    where: str
-    """``file:line, in function``."""
-    call: str | None
-    """The call that waits, or the line that makes it, where that is known."""
-    refused: bool = False
-    """Whether the call was refused before it could wait; else the run was interrupted in it."""
+    where: str  # `file:line, in function`
+    call: str | None  # the call that waits, or the line that makes it, where that is known
+    refused: bool = False  # whether the call was refused before it could wait; else the run was interrupted in it
 
 
 class CallRefused(RuntimeError):
@@ -76,8 +70,8 @@ class _Watch:
 
     def __init__(self, beats: Callable[[], int | None], seconds: float) -> None:
         self.found: list[Blockage] = []
+        # Those whose end was not waited for; `subprocess.run` kills such a one and waits again, rightly.
         self.processes: WeakSet[_Process] = WeakSet()
-        """Those whose end was not waited for; ``subprocess.run`` kills such a one and waits again, rightly."""
         self._beats, self._seconds = beats, seconds
         self._last: tuple[int | None, object, float] = (None, None, 0.0)
         self._still, self._kept = 0, 0.0
@@ -105,8 +99,7 @@ class _Watch:
             raise LoopInterrupted(self.found[-1].where)
 
 
-_watches: dict[int, _Watch] = {}
-"""By the thread that is watched."""
+_watches: dict[int, _Watch] = {}  # by the thread that is watched
 
 
 @contextmanager

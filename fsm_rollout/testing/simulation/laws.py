@@ -33,11 +33,9 @@ from fsm_rollout.trajectory.tokens import Owner
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 Law = Callable[[Simulation], None]
-Place = tuple[str, int, int]
-"""Context, first and last position in its stream."""
+Place = tuple[str, int, int]  # context, first and last position in its stream
 
-STOPPING_SECONDS = 120.0
-"""What the wall clock cuts off has a bounded time to stop: aborts, cancelled tools, closing."""
+STOPPING_SECONDS = 120.0  # what the wall clock cuts off has a bounded time to stop: aborts, cancelled tools, closing
 
 
 class LawBroken(RolloutError):

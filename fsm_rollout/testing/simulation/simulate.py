@@ -55,10 +55,9 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 if TYPE_CHECKING:
     from fsm_rollout.chat import ChatTemplate
 
-WINDOW = 4096
-"""Tokens of the simulated engine's context window, where nothing else is asked for."""
+WINDOW = 4096  # tokens of the simulated engine's context window, where nothing else is asked for
+# Virtual seconds (a day and a bit) after which a run counts as endless, where the agent does not allow for more.
 HORIZON = 1e5
-"""Virtual seconds (a day and a bit) after which a run counts as endless, where the agent does not allow for more."""
 
 
 @cache

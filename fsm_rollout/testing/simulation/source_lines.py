@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary
 
 _PYTHONS = f"{Path(os.__file__).parent}/"
 _OURS = f"{Path(__file__).parents[2]}/"
+# Where each task of a virtual loop was asked for.
 _started: WeakKeyDictionary[asyncio.Task[object], str] = WeakKeyDictionary()
-"""Where each task of a virtual loop was asked for."""
 
 
 @cache

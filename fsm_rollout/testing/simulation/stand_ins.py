@@ -204,8 +204,7 @@ class MortalReplicas(LocalPlacement):
     def __init__(self, build: Callable[[str], ScriptedEngine]) -> None:
         super().__init__(build)
         self.lives: dict[str, list[MortalReplica]] = defaultdict(list)
-        self.traffic: list[Logged] = []
-        """Every request that reached a replica and every chunk that left one, so far."""
+        self.traffic: list[Logged] = []  # every request that reached a replica and every chunk that left one, so far
         self._scripted = build
 
     async def start(self, name: str) -> Engine:

@@ -36,14 +36,10 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 Ready = list[tuple[selectors.SelectorKey, int]]
 
-PATIENCE = 60.0
-"""Real seconds that an operation outside the loop may take before it is given up."""
-CONNECTION_SECONDS = 5.0
-"""Real seconds of silence after which open connections and pipes are waited for no longer."""
-CLEANING_SECONDS = 10_000.0
-"""Virtual seconds that cleaning up may take after a horizon was passed."""
-BUSY_STEPS = 200_000
-"""Steps that the loop may make at one instant before it counts as endless."""
+PATIENCE = 60.0  # real seconds that an operation outside the loop may take before it is given up
+CONNECTION_SECONDS = 5.0  # real seconds of silence after which open connections and pipes are waited for no longer
+CLEANING_SECONDS = 10_000.0  # virtual seconds that cleaning up may take after a horizon was passed
+BUSY_STEPS = 200_000  # steps that the loop may make at one instant before it counts as endless
 
 
 class Deadlock(RuntimeError):
@@ -101,13 +97,12 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def __init__(self, patience: float = PATIENCE, horizon: float = math.inf) -> None:
         self._now = 0.0
         self._patience, self._horizon = patience, horizon
-        self.outside = 0
-        """How many operations outside the loop are in flight."""
+        self.outside = 0  # how many operations outside the loop are in flight
         self._steps = self._steps_now = 0
         self._stop_when_idle = self._resting = False
         self._processes: list[asyncio.SubprocessTransport] = []
+        # Real seconds that processes and connections have been waited for since one was last heard of.
         self._silence = 0.0
-        """Real seconds that processes and connections have been waited for since one was last heard of."""
         self._selects = _Selector(self)
         super().__init__(self._selects)
         self._own = set(self._selects.get_map())  # the pipe by which threads wake the loop

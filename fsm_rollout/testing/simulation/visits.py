@@ -27,13 +27,10 @@ class HandlerVisit:
     trajectory_id: str
     state: str
     handler: str
-    outcome: object
-    """What it returned, or the exception that it raised."""
-    where: str
-    """Where it was when it was stopped, or where it raised: ``file:line, in function``."""
+    outcome: object  # what it returned, or the exception that it raised
+    where: str  # where it was when it was stopped, or where it raised: `file:line, in function`
     declared: tuple[str, ...]
-    cancelled: bool
-    """Whether it had been told to stop: by a timeout, or because its trajectory was."""
+    cancelled: bool  # whether it had been told to stop: by a timeout, or because its trajectory was
 
     @property
     def stopped(self) -> bool:

@@ -21,26 +21,25 @@ from fsm_rollout.trajectory.events import PlainData as Data
 from fsm_rollout.trajectory.settings import FrozenMap
 
 Strategy = st.SearchStrategy[Data]
-Leads = dict[tuple[str, str], list[str]]
-"""Where the transitions of a state and trigger lead, in order."""
+Leads = dict[tuple[str, str], list[str]]  # where the transitions of a state and trigger lead, in order
 
+# Some know their handler; some are words that YAML takes for something else.
 NAMES = ("GENERATING", "PROCESSING_TOOLS", "INTERACTING", "A", "B", "on", "y", "null", "_1e3", "PENDING")
-"""Some know their handler; some are words that YAML takes for something else."""
 FINALS = (TERMINATED, "DONE")
 HANDLERS = ("prompt", "generate", "call_tools", "interact", "write")
 CALCULATOR = "fsm_rollout.tools.calculator:calculate"
 SCRIPTED_USER = "fsm_rollout.interactions:ScriptedUser"
 
+# Texts, with those that YAML or OmegaConf could take for something else.
 texts = st.one_of(
     st.sampled_from(["", "yes", "on", "1e3", "0x10", "1:30", "~", "${a}", r"\${b", "solver.md", "a: b", "x\ny\n", "{"]),
     st.text(st.characters(exclude_categories=["Cs"]), max_size=12),
 )
-"""Texts, with those that YAML or OmegaConf could take for something else."""
+# Plain data, as free-form settings hold.
 values = plain_data(texts, st.integers(-(2**40), 2**40) | st.floats(allow_nan=False), max_leaves=4)
-"""Plain data, as free-form settings hold."""
 free_form = st.dictionaries(texts, values, max_size=2)
+# Of SCRIPTED_USER: names that it takes, with whatever values.
 _user_kwargs = st.dictionaries(st.sampled_from(["turns", "answers"]), values, max_size=2)
-"""Of SCRIPTED_USER: names that it takes, with whatever values."""
 _temperatures = st.sampled_from([0.0, 0.7, 1.0])
 _LIMITS = ("assistant_turns", "tool_calls", "user_turns", "max_visits", "response_tokens")
 

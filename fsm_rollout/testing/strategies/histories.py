@@ -27,8 +27,7 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 
 G = TypeVar("G", events.ContextOpened, events.PromptExtended)
 
-TRAINED = {"main": True, "critic": False, "notes": True}
-"""The contexts that occur, and whether each is trained."""
+TRAINED = {"main": True, "critic": False, "notes": True}  # the contexts that occur, and whether each is trained
 STATES = ("PENDING", "GENERATING", "PROCESSING_TOOLS", "REVIEWING", "TERMINATED")
 
 contexts = st.sampled_from(["main", "main", "main", "notes", "critic"])
@@ -39,10 +38,10 @@ logprob = st.floats(-100, 0, width=32)
 score = st.floats(-1e6, 1e6, width=32)
 seconds = st.floats(0, 1e6)
 texts = st.text(max_size=4)
+# What is said and called; few, so that a failure soon shrinks to what matters.
 words = st.sampled_from(["", "a", "two words", "é 漢字 🙂", "line\nbreak"])
-"""What is said and called; few, so that a failure soon shrinks to what matters."""
+# Plain data as JSON has it. Integers are of any size: what a user puts into a prompt need not fit 64 bits.
 json_values = plain_data(texts, st.integers() | st.floats(allow_nan=False, allow_infinity=False), max_leaves=5)
-"""Plain data as JSON has it. Integers are of any size: what a user puts into a prompt need not fit 64 bits."""
 msgpack_values = plain_data(texts, st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False), max_leaves=5)
 extras = st.dictionaries(st.sampled_from(["answer", "tools_kwargs", "data_source"]) | texts, msgpack_values, max_size=3)
 
@@ -60,11 +59,11 @@ def _messages(*roles: str) -> st.SearchStrategy[list[dict[str, str]]]:
 
 
 _ids = ids.map(lambda drawn: array("i", drawn))
+# Places of guarded tokens, as far as there are so many tokens.
 _places = st.sets(st.integers(0, 2), max_size=2).map(sorted)
-"""Places of guarded tokens, as far as there are so many tokens."""
 _run = st.tuples(st.lists(st.tuples(token, logprob), min_size=1, max_size=3), st.integers(0, 3))
+# Runs of (token, logprob) pairs, each with the weight version that sampled it; no runs at all are an empty turn.
 _runs = st.lists(_run, min_size=1, max_size=2) | st.lists(_run, max_size=2)
-"""Runs of (token, logprob) pairs, each with the weight version that sampled it; no runs at all are an empty turn."""
 
 
 def _sampled(runs: list[tuple[list[tuple[int, float]], int]], text: str, **facts: Any) -> events.Generated:
@@ -93,8 +92,8 @@ _attempts = st.lists(
 )
 _generate = _generation(attempts=_attempts, temperature=st.sampled_from([1.0, 0.5, 0.0]))
 _write = _event(events.MessagesAppended, context=contexts, state=states, messages=_messages("user", "tool"))
+# Of what was written last.
 _glue = _event(partial(events.PromptExtended, context="", state=""), ids=_ids, guarded_at=_places)
-"""Of what was written last."""
 _score = _event(events.Scored, value=score, turn=st.none() | st.integers(0, 3))
 _rest = st.one_of(
     _event(
@@ -173,8 +172,7 @@ def _valid(plan: HistoryPlan, trajectory_id: str) -> Iterator[AnyEvent]:
     )  # fmt: skip
     # 1. What is true where the next event comes.
     state = STATES[0]
-    pending: dict[str, bool] = {}
-    """Whether an open context has messages that are in no stream yet."""
+    pending: dict[str, bool] = {}  # whether an open context has messages that are in no stream yet
     answered: set[str] = set()
     written = events.MessagesAppended(at=0.0, context="", state="", messages=[])
     # 2. Each event with what it needs; one that can mean nothing there is left out.
@@ -232,13 +230,13 @@ def _guarded(event: G) -> G:
     return replace(event, guarded=min(1, len(places)), guarded_at=places)
 
 
+# Events of one trajectory, `Prompted` first; most have not ended, some have scores after their end.
 event_sequences = plans.map(events_of)
-"""Events of one trajectory, ``Prompted`` first; most have not ended, some have scores after their end."""
 trajectories = event_sequences.map(Trajectory.fold)
+# Events of up to three trajectories with ids of their own.
 several_event_sequences = st.lists(plans, max_size=3).map(
     lambda several: [events_of(plan, f"t{number}") for number, plan in enumerate(several)]
 )
-"""Events of up to three trajectories with ids of their own."""
 several_trajectories = several_event_sequences.map(lambda several: [Trajectory.fold(events) for events in several])
 
 

@@ -20,12 +20,10 @@ from fsm_rollout.trajectory.enums import LimitName, Trigger
 from fsm_rollout.trajectory.events import PlainData as Data
 from fsm_rollout.trajectory.outcome import Outcome
 
-Turns = Mapping[str, tuple[Turn, ...]]
-"""What an engine says, by ``agent/context``."""
+Turns = Mapping[str, tuple[Turn, ...]]  # what an engine says, by `agent/context`
 
 # Strategies are made once where they can be: making and checking one costs Hypothesis as much as drawing from it.
-_delays = st.sampled_from((0.0, 0.1, 0.5, 2.0))
-"""Seconds before a piece of an answer, a tool's result or a reply."""
+_delays = st.sampled_from((0.0, 0.1, 0.5, 2.0))  # seconds before a piece of an answer, a tool's result or a reply
 _calm: st.SearchStrategy[Data] = st.just({})
 _endings: st.SearchStrategy[Data] = st.sampled_from(
     [

@@ -17,8 +17,8 @@ from fsm_rollout.trajectory.settings import MOST
 
 Schema = Mapping[str, Any]
 
+# Texts that tool formats have trouble with, simplest first.
 WORDS = ("", "a", "4", "yes", "(37 + 58) * 4", "two words", "é 漢字 🙂", "line\nbreak", '"quoted"', "<b>")
-"""Texts that tool formats have trouble with, simplest first."""
 _CHARACTERS = st.characters(codec="utf-8", exclude_categories=["Cc"])
 plain_texts = st.sampled_from(WORDS) | st.text(_CHARACTERS, max_size=12)
 
@@ -35,6 +35,7 @@ def plain_data(
 
 
 _ANYTHING = plain_data(plain_texts, st.integers(-99, 99), max_leaves=3)
+# A value that is not of the type, however leniently it is read.
 _WRONG: Mapping[str, object] = {
     "string": [5],
     "integer": "no number",
@@ -44,7 +45,6 @@ _WRONG: Mapping[str, object] = {
     "object": "no object",
     "null": "something",
 }
-"""A value that is not of the type, however leniently it is read."""
 _FORMATS: Mapping[str, st.SearchStrategy[str]] = {
     "date": st.dates().map(str),
     "date-time": st.datetimes().map(lambda moment: moment.isoformat()),

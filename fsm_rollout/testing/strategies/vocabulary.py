@@ -23,8 +23,8 @@ from fsm_rollout.testing.strategies.schema_values import Schema
 from fsm_rollout.tools import Toolbox
 
 ANSWERS = ("Done.", "", "The answer is 4.", "é 漢字 🙂 done")
+# Tried in turn: the first may not spell a pattern.
 _ALPHABETS = (st.characters(min_codepoint=32, max_codepoint=126), st.characters(exclude_categories=["Cs", "Cc"]))
-"""Tried in turn: the first may not spell a pattern."""
 
 
 def vocabularies(

@@ -31,13 +31,10 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-TICK = 0.05
-"""Seconds between two looks at what running code uses."""
+TICK = 0.05  # seconds between two looks at what running code uses
 NOBODY = 65534
-OUTPUT = "/dev/shm"
-"""Where a session in namespaces keeps the output of a call."""
-MOST_BYTES = 8 << 20
-"""Of one line, either way."""
+OUTPUT = "/dev/shm"  # where a session in namespaces keeps the output of a call
+MOST_BYTES = 8 << 20  # of one line, either way
 _PAGE = resource.getpagesize()
 _HERTZ = os.sysconf("SC_CLK_TCK")
 
@@ -46,21 +43,20 @@ _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x4000000, 0x800
 _NAMESPACES = _NEWNS | _NEWUTS | _NEWIPC | _NEWUSER | _NEWPID | _NEWNET
 _RDONLY, _NOSUID, _NODEV, _NOEXEC, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
 _CALLS = {"x86_64": {"clone": 56, "mount_setattr": 442, "pivot_root": 155, "capset": 126}}
+# ptrace, pivot_root, chroot, acct, settimeofday, mount, umount2, swapon/off, reboot, sethostname, iopl, ioperm,
+# modules, quotactl, kexec, keys, unshare, perf, fanotify, open_by_handle_at, setns, process_vm_*, kcmp, finit_module,
+# memfd_create (memory that no limit sees), kexec_file, bpf, userfaultfd, io_uring, the new mount calls, pidfd_open,
+# process_madvise, mount_setattr.
 _DENIED = {
     "x86_64": (
         101, 155, 161, 163, 164, 165, 166, 167, 168, 169, 172, 173, 175, 176, 179, 246, 248, 249, 250, 272, 298, 300,
         304, 308, 310, 311, 312, 313, 319, 320, 321, 323, 425, 426, 427, 428, 429, 430, 431, 432, 433, 434, 440, 442,
     )
 }  # fmt: skip
-"""ptrace, pivot_root, chroot, acct, settimeofday, mount, umount2, swapon/off, reboot, sethostname, iopl, ioperm,
-modules, quotactl, kexec, keys, unshare, perf, fanotify, open_by_handle_at, setns, process_vm_*, kcmp, finit_module,
-memfd_create (memory that no limit sees), kexec_file, bpf, userfaultfd, io_uring, the new mount calls, pidfd_open,
-process_madvise, mount_setattr."""
 _CLONE, _CLONE3, _SOCKET, _SHMGET = 56, 435, 41, 29
 
 
-Settings = dict[str, Any]
-"""Those of a session, as the run has sent them."""
+Settings = dict[str, Any]  # those of a session, as the run has sent them
 
 
 class _Failed(OSError):

@@ -29,30 +29,21 @@ logger = logging.getLogger(__name__)
 
 Language = Literal["python", "bash"]
 JAIL = Path(__file__).with_name("jail.py")
-START_SECONDS = 60.0
-"""How long the first session may take to begin on a busy machine."""
-GRACE_SECONDS = 30.0
-"""How long the answer to a call may take beyond its own limit."""
-LINE = 16 << 20
-"""Bytes of an answer."""
+START_SECONDS = 60.0  # how long the first session may take to begin on a busy machine
+GRACE_SECONDS = 30.0  # how long the answer to a call may take beyond its own limit
+LINE = 16 << 20  # bytes of an answer
 
 
 @dataclass(frozen=True)
 class Limits:
     """What the code of one session may use."""
 
-    seconds: float = 10.0
-    """Of wall time, per call."""
-    cpu_seconds: float = 10.0
-    """Of CPU time over all its processes, per call."""
-    memory_mb: int = 512
-    """Of memory over all its processes."""
-    disk_mb: int = 64
-    """Of its folder, and of any one file."""
-    processes: int = 16
-    """At once."""
-    output: int = 20_000
-    """Characters of a call's output that are returned."""
+    seconds: float = 10.0  # of wall time, per call
+    cpu_seconds: float = 10.0  # of CPU time over all its processes, per call
+    memory_mb: int = 512  # of memory over all its processes
+    disk_mb: int = 64  # of its folder, and of any one file
+    processes: int = 16  # at once
+    output: int = 20_000  # characters of a call's output that are returned
 
     def __post_init__(self) -> None:
         for name in ("seconds", "cpu_seconds", "memory_mb", "disk_mb", "processes", "output"):
@@ -65,12 +56,10 @@ class Limits:
 class Output:
     """What a call came to."""
 
-    text: str
-    """What the code has written, and the value of its last expression."""
-    cut: bool = False
-    """Whether there was more of it."""
+    text: str  # what the code has written, and the value of its last expression
+    cut: bool = False  # whether there was more of it
+    # Why the session ended with the call: `time`, `cpu time`, `memory`, `processes`, `exit`, `broken`.
     ended: str | None = None
-    """Why the session ended with the call: ``time``, ``cpu time``, ``memory``, ``processes``, ``exit``, ``broken``."""
 
 
 class Backend(Protocol):
@@ -92,12 +81,9 @@ class Backend(Protocol):
 class Protection:
     """What keeps code in its session on this machine."""
 
-    namespaces: bool
-    """Whether it has processes, a network, a file system and users of its own."""
-    system_calls: bool
-    """Whether the kernel refuses what no computation needs."""
-    why_not: str | None = None
-    """Why there are no namespaces."""
+    namespaces: bool  # whether it has processes, a network, a file system and users of its own
+    system_calls: bool  # whether the kernel refuses what no computation needs
+    why_not: str | None = None  # why there are no namespaces
 
     def __str__(self) -> str:
         """Say it in a sentence."""

@@ -25,19 +25,15 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
-Report = Callable[[str], None]
-"""Hears in a sentence of what is damaged, and left out."""
-JOURNAL = "journal.sqlite"
-"""A journal's name in the folder of its run."""
-_FORMATS = 1000
-"""A file of a larger format is a damaged one."""
+Report = Callable[[str], None]  # hears in a sentence of what is damaged, and left out
+JOURNAL = "journal.sqlite"  # a journal's name in the folder of its run
+_FORMATS = 1000  # a file of a larger format is a damaged one
 
 
 _DURATIONS = ("seconds", "queue_seconds", "away")
-_LATEST = 2.0**53
-"""Seconds; no clock says so much, and reports calculate with them."""
+_LATEST = 2.0**53  # seconds; no clock says so much, and reports calculate with them
+# What SQLite raises over a damaged file; its own message may be no text.
 DAMAGED = (sqlite3.DatabaseError, UnicodeDecodeError)
-"""What SQLite raises over a damaged file; its own message may be no text."""
 
 
 class _NotAJournal(sqlite3.DatabaseError):
@@ -46,8 +42,7 @@ class _NotAJournal(sqlite3.DatabaseError):
     sqlite_errorcode = sqlite3.SQLITE_NOTADB
 
 
-Recorded = tuple[Trajectory, list[AnyEvent]]
-"""A trajectory, and its events."""
+Recorded = tuple[Trajectory, list[AnyEvent]]  # a trajectory, and its events
 
 _UNFINISHED = """
 WHERE group_id NOT IN (SELECT group_id FROM handed_over WHERE yes) OR group_id IN (

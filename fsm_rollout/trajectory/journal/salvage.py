@@ -29,8 +29,7 @@ from fsm_rollout.trajectory.journal.schema import (
 
 _TABLE_LEAF = 0x0D
 _LOG_HEADER, _FRAME_HEADER = 32, 24
-_SIZES = {0: 0, 1: 1, 2: 2, 3: 3, 4: 4, 5: 6, 6: 8, 7: 8, 8: 0, 9: 0}
-"""Bytes of a value by its type in a record."""
+_SIZES = {0: 0, 1: 1, 2: 2, 3: 3, 4: 4, 5: 6, 6: 8, 7: 8, 8: 0, 9: 0}  # bytes of a value by its type in a record
 _LONGEST = 1 << 31
 _INSERT = "INSERT OR IGNORE INTO events VALUES (?, ?, ?, ?, ?, ?)"
 

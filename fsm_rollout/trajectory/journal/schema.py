@@ -15,8 +15,8 @@ from fsm_rollout.trajectory.events import pack
 
 APPLICATION_ID = 0x46534D52  # "FSMR"
 FORMAT = 3
+# Bytes of a page. Earlier journals have SQLite's own; what a turn adds, often 2 kB, takes twice the time there.
 PAGE, EARLIER_PAGE = 16_384, 4096
-"""Bytes of a page. Earlier journals have SQLite's own; what a turn adds, often 2 kB, takes twice the time there."""
 
 SCHEMA = f"""
 PRAGMA application_id = {APPLICATION_ID};
@@ -34,11 +34,11 @@ CREATE TABLE handed_over (group_id TEXT PRIMARY KEY, yes INTEGER NOT NULL);
 INSERT_EVENTS = "INSERT INTO events (trajectory_id, seq, ended, payload, crc) VALUES (?, ?, ?, ?, ?)"
 INSERT_TRAJECTORY = "INSERT INTO trajectories VALUES (?, ?, ?, ?, ?)"
 
+# What `run` holds about a run, and in which form; programs may add to it.
 FACTS: Mapping[str, Any] = {
     "agents": dict[str, str], "engines": dict[str, dict[str, Any]], "base": str, "run": str | dict[str, Any],
     "file": str, "code_version": str,
 }  # fmt: skip
-"""What ``run`` holds about a run, and in which form; programs may add to it."""
 
 
 def checksum(payload: bytes, seq: int) -> int:

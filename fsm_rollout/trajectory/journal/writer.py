@@ -33,15 +33,12 @@ from fsm_rollout.trajectory.journal.schema import (
     facts,
 )
 
-LOG_BYTES = 16 << 20
-"""A log longer than this is moved into the file, in one go with what is appended meanwhile."""
+LOG_BYTES = 16 << 20  # a log longer than this is moved into the file, in one go with what is appended meanwhile
 
-_Insertion = tuple[str, tuple[object, ...]]
-"""A statement and its values."""
+_Insertion = tuple[str, tuple[object, ...]]  # a statement and its values
+# An event: its trajectory, its place there, the event as encoded, and whether the trajectory ended by it.
 _Appended = tuple[str, int, bytes, bool]
-"""An event: its trajectory, its place there, the event as encoded, and whether the trajectory ended by it."""
-_ROW = 16
-"""So many events are in a row of a journal that is written anew."""
+_ROW = 16  # so many events are in a row of a journal that is written anew
 
 
 class Journal(AbstractContextManager["Journal"]):
