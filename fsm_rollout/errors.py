@@ -187,11 +187,7 @@ _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "p
 
 
 def check_at_least(least: int, what: str, name: str, value: object, kind: type | UnionType = int) -> None:
-    """Check a number that a caller gave under ``name``, which counts ``what``.
-
-    Raises:
-        ConfigError: it is no number of that kind, or smaller.
-    """
+    """Raise ConfigError unless the number that a caller gave under ``name``, which counts ``what``, is large enough."""
     if isinstance(value, bool) or not isinstance(value, kind) or not value >= least:  # type: ignore[operator]
         raise ConfigError(f"{name} must be at least {least} {what}, got {value!r}")
 

@@ -11,11 +11,7 @@ from fsm_rollout.errors import ConfigError
 
 @contextmanager
 def written_whole(path: Path, advice: str = "") -> Iterator[Path]:
-    """Yield the path of a file to write, which takes the place of ``path`` once the block has ended well.
-
-    Raises:
-        ConfigError: it cannot be written; says why, and ``advice``.
-    """
+    """Yield a file to write, which becomes ``path`` once the block ends well; else ConfigError, with ``advice``."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ from fsm_rollout.agent.verify import verify
 from fsm_rollout.concurrency.loop_thread import LoopThread, close_at_exit
 from fsm_rollout.engines.build import EngineLike, as_engine_or_spec, build_engine
 from fsm_rollout.engines.client import EngineClient
-from fsm_rollout.engines.protocol import Engine
+from fsm_rollout.engines.protocol import Engine, Weights
 from fsm_rollout.environment.rewards import GroupFilter, Reward, RewardLike
 from fsm_rollout.errors import ConfigError, EngineError, Problem, check_at_least, did_you_mean
 from fsm_rollout.scheduler.failure_policy import Failures, failures_of
@@ -46,7 +46,6 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from fsm_rollout.batch.batch import TrajectoryBatch
-    from fsm_rollout.engines.protocol import Weights
     from fsm_rollout.report.notebook import Page
 
 logger = logging.getLogger(__name__)

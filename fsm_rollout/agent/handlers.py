@@ -79,11 +79,7 @@ def looked_in() -> list[str]:
 
 
 def load_object(path: str) -> object:
-    """Import ``module:attribute`` (dots allowed in both).
-
-    Raises:
-        ConfigError: the module cannot be imported or lacks the attribute; says which, and names a close match.
-    """
+    """Import ``module:attribute`` (dots allowed in both); ConfigError says what is missing, and names a close match."""
     module_name, _, attribute = path.partition(":")
     try:
         target: object = importlib.import_module(module_name)
@@ -101,11 +97,7 @@ def load_object(path: str) -> object:
 
 
 def load_handler(handler: str) -> type:
-    """Return the class of a built-in handler, or the one that ``module:Class`` names.
-
-    Raises:
-        ConfigError: unknown name, failing import, or not a class.
-    """
+    """Return the class of a built-in handler, or of ``module:Class``; ConfigError if there is no such class."""
     if ":" not in handler and handler not in BUILT_IN_HANDLERS:
         raise ConfigError(f"handler '{handler}' is not defined{did_you_mean(handler, BUILT_IN_HANDLERS)}")
     found = load_object(BUILT_IN_HANDLERS.get(handler, handler))

@@ -74,11 +74,7 @@ def load_agent(
 
 
 def loads(text: str, base: str | Path = ".", overrides: Sequence[str] = (), name: str = "<text>") -> AgentGraph:
-    """Load and verify an agent from YAML text; its files are relative to ``base``, ``name`` stands in messages.
-
-    Raises:
-        ConfigError: as :func:`load_agent` does.
-    """
+    """Do what :func:`load_agent` does with YAML text; files are relative to ``base``, ``name`` stands in messages."""
     return _graph(_read(text, SourceMap(name), Path(base), overrides, ()))
 
 

@@ -54,11 +54,7 @@ def _predicate(doc: str, argument: str = "", *, counter: bool = False) -> Callab
 
 
 def compile_predicate(predicate: Predicate, graph: AgentGraph) -> Condition:
-    """Return the predicate as a function; ``graph`` tells what its argument may name.
-
-    Raises:
-        ConfigError: unknown name, wrong argument, or a function that cannot be imported.
-    """
+    """Return the predicate as a function, or raise ConfigError; ``graph`` tells what its argument may name."""
     name, argument = predicate.name, predicate.argument
     if ":" in name:
         return _own_function(name, argument)

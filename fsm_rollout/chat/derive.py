@@ -165,12 +165,7 @@ class Deriver:
     closes: Closes
 
     def derive(self, step: Step) -> Glue:
-        """Return the glue between the step's turn and the next generation.
-
-        Raises:
-            ChatTemplateError: any rule of :mod:`fsm_rollout.chat` about a turn or a message.
-
-        """
+        """Return the glue between the step's turn and the next generation; ChatTemplateError names a broken rule."""
         # 1. What follows the turn, whatever it says; and where the new messages stand in it.
         word = draw_word()
         marked_turn, suffix = self._common_suffix(step, word)

@@ -129,12 +129,7 @@ class MarkerEncoder:
         return [*pieces, (text[start:], None)]
 
     def encode_parts(self, parts: Sequence[Part], injection: Injection) -> Encoded:
-        """Encode the joined parts.
-
-        Raises:
-            ChatTemplateError: ``injected-marker`` in mode ``raise``; ``text-not-unicode``.
-
-        """
+        """Encode the joined parts; ChatTemplateError: ``injected-marker`` (mode ``raise``), ``text-not-unicode``."""
         ids = self.encode("".join(part.text for part in parts))
         if injection == "allow" or not self._injected(parts, self.markers_of(ids)):
             return Encoded(ids)

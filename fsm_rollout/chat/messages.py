@@ -130,12 +130,7 @@ def malformed(index: int, what: str) -> ChatTemplateError:
 
 
 def roles_of(messages: Messages) -> list[object]:
-    """Return the role of each message.
-
-    Raises:
-        ChatTemplateError: ``malformed-message`` for what is not a list of dicts.
-
-    """
+    """Return the role of each message; ChatTemplateError ``malformed-message`` for what is not a list of dicts."""
     if not isinstance(messages, list) and (
         isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence)
     ):

@@ -23,12 +23,7 @@ TemplateSource = str | Mapping[str, str] | Sequence[Mapping[str, str]]
 
 
 def shown_tools(tools: Tools | None) -> Tools | None:
-    """Return the tools a template is to see: none at all for an empty list.
-
-    Raises:
-        ChatTemplateError: ``malformed-tools`` for anything but a sequence of schemas.
-
-    """
+    """Return the tools that a template is to see, None for an empty list; ChatTemplateError ``malformed-tools``."""
     if isinstance(tools, (str, bytes)) or not isinstance(tools, (list, tuple, type(None), Sequence)):
         raise ChatTemplateError("malformed-tools", f"tools must be a list of schemas, got {type(tools).__name__}")
     return tools or None
@@ -61,12 +56,7 @@ class Renderer:
         return [template.environment.parse(source) for source, template in self._templates.items()]
 
     def render(self, messages: Messages, tools: Tools | None, now: datetime, *, generation: bool = True) -> str:
-        """Render ``messages``, with the header of the next assistant turn if ``generation``.
-
-        Raises:
-            ChatTemplateError: ``template-raised``, for anything the template raises.
-
-        """
+        """Render ``messages`` (and a next turn's header); what a template raises is a ``template-raised`` error."""
         template = self._templates[self.source] if tools else self._plain
         variables = {
             "strftime_now": now.strftime,

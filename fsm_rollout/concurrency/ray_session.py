@@ -32,11 +32,7 @@ Remote: TypeAlias = Any  # an object of Ray's; Ray has no types
 
 
 def import_ray() -> Remote:
-    """Return the module ``ray``.
-
-    Raises:
-        EngineError: it is not installed.
-    """
+    """Return the module ``ray``; EngineError if it is not installed."""
     try:
         import ray
     except ImportError as error:
@@ -94,11 +90,7 @@ def _start(ray: Remote, address: str | None, done: Future[bool]) -> None:
 
 
 def _check_same(ray: Remote, address: str) -> None:
-    """Check that what is connected is what was asked for.
-
-    Raises:
-        EngineError: it is another cluster.
-    """
+    """Raise EngineError if another cluster is connected than was asked for."""
     connected: str = ray.get_runtime_context().gcs_address
     try:
         host, port = _host_and_port(connected)

@@ -80,11 +80,7 @@ def to_svg(graph: AgentGraph, *, implicit: bool = False) -> str:
 
 
 def to_png(graph: AgentGraph, *, implicit: bool = False) -> bytes:
-    """Return ``graph`` as a PNG in the light colours, at 192 dots per inch.
-
-    Raises:
-        DrawingError: there is no Graphviz.
-    """
+    """Return ``graph`` as a PNG in the light colours, at 192 dots per inch; DrawingError without Graphviz."""
     return render(to_dot(graph, implicit=implicit), "png")
 
 
@@ -100,11 +96,7 @@ _FORMS: Mapping[str, Callable[..., str | bytes]] = {
 
 
 def form_of(path: Path) -> Callable[..., str | bytes]:
-    """Return the function that draws what the suffix of ``path`` asks for.
-
-    Raises:
-        ConfigError: no such form.
-    """
+    """Return the function that draws what the suffix of ``path`` asks for; ConfigError if there is no such form."""
     suffix = path.suffix.lower()
     if suffix not in _FORMS:
         got = f"'{suffix}' is no picture that can be drawn" if suffix else "the name of the picture has no suffix"
@@ -128,11 +120,7 @@ def draw(graph: AgentGraph, path: str | Path, *, implicit: bool = False) -> Path
 
 @lru_cache(64)  # a process of Graphviz takes a third of a second, and the pages of a run show the same agents
 def render(dot: str, form: Literal["svg", "png"]) -> bytes:
-    """Return ``dot`` drawn as ``form``.
-
-    Raises:
-        DrawingError: there is no Graphviz, or it refuses the text.
-    """
+    """Return ``dot`` drawn as ``form``; DrawingError without Graphviz, or where it refuses the text."""
     if find_spec("graphviz") is not None:
         import graphviz
 

@@ -36,13 +36,7 @@ def vocabulary_of(engine: Engine) -> int | None:
 
 
 def checked(chunk: Chunk, request: Request, before: Ids, vocabulary: int | None) -> tuple[Ids, Logprobs, int]:
-    """Return the ids, the logprobs and the weight version of a chunk.
-
-    ``before`` is what was streamed for the request already.
-
-    Raises:
-        EngineError: see the module; says what was wrong with which request.
-    """
+    """Return a chunk's ids, logprobs and weight version, or raise EngineError; ``before`` was streamed already."""
     request_id = chunk.request_id
     if chunk.finish_reason not in _ENDS:
         raise EngineError(f"the engine ended request {request_id} with {chunk.finish_reason!r}")

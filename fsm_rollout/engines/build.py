@@ -71,11 +71,7 @@ def build_engine(spec: Mapping[str, object], base: Path) -> Engine:
 
 
 def _build(spec: EngineSpec, base: Path) -> Engine:
-    """Build one engine.
-
-    Raises:
-        EngineError: it cannot be built, or what was built is no engine.
-    """
+    """Build one engine; EngineError if that fails, or what was built is no engine."""
     # Modules of this package that lack a library say so themselves.
     make: Callable[..., Engine] = resolve_name(spec.engine_class)
     arguments = spec.engine_arguments(base)

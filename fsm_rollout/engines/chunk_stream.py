@@ -20,10 +20,7 @@ __all__ = ["NO_IDS", "NO_LOGPROBS", "ChunkStream", "check_unique", "fail_all", "
 
 
 def refusal(request: Request, max_context: int, vocabulary: int | None = None) -> str | None:
-    """Return the ``error`` of a request that no engine can serve, or ``None`` for a good one.
-
-    A token outside the ``vocabulary`` would fail the whole batch, or the model for good.
-    """
+    """Return the ``error`` of a request that can only fail (a token outside the vocabulary, say); None: a good one."""
     if len(request.ids) + 1 > max_context:
         return (
             f"PromptTooLong: {len(request.ids)} tokens and one to sample do not fit into a window of {max_context}; "
@@ -44,11 +41,7 @@ def refusal(request: Request, max_context: int, vocabulary: int | None = None) -
 
 
 def check_unique(requests: Iterable[Request], under_way: Container[str]) -> None:
-    """Check that no id is used twice.
-
-    Raises:
-        EngineError: an id is under way already, or twice in the dispatch.
-    """
+    """Raise EngineError if an id is under way already, or twice in the dispatch."""
     seen: set[str] = set()
     for request in requests:
         if request.request_id in under_way or request.request_id in seen:

@@ -27,14 +27,13 @@ from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.engines.answer_check import vocabulary_of
 from fsm_rollout.engines.bisection import Bisection
 from fsm_rollout.engines.pending import PendingRequest
-from fsm_rollout.engines.protocol import FOR_GOOD, Chunk, Engine, ReplicaLost, Request
+from fsm_rollout.engines.protocol import FOR_GOOD, Chunk, Engine, ReplicaLost, Request, Weights
 from fsm_rollout.errors import EngineError, PromptTooLong
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import LAST_VERSION
 
 if TYPE_CHECKING:
     from fsm_rollout.chat import ChatTemplate
-    from fsm_rollout.engines.protocol import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -92,10 +91,7 @@ class EngineClient:
         return loop is not None and loop is not asyncio.get_running_loop() and not loop.is_closed()
 
     def submit(self, request: Request, deadline: Deadline | None = None) -> PendingRequest:
-        """Queue one request for the next flush; ``deadline`` runs from its first chunk.
-
-        The engine knows it by another id where its own is under way already.
-        """
+        """Queue a request (under another id where its own is under way); ``deadline`` runs from its first chunk."""
         request_id = self._free_id(request.request_id)
         pending = PendingRequest(
             request, asyncio.get_running_loop().time(), deadline, request_id=request_id, paused=self.paused

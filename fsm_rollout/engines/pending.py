@@ -74,11 +74,7 @@ class PendingRequest:
         self.silent_until = None
 
     def take(self, chunk: Chunk, now: float, vocabulary: int | None = None) -> None:
-        """Append one chunk.
-
-        Raises:
-            EngineError: no engine may answer that (:func:`fsm_rollout.engines.answer_check.checked`).
-        """
+        """Append one chunk; EngineError if no engine may answer so (:mod:`fsm_rollout.engines.answer_check`)."""
         self.stop_watch()
         ids, logprobs, version = checked(chunk, self.request, self.ids, vocabulary)
         if self.admitted_at is None:

@@ -19,23 +19,20 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from anyio import CancelScope
 from anyio.from_thread import start_blocking_portal
 
 from fsm_rollout.concurrency.cancellation import being_cancelled, wait_for
 from fsm_rollout.engines.chunk_stream import ChunkStream, check_unique
-from fsm_rollout.engines.protocol import Chunk, Engine, Load, ReplicaLost, Request
+from fsm_rollout.engines.protocol import Chunk, Engine, Load, ReplicaLost, Request, Weights
 from fsm_rollout.engines.replica import LocalPlacement, PoolTimes, Replica, describe, failure_of, ping
 from fsm_rollout.engines.router import Router, StickyRouter, allowance, choose
+from fsm_rollout.engines.specs import EngineSpec
 from fsm_rollout.engines.weights_check import check_finite
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
-
-if TYPE_CHECKING:
-    from fsm_rollout.engines.protocol import Weights
-    from fsm_rollout.engines.specs import EngineSpec
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -158,11 +155,7 @@ class PoolEngine:
         await self._hold("resume")
 
     async def sleep(self) -> None:
-        """Give memory back on every replica.
-
-        Raises:
-            EngineError: requests are under way and the pool is not paused.
-        """
+        """Give memory back on every replica; EngineError while requests are under way and the pool is not paused."""
         if self._under_way and not self._paused:
             raise EngineError(f"{len(self._under_way)} request(s) are under way; pause the engine before it sleeps")
         await self._hold("sleep")
@@ -403,11 +396,7 @@ class PoolEngine:
     # -- orders to all replicas -----------------------------------------------------------------------------------
 
     async def _hold(self, order: Order) -> None:
-        """Have all replicas pause, resume, sleep or wake, and remember it for those that come.
-
-        Raises:
-            EngineError: none could, and none will come back.
-        """
+        """Have all replicas, and those that come, pause, resume, sleep or wake; EngineError if none could."""
         self._bind()
         async with self._change:
             if order in ("pause", "resume"):
@@ -443,12 +432,7 @@ class PoolEngine:
         raise AssertionError("unreachable")
 
     async def _load_everywhere(self, weights: Weights, version: int | None) -> int:
-        """Load weights on all replicas that are up, and return their version.
-
-        Raises:
-            ReplicaLost: all of them were lost over it.
-            EngineError: none took the weights.
-        """
+        """Load weights on all replicas that are up; EngineError: none took them (ReplicaLost: all were lost)."""
         if self._fallen is not None:
             raise self._fallen
         # 1. Share the weights once; no replica samples meanwhile.
@@ -663,11 +647,7 @@ def _first(failed: Mapping[Replica, Exception]) -> str:
 
 
 def build_pool(spec: EngineSpec, router: Router, build: Callable[[str], Engine]) -> PoolEngine:
-    """Return the pool that a spec describes.
-
-    Raises:
-        EngineError: its replicas cannot be started.
-    """
+    """Return the pool that a spec describes; EngineError if its replicas cannot be started."""
     placement = LocalPlacement(build)
     if spec.placement == "ray":
         on_ray = import_module("fsm_rollout.engines.ray")  # by its name, as it builds on this module

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
@@ -29,10 +29,8 @@ from fsm_rollout.trajectory.tokens import Ids, Logprobs
 if TYPE_CHECKING:
     import torch
 
-    Weights = str | Path | Mapping[str, torch.Tensor]
-    """New weights: a model's folder, or tensors by name."""
-
-
+Weights: TypeAlias = "str | Path | Mapping[str, torch.Tensor]"
+"""New weights: a model's folder, or tensors by name."""
 NO_IDS = Ids("i")
 NO_LOGPROBS = Logprobs("f")
 FOR_GOOD = frozenset({"RouterFailed", "ReplayDiverged", "ReplayCutOff"})

@@ -12,21 +12,17 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from fsm_rollout.concurrency.cancellation import pause
 from fsm_rollout.concurrency.ray_session import Remote, answer_to, connect, import_ray
 from fsm_rollout.engines.chunk_stream import ChunkStream
-from fsm_rollout.engines.protocol import Chunk, Engine, Load, ReplicaLost, Request
+from fsm_rollout.engines.protocol import Chunk, Engine, Load, ReplicaLost, Request, Weights
 from fsm_rollout.engines.replica import LocalPlacement, describe, failure_of, ping
 from fsm_rollout.engines.specs import RaySpec
 from fsm_rollout.engines.wire import Contexts, Failure, pack_flush, pack_requests, unpack_flush, unpack_requests
 from fsm_rollout.errors import EngineError
 
 ray = import_ray()
-
-if TYPE_CHECKING:
-    from fsm_rollout.engines.protocol import Weights
 
 FAREWELL = 5.0  # seconds that an actor has to close its engine before it is killed
 

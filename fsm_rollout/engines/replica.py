@@ -10,16 +10,12 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from fsm_rollout.concurrency.threads import DaemonThreads
-from fsm_rollout.engines.protocol import Engine, ReplicaLost
+from fsm_rollout.engines.protocol import Engine, ReplicaLost, Weights
 from fsm_rollout.engines.router import FIRST, ReplicaView
 from fsm_rollout.errors import EngineError
-
-if TYPE_CHECKING:
-    from fsm_rollout.engines.protocol import Weights
-
 
 logger = logging.getLogger(__name__)
 PACE_MEMORY = 600.0  # seconds of work (of all requests together) after which a replica's pace counts half
@@ -36,11 +32,7 @@ def failure_of(engine: Engine) -> EngineError | None:
 
 
 async def ping(engine: Engine) -> None:
-    """Return if an engine is there; one that works in another process has a ``ping``, which waits for its answer.
-
-    Raises:
-        ReplicaLost: it is gone.
-    """
+    """Return if an engine is there, or raise ReplicaLost; one in another process has a ``ping``, and is waited for."""
     if (answer := getattr(engine, "ping", None)) is not None:
         await answer()
     if (failure := failure_of(engine)) is not None:
@@ -59,11 +51,7 @@ class LocalPlacement:
         self._build = build
 
     async def start(self, name: str) -> Engine:
-        """Build an engine for the replica of that name; a start that is cancelled leaves nothing behind.
-
-        Raises:
-            EngineError: it cannot be built.
-        """
+        """Build a replica's engine, or raise EngineError; a start that is cancelled leaves nothing behind."""
         wanted = True
 
         def build() -> Engine:
@@ -135,11 +123,7 @@ class Replica(ReplicaView):
         return self.engine
 
     async def open(self, placement: LocalPlacement, seconds: float) -> None:
-        """Start a new engine in its place, within so many seconds.
-
-        Raises:
-            EngineError: it cannot be built, or does not start in time.
-        """
+        """Start a new engine in its place, within so many seconds; EngineError if that fails or takes longer."""
         try:
             async with asyncio.timeout(seconds):
                 self.engine = await placement.start(self.name)

@@ -59,11 +59,7 @@ class Router(Protocol):
 
 
 def choose(router: Router, request: Request, replicas: Sequence[V]) -> V:
-    """Return the one of ``replicas`` that the router chooses.
-
-    Raises:
-        EngineError: it fails, or returns anything else; its ``kind`` is "RouterFailed".
-    """
+    """Return the replica that the router chooses; EngineError ("RouterFailed") if it fails, or returns another."""
     name = type(router).__name__
     others = [replica for replica in replicas if replica.name != request.avoids]
     if any(replica.has_room for replica in others):

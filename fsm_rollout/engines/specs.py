@@ -393,11 +393,7 @@ def without_nulls(spec: Mapping[str, object]) -> dict[str, object]:
 
 
 def build_router(router: str) -> Router:
-    """Return the router of that name, or a new object of the class that ``module:Class`` names.
-
-    Raises:
-        ConfigError: there is none, it cannot be made without arguments, or it is no router.
-    """
+    """Return the router of that name, or an object of ``module:Class``; ConfigError if there is none, or it is none."""
     built_in: dict[str, Callable[[], Router]] = {"sticky": StickyRouter, "least_loaded": LeastLoadedRouter}
     if router in built_in:
         return built_in[router]()

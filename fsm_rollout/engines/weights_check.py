@@ -42,13 +42,7 @@ def check_weights(weights: Mapping[str, Any], shapes: Mapping[str, Sequence[int]
 
 
 def check_folder(folder: Path) -> None:
-    """Check what the safetensors files of a model folder hold, one tensor in memory at a time.
-
-    Weights in other files are not looked at.
-
-    Raises:
-        EngineError: a tensor has a NaN or an infinity in it, or a file cannot be read.
-    """
+    """Check a model folder's safetensors (no other files), one tensor in memory at a time; EngineError for NaN, say."""
     from safetensors import SafetensorError, safe_open
 
     for path in sorted(folder.glob("*.safetensors")):

@@ -78,11 +78,7 @@ def pack_requests(requests: Iterable[Request], contexts: Contexts) -> bytes:
 
 
 def unpack_requests(block: bytes, contexts: Contexts) -> list[Request]:
-    """Return the requests of a block.
-
-    Raises:
-        EngineError: a request goes on from what this end does not have: the ends have seen different blocks.
-    """
+    """Return a block's requests; EngineError if one goes on from what this end lacks: the ends saw different blocks."""
     requests = []
     for shared, new, most, temperature, top_p, top_k, stops, ignore_eos, seed, request_id, *names in _decode(block):
         trajectory_id, _, _, context, *_ = names

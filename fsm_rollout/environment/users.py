@@ -116,11 +116,7 @@ class BoundInteraction:
 
 
 def build_interaction(spec: InteractionSpec, kwargs: object = None) -> BoundInteraction:
-    """Make an interaction for one trajectory; ``kwargs`` are the prompt's ``interaction_kwargs``.
-
-    Raises:
-        ToolError: the import fails, or the class does not take these values; says whose key it was.
-    """
+    """Make a trajectory's interaction; ``kwargs``: its ``interaction_kwargs``. ToolError says whose keys are wrong."""
     where, from_prompt = f"interaction '{spec.use}'", kwargs or {}
     if not isinstance(from_prompt, Mapping):
         raise ToolError(f"the prompt's interaction_kwargs must be a mapping, got {type(from_prompt).__name__}")

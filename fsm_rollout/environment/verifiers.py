@@ -62,11 +62,7 @@ def prompts(taskset: str, config: Mapping[str, object] | None = None, limit: int
 
 
 async def score(trajectory: Trajectory) -> dict[str, Any]:
-    """Return the weighted sum of what a task's rewards say of a trajectory, and each of them and of its metrics.
-
-    Raises:
-        ValueError: the prompt is not a task of a taskset.
-    """
+    """Return the weighted sum of what a task's rewards say, with each of them; ValueError if the prompt is no task."""
     task_data = trajectory.extra.get(FIELD)
     if not isinstance(task_data, Mapping):
         raise ValueError(

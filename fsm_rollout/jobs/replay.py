@@ -23,37 +23,26 @@ from fsm_rollout.jobs.latest_attempts import latest_attempts
 from fsm_rollout.jobs.recorded_config import recorded_config
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.scheduler.failure_policy import ENDS
+from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.enums import LimitName, Trigger
-from fsm_rollout.trajectory.events import (
-    AnyEvent,
-    Called,
-    ContextOpened,
-    Ended,
-    Generated,
-    LimitCharged,
-    MessagesAppended,
-    ModelQueried,
-    PromptExtended,
-    Transitioned,
-    UserReplied,
-)
+from fsm_rollout.trajectory.events import AnyEvent
 from fsm_rollout.trajectory.journal import Report, journal_of, metadata
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 # What of each event is the same in two runs that are; other events say when, or what it was worth.
 COMPARED: Mapping[type, tuple[str, ...]] = {
-    ContextOpened: ("ids", "context", "messages", "trained", "engine"),
-    PromptExtended: ("ids", "context"),
-    Generated: (
+    events.ContextOpened: ("ids", "context", "messages", "trained", "engine"),
+    events.PromptExtended: ("ids", "context"),
+    events.Generated: (
         "ids", "context", "logprobs", "versions", "finish_reason", "message", "attempts", "continued", "cut_by",
     ),
-    MessagesAppended: ("context", "messages"),
-    Called: ("id", "name", "arguments", "result", "failure", "bad", "reward", "child_id"),
-    ModelQueried: ("engine", "index", "text"),
-    UserReplied: ("context", "content", "score", "done"),
-    LimitCharged: ("limit", "amount"),
-    Transitioned: ("trigger", "source", "dest", "limit", "stop_reason", "spent"),
-    Ended: ("stop_reason",),
+    events.MessagesAppended: ("context", "messages"),
+    events.Called: ("id", "name", "arguments", "result", "failure", "bad", "reward", "child_id"),
+    events.ModelQueried: ("engine", "index", "text"),
+    events.UserReplied: ("context", "content", "score", "done"),
+    events.LimitCharged: ("limit", "amount"),
+    events.Transitioned: ("trigger", "source", "dest", "limit", "stop_reason", "spent"),
+    events.Ended: ("stop_reason",),
 }  # fmt: skip
 BY_TIME = (Trigger.TIMED_OUT, Trigger.CANCELLED)
 AROUND = 60  # characters of a value that is shown where it differs
@@ -108,7 +97,7 @@ def replay(
     recorded = metadata(journal, report)
     config = None if agents else recorded_config(journal.parent, recorded, (), file, report)
     recordings = {
-        trajectory.trajectory_id: (trajectory, events) for trajectory, events in latest_attempts(journal, report)
+        trajectory.trajectory_id: (trajectory, history) for trajectory, history in latest_attempts(journal, report)
     }
     samples = [t for t, _ in recordings.values() if t.parent_id is None and only in (None, t.trajectory_id)]
     if only is not None and not samples:
@@ -137,17 +126,17 @@ def replay(
         on_event=[listen],
         failures=ENDS if config is None else config.failures.within_trajectories,
     )
-    rollout.scheduler.starter.replayed = {name: events for name, (_, events) in recordings.items()}
+    rollout.scheduler.starter.replayed = {name: history for name, (_, history) in recordings.items()}
     firsts = [recordings[trajectory.trajectory_id][1][:1] for trajectory in samples]
     with interruptible() as main:
         main.run(_run(rollout, firsts))
     # 3. What differs, where; a sub-agent's trajectory that was not begun shows in its caller's.
     result = Replay()
-    for name, (_, events) in recordings.items():
+    for name, (_, history) in recordings.items():
         root = only is None or name == only or name.startswith(f"{only}/")
         if root and (name in again or recordings[name][0].parent_id is None):
             result.replayed += 1
-            difference = first_difference(name, events, again.get(name, []))
+            difference = first_difference(name, history, again.get(name, []))
             if difference is not None:
                 result.differences.append(difference)
     return result
@@ -170,7 +159,7 @@ async def _run(rollout: Rollout, firsts: Sequence[Sequence[AnyEvent]]) -> None:
 def first_difference(trajectory_id: str, recorded: Sequence[AnyEvent], again: Sequence[AnyEvent]) -> Difference | None:
     """Return where a trajectory first went another way than its recording, or ``None``."""
     before, now = _steps(recorded), _steps(again)
-    whole = isinstance(recorded[-1], Ended) or any(isinstance(event, Ended) for event in recorded)
+    whole = isinstance(recorded[-1], events.Ended) or any(isinstance(event, events.Ended) for event in recorded)
     before, cut = _without_cut(before)
     for old_step, new_step in itertools.zip_longest(before, now):
         if old_step is None:
@@ -186,17 +175,17 @@ def first_difference(trajectory_id: str, recorded: Sequence[AnyEvent], again: Se
     return None
 
 
-def _steps(events: Sequence[AnyEvent]) -> list[Step]:
+def _steps(history: Sequence[AnyEvent]) -> list[Step]:
     """Return what is compared: a generation that went on after an interruption is one."""
     steps: list[Step] = []
-    state, turn = getattr(events[0], "initial", "?") if events else "?", 0
+    state, turn = getattr(history[0], "initial", "?") if history else "?", 0
     open_parts: dict[str, dict[str, Any]] = {}
-    for event in events:
+    for event in history:
         kind = type(event)
         if kind not in COMPARED:
             continue
         fields = {name: getattr(event, name) for name in COMPARED[kind]}
-        if isinstance(event, Generated):
+        if isinstance(event, events.Generated):
             fields |= {"versions": [version for count, version in event.versions for _ in range(count)]}
             earlier = open_parts.get(event.context)
             if event.resumed and earlier is not None:
@@ -209,7 +198,7 @@ def _steps(events: Sequence[AnyEvent]) -> list[Step]:
             turn += 1
             continue
         steps.append((kind, fields, state, turn))
-        if isinstance(event, Transitioned):
+        if isinstance(event, events.Transitioned):
             state = event.dest
     return steps
 
@@ -220,8 +209,10 @@ def _without_cut(steps: list[Step]) -> tuple[list[Step], bool]:
     A generation that was cut off itself has its tokens in the recording, and no end there.
     """
     for place, (kind, fields, _, _) in enumerate(steps):
-        by_time = kind is Transitioned and (fields["trigger"] in BY_TIME or fields["limit"] == LimitName.WALL_SECONDS)
-        aborted = kind is Generated and fields["finish_reason"] == "abort"
+        by_time = kind is events.Transitioned and (
+            fields["trigger"] in BY_TIME or fields["limit"] == LimitName.WALL_SECONDS
+        )
+        aborted = kind is events.Generated and fields["finish_reason"] == "abort"
         if by_time or aborted:
             return steps[:place], True
     return steps, False
@@ -249,9 +240,9 @@ def _differing(trajectory_id: str, old_step: Step, new_step: Step) -> Difference
 
 def _detail(step: Step) -> str:
     kind, fields, _, _ = step
-    if kind is Transitioned:
+    if kind is events.Transitioned:
         return f" ({fields['trigger']} to {fields['dest']})"
-    return f" ({fields['stop_reason']})" if kind is Ended else ""
+    return f" ({fields['stop_reason']})" if kind is events.Ended else ""
 
 
 def _name(kind: type) -> str:

@@ -107,11 +107,7 @@ Scores = Mapping[tuple[str, int], Score]
 
 
 def read_scores(path: Path) -> Scores:
-    """Return the scores of a file that :func:`rescore` has written.
-
-    Raises:
-        ConfigError: there is no such file, or a line of it is no score.
-    """
+    """Return the scores of a file that :func:`rescore` has written; ConfigError names the line that is none."""
     scores: dict[tuple[str, int], Score] = {}
     try:
         lines = path.read_bytes().splitlines()

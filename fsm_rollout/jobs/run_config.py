@@ -262,11 +262,7 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def recorded_run(text: str, base: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the config that :meth:`RunConfig.to_json` gave, with further overrides laid over it.
-
-    Raises:
-        ConfigError: an override is wrong, or the text is not what :meth:`RunConfig.to_json` gives.
-    """
+    """Return the config that :meth:`RunConfig.to_json` gave, with further overrides; ConfigError if either is wrong."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -62,10 +62,7 @@ def claimed(folder: Path) -> Iterator[None]:
 
 
 def _locked(folder: Path) -> int:
-    """Return the open lock file of a folder.
-
-    It is locked for this process, whose end frees it, however it ends; forked children do not hold it.
-    """
+    """Return a folder's open lock file; this process's end frees it, however it ends, and no forked child holds it."""
     while True:
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -123,11 +120,7 @@ def check_free(folder: Path, *, replace: bool) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Delete what an earlier run has written into a folder.
-
-    Raises:
-        ConfigError: it cannot be deleted.
-    """
+    """Delete what an earlier run has written into a folder; ConfigError if it cannot be deleted."""
     try:
         for file in _own_files(folder):
             if file.is_dir():

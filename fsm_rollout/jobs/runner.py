@@ -239,11 +239,7 @@ def _tracker(config: RunConfig) -> Tracker | None:
 
 
 def _check_parts(config: RunConfig, prompts: Sequence[Prompt]) -> None:
-    """Check all that can be wrong with a run before an engine is started, while the lines are known.
-
-    Raises:
-        ConfigError: holds every problem.
-    """
+    """Raise ConfigError, with lines, for all that is wrong with a run and can be said before an engine is started."""
     problems: list[Problem] = []
 
     @contextmanager

@@ -187,10 +187,7 @@ def _calls(summary: Summary) -> str:
 
 
 def failure_lines(summary: Summary) -> Iterator[str]:
-    """Yield a line for the rewards that failed, with the first of them, and for the first kinds of failures.
-
-    So have ends that need a word: a limit that the engine's window has set, say.
-    """
+    """Yield a line for rewards that failed, for the first kinds of failures, and for ends that need a word."""
     if errors := summary.get("reward_errors", []):
         count = f"scored {summary['scored']:,} of {summary['trajectories']:,}"
         yield visible(f"{count}; the first without a score: {errors[0]}")

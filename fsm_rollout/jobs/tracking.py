@@ -131,11 +131,7 @@ TRACKERS: Mapping[str, type[Tracker]] = {"wandb": Wandb, "mlflow": MLflow, "tens
 
 
 def check_tracker(track: Track) -> None:
-    """Check that there is such a tracker, without starting it.
-
-    Raises:
-        ConfigError: there is none of that name, it is no class, or its package is not installed.
-    """
+    """Raise ConfigError unless there is such a tracker, a class, and its package; it is not started."""
     if ":" in track.use:
         if not callable(load_object(track.use)):
             raise ConfigError(f"track: '{track.use}' is no class")
@@ -148,11 +144,7 @@ def check_tracker(track: Track) -> None:
 
 
 def build_tracker(track: Track, name: str, folder: Path, config: Mapping[str, object]) -> Tracker:
-    """Start the tracker of a run.
-
-    Raises:
-        ConfigError: there is none of that name, its package is not installed, or it cannot start.
-    """
+    """Start the tracker of a run; ConfigError if :func:`check_tracker` finds none, or it cannot start."""
     check_tracker(track)
     make: Any = load_object(track.use) if ":" in track.use else TRACKERS[track.use]
     try:

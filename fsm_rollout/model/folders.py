@@ -54,11 +54,7 @@ def model_folder(model: str | Path, base: str | Path = ".") -> Path:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Return the tokenizer of a model folder.
-
-    Raises:
-        EngineError: transformers cannot load it.
-    """
+    """Return the tokenizer of a model folder; EngineError if transformers cannot load it."""
     try:
         if _is_plain(folder):
             return plain_tokenizers().from_pretrained(folder, local_files_only=True)
@@ -145,11 +141,7 @@ def recorded_engine(run: Mapping[str, Any], engine: str) -> RecordedEngine:
 
 
 def tokenizer_folder(facts: RecordedEngine) -> Path:
-    """Return the folder with the tokenizer of an engine that a journal describes (see :func:`recorded_engine`).
-
-    Raises:
-        EngineError: the folder is not on this machine.
-    """
+    """Return the folder of a recorded engine's tokenizer; EngineError if it is not on this machine."""
     try:
         return model_folder(facts.tokenizer or facts.model or EMBEDDED, facts.base)
     except (OSError, ValueError) as error:  # a name that no file can have

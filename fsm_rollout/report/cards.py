@@ -11,23 +11,9 @@ from dataclasses import dataclass, field
 
 from fsm_rollout.report.recording import Recording
 from fsm_rollout.report.texts import duration
+from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.enums import FinishReason
-from fsm_rollout.trajectory.events import (
-    Called,
-    ContextOpened,
-    Generated,
-    Message,
-    MessagesAppended,
-    ModelQueried,
-    Prompted,
-    PromptExtended,
-    Resumed,
-    Scored,
-    Suspended,
-    ToolCall,
-    Transitioned,
-    UserReplied,
-)
+from fsm_rollout.trajectory.events import Message
 from fsm_rollout.trajectory.tokens import Owner
 
 
@@ -38,7 +24,7 @@ class CallCard:
     name: str
     arguments: object
     broken: str | None = None
-    called: Called | None = None
+    called: events.Called | None = None
 
 
 @dataclass(slots=True)
@@ -55,15 +41,15 @@ class Card:
     guarded: int = 0
     # Whether it is unknown where its guarded markers stand: older journals hold their number only.
     unplaced: bool = False
-    generated: Generated | None = None
+    generated: events.Generated | None = None
     calls: list[CallCard] = field(default_factory=list)
     scores: list[tuple[float, str]] = field(default_factory=list)
     interacted: float | None = None
-    step: Transitioned | None = None
+    step: events.Transitioned | None = None
     pause: str | None = None  # why it was suspended, or when it was resumed
     # Whether it is a prompt from which nothing was sampled: more was said first, and the next stream has it all.
     abandoned: bool = False
-    queries: list[ModelQueried] = field(default_factory=list)  # what the environment asked other models after it
+    queries: list[events.ModelQueried] = field(default_factory=list)  # what the environment asked other models after it
 
     @property
     def who(self) -> str:
@@ -113,53 +99,55 @@ class _Dealer:
 
     def _take(self, event: object) -> None:
         match event:
-            case ContextOpened():
+            case events.ContextOpened():
                 # A first turn's prompt that had grown is rendered afresh: its pending messages are in the new prompt.
                 self.pending.pop(event.context, None)
                 self.generation_of.pop(event.context, None)
                 self.stream_of[event.context] = len(self.lengths)
                 self.lengths.append(0)
                 self._card("prompt", event, event.messages)
-            case MessagesAppended():
+            case events.MessagesAppended():
                 self.writers.setdefault(event.context, event.state)
                 self.pending[event.context] += event.messages
-            case PromptExtended():
+            case events.PromptExtended():
                 self.writers.pop(event.context, None)
                 self._card("environment", event, self.pending.pop(event.context, []))
-            case Generated():
+            case events.Generated():
                 self._generated(event)
-            case Called():
+            case events.Called():
                 self._called(event)
-            case UserReplied() if self.latest is not None:
+            case events.UserReplied() if self.latest is not None:
                 self.latest.interacted = (self.latest.interacted or 0.0) + event.seconds
-            case Scored() if event.turn is not None and event.turn in self.generations:
+            case events.Scored() if event.turn is not None and event.turn in self.generations:
                 self.generations[event.turn].scores.append((event.value, event.source))
-            case ModelQueried() if self.latest is not None:
+            case events.ModelQueried() if self.latest is not None:
                 self.latest.queries.append(event)
-            case Suspended():
+            case events.Suspended():
                 self.cards.append(Card("pause", self.state, pause=f"suspended: {event.reason}"))
-            case Resumed():
+            case events.Resumed():
                 away = f" after {duration(event.away)}" if event.away > 0 else ""
                 pause = f"resumed{away}, with weights {event.weight_version}"
                 self.cards.append(Card("pause", self.state, pause=pause))
-            case Prompted():
+            case events.Prompted():
                 self.state = event.initial
-            case Transitioned():
+            case events.Transitioned():
                 self.state = event.dest
                 self.cards.append(Card("step", event.source, step=event))
             case _:
                 pass
 
-    def _card(self, kind: str, event: ContextOpened | PromptExtended | Generated, messages: list[Message]) -> Card:
+    def _card(
+        self, kind: str, event: events.ContextOpened | events.PromptExtended | events.Generated, messages: list[Message]
+    ) -> Card:
         stream = self.stream_of[event.context]
         start = self.lengths[stream]
         self.lengths[stream] = end = start + len(event.ids)
         self.cards.append(card := Card(kind, event.state, stream, start, end, self.turn, messages))
-        if not isinstance(event, Generated):
+        if not isinstance(event, events.Generated):
             card.guarded, card.unplaced = event.guarded, event.guarded > 0 and not event.guarded_at
         return card
 
-    def _generated(self, event: Generated) -> None:
+    def _generated(self, event: events.Generated) -> None:
         card, before = self._card("model", event, [event.message]), self.generation_of.get(event.context)
         turn = self.turn
         if event.resumed and before is not None and before.turn is not None:
@@ -167,14 +155,14 @@ class _Dealer:
         card.turn, card.generated = turn, event
         card.calls = [
             CallCard(attempt.name, attempt.arguments)
-            if isinstance(attempt, ToolCall)
+            if isinstance(attempt, events.ToolCall)
             else CallCard("broken call", attempt.message, attempt.kind)
             for attempt in event.attempts
         ]
         self.turn += not event.resumed
         self.generation_of[event.context] = self.generations[turn] = self.latest = card
 
-    def _called(self, event: Called) -> None:
+    def _called(self, event: events.Called) -> None:
         """Give a call to its attempt; a call that nobody announced gets a card after those of the attempts."""
         if self.latest is None or self.latest.generated is None:
             return

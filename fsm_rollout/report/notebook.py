@@ -74,11 +74,7 @@ class Page:
         return f"<Page of {len(self.html):,} characters: .save('page.html') writes it, a notebook shows it>"
 
     def save(self, path: str | Path) -> Path:
-        """Write the page to ``path`` and return that.
-
-        Raises:
-            ConfigError: the file cannot be written.
-        """
+        """Write the page to ``path`` and return that; ConfigError if it cannot be written."""
         from fsm_rollout.report.pages import write_page
 
         write_page(Path(path), self.html)

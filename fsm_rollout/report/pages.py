@@ -74,11 +74,7 @@ def state_styles(states: Sequence[str]) -> str:
 
 
 def write_page(path: Path, text: str) -> None:
-    """Put a page in place whole; what UTF-8 cannot say (lone surrogates) is written as an escape.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Put a page in place whole (lone surrogates as escapes); ConfigError if it cannot be written."""
     with written_whole(path) as partial:
         partial.write_text(text, encoding="utf-8", errors="backslashreplace")
 

@@ -56,11 +56,7 @@ class Recording:
 
     @classmethod
     def of(cls, history: Sequence[AnyEvent]) -> Recording:
-        """Rebuild a trajectory from its events, with all times on one clock (see :func:`on_one_clock`).
-
-        Raises:
-            JournalError: its events do not fit one another.
-        """
+        """Rebuild a trajectory from its events, on one clock; JournalError if they do not fit one another."""
         history = on_one_clock(history)
         try:
             return cls(Trajectory.fold(history), history)
@@ -133,11 +129,7 @@ class RunFolder:
         return self._ids
 
     def recording(self, trajectory_id: str) -> Recording:
-        """Return one trajectory with its events.
-
-        Raises:
-            ConfigError: there is none of that id; names the closest.
-        """
+        """Return one trajectory with its events; ConfigError names the closest id if there is none of that one."""
         journal_ids = self.trajectory_ids()
         if trajectory_id not in journal_ids:
             hint = did_you_mean(trajectory_id, journal_ids) or (
@@ -166,11 +158,7 @@ class RunFolder:
 
 
 def open_run(path: str | Path) -> RunFolder:
-    """Open a run's folder (or the ``journal.sqlite`` in it).
-
-    Raises:
-        ConfigError: there is no readable journal; says what is there instead.
-    """
+    """Open a run's folder, or the ``journal.sqlite`` in it; ConfigError says what is there instead."""
     path = Path(path)
     journal = journal_of(path)
     if not journal.is_file():
@@ -204,11 +192,7 @@ def open_run(path: str | Path) -> RunFolder:
 
 
 def _mapping(text: str | dict[str, Any]) -> Mapping[str, Any]:
-    """Read a JSON object, or return what is one already.
-
-    Raises:
-        ValueError: it is not a JSON object.
-    """
+    """Read a JSON object (or return what is one already); ValueError if it is none."""
     try:
         data = json.loads(text) if isinstance(text, str) else text
     except RecursionError as error:

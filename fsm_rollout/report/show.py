@@ -126,11 +126,7 @@ class _Slowest:
 
 
 def trajectory_view(run: RunFolder, trajectory_id: str) -> RenderableType:
-    """Return what one trajectory did: its path, and its tokens, those that are trained underlined.
-
-    Raises:
-        ConfigError: the run has no such trajectory.
-    """
+    """Return what one trajectory did: its path, and its tokens, trained ones underlined; ConfigError: no such id."""
     recording = run.recording(trajectory_id)
     trajectory, times = recording.trajectory, recording.times
     graph = run.agents.get(trajectory.agent)

@@ -13,17 +13,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.enums import FinishReason
-from fsm_rollout.trajectory.events import (
-    AnyEvent,
-    Called,
-    ContextOpened,
-    Generated,
-    Prompted,
-    Resumed,
-    Transitioned,
-    UserReplied,
-)
+from fsm_rollout.trajectory.events import AnyEvent
 from fsm_rollout.trajectory.wall_time import covered
 
 Kind = Literal["queue", "generate", "tool", "interact", "away"]
@@ -85,11 +77,11 @@ class Times:
         return {kind: wall_seconds(self.of(kind)) for kind in KINDS}
 
 
-def times_of(events: Sequence[AnyEvent]) -> Times:
+def times_of(history: Sequence[AnyEvent]) -> Times:
     """Return when what happened."""
     stretches: list[Stretch] = []
     visits: list[TimedVisit] = []
-    origin = since = events[0].at if events else 0.0
+    origin = since = history[0].at if history else 0.0
     turn, turn_of, state, final = 0, dict[str, int](), "", False
 
     def add(kind: Kind, state: str, start: float, end: float, label: str, replica: str = "", tokens: int = 0,
@@ -97,18 +89,18 @@ def times_of(events: Sequence[AnyEvent]) -> Times:
         start, end = max(start, origin), max(end, origin)
         stretches.append(Stretch(kind, state, start, end, label, replica, tokens, failure, turn))
 
-    for event in events:
+    for event in history:
         match event:
-            case Prompted():
+            case events.Prompted():
                 state = event.initial
-            case Transitioned():
+            case events.Transitioned():
                 visits.append(TimedVisit(state, since, event.at, event.trigger))
                 state, since, final = event.dest, event.at, event.stop_reason is not None
-            case Resumed() if event.away > 0:
+            case events.Resumed() if event.away > 0:
                 add("away", state, event.at - event.away, event.at, "suspended")
-            case ContextOpened():
+            case events.ContextOpened():
                 turn_of.pop(event.context, None)
-            case Generated():
+            case events.Generated():
                 index = turn_of.get(event.context, turn) if event.resumed else turn
                 turn_of[event.context] = index
                 turn += not event.resumed
@@ -117,15 +109,15 @@ def times_of(events: Sequence[AnyEvent]) -> Times:
                     add("queue", event.state, begun - event.queue_seconds, begun, "queue", replica, turn=index)
                 cut = None if event.finish_reason == FinishReason.STOP else event.finish_reason
                 add("generate", event.state, begun, event.at, f"generate {tokens} tokens", replica, tokens, cut, index)
-            case Called():
+            case events.Called():
                 name = event.name or "broken call"
                 add("tool", event.state, event.at - event.seconds, event.at, name, failure=event.failure)
-            case UserReplied():
+            case events.UserReplied():
                 add("interact", event.state, event.at - event.seconds, event.at, "interaction")
             case _:
                 pass
-    if events:
-        visits.append(TimedVisit(state, since, since if final else max(since, events[-1].at)))
+    if history:
+        visits.append(TimedVisit(state, since, since if final else max(since, history[-1].at)))
     return Times(tuple(stretches), tuple(visits))
 
 

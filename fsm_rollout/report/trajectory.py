@@ -70,10 +70,7 @@ class Neighbours:
 
 
 def neighbours_of(trajectory: Trajectory, ids: Sequence[str], links: Links) -> Neighbours | None:
-    """Return the neighbours of a trajectory among the run's ``ids``; in both directions the next that has a page.
-
-    ``None`` for a sub-agent's, which has its caller.
-    """
+    """Return a trajectory's neighbours in the run, the next with a page each way; None for a sub-agent's."""
     samples = [id_ for id_ in ids if _SAMPLE.fullmatch(id_)]
     if trajectory.parent_id is not None or trajectory.trajectory_id not in samples:
         return None

@@ -189,10 +189,7 @@ class Failures(StrictModel):
         return getattr(self, failure)
 
     def pause_before_repeat(self, failure: FailureClass, earlier: int) -> float | None:
-        """Return the pause in seconds before a failed sample is begun anew; ``None``: it is not.
-
-        ``earlier``: how often it was begun anew for failures so far.
-        """
+        """Return the seconds before a sample that was begun anew ``earlier`` times is so again; ``None``: it is not."""
         settings = self.of(failure)
         if settings.do not in AGAIN or earlier >= getattr(settings, "repeats", 0):
             return None
@@ -200,11 +197,7 @@ class Failures(StrictModel):
 
 
 def failures_of(settings: Mapping[str, object]) -> Failures:
-    """Return the settings that a Python caller gives.
-
-    Raises:
-        ConfigError: they are wrong; says every key that is, and what to try.
-    """
+    """Return the settings that a Python caller gives; ConfigError names every key that is wrong, and what to try."""
     try:
         return Failures.model_validate(settings)
     except ValidationError as error:

@@ -12,21 +12,18 @@ from array import array
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.engines.client import ABORT_GRACE, EngineClient
 from fsm_rollout.engines.pending import PendingRequest
-from fsm_rollout.engines.protocol import Chunk, Load, Request
+from fsm_rollout.engines.protocol import Chunk, Load, Request, Weights
 from fsm_rollout.engines.wire import Contexts, pack_requests
 from fsm_rollout.errors import EngineError
 from fsm_rollout.scheduler.worker_link import Link
 from fsm_rollout.trajectory.enums import FinishReason
-
-if TYPE_CHECKING:
-    from fsm_rollout.engines.protocol import Weights
 
 MOST_UNSENT = 32  # so many requests wait at most for others of the same pass of the event loop
 

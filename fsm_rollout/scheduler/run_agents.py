@@ -61,11 +61,7 @@ class RunAgents:
         return self._bound[id(graph)]
 
     def of_prompt(self, prompt: Prompt) -> RunnableAgent:
-        """Return the agent that a prompt chooses.
-
-        Raises:
-            ConfigError: it is not one of the run's.
-        """
+        """Return the agent that a prompt chooses; ConfigError if it is not one of the run's."""
         if prompt.agent is None and len(self.by_name) == 1:
             return next(iter(self.by_name.values()))
         if prompt.agent is None or prompt.agent not in self.by_name:

@@ -57,10 +57,7 @@ class SampleRunner:
             group.restart(sample)
 
     def pause_before_repeat(self, group: Group, trajectory: Trajectory) -> float | None:
-        """Return after how many seconds a failed sample is begun anew; ``None``: it is not.
-
-        It never is when its failure is the policy's own.
-        """
+        """Return the seconds before a failed sample is begun anew; ``None``: it is not (the policy failed, say)."""
         if trajectory.failure is None or group.dropped:
             return None
         return self._failures.pause_before_repeat(trajectory.failure, group.repeats(trajectory.sample))

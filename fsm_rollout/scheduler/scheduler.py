@@ -29,7 +29,6 @@ import logging
 import math
 from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 from weakref import WeakMethod, WeakSet
 
 from msgspec import to_builtins
@@ -38,6 +37,7 @@ from fsm_rollout.agent.graph import POLICY, AgentGraph
 from fsm_rollout.concurrency.cancellation import to_its_end
 from fsm_rollout.concurrency.garbage_collection import calm_collection
 from fsm_rollout.engines.client import EngineClient
+from fsm_rollout.engines.protocol import Weights
 from fsm_rollout.environment.rewards import GroupFilter, Reward
 from fsm_rollout.errors import ConfigError, GlueMismatchError, check_at_least, single
 from fsm_rollout.scheduler.failure_policy import ENDS, Failures, Watch, class_of
@@ -58,9 +58,6 @@ from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
-
-if TYPE_CHECKING:
-    from fsm_rollout.engines.protocol import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -137,11 +134,7 @@ class Scheduler:
         self._prompts = 0  # how many prompts were taken so far
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Check that prompts fit the run's agents and its reward.
-
-        Raises:
-            ConfigError: all that is wrong, each with its prompt.
-        """
+        """Raise ConfigError, all problems at once, for prompts that do not fit the run's agents and its reward."""
         self.agents.check(prompts, self.scoring.reward)
 
     # -- the run ------------------------------------------------------------------------------------------------

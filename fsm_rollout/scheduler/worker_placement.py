@@ -39,11 +39,7 @@ async def start_process(setup: WorkerSetup) -> Connection:
 
 
 async def start_actor(setup: WorkerSetup) -> Connection:
-    """Start a worker as an actor of Ray, which calls back.
-
-    Raises:
-        EngineError: it does not; says what it asked for, what there is, and what to try.
-    """
+    """Start a worker as an actor of Ray, which calls back; EngineError says what it asked for, and what to try."""
     await asyncio.to_thread(connect_ray)
     ray, secret = import_ray(), secrets.token_bytes(SECRET_BYTES)
     address = ray.util.get_node_ip_address()

@@ -77,11 +77,7 @@ def _keys(path: Path | None) -> frozenset[str]:
 
 
 def _earlier(folder: Path, agents: dict[str, object]) -> list[Recorded] | None:
-    """Return what a server in this folder has not brought to its end; ``None``: there was none.
-
-    Raises:
-        ConfigError: there is something else, or its agents were others.
-    """
+    """Return what an earlier server left open here (``None``: there was none); ConfigError if its agents differ."""
     journal = folder / JOURNAL
     if is_empty(journal):
         with suppress(FileNotFoundError):

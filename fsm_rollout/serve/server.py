@@ -100,11 +100,7 @@ class Server:
             return failed(dialect, ProtocolError(500, "internal_error", message))
 
     def _check(self, request: web.Request) -> None:
-        """Refuse pages from elsewhere, and callers without a key.
-
-        Raises:
-            ProtocolError: with what is wrong.
-        """
+        """Raise ProtocolError for pages from elsewhere, and callers without a key."""
         origin = request.headers.get("Origin")
         if origin is not None and origin.partition("://")[2] != request.host:
             raise ProtocolError(403, "foreign_origin", f"pages of {origin} may not speak to this server")
@@ -157,11 +153,7 @@ class Server:
 async def listening(
     service: Service, keys: frozenset[str] = frozenset(), recorded: Iterable[Recorded] = ()
 ) -> AsyncIterator[tuple[str, asyncio.Task[None]]]:
-    """Serve, and yield the address and what runs the trajectories; at the end callers are told, and nothing runs on.
-
-    Raises:
-        ConfigError: the server cannot listen at the address.
-    """
+    """Serve, and yield the address and what runs the trajectories; ConfigError if the address cannot be listened at."""
     host, port = service.serving.host, service.serving.port
     running, runner = asyncio.create_task(service.run(recorded)), Server(service, keys).runner()
     try:

@@ -107,11 +107,7 @@ class Service:
     # -- requests -------------------------------------------------------------------------------------------------
 
     def ask(self, chat: ChatRequest, caller: str = "") -> Exchange:
-        """Begin to answer a request of a caller.
-
-        Raises:
-            ProtocolError: it asks for something that the server does not have, or too many requests are under way.
-        """
+        """Begin to answer a request; ProtocolError if it asks for what is not here, or too many are under way."""
         # 1. What is wrong with it.
         if self._closing:
             raise CLOSING

@@ -119,11 +119,7 @@ class ActiveTrajectory:
         self._interactions: dict[str, BoundInteraction] = {}
 
     def emit(self, event: AnyEvent) -> None:
-        """Apply an event and record it.
-
-        Raises:
-            TypeError, ValueError, OverflowError: it holds what cannot be written down; it has not been applied.
-        """
+        """Apply and record an event; one that cannot be written down raises, and is not applied."""
         payload = encode(event)
         self.trajectory.apply(event)
         self._record(self.trajectory, event, payload)

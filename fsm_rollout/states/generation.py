@@ -44,10 +44,7 @@ class Generation:
         self._room_after_glue: dict[str | None, float] | None = None
 
     async def sample(self, sampling: Sampling | None, on_tokens: OnTokens | None = None) -> Generated:
-        """Do what :meth:`fsm_rollout.states.context.HandlerContext.generate` promises, after the turn was charged.
-
-        ``on_tokens`` is called with the request whenever tokens of it have come.
-        """
+        """Sample a turn that was charged; ``on_tokens`` is called with the request whenever tokens of it have come."""
         # 1. Where the stream stands: a turn that was cut goes on (`continued`), one that the engine aborted even as the
         #    same generation (`resumed`); else the glue with the new messages comes before the next turn.
         visit, bound = self.visit, self.bound
@@ -136,11 +133,7 @@ class Generation:
         return stream
 
     def _room(self, length: int, added: int) -> dict[str | None, float]:
-        """Return how many more tokens each limit allows a stream of ``length``, ``added`` of it new.
-
-        Raises:
-            LimitReached: not even one.
-        """
+        """Return how many tokens each limit allows a stream (``added`` of ``length`` new); LimitReached: none."""
         room: dict[str | None, float] = {
             LimitName.RESPONSE_TOKENS: self.visit.remaining(LimitName.RESPONSE_TOKENS) - added,
             LimitName.CONTEXT_TOKENS: self.visit.room_in_context(self.bound, length),

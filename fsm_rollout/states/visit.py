@@ -137,11 +137,7 @@ class Visit:
             self.write(messages, context=spec.context)
 
     def context(self, name: str) -> BoundContext:
-        """Return a context of the agent, or a branch of one.
-
-        Raises:
-            StreamError: it has none of that name.
-        """
+        """Return a context of the agent, or a branch of one; StreamError if it has none of that name."""
         branches, contexts = self.active.branches, self.agent.contexts
         bound = branches.get(name) or contexts.get(name)
         if bound is not None:
@@ -152,11 +148,7 @@ class Visit:
         return replace(contexts[root], name=name)
 
     def open_context(self, context: str) -> Stream:
-        """Return the open stream of ``context``; a first use opens it with the trajectory's prompt.
-
-        Raises:
-            PromptTooLong: the prompt leaves no room for a single token.
-        """
+        """Return the open stream of ``context``; a first use opens it with the prompt, or raises PromptTooLong."""
         stream = self.trajectory.stream(context)
         return stream or self.open_with(self.context(context), self._opening_messages(context, None))
 
@@ -231,11 +223,7 @@ class Visit:
         return self.trajectory.streams[-1]
 
     def write(self, messages: Sequence[Message], *, context: str) -> None:
-        """Append the environment's messages to a context; they enter its tokens with the next generation.
-
-        Raises:
-            ChatTemplateError: they are not OpenAI-style messages with text.
-        """
+        """Append the environment's messages to a context; they enter its tokens with the next generation."""
         check_written(messages)
         if messages and self._effects.take(events.MessagesAppended, context) is None:
             self.open_context(context)

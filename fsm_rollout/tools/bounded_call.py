@@ -60,10 +60,7 @@ def is_async(function: Callable[..., object]) -> bool:
 
 
 async def invoke(function: Callable[..., Any], arguments: Mapping[str, object]) -> Any:
-    """Call ``function(**arguments)``: async code here, sync code in a thread; return its result or raise its error.
-
-    A sync function that returns an awaitable (a decorated async one, say) has it awaited.
-    """
+    """Call ``function(**arguments)``, sync code in a thread; return its result (awaited, if it can be) or raise."""
     return await call_of(function)(function, arguments)
 
 

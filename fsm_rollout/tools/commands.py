@@ -49,11 +49,7 @@ def scrubbed() -> dict[str, str]:
 
 
 def from_environment(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return settings with each ``$NAME`` read from the environment, so that no journal holds a secret.
-
-    Raises:
-        ToolError: the environment has no such name.
-    """
+    """Return settings with each ``$NAME`` read from the environment (or ToolError), so no journal holds a secret."""
     read = {key: os.path.expandvars(str(value)) for key, value in values.items()}
     for key, value in read.items():
         if value == values[key] and value.startswith("$"):

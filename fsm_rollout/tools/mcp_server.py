@@ -64,11 +64,7 @@ class MCPServer:
         self._shared: WeakKeyDictionary[asyncio.AbstractEventLoop, _Connection] = WeakKeyDictionary()
 
     def tools(self) -> dict[str, BoundTool]:
-        """Ask the server for its tools (once in this process), and return those that are allowed.
-
-        Raises:
-            ToolError: it cannot be reached, has no such tool, or declares a schema that is wrong.
-        """
+        """Ask the server (once in this process), and return the tools that are allowed; ToolError if that fails."""
         if id(self.mcp) not in _discovered:
             work = _threads.submit(lambda: asyncio.run(self._declared()))
             _discovered[id(self.mcp)] = (self.mcp, wait_for(work))
@@ -199,13 +195,7 @@ class _Connection:
                 self.lost.set()
 
     async def call(self, name: str, arguments: Mapping[str, object]) -> CallToolResult:
-        """Make one call.
-
-        Raises:
-            NotReady: the server cannot be started or reached.
-            ToolDied: it ended meanwhile.
-            MCPError: it refuses.
-        """
+        """Make one call; NotReady if there is no server, ToolDied if it ended meanwhile, MCPError if it refuses."""
         client = await asyncio.shield(self.client)
         call = self._loop.create_task(client.call_tool(name, dict(arguments)))
         lost = self._loop.create_task(self.lost.wait())

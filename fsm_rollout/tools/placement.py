@@ -94,11 +94,7 @@ _logger = logging.getLogger(__name__)
 
 
 def packed(request: Request) -> bytes:
-    """Return a request as it travels.
-
-    Raises:
-        ToolError: something in it is no plain data.
-    """
+    """Return a request as it travels; ToolError if something in it is no plain data."""
     try:
         return _encoder.encode(request)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:

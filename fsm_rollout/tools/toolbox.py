@@ -113,11 +113,7 @@ class Toolbox:
             await server.close()
 
     def check(self, tools_kwargs: object) -> ToolsKwargs:
-        """Check a prompt's ``tools_kwargs`` (``None``: it has none), and return them.
-
-        Raises:
-            ToolError: no mapping, an unknown tool, or values that the tool does not take, or lacks.
-        """
+        """Return a prompt's ``tools_kwargs`` (``None``: it has none); ToolError where a tool does not take them."""
         checked: ToolsKwargs = cast(ToolsKwargs, {} if tools_kwargs is None else tools_kwargs)
         if self._needs_nothing and checked == {}:
             return checked

@@ -93,11 +93,7 @@ class TokenStream:
         self._append(ids, None, Owner.ENVIRONMENT, state, turn)
 
     def sample(self, ids: Sequence[int], logprobs: Sequence[float], *, state: str, turn: int, version: int) -> None:
-        """Append tokens that the engine sampled under the weights ``version``.
-
-        Raises:
-            StreamError: not exactly one logprob per token.
-        """
+        """Append tokens sampled under the weights ``version``; StreamError: not exactly one logprob per token."""
         if len(ids) != len(logprobs):
             raise StreamError(f"{len(ids)} sampled tokens came with {len(logprobs)} logprobs; each needs one")
         self._append(ids, logprobs, Owner.MODEL, state, turn, version)

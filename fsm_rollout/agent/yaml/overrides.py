@@ -25,10 +25,7 @@ AGENT = "agent."  # how an override begins that a run hands on to its agents
 
 
 def apply_overrides(data: ConfigData, overrides: Sequence[str], source: SourceMap) -> list[Problem]:
-    """Set each ``a.b=value`` in ``data``; values are read as YAML, list items are ``rows.0`` or ``rows[0]``.
-
-    An agent's may begin with ``agent.``, as they do on the command line of a run.
-    """
+    """Set each ``a.b=value`` (or ``agent.a.b``) in ``data``, read as YAML; list items are ``rows.0`` or ``rows[0]``."""
     problems: list[Problem] = []
     for override in overrides:
         place = f"override '{override}'"

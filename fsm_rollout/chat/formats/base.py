@@ -238,12 +238,7 @@ def read_whole_json(text: str) -> object:
 
 
 def call_of(value: object, span: Span, id_: str | None = None) -> Call:
-    """Return the call in a JSON object ``{"name": …, "arguments": {…}}``.
-
-    Raises:
-        BadCallError: kinds ``not_an_object`` and ``no_name``.
-
-    """
+    """Return the call in an object ``{"name": …, "arguments": {…}}``; BadCallError: ``not_an_object``, ``no_name``."""
     if not isinstance(value, dict):
         raise BadCallError("not_an_object", f"a call is a JSON object, got {type(value).__name__}")
     name = value.get("name")

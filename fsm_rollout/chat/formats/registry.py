@@ -53,12 +53,7 @@ def get_format(name: str, tokenizer: Any = None) -> ToolFormat:
 
 
 def detect_format(chat_template: str) -> str:
-    """Return the name of the format in which a chat template writes tool calls (``tool_format: auto``).
-
-    Raises:
-        ChatTemplateError: ``ambiguous-tool-format`` if it has the marks of several grammars or of none.
-
-    """
+    """Return the format of a template's tool calls; ChatTemplateError ``ambiguous-tool-format``: none, or several."""
     found = [name for name, marks in MARKS.items() if marks(chat_template)]
     if len(found) == 1:
         return found[0]

@@ -45,11 +45,7 @@ class Recorded:
 
 
 def recorded(path: Path) -> dict[Place, Recorded]:
-    """Return every generation in a journal.
-
-    Raises:
-        JournalError: there is no journal at ``path`` that can be read.
-    """
+    """Return every generation in a journal; JournalError if there is none that can be read."""
     found: dict[Place, Recorded] = {}
     for history in histories(path):
         trajectory = Trajectory.fold(history[:1])

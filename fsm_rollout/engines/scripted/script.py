@@ -75,11 +75,7 @@ def scripted_logprob(token: int, position: int) -> float:
 
 
 def turn_for(script: Script, request: Request) -> Turn:
-    """Return the turn that answers ``request``; of several keys that fit, the most specific one counts.
-
-    Raises:
-        ScriptError: there is none.
-    """
+    """Return the turn that answers ``request``, of several that fit the most specific; ScriptError: there is none."""
     if callable(script):
         turn = script(request)
         return Turn(text=turn) if isinstance(turn, str) else turn
@@ -122,11 +118,7 @@ class Plan(msgspec.Struct, frozen=True):
 def plan(
     turn: Turn, request: Request, *, encode: Callable[[str], Sequence[int]], eos: int | None, max_context: int
 ) -> Plan:
-    """Return how ``turn`` answers ``request``.
-
-    Raises:
-        ScriptError: the turn ends with a stop token, and there is none.
-    """
+    """Return how ``turn`` answers ``request``; ScriptError if it ends with a stop token, and there is none."""
     sampling, start = request.sampling, len(request.ids)
     ids, stopped = _turn_ids(turn, request, encode, eos)
     budget = min(sampling.max_tokens, max_context - start)

@@ -131,11 +131,7 @@ class External(State):
         return outcome
 
     async def _run_program(self, visit: ForeignVisit) -> None:
-        """Run the program to its end, or end it.
-
-        Raises:
-            ProgramFailed: it cannot be started, or its exit code is not 0.
-        """
+        """Run the program to its end, or end it; ProgramFailed if it cannot start, or its exit code is not 0."""
         assert self.options.command is not None
         names = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL")
         if self.options.dialect == "anthropic":

@@ -33,11 +33,7 @@ Parts = AsyncGenerator["str | Mapping[str, object] | Answer", None]
 
 
 async def respond(request: web.Request, dialect: ModuleType, chat: ChatRequest, parts: Parts) -> web.StreamResponse:
-    """Answer a call, whole or by server-sent events as it asks for.
-
-    Raises:
-        ProtocolError: there is no answer, and nothing of one was sent.
-    """
+    """Answer a call, whole or by server-sent events; ProtocolError if there is no answer, and nothing was sent."""
     async with aclosing(parts):
         # 1. Whole.
         if not chat.stream:

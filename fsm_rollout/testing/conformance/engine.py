@@ -14,18 +14,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fsm_rollout.concurrency.loop_thread import LoopThread
-from fsm_rollout.engines.protocol import Chunk, Engine, Request
+from fsm_rollout.engines.protocol import Chunk, Engine, Request, Weights
 from fsm_rollout.errors import EngineError
 from fsm_rollout.testing.conformance.engine_subject import LATE, LONG, Answer, Dispatch, EngineSubject, check_good
 from fsm_rollout.testing.conformance.runner import Check, ConformanceError, Suite, demand
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import as_ids
-
-if TYPE_CHECKING:
-    from fsm_rollout.engines.protocol import Weights
 
 CLOSE = 1e-3  # how far two logprobs of the same token may be apart (batches of different shapes round differently)
 # How many times, and how many seconds, longer answers take that another one must not wait for.
@@ -299,10 +296,7 @@ async def _refusals(subject: EngineSubject) -> None:
 
 @SUITE.check(6)
 async def _pause_and_sleep(subject: EngineSubject) -> None:
-    """Hold the engine, by pausing and by sleeping: it accepts requests, counts them, and samples nothing.
-
-    Some of what follows is held by a pause.
-    """
+    """Hold the engine, by pausing and by sleeping: it accepts requests, counts them, and samples nothing."""
     for order, go_on in ((subject.engine.pause, subject.engine.resume), (subject.engine.sleep, subject.engine.wake)):
         await subject.call(6, order)
         dispatch = Dispatch(subject, [subject.request(i, 4, seed=i) for i in range(2)])
@@ -485,10 +479,7 @@ async def _ran_on(subject: EngineSubject) -> bool:
 
 
 async def _silence(subject: EngineSubject, answer: Answer, settle: float) -> bool:
-    """Wait until no more comes of a held request, or it has ended; return whether it ran on.
-
-    What came soon after the order may have been on its way.
-    """
+    """Return whether a held request ran on: what came soon after the order may have been on its way."""
     began = subject.now
     while True:
         chunk_count, since = len(answer.chunks), subject.now

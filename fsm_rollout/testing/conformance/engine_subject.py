@@ -16,15 +16,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from reprlib import repr as short
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from fsm_rollout.engines.protocol import Chunk, Engine, Load, Request, SamplingParams
+from fsm_rollout.engines.protocol import Chunk, Engine, Load, Request, SamplingParams, Weights
 from fsm_rollout.testing.conformance.runner import ConformanceError, demand, demand_all
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import as_ids
-
-if TYPE_CHECKING:
-    from fsm_rollout.engines.protocol import Weights
 
 T = TypeVar("T")
 
@@ -150,11 +147,7 @@ class Dispatch:
         return next(iter(self.answers.values()))
 
     async def next(self, until: float) -> Chunk | None:
-        """Take the next chunk and return it; ``None`` at the end.
-
-        Raises:
-            TimeoutError: there is none at the time ``until``.
-        """
+        """Return the next chunk, ``None`` at the end; TimeoutError if there is none at the time ``until``."""
         if self.subject.now > until:  # an iterator that never waits lets no timeout through
             raise TimeoutError
         try:
@@ -185,11 +178,7 @@ class Dispatch:
         return self.check_whole()
 
     async def drain(self, until: float = math.inf, each: Callable[[Chunk], Awaitable[None]] | None = None) -> None:
-        """Take all that comes.
-
-        Raises:
-            TimeoutError: it has not ended at the time ``until``.
-        """
+        """Take all that comes; TimeoutError if it has not ended at the time ``until``."""
         while (chunk := await self.next(until)) is not None:
             if each is not None:
                 await each(chunk)

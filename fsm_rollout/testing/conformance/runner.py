@@ -131,11 +131,7 @@ class Suite(Generic[F]):
             raise
 
     def hold(self: Suite[Callable[[S], int | None]], subject: S) -> Checked:
-        """Hold a subject to all that it promises, and return what that was.
-
-        Raises:
-            ConformanceError: the first promise found broken.
-        """
+        """Hold a subject to all that it promises, and return what that was; the first broken promise is raised."""
         checks = [check for check in self.checks if not subject.unmade.issuperset(check.numbers)]
         ran = sum(check.hold(subject) or 0 for check in checks)
         kept_promises = {number for check in checks for number in check.numbers} - subject.unmade

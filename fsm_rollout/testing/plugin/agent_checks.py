@@ -71,11 +71,7 @@ class CheckedAgent:
 
     @cached_property
     def graph(self) -> AgentGraph:
-        """The agent.
-
-        Raises:
-            ConfigError: it does not load; all problems.
-        """
+        """The agent; ConfigError has all problems of one that does not load."""
         reading = read_agent(self.path)
         if reading.graph is None or reading.problems:
             raise ConfigError(reading.problems)
@@ -110,11 +106,7 @@ class CheckedAgent:
         return judge(run, [handler_laws.handlers_stay, laws.keeps_running, *laws_to_check])
 
     def search(self, holds: Callable[[Plan], object], *, failures: bool = True, **what: bool) -> int:
-        """Run ``holds`` on drawn plans (or on the one to replay); return on how many.
-
-        Raises:
-            LawBroken: on the smallest plan found.
-        """
+        """Run ``holds`` on drawn plans, or on the one to replay; return on how many, or raise for the smallest."""
         if self.replay is not None:
             holds(self.replay)
             return 1
@@ -130,11 +122,7 @@ def _is_slow(broken: Exception) -> bool:
 
 
 def judge(run: Simulation, laws_to_check: Sequence[Law]) -> Simulation:
-    """Hold a run to laws.
-
-    Raises:
-        LawBroken: with the run.
-    """
+    """Hold a run to laws; LawBroken has the run."""
     for law in laws_to_check:
         try:
             law(run)

@@ -47,10 +47,7 @@ class CheckItem(pytest.Item):
         raise NotImplementedError
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: object = None) -> str | TerminalRepr:
-        """Say what is broken, once, with its first line in pytest's summary.
-
-        Of a plain string the summary would repeat everything where pytest thinks it is on a CI machine.
-        """
+        """Say what is broken, once; of a plain string pytest's summary would repeat everything on a CI machine."""
         text = self.explain(excinfo.value)
         if text is None:
             return super().repr_failure(excinfo)
@@ -186,11 +183,7 @@ class EngineFile(pytest.File):
             yield EngineItem.from_parent(self, name=name, number=number)
 
     async def make(self) -> EngineSubject:
-        """Make the engine.
-
-        Raises:
-            ConfigError: the factory makes none.
-        """
+        """Make the engine; ConfigError if the factory makes none."""
         from fsm_rollout.agent.handlers import load_object
         from fsm_rollout.engines.protocol import Engine
         from fsm_rollout.errors import ConfigError

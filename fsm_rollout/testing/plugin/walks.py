@@ -69,13 +69,7 @@ class Walker:
             self.outcomes[state] = [outcome for outcome in outcomes if outcome.trigger not in scheduler], outcomes
 
     def walk(self, rng: Random, most: int, eager: float = 0.8) -> Walk:
-        """Walk until the end, or ``most`` transitions.
-
-        Args:
-            rng: decides everything.
-            most: transitions after which the walk is given up (``ended`` stays false).
-            eager: how often a visit comes to what its handler declares; the rest is failures and limits.
-        """
+        """Walk to the end, or ``most`` transitions; ``eager``: how often a visit comes to what its handler declares."""
         graph, walk = self.graph, Walk([self.graph.initial])
         prompted = Prompted(
             at=0.0, trajectory_id="walk", group_id="walk", sample=0, agent=graph.agent, initial=graph.initial,

@@ -97,10 +97,7 @@ def comes_back(run: Simulation) -> None:
 
 
 def stays_within(bound: Bound) -> Law:
-    """Return law 2 for an agent's bound.
-
-    Its seconds are those in which a trajectory could run: those for which the plan paused the engine come on top.
-    """
+    """Return law 2 for an agent's bound; seconds for which the plan paused the engine come on top."""
 
     def law(run: Simulation) -> None:
         beside = STOPPING_SECONDS + sum(fault.seconds for fault in run.plan.faults if fault.kind == "pause")

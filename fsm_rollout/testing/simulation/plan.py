@@ -96,10 +96,7 @@ class Plan(StrictModel):
     killed_after: int = Field(0, ge=0, description="events after which the run is killed, to be gone on with")
 
     def turn(self, trajectory: int, key: str, index: int) -> Turn:
-        """Return what is said as turn ``index`` of a context, ``Done.`` where a plan says nothing.
-
-        ``key`` is ``agent/context``.
-        """
+        """Return what is said as turn ``index`` of ``agent/context`` (the key), ``Done.`` where a plan says nothing."""
         turns = self.says[trajectory % len(self.says)].get(key, ()) if self.says else ()
         return turns[min(index, len(turns) - 1)] if turns else Turn(text="Done.")
 
@@ -116,11 +113,7 @@ class Plan(StrictModel):
 
     @classmethod
     def of_line(cls, line: str) -> Plan:
-        """Return the plan that :meth:`line` wrote.
-
-        Raises:
-            ConfigError: the text is no plan.
-        """
+        """Return the plan that :meth:`line` wrote; ConfigError for any other text."""
         try:
             packed = base64.urlsafe_b64decode(line + "=" * (-len(line) % 4))
             return cls.model_validate_json(zlib.decompress(packed))

@@ -17,9 +17,10 @@ from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fsm_rollout.agent.graph import POLICY, AgentGraph
+from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.concurrency.garbage_collection import calm_collection
 from fsm_rollout.engines.pool import PoolEngine
 from fsm_rollout.engines.protocol import Request
@@ -51,9 +52,6 @@ from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
-
-if TYPE_CHECKING:
-    from fsm_rollout.chat import ChatTemplate
 
 WINDOW = 4096  # tokens of the simulated engine's context window, where nothing else is asked for
 # Virtual seconds (a day and a bit) after which a run counts as endless, where the agent does not allow for more.

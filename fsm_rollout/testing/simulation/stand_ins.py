@@ -12,14 +12,14 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from pydantic import TypeAdapter
 
 from fsm_rollout.agent.graph import POLICY, AgentGraph, Interaction
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.engines.client import EngineClient
-from fsm_rollout.engines.protocol import Chunk, Engine, ReplicaLost, Request
+from fsm_rollout.engines.protocol import Chunk, Engine, ReplicaLost, Request, Weights
 from fsm_rollout.engines.replica import LocalPlacement
 from fsm_rollout.engines.scripted.engine import Logged, ScriptedEngine
 from fsm_rollout.environment.users import Conversation, Reply
@@ -37,9 +37,6 @@ from fsm_rollout.tools.base import ToolResult
 from fsm_rollout.tools.bound_tools import BoundTool, MakeContext, Session
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.trajectory import Trajectory
-
-if TYPE_CHECKING:
-    from fsm_rollout.engines.protocol import Weights
 
 
 def with_agents(graph: AgentGraph, change: Callable[[AgentGraph], AgentGraph]) -> AgentGraph:

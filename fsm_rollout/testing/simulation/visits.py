@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from fsm_rollout.agent.limits import LimitReached
 from fsm_rollout.concurrency.cancellation import being_cancelled
 from fsm_rollout.states import State
+from fsm_rollout.states.context import HandlerContext
 from fsm_rollout.testing.simulation import source_lines
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.trajectory import Trajectory
-
-if TYPE_CHECKING:
-    from fsm_rollout.states.context import HandlerContext
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,11 +88,7 @@ WRITERS: dict[str, Callable[[str, dict[str, object]], str]] = {
 
 
 def call_text(tool_format: str, name: str, arguments: Mapping[str, object]) -> str:
-    """Return one call of the tool ``name`` as a model would write it.
-
-    Raises:
-        ChatTemplateError: ``unknown-tool-format``: nothing here writes it.
-    """
+    """Return a call as a model would write it; ChatTemplateError ``unknown-tool-format``: nothing here writes it."""
     if tool_format not in WRITERS:
         names = ", ".join(WRITERS)
         raise ChatTemplateError(
@@ -104,11 +100,7 @@ def call_text(tool_format: str, name: str, arguments: Mapping[str, object]) -> s
 def calls_of_template(
     tokenizer: Any, tools: Sequence[object], calls: Sequence[tuple[str, Mapping[str, object]]]
 ) -> str:
-    """Return calls (name, arguments) as the tokenizer's own chat template writes them, behind its generation prompt.
-
-    Raises:
-        ChatTemplateError: ``no-tool-calls``: the template does not write calls.
-    """
+    """Return calls (name, arguments) as a template writes them; ChatTemplateError ``no-tool-calls``: it does not."""
 
     def render(messages: Sequence[object], opened: bool) -> str:
         options: Data = {"tools": list(tools), "tokenize": False, "add_generation_prompt": opened}

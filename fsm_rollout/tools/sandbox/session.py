@@ -148,11 +148,7 @@ def _nursery() -> _Nursery:
 
 @cache
 def protection() -> Protection:
-    """Return what keeps sandboxed code in its session on this machine; it is tried once.
-
-    Raises:
-        ToolError: no process can be started.
-    """
+    """Return what keeps sandboxed code in its session here; tried once. ToolError if no process can be started."""
     filtered = os.uname().machine == "x86_64"
     with _nursery().begin(_settings("python", Limits(), namespaces=True, packages=False)) as pipe:
         pipe.settimeout(START_SECONDS)
