@@ -2,7 +2,8 @@
 
 ``mistaken`` is the predicate with which `until_mistake.yaml` ends a dialogue there.
 
-A turn is right when it is a call that its question needs and that was not made yet, or, after all calls, the answer.
+A turn is right when it is the next call that its question needs, or, after all calls, the answer. The calls have an
+order, since each takes the result of the one before: in ``94 + (9 * 8)``, ``94 + 72`` cannot be known before ``9 * 8``.
 The first token with which a turn cannot become right any more is its mistake; what comes after cannot be judged.
 """
 
@@ -49,18 +50,17 @@ def _tokens(trajectory: fr.Trajectory) -> tuple[int, int]:
             asked += 1
             needed = list(operations(str(message["content"]), answers[asked - 1]))
         elif message["role"] == "assistant":
-            wanted = {CALL % call + END: call for call in needed} or {f"The answer is {answers[asked]}.{END}": None}
+            wanted = (CALL % needed[0] if needed else f"The answer is {answers[asked]}.") + END
             text = ""
             for span in next(turns)[1]:
                 for token in ids[span.start : span.end]:
                     text += _texts()[token]
-                    if not any(turn.startswith(text) for turn in wanted):
+                    if not wanted.startswith(text):
                         return right, sampled
                     right += 1
-            if text not in wanted:
+            if text != wanted:
                 return right, sampled + 1  # the turn was cut
-            if (call := wanted[text]) is not None:
-                needed.remove(call)
+            del needed[:1]
     return right, sampled
 
 
@@ -72,7 +72,7 @@ def _texts() -> list[str]:
 
 
 def operations(question: str, value: int) -> Iterator[Call]:
-    """Yield the calls that a question needs, in one of the possible orders; ``value`` is the answer before it."""
+    """Yield the calls that a question needs, in their order; ``value`` is the answer before it."""
     for verb, number in re.findall(r"(add|subtract|take away|multiply)\D*(\d+)", question.lower()):
         symbol = {"add": "+", "multiply": "*"}.get(verb, "-")  # "Now add 3, then multiply by 4."
         yield value, symbol, int(number)

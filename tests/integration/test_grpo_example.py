@@ -61,6 +61,7 @@ CALL = '<tool_call>\n{"name": "calculate", "arguments": {"left": %s, "operator":
     ("turns", "wrong"),
     [
         ([CALL % (3, "+", 4), CALL % (7, "*", 2), "The answer is 14.", CALL % (14, "-", 5), "The answer is 9."], None),
+        ([CALL % (7, "*", 2)], '7, "operator": "*", "right": 2}}\n</tool_call><|im_end|>'),  # 7 is not known yet
         ([CALL % (3, "*", 4)], '*", "right": 4}}\n</tool_call><|im_end|>'),
         ([CALL % (3, "+", 4), CALL % (70, "*", 2)], '0, "operator": "*", "right": 2}}\n</tool_call><|im_end|>'),
         ([CALL % (3, "+", 4), "The answer is 7."], "The answer is 7.<|im_end|>"),
