@@ -184,13 +184,13 @@ class Rollout:
             elsewhere=policy.engine.do == "elsewhere",
             queue_timeout=queue_timeout,
         )
+        # What the schedulers of runs and of evaluations have in common.
         self._common: dict[str, Any] = {
             "seed": seed,
             "concurrency": concurrency,
             "failures": policy,
             "reward": Reward(reward) if reward is not None else None,
         }
-        """What the schedulers of runs and of evaluations have in common."""
         # 4. Engines, the scheduler, workers; if one of them fails, what was started is closed again.
         try:
             self.engines = {name: self._engine(name, spec, base) for name, spec in specs.items()}

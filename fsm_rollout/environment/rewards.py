@@ -287,8 +287,7 @@ class GroupFilter(_Judge):
     takes = "a group"
     last_scores: Sequence[float | None] = ()
     """The scores of the latest group that was turned down."""
-    _dropped = 0
-    """Groups dropped in a row."""
+    _dropped = 0  # groups dropped in a row
 
     async def keeps(self, trajectories: Sequence[Trajectory]) -> bool:
         """Return whether a scored group counts."""

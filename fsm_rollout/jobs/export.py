@@ -75,10 +75,12 @@ def export(
         ConfigError: the file cannot be written, or there is no pyarrow.
         JournalError: there is no journal that can be read.
     """
+    # 1. What is there.
     journal = journal_of(folder)
     result = Exported(None if stream is not None else out or journal.parent / f"rows.{kind}")
     total = len(trajectory_ids(journal, report))
 
+    # 2. Its rows, made one after the other as they are written.
     def rows_of_run() -> Iterator[TrainingRow]:
         for trajectory, _ in watch(latest_attempts(journal, report), total):
             if not trajectory.ended:
@@ -91,6 +93,7 @@ def export(
                 result.rows += 1
                 yield row
 
+    # 3. Lines to a stream, or a file that is put in place whole.
     if stream is not None:
         _write_lines(rows_of_run(), stream)
         return result

@@ -157,12 +157,7 @@ def build_tracker(track: Track, name: str, folder: Path, config: Mapping[str, ob
 
 
 class Tracking:
-    """Gives a tracker the figures of a run, group by group.
-
-    Args:
-        tracker: what receives the figures, if given.
-        expected: how many groups the run has at most.
-    """
+    """Gives a tracker, if there is one, the figures of a run of at most ``expected`` groups, group by group."""
 
     def __init__(self, tracker: Tracker | None, expected: int) -> None:
         self._tracker = tracker

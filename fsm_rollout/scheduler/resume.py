@@ -38,12 +38,14 @@ def resumed_groups(
     Raises:
         ConfigError: a trajectory's agent is not one of the run's, or its group is under way; all such problems at once.
     """
+    # 1. What belongs together.
     problems: list[Problem] = []
     by_group: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         by_group.setdefault(trajectory.group_id, []).append(trajectory)
     groups: list[Group] = []
     for group_id, members in by_group.items():
+        # 2. Agent and prompt of each group, which must be the run's.
         try:
             if group_id in under_way:
                 raise ConfigError(f"group '{group_id}' is under way already; give its trajectories once")
@@ -55,6 +57,7 @@ def resumed_groups(
         except ConfigError as error:
             problems += error.problems
             continue
+        # 3. The group as it stood: sub-agents in their order, and of each sample the latest attempt.
         sample_count = max(n, *(trajectory.sample + 1 for trajectory in samples))
         group = Group(group_id, len(groups), prompt, of[samples[0].agent], sample_count)
         for trajectory in members:
@@ -62,7 +65,7 @@ def resumed_groups(
                 group.add_child(trajectory)
         for trajectory in samples:
             if group.latest(trajectory.sample) is not None:
-                group.restart(trajectory.sample)  # a later attempt replaces earlier ones
+                group.restart(trajectory.sample)
             group.add(trajectory)
             group.attempts[trajectory.sample] = _attempt(trajectory)
         group.discard_unread()

@@ -95,6 +95,7 @@ class Scheduler:
         max_staleness: int | None = None,
         max_restarts: int = MAX_RESTARTS,
     ) -> None:
+        # 1. Who does the work.
         check_at_least(1, "trajectory", "concurrency", concurrency)
         if POLICY not in clients:
             raise ConfigError(f"a run needs an engine named '{POLICY}', got {sorted(clients)}")
@@ -118,6 +119,7 @@ class Scheduler:
             validate=validate,
         )
         self.samples = SampleRunner(self.starter, self.staleness, failures)
+        # 2. Which group is where.
         self.groups: dict[str, Group] = {}  # all groups that have not been delivered, by id
         # Held while weights change, and while it is checked whether what is delivered is too old for them.
         self.changing = asyncio.Lock()

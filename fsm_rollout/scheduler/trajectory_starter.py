@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 
@@ -28,44 +29,25 @@ from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 
+@dataclass(eq=False)
 class TrajectoryStarter:
-    """Makes trajectories that run, for a scheduler or in a worker.
+    """Makes trajectories that run, for a scheduler or in a worker."""
 
-    Args:
-        agents: the run's.
-        record: called with each event that was applied to a trajectory.
-        report_mismatch: called when an entry of a chat template's cache is found to be wrong.
-        version: returns the version of the policy's weights.
-        seed: the run's.
-        validate: whether trajectories are marked as validation.
-    """
-
-    def __init__(
-        self,
-        agents: RunAgents,
-        record: Record,
-        report_mismatch: Callable[[GlueMismatchError], None],
-        version: Callable[[], int],
-        *,
-        seed: int = 0,
-        validate: bool = False,
-    ) -> None:
-        self.agents = agents
-        self.run_number = -1  # the number of the present or latest run, from 0
-        # Recorded events by trajectory, from which tools, users and judges answer when a run is run again.
-        self.replayed: Mapping[str, Sequence[AnyEvent]] | None = None
-        # The user who answers live, in place of interactions; not in the trajectories of workers.
-        self.live_user: LiveUser | None = None
-        self._record = record
-        self._report_mismatch = report_mismatch
-        self._version = version
-        self._seed = seed
-        self._validate = validate
+    agents: RunAgents
+    record: Record
+    report_mismatch: Callable[[GlueMismatchError], None]  # called when an entry of a template's cache is wrong
+    version: Callable[[], int]  # returns the version of the policy's weights
+    seed: int = 0
+    validate: bool = False  # whether trajectories are marked as validation
+    run_number: int = -1  # the number of the present or latest run, from 0
+    # Recorded events by trajectory, from which tools, users and judges answer when a run is run again.
+    replayed: Mapping[str, Sequence[AnyEvent]] | None = None
+    live_user: LiveUser | None = None  # answers live, in place of interactions; not in the trajectories of workers
 
     def begin_sample(self, group: Group, sample: int) -> ActiveTrajectory:
         """Begin a sample of a group; its seed follows from its id, and from the second run on from the run's number."""
         trajectory_id = group.next_id(sample)
-        seed = derive_seed(self._seed, trajectory_id, *([self.run_number] if self.run_number else []))
+        seed = derive_seed(self.seed, trajectory_id, *([self.run_number] if self.run_number else []))
         live = self._begin(group, group.agent, group.prompt, trajectory_id, sample, seed=seed)
         group.add(live.trajectory)
         return live
@@ -97,13 +79,13 @@ class TrajectoryStarter:
             limits=limits.model_dump(),
             seed=seed,
             date=datetime.now().isoformat(timespec="seconds"),
-            validate=self._validate,
+            validate=self.validate,
             parent_id=None if caller is None else caller.trajectory.trajectory_id,
             sampling=prompt.sampling.model_dump(exclude_none=True) if prompt.sampling is not None else {},
             spent={} if spends is None else {spends: 1},  # an entry like any other
         )
         trajectory = Trajectory.fold([prompted])
-        self._record(trajectory, prompted, None)
+        self.record(trajectory, prompted, None)
         return self.activate(group, trajectory, agent, caller)
 
     def activate(
@@ -120,7 +102,7 @@ class TrajectoryStarter:
             agent = next(agent for agent in agents if agent.graph.agent == trajectory.agent)
         run_agent = partial(self._run_agent, group, trajectory_id)
         live = ActiveTrajectory(
-            trajectory, agent, run_agent, self._record, self._report_mismatch, caller,
+            trajectory, agent, run_agent, self.record, self.report_mismatch, caller,
             None if self.replayed is None else Replayed(self.replayed.get(trajectory_id, ())), self.live_user,
         )  # fmt: skip
         group.active[trajectory_id] = live
@@ -137,7 +119,7 @@ class TrajectoryStarter:
         """Let a trajectory go on that was set aside, or cut off by a crash."""
         live = group.active.get(trajectory.trajectory_id) or self.activate(group, trajectory, agent)
         live.stop, live.caller = None, caller
-        now, version = asyncio.get_running_loop().time(), self._version()
+        now, version = asyncio.get_running_loop().time(), self.version()
         live.emit(Resumed(at=now, away=now - trajectory.latest_at, weight_version=version))
         return live
 
@@ -188,7 +170,7 @@ class TrajectoryStarter:
                     Ended(at=now, stop_reason=StopReason.CANCELLED, detail=UNREAD),
                 ):
                     child.apply(event)
-                    self._record(child, event, None)
+                    self.record(child, event, None)
                 live = group.active.pop(child.trajectory_id, None)
                 if live is not None:
                     await live.close()

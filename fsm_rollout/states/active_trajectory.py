@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from fsm_rollout.concurrency.cancellation import to_its_end
@@ -65,44 +65,31 @@ class LiveUser(Protocol):
         """Answer the latest assistant turn."""
 
 
+@dataclass(eq=False)
 class ActiveTrajectory:
-    """A trajectory that runs, or can go on at once, in this process.
+    """A trajectory that runs, or can go on at once, in this process."""
 
-    Args:
-        trajectory: its record.
-        agent: its agent, bound to engines.
-        run_agent: runs an agent that is used as a tool.
-        record: called with each event that was applied, and with its encoding.
-        report_mismatch: called when an entry of a chat template's cache, and so the tokens made from it, are wrong.
-        caller: the trajectory that called it, if it is a sub-agent's.
-        replayed: the recorded answers of tools, users and judges, if a recorded run is replayed.
-        live_user: answers in place of its interactions, if given.
-    """
+    trajectory: Trajectory
+    agent: BoundAgent
+    run_agent: InitVar[RunAgent]  # runs an agent that is used as a tool
+    record: Record
+    # Called when an entry of a chat template's cache, and so the tokens made from it, are wrong.
+    report_mismatch: Callable[[GlueMismatchError], None]
+    caller: ActiveTrajectory | None = None  # the trajectory that called it, if it is a sub-agent's
+    replayed: Replayed | None = None  # recorded answers of tools, users and judges, if a recorded run is replayed
+    live_user: LiveUser | None = None  # answers in place of its interactions, if there is one
 
-    def __init__(
-        self,
-        trajectory: Trajectory,
-        agent: BoundAgent,
-        run_agent: RunAgent,
-        record: Record,
-        report_mismatch: Callable[[GlueMismatchError], None],
-        caller: ActiveTrajectory | None = None,
-        replayed: Replayed | None = None,
-        live_user: LiveUser | None = None,
-    ) -> None:
-        self.trajectory = trajectory
-        self.agent = agent
-        self.report_mismatch = report_mismatch
-        self.caller = caller
-        self.replayed = replayed
-        self.live_user = live_user if trajectory.parent_id is None else None
+    def __post_init__(self, run_agent: RunAgent) -> None:
+        """Open its tools."""
+        trajectory = self.trajectory
+        self.live_user = self.live_user if trajectory.parent_id is None else None
         self.task: asyncio.Task[None] | None = None  # the task that runs it
         self.stop: Stop | None = None  # how it is being stopped
         self.restart = False  # whether a new attempt takes its place when it has been stopped
         # What the prompt lowers of the sampling.
         self.sampling = Sampling(**trajectory.sampling) if trajectory.sampling else None
         self.tools = ToolSession(
-            toolbox=agent.toolbox,
+            toolbox=self.agent.toolbox,
             trajectory_id=trajectory.trajectory_id,
             group_id=trajectory.group_id,
             seed=trajectory.seed,
@@ -115,14 +102,13 @@ class ActiveTrajectory:
         # The further contexts that a foreign agent has opened, bound to the tools that it sent.
         self.branches: dict[str, BoundContext] = {}
         self.glue_entries: set[object] = set()  # the entries of the chat templates' caches that its glue came from
-        self._record = record
         self._interactions: dict[str, BoundInteraction] = {}
 
     def emit(self, event: AnyEvent) -> None:
         """Apply and record an event; one that cannot be written down raises, and is not applied."""
         payload = encode(event)
         self.trajectory.apply(event)
-        self._record(self.trajectory, event, payload)
+        self.record(self.trajectory, event, payload)
 
     def interaction(self, state: str) -> BoundInteraction:
         """Return the interaction of a state, built at its first use and kept for the trajectory."""

@@ -43,12 +43,11 @@ class HandlerContext(Visit):
 
     def __init__(self, active: ActiveTrajectory, deadline: Deadline) -> None:
         super().__init__(active, deadline)
+        # How many generations of the visit are charged already: 1, if entering the state charged for the first.
         self._prepaid = int(self.agent.machine.spends[self.state] == LimitName.ASSISTANT_TURNS)
-        """How many generations of the visit are charged already: 1, if entering the state charged for the first."""
+        # The index of the next query, by engine; a visit that begins again counts from where it began first.
         self._queries = dict(self.trajectory.queries_before)
-        """The index of the next query, by engine; a visit that begins again counts from where it began first."""
-        self._generations: dict[str, Generation] = {}
-        """Those under way, by context."""
+        self._generations: dict[str, Generation] = {}  # those under way, by context
 
     async def close(self) -> None:
         """End the visit. A generation that the handler left running is aborted and recorded.

@@ -134,8 +134,8 @@ MUTANTS = (
         SCHEDULE,
     ),
     Mutant(
-        "a seed for the run alone", "scheduler/trajectory_starter.py", "derive_seed(self._seed, trajectory_id,",
-        "derive_seed(self._seed, sample,",
+        "a seed for the run alone", "scheduler/trajectory_starter.py", "derive_seed(self.seed, trajectory_id,",
+        "derive_seed(self.seed, sample,",
         "6: no two trajectories share their randomness",
         SCHEDULE,
     ),

@@ -105,8 +105,8 @@ class ScriptedEngine:
         self._log: list[Logged] | None = [] if log else None
         self._running: dict[str, _Answer] = {}
         self._waiting: dict[str, _Answer] = {}
+        # How many tries of a turn that fails a number of times there were, by session and turn.
         self._failed: Counter[tuple[str, int]] = Counter()
-        """How many tries of a turn that fails a number of times there were, by session and turn."""
         self._paused = self._asleep = self._closed = False
 
     @property

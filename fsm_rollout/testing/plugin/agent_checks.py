@@ -44,30 +44,18 @@ EAGERNESS = (0.5, 0.8, 0.95, 1.0)
 
 @dataclass(frozen=True)
 class CheckedAgent:
-    """An agent's file, and how it is to be tested.
-
-    Attributes:
-        path: the YAML.
-        examples: how many runs each check draws; ``None``: as many as the Hypothesis settings in force say.
-        seed: of the drawing; ``None``: Hypothesis chooses.
-        replay: the one plan to run instead of drawing.
-        real_tools: call the agent's own tools and interactions.
-        prompts: what trajectories begin from.
-        tokenizer: the engine's; ``None``: the embedded model's.
-        blocking_seconds: real seconds that one callback may keep the event loop.
-        notes: what a check has to say beyond its line.
-    """
+    """An agent's file, and how it is to be tested."""
 
     path: Path
-    examples: int | None = None
-    seed: int | None = None
-    replay: Plan | None = None
-    real_tools: bool = False
-    prompts: tuple[Prompt, ...] = ()
-    tokenizer: Any = None
+    examples: int | None = None  # runs that each check draws; `None`: as many as the Hypothesis settings in force say
+    seed: int | None = None  # of the drawing; `None`: Hypothesis chooses
+    replay: Plan | None = None  # the one plan to run instead of drawing
+    real_tools: bool = False  # call the agent's own tools and interactions
+    prompts: tuple[Prompt, ...] = ()  # what trajectories begin from
+    tokenizer: Any = None  # the engine's; `None`: the embedded model's
     texts: tuple[str, ...] = ()  # texts that turns may say beside those that the agent's own conditions ask for
-    blocking_seconds: float | None = None
-    notes: dict[str, str] = field(default_factory=dict, compare=False)
+    blocking_seconds: float | None = None  # real seconds that one callback may keep the event loop
+    notes: dict[str, str] = field(default_factory=dict, compare=False)  # what a check has to say beyond its line
 
     @cached_property
     def graph(self) -> AgentGraph:

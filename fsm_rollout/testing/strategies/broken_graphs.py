@@ -19,6 +19,7 @@ def broken_graphs(draw: st.DrawFn) -> tuple[AgentGraph, int]:
 
     What follows from the mistake may break other rules too.
     """
+    # 1. A sound agent, a state of it, and the transitions that take what its handler declares first.
     graph = draw(graphs(max_states=4))
     data: PlainData = graph.model_dump()
     data["transitions"] = rows = [dict(row) for row in data["transitions"]]
@@ -26,6 +27,7 @@ def broken_graphs(draw: st.DrawFn) -> tuple[AgentGraph, int]:
     state = draw(st.sampled_from(working))
     explicit = handler_spec(graph.handler_of(state)).triggers[0]
     explicit_rows = [i for i, row in enumerate(rows) if row["trigger"] == explicit and row["source"] == (state,)]
+    # 2. The mistake, by the rule that it breaks.
     rule = draw(st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 17, 18]))
     match rule:
         case 1:

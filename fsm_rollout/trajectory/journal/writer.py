@@ -67,13 +67,11 @@ class Journal(AbstractContextManager["Journal"]):
     ) -> None:
         self.path = Path(path)
         self._interval = interval
-        self._rows: deque[_Appended | _Insertion] = deque()
-        """Appended, and not yet committed."""
+        self._rows: deque[_Appended | _Insertion] = deque()  # appended, and not yet committed
         self._appended, self._closed = threading.Event(), threading.Event()
         self._committing = threading.Lock()
         self._failure: Exception | None = None
-        self._next: dict[str, int] = {}
-        """How many events each trajectory has."""
+        self._next: dict[str, int] = {}  # how many events each trajectory has
         try:
             if append:
                 self._next = _made_sound(self.path)
