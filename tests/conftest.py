@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -13,6 +15,7 @@ from hypothesis.internal.conjecture import engine as shrinking
 
 from fsm_rollout.concurrency.garbage_collection import YOUNG
 from fsm_rollout.testing.plugin.profiles import register
+from tests import fork_server
 
 pytest_plugins = ["pytester", "tests.leftovers", "tests.model_fixtures"]
 
@@ -32,6 +35,14 @@ shrinking.MAX_SHRINKING_SECONDS = 8
 settings.register_profile("ci-unit", settings.get_profile("ci"), max_examples=25)
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 settings.load_profile(PROFILE)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """Fork pytest-xdist's workers from one process: each would import for seconds what all of them need."""
+    os.environ[fork_server.ADDRESS] = fork_server.ForkServer([*fork_server.HEAVY, *fork_server.COLLECTED]).address
+    for spec in specs:
+        spec.python = f"{sys.executable} -S -P {fork_server.__file__}"
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:

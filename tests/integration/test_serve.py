@@ -32,11 +32,9 @@ def serving(place: Path, *overrides: str, ends_by: signal.Signals = signal.SIGTE
         first = output.readline()
         assert first.startswith("http://127.0.0.1:"), (first, errors.read())
         yield first.split()[0]
-        assert process.pid is not None
         os.kill(process.pid, ends_by)
         said = errors.read()
-        process.join(PATIENCE)
-        assert process.exitcode == 0, said
+        assert process.wait(PATIENCE) == 0, said
         assert "Traceback" not in said
         assert "ended; what was said: fsm-rollout show" in said
 
