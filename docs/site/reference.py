@@ -243,6 +243,7 @@ def batch_tensors() -> str:
                     meanings.get(key, ""),
                 ]
             )
+    rows.append(["`routed_experts`", "int16", "`[B, P+R, layers, top_k]`", meanings["routed_experts"]])
     columns = [
         [f"`{key}`", meanings.get(key, "")] for key in keys if not isinstance(batch.tensordict.get(key), torch.Tensor)
     ]
@@ -279,7 +280,7 @@ def tensor_meanings() -> dict[str, str]:
     from fsm_rollout.batch.padding import RESPONSE_COLUMNS
     from fsm_rollout.batch.rows import TrainingRow
 
-    fields = {name: re.sub(r"^``\[[PR]\]``:? ?", "", text) for name, text in attribute_docs(TrainingRow).items()}
+    fields = {name: re.sub(r"^``\[[^\]]+\]``:? ?", "", text) for name, text in attribute_docs(TrainingRow).items()}
     per_token = {
         key: f"{fields.get(column.of, '').rstrip('.')}. Padded with {column.fill:g}."
         for key, column in RESPONSE_COLUMNS.items()

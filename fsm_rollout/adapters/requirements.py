@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from fsm_rollout.batch.rows import TrainingRow
 from fsm_rollout.errors import BatchError
@@ -55,6 +56,15 @@ def versions_of(row: TrainingRow) -> tuple[int, int]:
     """Return the oldest and the newest weight version that sampled a trained token of a row."""
     trained = row.versions[row.mask == 1]
     return int(trained.min()), int(trained.max())
+
+
+def experts_of(row: TrainingRow) -> npt.NDArray[np.int32] | None:
+    """Return the routed experts of all tokens of a row but the last, ``[P + R - 1, layers, top_k]``.
+
+    ``None``: the engine says none, or not of every such token (a turn was cut off, or sampled by another replica).
+    """
+    experts = row.routed_experts[:-1]
+    return experts.astype(np.int32) if experts.size and (experts >= 0).all() else None
 
 
 def whole(row: TrainingRow, values: np.ndarray, fill: float) -> np.ndarray:

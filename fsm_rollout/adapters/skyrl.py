@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fsm_rollout.adapters.requirements import one_row_each, score_of, versions_of
+import numpy as np
+
+from fsm_rollout.adapters.requirements import experts_of, one_row_each, score_of, versions_of
 from fsm_rollout.batch.rows import TrainingRow
 
 if TYPE_CHECKING:
@@ -22,7 +24,8 @@ def generator_output(rows: Sequence[TrainingRow], *, step_wise: bool = False) ->
 
     With ``step_wise`` (SkyRL's ``generator.step_wise_trajectories``) a sample may have several rows; they are brought
     together, in the order of the samples' first rows, and the last of each is marked. ``env_metrics`` carries each
-    row's weight versions and stop reason.
+    row's weight versions and stop reason. Routed experts are given where they are known of every row, the last token of
+    each with zeros, as SkyRL's own generator has it.
 
     Raises:
         BatchError: a row has no score, or (without ``step_wise``) a sample has several rows.
@@ -42,6 +45,8 @@ def generator_output(rows: Sequence[TrainingRow], *, step_wise: bool = False) ->
         oldest, newest = versions_of(row)
         facts = {"min_weight_version": oldest, "max_weight_version": newest, "stop_reason": row.stop_reason}
         metrics.append({"trajectory_id": row.trajectory_id, **facts})
+    known = [indices for row in ordered if (indices := experts_of(row)) is not None]
+    experts = [np.append(indices, 0 * indices[:1], axis=0).tolist() for indices in known]
     return {
         "prompt_token_ids": [row.prompt_ids.tolist() for row in ordered],
         "response_ids": [row.response_ids.tolist() for row in ordered],
@@ -54,7 +59,7 @@ def generator_output(rows: Sequence[TrainingRow], *, step_wise: bool = False) ->
         "trajectory_generation_times": [
             row.metrics["generate_seconds"] or 0.0 for row, end in zip(ordered, last, strict=True) if end
         ],
-        "rollout_expert_indices": None,
+        "rollout_expert_indices": None if len(experts) < len(ordered) else experts,
         "is_last_step": last if step_wise else None,
         "env_metrics": metrics,
         "pixel_values": None,

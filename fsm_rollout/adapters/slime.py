@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsm_rollout.adapters.requirements import trained_turns
+from fsm_rollout.adapters.requirements import experts_of, trained_turns
 from fsm_rollout.batch.rows import TrainingRow
 from fsm_rollout.trajectory.enums import StopReason
 
@@ -20,6 +20,7 @@ def samples(rows: Sequence[TrainingRow]) -> list[dict[str, object]]:
     ``weight_versions`` has one text for each generation (the oldest of its tokens), ``rollout_id`` is the same for all
     rows of a sample, ``reward`` is ``None`` and ``remove_sample`` true where there is no score. Where the engine told
     from which ids it sampled, those of response token i are ``rollout_top_p_token_ids[offsets[i] : offsets[i + 1]]``.
+    Where it told the experts that all tokens were routed to, they are ``rollout_routed_experts``, for router replay.
     """
     groups = {group_id: number for number, group_id in enumerate(dict.fromkeys(row.group_id for row in rows))}
     rollouts = {name: number for number, name in enumerate(dict.fromkeys((row.group_id, row.sample) for row in rows))}
@@ -37,6 +38,7 @@ def samples(rows: Sequence[TrainingRow]) -> list[dict[str, object]]:
             "rollout_top_p_token_offsets": [0, *row.sampling_mask_counts.cumsum().tolist()]
             if row.sampling_mask
             else None,
+            "rollout_routed_experts": experts_of(row),
             "weight_versions": [str(row.versions[stretch].min()) for stretch in trained_turns(row)],
             "reward": row.score,
             "remove_sample": row.score is None,
@@ -45,11 +47,6 @@ def samples(rows: Sequence[TrainingRow]) -> list[dict[str, object]]:
         }
         for row in rows
     ]
-
-
-def _offsets(row: TrainingRow) -> list[int]:
-    """Return where the ids begin that each response token was sampled from, and where the last ones end."""
-    return [0, *row.sampling_mask_counts.cumsum().tolist()]
 
 
 def _status(stop_reason: str | None) -> str:

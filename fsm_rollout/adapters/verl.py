@@ -1,5 +1,6 @@
 """verl 0.9.1: ``AgentLoopOutput`` for agent loops, ``DataProto`` for everything after them.
 
+``routed_experts`` are there where the engine says them, for ``rollout.enable_rollout_routing_replay``.
 The plugs that run rollouts for verl are in :mod:`fsm_rollout.adapters.verl_plug`.
 """
 
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fsm_rollout.adapters.requirements import versions_of
+from fsm_rollout.adapters.requirements import experts_of, versions_of
 from fsm_rollout.batch.batch import TrajectoryBatch
 from fsm_rollout.batch.rows import TrainingRow
 from fsm_rollout.errors import BatchError
@@ -36,13 +37,14 @@ def agent_loop_outputs(rows: Sequence[TrainingRow]) -> list[AgentLoopOutput]:
     outputs = []
     for row in rows:
         end = int(np.flatnonzero(row.mask)[-1]) + 1
-        metrics = row.metrics
+        metrics, experts = row.metrics, experts_of(row)
         outputs.append(
             AgentLoopOutput(
                 prompt_ids=row.prompt_ids.tolist(),
                 response_ids=row.response_ids[:end].tolist(),
                 response_mask=row.mask[:end].tolist(),
                 response_logprobs=row.logprobs[:end].tolist(),
+                routed_experts=None if experts is None else experts[: len(row.prompt_ids) + end - 1],
                 reward_score=row.score,
                 num_turns=row.num_turns,
                 metrics=AgentLoopMetrics(
@@ -87,6 +89,8 @@ def data_proto(batch: TrajectoryBatch, meta_info: Mapping[str, object] | None = 
     tensors = {key: batch.tensordict[key] for key in sorted(_TENSORS)}
     if len(batch) and not unscored.any():
         tensors["rm_scores"] = batch.tensordict["token_level_scores"]
+    if "routed_experts" in batch.tensordict:
+        tensors["routed_experts"] = batch.tensordict["routed_experts"].clamp(min=0)  # verl pads with 0
     rows = batch.rows()
     columns: dict[str, list[object]] = {
         "uid": [row.group_id for row in rows],

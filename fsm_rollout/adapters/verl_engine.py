@@ -12,12 +12,14 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from fsm_rollout.engines.chunk_stream import ChunkStream
 from fsm_rollout.engines.protocol import Chunk, Load, Request
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model.folders import stop_tokens
 from fsm_rollout.trajectory.enums import FinishReason
-from fsm_rollout.trajectory.tokens import as_ids, as_logprobs
+from fsm_rollout.trajectory.tokens import Note, as_ids, as_logprobs, routed_experts
 
 if TYPE_CHECKING:
     from fsm_rollout.engines.protocol import Weights
@@ -91,6 +93,11 @@ class VerlEngine:
             reason = FinishReason.STOP
         else:
             reason = FinishReason.ABORT if output.stop_reason == "aborted" else FinishReason.LENGTH
+        notes: list[Note] = []
+        experts = output.routed_experts
+        if experts is not None:  # [tokens, layers, top_k], from the first token on
+            fed = np.asarray(experts)[request.routed : len(request.ids) + len(ids) - 1]
+            notes = [routed_experts(request.routed, fed)]
         chunks = []
         split = len(ids) if oldest == newest else len(ids) - 1
         for start, end, version in ((0, split, oldest), (split, len(ids), newest)):
@@ -103,6 +110,7 @@ class VerlEngine:
                         as_logprobs(logprobs[start:end]),
                         weight_version=version,
                         finish_reason=reason if last else None,
+                        notes=notes if last else (),
                     )
                 )
         return chunks

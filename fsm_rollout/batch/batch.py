@@ -55,6 +55,9 @@ class TrajectoryBatch:
     ``group_index``, ``sample``                                   int64     ``[B]``
     ============================================================  ========  ==========
 
+    ``routed_experts`` (int16 ``[B, P+R, layers, top_k]``, -1 where not said), if the engine says which experts of a
+    Mixture-of-Experts model each token was routed to,
+
     and, as non-tensors, :data:`~fsm_rollout.batch.storage.NON_TENSOR_KEYS`: one value per row. In a packed batch the
     two-dimensional keys are jagged ``torch.nested`` tensors without any padding.
 
@@ -155,7 +158,8 @@ class TrajectoryBatch:
         """Make a batch of ``rows`` as they are; they share their ``state_names``. Widths as for trajectories.
 
         Raises:
-            BatchError: a row is longer than a width, or rows number their states differently.
+            BatchError: a row is longer than a width, or rows number their states differently, or have routed experts
+                in different shapes.
         """
         for name, width in (("prompt_width", prompt_width), ("response_width", response_width)):
             if width is not None and width < 0:
@@ -165,6 +169,8 @@ class TrajectoryBatch:
             raise BatchError(_misfit_text(misfits, prompt_width, response_width))
         if any(row.state_names != rows[0].state_names for row in rows):
             raise BatchError("rows number their states differently; make them in one call, or give both `state_names`")
+        if len(shapes := {row.routed_experts.shape[1:] for row in rows}) > 1:
+            raise BatchError(f"rows have routed experts in the shapes {sorted(shapes)}; make them in one call")
         if packed:
             values, offsets = ({key: torch.from_numpy(a) for key, a in arrays.items()} for arrays in pack(rows))
             tensors = jagged(values, offsets)
@@ -194,7 +200,7 @@ class TrajectoryBatch:
 
     def rows(self) -> list[TrainingRow]:
         """Return the rows that the batch was made of: the inverse of :meth:`from_rows`, padded or packed."""
-        tensors = {key: self.tensordict.get(key).cpu() for key in RAGGED_OF}
+        tensors = {key: self.tensordict.get(key).cpu() for key in RAGGED_OF if key in self.tensordict}
         if self.packed:
             arrays = unpack(
                 {key: tensor.values().numpy() for key, tensor in tensors.items()},

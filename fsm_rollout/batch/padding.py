@@ -7,6 +7,7 @@ mask is 1, so padded and packed batches cannot disagree.
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,8 +53,10 @@ RAGGED_OF: Mapping[str, str] = {
     "attention_mask": "input_ids",
     "position_ids": "input_ids",
     **dict.fromkeys(RESPONSE_COLUMNS, "responses"),
+    "routed_experts": "input_ids",
 }
-"""Every two-dimensional key, and the one that says how long each of its rows is."""
+"""Every key with a value for each token, and the one that says how long each of its rows is. Only ``routed_experts``
+has further dimensions, and is left out where they are empty."""
 
 
 def pack(rows: Sequence[TrainingRow]) -> tuple[dict[str, Array], dict[str, npt.NDArray[np.int64]]]:
@@ -75,6 +78,8 @@ def pack(rows: Sequence[TrainingRow]) -> tuple[dict[str, Array], dict[str, npt.N
     }
     for key, column in RESPONSE_COLUMNS.items():
         values[key] = _joined((getattr(row, column.of) for row in rows), column.type)
+    if any(row.routed_experts.size for row in rows):
+        values["routed_experts"] = np.concatenate([row.routed_experts for row in rows])
     return values, offsets
 
 
@@ -82,13 +87,15 @@ def unpack(values: Mapping[str, Array], offsets: Mapping[str, Array]) -> dict[st
     """Return each array of the rows, by its name in :class:`TrainingRow`, as a list over the rows."""
 
     def cut(key: str, row_type: type[np.generic]) -> list[Array]:
-        flat = values[key].astype(row_type)
-        return [flat[start:end] for start, end in pairwise(offsets[RAGGED_OF[key]].tolist())]
+        starts = offsets[RAGGED_OF[key]].tolist()
+        flat = values[key].astype(row_type) if key in values else np.zeros((starts[-1], 0, 0), row_type)
+        return [flat[start:end] for start, end in pairwise(starts)]
 
     return {
         "prompt_ids": cut("prompts", np.int32),
         "response_ids": cut("responses", np.int32),
         **{column.of: cut(key, column.row_type) for key, column in RESPONSE_COLUMNS.items()},
+        "routed_experts": cut("routed_experts", np.int16),
     }
 
 
@@ -119,15 +126,16 @@ def pad(
         "attention_mask": 0,
         "position_ids": 0,
     }
-    fills |= {key: column.fill for key, column in RESPONSE_COLUMNS.items()}
+    fills |= {key: column.fill for key, column in RESPONSE_COLUMNS.items()} | {"routed_experts": -1}
     padded: dict[str, Array] = {}
-    for key, fill in fills.items():
-        flat, ragged = values[key], RAGGED_OF[key]
-        column = _zeros(len(rows) * widths[ragged], flat.dtype)
-        if fill:  # zeros are there already, in memory that nobody has touched
-            column.fill(fill)
+    for key, flat in values.items():
+        ragged, further = RAGGED_OF[key], flat.shape[1:]
+        column = _zeros(len(rows) * widths[ragged] * math.prod(further), flat.dtype)
+        if fills[key]:  # zeros are there already, in memory that nobody has touched
+            column.fill(fills[key])
+        column = column.reshape(-1, *further)
         column[places[ragged]] = flat
-        padded[key] = column.reshape(len(rows), widths[ragged])
+        padded[key] = column.reshape(len(rows), widths[ragged], *further)
     behind = left + lengths["responses"]
     for row, length in enumerate(lengths["input_ids"].tolist()):
         padded["position_ids"][row, behind[row] :] = max(0, length - 1)
@@ -138,10 +146,9 @@ def unpad(padded: Mapping[str, Array]) -> dict[str, list[Array]]:
     """Return each array of the rows, by its name in :class:`TrainingRow`, as a list over the rows."""
     width = padded["prompts"].shape[1]
     attended = padded["attention_mask"].astype(bool)
-    masks = {"prompts": attended[:, :width], "responses": attended[:, width:]}
-    keys = ("prompts", "responses", *RESPONSE_COLUMNS)
+    masks = {"prompts": attended[:, :width], "responses": attended[:, width:], "input_ids": attended}
     offsets = {key: np.concatenate([[0], mask.sum(axis=1).cumsum()]) for key, mask in masks.items()}
-    return unpack({key: padded[key][masks[RAGGED_OF[key]]] for key in keys}, offsets)
+    return unpack({key: values[masks[RAGGED_OF[key]]] for key, values in padded.items()}, offsets)
 
 
 def _zeros(length: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from fsm_rollout.errors import BatchError
 from fsm_rollout.trajectory.events import Part
 from fsm_rollout.trajectory.stream import Stream
-from fsm_rollout.trajectory.tokens import TokenStream, responses
+from fsm_rollout.trajectory.tokens import NoteKind, TokenStream, responses
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -65,6 +65,9 @@ class TrainingRow:
     on tokens that no engine sampled."""
     sampling_mask_counts: npt.NDArray[np.int32]
     """``[R]``: from how many tokens top_p and top_k let each be sampled; 0: from all, or the engine does not say."""
+    routed_experts: npt.NDArray[np.int16]
+    """``[P + R, layers, top_k]``: the experts that each token was routed to when it was fed to the model, -1 where the
+    engine does not say (of the last token it never does); no layers at all where it says nothing of any row's."""
     scores: npt.NDArray[np.float32]
     """``[R]``: turn scores on the last token of their turn, the trajectory's on the last trained token; NaN there where
     a score is missing."""
@@ -152,6 +155,7 @@ def rows(
     columns = responses([stream.tokens for stream in streams], {name: number for number, name in enumerate(names)})
     temperatures = np.where(columns.sampled, _asked_temperatures(streams), np.float32(1.0))
     all_scores = np.zeros(len(temperatures), dtype=np.float32)
+    experts_shape = _experts_shape(streams)
     # 2. The rows.
     made: list[TrainingRow] = []
     start = 0
@@ -165,15 +169,20 @@ def rows(
         for position, value in token_scores.items():
             scores[position] = value
         prompt_ids = stream.tokens.prompt_ids()
-        counts = np.zeros(len(scores), dtype=np.int32)
+        cut = 0 if prompt_width is None else max(0, len(prompt_ids) - prompt_width)
+        within = len(prompt_ids) + len(scores)
+        counts = np.zeros(within, dtype=np.int32)
+        experts = np.full((within, *experts_shape), -1, dtype=np.int16)
         sampling_mask: list[int] = []
-        for at, ids in sorted(stream.tokens.kept.items()):  # hardly any engine reports them: no step per token
-            if 0 <= at - len(prompt_ids) < len(counts):
-                counts[at - len(prompt_ids)] = len(ids)
-                sampling_mask += ids
+        for note in (part for whole in stream.tokens.notes for part in whole.cut(0, within)):
+            if note.kind is NoteKind.SAMPLING_MASK:
+                counts[note.start : note.end] = note.counts
+                sampling_mask += note.values
+            else:
+                experts[note.start : note.end] = np.reshape(note.values, (-1, *experts_shape))
         made.append(
             TrainingRow(
-                prompt_ids=prompt_ids if prompt_width is None else prompt_ids[max(0, len(prompt_ids) - prompt_width) :],
+                prompt_ids=prompt_ids[cut:],
                 response_ids=columns.ids[part],
                 mask=columns.mask[part],
                 logprobs=columns.logprobs[part],
@@ -194,7 +203,8 @@ def rows(
                 failure=trajectory.failure,
                 num_turns=turns_of(stream),
                 sampling=[[turn, *sampling] for turn, _, *sampling in stream.sampled_with],
-                sampling_mask_counts=counts,
+                sampling_mask_counts=counts[len(prompt_ids) :],
+                routed_experts=experts[cut:],
                 sampling_mask=sampling_mask,
                 metrics=_metrics(trajectory),
                 turn_scores=[list(pair) for pair in trajectory.turn_scores],
@@ -204,6 +214,22 @@ def rows(
             )
         )
     return made
+
+
+def _experts_shape(streams: Sequence[Stream]) -> tuple[int, int]:
+    """Return in how many layers each token has how many routed experts; ``(0, 0)`` where no engine says.
+
+    Raises:
+        BatchError: not the same everywhere.
+    """
+    notes = (note for stream in streams for note in stream.tokens.notes if note.kind is NoteKind.ROUTED_EXPERTS)
+    shapes = {(note.layers, note.counts[0] // note.layers) for note in notes if note.counts}
+    if len(shapes) > 1:
+        raise BatchError(
+            f"tokens have routed experts in {len(shapes)} shapes (layers, experts): {sorted(shapes)}; a batch holds "
+            "what one model sampled"
+        )
+    return shapes.pop() if shapes else (0, 0)
 
 
 def _metrics(trajectory: Trajectory) -> dict[str, float | None]:

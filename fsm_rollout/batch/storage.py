@@ -106,7 +106,7 @@ def _unjagged(tensordict: TensorDict) -> TensorDict:
     return TensorDict(
         {
             "rows": tensordict.exclude(*RAGGED_OF),
-            "values": TensorDict({key: tensordict.get(key).values() for key in RAGGED_OF}),
+            "values": TensorDict({key: tensordict.get(key).values() for key in RAGGED_OF if key in tensordict}),
             "offsets": TensorDict({key: tensordict.get(key).offsets() for key in set(RAGGED_OF.values())}),
         }
     )

@@ -8,7 +8,8 @@ asked for. An answer that breaks this is refused whole, so ids, logprobs and ver
 from __future__ import annotations
 
 import math
-from operator import index
+from itertools import accumulate, pairwise
+from operator import contains, index
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,11 @@ import numpy as np
 from fsm_rollout.engines.protocol import Chunk, Engine, Request
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
-from fsm_rollout.trajectory.tokens import LAST_VERSION, Ids, Logprobs, as_ids, as_logprobs
+from fsm_rollout.trajectory.tokens import LAST_VERSION, Ids, Logprobs, Note, NoteKind, as_ids, as_logprobs
 
 ROUNDING = 1e-3  # a logprob may be so far above 0: log-sums in half precision are not exact
 _ENDS = (None, *FinishReason)
+LAST_EXPERT = 2**15 - 1  # the highest number of an expert: batches hold them as int16
 MANY = 128  # from so many tokens on NumPy is quicker than Python's own functions
 
 
@@ -35,16 +37,21 @@ def vocabulary_of(engine: Engine) -> int | None:
         return None
 
 
-def checked(chunk: Chunk, request: Request, before: Ids, vocabulary: int | None) -> tuple[Ids, Logprobs, int]:
-    """Return a chunk's ids, logprobs and weight version, or raise EngineError; ``before`` was streamed already."""
+def checked(
+    chunk: Chunk, request: Request, before: Ids, vocabulary: int | None
+) -> tuple[Ids, Logprobs, int, list[Note]]:
+    """Return a chunk's ids, logprobs, weight version and notes, or raise EngineError; ``before`` came already."""
     request_id = chunk.request_id
     if chunk.finish_reason not in _ENDS:
         raise EngineError(f"the engine ended request {request_id} with {chunk.finish_reason!r}")
     # 1. Whole numbers and numbers that fit.
     try:
         ids, logprobs, version = as_ids(chunk.ids), as_logprobs(chunk.logprobs), index(chunk.weight_version)
-        kept = [as_ids(ids_left) for ids_left in chunk.kept]
-    except (TypeError, ValueError, OverflowError) as error:
+        notes = [
+            Note(NoteKind(note.kind), index(note.start), as_ids(note.counts), as_ids(note.values), index(note.layers))
+            for note in chunk.notes
+        ]
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
         raise EngineError(
             f"the engine answered request {request_id} with invalid tokens: {type(error).__name__}: {error}"
         ) from error
@@ -59,13 +66,11 @@ def checked(chunk: Chunk, request: Request, before: Ids, vocabulary: int | None)
             f"the engine returned {count} tokens with {len(logprobs)} logprobs for request {request_id}; there must be "
             f"one logprob per token"
         )
-    if kept and not (len(kept) == count and all(token in left for token, left in zip(ids, kept, strict=True))):
-        raise EngineError(
-            f"the engine returned {count} tokens of request {request_id} with {len(kept)} sets of tokens that they "
-            f"were sampled from; there must be one per token, with that token in it"
-        )
+    for note in notes:
+        if (problem := _wrong_note(note, ids, len(request.ids) + len(before))) is not None:
+            raise EngineError(f"the engine returned {count} tokens of request {request_id} with {problem}")
     if not count:
-        return ids, logprobs, version
+        return ids, logprobs, version, notes
     # 2. No more than was asked for, and nothing behind the end.
     sampling = request.sampling
     if len(before) + count > sampling.max_tokens:
@@ -91,7 +96,28 @@ def checked(chunk: Chunk, request: Request, before: Ids, vocabulary: int | None)
             f"the engine returned a logprob of {most:g} (request {request_id}); it is the logarithm of a probability, "
             f"so at most 0"
         )
-    return ids, logprobs, version
+    return ids, logprobs, version, notes
+
+
+def _wrong_note(note: Note, ids: Ids, sampled_at: int) -> str | None:
+    """Return what is wrong with a note that came with ``ids``, the first of which is at position ``sampled_at``."""
+    count = len(note.counts)
+    if min(note.counts, default=0) < 0 or sum(note.counts) != len(note.values):
+        return f"{len(note.values)} integers as the {note.kind} of {count} tokens, of which its counts do not add up"
+    if note.kind is NoteKind.SAMPLING_MASK:
+        ends = list(accumulate(note.counts, initial=0))
+        masks = [note.values[start:end] for start, end in pairwise(ends)]
+        if note.start == sampled_at and count == len(ids) and all(map(contains, masks, ids)):
+            return None
+        return f"{count} sets of tokens that they were sampled from; there must be one per token, with that token in it"
+    fed = sampled_at + len(ids)
+    if note.start < 0 or note.end > fed:
+        return f"the routed experts of tokens {note.start} to {note.end}; there are {fed}"
+    if note.layers < 1 or len(set(note.counts)) > 1 or any(each % note.layers for each in note.counts[:1]):
+        return f"routed experts that {note.layers} layers cannot share alike"
+    if note.values and not 0 <= min(note.values) <= max(note.values) <= LAST_EXPERT:
+        return f"routed experts from {min(note.values)} to {max(note.values)}; they are 0 to {LAST_EXPERT:,}"
+    return None
 
 
 def stop_at(ids: Ids, stop_ids: frozenset[int]) -> int | None:

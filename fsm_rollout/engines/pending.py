@@ -17,7 +17,7 @@ from fsm_rollout.engines.answer_check import checked
 from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
-from fsm_rollout.trajectory.tokens import Ids, Logprobs
+from fsm_rollout.trajectory.tokens import Ids, Logprobs, Note, add_note
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class PendingRequest:
     ids: Ids = field(default_factory=lambda: array("i"))
     logprobs: Logprobs = field(default_factory=lambda: array("f"))
     versions: list[tuple[int, int]] = field(default_factory=list)  # run lengths `(tokens, weight version)` over `ids`
-    kept: list[Ids] = field(default_factory=list)  # as in `Chunk`, if every chunk has reported it
+    notes: list[Note] = field(default_factory=list)  # as in `Chunk`
     finish_reason: FinishReason | None = None
     error: EngineError | None = None
     admitted_at: float | None = None
@@ -76,15 +76,15 @@ class PendingRequest:
     def take(self, chunk: Chunk, now: float, vocabulary: int | None = None) -> None:
         """Append one chunk; EngineError if no engine may answer so (:mod:`fsm_rollout.engines.answer_check`)."""
         self.stop_watch()
-        ids, logprobs, version = checked(chunk, self.request, self.ids, vocabulary)
+        ids, logprobs, version, notes = checked(chunk, self.request, self.ids, vocabulary)
         if self.admitted_at is None:
             self.admitted_at = now
         self.has_chunk, self.waits = True, chunk.waits
         self.keep_time()
+        for note in notes:
+            add_note(self.notes, note)
         if ids:
             self.has_tokens = True
-            if len(self.kept) == len(self.ids):
-                self.kept.extend(chunk.kept)
             self.ids.extend(ids)
             self.logprobs.extend(logprobs)
             if self.versions and self.versions[-1][1] == version:

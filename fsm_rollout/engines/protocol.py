@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
-from fsm_rollout.trajectory.tokens import Ids, Logprobs
+from fsm_rollout.trajectory.tokens import Ids, Logprobs, Note
 
 if TYPE_CHECKING:
     import torch
@@ -80,6 +80,8 @@ class Request:
     """Index of this generation within its trajectory's context: 0, 1, …"""
     sampled: int = 0
     """How many of the last ``ids`` were sampled for this very generation, by requests that this one continues."""
+    routed: int = 0
+    """How many of the first ``ids`` have their routed experts already: an engine that says these begins there."""
     on_trial: bool = False
     """It failed together with others and is tried again to find the one that fails; its failure says little about the
     engine."""
@@ -120,8 +122,9 @@ class Chunk:
     replica: str = ""
     waits: bool = False
     """The request waits from here to its next chunk, because its replica was lost. Such a chunk is empty."""
-    kept: Sequence[Ids] = ()
-    """For each token, the ids that top_p and top_k left to sample it from; empty where the engine does not say."""
+    notes: Sequence[Note] = ()
+    """What else the engine says: the sampling mask of each of these tokens; the routed experts, in any chunk, of any
+    tokens that it has been fed."""
 
 
 @dataclass(frozen=True, slots=True)

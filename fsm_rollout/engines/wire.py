@@ -21,13 +21,14 @@ import numpy as np
 from fsm_rollout.engines.protocol import Chunk, Load, Request, SamplingParams, session_of
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
-from fsm_rollout.trajectory.tokens import Ids
+from fsm_rollout.trajectory.events import array_of, plain_array
+from fsm_rollout.trajectory.tokens import Ids, Note
 
 assert sys.byteorder == "little", "blocks are little-endian"
 REMEMBERED = 16 * 2**20  # tokens of past inputs that each end keeps per replica: 64 MiB
 # A dispatch that an engine failed as a whole: the requests without their last chunk, and why.
 Failure = tuple[Sequence[str], str]
-_encode = msgspec.msgpack.Encoder().encode
+_encode = msgspec.msgpack.Encoder(enc_hook=plain_array).encode
 _decode = msgspec.msgpack.Decoder().decode
 
 
@@ -72,7 +73,7 @@ def pack_requests(requests: Iterable[Request], contexts: Contexts) -> bytes:
             sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k, sampling.stop_ids,
             sampling.ignore_eos, sampling.seed,
             request.request_id, request.trajectory_id, request.group_id, request.agent, request.context,
-            request.turn, request.sampled,
+            request.turn, request.sampled, request.routed,
         ))  # fmt: skip
     return _encode(rows)
 
@@ -100,7 +101,7 @@ def pack_flush(chunks: Iterable[Chunk], failures: Iterable[Failure], load: Load)
     rows = [
         (
             c.ids.tobytes(), c.logprobs.tobytes(), c.request_id, c.weight_version, c.finish_reason, c.error,
-            c.cached_tokens, c.queue_seconds, c.waits, [kept.tobytes() for kept in c.kept],
+            c.cached_tokens, c.queue_seconds, c.waits, c.notes,
         )
         for c in chunks
     ]  # fmt: skip
@@ -113,8 +114,8 @@ def unpack_flush(block: bytes, replica: str = "") -> tuple[list[Chunk], list[Fai
     chunks = [
         Chunk(
             name, array("i", ids), array("f", logprobs), version, reason and FinishReason(reason), error, cached,
-            queued, replica, waits, [array("i", ids) for ids in kept],
+            queued, replica, waits, msgspec.convert(notes, tuple[Note, ...], dec_hook=array_of) if notes else (),
         )
-        for ids, logprobs, name, version, reason, error, cached, queued, waits, kept in rows
+        for ids, logprobs, name, version, reason, error, cached, queued, waits, notes in rows
     ]  # fmt: skip
     return chunks, [(request_ids, why) for request_ids, why in failures], Load(*load)

@@ -114,7 +114,8 @@ def _write_lines(found: Iterable[TrainingRow], file: IO[str]) -> None:
 
 def row_data(row: TrainingRow) -> dict[str, Any]:
     """Return a row's fields by name, those of tensors by the batch's; arrays as they are."""
-    return {TENSORS.get(field.name, field.name): getattr(row, field.name) for field in fields(row)}
+    data = {TENSORS.get(field.name, field.name): getattr(row, field.name) for field in fields(row)}
+    return data | {"routed_experts": row.routed_experts.tolist() if row.routed_experts.size else []}
 
 
 def _plain(value: Any) -> Any:

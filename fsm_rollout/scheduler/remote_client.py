@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from array import array
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from fsm_rollout.engines.wire import Contexts, pack_requests
 from fsm_rollout.errors import EngineError
 from fsm_rollout.scheduler.worker_link import Link
 from fsm_rollout.trajectory.enums import FinishReason
+from fsm_rollout.trajectory.tokens import Note
 
 MOST_UNSENT = 32  # so many requests wait at most for others of the same pass of the event loop
 
@@ -111,7 +111,7 @@ class RemoteClient(EngineClient):
             pending.ids.frombytes(ending.ids)
             pending.logprobs.frombytes(ending.logprobs)
             pending.versions += ending.versions
-            pending.kept += [array("i", ids) for ids in ending.kept]
+            pending.notes += ending.notes
             pending.admitted_at = ending.admitted_at
             pending.cached_tokens, pending.replica = ending.cached_tokens, ending.replica
             pending.end(ending.finish_reason, ending.error)
@@ -144,7 +144,7 @@ class Ending(msgspec.Struct, frozen=True, gc=False):
     ids: bytes
     logprobs: bytes
     versions: list[tuple[int, int]]
-    kept: list[bytes]
+    notes: list[Note]
     finish_reason: FinishReason
     error: EngineError | None
     admitted_at: float | None

@@ -384,7 +384,7 @@ class WorkerPool:
             ids=pending.ids.tobytes(),
             logprobs=pending.logprobs.tobytes(),
             versions=pending.versions,
-            kept=[ids.tobytes() for ids in pending.kept],
+            notes=pending.notes,
             finish_reason=pending.finish_reason or FinishReason.ABORT,
             error=pending.error,
             admitted_at=pending.admitted_at,

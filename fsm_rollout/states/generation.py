@@ -172,6 +172,7 @@ class Generation:
             context=bound.name,
             turn=index,
             sampled=sampled,
+            routed=stream.tokens.routed_length,
         )
         return request, cut_by
 
@@ -215,7 +216,7 @@ class Generation:
             ids=pending.ids[:],
             logprobs=pending.logprobs[:],
             versions=list(pending.versions),
-            kept=pending.kept if len(pending.kept) == len(pending.ids) else [],
+            notes=list(pending.notes),
             finish_reason=finish_reason,
             temperature=sampling.temperature,
             top_p=sampling.top_p,

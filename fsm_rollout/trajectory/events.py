@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from fsm_rollout.trajectory.enums import FailureClass, FinishReason
-from fsm_rollout.trajectory.tokens import Ids, Logprobs
+from fsm_rollout.trajectory.tokens import Ids, Logprobs, Note
 
 PlainData = dict[str, Any]
 """Text, numbers, lists and mappings, by key. (`object` would not do: msgspec asks the hook to decode it.)"""
@@ -133,8 +133,8 @@ class Generated(Event, frozen=True, kw_only=True, tag="generated"):
     """With ``top_p`` and ``top_k``: the distribution that the ids were sampled from and that ``logprobs`` are of."""
     top_p: float = 1.0
     top_k: int = 0
-    kept: list[Ids] = []
-    """For each of ``ids``, the ids that ``top_p`` and ``top_k`` left to choose from; empty if none were reported."""
+    notes: list[Note] = []
+    """What else the engine said of ``ids``, and of the tokens before them that it had said nothing of."""
     cut_by: str | None = None
     """The limit that cut it, when ``finish_reason`` is "length" and it was not the turn's own ``max_tokens``."""
     queue_seconds: float = 0.0
@@ -294,22 +294,24 @@ AnyEvent = (
 )  # fmt: skip
 
 
-def _encode(value: object) -> object:
+def plain_array(value: object) -> object:
+    """Return an array as MessagePack can have it; hook of encoders."""
     if isinstance(value, array):
         return (value.typecode, value.tobytes())
     raise TypeError(f"an event cannot hold a {type(value).__name__}; give plain data (str, numbers, lists, dicts)")
 
 
-def _decode(kind: type, value: tuple[str, bytes]) -> object:
+def array_of(kind: type, value: tuple[str, bytes]) -> object:
+    """Return the array that :func:`plain_array` was given; hook of decoders."""
     typecode, data = value
     decoded: Ids | Logprobs = array(typecode)
     decoded.frombytes(data)
     return decoded
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_encode)
-_decoder: msgspec.msgpack.Decoder[AnyEvent] = msgspec.msgpack.Decoder(AnyEvent, dec_hook=_decode)
-_unpacker: msgspec.msgpack.Decoder[list[AnyEvent]] = msgspec.msgpack.Decoder(list[AnyEvent], dec_hook=_decode)
+_encoder = msgspec.msgpack.Encoder(enc_hook=plain_array)
+_decoder: msgspec.msgpack.Decoder[AnyEvent] = msgspec.msgpack.Decoder(AnyEvent, dec_hook=array_of)
+_unpacker: msgspec.msgpack.Decoder[list[AnyEvent]] = msgspec.msgpack.Decoder(list[AnyEvent], dec_hook=array_of)
 
 
 encode: Callable[[AnyEvent], bytes] = _encoder.encode

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from enum import Enum
+from enum import Enum, StrEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -70,6 +70,60 @@ class Span(msgspec.Struct, frozen=True, gc=False):
         return self.end - self.start
 
 
+class NoteKind(StrEnum):
+    """What an engine can say of tokens beside their ids and logprobs."""
+
+    SAMPLING_MASK = "sampling_mask"
+    """The ids that top_p and top_k left to sample a token from."""
+    ROUTED_EXPERTS = "routed_experts"
+    """The experts that each layer of a Mixture-of-Experts model chose for a token when it was fed to the model."""
+
+
+class Note(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What an engine says of consecutive tokens of a stream: some integers for each."""
+
+    kind: NoteKind
+    start: int
+    """The position of the first of these tokens in its stream, the prompt's counted."""
+    counts: Ids
+    """How many integers each token has."""
+    values: Ids
+    """Those of all tokens, end to end."""
+    layers: int = 1
+    """Into how many equal parts the integers of a token fall: the layers of the model that they are of."""
+
+    @property
+    def end(self) -> int:
+        """The position behind the last token."""
+        return self.start + len(self.counts)
+
+    def cut(self, start: int, end: int) -> list[Note]:
+        """Return the note on the tokens among positions ``[start, end)``; nothing when it is on none of them."""
+        first, last = max(start, self.start) - self.start, min(end, self.end) - self.start
+        if first >= last:
+            return []
+        skipped, length = sum(self.counts[:first]), sum(self.counts[first:last])
+        values = self.values[skipped : skipped + length]
+        return [Note(self.kind, self.start + first, self.counts[first:last], values, self.layers)]
+
+
+def routed_experts(start: int, experts: npt.NDArray[np.integer[Any]]) -> Note:
+    """Return the note on the routed experts ``[tokens, layers, top_k]`` of the tokens from position ``start`` on."""
+    tokens, layers, top_k = experts.shape
+    values = array("i", experts.astype(np.int32).tobytes())
+    return Note(NoteKind.ROUTED_EXPERTS, start, array("i", [layers * top_k]) * tokens, values, layers)
+
+
+def add_note(notes: list[Note], note: Note) -> None:
+    """Add a note to notes of the caller's; one that goes on where the last of its kind ends becomes part of that."""
+    last = next((other for other in reversed(notes) if other.kind is note.kind), None)
+    if last is not None and (last.end, last.layers) == (note.start, note.layers):
+        last.counts.extend(note.counts)
+        last.values.extend(note.values)
+    else:
+        notes.append(Note(note.kind, note.start, note.counts[:], note.values[:], note.layers))
+
+
 class TokenStream:
     """An append-only sequence of tokens with their provenance.
 
@@ -77,15 +131,15 @@ class TokenStream:
     can reach the stream's own.
     """
 
-    __slots__ = ("_ids", "_logprobs", "_spans", "kept", "trained")
+    __slots__ = ("_ids", "_logprobs", "_spans", "notes", "trained")
 
     def __init__(self, prompt: Sequence[int], *, state: str, turn: int = 0, trained: bool = True) -> None:
         self.trained = trained
         self._ids: Ids = array("i")
         self._logprobs: Logprobs = array("f")
         self._spans: list[Span] = []
-        self.kept: dict[int, Ids] = {}
-        """By position, the ids that top_p and top_k left to sample the token from, where the engine reports them."""
+        self.notes: list[Note] = []
+        """What engines said of the tokens, in the order in which they did."""
         self._append(prompt, None, Owner.PROMPT, state, turn)
 
     def write(self, ids: Sequence[int], *, state: str, turn: int) -> None:
@@ -129,7 +183,7 @@ class TokenStream:
             self._ids == other._ids
             and self._logprobs.tobytes() == other._logprobs.tobytes()
             and self._spans == other._spans
-            and self.kept == other.kept
+            and self.notes == other.notes
             and self.trained == other.trained
         )
 
@@ -164,6 +218,15 @@ class TokenStream:
     def sampled_length(self) -> int:
         """The number of tokens that the engine sampled, trained or not."""
         return sum([span.end - span.start for span in self._spans if span.owner is Owner.MODEL])
+
+    @property
+    def routed_length(self) -> int:
+        """How many of the first tokens have their routed experts."""
+        length = 0
+        for note in self.notes:
+            if note.kind is NoteKind.ROUTED_EXPERTS and note.start <= length:
+                length = max(length, note.end)
+        return length
 
     def sampled(self) -> Iterator[Span]:
         """Yield the spans that the engine sampled."""

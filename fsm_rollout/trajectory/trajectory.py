@@ -360,8 +360,8 @@ class Trajectory(msgspec.Struct):
                 f"a generation of {len(event.ids)} tokens came with {len(event.logprobs)} logprobs and versions "
                 f"for {versioned} tokens; there must be one of each for every token"
             )
-        if len(event.kept) not in (0, len(event.ids)):
-            raise StreamError(f"a generation of {len(event.ids)} tokens came with {len(event.kept)} sampling masks")
+        if (noted := max((note.end for note in event.notes), default=0)) > length + len(event.ids):
+            raise StreamError(f"a generation came with notes on {noted} tokens; there are {length + len(event.ids)}")
         if stream.glued < len(stream.messages):
             raise StreamError(f"context '{event.context}' has messages that never entered its stream")
         if event.continued:
@@ -374,8 +374,7 @@ class Trajectory(msgspec.Struct):
         latest = stream.sampled_with[-1] if stream.sampled_with else None
         if latest is None or latest.turn != turn or latest[2:] != sampled_with[2:]:
             stream.sampled_with.append(sampled_with)
-        if event.kept:
-            stream.tokens.kept.update(enumerate(event.kept, start=length))
+        stream.tokens.notes.extend(event.notes)
         start = 0
         for count, version in event.versions:
             ids, logprobs, end = event.ids, event.logprobs, start + count

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -40,7 +42,8 @@ from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model import embedded_model
 from fsm_rollout.testing import check_engine
-from fsm_rollout.trajectory.tokens import as_ids
+from fsm_rollout.trajectory.events import Generated
+from fsm_rollout.trajectory.tokens import NoteKind, as_ids
 from tests.foreign import EngineLog
 from tests.integration.replica_kills import differences
 from tests.integration.sglang_oracle import PATIENCE, Answers, Got, ask, model, request, worst
@@ -313,6 +316,58 @@ def test_a_batch_at_top_p_has_what_was_kept_and_so_ratios_of_one(engine: SGLangE
     counts, trained = batch.tensordict["sampling_mask_counts"], batch.tensordict["response_mask"].bool()
     assert (counts > 0).equal(trained)
     assert (ratios(model("final"), batch) - 1).abs().max() < 1e-3
+
+
+@pytest.fixture(scope="module")
+def experts_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Mixture-of-Experts model with the embedded tokenizer: two layers of four experts, two for each token."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    folder, source = tmp_path_factory.mktemp("experts"), embedded_model("final")
+    sizes = {"vocab_size": model("final").config.vocab_size, "hidden_size": 64, "head_dim": 32, "num_experts": 4}
+    sizes |= {"num_experts_per_tok": 2, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 2048}
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, norm_topk_prob=True)).save_pretrained(folder)
+    for file in source.iterdir():
+        if not (folder / file.name).exists():
+            shutil.copy(file, folder)
+    return folder
+
+
+def test_the_experts_that_sglang_routed_tokens_to_are_those_of_transformers(warm: None, experts_folder: Path) -> None:
+    """Over several turns at top_p 0.9, tokens of the prompt and of the environment too, each said once."""
+    from transformers import Qwen3MoeForCausalLM
+
+    agent = experts_folder / "agent.yaml"
+    cut = "  - {trigger: truncated, source: GENERATING, dest: INTERACTING}\n"
+    agent.write_text((CONFIGS / "agents/tool_user.yaml").read_text("utf-8") + cut, "utf-8")
+    shutil.copy(CONFIGS / "agents/solver.md", experts_folder)
+    graph = fr.load_agent(agent, ["states.GENERATING.sampling={max_tokens: 12, top_p: 0.9}"])
+    prompts = fr.read_prompts(CONFIGS / "data/arithmetic.jsonl", limit=3)  # the user has more to say after each answer
+    engine = SGLangEngine(experts_folder, threads=1, args={"enable_return_routed_experts": True})
+    said: list[int] = []
+
+    def listen(trajectory: Any, event: Any) -> None:
+        if isinstance(event, Generated):
+            said.extend(len(note.counts) for note in event.notes if note.kind is NoteKind.ROUTED_EXPERTS)
+
+    try:
+        with fr.Rollout(graph, engine, on_event=[listen]) as rollout:
+            batch = rollout.run(prompts, n=2)
+    finally:
+        asyncio.run(engine.aclose())
+    oracle = Qwen3MoeForCausalLM.from_pretrained(experts_folder, dtype=torch.float32).eval()
+    rows = batch.rows()
+    assert sum(said) == sum(len(row.routed_experts) - 1 for row in rows)
+    for row in rows:
+        assert len(row.sampling) > 1
+        ids = torch.tensor([[*row.prompt_ids.tolist(), *row.response_ids.tolist()]])
+        with torch.no_grad():
+            layers = oracle(ids, output_router_logits=True).router_logits
+        routed = torch.stack([logits.topk(2).indices for logits in layers], 1).sort(-1).values
+        assert routed[:-1].tolist() == np.sort(row.routed_experts[:-1]).tolist()
+    assert (ratios(oracle, batch) - 1).abs().max() < 1e-3
 
 
 def test_a_server_that_stands_still_is_not_waited_for_without_end(

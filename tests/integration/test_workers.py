@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fsm_rollout import Rollout, load_agent, read_prompts
@@ -22,6 +23,7 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.embedded import tokenizer
 from tests.integration.worker_work import agent, engine, prompts, rows
 from tests.kit import CONFIGS
+from tests.routing import RoutingEngine, experts_at
 
 pytestmark = pytest.mark.process
 COUNT, TURNS = 6, 3
@@ -83,6 +85,17 @@ def test_what_tokens_were_sampled_from_comes_through_workers() -> None:
     for row in several:
         assert (row.sampling_mask_counts > 0).tolist() == (row.mask == 1).tolist()
         assert row.sampling_mask_counts.sum() == len(row.sampling_mask)
+
+
+def test_routed_experts_come_through_workers() -> None:
+    """What an engine says of a turn's tokens is sent with them, and where the next turn begins with its request."""
+    parts = []
+    for workers in (1, 2):
+        routing = RoutingEngine(engine(tokenizer(), TURNS, 0.0)._script, tokenizer=tokenizer())
+        with Rollout(agent(), routing, seed=7, workers=workers) as rollout:
+            parts.append(rollout.run(prompts(2), n=2).rows())
+    for row in parts[0] + parts[1]:
+        assert row.routed_experts[:-1].tolist() == experts_at(np.arange(len(row.routed_experts) - 1)).tolist()
 
 
 def test_workers_that_are_killed_lose_nothing() -> None:

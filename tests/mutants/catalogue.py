@@ -106,6 +106,18 @@ MUTANTS = (
         "4: a prompt is no response",
         ("tests/unit/trajectory/test_tokens.py", *ROWS),
     ),
+    Mutant(
+        "ask for all routed experts in each turn", "trajectory/tokens.py",
+        "            if note.kind is NoteKind.ROUTED_EXPERTS and note.start <= length:\n", "            if False:\n",
+        "a turn costs what is new in it",
+        ("tests/unit/test_rollout.py",),
+    ),
+    Mutant(
+        "routed experts of the next token", "batch/rows.py", "experts[note.start : note.end] = np.reshape",
+        "experts[note.start : note.end] = -1\n                experts[note.start + 1 : note.end + 1] = np.reshape",
+        "a row has for each token what the engine said of it",
+        ROWS,
+    ),
     # -- input extends input (law 5)
     Mutant(
         "re-encode a turn", "states/generation.py", "            ids=stream.tokens.ids,\n            sampling=",

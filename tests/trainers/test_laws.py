@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -181,6 +182,49 @@ def read_slime(given_rows: list[TrainingRow]) -> Iterable[Learned]:
         yield Learned(flat(tokens, mask, logprobs), versions, fields["reward"])
 
 
+def experts_of_verl(given_rows: list[TrainingRow]) -> list[Any]:
+    from fsm_rollout.adapters.verl import agent_loop_outputs, data_proto
+
+    scored = [row for row in given_rows if row.score is not None]
+    if scored:
+        data = data_proto(TrajectoryBatch.from_rows(scored, pad_id=0))
+        for i, row in enumerate(scored if "routed_experts" in data.batch else []):
+            attended = data.batch["attention_mask"][i].bool()
+            assert data.batch["routed_experts"][i][attended].tolist() == row.routed_experts.clip(min=0).tolist()
+            assert not data.batch["routed_experts"][i][~attended].any()
+    fields = [(output, output.as_dict()) for output in agent_loop_outputs(given_rows)]
+    found = []
+    for output, field in fields:
+        length = len(output.prompt_ids) + len(output.response_ids)
+        assert "routed_experts" not in field or len(field["routed_experts"]) == length
+        found.append(field["routed_experts"][:-1].tolist() if "routed_experts" in field else None)
+    return found
+
+
+def experts_of_skyrl(given_rows: list[TrainingRow]) -> list[Any]:
+    from fsm_rollout.adapters.skyrl import generator_output
+
+    found = []
+    for row in given_rows:
+        output = generator_output([row], step_wise=True)["rollout_expert_indices"]
+        assert output is None or len(output[0]) == len(row.routed_experts)
+        found.append(None if output is None else output[0][:-1])
+    return found
+
+
+def experts_of_slime(given_rows: list[TrainingRow]) -> list[Any]:
+    """By ``Sample.validate()`` of miles: int32, one fewer than there are tokens."""
+    found = []
+    for fields in slime.samples(given_rows):
+        experts: Any = fields["rollout_routed_experts"]
+        assert experts is None or (experts.dtype, len(experts)) == (np.int32, len(fields["tokens"]) - 1)  # type: ignore[arg-type]
+        found.append(None if experts is None else experts.tolist())
+    return found
+
+
+EXPERTS = {"verl": experts_of_verl, "skyrl": experts_of_skyrl, "slime": experts_of_slime}
+
+
 Reader = Callable[[list[TrainingRow]], Iterable[Learned]]
 READERS: dict[str, tuple[str, Reader]] = {
     "verl": ("verl", read_verl),
@@ -228,3 +272,15 @@ def test_each_trained_token_arrives_once(trainer: str, trajectories: list[Trajec
         carried = [trained, (min(trained), max(trained)), min(trained), oldest_of_turns(row), NOWHERE]
         assert any(got.versions is each or got.versions == each for each in carried)
         assert any(got.score is each or got.score == each for each in (row.score, tuple(row.scores.tolist()), NOWHERE))
+
+
+@pytest.mark.parametrize("trainer", [name for name in HERE if name in EXPERTS])
+@given(grouped)
+def test_routed_experts_arrive_at_their_places_or_not_at_all(trainer: str, trajectories: list[Trajectory]) -> None:
+    given_rows = [row for row in rows(trajectories) if len(row.prompt_ids) and row.score is not None]
+    assume(given_rows)
+    for row, experts in zip(given_rows, EXPERTS[trainer](given_rows), strict=True):
+        known = row.routed_experts.size > 0 and bool((row.routed_experts[:-1] >= 0).all())
+        assert (experts is not None) == known
+        if known:
+            assert experts == row.routed_experts[: len(experts)].tolist()

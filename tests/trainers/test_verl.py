@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transfer_queue
@@ -23,6 +24,7 @@ from fsm_rollout.adapters import verl_plug
 from fsm_rollout.adapters.verl import agent_loop_outputs, data_proto
 from fsm_rollout.errors import BatchError
 from tests.kit import CONFIGS, ROOT
+from tests.routing import experts_at
 from tests.trainers.example_batches import RUNS, example_batch
 from tests.trainers.verl_work import CALLS, LOGPROB, FakeClient, columns, config, expected, released
 
@@ -63,6 +65,8 @@ def assert_is_expected(field: Any, i: int) -> None:
     assert field["responses"].tolist() == ids
     assert field["response_mask"].tolist() == mask
     assert field["rollout_log_probs"].tolist() == [LOGPROB * m for m in mask]
+    fed = len(prompt) + len(ids) - 1
+    assert field["routed_experts"].tolist() == [*experts_at(np.arange(fed)).tolist(), [[0, 0], [0, 0]]]
 
 
 def test_the_worker_of_v0_gets_what_the_template_writes(tmp_path: Path) -> None:
@@ -81,7 +85,8 @@ def test_the_worker_of_v0_gets_what_the_template_writes(tmp_path: Path) -> None:
         attended = out.batch["attention_mask"][i].bool()
         n = int(attended[width:].sum())
         field = {key: out.batch[key][i][:n] for key in ("responses", "response_mask", "rollout_log_probs")}
-        assert_is_expected({"prompts": out.batch["prompts"][i][attended[:width]], **field}, i)
+        field |= {"prompts": out.batch["prompts"][i][attended[:width]]}
+        assert_is_expected(field | {"routed_experts": out.batch["routed_experts"][i][attended]}, i)
         assert out.batch["rm_scores"][i].nonzero().tolist() == [[n - 1]]
         assert (out.non_tensor_batch["min_global_steps"][i], out.non_tensor_batch["max_global_steps"][i]) == (3, 5)
         assert out.non_tensor_batch["tool_rewards"][i] == [0.25] * CALLS

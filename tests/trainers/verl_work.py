@@ -21,6 +21,7 @@ from verl.workers.rollout.replica import TokenOutput
 from fsm_rollout.model import embedded_model
 from tests.embedded import tokenizer
 from tests.kit import CONFIGS
+from tests.routing import experts_at
 
 SCHEMA = {
     "type": "function",
@@ -126,7 +127,11 @@ class FakeClient:
             raise RuntimeError("the server is gone")
         ids = script(i)[turn]
         steps = {"min_global_steps": 3 + turn, "max_global_steps": 3 + turn, "global_steps": 3 + turn}
-        return TokenOutput(token_ids=ids, log_probs=[LOGPROB] * len(ids), stop_reason="completed", extra_fields=steps)
+        experts = experts_at(np.arange(len(prompt_ids) + len(ids) - 1))
+        logprobs = [LOGPROB] * len(ids)
+        return TokenOutput(
+            token_ids=ids, log_probs=logprobs, stop_reason="completed", extra_fields=steps, routed_experts=experts
+        )
 
 
 def config(folder: Path, agent: Path | None = None, **entry: str) -> Any:

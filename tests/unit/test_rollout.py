@@ -16,14 +16,17 @@ import yaml
 import fsm_rollout as fr
 from fsm_rollout.agent.loader import dump
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
+from fsm_rollout.engines.scripted.replay import ReplayEngine
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model.folders import model_folder
 from fsm_rollout.report.recording import open_run
 from fsm_rollout.rollout import BATCH_OPTIONS
 from fsm_rollout.testing.simulation.virtual_time import run_virtual
+from fsm_rollout.trajectory.events import Generated
 from fsm_rollout.trajectory.journal import Journal, metadata
 from tests.embedded import tokenizer
 from tests.kit import ROOT
+from tests.routing import RoutingEngine, experts_at
 
 CONFIGS = ROOT / "configs"
 SCRIPTED = {"kind": "scripted", "turns": ["The answer is 4."]}
@@ -55,6 +58,35 @@ def test_samples_beyond_what_the_engine_may_run_queue_and_have_the_same_rows() -
         assert np.array_equal(crowded.tensordict[name], roomy.tensordict[name]), name
     logprobs = [batch.tensordict["rollout_log_probs"].numpy() for batch in (crowded, roomy)]
     assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
+
+
+def test_routed_experts_are_a_column_and_each_turn_says_those_of_its_own_tokens(tmp_path: Path) -> None:
+    """Over several turns, one of them cut and continued; a replay of the journal has them too."""
+    call = '<tool_call>\n{"name": "calculate", "arguments": {"left": 1, "operator": "+", "right": 2}}\n</tool_call>'
+    turns = [Turn(text=call, chunks=3), "It is three, and that is a long answer.", "You are welcome."]
+    graph = fr.load_agent(CONFIGS / "agents/tool_user.yaml", ["states.GENERATING.sampling.max_tokens=60"])
+    engine = RoutingEngine(turns, tokenizer=tokenizer())
+    prompt = {"messages": [{"role": "user", "content": "1 + 2?"}], "interaction_kwargs": {"turns": ["Thanks."]}}
+    new: list[int] = []
+
+    def listen(trajectory: Any, event: Any) -> None:
+        if isinstance(event, Generated):
+            new.extend(len(note.counts) for note in event.notes)
+
+    options: dict[str, Any] = {"on_event": [listen]}
+    with Journal(tmp_path / "journal.sqlite") as journal, fr.Rollout(graph, engine, journal=journal, **options) as run:
+        batch = run.run([prompt])
+    (row,) = batch.rows()
+    assert row.num_turns > 5
+    assert row.routed_experts[:-1].tolist() == experts_at(np.arange(len(row.routed_experts) - 1)).tolist()
+    assert (row.routed_experts[-1] == -1).all(), "the last token was never fed to the model"
+    assert sum(new) == len(row.routed_experts) - 1, "no turn says again what an earlier one did"
+    assert len(new) == batch.tensordict["sampling"][0][-1][0] + 1
+    again = ReplayEngine(
+        tmp_path / "journal.sqlite", tokenizer=tokenizer(), max_context=engine.max_context, eos_ids=engine.eos_ids
+    )
+    with fr.Rollout(graph, again) as rollout:
+        assert rollout.run([prompt]).tensordict["routed_experts"].equal(batch.tensordict["routed_experts"])
 
 
 def test_prompts_that_no_engine_can_take_are_counted_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:

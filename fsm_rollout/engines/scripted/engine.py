@@ -24,7 +24,7 @@ from fsm_rollout.engines.protocol import NO_IDS, NO_LOGPROBS, Chunk, Load, Reque
 from fsm_rollout.engines.scripted.script import Plan, Script, ScriptError, Turn, plan, scripted_logprob, turn_for
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
-from fsm_rollout.trajectory.tokens import Ids, Logprobs
+from fsm_rollout.trajectory.tokens import Ids, Logprobs, Note
 
 if TYPE_CHECKING:
     import torch
@@ -270,7 +270,7 @@ class ScriptedEngine:
         answer: _Answer,
         ids: Ids = NO_IDS,
         logprobs: Logprobs = NO_LOGPROBS,
-        kept: Sequence[Ids] = (),
+        notes: Sequence[Note] = (),
         *,
         finish_reason: FinishReason | None = None,
         error: str | None = None,
@@ -289,7 +289,7 @@ class ScriptedEngine:
             error=error,
             queue_seconds=queue_seconds,
             replica=self._replica,
-            kept=kept,
+            notes=notes,
         )
         answer.tokens += len(ids)
         self._record(answer.stream, chunk)

@@ -23,7 +23,7 @@ from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import Generated
 from fsm_rollout.trajectory.journal import histories, journal_of, metadata
 from fsm_rollout.trajectory.stream import Stream
-from fsm_rollout.trajectory.tokens import Ids, Logprobs
+from fsm_rollout.trajectory.tokens import Ids, Logprobs, Note, NoteKind
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 AROUND = 8  # tokens shown on either side of the place in which an input differs
@@ -39,9 +39,14 @@ class Recorded:
     start: int
     ids: Ids = field(default_factory=lambda: Ids("i"))
     logprobs: Logprobs = field(default_factory=lambda: Logprobs("f"))
-    kept: list[Ids] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)  # of each token
     finish_reason: FinishReason = FinishReason.ABORT
+
+    def noted(self, at: int, to: int, routed: int) -> list[Note]:
+        """Return the masks of tokens ``[at, to)``, and the experts from position ``routed`` of the stream to there."""
+        starts = {NoteKind.SAMPLING_MASK: self.start + at, NoteKind.ROUTED_EXPERTS: routed}
+        return [part for note in self.notes for part in note.cut(starts[note.kind], self.start + to)]
 
 
 def recorded(path: Path) -> dict[Place, Recorded]:
@@ -56,7 +61,7 @@ def recorded(path: Path) -> dict[Place, Recorded]:
                 generation = found.setdefault(place, Recorded(stream, len(stream.tokens)))
                 generation.ids.extend(event.ids)
                 generation.logprobs.extend(event.logprobs)
-                generation.kept.extend(event.kept)
+                generation.notes.extend(event.notes)
                 generation.versions += [version for count, version in event.versions for _ in range(count)]
                 generation.finish_reason = event.finish_reason
             trajectory.apply(event)
@@ -115,7 +120,12 @@ class ReplayEngine(ScriptedEngine):
         changes = [at for at in range(start + 1, end) if recorded.versions[at] != recorded.versions[at - 1]]
         bounds = [start, *changes, end]
         pieces = tuple(
-            (recorded.ids[at:to], recorded.logprobs[at:to], recorded.kept[at:to]) for at, to in pairwise(bounds)
+            (
+                recorded.ids[at:to],
+                recorded.logprobs[at:to],
+                recorded.noted(at, to, request.routed if at == start else recorded.start + at),
+            )
+            for at, to in pairwise(bounds)
         )
         versions = tuple(recorded.versions[at] for at in bounds[:-1]) if end > start else ()
         if end < len(recorded.ids):

@@ -18,7 +18,7 @@ from fsm_rollout.engines.protocol import NO_IDS, NO_LOGPROBS, Request
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.settings import StrictModel
-from fsm_rollout.trajectory.tokens import Ids, Logprobs, as_ids, as_logprobs
+from fsm_rollout.trajectory.tokens import Ids, Logprobs, Note, as_ids, as_logprobs
 
 
 class Turn(StrictModel):
@@ -103,9 +103,8 @@ def turn_for(script: Script, request: Request) -> Turn:
 class Plan(msgspec.Struct, frozen=True):
     """How a request will be answered: its pieces, each after ``delay`` seconds, and its end."""
 
-    pieces: tuple[tuple[Ids, Logprobs] | tuple[Ids, Logprobs, list[Ids]], ...] = ((NO_IDS, NO_LOGPROBS),)
-    """Ids, log-probs and, of a recorded run, what top_p and top_k left to sample them from."""
-    """At least one."""
+    pieces: tuple[tuple[Ids, Logprobs] | tuple[Ids, Logprobs, list[Note]], ...] = ((NO_IDS, NO_LOGPROBS),)
+    """At least one: ids, log-probs and, of a recorded run, what else the engine said."""
     delay: float = 0.0
     finish_reason: FinishReason = FinishReason.STOP
     error: str | None = None

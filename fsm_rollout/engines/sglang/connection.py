@@ -18,8 +18,10 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 import logging
+import math
 import secrets
 import threading
 import time
@@ -31,12 +33,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
+
 from fsm_rollout.engines.chunk_stream import ChunkStream, check_unique, fail_all, hand_over, refusal
 from fsm_rollout.engines.protocol import Chunk, Load, Request
 from fsm_rollout.engines.sglang.server import MEMORY_WITHIN, Meta, Server, WeightsRefused
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
-from fsm_rollout.trajectory.tokens import LAST_VERSION, Ids
+from fsm_rollout.trajectory.tokens import LAST_VERSION, Ids, Note, NoteKind, routed_experts
 
 if TYPE_CHECKING:
     from fsm_rollout.engines.sglang.process import ServerProcess
@@ -72,6 +76,8 @@ class Entry:
     room: int
     """How many tokens may still be sampled."""
     since: float
+    routed: int = 0
+    """Of how many of the first ``ids`` the routed experts are known."""
     sampled: int = 0
     admitted: bool = False
     rid: str = ""
@@ -94,11 +100,17 @@ class Connection(threading.Thread):
         server: where to reach it.
         replica: a name that every chunk carries.
         vocabulary: how many tokens the model has, where that is known.
+        experts: how many layers the model has, and how many experts of each a token is routed to, where that is known.
         process: that of a server that is ours alone.
     """
 
     def __init__(
-        self, server: Server, replica: str, vocabulary: int | None, process: ServerProcess | None = None
+        self,
+        server: Server,
+        replica: str,
+        vocabulary: int | None,
+        experts: Sequence[int | None] = (),
+        process: ServerProcess | None = None,
     ) -> None:
         super().__init__(name="fsm-rollout-sglang", daemon=True)
         self.server = server
@@ -111,6 +123,9 @@ class Connection(threading.Thread):
         self._process = process
         self._replica = replica
         self._vocabulary = vocabulary
+        self._experts = experts
+        self._says_experts = False
+        """Whether the server says which experts tokens were routed to."""
         self._mask_tokens = 0
         """The longest sampling mask that the server gives."""
         self._memory = ["kv_cache"]
@@ -173,7 +188,7 @@ class Connection(threading.Thread):
                     stream.put(self._last_chunk(request, FinishReason.ABORT, error))
                     continue
                 room = min(request.sampling.max_tokens, self.max_context - len(request.ids))
-                entry = Entry(request, stream, request.ids[:], room, time.monotonic())
+                entry = Entry(request, stream, request.ids[:], room, time.monotonic(), request.routed)
                 self._entries[request.request_id] = entry
                 entries.append(entry)
         if entries:
@@ -214,6 +229,12 @@ class Connection(threading.Thread):
         info = await self.server.ask_info()
         self.max_context = info.max_req_input_len
         self._mask_tokens = info.sampling_mask_max_tokens
+        self._says_experts = info.enable_return_routed_experts
+        if self._says_experts and not all(self._experts):
+            raise EngineError(
+                f"{self.server.name} at {self.server.url} returns routed experts, and the model folder's config.json "
+                "does not say num_hidden_layers and num_experts_per_tok; start it without enable_return_routed_experts"
+            )
         # What sleep gives back must be there again later: the weights only when SGLang keeps a copy of them.
         self._memory = ["kv_cache", "weights"] if info.enable_weights_cpu_backup else ["kv_cache"]
         self.server.label = label = await self.server.ask_label()
@@ -265,6 +286,8 @@ class Connection(threading.Thread):
                 # Outputs may be the whole answer so far, or what is new; their ends are the same.
                 if (count := sampled_before + meta.completion_tokens - entry.sampled) > 0:
                     self._take(entry, ids[-count:], meta, count, renormalised="return_sampling_mask" in body)
+                if meta.routed_experts:
+                    self._take_experts(entry, meta.routed_experts)
                 if meta.finish_reason is not None:
                     reason, message = FinishReason(meta.finish_reason.type), meta.finish_reason.message
         except EngineError as failure:
@@ -305,6 +328,8 @@ class Connection(threading.Thread):
             sampling["stop_token_ids"] = list(params.stop_ids)
         body: dict[str, object] = {"rid": entry.rid, "input_ids": entry.ids.tolist(), "sampling_params": sampling}
         body |= {"return_logprob": True, "stream": True}
+        if self._says_experts:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": entry.routed}
         if params.temperature > 0 and (params.top_p < 1 or params.top_k > 0):
             if params.top_k > self._mask_tokens:
                 raise ValueError(
@@ -321,15 +346,17 @@ class Connection(threading.Thread):
 
     def _take(self, entry: Entry, ids: Sequence[int], meta: Meta, count: int, *, renormalised: bool) -> None:
         """Pass on the last ``count`` tokens that an output brought; the first ones say that it was admitted."""
-        kept: list[Ids] = []
+        notes: list[Note] = []
         if renormalised:
-            kept = [array("i", ids_left) for ids_left in meta.output_token_sampling_mask[-count:]]
+            masks = meta.output_token_sampling_mask[-count:]
+            counts, values = array("i", map(len, masks)), array("i", itertools.chain.from_iterable(masks))
+            notes = [Note(NoteKind.SAMPLING_MASK, len(entry.ids), counts, values)]
             logprobs = meta.output_token_sampling_logprobs[-count:]
         else:
             logprobs = [logprob for logprob, _, _ in meta.output_token_logprobs[-count:]]
-        fresh, values = array("i", ids), array("f", [min(0.0, logprob) for logprob in logprobs])  # 1e-9 by rounding
-        if not len(fresh) == len(values) == count:
-            raise ValueError(f"{self.server.name} sent {len(fresh)} tokens and {len(values)} logprobs of {count}")
+        fresh, chosen = array("i", ids), array("f", [min(0.0, logprob) for logprob in logprobs])  # 1e-9 by rounding
+        if not len(fresh) == len(chosen) == count:
+            raise ValueError(f"{self.server.name} sent {len(fresh)} tokens and {len(chosen)} logprobs of {count}")
         request_id = entry.request.request_id
         if not entry.admitted:
             entry.admitted = True
@@ -344,8 +371,21 @@ class Connection(threading.Thread):
         entry.ids += fresh
         entry.sampled += count
         entry.room -= count
-        chunk = Chunk(request_id, fresh, values, weight_version=self.version, replica=self._replica, kept=kept)
-        self._put(entry, chunk)
+        self._put(entry, Chunk(request_id, fresh, chosen, self.version, replica=self._replica, notes=notes))
+
+    def _take_experts(self, entry: Entry, encoded: str) -> None:
+        """Pass on the experts that all tokens but the last were routed to, those known before apart."""
+        experts, shape = np.frombuffer(base64.b64decode(encoded), np.int32), [number or 0 for number in self._experts]
+        tokens = len(entry.ids) - 1 - entry.routed
+        if len(experts) != tokens * math.prod(shape):
+            raise ValueError(
+                f"{self.server.name} sent {len(experts)} routed experts of {tokens} tokens; the model has "
+                f"{' layers with '.join(map(str, shape))} each"
+            )
+        note = routed_experts(entry.routed, experts.reshape(tokens, *shape))
+        entry.routed = note.end
+        request_id = entry.request.request_id
+        self._put(entry, Chunk(request_id, weight_version=self.version, replica=self._replica, notes=[note]))
 
     def _end(self, entry: Entry, reason: FinishReason, error: str | None = None) -> None:
         if self._is_open(entry):

@@ -53,6 +53,12 @@ def prepare(threads: int | None) -> Mapping[str, object]:
     torch.set_num_threads(threads or 1)  # what they inherit; torch has read the environment by now
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *_, **__: None
+    # The memory in which SGLang records routed experts is registered with CUDA; on a CPU there is nothing to register.
+    from sglang.srt.mem_cache.pool_host import common
+
+    common.ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, device, allocator, **_: allocator.allocate(
+        dims, dtype=dtype, device=device
+    )
     return ARGUMENTS
 
 

@@ -11,6 +11,9 @@ do, beyond or beside the protocol:
 - Logprobs are after temperature and before top_k and top_p. Where these cut, the renormalised logprob of SGLang's
   sampling mask is used, which is exact; a top_p without a top_k then cuts at 3,840 tokens as well (at the whole
   vocabulary where that is smaller). With speculative decoding there is no mask: such a request fails.
+- A server started with ``--enable-return-routed-experts`` says at the end of a request which experts each token was
+  routed to, the last one apart; it is asked for those of the tokens of which it has not been said before, so a turn
+  costs what is new in it. Their layers and numbers are read from the model folder's config.
 - Per-request seeds (promise 5) need ``deterministic``, which exists on GPUs only. Without it sampling above
   temperature 0 is not reproducible; greedy sampling is, up to rounding in batches of different shapes.
 - A request is known to be admitted by its first output, so ``queue_seconds`` includes its prefill.
@@ -88,7 +91,8 @@ class SGLangHTTPEngine:
 
     def _connect(self, server: Server, replica: str, process: ServerProcess | None = None) -> None:
         self._closed = False
-        self._connection = Connection(server, replica, config_number(self._folder, "vocab_size"), process)
+        sizes = [config_number(self._folder, name) for name in ("num_hidden_layers", "num_experts_per_tok")]
+        self._connection = Connection(server, replica, config_number(self._folder, "vocab_size"), sizes, process)
         # Also runs at the interpreter's exit, before daemon threads are frozen wherever they are.
         self._stop = weakref.finalize(self, self._connection.stop)
 

@@ -51,6 +51,8 @@ class Meta(msgspec.Struct):
     output_token_logprobs: list[tuple[float, int, str | None]] = []
     output_token_sampling_logprobs: list[float] = []
     output_token_sampling_mask: list[list[int]] = []
+    routed_experts: str = ""
+    """At the end of a request, in base64: int32 ``[tokens, layers, top_k]``."""
 
 
 class _Line(msgspec.Struct):
@@ -68,6 +70,7 @@ class Info(msgspec.Struct):
     max_req_input_len: int
     sampling_mask_max_tokens: int = 0
     enable_weights_cpu_backup: bool = False
+    enable_return_routed_experts: bool = False
 
 
 class _ModelInfo(msgspec.Struct):

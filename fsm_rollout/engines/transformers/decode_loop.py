@@ -34,7 +34,7 @@ from fsm_rollout.engines.transformers.key_value_rows import KeyValueRows, Rows
 from fsm_rollout.engines.transformers.qwen3 import Qwen3Rows, serves
 from fsm_rollout.engines.transformers.sampling import Sampler
 from fsm_rollout.trajectory.enums import FinishReason
-from fsm_rollout.trajectory.tokens import Ids, Logprobs
+from fsm_rollout.trajectory.tokens import Ids, Logprobs, Note, NoteKind
 
 GAPS = 4
 """Of so many rows that take part in a step one may be idle."""
@@ -57,8 +57,9 @@ class _Running:
     ids: Ids = field(default_factory=lambda: Ids("i"))
     """Sampled and not yet sent."""
     logprobs: Logprobs = field(default_factory=lambda: Logprobs("f"))
-    kept: list[Ids] = field(default_factory=list)
-    """From which tokens those were sampled, with top_p or top_k."""
+    mask_counts: Ids = field(default_factory=lambda: Ids("i"))
+    mask: Ids = field(default_factory=lambda: Ids("i"))
+    """From how many tokens, and from which, those were sampled, with top_p or top_k."""
     row: int = -1
     """Its row in the cache, once it has one."""
     shared: int = 0
@@ -290,7 +291,8 @@ class DecodeLoop:
             running.ids.append(token)
             running.logprobs.append(logprob)
             if (ids_left := kept.get(running.row)) is not None:
-                running.kept.append(ids_left)
+                running.mask_counts.append(len(ids_left))
+                running.mask.extend(ids_left)
             running.room -= 1
             sampling = running.request.sampling
             stopped = token in sampling.stop_ids and not sampling.ignore_eos
@@ -346,6 +348,8 @@ class DecodeLoop:
         queue_seconds: float = 0.0,
     ) -> Chunk:
         """Return everything not yet sent as a chunk, which then counts as sent."""
+        counts = running.mask_counts
+        mask = Note(NoteKind.SAMPLING_MASK, len(running.tokens) - len(counts), counts, running.mask)
         chunk = Chunk(
             running.request.request_id,
             running.ids,
@@ -355,9 +359,10 @@ class DecodeLoop:
             error=error,
             queue_seconds=queue_seconds,
             replica=self._replica,
-            kept=running.kept,
+            notes=[mask] if counts else (),
         )
-        running.ids, running.logprobs, running.kept = Ids("i"), Logprobs("f"), []
+        running.ids, running.logprobs = Ids("i"), Logprobs("f")
+        running.mask_counts, running.mask = Ids("i"), Ids("i")
         return chunk
 
 

@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from operator import add
 from typing import Any, TypeVar
 
@@ -22,12 +23,13 @@ from fsm_rollout.testing.strategies.schema_values import plain_data
 from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.enums import FinishReason, LimitName, Trigger
 from fsm_rollout.trajectory.events import AnyEvent
-from fsm_rollout.trajectory.tokens import TokenStream
+from fsm_rollout.trajectory.tokens import Note, NoteKind, TokenStream
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 G = TypeVar("G", events.ContextOpened, events.PromptExtended)
 
 TRAINED = {"main": True, "critic": False, "notes": True}  # the contexts that occur, and whether each is trained
+LAYERS = 2  # those of the model whose routed experts are said, two for each token in each
 STATES = ("PENDING", "GENERATING", "PROCESSING_TOOLS", "REVIEWING", "TERMINATED")
 
 contexts = st.sampled_from(["main", "main", "main", "notes", "critic"])
@@ -68,7 +70,9 @@ _runs = st.lists(_run, min_size=1, max_size=2) | st.lists(_run, max_size=2)
 
 def _sampled(runs: list[tuple[list[tuple[int, float]], int]], text: str, **facts: Any) -> events.Generated:
     pairs = [pair for run, _ in runs for pair in run]
-    cut = len(text) % 2  # sampled with top_p or top_k, by an engine that says what these left
+    masks = [sorted({token, 7}) for token, _ in pairs]  # sampled with top_p or top_k, by an engine that says so
+    mask = Note(NoteKind.SAMPLING_MASK, 0, array("i", map(len, masks)), array("i", chain.from_iterable(masks)))
+    experts = Note(NoteKind.ROUTED_EXPERTS, 0, array("i"), array("i"), LAYERS)
     return events.Generated(
         ids=array("i", [token for token, _ in pairs]),
         logprobs=array("f", [logprob for _, logprob in pairs]),
@@ -76,7 +80,7 @@ def _sampled(runs: list[tuple[list[tuple[int, float]], int]], text: str, **facts
         finish_reason=FinishReason.STOP,
         message={"role": "assistant", "content": text},
         seconds=0.25,
-        kept=[array("i", sorted({token, 7})) for token, _ in pairs] if cut else [],
+        notes=[mask] * (len(text) % 2) + [experts] * (len(text) % 3 > 0),  # of which tokens, `_noted` says
         **facts,
     )
 
@@ -174,6 +178,9 @@ def _valid(plan: HistoryPlan, trajectory_id: str) -> Iterator[AnyEvent]:
     state = STATES[0]
     pending: dict[str, bool] = {}  # whether an open context has messages that are in no stream yet
     answered: set[str] = set()
+    # Of an open context's stream: its tokens, and how many of the first of them have their routed experts.
+    lengths: dict[str, int] = {}
+    routed: dict[str, int] = {}
     written = events.MessagesAppended(at=0.0, context="", state="", messages=[])
     # 2. Each event with what it needs; one that can mean nothing there is left out.
     for event in plan.steps:
@@ -182,14 +189,17 @@ def _valid(plan: HistoryPlan, trajectory_id: str) -> Iterator[AnyEvent]:
                 continue
             yield _opened(replace(_OPENING, context=event.context, state=event.state))
             pending[event.context] = False
+            lengths[event.context], routed[event.context] = len(_OPENING.ids), 0
         match event:
             case events.Generated(continued=True) if event.context not in answered:
                 continue
             case events.Generated(continued=True):
-                event = replace(event, state=state)
+                event = _noted(replace(event, state=state), lengths, routed)
             case events.Generated():
                 if pending[event.context]:
                     yield replace(_GLUE, context=event.context, state=event.state)
+                    lengths[event.context] += len(_GLUE.ids)
+                event = _noted(event, lengths, routed)
                 pending[event.context] = False
                 answered.add(event.context)
             case events.MessagesAppended():
@@ -201,9 +211,11 @@ def _valid(plan: HistoryPlan, trajectory_id: str) -> Iterator[AnyEvent]:
             case events.PromptExtended():
                 event = _guarded(replace(event, context=written.context, state=written.state))
                 pending[event.context] = False
+                lengths[event.context] += len(event.ids)
             case events.ContextOpened():
                 event = _opened(event)
                 pending[event.context] = False
+                lengths[event.context], routed[event.context] = len(event.ids), 0
                 answered.discard(event.context)
             case events.Transitioned():
                 trigger = Trigger.LIMIT_REACHED if event.limit else event.trigger
@@ -223,6 +235,21 @@ def _valid(plan: HistoryPlan, trajectory_id: str) -> Iterator[AnyEvent]:
 def _opened(event: events.ContextOpened) -> events.ContextOpened:
     trained = TRAINED[event.context]
     return _guarded(replace(event, trained=trained, engine="policy" if trained else "judge"))
+
+
+def _noted(event: events.Generated, lengths: dict[str, int], routed: dict[str, int]) -> events.Generated:
+    """Say of which tokens a generation's notes are: experts of all but the last, those said before apart."""
+    start, name = lengths[event.context], event.context
+    lengths[name] += len(event.ids)
+    notes = []
+    for note in event.notes:
+        if note.kind is NoteKind.SAMPLING_MASK:
+            notes.append(replace(note, start=start))
+        elif new := range(routed[name], lengths[name] - 1):
+            values = array("i", [expert for at in new for expert in (at % 5, 7, at % 3, 0)])
+            notes.append(replace(note, start=routed[name], counts=array("i", [4] * len(new)), values=values))
+            routed[name] = new.stop
+    return replace(event, notes=notes)
 
 
 def _guarded(event: G) -> G:

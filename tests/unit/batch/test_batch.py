@@ -39,6 +39,7 @@ from fsm_rollout.trajectory.events import (
     PromptExtended,
     Scored,
 )
+from fsm_rollout.trajectory.tokens import NoteKind
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 DTYPES = {
@@ -49,6 +50,7 @@ DTYPES = {
     **dict.fromkeys(("weight_versions", "state_ids", "turn_ids", "sampling_mask_counts"), torch.int32),
     **dict.fromkeys(("group_index", "sample"), torch.int64),
 }
+NO_EXPERTS = [[-1, -1], [-1, -1]]
 OF_ROWS = {"trajectory_scores", "group_index", "sample"}
 
 
@@ -62,6 +64,8 @@ class Expected:
         """Of each response token: id, mask, logprob, version, state, temperature."""
         self.kept: list[list[int]] = []
         """Of each response token, what top_p and top_k left to sample it from."""
+        self.experts = [NO_EXPERTS] * len(event.ids)
+        """Of each token, the prompt's too, the experts of both layers."""
         self.turns: list[int | None] = []
         self.turn: int | None = None
 
@@ -99,12 +103,21 @@ def expected(events: list[AnyEvent]) -> tuple[list[Expected], list[tuple[int, fl
                 stream.tokens += [(token, 0, 0.0, -1, event.state, 1.0) for token in event.ids]
                 stream.turns += [None] * len(event.ids)
                 stream.kept += [[] for _ in event.ids]
+                stream.experts += [NO_EXPERTS] * len(event.ids)
             case Generated():
                 stream = by_context[event.context]
                 if not event.resumed or stream.turn is None:
                     stream.turn = turn
                     turn += not event.resumed
-                stream.kept += [list(ids) for ids in event.kept] or [[] for _ in event.ids]
+                stream.kept += [[] for _ in event.ids]
+                stream.experts += [NO_EXPERTS] * len(event.ids)
+                for note in event.notes:
+                    values = iter(note.values)
+                    for at, count in enumerate(note.counts, start=note.start):
+                        if note.kind is NoteKind.SAMPLING_MASK:
+                            stream.kept[at - len(stream.prompt)] = [next(values) for _ in range(count)]
+                        else:
+                            stream.experts[at] = [[next(values), next(values)] for _ in range(2)]
                 versions = [version for count, version in event.versions for _ in range(count)]
                 for token, logprob, version in zip(event.ids, event.logprobs, versions, strict=True):
                     divided_by = event.temperature or 1.0  # greedy logprobs are unscaled
@@ -134,6 +147,11 @@ def assert_holds(
     ends = np.cumsum(row.sampling_mask_counts).tolist()
     starts = ends - row.sampling_mask_counts
     assert [row.sampling_mask[a:b] for a, b in zip(starts.tolist(), ends, strict=True)] == stream.kept
+    if row.routed_experts.size:
+        assert row.routed_experts.tolist() == stream.experts
+    else:
+        assert len(row.routed_experts) == len(stream.experts)
+        assert not any(experts != NO_EXPERTS for experts in stream.experts)
     sampled = [turn for turn in zip(stream.turns, row.turn_ids.tolist(), strict=True) if turn[0] is not None]
     assert [turn for turn, _ in sampled] == [turn for _, turn in sampled]
     assert (np.diff(row.turn_ids) >= 0).all(), "what the environment writes leads up to a turn"
@@ -178,7 +196,8 @@ def test_the_padded_tensors(trajectories: list[Trajectory], pad_id: int) -> None
     for key, dtype in DTYPES.items():
         shape = [len(rows_)] if key in OF_ROWS else [len(rows_), widths.get(key, right)]
         assert (tensors[key].dtype, list(tensors[key].shape)) == (dtype, shape), key
-    assert set(tensors.keys()) == {*DTYPES, *NON_TENSOR_KEYS}
+    experts = {"routed_experts"} if any(row.routed_experts.size for row in rows_) else set()
+    assert set(tensors.keys()) == {*DTYPES, *NON_TENSOR_KEYS, *experts}
 
     mask = tensors["attention_mask"]
     assert torch.equal(tensors["input_ids"], torch.cat([tensors["prompts"], tensors["responses"]], dim=1))
@@ -193,6 +212,10 @@ def test_the_padded_tensors(trajectories: list[Trajectory], pad_id: int) -> None
         tails |= dict.fromkeys(("weight_versions", "state_ids", "turn_ids"), -1)
         for key, fill in tails.items():
             assert tensors[key][i, right - after :].tolist() == [fill] * after
+        if experts:
+            assert tensors["routed_experts"].dtype == torch.int16
+            held = [NO_EXPERTS] * before + row.routed_experts.tolist() + [NO_EXPERTS] * after
+            assert tensors["routed_experts"][i].tolist() == held
         score = tensors["trajectory_scores"][i].item()
         assert math.isnan(score) if row.score is None else score == row.score
 
@@ -210,6 +233,9 @@ def test_the_packed_tensors_hold_the_padded_ones_attended_part(trajectories: lis
         part = parts.get(key, attended[:, left:])
         assert torch.equal(packed[key].values().nan_to_num(nan=7.5), padded[key][part].nan_to_num(nan=7.5))
         assert packed[key].offsets().diff().tolist() == part.sum(dim=1).tolist()
+    assert ("routed_experts" in packed) == ("routed_experts" in padded)
+    if "routed_experts" in packed:
+        assert torch.equal(packed["routed_experts"].values(), padded["routed_experts"][attended])
 
 
 def test_packed_tensors_of_one_length_can_be_combined() -> None:
@@ -228,9 +254,11 @@ def test_truncated_rows_hold_what_is_left(events: list[AnyEvent], left: int, rig
     found = {row.stream: row for row in batch.rows()}
     cut = {n for n, stream in whole.items() if len(stream.prompt) > left or len(stream.tokens) > right}
     for number, stream in whole.items():
-        stream.prompt = stream.prompt[max(0, len(stream.prompt) - left) :]
+        prompt = len(stream.prompt)
+        stream.prompt = stream.prompt[max(0, prompt - left) :]
         stream.tokens, stream.turns = stream.tokens[:right], stream.turns[:right]
         stream.kept = stream.kept[:right]
+        stream.experts = stream.experts[prompt - len(stream.prompt) :][: len(stream.prompt) + len(stream.tokens)]
         assert (number in found) == stream.is_row
         if number in found:
             assert_holds(found[number], stream, *scores)
@@ -551,7 +579,7 @@ def test_a_batch_much_wider_than_its_rows_takes_memory_for_what_is_not_zero_alon
     before = resident()
     batch = TrajectoryBatch.from_rows(made, pad_id=0, response_width=16_384)
     taken = resident() - before
-    tensors = {key: batch.tensordict.get(key) for key in RAGGED_OF}
+    tensors = {key: batch.tensordict.get(key) for key in RAGGED_OF if key != "routed_experts"}
     not_zero = {"position_ids", "weight_versions", "state_ids", "turn_ids", "temperatures"}
     filled = sum(tensors[key].nbytes for key in not_zero)
     assert taken < filled + 8 * 2**20, f"{taken:,} bytes for {filled:,}"

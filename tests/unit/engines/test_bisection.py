@@ -7,9 +7,11 @@ from array import array
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pending import PendingRequest
@@ -17,6 +19,7 @@ from fsm_rollout.engines.protocol import Chunk, Engine, Request, SamplingParams
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.errors import EngineError
 from fsm_rollout.testing import run_virtual
+from fsm_rollout.trajectory.tokens import Note, NoteKind, routed_experts
 from tests.embedded import tokenizer
 
 STOP = frozenset({tokenizer().eos_token_id})
@@ -163,6 +166,15 @@ class Babbles(ScriptedEngine):
                 yield Chunk(request.request_id, array("i", [7, *STOP]), array("f", [-1.0, -0.5]), finish_reason="stop")  # type: ignore[arg-type]
 
 
+def mask(start: int, *sets: list[int]) -> Note:
+    values = array("i", [token for ids in sets for token in ids])
+    return Note(NoteKind.SAMPLING_MASK, start, array("i", map(len, sets)), values)
+
+
+def experts(start: int, values: list[list[list[int]]]) -> Note:
+    return routed_experts(start, np.array(values))
+
+
 WRONG: dict[str, tuple[dict[str, Any] | None, str]] = {
     "no chunk": (None, "NoneType"),
     "no ids": ({"ids": None}, "TypeError"),
@@ -177,9 +189,22 @@ WRONG: dict[str, tuple[dict[str, Any] | None, str]] = {
     "minus infinity": ({"logprobs": array("f", [-1.0, -float("inf")])}, "no finite number"),
     "logprobs of nothing": ({"logprobs": None}, "TypeError"),
     "too few logprobs": ({"logprobs": array("f", [-1.0])}, "one logprob per token"),
-    "too few sampling masks": ({"kept": [array("i", [5])]}, "2 tokens of request r3 with 1 sets"),
-    "a mask without its token": ({"kept": [array("i", [5]), array("i", [7])]}, "with that token in it"),
-    "a mask of no tokens": ({"kept": [[5], None]}, "TypeError"),
+    "too few sampling masks": ({"notes": [mask(3, [5])]}, "2 tokens of request r3 with 1 sets"),
+    "masks of other tokens": ({"notes": [mask(2, [5], [6])]}, "with 2 sets of tokens that they were sampled from"),
+    "a mask without its token": ({"notes": [mask(3, [5], [7])]}, "with that token in it"),
+    "a mask of no tokens": ({"notes": [Note(NoteKind.SAMPLING_MASK, 3, None, array("i"))]}, "TypeError"),  # type: ignore[arg-type]
+    "counts that do not add up": ({"notes": [replace(mask(3, [5], [6]), counts=array("i", [1, 2]))]}, "not add up"),
+    "what is no note": ({"notes": [[5]]}, "AttributeError"),
+    "a note of an unknown kind": ({"notes": [replace(mask(3, [5], [6]), kind="shape")]}, "ValueError"),
+    "experts of tokens to come": ({"notes": [experts(1, [[[0]]] * 5)]}, "experts of tokens 1 to 6; there are 5"),
+    "experts before the first token": ({"notes": [experts(-1, [[[0]]])]}, "experts of tokens -1 to 0; there are 5"),
+    "experts that layers cannot share": (
+        {"notes": [replace(experts(0, [[[0, 1]]]), layers=3)]},
+        "3 layers cannot share",
+    ),
+    "experts of no layer": ({"notes": [replace(experts(0, [[[0, 1]]]), layers=0)]}, "0 layers cannot share"),
+    "an expert below 0": ({"notes": [experts(0, [[[0, -1]]])]}, "experts from -1 to 0"),
+    "an expert beyond what a batch holds": ({"notes": [experts(0, [[[0, 2**15]]])]}, "experts from 0 to 32768"),
     "a negative version": ({"weight_version": -1}, "version -1"),
     "an overflowing version": ({"weight_version": 2**40}, f"version {2**40}"),
     "half a version": ({"weight_version": 0.5}, "TypeError"),

@@ -12,7 +12,7 @@ from fsm_rollout.engines.protocol import Chunk, Load, Request, SamplingParams
 from fsm_rollout.engines.wire import Contexts, pack_flush, pack_requests, unpack_flush, unpack_requests
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
-from fsm_rollout.trajectory.tokens import TokenStream, as_ids, as_logprobs
+from fsm_rollout.trajectory.tokens import Note, NoteKind, TokenStream, as_ids, as_logprobs
 
 token = st.integers(0, 2**31 - 1)
 ids = st.lists(token, max_size=12).map(as_ids)
@@ -39,6 +39,7 @@ requests = st.builds(
     context=st.sampled_from(["main", "critic"]),
     turn=st.integers(0, 99),
     sampled=st.integers(0, 99),
+    routed=st.integers(0, 99),
 )
 
 
@@ -69,7 +70,7 @@ chunks = st.integers(0, 6).flatmap(
         cached_tokens=st.integers(0, 2**31),
         queue_seconds=seconds,
         replica=st.just("r7"),
-        kept=st.just([]) | st.lists(ids, min_size=count, max_size=count),
+        notes=st.lists(st.builds(Note, st.sampled_from(NoteKind), token, ids, ids, token), max_size=2).map(tuple),
     )
 )
 whole_loads = st.builds(
