@@ -148,7 +148,7 @@ class EngineClient:
             pending.paused = paused
             pending.keep_time()
             if paused:
-                pending.stop_watch()
+                pending.silent_until = None
             elif pending.request_id in self._sent and pending not in self._waiting and not pending.has_chunk:
                 self._watch([pending])
 
@@ -337,7 +337,7 @@ class EngineClient:
         if pending.done.is_set():
             return
         self._sent.pop(pending.request_id, None)
-        pending.stop_watch()
+        pending.silent_until = None
         pending.lost = isinstance(error, ReplicaLost)
         if (ended := pending.ended_as) is not None:  # all tokens have arrived; only the finish reason was lost
             self._end(pending, ended)

@@ -69,13 +69,9 @@ class PendingRequest:
             else:
                 self.deadline.run()
 
-    def stop_watch(self) -> None:
-        """Stop waiting for a first chunk."""
-        self.silent_until = None
-
     def take(self, chunk: Chunk, now: float, vocabulary: int | None = None) -> None:
         """Append one chunk; EngineError if no engine may answer so (:mod:`fsm_rollout.engines.answer_check`)."""
-        self.stop_watch()
+        self.silent_until = None
         ids, logprobs, version, notes = checked(chunk, self.request, self.ids, vocabulary)
         if self.admitted_at is None:
             self.admitted_at = now
@@ -114,7 +110,7 @@ class PendingRequest:
         if not self.done.is_set():
             self.finish_reason, self.error = finish_reason, error
             self.done.set()
-            self.stop_watch()
+            self.silent_until = None
             if self.on_end is not None:
                 self.on_end(self)
             self.keep_time()

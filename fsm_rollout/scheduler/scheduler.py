@@ -42,14 +42,13 @@ from fsm_rollout.environment.rewards import GroupFilter, Reward
 from fsm_rollout.errors import ConfigError, GlueMismatchError, check_at_least, single
 from fsm_rollout.scheduler.failure_policy import ENDS, Failures, Watch, class_of
 from fsm_rollout.scheduler.group import Group, GroupState
-from fsm_rollout.scheduler.recorder import Listener, Recorder
+from fsm_rollout.scheduler.recorder import Listener, Recorder, waits_of
 from fsm_rollout.scheduler.resume import History, resumed_groups
 from fsm_rollout.scheduler.run_agents import RunAgents
 from fsm_rollout.scheduler.run_state import PromptQueue, RunState
 from fsm_rollout.scheduler.sample_runner import SampleRunner
 from fsm_rollout.scheduler.scoring import Scoring
 from fsm_rollout.scheduler.staleness import Staleness
-from fsm_rollout.scheduler.stalls import waits_of
 from fsm_rollout.scheduler.trajectory_starter import TrajectoryStarter
 from fsm_rollout.states.active_trajectory import CARRIED, INTERRUPTED, Stop, Suspension
 from fsm_rollout.trajectory.enums import DropReason, Trigger

@@ -487,12 +487,12 @@ MUTANTS = (
         CLASSES,
     ),
     Mutant(
-        "never say what is waited for", "scheduler/stalls.py", "        elif waits := self._waits():", "        elif waits := []:",
+        "never say what is waited for", "scheduler/recorder.py", "        elif waits := self._waits():", "        elif waits := []:",
         "a run that stands still says what it waits for",
         FAILURES,
     ),
     Mutant(
-        "a busy run is said to stand still", "scheduler/stalls.py", "        self._heard = True\n", "        pass\n",
+        "a busy run is said to stand still", "scheduler/recorder.py", "        self._heard = True\n", "        pass\n",
         "a run that works says nothing",
         FAILURES,
     ),
