@@ -15,6 +15,7 @@ from rich.text import Text
 
 from fsm_rollout.batch.rows import turns_of
 from fsm_rollout.report.texts import shortened, visible
+from fsm_rollout.report.times import PARTS, parts_of
 from fsm_rollout.trajectory.enums import FailureClass
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -22,8 +23,6 @@ Summary: TypeAlias = dict[str, Any]  # JSON data
 
 SHOWN_FROM = 0.005  # seconds from which a time is shown: less would be rounded to 0.00
 MOST_FAILURES = 5  # failures of one sort that a run prints
-# What a trajectory's time goes into; its `timing` says `tools` for `tool`.
-PARTS = ("queue", "generate", "tool", "interact", "other")
 
 
 def summarize(
@@ -55,7 +54,7 @@ def summarize(
     visits: Counter[str] = Counter()
     for trajectory in samples:
         visits.update(trajectory.visits)
-    parts = [_parts(trajectory) for trajectory in samples]
+    parts = [parts_of(trajectory) for trajectory in samples]
     return {
         "trajectories": len(samples),
         "groups": len({trajectory.group_id for trajectory in samples}),
@@ -81,11 +80,6 @@ def summarize(
         },
         "engine": dict(engine or {}),
     }
-
-
-def _parts(trajectory: Trajectory) -> dict[str, float]:
-    """Return the seconds that a trajectory spent in each of :data:`PARTS`."""
-    return {name: getattr(trajectory, f"{name}_seconds") for name in PARTS}
 
 
 def _endings(trajectories: Sequence[Trajectory]) -> Summary:
@@ -131,7 +125,7 @@ def _slowest(trajectories: Sequence[Trajectory]) -> Summary | None:
         "trajectory_id": slowest.trajectory_id,
         "stop_reason": slowest.stop_reason,
         "wall_seconds": slowest.wall_seconds,
-        **{f"{name}_seconds": seconds for name, seconds in _parts(slowest).items()},
+        **{f"{name}_seconds": seconds for name, seconds in parts_of(slowest).items()},
         "tokens": slowest.response_tokens,
     }
 

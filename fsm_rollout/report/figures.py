@@ -17,7 +17,7 @@ import numpy as np
 from fsm_rollout.batch.rows import turns_of
 from fsm_rollout.report.recording import Recording, kind_of_end
 from fsm_rollout.report.texts import number, percent
-from fsm_rollout.report.times import BUSY, Clock, Kind, Stretch, wall_seconds
+from fsm_rollout.report.times import BUSY, Clock, Kind, Stretch, parts_of, wall_seconds
 
 BINS = 120  # points of a course over time
 BARS = 24
@@ -55,34 +55,23 @@ class Line:
         self.start = trajectory.started_at
         # Its end, or the latest event.
         self.end = recording.events[-1].at if trajectory.ended_at is None else trajectory.ended_at
-        self.seconds = times.totals()  # by kind: for how long at least one such thing was under way
+        self.parts = parts_of(trajectory)  # seconds by what they went into
+        self.away = trajectory.suspended_seconds
         self.longest = max(times.of(*BUSY), key=lambda stretch: stretch.seconds, default=None)
-        self.busy = wall_seconds(times.of(*BUSY))  # seconds in which any such thing was under way
         away = Clock((stretch.start, stretch.end) for stretch in times.of("away"))
         # When it was under way: from its start to its end without the times for which it was suspended.
         self.lives = tuple(away.runs(self.start, self.end))
         self.wall = sum(end - start for start, end in self.lives)  # seconds for which it was under way
 
-    @property
-    def away(self) -> float:
-        """Seconds for which it was suspended."""
-        return self.seconds["away"]
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """Seconds by what they went into; ``other``: at least so long nothing of the kinds was under way."""
-        busy: dict[str, float] = {kind: self.seconds[kind] for kind in BUSY}
-        return busy | {"other": max(0.0, self.wall - self.busy)}
-
     def why(self) -> str:
         """Return what its time went into, for the tail."""
-        kind = max(BUSY, key=lambda name: self.seconds[name])
+        kind = max(BUSY, key=lambda name: self.parts[name])
         other = self.parts["other"]
         if not self.wall:
             return "nothing took any time"
-        if other > self.seconds[kind]:
+        if other > self.parts[kind]:
             return f"{percent(other / self.wall)} outside of engine, tools and interactions"
-        share = f"{percent(self.seconds[kind] / self.wall)} {_DOING[kind]}"
+        share = f"{percent(self.parts[kind] / self.wall)} {_DOING[kind]}"
         if kind == "generate":
             return f"{share}: {_counted(self.generations, 'generation')}, {self.trained:,} trained tokens"
         if kind == "tool" and self.longest is not None and self.longest.kind == "tool":

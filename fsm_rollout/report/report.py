@@ -17,7 +17,7 @@ from fsm_rollout.report.flow import Flow, traffic_picture
 from fsm_rollout.report.pages import REPORT, Links, page_path, render_page, write_page
 from fsm_rollout.report.recording import EndKind, RunFolder, open_run
 from fsm_rollout.report.texts import duration, number, visible
-from fsm_rollout.report.times import BUSY
+from fsm_rollout.report.times import PARTS
 from fsm_rollout.report.trajectory import page_of_run
 
 TAIL = 8
@@ -88,7 +88,7 @@ def _page(run: RunFolder, figures: Figures, flows: Sequence[Flow], links: Links)
     names = [column.name for column in columns]
     scores = [line.score for line in samples if line.score is not None]
     means = [edge.score for flow in flows for edge in flow.edges if edge.score is not None]
-    spent = {part: sum(line.parts[part] for line in samples) for part in (*BUSY, "other")}
+    spent = {part: sum(line.parts[part] for line in samples) for part in PARTS}
     # 2. The table is drawn by the script from `data`, everything else by the template.
     return render_page(
         "report.html.jinja",

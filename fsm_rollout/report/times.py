@@ -16,12 +16,14 @@ from typing import Literal
 from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import AnyEvent
+from fsm_rollout.trajectory.trajectory import Trajectory
 from fsm_rollout.trajectory.wall_time import covered
 
 Kind = Literal["queue", "generate", "tool", "interact", "away"]
 # `away`: from the last event before the trajectory was suspended until it was resumed.
 KINDS: tuple[Kind, ...] = ("queue", "generate", "tool", "interact", "away")
 BUSY = KINDS[:-1]  # what a trajectory's time goes into while it is under way
+PARTS = (*BUSY, "other")  # the same, and the time in which none of these was under way
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,11 @@ def times_of(history: Sequence[AnyEvent]) -> Times:
     if history:
         visits.append(TimedVisit(state, since, since if final else max(since, history[-1].at)))
     return Times(tuple(stretches), tuple(visits))
+
+
+def parts_of(trajectory: Trajectory) -> dict[str, float]:
+    """Return the seconds that a trajectory spent in each of :data:`PARTS`."""
+    return {part: getattr(trajectory, f"{part}_seconds") for part in PARTS}
 
 
 def wall_seconds(stretches: Iterable[Stretch]) -> float:

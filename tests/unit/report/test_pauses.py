@@ -39,7 +39,7 @@ def test_time_away_is_neither_tools_nor_generation() -> None:
     figures = Figures([recording])
     (line,) = figures.lines
     assert (line.resumed, line.away, line.wall, figures.seconds) == (1, 7.0, 10.0, 10.0)
-    assert line.seconds["tool"] == 2.0
+    assert line.parts["tool"] == 2.0
     assert line.why().startswith("45 % generating")
 
 

@@ -121,7 +121,7 @@ def test_figures_add_up(histories: list[list[AnyEvent]]) -> None:
         walls = sum(line.wall for line in figures.lines)
         assert sum(figures.under_way()) * width == pytest.approx(walls, rel=1e-6, abs=1e-6)
     for line in figures.lines:
-        assert all(seconds >= 0 for seconds in line.seconds.values())
+        assert all(seconds >= 0 for seconds in line.parts.values())
     for values in ([line.tokens for line in figures.lines], [line.score for line in figures.lines if line.score]):
         chart = histogram([float(value) for value in values])
         assert (sum(chart.counts) if chart else 0) == len(values)
